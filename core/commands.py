@@ -1,0 +1,59 @@
+"""The registry of verbs and services. Packages register entry points; nobody imports a sibling to call it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from .errors import MissingExtraError, UnknownNameError
+
+QUESTIONS = {
+    "demo": "show me everything in about two minutes: plan, Gantt, proof and a short real training run on this machine",
+    "plan": "which layout should I use? ranked, with why the others lost",
+    "fit": "does it fit? worst rank named, memory by component",
+    "simulate": "how long is a step, and where does it go?",
+    "verify": "is it right? static rules; --dynamic proves bits against one device",
+    "draw": "show me: a Gantt chart in the terminal, as SVG or PNG",
+    "train": "run it: real processes, here or under torchrun",
+    "presets": "which models, clusters and schedules are known by name?",
+}
+"""Verb -> the question it answers, so that `--help` needs to import no verb."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One verb. `configure` adds its options to a parser, `run` returns the exit code (0 fine, 1 findings)."""
+
+    name: str
+    example: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def command(name: str) -> Command:
+    """The verb `name`, loaded now."""
+    return _load("shardproof.commands", "command", name)
+
+
+def service(name: str) -> Callable[..., Any]:
+    """A function another package offers (`simulate`, `run_schedule`, `draw`, `check`), resolved at call time."""
+    return _load("shardproof.services", "service", name)
+
+
+def _load(group: str, what: str, name: str) -> Any:
+    found = {point.name: point for point in entry_points(group=group)}
+    if name not in found:
+        raise UnknownNameError(what, name, found)
+    return _import(found[name])
+
+
+def _import(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise MissingExtraError(f"{point.name} needs torch, which is not installed. Run: pip install 'shardproof[train]'.") from error
+        raise

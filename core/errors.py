@@ -1,0 +1,60 @@
+"""Errors a user can meet. Each says what was given, which rule it breaks, where it came from, and what works instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardproofError(Exception):
+    """Any error that the user can do something about. The command line prints it and exits with 2."""
+
+
+class PlanError(ShardproofError, ValueError):
+    """A plan breaks a rule. `problems` holds every problem found, in file order; the message is all of them."""
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class LayoutError(PlanError):
+    """Degrees, orders or stage cuts that do not fit the model or the world."""
+
+
+class ModelError(PlanError):
+    """A model description that is incomplete, contradictory or not understood."""
+
+
+class ClusterError(PlanError):
+    """A cluster description that is incomplete or contradictory."""
+
+
+class ScheduleError(ShardproofError, ValueError):
+    """A schedule that cannot be built, parsed or lowered."""
+
+
+class UnknownNameError(ShardproofError, LookupError):
+    """A name that is not in a catalog. The message offers the closest known one."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str]):
+        known = sorted(known)
+        super().__init__(f"unknown {what} {name!r}{did_you_mean(name, known)} Known: {', '.join(known)}.")
+
+
+class RankFailure(ShardproofError, RuntimeError):
+    """A rank ended before its work was done. Names the rank and how it ended."""
+
+
+class MissingExtraError(ShardproofError, ImportError):
+    """A verb needs a package of an extra that is not installed."""
+
+
+class InternalError(Exception):
+    """Our bug, not the user's: please report it with the plan that caused it."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'closest'?` where something is close, else a full stop."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else "."

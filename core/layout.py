@@ -1,0 +1,167 @@
+"""`Layout`: degrees of parallelism, the order of ranks, and every group that follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .errors import LayoutError
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+def rank_grid(order: str, sizes: Mapping[str, int], rank_offset: int = 0) -> np.ndarray:
+    """Ranks as an array with one dimension per axis of `order`, the *last* axis of the string first (it varies slowest).
+
+    Raises `LayoutError` when an axis of size above one is missing from the order.
+    """
+    axes = order.split("-")
+    missing = [axis for axis, size in sizes.items() if size > 1 and axis not in axes]
+    if missing:
+        raise LayoutError(f"order {order!r} does not name {', '.join(missing)}, whose size is above 1. Add it to the order.")
+    shape = [sizes.get(axis, 1) for axis in reversed(axes)]
+    return np.arange(rank_offset, rank_offset + math.prod(shape)).reshape(shape)
+
+
+def rank_groups(order: str, sizes: Mapping[str, int], axes: str, rank_offset: int = 0) -> list[list[int]]:
+    """All groups over the product of `axes` (such as `dp-cp`), as lists of ranks.
+
+    Members are enumerated in the order of the order string, whatever order `axes` names them in; groups are sorted by first rank.
+
+    >>> rank_groups("tp-dp-pp", {"tp": 2, "dp": 2, "pp": 2}, "dp")
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
+    """
+    grid = rank_grid(order, sizes, rank_offset)
+    names = list(reversed(order.split("-")))
+    wanted = axes.split("-")
+    unknown = [axis for axis in wanted if axis not in names and axis not in sizes]
+    if unknown:
+        raise LayoutError(f"{axes!r} names {', '.join(unknown)}, which is no axis of {order!r}.")
+    inside = [i for i, name in enumerate(names) if name in wanted]
+    outside = [i for i, name in enumerate(names) if name not in wanted]
+    size = math.prod(grid.shape[i] for i in inside)
+    return np.transpose(grid, outside + inside).reshape(-1, size).tolist()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one model is cut over ranks. `dp` is dense data parallelism; experts see `tp*cp*dp/(etp*ep)` of it.
+
+    `order` is Megatron's: the leftmost axis varies fastest. `stages` is the Megatron layout form (`Et*11|(t*12|)*6t*13L`) or None
+    for an even cut. Raises `LayoutError` with every rule that is broken.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
+    order: str = DEFAULT_ORDER
+    stages: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)!r} must be a whole number of at least 1."
+            for name in ("tp", "pp", "dp", "cp", "ep", "vpp")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+        ]
+        if problems:
+            raise LayoutError(problems)
+        if self.zero not in (0, 1, 2, 3):
+            problems.append(f"zero={self.zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")
+        if self.vpp > 1 and self.pp == 1:
+            problems.append(f"vpp={self.vpp} needs a pipeline, but pp=1. Set pp to 2 or more, or vpp=1.")
+        axes = self.order.split("-")
+        if sorted(set(axes)) != sorted(axes) or not set(axes) <= set(AXES):
+            problems.append(f"order={self.order!r} must name each of {'-'.join(AXES)} at most once.")
+        else:
+            missing = [axis for axis in AXES if axis not in axes and getattr(self, axis) > 1]
+            if missing:
+                problems.append(f"order={self.order!r} does not name {', '.join(missing)}, whose size is above 1.")
+        dense, expert = self.tp * self.cp * self.dp, self.expert_tp * self.ep
+        if dense % expert:
+            problems.append(
+                f"etp*ep={expert} does not divide tp*cp*dp={dense}, so experts cannot be laid over these ranks. "
+                f"Choose ep among the divisors of {dense // math.gcd(dense, self.expert_tp)}."
+            )
+        if problems:
+            raise LayoutError(problems)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: tp*cp*dp*pp (experts reuse the same ranks)."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages: pp*vpp."""
+        return self.pp * self.vpp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallelism of experts; equal to tp unless `etp` is given."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """Data parallelism of experts: tp*cp*dp/(etp*ep)."""
+        return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis sizes of the dense grid, where ep is 1."""
+        return {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
+
+    @cached_property
+    def expert_sizes(self) -> dict[str, int]:
+        """Axis sizes of the expert grid, where cp is 1, tp the expert-TP and dp the expert-DP size."""
+        return {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "dp": self.expert_dp, "pp": self.pp}
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """Every dense group over the product of `axes`, e.g. `groups("dp-cp")`: lists of global ranks."""
+        return rank_groups(self._full_order, self.sizes, axes)
+
+    def expert_groups(self, axes: str) -> list[list[int]]:
+        """The same over the expert grid, e.g. `expert_groups("ep")`."""
+        return rank_groups(self._full_order, self.expert_sizes, axes)
+
+    def group_of(self, global_rank: int, axes: str) -> list[int]:
+        """The one dense group over `axes` that contains a rank."""
+        names = axes.split("-")
+        varying = [axis for axis in self._full_order.split("-") if axis in names]
+        here = self.coordinates(global_rank)
+        combinations = np.ndindex(*(self.sizes[axis] for axis in reversed(varying)))
+        return [self.global_rank(**{**here, **dict(zip(reversed(varying), index, strict=True))}) for index in combinations]
+
+    def coordinates(self, global_rank: int) -> dict[str, int]:
+        """Dense coordinates of a rank, e.g. `{"tp": 1, "cp": 0, "dp": 0, "pp": 3}`. The inverse of `global_rank`."""
+        if not 0 <= global_rank < self.world_size:
+            raise LayoutError(f"global rank {global_rank} is outside the world of {self.world_size} ranks.")
+        coordinates = {}
+        for axis in self._full_order.split("-"):
+            global_rank, coordinates[axis] = divmod(global_rank, self.sizes[axis])
+        del coordinates["ep"]
+        return coordinates
+
+    def global_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The rank at dense coordinates."""
+        coordinates = {"tp": tp, "cp": cp, "ep": 0, "dp": dp, "pp": pp}
+        rank, stride = 0, 1
+        for axis in self._full_order.split("-"):
+            rank += coordinates[axis] * stride
+            stride *= self.sizes[axis]
+        return rank
+
+    @property
+    def _full_order(self) -> str:
+        axes = self.order.split("-")
+        return "-".join(axes + [axis for axis in AXES if axis not in axes])

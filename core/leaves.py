@@ -1,0 +1,102 @@
+"""Leaf sizes: which pieces of a tensor a canonical sum is made of, and which pieces a rank owns.
+
+They follow from the model, the sequence and the `[numerics]` section alone, never from the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .errors import LayoutError
+from .model import ModelSpec
+from .parameters import Feature, Parameter
+from .reduction import cut
+
+MAX_DEGREE = 8
+"""Default blocks admit every tensor-parallel degree up to this one that divides the heads."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """`num_items` items in blocks of `block`; the last block may be shorter, in every layout alike."""
+
+    num_items: int
+    block: int
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of blocks."""
+        return -(-self.num_items // self.block)
+
+    def items(self, lo_leaf: int, hi_leaf: int) -> tuple[int, int]:
+        """The items `[lo, hi)` of an interval of leaves."""
+        return lo_leaf * self.block, min(hi_leaf * self.block, self.num_items)
+
+    def owned(self, tp: int, tp_rank: int) -> tuple[int, int]:
+        """The leaves `[lo, hi)` of a tensor-parallel rank."""
+        return cut(self.num_leaves, tp, tp_rank)
+
+    def owned_items(self, tp: int, tp_rank: int) -> tuple[int, int]:
+        """The items `[lo, hi)` of a tensor-parallel rank."""
+        return self.items(*self.owned(tp, tp_rank))
+
+
+@dataclass(frozen=True)
+class LeafSizes:
+    """Resolved leaf sizes of one problem, as written into every ledger."""
+
+    heads: Leaves
+    ffn: Leaves
+    vocab: Leaves
+    gradient_token_block: int
+    reduction_token_block: int
+
+    def feature(self, feature: Feature) -> Leaves:
+        """Leaves of a feature axis."""
+        return {"heads": self.heads, "ffn": self.ffn, "vocab": self.vocab}[feature]
+
+    def local_slices(self, parameter: Parameter, tp: int, tp_rank: int) -> tuple[slice, ...]:
+        """The slice of the full parameter that a tensor-parallel rank holds."""
+        slices = [slice(0, size) for size in parameter.shape]
+        if parameter.cut is not None:
+            dim, feature = parameter.cut
+            lo, hi = self.feature(feature).owned_items(tp, tp_rank)
+            slices[dim] = slice(lo * parameter.unit, hi * parameter.unit)
+        return tuple(slices)
+
+    def check(self, tp: int) -> None:
+        """Raises `LayoutError` when `tp` ranks cannot each own whole leaves."""
+        problems = []
+        for name, leaves in (("num_kv_heads", self.heads), ("ffn_hidden_size", self.ffn), ("vocab_size", self.vocab)):
+            if leaves.num_leaves < tp:
+                key = {"ffn_hidden_size": "ffn_block", "vocab_size": "vocab_block"}.get(name)
+                remedy = f" or numerics.{key} <= {max(1, leaves.num_items // tp)}" if key else ""
+                problems.append(
+                    f"tp={tp} cuts {name}={leaves.num_items} inside a leaf of {leaves.block}: there are only {leaves.num_leaves} leaves. "
+                    f"Use tp <= {leaves.num_leaves}{remedy}."
+                )
+        if problems:
+            raise LayoutError(problems)
+
+
+def leaf_sizes(
+    model: ModelSpec,
+    sequence: int,
+    *,
+    ffn_block: int | None = None,
+    vocab_block: int | None = None,
+    gradient_token_block: int | None = None,
+    reduction_token_block: int | None = None,
+) -> LeafSizes:
+    """Leaf sizes with defaults filled in: one key/value group per head leaf, and ffn and vocabulary blocks that admit every degree
+    up to 8 that divides the key/value heads."""
+    parts = math.lcm(*(degree for degree in range(1, MAX_DEGREE + 1) if model.num_kv_heads % degree == 0))
+    gradient_block = gradient_token_block or min(128, sequence)
+    return LeafSizes(
+        heads=Leaves(model.num_kv_heads, 1),
+        ffn=Leaves(model.ffn_hidden_size, ffn_block or -(-model.ffn_hidden_size // parts)),
+        vocab=Leaves(model.vocab_size, vocab_block or -(-model.vocab_size // parts)),
+        gradient_token_block=gradient_block,
+        reduction_token_block=reduction_token_block or min(32, gradient_block),
+    )

@@ -1,0 +1,128 @@
+"""`Plan`: one training run as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from .cluster import ClusterSpec
+from .layout import Layout
+from .leaves import LeafSizes, leaf_sizes
+from .model import ModelSpec
+from .stages import StageLayers, assign_layers
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Whose memory and overlap behaviour is modelled."""
+
+    profile: Literal["shardproof"] = "shardproof"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences per optimizer step, sequences per microbatch, tokens per sequence."""
+
+    global_size: int
+    micro_size: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number format of weights and activations in products; optimizer state is fp32."""
+
+    dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """`selective` recomputes the attention core, `full` keeps only each layer's input."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A catalog name, or a CSV file that replaces it."""
+
+    name: str = "1F1B"
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """`exact` makes bits independent of the layout; `fast` uses the library's products and collectives. Blocks are leaf sizes."""
+
+    mode: Literal["exact", "fast"] = "fast"
+    gradient_token_block: int | None = None
+    reduction_token_block: int | None = None
+    ffn_block: int | None = None
+    vocab_block: int | None = None
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) and global-norm clipping; `clip_grad_norm=0` turns clipping off."""
+
+    name: Literal["adamw"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class Train:
+    """What `train` and `verify --dynamic` run. `data` is a text file, a folder, or `python-stdlib`."""
+
+    steps: int = 20
+    data: str = "python-stdlib"
+    seed: int = 1234
+    learning_rate: float = 3e-4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Model, cluster, layout, batch and the choices that make one training run. Validated as a whole when it is made."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    layout: Layout
+    batch: Batch
+    runtime: Runtime = field(default_factory=Runtime)
+    precision: Precision = field(default_factory=Precision)
+    recompute: Recompute = field(default_factory=Recompute)
+    schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
+    numerics: Numerics = field(default_factory=Numerics)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    train: Train = field(default_factory=Train)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step on each data-parallel rank: global / (micro * dp)."""
+        return self.batch.global_size // (self.batch.micro_size * self.layout.dp)
+
+    @cached_property
+    def stages(self) -> tuple[StageLayers, ...]:
+        """What every pipeline stage holds."""
+        return assign_layers(self.model.num_layers, self.layout)
+
+    @cached_property
+    def leaf_sizes(self) -> LeafSizes:
+        """Leaf sizes of the canonical sums."""
+        n = self.numerics
+        return leaf_sizes(
+            self.model,
+            self.batch.sequence,
+            ffn_block=n.ffn_block,
+            vocab_block=n.vocab_block,
+            gradient_token_block=n.gradient_token_block,
+            reduction_token_block=n.reduction_token_block,
+        )
+
+    def samples_of(self, dp_rank: int) -> tuple[int, int]:
+        """The contiguous interval of the global batch that a data-parallel rank owns."""
+        per_rank = self.batch.global_size // self.layout.dp
+        return dp_rank * per_rank, (dp_rank + 1) * per_rank

@@ -1,0 +1,130 @@
+"""`Schedule`: per pipeline rank a sequence of actions, and `Placement`: which rank holds which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from .action import Action, ActionArray, Kind
+from .errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Maps (stage, microbatch) to a pipeline rank.
+
+    `ranks[stage]` holds the pipeline ranks that own the stage: one, or two replicas of which the first runs the lower half of the
+    microbatches (two-direction schedules). `kind` only names the pattern.
+    """
+
+    kind: Literal["loop", "vee", "replicated", "explicit"]
+    num_ranks: int
+    ranks: tuple[tuple[int, ...], ...]
+    num_microbatches: int
+
+    @classmethod
+    def loop(cls, num_ranks: int, num_stages: int, num_microbatches: int) -> Placement:
+        """Stage s on rank s mod p: one stage per rank, or interleaved."""
+        return cls("loop", num_ranks, tuple((stage % num_ranks,) for stage in range(num_stages)), num_microbatches)
+
+    @classmethod
+    def vee(cls, num_ranks: int, num_microbatches: int) -> Placement:
+        """Two stages per rank: down the ranks and back, so that first and last stage share rank 0."""
+        return cls("vee", num_ranks, tuple((min(stage, 2 * num_ranks - 1 - stage),) for stage in range(2 * num_ranks)), num_microbatches)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all ranks, replicas counted once."""
+        return len(self.ranks)
+
+    def rank_of(self, stage: int, microbatch: int | None = None) -> int:
+        """The pipeline rank that runs `microbatch` of `stage`."""
+        owners = self.ranks[stage]
+        if len(owners) == 1:
+            return owners[0]
+        if microbatch is None:
+            raise ScheduleError(f"stage {stage} has replicas on ranks {owners}; say which microbatch.")
+        return owners[0] if microbatch < (self.num_microbatches + 1) // 2 else owners[1]
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages a pipeline rank holds, ascending."""
+        return tuple(stage for stage, owners in enumerate(self.ranks) if pp_rank in owners)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What every pipeline rank does in one step, in order. Immutable; built by `core.schedules` or read from CSV.
+
+    `actions` holds all ranks' actions one rank after the other; rank r owns `actions[offsets[r]:offsets[r + 1]]`.
+    A schedule is *lowered* when it has its communication, gradient reductions and optimizer step; builders make compute-only ones.
+    """
+
+    name: str
+    placement: Placement
+    actions: ActionArray
+    offsets: np.ndarray
+
+    def __post_init__(self) -> None:
+        assert len(self.offsets) == self.placement.num_ranks + 1 and self.offsets[0] == 0 and self.offsets[-1] == len(self.actions)
+
+    @classmethod
+    def from_rows(cls, name: str, placement: Placement, rows: Sequence[Iterable[Action]]) -> Schedule:
+        """A schedule from one list of actions per pipeline rank."""
+        lists = [list(row) for row in rows]
+        offsets = np.cumsum([0, *(len(row) for row in lists)])
+        return cls(name, placement, ActionArray.from_actions([action for row in lists for action in row]), offsets)
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return self.placement.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step (of one data-parallel rank)."""
+        return self.placement.num_microbatches
+
+    @property
+    def is_lowered(self) -> bool:
+        """True when the optimizer step, which `lower` adds last, is there."""
+        return bool((self.actions.kind == Kind.STEP).any())
+
+    def row(self, pp_rank: int) -> ActionArray:
+        """The actions of one pipeline rank, in order."""
+        return self.actions.take(slice(int(self.offsets[pp_rank]), int(self.offsets[pp_rank + 1])))
+
+    def rows(self) -> Iterator[ActionArray]:
+        """The actions of every pipeline rank, in rank order."""
+        return (self.row(pp_rank) for pp_rank in range(self.num_ranks))
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        same_shape = self.placement == other.placement and np.array_equal(self.offsets, other.offsets)
+        return same_shape and self.actions == other.actions
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_csv(self, dialect: Literal["shardproof", "torch"] = "shardproof") -> str:
+        """One line per rank, cells as in torch.distributed.pipelining. With `dialect="torch"` STEP is dropped and replicas are refused."""
+        from .schedules.csv import to_csv
+
+        return to_csv(self, dialect)
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> Schedule:
+        """The inverse of `to_csv`, for both dialects. All malformed cells are reported together in one `ScheduleError`."""
+        from .schedules.csv import from_csv
+
+        return from_csv(text, name)

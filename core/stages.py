@@ -1,0 +1,83 @@
+"""Which layers a pipeline stage holds: even cuts, and Megatron's layout strings such as `Et*3|(tt|)*29,m|L`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .errors import LayoutError
+from .layout import Layout
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The content of one stage: transformer layers `[first_layer, last_layer)`, and whether it holds embedding or output head."""
+
+    stage: int
+    first_layer: int
+    last_layer: int
+    embedding: bool
+    head: bool
+
+    @property
+    def layers(self) -> range:
+        """Global indices of the transformer layers."""
+        return range(self.first_layer, self.last_layer)
+
+
+def assign_layers(num_layers: int, layout: Layout) -> tuple[StageLayers, ...]:
+    """The content of every stage, in stage order; stage s lies on pipeline rank s mod pp (virtual stages interleave).
+
+    Without `layout.stages` the layers are cut evenly and pp*vpp must divide them. Raises `LayoutError` otherwise.
+    """
+    counts = _parse(layout.stages) if layout.stages is not None else _even(num_layers, layout)
+    problems = []
+    if len(counts) != layout.num_stages:
+        problems.append(f"stages={layout.stages!r} describes {len(counts)} stages, but pp*vpp={layout.num_stages}.")
+    if sum(counts) != num_layers:
+        problems.append(f"stages={layout.stages!r} holds {sum(counts)} layers, but the model has {num_layers}.")
+    if problems:
+        raise LayoutError(problems)
+    stages, first = [], 0
+    for stage, count in enumerate(counts):
+        stages.append(StageLayers(stage, first, first + count, embedding=stage == 0, head=stage == len(counts) - 1))
+        first += count
+    return tuple(stages)
+
+
+def to_string(stages: tuple[StageLayers, ...]) -> str:
+    """The layout-string form of a stage assignment: `Ett|tt|ttL`."""
+    return "|".join(f"{'E' if s.embedding else ''}{'t' * len(s.layers)}{'L' if s.head else ''}" for s in stages)
+
+
+def _even(num_layers: int, layout: Layout) -> list[int]:
+    if num_layers % layout.num_stages:
+        divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+        raise LayoutError(
+            f"pp*vpp={layout.num_stages} does not divide num_layers={num_layers}. Use pp*vpp among {divisors}, "
+            "or give an uneven cut such as stages = \"Ett|tttL\"."
+        )
+    return [num_layers // layout.num_stages] * layout.num_stages
+
+
+def _parse(text: str) -> list[int]:
+    """Layers per stage. `X*n` repeats a letter, `(...)*n` a group, `|` ends a stage, commas are decoration."""
+    expanded = _expand(text.replace(" ", "").replace(",", ""))
+    cells = expanded.split("|")
+    layers = "".join(cells)
+    if re.fullmatch(r"Et*L", layers) is None:
+        raise LayoutError(
+            f"stages={text!r} expands to {expanded!r}, which must hold E (embedding) first, L (loss) last and t (transformer layer) between."
+        )
+    return [cell.count("t") for cell in cells]
+
+
+def _expand(text: str) -> str:
+    group = re.compile(r"\(([^()]*)\)\*(\d+)|([Et L])\*(\d+)".replace(" ", ""))
+    while match := group.search(text):
+        body, times, letter, letter_times = match.groups()
+        repeated = body * int(times) if body is not None else letter * int(letter_times)
+        text = text[: match.start()] + repeated + text[match.end() :]
+    if set(text) - set("EtL|"):
+        raise LayoutError(f"stages={text!r} has {''.join(sorted(set(text) - set('EtL|')))!r}; use E, t, L, |, *n and (...)*n.")
+    return text

@@ -1,0 +1,117 @@
+"""The import table of docs/design.md, the completeness of the package list, and what a light import may cost."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import shardproof
+from shardproof.core.commands import QUESTIONS, Command, command
+
+ROOT = Path(shardproof.__file__).parent
+ROOMS = ("core", "simulator", "viz", "backend", "verify")
+KNOWS = {"core": {"core"}, "simulator": {"simulator", "core"}, "viz": {"viz", "core"}, "backend": {"backend", "core"}, "verify": {"verify", "core"}}
+MAY_USE_BACKEND = {"verify/dynamic.py", "verify/mutations.py"}
+LIGHT_PACKAGES = {"numpy", "shardproof"}
+FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def imports_of(name: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import of a file, with True for those that run when the module is loaded."""
+    tree = ast.parse((ROOT / name).read_text())
+    deferred = {
+        id(node)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or (isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test))
+        for node in ast.walk(outer)
+    }
+    return [(node, id(node) not in deferred) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def room_of(name: str, node: ast.ImportFrom) -> str:
+    """The room that a relative import reaches into ("" is the root package)."""
+    here = name.split("/")[:-1]
+    base = here[: len(here) - (node.level - 1)]
+    return [*base, *(node.module or "").split("."), *(alias.name for alias in node.names)][0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_imports_only_what_its_room_may_know(name: str) -> None:
+    room = name.split("/")[0]
+    allowed = KNOWS[room] | ({"backend"} if name in MAY_USE_BACKEND else set())
+    for node, _ in imports_of(name):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            target = room_of(name, node)
+            assert target in allowed or target == "__version__", f"{name}:{node.lineno} imports from {target}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_library_imports_itself_relatively(name: str) -> None:
+    for node, _ in imports_of(name):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if not node.level else []
+        for module in modules:
+            assert module.split(".")[0] not in {*ROOMS, "shardproof"}, f"{name}:{node.lineno} imports {module} absolutely"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("backend/") and name not in MAY_USE_BACKEND])
+def test_planning_rooms_load_nothing_heavy(name: str) -> None:
+    for node, at_load in imports_of(name):
+        if not at_load or (isinstance(node, ast.ImportFrom) and node.level):
+            continue
+        for module in [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]:
+            package = module.split(".")[0]
+            assert package in sys.stdlib_module_names or package in LIGHT_PACKAGES, f"{name}:{node.lineno} loads {module} at import"
+
+
+def test_package_list_in_pyproject_is_complete() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    present = {"shardproof"} | {".".join(("shardproof", *path.parent.relative_to(ROOT).parts)) for room in ROOMS for path in (ROOT / room).rglob("__init__.py")}
+    assert set(listed) == present
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    for name in FILES:
+        assert (ROOT / name).parent.joinpath("__init__.py").exists(), name
+
+
+def test_importing_every_light_module_leaves_torch_and_matplotlib_unloaded() -> None:
+    modules = [
+        "shardproof." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in FILES
+        if not name.startswith("backend/") and name not in MAY_USE_BACKEND
+    ]
+    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nprint(sorted({{'torch', 'matplotlib', 'networkx', 'triton'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_verbs_of_the_help_are_the_registered_ones() -> None:
+    assert {point.name for point in entry_points(group="shardproof.commands")} == set(QUESTIONS)
+
+
+@pytest.mark.parametrize("verb", sorted(QUESTIONS))
+def test_every_verb_loads_and_has_an_example(verb: str) -> None:
+    loaded = command(verb)
+    assert isinstance(loaded, Command)
+    assert loaded.name == verb
+    assert loaded.example.startswith(f"shardproof {verb}")
+
+
+@pytest.mark.parametrize("point", entry_points(group="shardproof.services"), ids=lambda point: point.name)
+def test_every_service_resolves(point) -> None:  # noqa: ANN001
+    assert callable(point.load())
+
+
+def test_public_names_resolve_and_are_listed() -> None:
+    for name in shardproof.__all__:
+        assert getattr(shardproof, name) is not None
+        assert name in dir(shardproof)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = shardproof.no_such_name
+    assert importlib.import_module("shardproof") is shardproof
