@@ -1,0 +1,230 @@
+"""What moves tensors between ranks: `Group`, `Channel` and `Transport`, the same for threads, gloo and NCCL.
+
+A transport moves bytes; the order of every sum is the caller's (`all_reduce` is the one exception, and only fast numerics use it).
+Groups and channels are explicit objects: nothing here is global, so one process can hold several worlds.
+
+What a caller may rely on, whatever the transport:
+
+- Tensors handed in are read before the call returns and may be changed after it; tensors handed out belong to the caller alone.
+- Gradients do not flow through: arguments are read as data, results have `requires_grad=False`.
+- All members of a group make the same calls in the same order. One group or channel is used by one thread at a time, different ones
+  by different threads freely.
+- Calls on CUDA tensors are ordered on the calling thread's current stream, as torch's own operators are.
+- A peer that died or did not come in time raises `TransportError`. After that the transport is of no further use.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...core.errors import ShardproofError
+from ..recorder import Recorder
+
+Shape = tuple[int, ...]
+ReduceOp = Literal["sum", "max"]
+
+DEFAULT_TIMEOUT_S = 300.0
+"""How long one call waits for its peers. Generous, since a gloo group that timed out once is lost; the launcher ends ranks long before."""
+
+
+class TransportError(ShardproofError, RuntimeError):
+    """A peer ended, did not come in time, or came with something else. Names this rank, the group or channel, and the call."""
+
+
+class Group(ABC):
+    """One communicator over an axis.
+
+    `ranks` are the global ranks of the members in order, `rank` is this rank's position among them, `size` their number.
+    A group of one member never communicates and records nothing.
+    """
+
+    def __init__(self, name: str, axis: str, ranks: Sequence[int], global_rank: int, recorder: Recorder):
+        self.name = name
+        self.axis = axis
+        self.ranks = check_members(name, ranks, global_rank)
+        self.rank = self.ranks.index(global_rank)
+        self.size = len(self.ranks)
+        self._global_rank = global_rank
+        self._recorder = recorder
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+        """The tensors that the members sent here, in member order: `parts[i]` goes to member i, one of shape `shapes[i]` comes from it.
+
+        All parts of all members have one dtype. Shapes may differ and may be empty. Raises `ValueError` for a wrong count or mixed dtypes.
+        """
+        parts = [part.detach() for part in parts]
+        self._check("all_to_all", len(parts), len(shapes))
+        dtypes = {part.dtype for part in parts}
+        if len(dtypes) > 1:
+            raise ValueError(f"{self}: all_to_all moves one dtype at a time, not {', '.join(sorted(map(str, dtypes)))}.")
+        if tuple(parts[self.rank].shape) != tuple(shapes[self.rank]):
+            raise ValueError(f"{self}: the own part has shape {tuple(parts[self.rank].shape)}, but {tuple(shapes[self.rank])} is expected.")
+        if self.size == 1:
+            return [_copy(parts[0])]
+        sent_bytes = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
+        self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
+        return self._all_to_all(parts, [tuple(shape) for shape in shapes])
+
+    def all_gather(self, tensor: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
+        """Every member's tensor, in member order. `shapes` says what each member brings; without it all bring the shape of `tensor`.
+
+        Raises `ValueError` for a wrong count, or when `shapes` contradicts the tensor handed in.
+        """
+        tensor = tensor.detach()
+        own = tuple(tensor.shape)
+        shapes = [own] * self.size if shapes is None else [tuple(shape) for shape in shapes]
+        self._check("all_gather", len(shapes))
+        if shapes[self.rank] != own:
+            raise ValueError(f"{self}: all_gather expects {shapes[self.rank]} from this member, but was given {own}.")
+        if self.size == 1:
+            return [_copy(tensor)]
+        self._recorder.collective("all_gather", self.axis, self.size, tensor.nbytes * (self.size - 1))
+        return self._all_gather(tensor, shapes)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        """The sum or maximum over the members, in the order the library chooses: for fast numerics only.
+
+        Recorded as a ring: 2(n-1)/n of the payload leaves each rank, rounded up to whole bytes.
+        """
+        tensor = tensor.detach()
+        if self.size == 1:
+            return _copy(tensor)
+        self._recorder.collective("all_reduce", self.axis, self.size, ring_all_reduce_bytes(tensor.nbytes, self.size))
+        return self._all_reduce(tensor, op)
+
+    def barrier(self) -> None:
+        """Returns once every member has called it. Not recorded: it moves no data."""
+        if self.size > 1:
+            self._barrier()
+
+    def __str__(self) -> str:
+        return f"rank {self._global_rank}, group {self.name!r} over ranks {_few(self.ranks)}"
+
+    def _check(self, op: str, *counts: int) -> None:
+        if any(count != self.size for count in counts):
+            raise ValueError(f"{self}: {op} needs one entry per member ({self.size}), but was given {' and '.join(map(str, counts))}.")
+
+    @abstractmethod
+    def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+
+class Channel(ABC):
+    """One direction between two ranks: a communicator of its own, FIFO, blocking rendezvous.
+
+    A send returns when its receive has taken the tensor, also where the library would buffer: what runs here runs under any transport.
+    The caller records messages, because only it knows which action they belong to.
+    """
+
+    def __init__(self, name: str, source: int, destination: int, global_rank: int):
+        if source == destination or global_rank not in (source, destination):
+            raise ValueError(f"channel {name!r} from rank {source} to rank {destination} cannot be opened on rank {global_rank}.")
+        self.name = name
+        self.source = source
+        self.destination = destination
+        self._global_rank = global_rank
+
+    @abstractmethod
+    def send(self, tensor: Tensor) -> None:
+        """Gives `tensor` to the destination; returns when it has been received. Only the source calls it."""
+
+    @abstractmethod
+    def receive(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """The next tensor of the source. `shape` and `dtype` must be what is sent: gloo ends the process where sizes differ."""
+
+    def __str__(self) -> str:
+        return f"rank {self._global_rank}, channel {self.name!r} from rank {self.source} to rank {self.destination}"
+
+    def _check_end(self, expected: int, call: str) -> None:
+        if self._global_rank != expected:
+            raise ValueError(f"{self}: only rank {expected} may {call}.")
+
+
+class Transport(ABC):
+    """One rank's way to all others. A context manager: leaving it closes everything it opened.
+
+    `group` and `channel` are called by members only, eagerly, by all ranks in one agreed order; each name is used once.
+    """
+
+    def __init__(self, global_rank: int, world_size: int, device: torch.device, recorder: Recorder | None = None):
+        if not 0 <= global_rank < world_size:
+            raise ValueError(f"global rank {global_rank} is outside the world of {world_size} ranks.")
+        self.global_rank = global_rank
+        self.world_size = world_size
+        self.device = device
+        self.recorder = recorder or Recorder()
+        self._names: set[str] = set()
+
+    @abstractmethod
+    def group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
+        """A new communicator over `ranks`, in that order. `axis` is what the recorder calls it."""
+
+    @abstractmethod
+    def channel(self, name: str, source: int, destination: int) -> Channel:
+        """A new communicator for one direction between two ranks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of all groups and channels. Calling it again does nothing."""
+
+    def __enter__(self) -> Transport:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _claim(self, name: str, ranks: Sequence[int]) -> None:
+        """Notes that `name` is taken. Raises `ValueError` for a name used before or a rank outside the world."""
+        if name in self._names:
+            raise ValueError(f"rank {self.global_rank} has opened {name!r} before; every group and channel needs a name of its own.")
+        outside = [rank for rank in ranks if not 0 <= rank < self.world_size]
+        if outside:
+            raise ValueError(f"{name!r} names ranks {outside}, which are outside the world of {self.world_size} ranks.")
+        self._names.add(name)
+
+
+def check_members(name: str, ranks: Sequence[int], global_rank: int) -> tuple[int, ...]:
+    """`ranks` as a tuple. Raises `ValueError` for repeated ranks or when `global_rank` is not among them."""
+    members = tuple(ranks)
+    if len(set(members)) != len(members):
+        raise ValueError(f"group {name!r} names a rank twice: {_few(members)}.")
+    if global_rank not in members:
+        raise ValueError(f"rank {global_rank} is not a member of group {name!r} over ranks {_few(members)}; only members open a group.")
+    return members
+
+
+def ring_all_reduce_bytes(payload_bytes: int, size: int) -> int:
+    """Bytes that leave each rank in a ring all-reduce: 2(n-1)/n of the payload (reduce-scatter, then all-gather), rounded up."""
+    return -(-2 * (size - 1) * payload_bytes // size)
+
+
+def num_elements(shape: Shape) -> int:
+    """Elements of a tensor of `shape`; 1 for a scalar."""
+    return math.prod(shape)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy that shares nothing with `tensor`."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _few(ranks: Sequence[int]) -> str:
+    """Ranks for a message: all of up to eight, otherwise the ends."""
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[:4]))}, ... {ranks[-1]} ({len(ranks)} members)"

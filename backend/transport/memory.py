@@ -1,0 +1,224 @@
+"""The in-memory transport: all ranks are threads of one process.
+
+For tests, proofs and debugging: no sockets, no start-up cost, every mismatch is an error with both sides named instead of a hang, and
+one rank that fails wakes all others. Values are those of any other transport, since transports only move bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..recorder import Recorder
+from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, _copy
+
+Made = TypeVar("Made", "_Meeting", "_Mailbox")
+
+
+class MemoryWorld:
+    """What the ranks of one process share. Each rank's thread takes its own `transport(global_rank)`."""
+
+    def __init__(self, world_size: int, *, device: str | torch.device = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S):
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.timeout_s = timeout_s
+        self.failure: str | None = None
+        self._lock = threading.Lock()
+        self._places: dict[tuple[Any, ...], _Meeting | _Mailbox] = {}
+
+    def transport(self, global_rank: int, recorder: Recorder | None = None) -> MemoryTransport:
+        """The transport of one rank."""
+        return MemoryTransport(self, global_rank, recorder)
+
+    def abort(self, reason: str) -> None:
+        """Makes every call of every rank, waiting or to come, raise `TransportError` with `reason`. The first reason stays."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = reason
+            places = list(self._places.values())
+        for place in places:
+            with place.changed:
+                place.changed.notify_all()
+
+    def place(self, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+        """The meeting or mailbox that all ranks know under `key`, made by whoever comes first."""
+        with self._lock:
+            if key not in self._places:
+                self._places[key] = make()
+            return self._places[key]  # type: ignore[return-value]
+
+    def wait(self, changed: threading.Condition, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Returns when `ready()`. Raises `TransportError` when the world was aborted or the time is over; `changed` is held."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while self.failure is None and not ready():
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise TransportError(f"{describe()} after {self.timeout_s:g} s.")
+            changed.wait(remaining_s)
+        if self.failure is not None:
+            raise TransportError(self.failure)
+
+
+class _Meeting:
+    """Where the members of a group lay down one value per call and take all of them."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.changed = threading.Condition()
+        self._calls: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._taken: dict[int, int] = {}
+
+    def exchange(self, world: MemoryWorld, group: Group, call: int, op: str, value: Any) -> list[Any]:
+        """Every member's value of this call, in member order. `op` must be the same for all."""
+        with self.changed:
+            table = self._calls.setdefault(call, {})
+            table[group.rank] = (op, value)
+            if len(table) == self.size:
+                self.changed.notify_all()
+            world.wait(self.changed, lambda: len(table) == self.size, lambda: self._absent(group, op, table))
+            self._taken[call] = self._taken.get(call, 0) + 1
+            if self._taken[call] == self.size:
+                del self._taken[call], self._calls[call]
+        others = {group.ranks[position]: other for position, (other, _) in table.items() if other != op}
+        if others:
+            raise TransportError(f"{group}: call {call} is {op} here, but {others} elsewhere. All members must make the same calls in order.")
+        return [table[position][1] for position in range(self.size)]
+
+    def _absent(self, group: Group, op: str, table: dict[int, Any]) -> str:
+        absent = [group.ranks[position] for position in range(self.size) if position not in table]
+        return f"{group}: {op} still waits for ranks {absent}"
+
+
+class _Mailbox:
+    """Where a sender waits until its one tensor has been taken."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.tensor: Tensor | None = None
+
+
+class MemoryGroup(Group):
+    """A group whose members are threads."""
+
+    def __init__(self, world: MemoryWorld, name: str, axis: str, ranks: Sequence[int], global_rank: int, recorder: Recorder):
+        super().__init__(name, axis, ranks, global_rank, recorder)
+        self._world = world
+        self._meeting = world.place(("group", name, self.ranks), lambda: _Meeting(self.size))
+        self._num_calls = 0
+
+    def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
+        # copied before the meeting, so that the sender may go on and change its tensors
+        tables = self._exchange("all_to_all", [_copy(part) for part in parts])
+        received = [table[self.rank] for table in tables]
+        self._check_arrived("all_to_all", received, shapes, parts[0].dtype)
+        return received
+
+    def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
+        received = self._exchange("all_gather", _copy(tensor))
+        self._check_arrived("all_gather", received, shapes, tensor.dtype)
+        return [_copy(other) for other in received]
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        received = self._exchange(f"all_reduce {op}", _copy(tensor))
+        self._check_arrived("all_reduce", received, [tuple(tensor.shape)] * self.size, tensor.dtype)
+        result = _copy(received[0])
+        for other in received[1:]:
+            result = result + other if op == "sum" else torch.maximum(result, other)
+        return result
+
+    def _barrier(self) -> None:
+        self._exchange("barrier", None)
+
+    def _exchange(self, op: str, value: Any) -> list[Any]:
+        self._num_calls += 1
+        return self._meeting.exchange(self._world, self, self._num_calls, op, value)
+
+    def _check_arrived(self, op: str, tensors: list[Tensor], shapes: list[Shape], dtype: torch.dtype) -> None:
+        for source, tensor, shape in zip(self.ranks, tensors, shapes, strict=True):
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise TransportError(
+                    f"{self}: {op} expects {dtype} {shape} from rank {source}, but {tensor.dtype} {tuple(tensor.shape)} arrived."
+                )
+
+
+class MemoryChannel(Channel):
+    """A channel between two threads."""
+
+    def __init__(self, world: MemoryWorld, name: str, source: int, destination: int, global_rank: int):
+        super().__init__(name, source, destination, global_rank)
+        self._world = world
+        self._mailbox = world.place(("channel", name, source, destination), _Mailbox)
+
+    def send(self, tensor: Tensor) -> None:
+        self._check_end(self.source, "send")
+        mailbox = self._mailbox
+        with mailbox.changed:
+            mailbox.tensor = tensor.detach()
+            mailbox.changed.notify_all()
+            self._world.wait(mailbox.changed, lambda: mailbox.tensor is None, lambda: f"{self}: send is not received")
+
+    def receive(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        self._check_end(self.destination, "receive")
+        mailbox = self._mailbox
+        with mailbox.changed:
+            self._world.wait(mailbox.changed, lambda: mailbox.tensor is not None, lambda: f"{self}: nothing was sent")
+            tensor = mailbox.tensor
+            assert tensor is not None
+            if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+                raise TransportError(f"{self}: expects {dtype} {tuple(shape)}, but {tensor.dtype} {tuple(tensor.shape)} was sent.")
+            received = _copy(tensor)
+            mailbox.tensor = None
+            mailbox.changed.notify_all()
+        return received
+
+
+class MemoryTransport(Transport):
+    """One thread's way to the others of its `MemoryWorld`."""
+
+    def __init__(self, world: MemoryWorld, global_rank: int, recorder: Recorder | None = None):
+        super().__init__(global_rank, world.world_size, world.device, recorder)
+        self._world = world
+
+    def group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
+        self._claim(name, ranks)
+        return MemoryGroup(self._world, name, axis, ranks, self.global_rank, self.recorder)
+
+    def channel(self, name: str, source: int, destination: int) -> Channel:
+        self._claim(name, (source, destination))
+        return MemoryChannel(self._world, name, source, destination, self.global_rank)
+
+    def close(self) -> None:
+        """Nothing to let go of: the world ends with its last thread."""
+
+
+def run_threads(world: MemoryWorld, job: Callable[[MemoryTransport, Any], Any], payload: Any) -> list[Any]:
+    """What `job(transport, payload)` returned on every rank, each in a thread of its own.
+
+    A rank that raises wakes and fails all others; its own exception, with a note that names the rank, is then raised here.
+    """
+    results: list[Any] = [None] * world.world_size
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(global_rank: int) -> None:
+        try:
+            with world.transport(global_rank) as transport:
+                results[global_rank] = job(transport, payload)
+        except BaseException as error:  # whatever ends one rank must wake the others
+            failures.append((global_rank, error))
+            world.abort(f"rank {global_rank} failed: {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        global_rank, error = failures[0]
+        error.add_note(f"on rank {global_rank}")
+        raise error
+    return results
