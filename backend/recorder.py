@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -9,46 +10,60 @@ from typing import Literal
 from ..core.action import Action
 from ..core.program import Collective, Message, Operation, Product
 
+CollectiveOp = Literal["all_to_all", "all_gather", "all_reduce", "reduce_scatter"]
+
+
+class _Scope(threading.local):
+    """What the current thread is working on."""
+
+    action: Action | None = None
+    layer: str = ""
+
 
 class Recorder:
     """Collects operations with the action and layer they belong to. Layers and the executor set the scope; transports report calls.
 
-    One recorder belongs to one rank. Message lanes run in threads of their own and pass their action explicitly.
+    One recorder belongs to one rank. Scopes are per thread, because gradient reductions run beside the compute lane; message lanes
+    pass their action explicitly.
     """
 
     def __init__(self, enabled: bool = False):
         self.enabled = enabled
         self.events: list[tuple[Action | None, Operation]] = []
-        self._action: Action | None = None
-        self._layer = ""
+        self._scope = _Scope()
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Everything inside belongs to `action`."""
-        before, self._action = self._action, action
+        before, self._scope.action = self._scope.action, action
         try:
             yield
         finally:
-            self._action = before
+            self._scope.action = before
 
     @contextmanager
     def layer(self, layer: str) -> Iterator[None]:
         """Everything inside belongs to `layer`, e.g. `layers.0.mlp.down`."""
-        before, self._layer = self._layer, layer
+        before, self._scope.layer = self._scope.layer, layer
         try:
             yield
         finally:
-            self._layer = before
+            self._scope.layer = before
+
+    @property
+    def current_layer(self) -> str:
+        """The layer this thread is working on; empty outside all layers."""
+        return self._scope.layer
 
     def product(self, m: int, n: int, k: int, count: int = 1) -> None:
         """`count` products [m, k] x [k, n]."""
         if self.enabled:
-            self.events.append((self._action, Product(self._layer, m, n, k, count)))
+            self.events.append((self._scope.action, Product(self._scope.layer, m, n, k, count)))
 
-    def collective(self, op: Literal["all_to_all", "all_gather", "all_reduce", "reduce_scatter"], axis: str, group_size: int, sent_bytes: int) -> None:
+    def collective(self, op: CollectiveOp, axis: str, group_size: int, sent_bytes: int) -> None:
         """One collective call; `sent_bytes` left this rank."""
         if self.enabled:
-            self.events.append((self._action, Collective(self._layer, op, axis, group_size, sent_bytes)))
+            self.events.append((self._scope.action, Collective(self._scope.layer, op, axis, group_size, sent_bytes)))
 
     def message(self, action: Action, num_bytes: int) -> None:
         """One point-to-point message."""

@@ -35,8 +35,32 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 PER_MICROBATCH = COMPUTE | SENDS | RECEIVES
 
-_SIMPLE = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|STEP|F|B|I|W)(\d*)")
-_PAIR = re.compile(r"\((\d+)F(\d+);(\d+)B(\d+)\)OVERLAP_F_B")
+_NUMBER = "([0-9]{1,9})"  # nine digits fit the int32 columns of an ActionArray
+_SIMPLE = re.compile(_NUMBER + "(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|STEP|F|B|I|W)" + _NUMBER + "?")
+_PAIR = re.compile(rf"\({_NUMBER}F{_NUMBER};{_NUMBER}B{_NUMBER}\)OVERLAP_F_B")
+_KIND_OF_TOKEN = {kind.name: kind for kind in Kind}
+_TAKES_MICROBATCH = {kind.name: kind in PER_MICROBATCH for kind in Kind}
+
+
+CELL_FORM = "Write <stage><kind><microbatch>, such as 2F0, 1SEND_B3 or 0REDUCE_GRAD, or (2F3;5B1)OVERLAP_F_B."
+"""How an action is written, for error messages."""
+
+
+def parse_cell(text: str) -> tuple[int, int, int, int, int] | None:
+    """The five columns of an `ActionArray` (-1 for None) that one cell stands for, or None when it is not an action.
+
+    >>> parse_cell("2SEND_F5"), parse_cell("1STEP"), parse_cell("2F")
+    ((2, 4, 5, -1, -1), (1, 11, -1, -1, -1), None)
+    """
+    cell = text.strip()
+    if match := _SIMPLE.fullmatch(cell):
+        stage, token, microbatch = match.groups()
+        if (microbatch is not None) == _TAKES_MICROBATCH[token]:
+            return int(stage), _KIND_OF_TOKEN[token].value, -1 if microbatch is None else int(microbatch), -1, -1
+    elif match := _PAIR.fullmatch(cell):
+        forward_stage, forward_microbatch, backward_stage, backward_microbatch = map(int, match.groups())
+        return forward_stage, Kind.OVERLAP_F_B.value, forward_microbatch, backward_stage, backward_microbatch
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +87,11 @@ class Action:
     @classmethod
     def from_str(cls, text: str) -> Action:
         """The inverse of `str`. Raises `ScheduleError` for anything that is not one action."""
-        cell = text.strip()
-        if match := _SIMPLE.fullmatch(cell):
-            stage, kind, microbatch = match.groups()
-            if bool(microbatch) == (Kind[kind] in PER_MICROBATCH):
-                return cls(int(stage), Kind[kind], int(microbatch) if microbatch else None)
-        elif match := _PAIR.fullmatch(cell):
-            return cls.overlap(*(int(group) for group in match.groups()))
-        raise ScheduleError(
-            f"{text!r} is not an action. Write <stage><kind><microbatch>, such as 2F0, 1SEND_B3 or 0REDUCE_GRAD, "
-            "or (2F3;5B1)OVERLAP_F_B."
-        )
+        fields = parse_cell(text)
+        if fields is None:
+            raise ScheduleError(f"{text!r} is not an action. {CELL_FORM}")
+        stage, kind, *rest = fields
+        return cls(stage, Kind(kind), *(None if value < 0 else value for value in rest))
 
     @property
     def parts(self) -> tuple[Action, ...]:

@@ -34,6 +34,10 @@ class ScheduleError(ShardproofError, ValueError):
     """A schedule that cannot be built, parsed or lowered."""
 
 
+class TimelineError(ShardproofError, ValueError):
+    """A recorded timeline that cannot be read, or two that cannot be drawn together."""
+
+
 class UnknownNameError(ShardproofError, LookupError):
     """A name that is not in a catalog. The message offers the closest known one."""
 
@@ -43,7 +47,15 @@ class UnknownNameError(ShardproofError, LookupError):
 
 
 class RankFailure(ShardproofError, RuntimeError):
-    """A rank ended before its work was done. Names the rank and how it ended."""
+    """A rank ended before its work was done. The message names the rank and how it ended; `global_rank` is None when none stands out."""
+
+    def __init__(self, message: str, global_rank: int | None = None):
+        super().__init__(message)
+        self.global_rank = global_rank
+
+
+class DivergedError(ShardproofError, ArithmeticError):
+    """Loss or gradient norm are no longer finite numbers, so training has ended."""
 
 
 class MissingExtraError(ShardproofError, ImportError):

@@ -18,8 +18,10 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 def rank_grid(order: str, sizes: Mapping[str, int], rank_offset: int = 0) -> np.ndarray:
     """Ranks as an array with one dimension per axis of `order`, the *last* axis of the string first (it varies slowest).
 
-    Raises `LayoutError` when an axis of size above one is missing from the order.
+    Raises `LayoutError` when an axis of size above one is missing from the order, or `rank_offset` is negative.
     """
+    if rank_offset < 0:
+        raise LayoutError(f"rank_offset={rank_offset} is negative. Ranks count from 0.")
     axes = order.split("-")
     missing = [axis for axis, size in sizes.items() if size > 1 and axis not in axes]
     if missing:
@@ -69,10 +71,11 @@ class Layout:
     stages: str | None = None
 
     def __post_init__(self) -> None:
+        degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep", "vpp")} | {"etp": self.expert_tp}
         problems = [
-            f"{name}={getattr(self, name)!r} must be a whole number of at least 1."
-            for name in ("tp", "pp", "dp", "cp", "ep", "vpp")
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+            f"{name}={value!r} must be a whole number of at least 1."
+            for name, value in degrees.items()
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
         if problems:
             raise LayoutError(problems)

@@ -11,12 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .model import ModelSpec
 
+if TYPE_CHECKING:
+    from .stages import StageLayers
+
 Feature = Literal["heads", "ffn", "vocab"]
 """The feature axis whose leaves tensor parallelism cuts: key/value groups, MLP units, vocabulary rows."""
+
+
+TOKEN_TABLE = "embedding.tokens.weight"
+"""The token table, which a tied model also uses as its output head."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ def layer_prefix(layer: int) -> str:
 
 def embedding_parameters(model: ModelSpec) -> Iterator[Parameter]:
     """Token table, and the position table where positions are learned."""
-    yield Parameter("embedding.tokens.weight", (model.vocab_size, model.hidden_size), (0, "vocab"), init_std=0.02)
+    yield Parameter(TOKEN_TABLE, (model.vocab_size, model.hidden_size), (0, "vocab"), init_std=0.02)
     if model.position == "learned":
         yield Parameter("embedding.positions.weight", (model.max_positions, model.hidden_size), init_std=0.02)
 
@@ -62,7 +69,8 @@ def layer_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
     residual_std = 0.02 / math.sqrt(2 * model.num_layers)
     yield from _norm(model, f"{prefix}.attention.norm")
     yield from _linear(model, f"{prefix}.attention.qkv", (model.num_kv_heads * group_rows, hidden), (0, "heads"), group_rows, 0.02)
-    yield from _linear(model, f"{prefix}.attention.output", (hidden, model.num_heads * model.head_dim), (1, "heads"), group_columns, residual_std)
+    columns = model.num_kv_heads * group_columns
+    yield from _linear(model, f"{prefix}.attention.output", (hidden, columns), (1, "heads"), group_columns, residual_std)
     yield from _norm(model, f"{prefix}.mlp.norm")
     yield from _linear(model, f"{prefix}.mlp.up", (up * model.ffn_hidden_size, hidden), (0, "ffn"), up, 0.02)
     yield from _linear(model, f"{prefix}.mlp.down", (hidden, model.ffn_hidden_size), (1, "ffn"), 1, residual_std)
@@ -81,6 +89,47 @@ def parameters(model: ModelSpec) -> Iterator[Parameter]:
     for layer in range(model.num_layers):
         yield from layer_parameters(model, layer)
     yield from head_parameters(model)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One place where a parameter's gradient is summed. `role` is `embedding` or `output` for a tied table, else empty.
+
+    A tied table is used at both ends of the model, possibly on two ranks: each use has a sum of its own, and the finished sums are
+    added, embedding first.
+    """
+
+    parameter: Parameter
+    role: Literal["", "embedding", "output"] = ""
+
+    @property
+    def key(self) -> str:
+        """`name`, or `name@role` for a tied table."""
+        return f"{self.parameter.name}@{self.role}" if self.role else self.parameter.name
+
+
+def stage_parameters(model: ModelSpec, stage: StageLayers) -> tuple[Parameter, ...]:
+    """The parameters a stage holds, in canonical order. A tied table lies on the first and on the last stage."""
+    found: list[Parameter] = list(embedding_parameters(model)) if stage.embedding else []
+    for layer in stage.layers:
+        found += layer_parameters(model, layer)
+    if stage.head:
+        found += head_parameters(model)
+        if model.tied_embeddings and not stage.embedding:
+            found.append(next(embedding_parameters(model)))
+    return tuple(found)
+
+
+def stage_usages(model: ModelSpec, stage: StageLayers) -> tuple[Usage, ...]:
+    """The gradient sums of a stage, in canonical order: one per parameter, two for a tied table used at both ends of one stage."""
+    usages: list[Usage] = []
+    for parameter in stage_parameters(model, stage):
+        if model.tied_embeddings and parameter.name == TOKEN_TABLE:
+            usages += [Usage(parameter, "embedding")] if stage.embedding else []
+            usages += [Usage(parameter, "output")] if stage.head else []
+        else:
+            usages.append(Usage(parameter))
+    return tuple(usages)
 
 
 def _norm(model: ModelSpec, name: str) -> Iterator[Parameter]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal
 
 from .cluster import ClusterSpec
+from .errors import PlanError
 from .layout import Layout
 from .leaves import LeafSizes, leaf_sizes
+from .microbatches import constant_microbatches
 from .model import ModelSpec
 from .stages import StageLayers, assign_layers
 
@@ -85,7 +87,10 @@ class Train:
 
 @dataclass(frozen=True)
 class Plan:
-    """Model, cluster, layout, batch and the choices that make one training run. Validated as a whole when it is made."""
+    """Model, cluster, layout, batch and the choices that make one training run.
+
+    Validated as a whole when it is made: raises `PlanError` with every rule of `core.plan_rules` that is broken.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -99,10 +104,32 @@ class Plan:
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: Train = field(default_factory=Train)
 
+    def __post_init__(self) -> None:
+        from .plan_rules import broken_rules  # the rule table is written in terms of the nouns of this file
+
+        if broken := broken_rules({entry.name: getattr(self, entry.name) for entry in fields(self)}):
+            raise PlanError([problem.sentence for problem in broken])
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "plan.toml") -> Plan:
+        """The plan that a TOML text describes. `source` is its file name: it opens every message, and relative paths start there.
+
+        Raises `PlanError` with every problem of the text, each with its line.
+        """
+        from .plan_toml import plan_from_toml
+
+        return plan_from_toml(text, source)
+
+    def to_toml(self) -> str:
+        """The plan as text; `Plan.from_toml(plan.to_toml()) == plan`. Values that are defaults are left out."""
+        from .plan_toml import plan_to_toml
+
+        return plan_to_toml(self)
+
     @property
     def num_microbatches(self) -> int:
         """Microbatches per step on each data-parallel rank: global / (micro * dp)."""
-        return self.batch.global_size // (self.batch.micro_size * self.layout.dp)
+        return constant_microbatches(self.batch.global_size, self.batch.micro_size, self.layout.dp).num_microbatches
 
     @cached_property
     def stages(self) -> tuple[StageLayers, ...]:
@@ -112,14 +139,13 @@ class Plan:
     @cached_property
     def leaf_sizes(self) -> LeafSizes:
         """Leaf sizes of the canonical sums."""
-        n = self.numerics
         return leaf_sizes(
             self.model,
             self.batch.sequence,
-            ffn_block=n.ffn_block,
-            vocab_block=n.vocab_block,
-            gradient_token_block=n.gradient_token_block,
-            reduction_token_block=n.reduction_token_block,
+            ffn_block=self.numerics.ffn_block,
+            vocab_block=self.numerics.vocab_block,
+            gradient_token_block=self.numerics.gradient_token_block,
+            reduction_token_block=self.numerics.reduction_token_block,
         )
 
     def samples_of(self, dp_rank: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from .action import Action, ActionArray, Kind
+from .action import PER_MICROBATCH, Action, ActionArray, Kind
 from .errors import ScheduleError
 
 
@@ -68,7 +68,15 @@ class Schedule:
     offsets: np.ndarray
 
     def __post_init__(self) -> None:
-        assert len(self.offsets) == self.placement.num_ranks + 1 and self.offsets[0] == 0 and self.offsets[-1] == len(self.actions)
+        if len(self.offsets) != self.placement.num_ranks + 1:
+            raise ScheduleError(f"{self.name}: {len(self.offsets) - 1} rows for the {self.placement.num_ranks} ranks of the placement.")
+        assert self.offsets[0] == 0 and self.offsets[-1] == len(self.actions), "offsets do not cover the actions"
+        wrong = np.flatnonzero(_outside(self.actions, self.placement))
+        if len(wrong):
+            raise ScheduleError(
+                f"{self.name}: {self.actions[wrong[0]]} does not fit {self.num_stages} stages x {self.num_microbatches} microbatches, "
+                "or lacks a microbatch, or has one that its kind does not take."
+            )
 
     @classmethod
     def from_rows(cls, name: str, placement: Placement, rows: Sequence[Iterable[Action]]) -> Schedule:
@@ -91,6 +99,11 @@ class Schedule:
     def num_microbatches(self) -> int:
         """Microbatches per step (of one data-parallel rank)."""
         return self.placement.num_microbatches
+
+    @property
+    def pp_rank(self) -> np.ndarray:
+        """The pipeline rank of every action, as an int32 array beside the columns of `actions`."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.offsets))
 
     @property
     def is_lowered(self) -> bool:
@@ -128,3 +141,13 @@ class Schedule:
         from .schedules.csv import from_csv
 
         return from_csv(text, name)
+
+
+def _outside(actions: ActionArray, placement: Placement) -> np.ndarray:
+    """Mask of actions whose numbers are out of range, or given where the kind takes none (or the other way round)."""
+    takes_microbatch = np.array([kind in PER_MICROBATCH for kind in Kind])[actions.kind]
+    pair = actions.kind == Kind.OVERLAP_F_B
+    outside = (actions.stage < 0) | (actions.stage >= placement.num_stages) | (actions.pair_stage >= placement.num_stages)
+    outside |= (actions.microbatch >= placement.num_microbatches) | (actions.pair_microbatch >= placement.num_microbatches)
+    outside |= (actions.microbatch >= 0) != takes_microbatch
+    return outside | ((actions.pair_stage >= 0) != pair) | ((actions.pair_microbatch >= 0) != pair)

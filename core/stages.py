@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds: even cuts, and Megatron's layout strings such as `Et*3|(tt|)*29,m|L`."""
+"""Which layers a pipeline stage holds: even cuts, and Megatron's layout strings such as `Et*3|(tt|)*29L`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from .errors import LayoutError
 from .layout import Layout
+
+MAX_LENGTH = 100_000
+"""Longest expanded layout string: far above any model, so that a typing error cannot fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def _even(num_layers: int, layout: Layout) -> list[int]:
         divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise LayoutError(
             f"pp*vpp={layout.num_stages} does not divide num_layers={num_layers}. Use pp*vpp among {divisors}, "
-            "or give an uneven cut such as stages = \"Ett|tttL\"."
+            'or give an uneven cut such as stages = "Ett|tttL".'
         )
     return [num_layers // layout.num_stages] * layout.num_stages
 
@@ -67,17 +70,21 @@ def _parse(text: str) -> list[int]:
     layers = "".join(cells)
     if re.fullmatch(r"Et*L", layers) is None:
         raise LayoutError(
-            f"stages={text!r} expands to {expanded!r}, which must hold E (embedding) first, L (loss) last and t (transformer layer) between."
+            f"stages={text!r} expands to {expanded!r}, which must hold E (embedding) first, L (loss) last and only t (layers) between."
         )
+    if "E" not in cells[0] or "L" not in cells[-1]:
+        raise LayoutError(f"stages={text!r} expands to {expanded!r}, where the first stage must hold E and the last stage L.")
     return [cell.count("t") for cell in cells]
 
 
 def _expand(text: str) -> str:
-    group = re.compile(r"\(([^()]*)\)\*(\d+)|([Et L])\*(\d+)".replace(" ", ""))
+    original, group = text, re.compile(r"\(([^()]*)\)\*(\d{1,6})(?!\d)|([EtL|])\*(\d{1,6})(?!\d)")
     while match := group.search(text):
         body, times, letter, letter_times = match.groups()
         repeated = body * int(times) if body is not None else letter * int(letter_times)
         text = text[: match.start()] + repeated + text[match.end() :]
+        if len(text) > MAX_LENGTH:
+            raise LayoutError(f"stages={original!r} expands to more than {MAX_LENGTH} characters.")
     if set(text) - set("EtL|"):
-        raise LayoutError(f"stages={text!r} has {''.join(sorted(set(text) - set('EtL|')))!r}; use E, t, L, |, *n and (...)*n.")
+        raise LayoutError(f"stages={original!r} has {''.join(sorted(set(text) - set('EtL|')))!r}; use E, t, L, |, *n and (...)*n.")
     return text

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from .action import Action, ActionArray
+from .errors import ScheduleError, TimelineError
+from .files import write_bytes
+
+FORMAT = "shardproof-timeline"
+VERSION = 1
 
 COMPUTE_LANE = "compute"
 """The lane of F, B, I, W, OVERLAP_F_B and STEP. Other lanes: `F>1` sends activations to pipeline rank 1, `F<0` receives them from
@@ -52,7 +60,15 @@ class MemorySample:
 class Spans(Sequence[Span]):
     """Spans stored as columns; a `Span` is made when one is looked at."""
 
-    def __init__(self, global_rank: np.ndarray, lane: np.ndarray, lanes: tuple[str, ...], actions: ActionArray, start_s: np.ndarray, end_s: np.ndarray):
+    def __init__(
+        self,
+        global_rank: np.ndarray,
+        lane: np.ndarray,
+        lanes: tuple[str, ...],
+        actions: ActionArray,
+        start_s: np.ndarray,
+        end_s: np.ndarray,
+    ):
         """`lane` indexes `lanes`; all arrays have one length."""
         self.global_rank = np.asarray(global_rank, dtype=np.int32)
         self.lane = np.asarray(lane, dtype=np.int32)
@@ -81,9 +97,8 @@ class Spans(Sequence[Span]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return Span(
-            int(self.global_rank[index]), self.lanes[self.lane[index]], self.actions[index], float(self.start_s[index]), float(self.end_s[index])
-        )
+        lane = self.lanes[self.lane[index]]
+        return Span(int(self.global_rank[index]), lane, self.actions[index], float(self.start_s[index]), float(self.end_s[index]))
 
     def __iter__(self) -> Iterator[Span]:
         rows = zip(self.global_rank.tolist(), self.lane.tolist(), self.actions, self.start_s.tolist(), self.end_s.tolist(), strict=True)
@@ -101,7 +116,9 @@ class Timeline:
     title: str = ""
 
     @classmethod
-    def from_spans(cls, spans: Sequence[Span], source: Literal["predicted", "measured"], memory: Sequence[MemorySample] = (), title: str = "") -> Timeline:
+    def from_spans(
+        cls, spans: Sequence[Span], source: Literal["predicted", "measured"], memory: Sequence[MemorySample] = (), title: str = ""
+    ) -> Timeline:
         """A timeline from span objects, ordered by (rank, lane, start)."""
         ordered = sorted(spans, key=lambda span: (span.global_rank, span.lane, span.start_s, span.end_s))
         return cls(Spans.from_spans(ordered), source, tuple(memory), title)
@@ -134,3 +151,109 @@ class Timeline:
     def bubble_fraction(self, global_rank: int) -> float:
         """Idle compute time of a rank over the makespan."""
         return 1.0 - self.busy_s(global_rank) / self.makespan_s if self.makespan_s else 0.0
+
+    def to_json(self) -> str:
+        """The recorded timeline format: one JSON object of columns, seconds and bytes unrounded, the same bytes for the same timeline."""
+        spans, samples = self.spans, self.memory
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "source": self.source,
+            "title": self.title,
+            "lanes": list(spans.lanes),
+            "spans": {
+                "global_rank": spans.global_rank.tolist(),
+                "lane": spans.lane.tolist(),
+                "action": [str(action) for action in spans.actions],
+                "start_s": spans.start_s.tolist(),
+                "end_s": spans.end_s.tolist(),
+            },
+            "memory": {
+                "global_rank": [int(sample.global_rank) for sample in samples],
+                "time_s": [float(sample.time_s) for sample in samples],
+                "num_bytes": [int(sample.num_bytes) for sample in samples],
+            },
+        }
+        return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """The inverse of `to_json`. Raises `TimelineError` with every problem found."""
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise TimelineError(f"not JSON ({error}). A recorded timeline is what `shardproof train -o x.timeline.json` writes.") from error
+        problems = _problems(document)
+        if problems:
+            raise TimelineError("not a recorded timeline: " + "; ".join(problems) + ".")
+        spans, memory = document["spans"], document["memory"]
+        try:
+            actions = ActionArray.from_actions([Action.from_str(cell) for cell in spans["action"]])
+        except ScheduleError as error:
+            raise TimelineError(f"not a recorded timeline: {error}") from error
+        columns = (np.array(spans["global_rank"], np.int32), np.array(spans["lane"], np.int32), tuple(document["lanes"]), actions)
+        times = (np.array(spans["start_s"], np.float64), np.array(spans["end_s"], np.float64))
+        samples = zip(memory["global_rank"], memory["time_s"], memory["num_bytes"], strict=True)
+        return cls(Spans(*columns, *times), document["source"], tuple(MemorySample(*row) for row in samples), document["title"])
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_json` to a file, compressed when its name ends in `.gz`; a half-written file is never seen under that name."""
+        data = self.to_json().encode()
+        if Path(path).suffix == ".gz":
+            data = gzip.compress(data, mtime=0)  # without a time the same timeline gives the same bytes
+        write_bytes(path, data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """The timeline in a file that `save` wrote; the file's name is part of any `TimelineError`."""
+        data = Path(path).read_bytes()
+        try:
+            if data[:2] == b"\x1f\x8b":
+                data = gzip.decompress(data)
+            return cls.from_json(data.decode())
+        except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, TimelineError) as error:
+            raise TimelineError(f"{path}: {error}") from error
+
+
+_COLUMNS: dict[str, dict[str, tuple[type, ...]]] = {
+    "spans": {"global_rank": (int,), "lane": (int,), "action": (str,), "start_s": (int, float), "end_s": (int, float)},
+    "memory": {"global_rank": (int,), "time_s": (int, float), "num_bytes": (int,)},
+}
+
+
+def _problems(document: Any) -> list[str]:
+    """What keeps a JSON value from being a recorded timeline; empty when nothing does."""
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        return [f'the top level must be an object with "format": "{FORMAT}"']
+    if document.get("version") != VERSION:
+        return [f"version {document.get('version')!r} is unknown; this program reads version {VERSION}"]
+    problems = []
+    if document.get("source") not in ("predicted", "measured"):
+        problems.append(f"source is {document.get('source')!r}, not 'predicted' or 'measured'")
+    if not isinstance(document.get("title"), str):
+        problems.append("title must be text")
+    lanes = document.get("lanes")
+    if not isinstance(lanes, list) or not all(isinstance(lane, str) for lane in lanes):
+        lanes = []
+        problems.append("lanes must be a list of texts")
+    for table, columns in _COLUMNS.items():
+        problems += _table_problems(table, document.get(table), columns)
+    if not problems:
+        spans = document["spans"]
+        problems += [f"span {i} names lane {lane} of {len(lanes)}" for i, lane in enumerate(spans["lane"]) if not 0 <= lane < len(lanes)]
+        ends = enumerate(zip(spans["start_s"], spans["end_s"], strict=True))
+        problems += [f"span {i} ends at {end_s} s, before it starts at {start_s} s" for i, (start_s, end_s) in ends if not start_s <= end_s]
+    return problems[:10]
+
+
+def _table_problems(name: str, table: Any, columns: dict[str, tuple[type, ...]]) -> list[str]:
+    if not isinstance(table, dict) or set(table) != set(columns):
+        return [f"{name} must have the columns {', '.join(columns)}"]
+    problems = []
+    for column, types in columns.items():
+        values = table[column]
+        if not isinstance(values, list) or not all(type(value) in types for value in values):
+            problems.append(f"{name}.{column} must be a list of {' or '.join(kind.__name__ for kind in types)}")
+    if not problems and len({len(table[column]) for column in columns}) != 1:
+        problems.append(f"the columns of {name} have different lengths")
+    return problems

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
 import shardproof
 from shardproof.core.commands import QUESTIONS, Command, command
 

@@ -1,0 +1,18 @@
+"""Exchangeable arithmetic: `make_numerics(plan)` gives the one a plan asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.plan import Plan
+from .base import Contribution, Numerics, OwnedLeaves, Scalar
+from .exact import ExactNumerics
+from .fast import FastNumerics
+
+__all__ = ["Contribution", "ExactNumerics", "FastNumerics", "Numerics", "OwnedLeaves", "Scalar", "make_numerics"]
+
+
+def make_numerics(plan: Plan, device: torch.device | str = "cpu") -> Numerics:
+    """`[numerics] mode` as operations on a device."""
+    device = torch.device(device)
+    return ExactNumerics(plan.leaf_sizes, device) if plan.numerics.mode == "exact" else FastNumerics(device)

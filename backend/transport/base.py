@@ -30,8 +30,9 @@ from ..recorder import Recorder
 Shape = tuple[int, ...]
 ReduceOp = Literal["sum", "max"]
 
-DEFAULT_TIMEOUT_S = 300.0
-"""How long one call waits for its peers. Generous, since a gloo group that timed out once is lost; the launcher ends ranks long before."""
+DEFAULT_TIMEOUT_S = 1800.0
+"""How long one call waits for its peers: torch's own default for gloo. Generous, since a gloo group that timed out once is lost, and since
+a peer that ended is noticed at once either way."""
 
 
 class TransportError(ShardproofError, RuntimeError):
@@ -67,7 +68,7 @@ class Group(ABC):
         if tuple(parts[self.rank].shape) != tuple(shapes[self.rank]):
             raise ValueError(f"{self}: the own part has shape {tuple(parts[self.rank].shape)}, but {tuple(shapes[self.rank])} is expected.")
         if self.size == 1:
-            return [_copy(parts[0])]
+            return [contiguous_copy(parts[0])]
         sent_bytes = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
         self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
         return self._all_to_all(parts, [tuple(shape) for shape in shapes])
@@ -84,7 +85,7 @@ class Group(ABC):
         if shapes[self.rank] != own:
             raise ValueError(f"{self}: all_gather expects {shapes[self.rank]} from this member, but was given {own}.")
         if self.size == 1:
-            return [_copy(tensor)]
+            return [contiguous_copy(tensor)]
         self._recorder.collective("all_gather", self.axis, self.size, tensor.nbytes * (self.size - 1))
         return self._all_gather(tensor, shapes)
 
@@ -95,7 +96,7 @@ class Group(ABC):
         """
         tensor = tensor.detach()
         if self.size == 1:
-            return _copy(tensor)
+            return contiguous_copy(tensor)
         self._recorder.collective("all_reduce", self.axis, self.size, ring_all_reduce_bytes(tensor.nbytes, self.size))
         return self._all_reduce(tensor, op)
 
@@ -182,6 +183,9 @@ class Transport(ABC):
     def close(self) -> None:
         """Lets go of all groups and channels. Calling it again does nothing."""
 
+    def __str__(self) -> str:
+        return f"rank {self.global_rank} of {self.world_size}"
+
     def __enter__(self) -> Transport:
         return self
 
@@ -218,7 +222,7 @@ def num_elements(shape: Shape) -> int:
     return math.prod(shape)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def contiguous_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy that shares nothing with `tensor`."""
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...core.errors import RankFailure
 from ..recorder import Recorder
-from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, _copy
+from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy
 
 Made = TypeVar("Made", "_Meeting", "_Mailbox")
 
@@ -86,7 +87,7 @@ class _Meeting:
                 del self._taken[call], self._calls[call]
         others = {group.ranks[position]: other for position, (other, _) in table.items() if other != op}
         if others:
-            raise TransportError(f"{group}: call {call} is {op} here, but {others} elsewhere. All members must make the same calls in order.")
+            raise TransportError(f"{group}: call {call} is {op} here, but {others} elsewhere. All must make the same calls in one order.")
         return [table[position][1] for position in range(self.size)]
 
     def _absent(self, group: Group, op: str, table: dict[int, Any]) -> str:
@@ -113,20 +114,20 @@ class MemoryGroup(Group):
 
     def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         # copied before the meeting, so that the sender may go on and change its tensors
-        tables = self._exchange("all_to_all", [_copy(part) for part in parts])
+        tables = self._exchange("all_to_all", [contiguous_copy(part) for part in parts])
         received = [table[self.rank] for table in tables]
         self._check_arrived("all_to_all", received, shapes, parts[0].dtype)
         return received
 
     def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
-        received = self._exchange("all_gather", _copy(tensor))
+        received = self._exchange("all_gather", contiguous_copy(tensor))
         self._check_arrived("all_gather", received, shapes, tensor.dtype)
-        return [_copy(other) for other in received]
+        return [contiguous_copy(other) for other in received]
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        received = self._exchange(f"all_reduce {op}", _copy(tensor))
+        received = self._exchange(f"all_reduce {op}", contiguous_copy(tensor))
         self._check_arrived("all_reduce", received, [tuple(tensor.shape)] * self.size, tensor.dtype)
-        result = _copy(received[0])
+        result = contiguous_copy(received[0])
         for other in received[1:]:
             result = result + other if op == "sum" else torch.maximum(result, other)
         return result
@@ -171,7 +172,7 @@ class MemoryChannel(Channel):
             assert tensor is not None
             if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
                 raise TransportError(f"{self}: expects {dtype} {tuple(shape)}, but {tensor.dtype} {tuple(tensor.shape)} was sent.")
-            received = _copy(tensor)
+            received = contiguous_copy(tensor)
             mailbox.tensor = None
             mailbox.changed.notify_all()
         return received
@@ -197,9 +198,9 @@ class MemoryTransport(Transport):
 
 
 def run_threads(world: MemoryWorld, job: Callable[[MemoryTransport, Any], Any], payload: Any) -> list[Any]:
-    """What `job(transport, payload)` returned on every rank, each in a thread of its own.
+    """What `job(transport, payload)` returned on every rank, each in a thread of its own named `rank <n>`.
 
-    A rank that raises wakes and fails all others; its own exception, with a note that names the rank, is then raised here.
+    A rank that raises wakes and fails all others. Raises `RankFailure` from its exception.
     """
     results: list[Any] = [None] * world.world_size
     failures: list[tuple[int, BaseException]] = []
@@ -219,6 +220,5 @@ def run_threads(world: MemoryWorld, job: Callable[[MemoryTransport, Any], Any], 
         thread.join()
     if failures:
         global_rank, error = failures[0]
-        error.add_note(f"on rank {global_rank}")
-        raise error
+        raise RankFailure(f"rank {global_rank} failed: {type(error).__name__}: {error}", global_rank) from error
     return results

@@ -1,0 +1,164 @@
+"""`shardproof train`: runs a plan on real ranks of this machine, or as one rank under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.commands import Command, service
+from ..core.errors import MissingExtraError, PlanError, ScheduleError
+from ..core.findings import has_errors
+from ..core.options import add_output, add_plan, emit, read_plan
+from ..core.plan import Plan
+from ..core.program import rank_elements
+from ..core.schedule import Schedule
+from ..core.schedules import lower, schedule_for
+from ..core.stages import StageLayers
+from ..core.units import format_bytes, format_count
+from .trainer import Trainer, TrainResult, unsupported
+
+if TYPE_CHECKING:
+    from .training_rank import StepResult
+
+TIMELINE_SUFFIX = ".timeline.json"
+STATE_BYTES_PER_PARAMETER = 16
+"""fp32 weight, gradient and AdamW's two moments."""
+ACTIONS_SHOWN = 6
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `train`."""
+    add_plan(parser)
+    parser.add_argument(
+        "--transport",
+        choices=("gloo", "memory", "nccl"),
+        default="gloo",
+        help="gloo: processes on CPUs (default); nccl: one GPU per rank; memory: all ranks as threads of one process",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what every rank would run, and start nothing")
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, or with --dry-run prints the ranks. Exit code 0; errors are raised and end with 2."""
+    plan = read_plan(args)
+    if problems := unsupported(plan):
+        raise PlanError(problems)
+    schedule = lower(schedule_for(plan))
+    _refuse_broken(schedule)
+    if args.dry_run:
+        emit(args, dry_run_text(plan, schedule), dry_run_report(plan, schedule))
+        return 0
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("train needs torch, which is not installed. Run: pip install 'shardproof[train]'.")
+    _check_writable(args.output)
+    result = Trainer(plan, transport=args.transport, on_step=functools.partial(print_step, plan.train.steps)).fit()
+    if os.environ.get("RANK", "0") == "0":
+        _write(args, result)
+    return 0
+
+
+TRAIN = Command(
+    "train",
+    "shardproof train --model tiny-llama --tp 2 --pp 2 --dtype fp32 --set train.steps=20 -o run.timeline.json",
+    configure,
+    run,
+)
+
+
+def print_step(num_steps: int, result: StepResult) -> None:
+    """One progress line on standard error; called on global rank 0."""
+    validation = "" if result.validation_loss is None else f"  validation loss {result.validation_loss:.4f}"
+    print(
+        f"step {result.step + 1}/{num_steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
+        f"{result.num_tokens / result.elapsed_s:,.0f} tokens/s{validation}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def result_text(result: TrainResult) -> str:
+    """What training came to, for people."""
+    points = zip(result.validation_steps, result.validation_losses, strict=True)
+    validation = ", ".join(f"{loss:.4f} after {step}" for step, loss in points)
+    return (
+        f"trained {result.steps} steps on {result.world_size} ranks at {result.tokens_per_s:,.0f} tokens/s\n"
+        f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}\n"
+        f"validation loss {validation} steps"
+    )
+
+
+def dry_run_text(plan: Plan, schedule: Schedule) -> str:
+    """What every rank would hold and do."""
+    layout = plan.layout
+    lines = [
+        f"{plan.model.name}: {format_count(plan.model.num_parameters)} parameters on {layout.world_size} ranks "
+        f"(tp={layout.tp} pp={layout.pp} vpp={layout.vpp} dp={layout.dp}), {plan.num_microbatches} microbatches of "
+        f"{plan.batch.micro_size} x {plan.batch.sequence} tokens per replica, {schedule.name}, {plan.numerics.mode} numerics, "
+        f"{plan.train.steps} steps on {plan.train.data}"
+    ]
+    for rank in dry_run_report(plan, schedule)["ranks"]:
+        where = " ".join(f"{axis}={rank[axis]}" for axis in ("tp", "pp", "dp"))
+        first, last = rank["samples"]
+        lines.append(
+            f"rank {rank['global_rank']} ({where}): {'; '.join(rank['stages'])}; {format_count(rank['num_parameters'])} parameters, "
+            f"{format_bytes(rank['num_parameters'] * STATE_BYTES_PER_PARAMETER)} with gradients and optimizer; "
+            f"samples {first} to {last - 1}; {rank['num_actions']} actions: {' '.join(rank['first_actions'])} ..."
+        )
+    return "\n".join(lines)
+
+
+def dry_run_report(plan: Plan, schedule: Schedule) -> dict[str, object]:
+    """The JSON form of a dry run: `world_size`, `schedule`, and `ranks` with what each holds and does."""
+    ranks = []
+    for global_rank in range(plan.layout.world_size):
+        at = plan.layout.coordinates(global_rank)
+        row = schedule.row(at["pp"])
+        ranks.append(
+            {
+                "global_rank": global_rank,
+                **{axis: at[axis] for axis in ("tp", "pp", "dp")},
+                "stages": [stage_text(plan.stages[stage]) for stage in schedule.placement.stages_of(at["pp"])],
+                "num_parameters": rank_elements(plan, at["pp"], at["tp"]),
+                "samples": list(plan.samples_of(at["dp"])),
+                "num_actions": len(row),
+                "first_actions": [str(action) for action in row[:ACTIONS_SHOWN]],
+            }
+        )
+    return {"world_size": plan.layout.world_size, "schedule": schedule.name, "ranks": ranks}
+
+
+def stage_text(stage: StageLayers) -> str:
+    """`stage 0: embedding, layers 0-1`."""
+    layers = [f"layers {stage.first_layer}-{stage.last_layer - 1}"] if len(stage.layers) else []
+    return f"stage {stage.stage}: {', '.join(['embedding'] * stage.embedding + layers + ['head'] * stage.head)}"
+
+
+def _refuse_broken(schedule: Schedule) -> None:
+    """Raises `ScheduleError` for a schedule that would stop halfway: a file may hold anything."""
+    findings = service("check")(schedule)
+    if has_errors(findings):
+        raise ScheduleError("\n".join(str(finding) for finding in findings))
+
+
+def _check_writable(output: str | None) -> None:
+    """Raises `OSError` now rather than after the training when the folder of -o is not there."""
+    if output is not None and output != "-":
+        folder = Path(output).parent
+        if not folder.is_dir():
+            raise FileNotFoundError(2, "No such folder", str(folder))
+
+
+def _write(args: argparse.Namespace, result: TrainResult) -> None:
+    """The result, and with `-o FILE.timeline.json` the measured timeline instead of the report."""
+    if args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
+        assert result.timeline is not None
+        result.timeline.save(args.output)
+        print(f"written: {args.output}", file=sys.stderr)
+        args.output = None
+    emit(args, result_text(result), result.report)

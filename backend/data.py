@@ -1,0 +1,161 @@
+"""Byte-level training text, and the windows of it that make up a batch.
+
+Which window a sample is depends on the text, the sequence length, the seed and the sample's number in the run, and on nothing else:
+not on the layout, the microbatch size, or the random generator's state. So every layout trains on the same data in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import pydoc_data.topics
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import PlanError
+
+VOCABULARY_SIZE = 256
+"""Tokens are bytes; a model needs at least this many rows in its token table."""
+
+STDLIB = "python-stdlib"
+
+VALIDATION_FRACTION = 0.1
+
+# fmt: off
+STDLIB_SOURCES = (
+    "argparse", "ast", "asyncio/base_events", "asyncio/events", "asyncio/streams", "asyncio/tasks", "base64", "bdb", "calendar", "cmd",
+    "code", "codecs", "configparser", "contextlib", "copy", "csv", "dataclasses", "difflib", "doctest", "enum", "fileinput", "fractions",
+    "ftplib", "functools", "getopt", "gettext", "gzip", "heapq", "hmac", "imaplib", "inspect", "ipaddress", "json/decoder",
+    "json/encoder", "locale", "logging/__init__", "mailbox", "mimetypes", "netrc", "optparse", "os", "pdb", "pickle", "pickletools",
+    "platform", "plistlib", "poplib", "pprint", "profile", "pstats", "pydoc", "quopri", "random", "sched", "selectors", "shelve", "shlex",
+    "shutil", "smtplib", "socket", "socketserver", "ssl", "statistics", "subprocess", "tarfile", "tempfile", "textwrap", "threading",
+    "timeit", "tokenize", "trace", "traceback", "tracemalloc", "types", "unittest/case", "unittest/mock", "urllib/parse",
+    "urllib/request", "uuid", "warnings", "wave", "weakref", "webbrowser", "zipapp",
+)
+# fmt: on
+"""Sources that are training text: files of the standard library in every CPython since 3.11, none of them written at build time."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as bytes, cut into training and validation parts that share nothing. `name` is what the plan called it.
+
+    `train` and `validation` are read-only uint8 arrays of shape [num_tokens].
+    """
+
+    name: str
+    train: np.ndarray
+    validation: np.ndarray
+
+    @classmethod
+    def load(cls, data: str) -> Corpus:
+        """The corpus that `[train] data` names: `python-stdlib`, a text file, or a folder of files (read recursively, by name).
+
+        Every tenth document is for validation; the last tenth of the text when there are fewer than ten documents.
+        Raises `PlanError` when there is no such file or nothing in it.
+        """
+        documents = _stdlib_documents() if data == STDLIB else _documents(Path(data))
+        if not any(documents):
+            raise PlanError(f"train.data={data!r} holds no text: {len(documents)} files, 0 bytes. Use a text file, or {STDLIB!r}.")
+        return cls(data, *(_frozen(part) for part in _split(documents)))
+
+    def batch(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> tuple[Tensor, Tensor]:
+        """`(tokens, targets)`, each int64 [last_sample - first_sample, sequence]: samples `first_sample <= i < last_sample` of a step.
+
+        Sample i of step t is number `t * global_size + i` of the run. The text is cut into windows of `sequence` tokens (targets are
+        one token ahead); each pass over them is a permutation of its own. Raises `PlanError` when the text holds no window.
+        """
+        num_windows = self.num_windows(sequence)
+        if not 0 <= first_sample <= last_sample <= global_size:
+            raise ValueError(f"samples {first_sample} to {last_sample} are outside the global batch of {global_size}.")
+        windows = []
+        for number in range(step * global_size + first_sample, step * global_size + last_sample):
+            epoch, position = divmod(number, num_windows)
+            windows.append(int(_permutation(num_windows, seed, epoch)[position]))
+        return _windows(self.train, windows, sequence)
+
+    def validation_batch(self, first_sample: int, last_sample: int, sequence: int) -> tuple[Tensor, Tensor]:
+        """`(tokens, targets)` of validation windows in text order, int64 [last_sample - first_sample, sequence].
+
+        After the last window the first follows again. Raises `PlanError` when the validation part holds no window.
+        """
+        num_windows = self.num_validation_windows(sequence)
+        return _windows(self.validation, [number % num_windows for number in range(first_sample, last_sample)], sequence)
+
+    def num_windows(self, sequence: int) -> int:
+        """Windows of one pass over the training text. Raises `PlanError` when there is none."""
+        return self._count(self.train, "training", sequence)
+
+    def num_validation_windows(self, sequence: int) -> int:
+        """Windows of the validation text. Raises `PlanError` when there is none."""
+        return self._count(self.validation, "validation", sequence)
+
+    def _count(self, part: np.ndarray, what: str, sequence: int) -> int:
+        num_windows = (len(part) - 1) // sequence
+        if num_windows < 1:
+            raise PlanError(
+                f"train.data={self.name!r} has {len(part)} tokens (bytes) for {what}, fewer than the {sequence + 1} of one sample "
+                f"at batch.sequence={sequence}. Use a longer text, or batch.sequence of at most {max(len(part) - 1, 0)}."
+            )
+        return num_windows
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(num_windows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of windows in one pass: window numbers sorted by the raw Philox words of key (seed, epoch).
+
+    Raw words are the same in every version of numpy, which `Generator.permutation` does not promise.
+    """
+    words = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(num_windows)
+    return np.argsort(words, kind="stable")
+
+
+def _windows(part: np.ndarray, windows: Sequence[int], sequence: int) -> tuple[Tensor, Tensor]:
+    index = np.asarray(windows, dtype=np.int64)[:, None] * sequence + np.arange(sequence + 1)
+    samples = torch.from_numpy(part[index].astype(np.int64))
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+
+def _split(documents: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Training and validation text: every tenth document to validation, or the tail of few documents."""
+    if len(documents) >= 10:
+        validation = documents[9::10]
+        return b"\n".join(text for i, text in enumerate(documents) if i % 10 != 9), b"\n".join(validation)
+    text = b"\n".join(documents)
+    cut = len(text) - int(len(text) * VALIDATION_FRACTION)
+    return text[:cut], text[cut:]
+
+
+def _documents(path: Path) -> list[bytes]:
+    """The text of a file, or of all files under a folder in the order of their names; hidden ones are left out."""
+    if path.is_dir():
+        names = (name for name in path.rglob("*") if not any(part.startswith(".") for part in name.relative_to(path).parts))
+        files: Iterable[Path] = sorted((name for name in names if name.is_file()), key=lambda name: name.relative_to(path).as_posix())
+    elif path.is_file():
+        files = (path,)
+    else:
+        raise PlanError(f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). Use a text file, or {STDLIB!r}.")
+    try:
+        return [file.read_bytes() for file in files]
+    except OSError as error:
+        raise PlanError(f"train.data={str(path)!r} cannot be read: {error.strerror} ({error.filename}).") from error
+
+
+def _stdlib_documents() -> list[bytes]:
+    """Python's reference text and the sources of `STDLIB_SOURCES`, in a fixed order. Raises `PlanError` where sources are not installed."""
+    topics = pydoc_data.topics.topics
+    documents = [f"{name}\n\n{topics[name]}".encode() for name in sorted(topics)]
+    folder = Path(sysconfig.get_path("stdlib"))
+    try:
+        return documents + [(folder / f"{name}.py").read_bytes() for name in STDLIB_SOURCES]
+    except OSError as error:
+        raise PlanError(f"train.data={STDLIB!r} needs the standard library's sources: {error}. Use a text file instead.") from error
+
+
+def _frozen(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, dtype=np.uint8)  # of an immutable buffer, so not writable

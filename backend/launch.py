@@ -1,0 +1,375 @@
+"""Ranks on this machine: `run_ranks` for one job, `Workers` to keep the processes between jobs, and the way in under torchrun.
+
+This module does not need torch: the ranks are forked by a server process that has loaded it (`rank_server.py`), with one thread each
+and with MKL's reproducible mode on. A job that fails, dies or takes too long ends all ranks, and `RankFailure` says which one it was.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import multiprocessing.spawn
+import os
+import pickle
+import pickletools
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..core.errors import MissingExtraError, RankFailure
+from . import mkl_switch
+from .rank_messages import RANK_ENDED, RANK_VARIABLE, Failure, Job, TransportName, Whereabouts
+
+if TYPE_CHECKING:
+    from .transport.base import Transport
+
+ROOT_CAUSE_WAIT_S = 2.0
+"""A rank that lost a peer may report before the peer's own end is known; so long the cause is waited for."""
+WHEREABOUTS_WAIT_S = 2.0
+"""How long ranks that are over time may take to say where they are."""
+END_WAIT_S = 5.0
+"""How long killed ranks may take to be gone."""
+
+
+def run_ranks(
+    job: Callable[[Transport, Any], Any],
+    payload: Any = None,
+    *,
+    world_size: int,
+    transport: TransportName = "gloo",
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """What `job(transport, payload)` returned on each rank, in rank order.
+
+    `job` is a function of a module, and results can be pickled. `transport` chooses processes over gloo or NCCL (rank n on GPU n), or
+    threads of one child process (`memory`). Raises `RankFailure` when a rank raises, dies, or is not done within `timeout_s`.
+    """
+    with Workers(world_size, transport) as workers:
+        return workers.run(job, payload, timeout_s=timeout_s)
+
+
+class Workers:
+    """Ranks that stay between jobs. A context manager; a failed job closes it, since its ranks are no longer in step.
+
+    `timeout_s` is the default for each `run`; None waits for ever (ranks that end are noticed at once either way).
+    """
+
+    def __init__(self, world_size: int, transport: TransportName = "gloo", *, timeout_s: float | None = None):
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} must be at least 1.")
+        if transport not in ("gloo", "nccl", "memory"):
+            raise ValueError(f"transport={transport!r} is not known. Use 'gloo', 'nccl' or 'memory'.")
+        if os.environ.get(RANK_VARIABLE):
+            raise RuntimeError(
+                "this process is a rank, and ranks start no ranks. A script whose own classes or functions travel to the ranks is "
+                "imported by them: put what it does under `if __name__ == '__main__':`."
+            )
+        self.world_size = world_size
+        self.transport: TransportName = transport
+        self.timeout_s = timeout_s
+        self._num_jobs = 0
+        self._store_port = 0
+        self._pool = _server().start_pool(1 if transport == "memory" else world_size)
+
+    def run(self, job: Callable[[Transport, Any], Any], payload: Any = None, *, timeout_s: float | None = None) -> list[Any]:
+        """What `job(transport, payload)` returned on each rank, in rank order. Errors as in `run_ranks`."""
+        if self.closed:
+            raise RuntimeError("these workers are closed: a job failed, or close() was called. Make new ones.")
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            if self.transport != "memory" and not self._store_port:
+                self._pool.send(0, "store", None)
+                self._store_port = self._pool.answers("store", [0], None)[0]
+            self._num_jobs += 1
+            for process, body in enumerate(self._jobs(job, payload)):
+                self._pool.send(process, "job", body)
+            answers = self._pool.answers("result", range(self._pool.size), timeout_s)
+        except BaseException:  # Ctrl-C too: whatever interrupts a job ends its ranks
+            self.close()
+            raise
+        return [result for process in range(self._pool.size) for result in pickle.loads(answers[process])]
+
+    @property
+    def closed(self) -> bool:
+        """True once the ranks have been ended."""
+        return self._pool.closed
+
+    def close(self) -> None:
+        """Ends the ranks; returns when they are gone. Calling it again does nothing."""
+        self._pool.close()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _jobs(self, job: Callable[..., Any], payload: Any) -> list[Any]:
+        call = pickle.dumps((job, payload))
+        modules = _named_modules(call)
+        main = _main_module() if modules.pop("__main__", None) else None
+        return [
+            Job(self._num_jobs, self.transport, rank, self.world_size, self._store_port, modules, main, call)
+            for rank in range(self._pool.size)
+        ]
+
+
+@dataclass(eq=False)
+class _Pool:
+    """The processes of one `Workers`: a connection to each, and the lifeline on which the server reports their ends."""
+
+    lifeline: socket.socket
+    connections: list[Connection]
+    ended: dict[int, int] = field(default_factory=dict)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close_quietly, self.lifeline, self.connections)
+
+    @property
+    def size(self) -> int:
+        return len(self.connections)
+
+    def send(self, process: int, kind: str, body: Any) -> None:
+        """Hands a message to one process. A process that is gone is noticed when its answer is awaited."""
+        with contextlib.suppress(OSError):
+            self.connections[process].send_bytes(pickle.dumps((kind, body)))
+
+    def answers(self, kind: str, processes: Sequence[int] | range, timeout_s: float | None) -> dict[int, Any]:
+        """The answers of `processes`. Raises `RankFailure` for the first that failed, ended, or did not answer in time."""
+        collected: dict[int, Any] = {}
+        failures: list[Failure] = []
+        pending = set(processes)
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while pending and not self.ended and all(failure.by_peer for failure in failures):
+            events = self._receive(pending, deadline_s)
+            if not events and not self.ended:  # the time is over
+                if failures:
+                    break
+                assert timeout_s is not None
+                raise _late(self._whereabouts(pending), timeout_s)
+            for process, answer_kind, body in events:
+                pending.discard(process)
+                if answer_kind == kind:
+                    collected[process] = body
+                else:
+                    failures.append(body)
+            if failures:
+                deadline_s = min(deadline_s or float("inf"), time.monotonic() + ROOT_CAUSE_WAIT_S)
+        if failures or self.ended:
+            raise _root_cause(failures, self.ended)
+        return collected
+
+    def _receive(self, pending: set[int], deadline_s: float | None) -> list[tuple[int, str, Any]]:
+        """The next messages of pending processes; empty when the time is over. Notes processes that ended."""
+        sources: dict[Any, int] = {self.connections[process]: process for process in pending}
+        while True:
+            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            ready = wait([*sources, self.lifeline], remaining_s)
+            if not ready:
+                return []
+            messages = []
+            for source in ready:
+                if source is self.lifeline:
+                    self._note_end()
+                    continue
+                try:
+                    messages.append((sources[source], *pickle.loads(source.recv_bytes())))
+                except (EOFError, OSError):
+                    del sources[source]  # the lifeline will tell how it ended
+            if messages or self.ended:
+                return messages
+
+    def _note_end(self) -> bool:
+        """Reads one report of the server. False when the lifeline is closed."""
+        report = self.lifeline.recv(RANK_ENDED.size, socket.MSG_WAITALL)
+        if len(report) < RANK_ENDED.size:
+            if not self.closed:
+                raise RankFailure("the process that starts ranks has ended; its last words, if any, are above.")
+            return False
+        process, exit_code = RANK_ENDED.unpack(report)
+        self.ended[process] = exit_code
+        return True
+
+    def _whereabouts(self, pending: set[int]) -> dict[int, Whereabouts | None]:
+        """Where the ranks of pending processes are; None for a process that does not even answer that."""
+        for process in pending:
+            self.send(process, "where", None)
+        found: dict[int, Whereabouts | None] = {}
+        silent = set(pending)
+        deadline_s = time.monotonic() + WHEREABOUTS_WAIT_S
+        while silent and (events := self._receive(silent, deadline_s)):
+            for process, kind, body in events:
+                if kind == "where":
+                    found.update(body)
+                    silent.discard(process)
+        return found | dict.fromkeys(silent)
+
+    def close(self) -> None:
+        """Has the server kill the processes and waits until it says so."""
+        if self.closed:
+            return
+        self.closed = True
+        with contextlib.suppress(OSError):  # raised when the server is gone, and its ranks with it
+            self.lifeline.shutdown(socket.SHUT_WR)
+            self.lifeline.settimeout(END_WAIT_S)
+            while self._note_end():
+                pass
+        _close_quietly(self.lifeline, self.connections)
+
+
+class _Server:
+    """This process's handle of the rank server: started once, ended when the interpreter exits."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("torch") is None:
+            raise MissingExtraError("ranks need torch, which is not installed. Run: pip install 'shardproof[train]'.")
+        self.owner_pid = os.getpid()
+        self._control, theirs = socket.socketpair()
+        package = __name__.rpartition(".")[0]
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {package}.rank_server import main; main({theirs.fileno()})"
+        options = [f"-W{option}" for option in sys.warnoptions]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *options, "-c", code],
+                env=rank_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the ranks in order
+            )
+        atexit.register(self.close)
+
+    def start_pool(self, num_processes: int) -> _Pool:
+        """New rank processes. Returns at once; what is sent to them waits until they are there."""
+        lifeline, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+        connections = []
+        for _ in range(num_processes):
+            mine, their_end = Pipe()
+            with their_end:
+                socket.send_fds(lifeline, [b"r"], [their_end.fileno()])
+            connections.append(mine)
+        return _Pool(lifeline, connections)
+
+    @property
+    def usable(self) -> bool:
+        """False after a fork of this process, and when the server has ended."""
+        return self.owner_pid == os.getpid() and self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the server and every rank."""
+        atexit.unregister(self.close)
+        self._control.close()
+        if self.owner_pid == os.getpid():
+            self._process.wait()
+
+
+@functools.cache
+def _servers() -> list[_Server]:
+    """Holds the one server of this process; a list, because a server that died is replaced."""
+    return []
+
+
+def _server() -> _Server:
+    servers = _servers()
+    if servers and not servers[0].usable:
+        servers.pop().close()
+    if not servers:
+        servers.append(_Server())
+    return servers[0]
+
+
+def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of ranks: one thread each (which makes forking safe too) and MKL's reproducible mode, unless the user chose one."""
+    return {"MKL_CBWR": mkl_switch(), **environment, "OMP_NUM_THREADS": "1"}
+
+
+def under_torchrun() -> bool:
+    """True when torchrun, or another launcher that speaks its environment variables, started this process as a rank."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl"] = "gloo") -> Transport:
+    """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless `device` says otherwise.
+
+    Keys carry torchrun's restart count: a restarted worker would otherwise read the addresses that the workers before it left behind.
+    """
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from .transport.process_group import ProcessGroupTransport
+
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    device = device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
+    return ProcessGroupTransport(dist.PrefixStore(f"shardproof/{attempt}", store), rank, world_size, backend=backend, device=device)
+
+
+def _named_modules(call: bytes) -> dict[str, str]:
+    """The loaded modules whose names a pickle contains, with their files."""
+    words = {argument for _, argument, _ in pickletools.genops(call) if isinstance(argument, str)}
+    return {word: file for word in sorted(words) if (file := getattr(sys.modules.get(word), "__file__", None))}
+
+
+def _main_module() -> dict[str, str]:
+    """Where the running script comes from, as `multiprocessing.spawn.prepare` takes it: a name (`python -m`) or a path."""
+    data = multiprocessing.spawn.get_preparation_data("rank")
+    return {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
+
+
+def _root_cause(failures: Sequence[Failure], ended: Mapping[int, int]) -> RankFailure:
+    """The failure to report: a process that ended, else an error of a rank's own, else one that only noticed a peer."""
+    if ended:
+        rank, exit_code = next(iter(ended.items()))
+        return RankFailure(f"rank {rank} {describe_exit(exit_code)} before its work was done; all other ranks were ended.", rank)
+    failure = min(failures, key=lambda failure: failure.by_peer)
+    raised = RankFailure(f"rank {failure.global_rank} failed: {failure.summary}", failure.global_rank)
+    raised.__cause__ = pickle.loads(failure.error) if failure.error else None
+    raised.add_note(failure.trace)
+    return raised
+
+
+def describe_exit(exit_code: int) -> str:
+    """`ended with exit code 3`, `was killed by SIGKILL ...`: how a process ended, from its exit code (minus the signal)."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = " (often the kernel, out of memory)" if name == "SIGKILL" else " (its last words are above)" if name == "SIGABRT" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _late(found: Mapping[int, Whereabouts | None], timeout_s: float) -> RankFailure:
+    """The failure of a job that took too long: names the ranks that wait for nobody, else tells what all wait in."""
+    lines, busy = [], []
+    for rank, where in sorted(found.items()):
+        if where is None:
+            lines.append(f"rank {rank} does not answer.")
+        else:
+            lines.append(f"rank {rank} waits in {', '.join(where.waits)}." if where.waits else f"rank {rank} is in {where.at}.")
+        if where is None or not where.waits:
+            busy.append(rank)
+    who = f"rank {busy[0]}" if len(busy) == 1 else f"ranks {', '.join(map(str, busy))}" if busy else "no rank"
+    what = "did not finish" if busy else "finished: the ranks wait for each other"
+    return RankFailure(f"{who} {what} within {timeout_s:g} s; all ranks were ended.\n  " + "\n  ".join(lines), busy[0] if busy else None)
+
+
+def _close_quietly(lifeline: socket.socket, connections: Sequence[Connection]) -> None:
+    lifeline.close()
+    for connection in connections:
+        connection.close()

@@ -1,0 +1,104 @@
+"""`Mesh`: the groups and channels of one rank, from a layout and a lowered schedule.
+
+Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups, data groups, model groups,
+embedding groups, then channels. Each rank opens its own share of that order, so no two ranks can wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from ..core.action import Kind
+from ..core.layout import Layout
+from ..core.schedule import Schedule
+from .transport.base import Channel, Group, Transport
+
+Direction = Literal["F", "B"]
+Link = tuple[Direction, int, int]
+"""A direction of messages and the pipeline ranks it goes from and to: `("F", 0, 1)`."""
+
+
+class Mesh:
+    """What one rank communicates through.
+
+    `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `dp` cuts the batch; `model` spans tensor and pipeline
+    parallelism (one copy of the model); `embedding` joins the ranks that hold the first and the last stage of the same slice (first
+    stage first), and is None where that is one rank, or on ranks between. Channels come from `channel`.
+    Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
+    """
+
+    tp: Group
+    dp: Group
+    model: Group
+    embedding: Group | None
+
+    def __init__(self, transport: Transport, layout: Layout, schedule: Schedule):
+        if layout.world_size != transport.world_size:
+            raise ValueError(f"the layout has {layout.world_size} ranks, but {transport.world_size} were started.")
+        if layout.pp != schedule.num_ranks:
+            raise ValueError(f"the layout has pp={layout.pp}, but schedule {schedule.name!r} is for {schedule.num_ranks} pipeline ranks.")
+        here = transport.global_rank
+        self.coordinates = layout.coordinates(here)
+        self.tp = _open(transport, "tp", layout.group_of(here, "tp"))
+        self.dp = _open(transport, "dp", layout.group_of(here, "dp"))
+        self.model = _open(transport, "model", layout.group_of(here, "tp-pp"))
+        ends = _pipeline_ends(layout, schedule, self.coordinates)
+        self.embedding = _open(transport, "embedding", ends) if len(ends) == 2 and here in ends else None
+        links = links_of(schedule, self.coordinates["pp"])
+        self._channels = {link: _open_channel(transport, layout, self.coordinates, link) for link in links}
+
+    def channel(self, direction: Direction, source_pp: int, destination_pp: int) -> Channel:
+        """The channel for forward (`F`) or backward (`B`) messages between two pipeline ranks, one of which is this one.
+
+        Raises `ValueError` for a link that the schedule does not use on this rank.
+        """
+        link = (direction, source_pp, destination_pp)
+        if link not in self._channels:
+            known = ", ".join(f"{d} {s}->{t}" for d, s, t in self._channels) or "none"
+            raise ValueError(
+                f"pipeline rank {self.coordinates['pp']} has no channel {direction} {source_pp}->{destination_pp}: "
+                f"the schedule sends nothing there. Its channels: {known}."
+            )
+        return self._channels[link]
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The links this rank is an end of, in the order they were opened."""
+        return tuple(self._channels)
+
+
+def links_of(schedule: Schedule, pp_rank: int | None = None) -> tuple[Link, ...]:
+    """Every link that a lowered schedule sends over, sorted; with `pp_rank` only those that begin or end there.
+
+    >>> from shardproof.core.schedules import build, lower
+    >>> links_of(lower(build("1F1B", pp=3, num_microbatches=2)), 0)
+    (('B', 1, 0), ('F', 0, 1))
+    """
+    links: set[Link] = set()
+    for source in range(schedule.num_ranks):
+        row = schedule.row(source)
+        for kind, direction, step in ((Kind.SEND_F, "F", 1), (Kind.SEND_B, "B", -1)):
+            sent = row.kind == kind
+            pairs = np.unique(np.stack([row.stage[sent] + step, row.microbatch[sent]]), axis=1)
+            destinations = {schedule.placement.rank_of(stage, microbatch) for stage, microbatch in pairs.T.tolist()}
+            links |= {(direction, source, destination) for destination in destinations}  # type: ignore[misc]
+    return tuple(link for link in sorted(links) if pp_rank is None or pp_rank in link[1:])
+
+
+def _pipeline_ends(layout: Layout, schedule: Schedule, coordinates: dict[str, int]) -> tuple[int, ...]:
+    """Global ranks of the first and the last stage with this rank's other coordinates; one rank when it holds both."""
+    first, last = (schedule.placement.ranks[stage][0] for stage in (0, schedule.num_stages - 1))
+    return tuple(dict.fromkeys(layout.global_rank(**{**coordinates, "pp": pp_rank}) for pp_rank in (first, last)))
+
+
+def _open(transport: Transport, axis: str, ranks: list[int] | tuple[int, ...]) -> Group:
+    # the groups of an axis share no rank, so the first member tells them apart
+    return transport.group(f"{axis}/{ranks[0]}", axis, ranks)
+
+
+def _open_channel(transport: Transport, layout: Layout, coordinates: dict[str, int], link: Link) -> Channel:
+    direction, *ends = link
+    source, destination = (layout.global_rank(**{**coordinates, "pp": pp_rank}) for pp_rank in ends)
+    return transport.channel(f"{direction}/{source}-{destination}", source, destination)

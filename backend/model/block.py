@@ -1,0 +1,83 @@
+"""One transformer layer, and what a user's own layer is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ...core.model import ModelSpec
+from ...core.parameters import layer_prefix
+from ..tensor_parallel import ColumnParallelLinear, LayerContext, Norm, RowParallelLinear
+from .attention import Attention
+from .mlp import MLP
+
+
+class BlockContext:
+    """The layers a block may be built from, bound to this rank. Names are those of the model's parameters without `.weight`.
+
+    A block is any `nn.Module` from [b, s, h] to [b, s, h] whose cut layers, norms, attention and MLP come from here: then its
+    gradients, cuts and proofs work as for ours. Between them use elementwise operations only, through `elementwise`
+    where they are more than sums and products, so that bits stay independent of the layout.
+    """
+
+    def __init__(self, layers: LayerContext):
+        self._layers = layers
+        self.model: ModelSpec = layers.model
+
+    def norm(self, name: str) -> nn.Module:
+        """The model's norm, e.g. `layers.0.mlp.norm`."""
+        return Norm(self._layers, name)
+
+    def column_linear(self, name: str) -> nn.Module:
+        """A linear layer whose output features are cut, e.g. `layers.0.mlp.up`."""
+        return ColumnParallelLinear(self._layers, name)
+
+    def row_linear(self, name: str) -> nn.Module:
+        """A linear layer whose input features are cut, e.g. `layers.0.mlp.down`."""
+        return RowParallelLinear(self._layers, name)
+
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of a layer, without its norm."""
+        return Attention(self._layers, layer)
+
+    def mlp(self, layer: int) -> nn.Module:
+        """The MLP of a layer, without its norm."""
+        return MLP(self._layers, layer)
+
+    def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """An elementwise function of a contiguous tensor, with bits that do not depend on its length."""
+        return self._layers.numerics.elementwise(function, x)
+
+    def observe(self, name: str, tensor_BSH: Tensor) -> None:
+        """Shows a hidden state to whoever compares runs."""
+        self._layers.observe(name, tensor_BSH)
+
+
+BlockFactory = Callable[[BlockContext, int], nn.Module]
+"""`block(context, layer)` makes the transformer layer with this global index."""
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and pre-norm MLP, each added to its input (GPT-2, Llama)."""
+
+    def __init__(self, context: BlockContext, layer: int):
+        super().__init__()
+        self.context = context
+        self.prefix = layer_prefix(layer)
+        self.attention_norm = context.norm(f"{self.prefix}.attention.norm")
+        self.attention = context.attention(layer)
+        self.mlp_norm = context.norm(f"{self.prefix}.mlp.norm")
+        self.mlp = context.mlp(layer)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        normed = self.attention_norm(x_BSH)
+        self.context.observe(f"{self.prefix}.attention.norm", normed)
+        attended = self.attention(normed)
+        self.context.observe(f"{self.prefix}.attention", attended)
+        x_BSH = x_BSH + attended
+        normed = self.mlp_norm(x_BSH)
+        self.context.observe(f"{self.prefix}.mlp.norm", normed)
+        transformed = self.mlp(normed)
+        self.context.observe(f"{self.prefix}.mlp", transformed)
+        return x_BSH + transformed

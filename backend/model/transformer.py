@@ -1,0 +1,141 @@
+"""`Stage`: the part of a decoder that one pipeline stage holds, on one tensor-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from ...core.parameters import TOKEN_TABLE, layer_prefix
+from ...core.plan import Plan
+from ...core.stages import StageLayers
+from ..numerics import Numerics
+from ..observe import Observer
+from ..recorder import Recorder
+from ..tensor_parallel import (
+    ColumnParallelLinear,
+    Gradients,
+    LayerContext,
+    Microbatch,
+    Norm,
+    PositionEmbedding,
+    Shard,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    WeightWork,
+    finish_tied,
+)
+from ..transport.base import Group
+from .block import BlockContext, BlockFactory, TransformerBlock
+
+__all__ = ["Microbatch", "Stage", "finish_tied"]
+
+
+class Stage(nn.Module):
+    """Embedding, transformer layers and head as far as `stage` has them.
+
+    `shards` are this rank's parameters by name. Their gradients never pass through autograd: layers give them to `gradients`, at once
+    or when `weight_work` says so. A tied table lies on the first and on the last stage; each end sums its own use of it, and
+    `finish_tied` adds the two sums.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stage: StageLayers,
+        *,
+        tp: Group,
+        numerics: Numerics,
+        recorder: Recorder,
+        observer: Observer | None = None,
+        block: BlockFactory | None = None,
+    ):
+        """Makes the initial weights from `plan.train.seed`. `block` makes a user's own transformer layers instead of ours."""
+        super().__init__()
+        self.stage = stage
+        self.context = context = LayerContext(plan, tp=tp, numerics=numerics, recorder=recorder, observer=observer)
+        self.embedding = Embedding(context) if stage.embedding else None
+        blocks = BlockContext(context)
+        self.blocks = nn.ModuleList([(block or TransformerBlock)(blocks, layer) for layer in stage.layers])
+        self.head = Head(context) if stage.head else None
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """This rank's part of every parameter the stage uses, by name."""
+        return self.context.shards
+
+    @property
+    def gradients(self) -> Gradients:
+        """The sums of this step's weight gradients."""
+        return self.context.gradients
+
+    @property
+    def weight_work(self) -> WeightWork:
+        """Whether weight gradients are computed at once or later."""
+        return self.context.weight_work
+
+    def forward(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
+        """Hidden states [b, s, h] for the next stage, or on the last stage the loss of every token, [b, s] fp32, not yet summed.
+
+        `hidden_BSH` is the previous stage's output, None on the first stage, which reads `microbatch.tokens`.
+        """
+        with self.context.running(microbatch):
+            x_BSH = hidden_BSH if self.embedding is None else self.embedding(microbatch.tokens)
+            for layer, block in zip(self.stage.layers, self.blocks, strict=True):
+                x_BSH = block(x_BSH)
+                self.context.observe(f"{layer_prefix(layer)}.output", x_BSH)
+            return x_BSH if self.head is None else self.head(x_BSH, microbatch.targets)
+
+    def logits(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
+        """Last stage: the logits [b, s, v] of this rank's vocabulary instead of the losses."""
+        assert self.head is not None
+        with self.context.running(microbatch):
+            x_BSH = hidden_BSH if self.embedding is None else self.embedding(microbatch.tokens)
+            for block in self.blocks:
+                x_BSH = block(x_BSH)
+            return self.head.logits(x_BSH)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes this rank's part of full tensors by canonical name. Raises KeyError when one of the stage's parameters is missing."""
+        for name, shard in self.shards.items():
+            shard.load(weights[name])
+
+
+class Embedding(nn.Module):
+    """int64 [b, s] -> [b, s, h]."""
+
+    def __init__(self, context: LayerContext):
+        super().__init__()
+        self.context = context
+        self.tokens = VocabParallelEmbedding(context)
+        self.positions = PositionEmbedding(context) if context.model.position == "learned" else None
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSH = self.tokens(tokens_BS)
+        if self.positions is not None:
+            x_BSH = self.positions(x_BSH)
+        self.context.observe("embedding.output", x_BSH)
+        return x_BSH
+
+
+class Head(nn.Module):
+    """Final norm, logits and the loss of every token."""
+
+    def __init__(self, context: LayerContext):
+        super().__init__()
+        self.context = context
+        self.norm = Norm(context, "head.norm")
+        if context.model.tied_embeddings:
+            self.output = ColumnParallelLinear(context, "head.output", weight=TOKEN_TABLE, role="output")
+        else:
+            self.output = ColumnParallelLinear(context, "head.output")
+        self.loss = VocabParallelCrossEntropy(context, self.output.leaves)
+
+    def logits(self, x_BSH: Tensor) -> Tensor:
+        """[b, s, v] for this rank's vocabulary."""
+        return self.output(self.norm(x_BSH))
+
+    def forward(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
+        losses_BS = self.loss(self.logits(x_BSH), targets_BS)
+        self.context.observe("head.losses", losses_BS)
+        return losses_BS

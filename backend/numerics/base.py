@@ -1,0 +1,170 @@
+"""`Numerics`: the arithmetic that layers, gradients and scalars are made of. Exact and fast are two sets of the same operations.
+
+Shape suffixes: B samples of a microbatch, S sequence, C a feature dimension that tensor parallelism cuts (this rank's part), F a whole
+one, H hidden, V this rank's vocabulary. Every linear weight is stored [C, F], cut dimension first, so a column-parallel weight is
+[out, in] and a row-parallel one [in, out]; the same three products then serve both:
+
+- `project`:  y_C = x_F W^T   forward of a column-parallel, input gradient of a row-parallel layer; nothing is summed over ranks
+- `contract`: y_F = x_C W     forward of a row-parallel, input gradient of a column-parallel layer; sums over all ranks' features
+- `weight_gradient`: W' = sum over tokens of x_C y_F^T
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ...core.leaves import Leaves
+from ...core.reduction import Node, maximal_nodes
+from ..transport.base import Group
+
+Contribution = Tensor | Sequence[Tensor]
+"""What one microbatch adds to a gradient: one tensor (fast), or one tensor per sample (exact). Whoever receives it owns it."""
+
+
+@dataclass(frozen=True)
+class OwnedLeaves:
+    """The feature leaves of one tensor-parallel rank; `unit` features of the tensor per item of the leaf."""
+
+    leaves: Leaves
+    unit: int
+    tp: int
+    tp_rank: int
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """`[lo, hi)` of each own leaf in the local tensor."""
+        lo, hi = self.leaves.owned(self.tp, self.tp_rank)
+        offset = self.leaves.items(lo, hi)[0]
+        items = [self.leaves.items(leaf, leaf + 1) for leaf in range(lo, hi)]
+        return [((first - offset) * self.unit, (last - offset) * self.unit) for first, last in items]
+
+    @property
+    def num_leaves(self) -> int:
+        """Leaves over all ranks."""
+        return self.leaves.num_leaves
+
+    @property
+    def first_leaf(self) -> int:
+        """Global index of the first own leaf."""
+        return self.leaves.owned(self.tp, self.tp_rank)[0]
+
+    @property
+    def items(self) -> tuple[int, int]:
+        """The global items `[lo, hi)` of this rank, for a vocabulary its token ids."""
+        return self.leaves.owned_items(self.tp, self.tp_rank)
+
+    def nodes(self, tp_rank: int) -> tuple[Node, ...]:
+        """The nodes of the sum over all leaves that a rank computes."""
+        return maximal_nodes(self.leaves.num_leaves, *self.leaves.owned(self.tp, tp_rank))
+
+
+class Scalar(Protocol):
+    """A partial sum of a scalar: `a + b`, `float(a)`, and the sum over a group's members."""
+
+    def __float__(self) -> float: ...
+
+    def __add__(self, other, /): ...
+
+    def over(self, group: Group) -> Scalar:
+        """The sum over the members, the same on every one. One small collective; none in a group of one."""
+
+
+class Accumulator(Protocol):
+    """One gradient while a step's microbatches arrive, in any order."""
+
+    def add(self, first_sample: int, contribution: Contribution) -> None:
+        """Takes the contribution of the samples that start at `first_sample` of the global batch."""
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Every tensor held now."""
+
+
+class Numerics(ABC):
+    """The operations; `ExactNumerics` and `FastNumerics` say in which order they add. Stateless and free to share between ranks.
+
+    `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group is data-parallel.
+    """
+
+    mode: Literal["exact", "fast"]
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @abstractmethod
+    def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
+        """x W^T, [b, s, c]."""
+
+    @abstractmethod
+    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group) -> Tensor:
+        """x W summed over all ranks, [b, s, f]."""
+
+    @abstractmethod
+    def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
+        """Sums over tokens of the outer products, [c, f]."""
+
+    @abstractmethod
+    def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`function(x)` for an elementwise function of a contiguous tensor; gradients flow."""
+
+    @abstractmethod
+    def token_sums(self, x_BSN: Tensor) -> Contribution:
+        """Sums over tokens, [n], for biases and norms."""
+
+    @abstractmethod
+    def sample_sums(self, x_BSN: Tensor) -> Contribution:
+        """Sums over samples only, [s, n], for a table with one row per position."""
+
+    @abstractmethod
+    def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
+        """Rows of `gradient` added to the row of their token, [num_rows, h]. An id of `num_rows` belongs to another rank."""
+
+    @abstractmethod
+    def sum_lookups(self, rows_BSH: Tensor, group: Group) -> Tensor:
+        """The sum over ranks of embedding rows of which one rank has the row and the others zeros."""
+
+    @abstractmethod
+    def row_maximum(self, x_BS: Tensor, group: Group) -> Tensor:
+        """The maximum over ranks."""
+
+    @abstractmethod
+    def softmax_sums(self, exp_BSV: Tensor, target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> tuple[Tensor, Tensor]:
+        """Over all ranks: the sum of exponentials over the vocabulary, and the sum of `target`, zero on all ranks but one. Both [b, s]."""
+
+    @abstractmethod
+    def accumulator(self, num_samples: int) -> Accumulator:
+        """An empty gradient over a global batch of `num_samples`."""
+
+    @abstractmethod
+    def reduce_gradients(
+        self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        """Finished sums over the global batch by name, the same on every data-parallel rank.
+
+        `samples_of(dp_rank)` is the interval of the global batch a rank has seen. The accumulators are used up.
+        """
+
+    @abstractmethod
+    def sum(self, tensors: Iterable[Tensor]) -> Scalar:
+        """The sum of all elements of fp32 tensors; of none it is zero."""
+
+    @abstractmethod
+    def sum_of_squares(self, tensors: Iterable[Tensor]) -> Scalar:
+        """The sum of all squares of fp32 tensors."""
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    """All elements one tensor after the other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Views of a flat tensor by name: the inverse of `flatten`."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

@@ -1,0 +1,112 @@
+"""`FastNumerics`: whole products and the library's reductions. Same layers, same schedules; bits depend on the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..transport.base import Group
+from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
+
+
+class FastNumerics(Numerics):
+    """What a training run uses that needs speed only."""
+
+    mode = "fast"
+
+    def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
+        return F.linear(x_BSF, weight_CF)
+
+    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group) -> Tensor:
+        return _all_reduce(group, x_BSC @ weight_CF)
+
+    def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
+        return x_BSC.flatten(0, 1).t() @ y_BSF.flatten(0, 1)
+
+    def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return function(x)
+
+    def token_sums(self, x_BSN: Tensor) -> Contribution:
+        return x_BSN.sum((0, 1))
+
+    def sample_sums(self, x_BSN: Tensor) -> Contribution:
+        return x_BSN.sum(0)
+
+    def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
+        return torch.ops.aten.embedding_dense_backward(gradient_BSH, ids_BS, num_rows + 1, -1, False)[:num_rows]
+
+    def sum_lookups(self, rows_BSH: Tensor, group: Group) -> Tensor:
+        return _all_reduce(group, rows_BSH)
+
+    def row_maximum(self, x_BS: Tensor, group: Group) -> Tensor:
+        return group.all_reduce(x_BS, "max") if group.size > 1 else x_BS
+
+    def softmax_sums(self, exp_BSV: Tensor, target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> tuple[Tensor, Tensor]:
+        sums, target = _all_reduce(group, torch.stack([exp_BSV.sum(-1), target_BS]))
+        return sums, target
+
+    def accumulator(self, num_samples: int) -> Accumulator:
+        return FastAccumulator()
+
+    def reduce_gradients(
+        self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        totals = {name: accumulator.total for name, accumulator in gradients.items() if isinstance(accumulator, FastAccumulator)}
+        if group.size == 1 or not totals:
+            return totals
+        return unflatten(group.all_reduce(flatten(totals.values()), "sum"), {name: total.shape for name, total in totals.items()})
+
+    def sum(self, tensors: Iterable[Tensor]) -> FastSum:
+        return FastSum(sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors), self.device)
+
+    def sum_of_squares(self, tensors: Iterable[Tensor]) -> FastSum:
+        return FastSum(sum(tensor.double().square().sum().item() for tensor in tensors), self.device)
+
+
+class FastAccumulator:
+    """A running sum in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+
+    @property
+    def total(self) -> Tensor:
+        """The sum so far. Raises ValueError when nothing has arrived."""
+        if not self.held:
+            raise ValueError("no microbatch has contributed to this gradient.")
+        return self.held[0]
+
+    def add(self, first_sample: int, contribution: Contribution) -> None:
+        assert isinstance(contribution, Tensor)
+        if self.held:
+            self.held[0].add_(contribution)
+        else:
+            self.held.append(contribution)
+
+
+@dataclass(frozen=True)
+class FastSum:
+    """A scalar summed in fp64."""
+
+    value: float
+    device: torch.device
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __add__(self, other: FastSum) -> FastSum:
+        return FastSum(self.value + other.value, self.device)
+
+    def over(self, group: Group) -> FastSum:
+        """The sum over the members in the library's order."""
+        if group.size == 1:
+            return self
+        return FastSum(group.all_reduce(torch.tensor([self.value], dtype=torch.float64, device=self.device), "sum").item(), self.device)
+
+
+def _all_reduce(group: Group, tensor: Tensor) -> Tensor:
+    return group.all_reduce(tensor, "sum") if group.size > 1 else tensor

@@ -1,0 +1,39 @@
+"""`Observer`: who wants to see the numbers of a training step while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .model.transformer import Microbatch
+
+Slices = tuple[slice, ...]
+"""Where a local tensor lies in the full one."""
+
+
+class Observer(Protocol):
+    """Sees every canonical tensor of one rank. Tensors are live: read them before the call returns and do not change them.
+
+    Calls come in the order the rank works: `begin_step`, activations of each microbatch, then in STEP the scalars and, parameter by
+    parameter, gradient, optimizer state and weight. An exception raised here ends the rank like any other.
+    """
+
+    def begin_step(self, step: int) -> None:
+        """A new optimizer step, counted from 0."""
+
+    def activation(self, name: str, microbatch: Microbatch, tensor_BSH: Tensor) -> None:
+        """Hidden states `[samples, sequence, hidden]` of one microbatch; `microbatch.first_sample` is its place in the global batch."""
+
+    def scalar(self, name: str, value: float) -> None:
+        """`loss` (mean over the tokens of the global batch) and `grad_norm` (before clipping): the same on every rank."""
+
+    def gradient(self, name: str, slices: Slices, tensor: Tensor) -> None:
+        """This rank's slice of a finished gradient: summed over the global batch, divided by its tokens, not yet clipped."""
+
+    def optimizer_state(self, name: str, slices: Slices, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """AdamW's two moments after the step."""
+
+    def weight(self, name: str, slices: Slices, tensor: Tensor) -> None:
+        """This rank's slice of a parameter after the step."""

@@ -1,0 +1,72 @@
+"""AdamW on a rank's shards, after one division by the token count and clipping by the norm of the whole gradient.
+
+The update itself is `torch.optim.AdamW` in fp32. It is elementwise, so it gives the same bits however a tensor is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.parameters import Parameter
+from ..core.plan import Optimizer
+
+CLIP_EPS = 1e-6
+"""Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
+
+UPDATES = {"adamw": torch.optim.AdamW}
+"""`optimizer.name` -> the update; it must be elementwise, or cuts would change bits."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of one stage as this rank holds it. `counts` is true on the one rank (per replica) whose elements enter the norm."""
+
+    parameter: Parameter
+    slices: tuple[slice, ...]
+    tensor: Tensor
+    counts: bool
+
+    @property
+    def name(self) -> str:
+        """The canonical name of the parameter."""
+        return self.parameter.name
+
+
+class ShardedAdamW:
+    """AdamW (Loshchilov & Hutter 2019) over what one rank holds; weight decay follows `Parameter.decay`."""
+
+    def __init__(self, held: Sequence[Held], choice: Optimizer, learning_rate: float):
+        self.held = tuple(held)
+        groups = [
+            {"params": [one.tensor for one in held if one.parameter.decay == decay], "weight_decay": choice.weight_decay * decay}
+            for decay in (True, False)
+        ]
+        self._adamw = UPDATES[choice.name](
+            [group for group in groups if group["params"]], lr=learning_rate, betas=choice.betas, eps=choice.eps, foreach=False
+        )
+
+    def step(self, gradients: Sequence[Tensor], coefficient: float) -> None:
+        """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order of `held`."""
+        for one, gradient in zip(self.held, gradients, strict=True):
+            one.tensor.grad = gradient * coefficient
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+
+    def moments(self, one: Held) -> tuple[Tensor, Tensor]:
+        """First and second moment of a held tensor. There are none before the first step."""
+        state: Mapping[str, Tensor] = self._adamw.state[one.tensor]
+        return state["exp_avg"], state["exp_avg_sq"]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of both moments once they exist."""
+        return sum(2 * one.tensor.nbytes for one in self.held)
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """The factor that brings a norm down to `max_norm`: min(1, max_norm / (norm + 1e-6)); 1 when `max_norm` is 0 (no clipping)."""
+    return min(1.0, max_norm / (norm + CLIP_EPS)) if max_norm > 0 else 1.0

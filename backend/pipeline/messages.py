@@ -1,0 +1,239 @@
+"""Message lanes: a thread per (peer, direction) that sends or receives in list order, and the mailbox between them and the compute lane.
+
+The rule is the simulator's. A send starts when its payload exists. A receive is posted once the compute lane has come within
+`recv_buffers` receives of it in the row. So lanes only ever run ahead of the blocking execution in list order, and a schedule
+without a cycle there has none here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ...core.action import RECEIVES, SENDS, Action, Kind
+from ...core.schedule import Placement
+from ...core.timeline import Span, message_lane
+
+RECV_BUFFERS = 2
+"""Receives of one lane that may be posted before the compute lane reaches them: one to fill while the other is consumed."""
+
+_NEXT = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.RECV_F: -1, Kind.SEND_B: -1}
+"""The stage a message goes to or comes from, relative to the stage it is written with."""
+
+RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+
+
+class MessageChannel(Protocol):
+    """What a lane needs of a `transport.base.Channel`."""
+
+    def send(self, tensor: Tensor) -> None:
+        """Returns once the peer has it."""
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next message."""
+
+
+class Clock:
+    """Seconds since an origin all ranks share, taken when the device has finished what the calling thread gave it to do.
+
+    On one machine `time.perf_counter` is the same clock in every process (CLOCK_MONOTONIC on Linux), so a barrier before `restart`
+    makes the ranks' seconds comparable to the length of that barrier.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._origin_s = perf_counter()
+
+    def restart(self) -> None:
+        """The origin is now."""
+        self._origin_s = self._finished_s()
+
+    def now_s(self) -> float:
+        """Seconds since the origin."""
+        return self._finished_s() - self._origin_s
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """A CUDA stream for the calling thread, because a receive waiting on the shared one would hold up the products behind it."""
+        return torch.cuda.stream(torch.cuda.Stream(self.device)) if self.device.type == "cuda" else nullcontext()
+
+    def _finished_s(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return perf_counter()
+
+
+def receive_of(send: Action) -> Action:
+    """The receive in the peer's row that takes this send: `1SEND_F4` is taken by `2RECV_F4`."""
+    return Action(send.stage + _NEXT[send.kind], RECEIVE_OF[send.kind], send.microbatch)
+
+
+def peer_of(action: Action, placement: Placement) -> int:
+    """The pipeline rank at the other end of a send or receive."""
+    return placement.rank_of(action.stage + _NEXT[action.kind], action.microbatch)
+
+
+def direction_of(action: Action) -> Literal["F", "B"]:
+    """Whether a message carries activations or gradients."""
+    return "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+
+
+def lane_name(action: Action, placement: Placement) -> str:
+    """The communication lane of a send or receive, as `core.timeline` names it."""
+    return message_lane(direction_of(action), action.kind in SENDS, peer_of(action, placement))
+
+
+class Mail:
+    """Tensors on their way between lanes, by the action that sends or receives them, and the first failure of any lane."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tensors: dict[Action, Tensor] = {}
+        self._failure: BaseException | None = None
+
+    def put(self, action: Action, tensor: Tensor) -> None:
+        """Leaves a tensor for whoever takes `action`."""
+        with self._changed:
+            assert action not in self._tensors, f"{action} was delivered twice"
+            self._tensors[action] = tensor
+            self._changed.notify_all()
+
+    def take(self, action: Action) -> Tensor:
+        """The tensor of `action`, once it is there. Raises the failure of another lane instead of waiting for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or action in self._tensors)
+            self._raise_failure()
+            return self._tensors.pop(action)
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Returns once `ready()` holds. Raises the failure of another lane."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or ready())
+            self._raise_failure()
+
+    def notify(self, change: Callable[[], None]) -> None:
+        """Runs `change` so that those in `wait_until` see it."""
+        with self._changed:
+            change()
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Wakes every lane with `error`; the first one counts."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+class Lane:
+    """A thread that performs its actions in order, each once `permit` has been called for it, and keeps a span for each.
+
+    `prepare(action)` blocks until the action may start and returns what `perform(action, prepared)` needs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        actions: Sequence[Action],
+        *,
+        mail: Mail,
+        clock: Clock,
+        global_rank: int,
+        prepare: Callable[[Action], Tensor | None],
+        perform: Callable[[Action, Tensor | None], None],
+        permits: int,
+    ):
+        self.name = name
+        self.spans: list[Span] = []
+        self._actions = actions
+        self._mail = mail
+        self._clock = clock
+        self._global_rank = global_rank
+        self._prepare = prepare
+        self._perform = perform
+        self._permits = permits
+        self._thread = threading.Thread(target=self._run, name=f"rank {global_rank} lane {name}", daemon=True)
+        self._thread.start()
+
+    def permit(self) -> None:
+        """Allows one action more."""
+
+        def one_more() -> None:
+            self._permits += 1
+
+        self._mail.notify(one_more)
+
+    def finish(self) -> None:
+        """Returns once every action is done. Raises the failure of any lane."""
+        self._mail.wait_until(lambda: len(self.spans) == len(self._actions))
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._clock.own_stream(), torch.no_grad():
+                for number, action in enumerate(self._actions):
+                    self._mail.wait_until(lambda number=number: number < self._permits)
+                    prepared = self._prepare(action)
+                    start_s = self._clock.now_s()
+                    self._perform(action, prepared)
+                    span = Span(self._global_rank, self.name, action, start_s, self._clock.now_s())
+                    self._mail.notify(lambda span=span: self.spans.append(span))
+        except BaseException as error:
+            self._mail.fail(error)
+
+
+def message_lanes(
+    actions: Iterable[Action],
+    *,
+    placement: Placement,
+    channel: Callable[[Literal["F", "B"], int, bool], MessageChannel],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    mail: Mail,
+    clock: Clock,
+    global_rank: int,
+    record: Callable[[Action, int], None],
+) -> dict[str, Lane]:
+    """Started lanes by name for the sends and receives of one row.
+
+    `channel(direction, peer, sending)` is the channel to or from a pipeline rank; every message has one `shape` and `dtype`;
+    `record(action, num_bytes)` hears of each send.
+    """
+    by_lane: dict[str, list[Action]] = defaultdict(list)
+    for action in actions:
+        if action.kind in SENDS or action.kind in RECEIVES:
+            by_lane[lane_name(action, placement)].append(action)
+
+    def lane(name: str, actions: list[Action]) -> Lane:
+        sending = actions[0].kind in SENDS
+        line = channel(direction_of(actions[0]), peer_of(actions[0], placement), sending)
+
+        def send(action: Action, tensor: Tensor | None) -> None:
+            assert tensor is not None
+            record(action, tensor.nbytes)
+            line.send(tensor)
+
+        def receive(action: Action, _: Tensor | None) -> None:
+            mail.put(action, line.receive(shape, dtype))
+
+        return Lane(
+            name,
+            actions,
+            mail=mail,
+            clock=clock,
+            global_rank=global_rank,
+            prepare=mail.take if sending else lambda _: None,
+            perform=send if sending else receive,
+            permits=len(actions) if sending else RECV_BUFFERS,
+        )
+
+    return {name: lane(name, actions) for name, actions in by_lane.items()}

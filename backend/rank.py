@@ -1,0 +1,167 @@
+"""What a rank process does: it takes jobs from its connection, runs them over a transport, and answers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import linecache
+import multiprocessing.spawn
+import os
+import pickle
+import queue
+import re
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.errors import RankFailure
+from .rank_messages import RANK_VARIABLE, Failure, Job, Whereabouts
+from .transport.base import Channel, Group, Transport, TransportError
+from .transport.memory import MemoryWorld, run_threads
+from .transport.process_group import ProcessGroupTransport
+
+
+@dataclass
+class _Inbox:
+    """Jobs to do, and the one connection that two threads answer on."""
+
+    connection: Connection
+    jobs: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, kind: str, body: Any) -> None:
+        with self.lock:
+            self.connection.send_bytes(pickle.dumps((kind, body)))
+
+
+def serve_jobs(connection: Connection) -> None:
+    """Runs the jobs of one connection until it is closed; then the process ends at once, whatever it is doing."""
+    os.environ[RANK_VARIABLE] = "1"
+    torch.set_num_threads(1)
+    inbox = _Inbox(connection)
+    threading.Thread(target=_listen, args=(inbox,), name="listener", daemon=True).start()
+    while True:
+        job = inbox.jobs.get()
+        kind, body = _run(job)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        inbox.answer(kind, body)
+
+
+def _listen(inbox: _Inbox) -> None:
+    store = None  # kept here: the store of a pool lives as long as its first rank
+    global_rank: int | None = None
+    while True:
+        try:
+            kind, body = pickle.loads(inbox.connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)
+        if kind == "store":
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            inbox.answer("store", store.port)
+        elif kind == "where":
+            inbox.answer("where", whereabouts(global_rank))
+        else:
+            global_rank = None if body.transport == "memory" else body.global_rank
+            inbox.jobs.put(body)
+
+
+def _run(job: Job) -> tuple[str, bytes | Failure]:
+    """`("result", pickled list of one result per rank run here)` or `("failure", Failure)`."""
+    try:
+        function, payload = _load(job)
+        if job.transport == "memory":
+            results = run_threads(MemoryWorld(job.world_size), function, payload)
+        else:
+            with _connect(job) as transport:
+                results = [function(transport, payload)]
+        return "result", pickle.dumps(results)
+    except BaseException as error:  # also SystemExit: a job that asks to exit has failed
+        return "failure", _failure(job.global_rank, error)
+
+
+def _connect(job: Job) -> Transport:
+    store = dist.PrefixStore(f"job-{job.number}", dist.TCPStore("127.0.0.1", job.store_port, timeout=timedelta(seconds=60)))
+    return ProcessGroupTransport(
+        store,
+        job.global_rank,
+        job.world_size,
+        backend="nccl" if job.transport == "nccl" else "gloo",
+        device=f"cuda:{job.global_rank}" if job.transport == "nccl" else "cpu",
+        interface_address="127.0.0.1",
+    )
+
+
+def _failure(global_rank: int, error: BaseException) -> Failure:
+    if isinstance(error, RankFailure) and error.__cause__ is not None and error.global_rank is not None:
+        global_rank, error = error.global_rank, error.__cause__
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # an exception that cannot travel is told in words
+        pickled = b""
+    return Failure(global_rank, f"{type(error).__name__}: {error}", trace, pickled, isinstance(error, TransportError))
+
+
+def _load(job: Job) -> tuple[Any, Any]:
+    """`(function, payload)`, after loading the modules they come from."""
+    if job.main is not None:
+        multiprocessing.spawn.prepare(dict(job.main))  # does nothing the second time
+    for name, file in job.modules.items():
+        if name not in sys.modules:
+            _load_module(name, file)
+    return pickle.load(io.BytesIO(job.call))
+
+
+def _load_module(name: str, file: str) -> None:
+    """Imports a module by name, or where that fails from its file: pytest's importlib mode gives test modules names of no package."""
+    try:
+        importlib.import_module(name)
+        return
+    except ModuleNotFoundError:
+        spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def whereabouts(global_rank: int | None) -> dict[int, Whereabouts]:
+    """What the ranks of this process are doing: all threads are those of `global_rank`, or of the ranks that thread names begin with."""
+    frames = sys._current_frames()
+    found: dict[int, Whereabouts] = {}
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        match = re.match(r"rank (\d+)", thread.name)
+        rank = int(match[1]) if match else global_rank
+        if frame is None or rank is None or thread is threading.current_thread():
+            continue
+        known = found.get(rank, Whereabouts((), ""))
+        is_own = thread.name == f"rank {rank}" or thread is threading.main_thread()
+        found[rank] = Whereabouts((*known.waits, *_transport_call(frame)), _innermost(frame) if is_own else known.at)
+    return found
+
+
+def _transport_call(frame: FrameType | None) -> tuple[str, ...]:
+    """The group's or channel's call that a thread is in, if any."""
+    call: tuple[str, ...] = ()
+    while frame is not None:
+        place = frame.f_locals.get("self")
+        if isinstance(place, (Group, Channel, Transport)):
+            call = (f"{frame.f_code.co_name} ({place})",)  # goes on outward: the public method is the outermost
+        frame = frame.f_back
+    return call
+
+
+def _innermost(frame: FrameType) -> str:
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{frame.f_code.co_name} ({name}:{line}: {linecache.getline(name, line).strip()})"

@@ -1,0 +1,107 @@
+"""`LayerContext`: what every layer of a stage needs from outside, passed in instead of looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...core.errors import UnknownNameError
+from ...core.parameters import Usage, parameters
+from ...core.plan import Plan
+from ..numerics import Contribution, Numerics, OwnedLeaves
+from ..observe import Observer
+from ..recorder import Recorder
+from ..transport.base import Group
+from .gradients import Gradients, WeightWork
+from .parameter import Shard, initial_shard
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch of one data-parallel rank.
+
+    `index` counts on this rank, `first_sample` is the position of its first sample in the step's global batch. `tokens` and `targets`
+    are int64 [b, s].
+    """
+
+    index: int
+    first_sample: int
+    tokens: Tensor
+    targets: Tensor
+
+
+class LayerContext:
+    """One stage's tensor-parallel group, numerics, recorder, shards and gradients; `microbatch` is the one being run forward."""
+
+    def __init__(self, plan: Plan, *, tp: Group, numerics: Numerics, recorder: Recorder, observer: Observer | None = None):
+        self.plan = plan
+        self.model = plan.model
+        self.tp = tp
+        self.numerics = numerics
+        self.recorder = recorder
+        self.observer = observer
+        self.shards: dict[str, Shard] = {}
+        self.gradients = Gradients(numerics, plan.batch.global_size)
+        self.weight_work = WeightWork()
+        self.microbatch: Microbatch | None = None
+        self._known = {parameter.name: parameter for parameter in parameters(plan.model)}
+
+    def has(self, name: str) -> bool:
+        """Whether the model has a parameter of this name (biases are optional)."""
+        return name in self._known
+
+    def shard(self, name: str, role: Literal["", "embedding", "output"] = "") -> tuple[Shard, Usage]:
+        """This rank's part of a parameter of the model, and the use whose gradient sum is registered. A tied table is made once.
+
+        Raises `UnknownNameError` for a name the model does not have.
+        """
+        if name not in self._known:
+            raise UnknownNameError("parameter", name, self._known)
+        parameter = self._known[name]
+        if name not in self.shards:
+            slices = self.plan.leaf_sizes.local_slices(parameter, self.tp.size, self.tp.rank)
+            self.shards[name] = initial_shard(parameter, slices, self.plan.train.seed, self.numerics.device)
+        usage = Usage(parameter, role)
+        self.gradients.register(usage)
+        return self.shards[name], usage
+
+    def owned_leaves(self, name: str) -> OwnedLeaves:
+        """The feature leaves of a cut parameter on this rank."""
+        parameter = self._known[name]
+        assert parameter.cut is not None, f"{name} is not cut"
+        return OwnedLeaves(self.plan.leaf_sizes.feature(parameter.cut[1]), parameter.unit, self.tp.size, self.tp.rank)
+
+    def submit(self, layer: str, usages_and_work, microbatch: Microbatch) -> None:
+        """Leaves weight gradients to `weight_work`: pairs of a use and a function that computes its contribution."""
+
+        def work() -> None:
+            with self.recorder.layer(layer):
+                for usage, contribution in usages_and_work:
+                    value: Contribution = contribution()
+                    self.gradients.add(usage, microbatch.first_sample, value)
+
+        self.weight_work.submit(microbatch.index, work)
+
+    def observe(self, name: str, tensor: Tensor) -> None:
+        """Shows an activation to the observer, if there is one; in the graph, so that the observer can ask for its gradient too."""
+        if self.observer is not None:
+            assert self.microbatch is not None
+            self.observer.activation(name, self.microbatch, tensor)
+
+    @contextmanager
+    def running(self, microbatch: Microbatch) -> Iterator[None]:
+        """Inside, layers run forward for `microbatch`."""
+        self.microbatch = microbatch
+        try:
+            yield
+        finally:
+            self.microbatch = None
+
+    def anchor(self) -> Tensor:
+        """An empty tensor that requires a gradient, so that autograd reaches layers whose inputs are integers."""
+        return torch.empty(0, device=self.numerics.device, requires_grad=True)

@@ -1,0 +1,53 @@
+"""`Shard`: this rank's part of a parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.parameters import Parameter
+from ..numerics.random import normal
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The `slices` part of a parameter.
+
+    `storage` is contiguous with the cut dimension first, so that a feature leaf is a run of whole rows; `tensor` is the same memory
+    in the parameter's own orientation.
+    """
+
+    parameter: Parameter
+    slices: tuple[slice, ...]
+    storage: Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """fp32, shaped as the slice of the full parameter; not contiguous where columns are cut."""
+        return canonical(self.parameter, self.storage)
+
+    def load(self, full: Tensor) -> None:
+        """Takes this rank's part of a full tensor."""
+        with torch.no_grad():
+            self.tensor.copy_(full[self.slices])
+
+
+def canonical(parameter: Parameter, stored: Tensor) -> Tensor:
+    """A tensor in storage orientation (a gradient, say) as a view in the parameter's own."""
+    return stored.t() if _columns_cut(parameter) else stored
+
+
+def initial_shard(parameter: Parameter, slices: tuple[slice, ...], seed: int, device: torch.device) -> Shard:
+    """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw."""
+    if parameter.constant is not None:
+        values = torch.full([part.stop - part.start for part in slices], parameter.constant)
+    else:
+        values = normal(seed, parameter.name, parameter.shape, slices, parameter.init_std)
+    storage = values.t() if _columns_cut(parameter) else values
+    return Shard(parameter, slices, storage.contiguous().to(device))
+
+
+def _columns_cut(parameter: Parameter) -> bool:
+    return parameter.cut is not None and parameter.cut[0] == 1

@@ -1,0 +1,241 @@
+"""`Trainer`: a plan trained on real ranks, and `train_rank`, what each of those ranks does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ..core.action import Kind
+from ..core.errors import DivergedError, PlanError, RankFailure
+from ..core.plan import Plan
+from ..core.schedules import lower, schedule_for
+from ..core.timeline import MemorySample, Span, Timeline
+from .launch import run_ranks, torchrun_transport, under_torchrun
+
+if TYPE_CHECKING:
+    from .model.block import BlockFactory
+    from .observe import Observer
+    from .training_rank import StepResult
+    from .transport.base import Transport
+
+TransportName = Literal["gloo", "nccl", "memory"]
+
+NUM_VALIDATIONS = 4
+"""Held-out losses after the one before the first step, evenly spread, the last one after the last step."""
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What every rank of a run is told. Everything in it can be pickled; functions are those of modules.
+
+    `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out losses.
+    """
+
+    plan: Plan
+    model: BlockFactory | None = None
+    on_step: Callable[[StepResult], None] | None = None
+    observer: Callable[[int], Observer | None] | None = None
+    validate: bool = True
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank knows after training. `validation_losses` maps the number of steps done to the held-out loss.
+
+    `timeline` holds the last step of all ranks, on global rank 0 only.
+    """
+
+    steps: tuple[StepResult, ...]
+    validation_losses: dict[int, float]
+    timeline: Timeline | None
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished run. `losses[i]` is the mean loss per token of step i, before its update; `grad_norms[i]` the norm before clipping.
+
+    `validation_losses[i]` is the held-out loss after `validation_steps[i]` steps. `tokens_per_s` is that of all ranks together,
+    without the first step where there are more. `timeline` is the measured last step.
+    """
+
+    steps: int
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    validation_steps: tuple[int, ...]
+    validation_losses: tuple[float, ...]
+    tokens_per_s: float
+    world_size: int
+    timeline: Timeline | None
+
+    @property
+    def report(self) -> dict[str, object]:
+        """The JSON form of the interface."""
+        return {
+            "steps": self.steps,
+            "losses": list(self.losses),
+            "validation_losses": list(self.validation_losses),
+            "tokens_per_s": self.tokens_per_s,
+            "world_size": self.world_size,
+            "checkpoint": None,
+            "validation_steps": list(self.validation_steps),
+            "grad_norms": list(self.grad_norms),
+        }
+
+
+class Trainer:
+    """Trains a plan: `Trainer(plan).fit()`.
+
+    `model` replaces our transformer blocks by the user's own, `model(context, layer_index) -> nn.Module`, built from our layers;
+    `on_step` hears of every step on global rank 0. Both are functions of a module, because ranks are other processes. Started by
+    torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine, over `transport`.
+    Raises `PlanError` at once for a plan that the backend does not run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: BlockFactory | None = None,
+        *,
+        transport: TransportName = "gloo",
+        on_step: Callable[[StepResult], None] | None = None,
+    ):
+        if problems := unsupported(plan):
+            raise PlanError(problems)
+        self.plan = plan
+        self.transport = transport
+        self._job = TrainJob(plan, model, on_step)
+
+    def fit(self) -> TrainResult:
+        """Trains `plan.train.steps` steps. Raises `RankFailure` that names the rank when one ends before its work is done."""
+        if under_torchrun():
+            return self._fit_as_rank()
+        try:
+            ranks = run_ranks(train_rank, self._job, world_size=self.plan.layout.world_size, transport=self.transport)
+        except RankFailure as failure:
+            if isinstance(failure.__cause__, (PlanError, DivergedError)):  # the user's problem, found by a rank: no fault of that rank
+                raise failure.__cause__ from None
+            raise
+        return self._result(ranks[0])
+
+    def _fit_as_rank(self) -> TrainResult:
+        """This process is one of the ranks; torchrun sees to the others."""
+        if self.transport == "memory":
+            raise PlanError("transport 'memory' keeps all ranks in one process, but torchrun started several. Use gloo or nccl.")
+        with torchrun_transport(backend=self.transport) as transport:
+            if transport.world_size != (expected := self.plan.layout.world_size):
+                raise PlanError(
+                    f"torchrun started {transport.world_size} ranks, but the layout tp*pp*dp has {expected}. "
+                    f"Use torchrun --nproc-per-node so that there are {expected}, or another layout."
+                )
+            return self._result(train_rank(transport, self._job))
+
+    def _result(self, rank: RankResult) -> TrainResult:
+        timed = rank.steps[1:] or rank.steps
+        tokens = len(timed) * self.plan.batch.global_size * self.plan.batch.sequence
+        return TrainResult(
+            steps=len(rank.steps),
+            losses=tuple(step.loss for step in rank.steps),
+            grad_norms=tuple(step.grad_norm for step in rank.steps),
+            validation_steps=tuple(rank.validation_losses),
+            validation_losses=tuple(rank.validation_losses.values()),
+            tokens_per_s=tokens / sum(step.elapsed_s for step in timed),
+            world_size=self.plan.layout.world_size,
+            timeline=rank.timeline,
+        )
+
+
+def unsupported(plan: Plan) -> list[str]:
+    """What the backend does not run of a plan that can be simulated, one sentence each. Empty when it runs all of it."""
+    layout = plan.layout
+    problems = [
+        f"the backend does not run {what} yet. Use {instead}."
+        for wrong, what, instead in (
+            (plan.precision.dtype != "fp32", f"precision.dtype={plan.precision.dtype!r}", 'precision.dtype="fp32"'),
+            (plan.recompute.mode != "none", f"recompute.mode={plan.recompute.mode!r}", 'recompute.mode="none"'),
+            (layout.zero > 0, f"layout.zero={layout.zero}", "layout.zero=0"),
+            (layout.sequence_parallel, "layout.sequence_parallel=true", "layout.sequence_parallel=false"),
+            (layout.cp > 1, f"layout.cp={layout.cp}", "layout.cp=1"),
+            (layout.ep > 1, f"layout.ep={layout.ep}", "layout.ep=1"),
+        )
+        if wrong
+    ]
+    if plan.model.vocab_size < BYTE_VOCABULARY:
+        problems.append(f"model.vocab_size={plan.model.vocab_size} is too small for bytes as tokens. Use {BYTE_VOCABULARY} or more.")
+    return problems + _unsupported_schedule(plan)
+
+
+BYTE_VOCABULARY = 256
+"""Tokens are bytes, see `backend.data`."""
+
+
+def _unsupported_schedule(plan: Plan) -> list[str]:
+    if plan.schedule.file is None:
+        return []
+    schedule = lower(schedule_for(plan))
+    problems = []
+    if any(len(owners) > 1 for owners in schedule.placement.ranks):
+        problems.append(f"the backend does not run replicated stages yet, which {plan.schedule.file} has. Place each stage on one rank.")
+    if gathers := [str(action) for action in schedule.actions if action.kind in (Kind.UNSHARD, Kind.RESHARD)]:
+        problems.append(f"the backend does not run UNSHARD and RESHARD yet; {plan.schedule.file} has {gathers[0]}. Remove those cells.")
+    return problems
+
+
+def validation_points(steps: int) -> tuple[int, ...]:
+    """After how many steps the held-out loss is taken: before the first, after the last, and evenly between.
+
+    >>> validation_points(20), validation_points(2)
+    ((0, 5, 10, 15, 20), (0, 1, 2))
+    """
+    return tuple(sorted({-(-steps * i // NUM_VALIDATIONS) for i in range(NUM_VALIDATIONS + 1)}))
+
+
+def train_rank(transport: Transport, job: TrainJob) -> RankResult:
+    """The whole run on one rank: the job for `launch.run_ranks`."""
+    observer = job.observer(transport.global_rank) if job.observer is not None else None
+    return run_steps(transport, job.plan, model=job.model, observer=observer, on_step=job.on_step, validate=job.validate)
+
+
+def run_steps(
+    transport: Transport,
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    model: BlockFactory | None = None,
+    observer: Observer | None = None,
+    on_step: Callable[[StepResult], None] | None = None,
+    validate: bool = False,
+) -> RankResult:
+    """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together."""
+    from .measure import gather_objects, measured_timeline
+    from .training_rank import TrainingRank
+
+    steps = plan.train.steps if steps is None else steps
+    world = transport.group("world", "world", range(transport.world_size))
+    rank = TrainingRank(transport, plan, model=model, observer=observer)
+    validate_at = validation_points(steps) if validate else ()
+    validation_losses = {0: rank.evaluate()} if 0 in validate_at else {}
+    results: list[StepResult] = []
+    recorded: tuple[list[Span], list[MemorySample]] = ([], [])
+    for step in range(steps):
+        meter = None
+        if step == steps - 1:  # the step that is kept: a common origin, and memory
+            meter = rank.meter()
+            world.barrier()
+            rank.clock.restart()
+        result, spans = rank.step(step, meter=meter)
+        if meter is not None:
+            recorded = spans, meter.samples
+        if step + 1 in validate_at:
+            validation_losses[step + 1] = rank.evaluate()
+            result = replace(result, validation_loss=validation_losses[step + 1])
+        results.append(result)
+        if on_step is not None and transport.global_rank == 0:
+            on_step(result)
+    everyone = gather_objects(world, recorded, transport.device)
+    timeline = None
+    if transport.global_rank == 0:
+        title = f"{plan.model.name}, step {steps - 1}, measured over {transport.world_size} ranks"
+        spans, memory = ([item for part in parts for item in part] for parts in zip(*everyone, strict=True))
+        timeline = measured_timeline(spans, memory, plan.layout, title)
+    return RankResult(tuple(results), validation_losses, timeline)

@@ -1,0 +1,233 @@
+"""`TrainingRank`: everything one rank needs to train: its stages, the executor, the optimizer, the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ..core.errors import DivergedError
+from ..core.parameters import TOKEN_TABLE, stage_usages
+from ..core.plan import Plan
+from ..core.schedules import lower, schedule_for
+from ..core.timeline import Span
+from .data import Corpus
+from .mesh import Mesh
+from .model.block import BlockFactory
+from .model.transformer import Microbatch, Stage, finish_tied
+from .numerics import Numerics, make_numerics
+from .observe import Observer
+from .optimizer import Held, ShardedAdamW, clip_coefficient
+from .pipeline.activations import ActivationMeter
+from .pipeline.executor import Executor
+from .pipeline.messages import Clock
+from .transport.base import Transport
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step as every rank knows it.
+
+    `loss` is the mean per token before the update, `grad_norm` the norm before clipping, `elapsed_s` the seconds on this rank;
+    `validation_loss` is the held-out loss after the update, where it was taken.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    elapsed_s: float
+    num_tokens: int
+    validation_loss: float | None = None
+
+
+class TrainingRank:
+    """One rank of a training run. All ranks of the plan's world make the same calls in the same order."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        plan: Plan,
+        *,
+        model: BlockFactory | None = None,
+        observer: Observer | None = None,
+        numerics: Numerics | None = None,
+    ):
+        """`numerics` replaces the plan's own: that is where a verifier puts a fault."""
+        self.plan = plan
+        self.transport = transport
+        self.observer = observer
+        schedule = lower(schedule_for(plan))
+        self.mesh = Mesh(transport, plan.layout, schedule)
+        self.numerics = make_numerics(plan, transport.device) if numerics is None else numerics
+        pp_rank = self.mesh.coordinates["pp"]
+        self.stages = {
+            stage: Stage(
+                plan,
+                plan.stages[stage],
+                tp=self.mesh.tp,
+                numerics=self.numerics,
+                recorder=transport.recorder,
+                block=model,
+                observer=observer,
+            )
+            for stage in schedule.placement.stages_of(pp_rank)
+        }
+        self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
+        self.corpus = Corpus.load(plan.train.data)
+        self.clock = Clock(transport.device)
+        self.executor = Executor(
+            schedule,
+            pp_rank,
+            self.stages,
+            channel=lambda direction, peer, sending: self.mesh.channel(direction, *((pp_rank, peer) if sending else (peer, pp_rank))),
+            message_shape=(plan.batch.micro_size, plan.batch.sequence, plan.model.hidden_size),
+            dtype=torch.float32,
+            global_rank=transport.global_rank,
+            recorder=transport.recorder,
+        )
+        self._reduced: dict[int, Mapping[str, Tensor]] = {}
+
+    def step(self, step: int, *, meter: ActivationMeter | None = None) -> tuple[StepResult, list[Span]]:
+        """One optimizer step on the global batch `step`, and the spans of this rank.
+
+        Raises `DivergedError` when the loss or the gradient norm is not finite; the weights are then those before the step.
+        """
+        if self.observer is not None:
+            self.observer.begin_step(step)
+        start_s = perf_counter()
+        numbers: list[float] = []
+        trace = self.executor.train(
+            self._training_batch(step),
+            reduce_gradients=self._reduce_gradients,
+            step=lambda token_losses: numbers.extend(self._optimizer_step(step, token_losses)),
+            clock=self.clock,
+            meter=meter,
+        )
+        loss, norm = numbers
+        return StepResult(step, loss, norm, perf_counter() - start_s, self.num_tokens), trace.spans
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one global batch."""
+        return self.plan.batch.global_size * self.plan.batch.sequence
+
+    def evaluate(self) -> float:
+        """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
+        trace = self.executor.evaluate(self._validation_batch(), clock=self.clock)
+        return self._mean_loss(trace.token_losses)
+
+    def meter(self) -> ActivationMeter:
+        """A meter for `step` that counts weights and optimizer state as always there, and partial sums of gradients as they grow."""
+        weights = [held.tensor for held in self.optimizer.held]
+        base_bytes = sum(tensor.nbytes for tensor in weights) + self.optimizer.state_bytes
+        return ActivationMeter(self.transport.global_rank, weights, base_bytes, self._gradient_bytes)
+
+    def _gradient_bytes(self) -> int:
+        return sum(stage.gradients.num_bytes for stage in self.stages.values())
+
+    def _held(self) -> list[Held]:
+        """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp and the second tied table do not."""
+        first_tp_rank = self.mesh.coordinates["tp"] == 0
+        return [
+            Held(
+                shard.parameter,
+                shard.slices,
+                shard.tensor,
+                counts=(shard.parameter.cut is not None or first_tp_rank) and not self._is_second_table(stage, name),
+            )
+            for stage, module in self.stages.items()
+            for name, shard in module.shards.items()
+        ]
+
+    def _is_second_table(self, stage: int, name: str) -> bool:
+        return self.plan.model.tied_embeddings and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
+
+    def _training_batch(self, step: int) -> list[Microbatch]:
+        plan, (lo, hi) = self.plan, self._samples
+        return self._microbatches(*self.corpus.batch(step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size))
+
+    def _validation_batch(self) -> list[Microbatch]:
+        return self._microbatches(*self.corpus.validation_batch(*self._samples, self.plan.batch.sequence))
+
+    @property
+    def _samples(self) -> tuple[int, int]:
+        """The samples of the global batch that are this rank's."""
+        return self.plan.samples_of(self.mesh.coordinates["dp"])
+
+    def _microbatches(self, tokens: Tensor, targets: Tensor) -> list[Microbatch]:
+        """This data-parallel rank's samples, cut into microbatches in order."""
+        (lo, hi), size, device = self._samples, self.plan.batch.micro_size, self.transport.device
+        return [
+            Microbatch(index, lo + first, tokens[first : first + size].to(device), targets[first : first + size].to(device))
+            for index, first in enumerate(range(0, hi - lo, size))
+        ]
+
+    def _reduce_gradients(self, stage: int) -> None:
+        """REDUCE_GRAD: sums over the global batch; runs on the executor's `dp` lane."""
+        self._reduced[stage] = self.stages[stage].gradients.reduce(self.mesh.dp, self.plan.samples_of)
+
+    def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float]:
+        """STEP: the loss and the gradient norm of the global batch, and the update."""
+        gradients = [gradient / self.num_tokens for gradient in self._finished_gradients()]
+        norm = self._norm(gradients)
+        loss = self._mean_loss(token_losses)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(
+                f"step {step}: the loss is {loss} and the gradient norm {norm}, which are no finite numbers. "
+                f"Lower train.learning_rate={self.plan.train.learning_rate} or set optimizer.clip_grad_norm."
+            )
+        self.optimizer.step(gradients, clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
+        if self.observer is not None:
+            self._show(self.observer, gradients, loss, norm)
+        return loss, norm
+
+    def _finished_gradients(self) -> list[Tensor]:
+        """Gradients summed over the global batch, in the order of the optimizer's `held`. A tied table's two sums are added here."""
+        table = self._tied_gradient()
+        gradients = [
+            table if table is not None and name == TOKEN_TABLE else self._reduced[stage][name]
+            for stage, module in self.stages.items()
+            for name in module.shards
+        ]
+        self._reduced.clear()
+        return gradients
+
+    def _tied_gradient(self) -> Tensor | None:
+        """The gradient of a tied token table, its two ends' sums added; None on ranks without an end and where nothing is tied."""
+        usages = [(stage, usage) for stage in self.stages for usage in stage_usages(self.plan.model, self.plan.stages[stage])]
+        sums = {usage.role: self._reduced[stage][usage.key] for stage, usage in usages if usage.role}
+        if not sums:
+            return None
+        if self.mesh.embedding is None:
+            return finish_tied(sums["embedding"], sums["output"])
+        (own,) = sums.values()
+        with self.transport.recorder.layer(TOKEN_TABLE.removesuffix(".weight")):
+            return finish_tied(*self.mesh.embedding.all_gather(own))
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """The norm of the whole gradient, every element of the model once."""
+        counted = [gradient for one, gradient in zip(self.optimizer.held, gradients, strict=True) if one.counts]
+        with self.transport.recorder.layer("grad_norm"):
+            return math.sqrt(float(self.numerics.sum_of_squares(counted).over(self.mesh.model)))
+
+    def _mean_loss(self, token_losses: Mapping[int, Tensor]) -> float:
+        """The mean over the tokens of a global batch, on every rank; tensor-parallel ranks hold the same losses, one of them counts."""
+        counted = token_losses.values() if self.mesh.coordinates["tp"] == 0 else ()
+        with self.transport.recorder.layer("loss"):
+            return float(self.numerics.sum(counted).over(self.mesh.dp).over(self.mesh.model)) / self.num_tokens
+
+    def _show(self, observer: Observer, gradients: list[Tensor], loss: float, norm: float) -> None:
+        """Everything STEP computed, to the observer: gradients as backward finishes them, last layer first."""
+        held = self.optimizer.held
+        observer.scalar("loss", loss)
+        for one, gradient in reversed(list(zip(held, gradients, strict=True))):
+            observer.gradient(one.name, one.slices, gradient)
+        observer.scalar("grad_norm", norm)
+        for one in held:
+            observer.optimizer_state(one.name, one.slices, *self.optimizer.moments(one))
+        for one in held:
+            observer.weight(one.name, one.slices, one.tensor)

@@ -1,0 +1,136 @@
+"""Hugging Face `config.json` files, read by hand: Llama, Mistral and GPT-2 style dense decoders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ModelError, did_you_mean
+from .model import ModelSpec
+
+Config = Mapping[str, Any]
+
+
+def read_config(path: str | Path) -> ModelSpec:
+    """The model of a `config.json`, or of the folder that holds one.
+
+    Raises `ModelError` for a family that is not read, missing fields, or features that the dense decoder does not have; `OSError`
+    when there is no such file.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: this is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: a config.json holds one object, this holds a {type(config).__name__}.")
+    return model_from_config(config, name=file.resolve().parent.name or "custom", source=str(file))
+
+
+def model_from_config(config: Config, *, name: str, source: str = "config.json") -> ModelSpec:
+    """The model that a parsed config describes. Raises `ModelError` as `read_config` does."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        hint = did_you_mean(family, FAMILIES) if isinstance(family, str) else "."
+        raise ModelError(
+            f"{source}: model_type={family!r} is not read{hint} Read are {known}. Other dense decoders can be written field by field."
+        )
+    try:
+        return FAMILIES[family](config, name, source)
+    except KeyError as error:
+        raise ModelError(f"{source}: {error.args[0]!r} is missing, which every {family} config has.") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise ModelError([problem if problem.startswith(source) else f"{source}: {problem}" for problem in error.problems]) from error
+        raise ModelError(f"{source}: a value has the wrong type: {error}.") from error
+
+
+def _llama(config: Config, name: str, source: str) -> ModelSpec:
+    """`LlamaConfig` and `MistralConfig`: pre-norm RMSNorm, rotary positions, SwiGLU."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    problems = []
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={config['hidden_act']!r} is not understood; read is 'silu' (SwiGLU).")
+    if bool(config.get("attention_bias", False)) != bool(config.get("mlp_bias", False)):
+        problems.append("attention_bias and mlp_bias differ; read are configs with both or neither.")
+    if _is_windowed(config):
+        problems.append(
+            f"sliding_window={config['sliding_window']} is shorter than max_position_embeddings={config['max_position_embeddings']}; "
+            "read is full attention. Set it to null for sequences within the window."
+        )
+    _raise(problems, source)
+    heads = int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    return ModelSpec(
+        name=name,
+        num_layers=int(config["num_hidden_layers"]),
+        hidden_size=hidden,
+        ffn_hidden_size=int(config["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=int(_given(config, "num_key_value_heads", heads)),
+        head_dim=int(_given(config, "head_dim", hidden // max(1, heads))),
+        vocab_size=int(config["vocab_size"]),
+        max_positions=int(config["max_position_embeddings"]),
+        norm_eps=float(_given(config, "rms_norm_eps", 1e-6)),
+        rope_theta=float(_given(config, "rope_theta", _given(rope, "rope_theta", 10000.0))),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bias=bool(config.get("attention_bias", False)),
+    )
+
+
+def _gpt2(config: Config, name: str, source: str) -> ModelSpec:
+    """`GPT2Config`: pre-norm LayerNorm, learned positions, biases everywhere, tied embeddings by default."""
+    activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+    activation = config.get("activation_function", "gelu_new")
+    problems = []
+    if activation not in activations:
+        problems.append(f"activation_function={activation!r} is not understood; read are {', '.join(activations)}.")
+    problems += [f"{key}=true is not understood; read are plain GPT-2 layers." for key in _GPT2_VARIANTS if config.get(key)]
+    if config.get("scale_attn_weights", True) is not True:
+        problems.append("scale_attn_weights=false is not understood; read is attention scaled by 1/sqrt(head_dim).")
+    _raise(problems, source)
+    hidden, heads = int(config["n_embd"]), int(config["n_head"])
+    return ModelSpec(
+        name=name,
+        num_layers=int(config["n_layer"]),
+        hidden_size=hidden,
+        ffn_hidden_size=int(_given(config, "n_inner", 4 * hidden)),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // max(1, heads),
+        vocab_size=int(config["vocab_size"]),
+        max_positions=int(config["n_positions"]),
+        activation=activations[activation],  # type: ignore[arg-type]
+        norm="layernorm",
+        norm_eps=float(_given(config, "layer_norm_epsilon", 1e-5)),
+        position="learned",
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        bias=True,
+    )
+
+
+_GPT2_VARIANTS = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
+
+FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {"llama": _llama, "mistral": _llama, "gpt2": _gpt2}
+"""`model_type` -> reader."""
+
+
+def _given(config: Config, key: str, default: Any) -> Any:
+    """The value of a key; the default when it is absent or null, as Hugging Face configs mean it."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _is_windowed(config: Config) -> bool:
+    window = config.get("sliding_window")
+    return window is not None and window < config["max_position_embeddings"]
+
+
+def _raise(problems: list[str], source: str) -> None:
+    if problems:
+        raise ModelError([f"{source}: {problem}" for problem in problems])

@@ -1,0 +1,255 @@
+"""The options that verbs share: a plan from a file, from options alone, or from both; and where the output goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cluster import ClusterSpec
+from .errors import PlanError
+from .files import write_text
+from .layout import Layout
+from .model import ModelSpec
+from .plan import Batch, Numerics, Optimizer, Plan, Precision, Runtime
+from .plan_build import Draft, build_plan
+from .plan_keys import key_named
+from .plan_toml import Given, Values, read_values
+from .schedules import default_name
+
+MICROBATCHES_PER_STAGE = 4
+"""Without a global batch there are this many microbatches per pipeline rank: enough to see the steady state."""
+
+LONGEST_DEFAULT_SEQUENCE = 8192
+"""Without a sequence the model's positions count, up to this many."""
+
+
+@dataclass(frozen=True)
+class PlanOption:
+    """One command-line option and the plan key it sets; `--set` reaches all other keys."""
+
+    flag: str
+    key: str
+    kind: type = int
+
+
+OPTIONS = (
+    PlanOption("--devices", "cluster.num_devices"),
+    PlanOption("--tp", "layout.tp"),
+    PlanOption("--pp", "layout.pp"),
+    PlanOption("--vpp", "layout.vpp"),
+    PlanOption("--dp", "layout.dp"),
+    PlanOption("--cp", "layout.cp"),
+    PlanOption("--ep", "layout.ep"),
+    PlanOption("--zero", "layout.zero"),
+    PlanOption("--global-batch", "batch.global"),
+    PlanOption("--micro-batch", "batch.micro"),
+    PlanOption("--sequence", "batch.sequence"),
+    PlanOption("--dtype", "precision.dtype", str),
+    PlanOption("--recompute", "recompute.mode", str),
+)
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What a layout search starts from: everything of a plan but the layout.
+
+    `pinned` holds the layout, microbatch, recompute and schedule values that the user fixed on the command line, by dotted key
+    (`{"layout.tp": 8}`); all others are free. `batch.micro_size` is 1 unless pinned or given by a plan file.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    batch: Batch
+    precision: Precision = field(default_factory=Precision)
+    runtime: Runtime = field(default_factory=Runtime)
+    numerics: Numerics = field(default_factory=Numerics)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    pinned: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") -> None:
+    """Adds PLAN, described by `plan_help`, and the options that complete, override or replace it."""
+    parser.add_argument("plan", nargs="?", metavar="PLAN", help=f"{plan_help}; may be left out where options say enough")
+    group = parser.add_argument_group("plan options", "override PLAN, or stand in for it")
+    group.add_argument("--model", metavar="NAME|CONFIG", help="a preset (see `shardproof presets`) or the path of a config.json")
+    group.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a cluster.toml (default: this-host)")
+    for option in OPTIONS:
+        key = key_named(option.key)
+        metavar = "|".join(key.choices) if key.choices else "N"
+        note = " (derived from --devices when omitted)" if option.key == "layout.dp" else ""
+        group.add_argument(option.flag, type=option.kind, metavar=metavar, help=key.doc + note)
+    group.add_argument(
+        "--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=key_named("layout.sequence_parallel").doc
+    )
+    group.add_argument("--schedule", metavar="NAME|CSV", help="a schedule's name or a schedule CSV")
+    group.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any key of the plan file (repeatable)")
+
+
+def read_plan(args: argparse.Namespace) -> Plan:
+    """The plan that PLAN and the options describe. Raises `PlanError` with all problems, each with its file and line or its option."""
+    values, source = _values(args)
+    if args.plan is None:
+        _fill_batch(values)
+        _fill_schedule(values)
+    return build_plan(values, source)
+
+
+def read_search_space(args: argparse.Namespace) -> SearchSpace:
+    """The part of a plan that a layout search starts from; the layout of a PLAN file is set aside, that of options is pinned.
+
+    Raises `PlanError` with all problems, as `read_plan` does.
+    """
+    values, source = _values(args)
+    pinned_sections = ("layout", "recompute", "schedule")
+    from_options = option_values(args)
+    pinned = {f"{section}.{name}": given.value for section in pinned_sections for name, given in from_options.get(section, {}).items()}
+    if "micro" in from_options.get("batch", {}):
+        pinned["batch.micro"] = from_options["batch"]["micro"].value
+    checked = Draft(values, source)  # pinned values are checked too, though no layout is built from them
+    free = {section: table for section, table in values.items() if section not in pinned_sections}
+    _fill_sequence(free)
+    draft = Draft(free, source)
+    draft.problems = list(dict.fromkeys(checked.problems + draft.problems))
+    if "global" not in free["batch"]:
+        draft.missing("batch.global", "a search needs a global batch. Give --global-batch or batch.global.")
+    nouns = draft.nouns()
+    if "num_devices" not in draft.valid["cluster"]:  # known only now that a cluster file has been read
+        draft.missing("cluster.num_devices", "a search needs the number of devices. Give --devices or cluster.num_devices.")
+    draft.raise_problems()
+    names = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer")
+    return SearchSpace(**{name: nouns[name] for name in names}, pinned=pinned)
+
+
+def option_values(args: argparse.Namespace) -> Values:
+    """The plan keys that options set, by section and key, each with the option as its origin."""
+    values: Values = {}
+
+    def put(key: str, value: Any, origin: str) -> None:
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = Given(value, origin)
+
+    if args.model is not None:
+        is_path = args.model.endswith(".json") or os.sep in args.model or Path(args.model).is_dir()
+        put("model.config" if is_path else "model.preset", args.model, "--model")
+    if args.cluster is not None:
+        put("cluster.file" if args.cluster.endswith(".toml") else "cluster.preset", args.cluster, "--cluster")
+    for option in OPTIONS:
+        if (value := getattr(args, option.flag[2:].replace("-", "_"))) is not None:
+            put(option.key, value, option.flag)
+    if args.sequence_parallel is not None:
+        put("layout.sequence_parallel", args.sequence_parallel, "--sequence-parallel")
+    if args.schedule is not None:
+        put("schedule.file" if args.schedule.endswith(".csv") else "schedule.name", args.schedule, "--schedule")
+    for assignment in args.set:
+        put(*_assignment(assignment))
+    return values
+
+
+def _assignment(text: str) -> tuple[str, Any, str]:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or key.count(".") != 1 or not all(key.split(".")):
+        raise PlanError(f"--set {text}: write section.key=value, such as --set layout.tp=4.")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # an unquoted text, as shells leave it
+    return key, parsed, f"--set {key}"
+
+
+_EXCLUSIVE = {"model.preset": "model.config", "cluster.preset": "cluster.file", "schedule.name": "schedule.file"}
+"""Keys that choose the same thing in two ways: an option for one replaces the other in the file."""
+
+
+def _values(args: argparse.Namespace) -> tuple[Values, str]:
+    options = option_values(args)
+    values: Values = {}
+    source = "options"
+    if args.plan is not None:
+        source = args.plan
+        values = read_values(_read_text(args.plan), source)
+    if "model" in options and args.model is not None:
+        values["model"] = {}
+    _replace_alternatives(values, options)
+    if any(name in options.get(section, {}) for section, name in _RESIZING) and "dp" not in options.get("layout", {}):
+        values.get("layout", {}).pop("dp", None)
+    for section, table in options.items():
+        values.setdefault(section, {}).update(table)
+    if args.plan is None and not values.get("model"):
+        raise PlanError("which model? Give PLAN, or --model with a preset (see `shardproof presets`) or the path of a config.json.")
+    return values, source
+
+
+_RESIZING = (("cluster", "num_devices"), ("layout", "tp"), ("layout", "pp"), ("layout", "cp"))
+"""Options that change how many replicas fit: with one of them, a file's dp is derived anew unless --dp is given."""
+
+
+def _replace_alternatives(values: Values, options: Values) -> None:
+    pairs = [*_EXCLUSIVE.items(), *((other, key) for key, other in _EXCLUSIVE.items())]
+    for chosen, other in pairs:
+        section, _, name = chosen.partition(".")
+        if name in options.get(section, {}):
+            values.get(section, {}).pop(other.partition(".")[2], None)
+
+
+def _fill_sequence(values: Values) -> None:
+    """Without a sequence: as many tokens as the model has positions, up to a limit."""
+    batch = values.setdefault("batch", {})
+    if "sequence" not in batch:
+        model = Draft({"model": values.get("model", {})}, "").model()  # its problems are found again, and reported, by the caller
+        positions = LONGEST_DEFAULT_SEQUENCE if model is None else model.max_positions
+        batch["sequence"] = Given(min(positions, LONGEST_DEFAULT_SEQUENCE), "--sequence (default)")
+
+
+def _fill_batch(values: Values) -> None:
+    """Without a global batch: a few microbatches per pipeline rank."""
+    _fill_sequence(values)
+    batch = values["batch"]
+    draft = Draft({section: values[section] for section in ("layout", "cluster") if section in values}, "")
+    if "global" not in batch:
+        layout = draft.layout() or Layout()
+        micro = Draft({"batch": batch}, "").valid["batch"].get("micro", 1)
+        size = micro * layout.dp * layout.pp * MICROBATCHES_PER_STAGE
+        batch["global"] = Given(size, "--global-batch (default)")
+
+
+def _fill_schedule(values: Values) -> None:
+    """Without a schedule: the usual one for the number of chunks."""
+    layout = Draft({"layout": values.get("layout", {})}, "").valid["layout"]
+    if "schedule" not in values and layout.get("vpp", 1) > 1:
+        values["schedule"] = {"name": Given(default_name(layout.get("pp", 1), layout["vpp"]), "--schedule (default)")}
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: this is not a text file: {error}.") from error
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds --json and -o."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("-o", "--output", metavar="FILE", help="also write the result, as JSON or text by its suffix; - is standard output")
+
+
+def emit(args: argparse.Namespace, text: str, report: Mapping[str, Any]) -> None:
+    """Prints `text`, or `report` as one JSON object with --json; with -o writes the file, whole or not at all."""
+    as_json = json.dumps(report, indent=2, allow_nan=False)
+    shown = as_json if args.json else text
+    if args.output is None or args.output == "-":
+        print(shown)
+        return
+    write_text(args.output, (as_json if args.output.endswith(".json") else text) + "\n")
+    if args.json:
+        print(as_json)
+    else:
+        print(text)
+        print(f"written: {args.output}", file=sys.stderr)

@@ -1,0 +1,325 @@
+"""Values as given -> `Plan`, or one `PlanError` with everything that is wrong, in file order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .cluster import ClusterSpec
+from .cluster_presets import CLUSTER_PRESETS, cluster_preset
+from .errors import PlanError, ShardproofError, did_you_mean
+from .huggingface import read_config
+from .layout import Layout
+from .model import ModelSpec
+from .model_presets import MODEL_PRESETS, model_preset
+from .plan import Plan
+from .plan_keys import KEYS, NOUNS, Key, keys_of
+from .plan_rules import broken_rules
+from .plan_toml import Given, Values, read_values
+
+DEFAULT_CLUSTER = "this-host"
+"""The preset of a plan that says nothing about its devices but their number."""
+
+SET_IN_PLAN = "set in the plan"
+"""The source of a cluster number that a plan overrides."""
+
+
+def build_plan(values: Values, source: str) -> Plan:
+    """The plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
+    draft = Draft(values, source)
+    nouns = draft.nouns()
+    draft.report_broken_rules(nouns)
+    draft.raise_problems()
+    return Plan(**nouns)
+
+
+class Draft:
+    """A plan under construction: values that passed their own key's checks, and the problems found so far."""
+
+    def __init__(self, values: Values, source: str):
+        self.given = values
+        self.source = source
+        self.problems: list[tuple[int, str]] = []
+        self.bad: set[str] = set()
+        self.valid: dict[str, dict[str, Any]] = {section: self._valid(section) for section in NOUNS}
+        for section in values:
+            if section not in NOUNS:
+                self._unknown_section(section)
+
+    def nouns(self) -> dict[str, Any]:
+        """Section -> noun, without the sections that have problems of their own."""
+        found: dict[str, Any] = {"model": self.model(), "layout": self.layout()}
+        found |= {section: self._plain(section) for section in NOUNS if section not in _COMPOSED}
+        found["cluster"] = self.cluster(found["layout"])
+        return {section: noun for section, noun in found.items() if noun is not None}
+
+    def model(self) -> ModelSpec | None:
+        """The model of a preset, a config.json or the fields themselves; fields override."""
+        fields = dict(self.valid["model"])
+        preset, config = fields.pop("preset", None), fields.pop("config", None)
+        if preset is not None and config is not None:
+            self._problem("model.config", "model.preset and model.config both describe a model. Give one of them.")
+            return None
+        try:
+            if preset is not None:
+                return dataclasses.replace(model_preset(preset), **fields)
+            if config is not None:
+                return dataclasses.replace(read_config(config), **fields)
+        except (ShardproofError, OSError) as error:
+            self._failed("model", error, "model.preset" if preset is not None else "model.config")
+            return None
+        if "sequence" in self.valid["batch"]:
+            fields.setdefault("max_positions", self.valid["batch"]["sequence"])
+        if "num_heads" in fields:
+            fields.setdefault("num_kv_heads", fields["num_heads"])
+            if "hidden_size" in fields:
+                fields.setdefault("head_dim", max(1, fields["hidden_size"] // fields["num_heads"]))
+        fields.setdefault("name", "custom")
+        return self._noun("model", ModelSpec, fields, "or model.preset, or model.config")
+
+    def cluster(self, layout: Layout | None) -> ClusterSpec | None:
+        """The cluster of a preset, a cluster file or the fields themselves; fields override and say so in `sources`."""
+        self._merge_cluster_file()
+        fields = dict(self.valid["cluster"])
+        preset = fields.pop("preset", None if fields.keys() - {"num_devices", "sources"} else DEFAULT_CLUSTER)
+        if self.bad & {"cluster.num_devices", "cluster.file"} or ("num_devices" not in fields and layout is None):
+            return None
+        num_devices = fields.pop("num_devices", layout.world_size if layout is not None else 0)
+        if preset is None:
+            fields.setdefault("name", "custom")
+            return self._noun("cluster", ClusterSpec, {"num_devices": num_devices, **fields}, "or cluster.preset, or cluster.file")
+        try:
+            base = cluster_preset(preset, num_devices)
+            told = fields.pop("sources", {})
+            sources = {**base.sources, **dict.fromkeys(fields.keys() - {"name"}, SET_IN_PLAN), **told}
+            return dataclasses.replace(base, **fields, sources=sources)
+        except ShardproofError as error:
+            self._failed("cluster", error, "cluster.preset")
+            return None
+
+    def layout(self) -> Layout | None:
+        """The layout; an omitted dp is what the other degrees leave of the devices."""
+        self._merge_cluster_file()
+        fields = dict(self.valid["layout"])
+        devices = self.valid["cluster"].get("num_devices")
+        if "dp" not in fields and self.bad & {"layout.tp", "layout.cp", "layout.pp"}:
+            self.bad.add("layout.dp")  # it cannot be derived, so no rule may judge it
+        if "dp" not in fields and devices is not None and "layout.dp" not in self.bad:
+            model_size = math.prod(fields.get(axis, 1) for axis in ("tp", "cp", "pp"))
+            dp, rest = divmod(devices, model_size)
+            if rest or not dp:
+                self._problem(
+                    "cluster.num_devices",
+                    f"num_devices={devices} is no multiple of tp*cp*pp={model_size}, so dp cannot be derived. "
+                    f"Use {max(1, dp) * model_size} devices, or other degrees.",
+                )
+                return None
+            fields["dp"] = dp
+        return self._noun("layout", Layout, fields)
+
+    def missing(self, dotted: str, sentence: str) -> None:
+        """Adds the problem that a key was not given; it is not reported once more when its noun is made."""
+        if dotted not in self.bad:
+            self.bad.add(dotted)
+            self._problem(None, sentence)
+
+    def report_broken_rules(self, nouns: Mapping[str, Any]) -> None:
+        """Adds the problems of every cross-key rule whose own keys are fine."""
+        for broken in broken_rules(nouns):
+            if not self.bad.intersection(broken.rule.keys):
+                where = next((key for key in broken.rule.keys if self._find(key) is not None), None)
+                self._problem(where, broken.sentence)
+
+    def raise_problems(self) -> None:
+        """Raises `PlanError` in file order if anything was found."""
+        if self.problems:
+            raise PlanError(dict.fromkeys(text for _, text in sorted(self.problems, key=lambda problem: problem[0])))
+
+    def _plain(self, section: str) -> Any:
+        fields = {str(keys_of(section)[name].attribute): value for name, value in self.valid[section].items()}
+        if section == "batch":
+            fields.setdefault("micro_size", 1)
+        return self._noun(section, NOUNS[section], fields)
+
+    def _noun(self, section: str, noun: type, fields: Mapping[str, Any], alternative: str = "") -> Any:
+        missing = [key for key in keys_of(section).values() if key.required and key.attribute not in fields]
+        reported = [key for key in missing if key.dotted not in self.bad]
+        if reported:
+            names = ", ".join(key.name for key in reported)
+            first = next((f"{section}.{name}" for name in self.given.get(section, {})), None)
+            self._problem(first, f"[{section}] lacks {names}{'. Give them, ' + alternative if alternative else ''}.")
+        unfilled = [field.name for field in dataclasses.fields(noun) if _is_required(field) and field.name not in fields]
+        if missing or unfilled:
+            return None  # a derived default lacks the value it is derived from, which is a problem of its own
+        try:
+            return noun(**fields)
+        except PlanError as error:
+            self._failed(section, error, None)
+            return None
+
+    def _failed(self, section: str, error: Exception, fallback: str | None) -> None:
+        sentences = error.problems if isinstance(error, PlanError) else (_os_text(error),)
+        for sentence in sentences:
+            name = re.match(r"(\w+)=", sentence)
+            at = f"{section}.{name.group(1)}" if name else None
+            self._problem(at if at is not None and self._find(at) is not None else fallback, sentence)
+
+    def _merge_cluster_file(self) -> None:
+        path = self.valid["cluster"].pop("file", None)
+        if path is None:
+            return
+        try:
+            file_values = read_values(Path(path).read_text(encoding="utf-8"), path)
+            inner = Draft({"cluster": file_values.get("cluster", {})}, path)
+        except (ShardproofError, OSError, UnicodeDecodeError) as error:
+            self._failed("cluster", error, "cluster.file")
+            self.bad.add("cluster.file")
+            return
+        if inner.valid["cluster"].pop("file", None) is not None:
+            inner._problem("cluster.file", "a cluster file cannot name another one. Copy its keys.")
+        self.problems += [(0, text) for _, text in inner.problems]
+        self.bad |= inner.bad
+        sources = {**inner.valid["cluster"].get("sources", {}), **self.valid["cluster"].get("sources", {})}
+        overridden = {name: SET_IN_PLAN for name in self.valid["cluster"] if name in inner.valid["cluster"] and name != "sources"}
+        self.valid["cluster"] = {**inner.valid["cluster"], **self.valid["cluster"], "sources": {**sources, **overridden}}
+
+    def _valid(self, section: str) -> dict[str, Any]:
+        known, found = keys_of(section), {}
+        for name, given in self.given.get(section, {}).items():
+            if name not in known:
+                self._unknown_key(section, name)
+            elif complaint := key_complaint(known[name], given.value):
+                self.bad.add(known[name].dotted)
+                self._problem(known[name].dotted, complaint)
+            else:
+                found[name] = _converted(known[name], given)
+        return found
+
+    def _unknown_section(self, section: str) -> None:
+        line = min((given.line for given in self.given[section].values()), default=0)
+        origin = next((given.origin for given in self.given[section].values()), self.source)
+        known = ", ".join(NOUNS)
+        self.problems.append((line, f"{origin}: unknown section [{section}]{did_you_mean(section, NOUNS)} Known: {known}."))
+
+    def _unknown_key(self, section: str, name: str) -> None:
+        elsewhere = [key.section for key in KEYS if key.name == name]
+        hint = f"; it belongs to [{elsewhere[0]}]." if elsewhere else did_you_mean(name, keys_of(section))
+        if hint == ".":
+            hint = f". Known: {', '.join(keys_of(section))}."
+        self._problem(f"{section}.{name}", f"unknown key {name!r} in [{section}]{hint}")
+
+    def _find(self, dotted: str) -> Given | None:
+        section, _, name = dotted.partition(".")
+        return self.given.get(section, {}).get(name)
+
+    def _problem(self, dotted: str | None, sentence: str) -> None:
+        given = self._find(dotted) if dotted is not None else None
+        self.problems.append((given.line, f"{given.origin}: {sentence}") if given else (10**9, f"{self.source}: {sentence}"))
+
+
+_COMPOSED = ("model", "cluster", "layout")
+
+
+def key_complaint(key: Key, value: Any) -> str:
+    """What is wrong with `value` for `key`, as one or two sentences; empty when it is fine."""
+    written = f"{key.name} = {value!r}" if not isinstance(value, bool) else f"{key.name} = {str(value).lower()}"
+    expected = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "str": "a text in quotes",
+        "path": "a path in quotes",
+        "two floats": "a list of two numbers",
+        "table of rates": "a table of positive numbers such as { bf16 = 3.12e14 }",
+        "table of texts": "a table of texts",
+    }[key.type]
+    if not _has_type(key, value):
+        return f"{written} must be {expected} ({key.doc})."
+    if key.choices and value not in key.choices:
+        return f"{written} is not one of {', '.join(key.choices)}{did_you_mean(str(value), key.choices)}"
+    for number in value if key.type == "two floats" else [value] if key.type in ("int", "float") else []:
+        if key.minimum is not None and number < key.minimum:
+            return f"{written} must be at least {key.minimum} ({key.doc})."
+        if key.above is not None and number <= key.above:
+            return f"{written} must be above {key.above} ({key.doc})."
+        if key.maximum is not None and number > key.maximum:
+            return f"{written} must be at most {key.maximum} ({key.doc})."
+        if key.below is not None and number >= key.below:
+            return f"{written} must be below {key.below} ({key.doc})."
+    return ""
+
+
+def _has_type(key: Key, value: Any) -> bool:
+    if key.type == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    if key.type == "float":
+        return _is_number(value)
+    if key.type == "bool":
+        return isinstance(value, bool)
+    if key.type in ("str", "path"):
+        return isinstance(value, str) and value != ""
+    if key.type == "two floats":
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    if not isinstance(value, dict):
+        return False
+    if key.type == "table of rates":
+        return bool(value) and all(_is_number(rate) and rate > 0 for rate in value.values())
+    return all(isinstance(text, str) for text in value.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _converted(key: Key, given: Given) -> Any:
+    value = given.value
+    if key.type == "float":
+        return float(value)
+    if key.type == "two floats":
+        return (float(value[0]), float(value[1]))
+    if key.type == "table of rates":
+        return {name: float(rate) for name, rate in value.items()}
+    if key.type == "path" and given.folder is not None and value != "python-stdlib":
+        return str(given.folder / value)
+    return value
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _os_text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}."
+    return str(error)
+
+
+def sparse_model(model: ModelSpec) -> dict[str, Any]:
+    """Key -> value, as few as describe the model: a preset and what differs from it, or every field."""
+    fields = _fields(model)
+    if model.name not in MODEL_PRESETS:
+        return fields
+    base = _fields(model_preset(model.name))
+    return {"preset": model.name, **{name: value for name, value in fields.items() if value != base[name]}}
+
+
+def sparse_cluster(cluster: ClusterSpec) -> dict[str, Any]:
+    """Key -> value, as few as describe the cluster: a preset and what differs from it, or every field."""
+    fields = _fields(cluster)
+    if cluster.name not in CLUSTER_PRESETS:
+        return fields
+    base = _fields(cluster_preset(cluster.name, cluster.num_devices))
+    changed = {name: value for name, value in fields.items() if value != base[name] and name != "sources"}
+    told = {name: text for name, text in cluster.sources.items() if base["sources"].get(name) != text and text != SET_IN_PLAN}
+    sources = {**base["sources"], **dict.fromkeys(changed, SET_IN_PLAN), **told}
+    if sources != dict(cluster.sources):
+        return {**fields}
+    return {"preset": cluster.name, "num_devices": cluster.num_devices, **changed, **({"sources": told} if told else {})}
+
+
+def _fields(noun: Any) -> dict[str, Any]:
+    return {field.name: getattr(noun, field.name) for field in dataclasses.fields(noun)}

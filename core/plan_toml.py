@@ -1,0 +1,164 @@
+"""Plan files: TOML text to values that know their line, and plans back to text."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import PlanError
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A value with where it was given (`plan.toml:12`, `--tp`) and the folder that its relative paths start from."""
+
+    value: Any
+    origin: str
+    line: int = 0
+    folder: Path | None = None
+
+
+Values = dict[str, dict[str, Given]]
+"""Section -> key -> value as given, not yet checked."""
+
+
+def read_values(text: str, source: str) -> Values:
+    """The sections of a plan file. Raises `PlanError` with the line for text that is no TOML or has keys outside sections."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        where = re.search(r"line (\d+)", message)
+        line = where.group(1) if where else str(text.count("\n") + 1)
+        raise PlanError(f"{source}:{line}: this is not TOML: {message}.") from error
+    lines = dict(_statement_lines(text))
+    folder = Path(source).parent
+    values: Values = {}
+    for section, table in tables.items():
+        line = lines.get((section,), 1)
+        if not isinstance(table, Mapping):
+            what = "a list of sections" if isinstance(table, list) else "a key outside every section"
+            raise PlanError(f"{source}:{line}: {section!r} is {what}. Write [section] once above its keys, such as [layout] above tp.")
+        values[section] = {}
+        for key, value in table.items():
+            line = lines.get((section, key), lines.get((section,), 1))
+            values[section][key] = Given(value, f"{source}:{line}", line, folder)
+    return values
+
+
+def plan_from_toml(text: str, source: str) -> Plan:
+    """See `Plan.from_toml`."""
+    from .plan_build import build_plan
+
+    return build_plan(read_values(text, source), source)
+
+
+def plan_to_toml(plan: Plan) -> str:
+    """See `Plan.to_toml`. Sections and keys come in the order of the key table."""
+    from .plan_build import sparse_cluster, sparse_model
+    from .plan_keys import KEYS, NOUNS
+
+    sections = []
+    for section in NOUNS:
+        noun = getattr(plan, section)
+        keys = [key for key in KEYS if key.section == section]
+        if section == "model":
+            given = sparse_model(noun)
+        elif section == "cluster":
+            given = sparse_cluster(noun)
+        else:
+            fields = {key: getattr(noun, key.attribute) for key in keys if key.attribute is not None}
+            given = {key.name: value for key, value in fields.items() if value != key.default or key.dotted in ALWAYS_WRITTEN}
+        if given:
+            ordered = [key.name for key in keys if key.name in given]
+            sections.append("\n".join([f"[{section}]", *(f"{name} = {toml_value(given[name])}" for name in ordered)]) + "\n")
+    return "\n".join(sections)
+
+
+ALWAYS_WRITTEN = ("layout.tp", "layout.pp", "layout.dp", "precision.dtype")
+"""Keys that readers of a plan look for first, written even when they are the defaults."""
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML. Floats keep every bit; mappings become inline tables.
+
+    >>> toml_value({"bf16": 3.12e14, "note": 'a "b"'})
+    '{ bf16 = 312000000000000.0, note = "a \\\\"b\\\\"" }'
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = "".join(_ESCAPES.get(letter, letter) if letter >= " " and letter != "\x7f" else _escape(letter) for letter in value)
+        return f'"{escaped}"'
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + " }" if value else "{}"
+    return "[" + ", ".join(toml_value(item) for item in value) + "]"
+
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\"}
+
+
+def _escape(letter: str) -> str:
+    return f"\\u{ord(letter):04x}"
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
+def _statement_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The path of every table and key of a valid TOML text, with the line on which its statement starts.
+
+    A statement is the shortest run of lines that is TOML on its own, so multi-line strings and arrays need no scanner of their own.
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    prefix: tuple[str, ...] = ()
+    start = 0
+    while start < len(lines):
+        statement, end = lines[start], start + 1
+        parsed = _parse(statement)
+        while parsed is None and end < len(lines):
+            statement, end = statement + "\n" + lines[end], end + 1
+            parsed = _parse(statement)
+        if parsed and statement.lstrip().startswith("["):
+            prefix = _innermost(parsed)
+            yield prefix, start + 1
+        elif parsed:
+            for path in _paths(parsed):
+                yield prefix + path, start + 1
+        start = end
+
+
+def _parse(statement: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(statement)
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def _innermost(table: Any) -> tuple[str, ...]:
+    path: tuple[str, ...] = ()
+    while table:
+        if isinstance(table, list):
+            table = table[0]
+            continue
+        ((name, table),) = table.items()
+        path += (name,)
+    return path
+
+
+def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, value in table.items():
+        yield (name,)
+        if isinstance(value, Mapping):
+            for path in _paths(value):
+                yield (name, *path)

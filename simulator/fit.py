@@ -1,0 +1,47 @@
+"""`fit`: does a plan fit into device memory, and which rank is the worst."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.plan import Plan
+from ..core.schedules import schedule_for
+from .memory import rank_memories
+from .simulate import PROFILES, representatives, worst
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`report` has the JSON keys of the interface; `per_rank` holds one entry per pipeline rank."""
+
+    report: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        """True when every rank's peak is within the device's memory."""
+        return bool(self.report["fits"])
+
+
+def fit(plan: Plan) -> Fit:
+    """Peak memory of every pipeline rank against the capacity of the cluster's devices."""
+    memory = rank_memories(plan, schedule_for(plan), PROFILES[plan.runtime.profile].recv_buffers)
+    ranks, capacity, heaviest = representatives(plan), int(plan.cluster.device_memory_bytes), worst(memory)
+    return Fit(
+        {
+            "fits": heaviest.peak_bytes <= capacity,
+            "capacity_bytes": capacity,
+            "peak_memory_bytes": heaviest.peak_bytes,
+            "peak_memory_rank": ranks[heaviest.pp_rank],
+            "memory_bytes": heaviest.components(),
+            "per_rank": [
+                {
+                    "pp_rank": rank.pp_rank,
+                    "global_rank": ranks[rank.pp_rank],
+                    "peak_memory_bytes": rank.peak_bytes,
+                    "memory_bytes": rank.components(),
+                }
+                for rank in memory
+            ],
+        }
+    )

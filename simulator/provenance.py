@@ -1,0 +1,48 @@
+"""Where numbers of a report come from: exact, modelled or measured, each with its source."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from ..core.cluster import ClusterSpec
+
+
+class Origin(TypedDict):
+    """How far a class of numbers can be trusted, and why."""
+
+    kind: Literal["exact", "modelled", "measured"]
+    source: str
+
+
+def report_provenance(cluster: ClusterSpec) -> dict[str, Origin]:
+    """Class of numbers -> origin, for `provenance` of the reports; `cluster.*` repeats the sources of the cluster's own fields."""
+    origins: dict[str, Origin] = {
+        "num_parameters": _origin("exact", "core.parameters: sum over all tensors, tied ones once"),
+        "communication_bytes": _origin("exact", "core.program, which the backend's recorded operations are tested against"),
+        "order_of_actions": _origin("exact", "the lowered schedule, which the backend executes"),
+        "model_flops": _origin("exact", "Korthikanti et al. 2022, appendix A, for the plan's own shapes"),
+        "compute": _origin("modelled", "roofline, Williams et al. 2009; one efficiency for all shapes"),
+        "attention": _origin("modelled", "fused causal kernel at 55% of the peak, after Dao 2023, section 4.1"),
+        "communication_s": _origin("modelled", "latency plus bytes over bandwidth, two tiers, no congestion"),
+        "optimizer": _origin("modelled", "memory traffic of AdamW"),
+        "bubble": _origin("exact", "longest path of the schedule, given the modelled durations"),
+        "memory.weights": _origin("exact", "shapes and number formats"),
+        "memory.gradients": _origin("exact", "fp32 accumulation"),
+        "memory.optimizer": _origin("exact", "two fp32 moments, fp32 master weights beside 16-bit weights"),
+        "memory.activations": _origin("modelled", "Korthikanti et al. 2022, table 2, with fused attention and without dropout"),
+        "memory.buffers": _origin("modelled", "messages under way, gathered layers, one layer's working set; no fragmentation"),
+    }
+    for field, source in cluster.sources.items():
+        origins[f"cluster.{field}"] = _origin(_kind_of(source), source)
+    return origins
+
+
+def _origin(kind: Literal["exact", "modelled", "measured"], source: str) -> Origin:
+    return {"kind": kind, "source": source}
+
+
+def _kind_of(source: str) -> Literal["exact", "modelled", "measured"]:
+    """Sources of cluster fields open with how they were obtained; data sheets and counts are taken as exact."""
+    if source.startswith("measured"):
+        return "measured"
+    return "modelled" if source.startswith(("estimate", "nominal", "modelled")) else "exact"

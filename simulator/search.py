@@ -1,0 +1,253 @@
+"""`search`: which layout of a model on a cluster is fastest, and why the others lost.
+
+Every combination of degrees, microbatch, recompute, ZeRO stage and schedule is decided: by a rule of the plan, by memory, by a lower
+bound on its time, or by a full simulation. Candidates are simulated in the order of their bounds until no bound is below the slowest
+of the best ones found, so the ranking is that of simulating everything.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+from ..core.action import Kind
+from ..core.errors import LayoutError, PlanError
+from ..core.layout import DEFAULT_ORDER, Layout
+from ..core.options import SearchSpace
+from ..core.plan import Plan, Recompute, ScheduleChoice
+from ..core.plan_rules import broken_rules
+from ..core.schedule import Schedule
+from ..core.schedules import CATALOG, build
+from .memory import RankMemory, rank_memories
+from .pricing import Pricing
+from .simulate import PROFILES, Simulation, simulate, worst
+
+MICRO_SIZES = (1, 2, 4, 8, 16)
+"""Microbatch sizes tried unless one is pinned."""
+
+MAX_CHUNKS = 8
+"""Most stages per pipeline rank tried unless vpp is pinned."""
+
+NUM_RANKED = 10
+"""Candidates in the report."""
+
+MAX_SIMULATIONS = 200
+"""Simulations after which the search stops even if bounds are left below the best; the report then says so under `rejected`."""
+
+REASONS = {
+    "out-of-memory": "the worst rank's peak is above the device's memory",
+    "bound-above-best": "a lower bound on the step time is above the slowest ranked candidate",
+    "slower": "simulated, and slower than the ranked candidates",
+    "illegal-layout": "degrees or rank order contradict each other",
+    "not-simulated": f"left over after {MAX_SIMULATIONS} simulations",
+}
+"""Reasons for a rejection beside the rules of `core.plan_rules`."""
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """`report` has the JSON keys of the interface; `plans` are the ranked plans, best first."""
+
+    report: dict[str, Any]
+    plans: tuple[Plan, ...] = ()
+
+
+@dataclass
+class _Tally:
+    """What became of the combinations so far."""
+
+    rejected: Counter[str] = field(default_factory=Counter)
+    evaluated: int = 0
+    simulated: int = 0
+
+
+def search(space: SearchSpace) -> SearchResult:
+    """The ranked layouts of a search space. Raises `PlanError` when values are pinned that a search cannot take.
+
+    `rejected` counts combinations of all free values; where a rule already forbids the degrees or the microbatch, all combinations
+    with them count once.
+    """
+    started = perf_counter()
+    tally = _Tally()
+    bounded = sorted(_feasible(space, tally), key=lambda entry: entry[0])
+    ranked: list[tuple[float, int, Simulation]] = []
+    for position, (bound_s, plan) in enumerate(bounded):
+        if len(ranked) >= NUM_RANKED and bound_s > ranked[NUM_RANKED - 1][0]:
+            tally.rejected["bound-above-best"] += len(bounded) - position
+            break
+        if tally.simulated == MAX_SIMULATIONS:
+            tally.rejected["not-simulated"] += len(bounded) - position
+            break
+        simulation = simulate(plan)
+        tally.simulated += 1
+        bisect.insort(ranked, (simulation.report["step_time_s"], position, simulation))
+    tally.rejected["slower"] += max(0, len(ranked) - NUM_RANKED)
+    best = [simulation for _, _, simulation in ranked[:NUM_RANKED]]
+    report = {
+        "candidates": [_candidate(simulation) for simulation in best],
+        "evaluated": tally.evaluated,
+        "simulated": tally.simulated,
+        "rejected": {reason: count for reason, count in sorted(tally.rejected.items()) if count},
+        "elapsed_s": perf_counter() - started,
+    }
+    return SearchResult(report, tuple(simulation.plan for simulation in best))
+
+
+def _feasible(space: SearchSpace, tally: _Tally) -> Iterator[tuple[float, Plan]]:
+    """(lower bound in seconds, plan) of every combination that obeys the rules and fits."""
+    shared: dict[tuple[object, ...], Any] = {}
+    capacity = space.cluster.device_memory_bytes
+    for skeleton in _skeletons(space, tally):
+        for plan in _variants(skeleton, space):
+            tally.evaluated += 1
+            if worst(_memories(plan)).peak_bytes > capacity:
+                tally.rejected["out-of-memory"] += 1
+            else:
+                yield lower_bound_s(plan, Pricing(plan, shared=shared)), plan
+
+
+def _skeletons(space: SearchSpace, tally: _Tally) -> Iterator[Plan]:
+    """Plans with degrees, microbatch and schedule chosen, without sequence parallelism, ZeRO and recompute."""
+    pinned = _Pinned(space)
+    for tp, pp, dp in _degrees(space, pinned):
+        chunks = [vpp for vpp in range(1, MAX_CHUNKS + 1) if pp > 1 or vpp == 1]
+        for vpp, micro in product(pinned.values("layout.vpp", chunks), pinned.values("batch.micro", MICRO_SIZES)):
+            names = [name for name, entry in CATALOG.items() if entry.chunks == (vpp > 1) and (pp > 1 or name == "1F1B")]
+            for name in pinned.values("schedule.name", names):
+                plan = _plan(space, {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp}, micro, name)
+                if isinstance(plan, Plan):
+                    yield plan
+                else:
+                    tally.evaluated += 1
+                    tally.rejected[plan] += 1
+
+
+def _plan(space: SearchSpace, degrees: dict[str, int], micro: int, schedule: str) -> Plan | str:
+    """The plan with these choices, or the name of the first rule that it breaks."""
+    pinned = _Pinned(space)
+    try:
+        layout = Layout(**degrees, order=pinned.one("layout.order", DEFAULT_ORDER), stages=pinned.one("layout.stages"))
+    except LayoutError:
+        return "illegal-layout"
+    nouns: dict[str, Any] = {
+        "model": space.model,
+        "cluster": space.cluster,
+        "layout": layout,
+        "batch": replace(space.batch, micro_size=micro),
+        "runtime": space.runtime,
+        "precision": space.precision,
+        "recompute": Recompute(),
+        "schedule": ScheduleChoice(schedule),
+        "numerics": space.numerics,
+        "optimizer": space.optimizer,
+    }
+    broken = broken_rules(nouns)
+    return broken[0].rule.name if broken else Plan(**nouns)
+
+
+def _degrees(space: SearchSpace, pinned: _Pinned) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, dp) whose product is the number of devices."""
+    devices = space.cluster.num_devices
+    for tp in pinned.values("layout.tp", _divisors(devices)):
+        for pp in pinned.values("layout.pp", [n for n in _divisors(devices // tp) if n <= space.model.num_layers]):
+            for dp in pinned.values("layout.dp", [devices // (tp * pp)]):
+                if tp * pp * dp == devices:
+                    yield tp, pp, dp
+
+
+def _variants(skeleton: Plan, space: SearchSpace) -> Iterator[Plan]:
+    """The skeleton with every choice of sequence parallelism, ZeRO stage and recompute mode."""
+    pinned, layout = _Pinned(space), skeleton.layout
+    sequence_parallel = pinned.values("layout.sequence_parallel", (True, False) if _can_cut_sequence(skeleton) else (False,))
+    zero = pinned.values("layout.zero", (0, 1, 2, 3) if layout.dp > 1 else (0,))
+    modes = pinned.values("recompute.mode", ("none", "selective", "full"))
+    for sequence, stage, mode in product(sequence_parallel, zero, modes):
+        if sequence and not _can_cut_sequence(skeleton):
+            continue
+        yield replace(skeleton, layout=replace(layout, sequence_parallel=sequence, zero=stage), recompute=Recompute(mode))
+
+
+def _can_cut_sequence(plan: Plan) -> bool:
+    return plan.layout.tp > 1 and plan.batch.sequence % plan.layout.tp == 0
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """Values fixed by the user take the place of those a search would try."""
+
+    space: SearchSpace
+
+    def __post_init__(self) -> None:
+        if "schedule.file" in self.space.pinned:
+            raise PlanError("a search chooses among schedules by name, and a CSV file fits one layout only. Give --schedule NAME, or none.")
+
+    def values(self, key: str, otherwise: Any) -> tuple[Any, ...]:
+        """The pinned value alone, or what a search tries."""
+        return (self.space.pinned[key],) if key in self.space.pinned else tuple(otherwise)
+
+    def one(self, key: str, otherwise: Any = None) -> Any:
+        """The pinned value or the default."""
+        return self.space.pinned.get(key, otherwise)
+
+
+def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
+    """Seconds that no run of the plan's schedule can beat, whatever its communication.
+
+    A rank computes all its microbatches; before its first forward the forwards of the lower stages have to run once, after the last
+    backward of its lowest stage those of the lower stages; then the slowest optimizer step follows. For 1F1B with equal stages and
+    free messages this is the makespan itself.
+    """
+    layout, microbatches = plan.layout, plan.num_microbatches
+    work = [pricing.seconds(Kind.F, s).total_s + pricing.seconds(Kind.B, s).total_s for s in range(layout.num_stages)]
+    longest, below = 0.0, 0.0
+    for pp_rank in range(layout.pp):
+        longest = max(longest, below + microbatches * sum(work[pp_rank :: layout.pp]))
+        below += work[pp_rank]
+    return longest + max(pricing.seconds(Kind.STEP, pp_rank).total_s for pp_rank in range(layout.pp))
+
+
+def _memories(plan: Plan) -> tuple[RankMemory, ...]:
+    """Peaks of the pipeline ranks. After two rounds of warm-up 1F1B schedules hold no more, so few microbatches tell all."""
+    layout, microbatches = plan.layout, plan.num_microbatches
+    if plan.schedule.name != "GPipe":
+        microbatches = min(microbatches, 2 * layout.num_stages + microbatches % layout.pp)
+    schedule = _compute_schedule(plan.schedule.name, layout.pp, layout.vpp, microbatches)
+    return rank_memories(plan, schedule, PROFILES[plan.runtime.profile].recv_buffers)
+
+
+@lru_cache(maxsize=256)
+def _compute_schedule(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
+    return build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _candidate(simulation: Simulation) -> dict[str, Any]:
+    plan, report = simulation.plan, simulation.report
+    layout, batch = plan.layout, plan.batch
+    return {
+        "layout": {
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "vpp": layout.vpp,
+            "dp": layout.dp,
+            "sequence_parallel": layout.sequence_parallel,
+            "zero": layout.zero,
+        },
+        "batch": {"global": batch.global_size, "micro": batch.micro_size, "sequence": batch.sequence},
+        "recompute": plan.recompute.mode,
+        "schedule": plan.schedule.name,
+        "step_time_s": report["step_time_s"],
+        "mfu": report["mfu"],
+        "peak_memory_bytes": report["peak_memory_bytes"],
+    }

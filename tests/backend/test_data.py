@@ -1,0 +1,129 @@
+"""Training data is a function of text, sequence, seed and sample number alone; validation text is never trained on."""
+
+import hashlib
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from shardproof.backend.data import STDLIB_SOURCES, VOCABULARY_SIZE, Corpus
+from shardproof.core.errors import PlanError
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """1000 bytes, no window of which repeats: the last 100 are for validation."""
+    path = tmp_path / "digits.txt"
+    path.write_text("".join(f"{i:04d}" for i in range(250)))
+    return Corpus.load(str(path))
+
+
+def test_targets_are_one_token_ahead_and_int64(digits):
+    tokens, targets = digits.batch(0, 0, 3, 16, 1234, 3)
+    assert tokens.shape == targets.shape == (3, 16) and tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    text = bytes(digits.train)
+    for row, ahead in zip(tokens.tolist(), targets.tolist(), strict=True):
+        assert text.find(bytes([*row, ahead[-1]])) % 16 == 0
+
+
+def test_one_pass_shows_every_window_once_and_the_next_pass_another_order(digits):
+    num_windows = digits.num_windows(16)
+    assert num_windows == 56  # 899 // 16
+    passes = [digits.batch(step, 0, 56, 16, 7, 56)[0] for step in (0, 1)]
+    starts = [[bytes(digits.train).find(bytes(row)) for row in tokens.tolist()] for tokens in passes]
+    assert sorted(starts[0]) == sorted(starts[1]) == [16 * i for i in range(56)]
+    assert starts[0] != starts[1] and starts[0] != sorted(starts[0])
+
+
+@pytest.mark.parametrize("cuts", [(0, 12), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12), (0, 4, 8, 12), (0, 5, 6, 12)])
+def test_any_cut_of_the_batch_over_ranks_and_microbatches_gives_the_same_samples(digits, cuts):
+    whole = digits.batch(5, 0, 12, 16, 1234, 12)
+    parts = [digits.batch(5, first, last, 16, 1234, 12) for first, last in itertools.pairwise(cuts)]
+    for i in range(2):
+        assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
+
+
+def test_sample_numbers_run_on_over_steps_whatever_the_batch_size(digits):
+    four_steps = torch.cat([digits.batch(step, 0, 3, 16, 99, 3)[0] for step in range(4)])
+    assert torch.equal(four_steps, digits.batch(0, 0, 12, 16, 99, 12)[0])
+
+
+def test_another_seed_gives_another_order_and_torch_and_numpy_seeds_do_not_matter(digits):
+    first = digits.batch(0, 0, 20, 16, 1, 20)[0]
+    torch.manual_seed(3)
+    np.random.seed(3)
+    assert torch.equal(digits.batch(0, 0, 20, 16, 1, 20)[0], first)
+    assert not torch.equal(digits.batch(0, 0, 20, 16, 2, 20)[0], first)
+
+
+def test_the_order_of_windows_is_that_of_the_raw_philox_words(digits):
+    words = np.random.Philox(key=np.array([1234, 0], dtype=np.uint64)).random_raw(56)
+    smallest = int(np.argmin(words))
+    assert bytes(digits.batch(0, 0, 1, 16, 1234, 1)[0][0].tolist()) == bytes(digits.train[smallest * 16 : smallest * 16 + 16])
+
+
+def test_validation_is_the_last_tenth_of_a_file_and_repeats_in_order(digits):
+    assert (len(digits.train), len(digits.validation)) == (900, 100)
+    tokens, targets = digits.validation_batch(0, 13, 16)
+    assert digits.num_validation_windows(16) == 6
+    assert torch.equal(tokens[:6], tokens[6:12]) and torch.equal(tokens[0], tokens[12])
+    assert bytes(tokens[:6].flatten().tolist()) == bytes(digits.validation[:96])
+    assert targets[0, -1] == digits.validation[16]
+
+
+def test_a_folder_gives_every_tenth_file_by_name_to_validation(tmp_path):
+    for i in range(20):
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        (tmp_path / "sub" / f"{i:02d}.txt").write_text(f"document {i:02d} ")
+    (tmp_path / ".hidden").write_text("secret")
+    corpus = Corpus.load(str(tmp_path))
+    assert bytes(corpus.validation) == b"document 09 \ndocument 19 "
+    assert bytes(corpus.train).startswith(b"document 00 \ndocument 01 ") and b"secret" not in bytes(corpus.train)
+    assert b"document 09" not in bytes(corpus.train)
+
+
+def test_the_standard_library_is_over_3_megabytes_and_its_validation_text_is_not_in_training():
+    corpus = Corpus.load("python-stdlib")
+    assert len(corpus.train) > 3_000_000 and len(corpus.validation) > 300_000
+    assert max(corpus.train.max(), corpus.validation.max()) < VOCABULARY_SIZE
+    train = bytes(corpus.train)
+    validation = bytes(corpus.validation)
+    middles = [validation[at : at + 400] for at in range(0, len(validation) - 400, 20_000)]
+    assert not any(middle in train for middle in middles)
+    assert len(set(STDLIB_SOURCES)) == len(STDLIB_SOURCES)
+
+
+def test_the_standard_library_is_the_same_text_in_another_interpreter():
+    code = (
+        "import hashlib; from shardproof.backend.data import Corpus; c = Corpus.load('python-stdlib');"
+        "print(hashlib.sha256(c.train.tobytes() + c.validation.tobytes()).hexdigest())"
+    )
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"})
+    corpus = Corpus.load("python-stdlib")
+    assert other.stdout.strip() == hashlib.sha256(corpus.train.tobytes() + corpus.validation.tobytes()).hexdigest()
+
+
+def test_missing_empty_and_short_data_are_plan_errors_that_say_what_would_work(tmp_path, digits):
+    with pytest.raises(PlanError, match=r"train.data='no/such' is no file and no folder .* Use a text file, or 'python-stdlib'"):
+        Corpus.load("no/such")
+    with pytest.raises(PlanError, match="holds no text: 0 files, 0 bytes"):
+        (tmp_path / "empty").mkdir()
+        Corpus.load(str(tmp_path / "empty"))
+    with pytest.raises(PlanError, match="holds no text: 1 files, 0 bytes"):
+        (tmp_path / "empty" / "file.txt").touch()
+        Corpus.load(str(tmp_path / "empty"))
+    with pytest.raises(PlanError, match=r"has 900 tokens \(bytes\) for training, fewer than the 1001 .* at most 899"):
+        digits.batch(0, 0, 1, 1000, 1, 1)
+    with pytest.raises(PlanError, match=r"has 100 tokens \(bytes\) for validation, fewer than the 101 .* at most 99"):
+        digits.validation_batch(0, 1, 100)
+    with pytest.raises(ValueError, match="samples 2 to 9 are outside the global batch of 8"):
+        digits.batch(0, 2, 9, 16, 1, 8)
+
+
+def test_text_cannot_be_changed_by_accident(digits):
+    with pytest.raises(ValueError, match="read-only"):
+        digits.train[0] = 1

@@ -1,0 +1,237 @@
+"""The executor on a toy stage: y = tanh(x) * w, so that values, orders and failures are all that is tested."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from shardproof import Schedule, build, lower, run_schedule
+from shardproof.backend.pipeline.executor import Executor, forward_only
+from shardproof.backend.pipeline.messages import Clock, receive_of
+from shardproof.backend.recorder import Recorder
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.action import Action, Kind
+from shardproof.core.errors import RankFailure
+from shardproof.core.timeline import COMPUTE_LANE, Timeline
+
+SHAPE = (2, 3)
+
+
+class ToyWork:
+    """Weight gradients of one scalar weight, computed at once or when asked."""
+
+    def __init__(self):
+        self.sum = torch.zeros(())
+        self.order = []
+        self._deferred = {}
+        self._deferring = None
+
+    @contextmanager
+    def defer(self, microbatch):
+        self._deferring = microbatch
+        try:
+            yield
+        finally:
+            self._deferring = None
+
+    def run(self, microbatch):
+        self.add(microbatch, self._deferred.pop(microbatch))
+
+    def submit(self, microbatch, value):
+        if self._deferring is None:
+            self.add(microbatch, value)
+        else:
+            self._deferred[microbatch] = value
+
+    def add(self, microbatch, value):
+        self.order.append(microbatch)
+        self.sum = self.sum + value
+
+
+class Scale(torch.autograd.Function):
+    """x * w, whose weight gradient goes to the stage's work instead of through autograd."""
+
+    @staticmethod
+    def forward(ctx, x, weight, work, microbatch):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.work, ctx.microbatch = weight, work, microbatch
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        ctx.work.submit(ctx.microbatch, (gradient * x).sum())
+        return gradient * ctx.weight, None, None, None
+
+
+class ToyStage:
+    def __init__(self, stage, inputs, last):
+        self.weight = 1.0 + stage / 4
+        self.weight_work = ToyWork()
+        self.inputs, self.last = inputs, last
+
+    def __call__(self, microbatch, hidden):
+        x = self.inputs[microbatch] if hidden is None else hidden
+        if not x.requires_grad and torch.is_grad_enabled():
+            x.requires_grad_(True)
+        y = Scale.apply(torch.tanh(x), self.weight, self.weight_work, microbatch)
+        return y.sum(dim=1) if self.last else y
+
+
+def inputs(num_microbatches):
+    return [torch.arange(6.0).reshape(SHAPE) / 7 + microbatch for microbatch in range(num_microbatches)]
+
+
+def expected(num_stages, num_microbatches):
+    """Losses and weight gradients by plain autograd, microbatch after microbatch."""
+    weights = [torch.tensor(1.0 + stage / 4, requires_grad=True) for stage in range(num_stages)]
+    losses = []
+    for x in inputs(num_microbatches):
+        for weight in weights:
+            x = torch.tanh(x) * weight
+        losses.append(x.sum(dim=1))
+        losses[-1].sum().backward()
+    return [loss.detach() for loss in losses], [weight.grad for weight in weights]
+
+
+def run(schedule, prepare=lambda stages, rank: None):
+    """Every rank's (trace, weight sums, REDUCE_GRAD order, events around STEP), all ranks being threads."""
+
+    def job(transport, _):
+        rank = transport.global_rank
+        pairs = [(d, a, b) for d in "FB" for a in range(schedule.num_ranks) for b in range(schedule.num_ranks) if a != b]
+        channels = {pair: transport.channel(f"{pair[0]} {pair[1]}>{pair[2]}", *pair[1:]) for pair in pairs if rank in pair[1:]}
+        last = schedule.num_stages - 1
+        stages = {s: ToyStage(s, inputs(schedule.num_microbatches), s == last) for s in schedule.placement.stages_of(rank)}
+        prepare(stages, rank)
+        executor = Executor(
+            schedule,
+            rank,
+            stages,
+            channel=lambda d, peer, sending: channels[(d, rank, peer) if sending else (d, peer, rank)],
+            message_shape=SHAPE,
+            dtype=torch.float32,
+            global_rank=rank,
+            recorder=Recorder(),
+        )
+        reduced, stepped = [], []
+        microbatches = range(schedule.num_microbatches)
+        clock = Clock(torch.device("cpu"))
+        trace = executor.train(
+            microbatches, reduce_gradients=reduced.append, step=lambda losses: stepped.append(list(reduced)), clock=clock
+        )
+        forward = executor.evaluate(microbatches, clock=clock)
+        return trace, {s: stage.weight_work for s, stage in stages.items()}, stepped, forward
+
+    return run_threads(MemoryWorld(schedule.num_ranks, timeout_s=20), job, None)
+
+
+def check_values(schedule):
+    results = run(schedule)
+    losses, gradients = expected(schedule.num_stages, schedule.num_microbatches)
+    last_rank = schedule.placement.rank_of(schedule.num_stages - 1, 0)
+    for trace in (results[last_rank][0], results[last_rank][3]):
+        assert sorted(trace.token_losses) == list(range(schedule.num_microbatches))
+        for microbatch, loss in enumerate(losses):
+            torch.testing.assert_close(trace.token_losses[microbatch], loss)
+    for _, works, stepped, _ in results:
+        assert [sorted(stages) for stages in stepped] == [sorted(works)], "STEP runs once, after every REDUCE_GRAD of its rank"
+        for stage, work in works.items():
+            torch.testing.assert_close(work.sum, gradients[stage])
+    return results
+
+
+SPLIT = """0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1
+1F0,1I0,1F1,1I1,1W0,1F2,1W1,1I2,1W2
+"""
+PAIRS = """0F0,0F1,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,0B2,0B3
+1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1B1)OVERLAP_F_B,(1F3;1B2)OVERLAP_F_B,1B3
+"""
+VEE = """0F0,3F0,3B0,0F1,0B0,3F1,3B1,0B1
+1F0,2F0,2B0,1F1,1B0,2F1,2B1,1B1
+"""
+
+SCHEDULES = {
+    "gpipe p4 m8": build("GPipe", pp=4, num_microbatches=8),
+    "1f1b p4 m8": build("1F1B", pp=4, num_microbatches=8),
+    "1f1b p5 m3, fewer microbatches than ranks": build("1F1B", pp=5, num_microbatches=3),
+    "1f1b p2 m1": build("1F1B", pp=2, num_microbatches=1),
+    "1f1b p1 m3": build("1F1B", pp=1, num_microbatches=3),
+    "interleaved p2 v3 m4": build("Interleaved1F1B", pp=2, vpp=3, num_microbatches=4),
+    "interleaved p3 v2 m6": build("Interleaved1F1B", pp=3, vpp=2, num_microbatches=6),
+    "split backward": Schedule.from_csv(SPLIT),
+    "overlapped pairs": Schedule.from_csv(PAIRS),
+    "vee, neighbours on one rank": Schedule.from_csv(VEE),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_losses_and_gradients_are_those_of_plain_autograd(schedule):
+    check_values(lower(schedule))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_order_on_every_lane_is_the_rows_and_the_simulators(schedule):
+    schedule = lower(schedule)
+    measured = Timeline.from_spans([span for trace, *_ in run(schedule) for span in trace.spans], "measured")
+    predicted = run_schedule(schedule)
+    assert sorted(measured.spans.lanes) == sorted(predicted.spans.lanes)
+    for rank, row in enumerate(schedule.rows()):
+        for lane in predicted.spans.lanes:
+            order = [span.action for span in measured.select(rank, lane)]
+            assert order == [span.action for span in predicted.select(rank, lane)], (rank, lane)
+        compute = [action for action in row if action.kind <= Kind.W or action.kind in (Kind.STEP, Kind.OVERLAP_F_B)]
+        assert [span.action for span in measured.select(rank, COMPUTE_LANE)] == compute
+
+
+def test_weight_gradients_run_in_the_order_of_their_w_actions():
+    results = check_values(lower(Schedule.from_csv(SPLIT)))
+    assert results[0][1][0].order == [0, 2, 1]
+    assert results[1][1][1].order == [0, 1, 2]
+
+
+def test_forward_only_keeps_forwards_and_their_messages_in_order():
+    row = lower(Schedule.from_csv(PAIRS)).row(1)
+    assert [str(action) for action in forward_only(row)] == [
+        *("1RECV_F0", "1F0", "1RECV_F1", "1F1", "1RECV_F2", "1F2", "1RECV_F3", "1F3")
+    ]
+
+
+class SlowStage(ToyStage):
+    def __call__(self, microbatch, hidden):
+        if microbatch == 0 and torch.is_grad_enabled():
+            time.sleep(0.3)
+        return super().__call__(microbatch, hidden)
+
+
+def test_while_a_forward_runs_two_more_receives_complete_than_its_row_lists_before_it():
+    schedule = lower(build("GPipe", pp=2, num_microbatches=6))
+
+    def slow_down(stages, rank):
+        if rank == 1:
+            stages[1].__class__ = SlowStage
+
+    trace = run(schedule, slow_down)[1][0]
+    first_forward = next(span for span in trace.spans if span.action == Action(1, Kind.F, 0))
+    early = [str(span.action) for span in trace.spans if span.lane == "F<0" and span.end_s < first_forward.end_s]
+    row = [str(action) for action in schedule.row(1)]
+    listed = [cell for cell in row[: row.index("1F0")] if "RECV_F" in cell]
+    assert early == [f"1RECV_F{microbatch}" for microbatch in range(len(listed) + 2)]
+
+
+def test_an_error_in_one_rank_ends_all_and_is_named():
+    def fail(stages, rank):
+        if rank == 2:
+            stages[2].inputs, stages[2].last = None, "not a tensor"
+            stages[2].weight = "three"
+
+    with pytest.raises(RankFailure, match="rank 2 failed: TypeError"):
+        run(lower(build("1F1B", pp=4, num_microbatches=4)), fail)
+
+
+def test_a_send_is_taken_by_the_receive_of_the_neighbour_stage():
+    assert str(receive_of(Action.from_str("1SEND_F4"))) == "2RECV_F4"
+    assert str(receive_of(Action.from_str("3SEND_B0"))) == "2RECV_B0"

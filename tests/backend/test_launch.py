@@ -1,0 +1,339 @@
+"""Ranks start fast, run jobs, and however one of them ends, the others end too and the failure names it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardproof.backend import mkl_switch, mkl_switch_is_set
+from shardproof.backend.launch import Workers, describe_exit, run_ranks, under_torchrun
+from shardproof.backend.transport.base import TransportError
+from shardproof.core.errors import PlanError, RankFailure
+
+
+def who_job(transport, payload):
+    return transport.global_rank, transport.world_size, os.getpid(), torch.get_num_threads(), os.environ["MKL_CBWR"], payload
+
+
+def ended(pids, within_s=10.0):
+    """True when no process of `pids` is left."""
+    deadline_s = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_four_gloo_ranks_are_four_processes_with_one_thread_and_the_mkl_switch():
+    results = run_ranks(who_job, "payload", world_size=4)
+    assert [result[:2] for result in results] == [(rank, 4) for rank in range(4)]
+    assert len({result[2] for result in results} | {os.getpid()}) == 5
+    assert {result[3:] for result in results} == {(1, mkl_switch(), "payload")}
+    assert ended(result[2] for result in results)
+
+
+def test_four_memory_ranks_share_one_process_that_is_not_ours():
+    results = run_ranks(who_job, None, world_size=4, transport="memory")
+    assert [result[:2] for result in results] == [(rank, 4) for rank in range(4)]
+    assert len({result[2] for result in results}) == 1 and results[0][2] != os.getpid()
+
+
+def test_workers_keep_their_processes_between_jobs(workers):
+    first, second = (workers(2).run(who_job, i) for i in range(2))
+    assert [result[2] for result in first] == [result[2] for result in second]
+    assert [result[5] for result in second] == [1, 1]
+
+
+def test_tests_run_with_the_mkl_switch_set_before_torch_was_loaded():
+    assert mkl_switch_is_set()
+
+
+@pytest.mark.parametrize(
+    ("first", "mode", "expected"),
+    [("shardproof.backend", None, True), ("torch", None, False), ("torch", "AVX2,STRICT", True), ("shardproof.backend", "COMPATIBLE", False)],
+)
+def test_the_mkl_switch_counts_only_when_it_is_strict_and_set_before_torch(first, mode, expected):
+    code = f"import {first}, torch; from shardproof.backend import mkl_switch_is_set; print(mkl_switch_is_set())"
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | ({"MKL_CBWR": mode} if mode else {})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == str(expected)
+
+
+# how ranks end
+
+
+def failing_job(transport, how):
+    """Rank 1 ends as `how` says while the others wait for it in a collective."""
+    group = transport.group("world", "tp", range(transport.world_size))
+    group.barrier()
+    if transport.global_rank == 1:
+        if how == "raise":
+            raise ZeroDivisionError("seven by nothing")
+        if how == "user error":
+            raise PlanError("a rule is broken.")
+        if how == "exit":
+            os._exit(3)
+        if how == "sys.exit":
+            sys.exit(4)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hang":
+            time.sleep(3600)
+    return group.all_gather(torch.ones(3))
+
+
+def run_and_fail(transport, how, **options):
+    """The RankFailure, the process ids, and the seconds it took."""
+    with Workers(3, transport) as workers:
+        pids = {result[2] for result in workers.run(who_job)}
+        start_s = time.monotonic()
+        with pytest.raises(RankFailure) as caught:
+            workers.run(failing_job, how, **options)
+        elapsed_s = time.monotonic() - start_s
+        assert workers.closed
+        with pytest.raises(RuntimeError, match="workers are closed"):
+            workers.run(who_job)
+    assert ended(pids)
+    return caught.value, elapsed_s
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@pytest.mark.parametrize(
+    ("how", "words", "cause"),
+    [
+        ("raise", "rank 1 failed: ZeroDivisionError: seven by nothing", ZeroDivisionError),
+        ("user error", "rank 1 failed: PlanError: a rule is broken.", PlanError),
+        ("sys.exit", "rank 1 failed: SystemExit: 4", SystemExit),
+    ],
+)
+def test_a_rank_that_raises_ends_the_others_and_its_exception_is_the_cause(transport, how, words, cause):
+    failure, elapsed_s = run_and_fail(transport, how)
+    assert str(failure) == words and failure.global_rank == 1
+    assert isinstance(failure.__cause__, cause)
+    assert "failing_job" in failure.__notes__[0]  # the traceback of the rank
+    assert elapsed_s < 10
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("exit", "rank 1 ended with exit code 3 before its work was done"), ("kill", "rank 1 was killed by SIGKILL (often the kernel")],
+)
+def test_a_rank_that_dies_ends_the_others_and_is_named_with_how_it_ended(how, words):
+    failure, elapsed_s = run_and_fail("gloo", how)
+    assert words in str(failure) and failure.global_rank == 1
+    assert elapsed_s < 10
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_a_rank_that_hangs_past_the_time_limit_is_named_with_the_line_it_is_at(transport):
+    failure, elapsed_s = run_and_fail(transport, "hang", timeout_s=1.0)
+    assert str(failure).startswith("rank 1 did not finish within 1 s; all ranks were ended.")
+    assert "rank 1 is in failing_job (" in str(failure) and "time.sleep(3600)" in str(failure)
+    assert "rank 0 waits in all_gather (rank 0, group 'world' over ranks 0, 1, 2)" in str(failure)
+    assert failure.global_rank == 1 and elapsed_s < 10
+
+
+def deadlock_job(transport, _):
+    channel = transport.channel("0-1", 0, 1)
+    group = transport.group("world", "pp", (0, 1))
+    if transport.global_rank == 0:
+        channel.send(torch.ones(1))
+    group.barrier()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_ranks_that_wait_for_each_other_are_told_apart_from_a_rank_that_hangs(transport):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(deadlock_job, world_size=2, transport=transport, timeout_s=1.0)
+    assert caught.value.global_rank is None
+    assert "no rank finished: the ranks wait for each other within 1 s" in str(caught.value)
+    assert "rank 0 waits in send (rank 0, channel '0-1' from rank 0 to rank 1)" in str(caught.value)
+    assert "rank 1 waits in barrier (rank 1, group 'world' over ranks 0, 1)" in str(caught.value)
+
+
+def survivor_job(transport, _):
+    """Rank 1 goes away quietly; rank 0 tells what its transport says about it."""
+    group = transport.group("world", "tp", (0, 1))
+    if transport.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.all_gather(torch.ones(1))
+    except TransportError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise
+
+
+def test_the_first_cause_is_reported_even_when_a_peer_notices_it_first():
+    for _ in range(5):
+        with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"):
+            run_ranks(survivor_job, world_size=2)
+
+
+def unpicklable_job(transport, _):
+    return (lambda: 0) if transport.global_rank == 1 else 0
+
+
+def test_a_result_that_cannot_travel_is_a_failure_of_its_rank():
+    with pytest.raises(RankFailure, match=r"rank 1 failed: .*pickle"):
+        run_ranks(unpicklable_job, world_size=2)
+
+
+def mismatch_job(transport, _):
+    group = transport.group("world", "tp", (0, 1))
+    channel = transport.channel("0-1", 0, 1)
+    if transport.global_rank == 0:
+        channel.send(torch.ones(4))
+    else:
+        channel.receive((2,), torch.float32)
+    group.barrier()
+
+
+def test_a_message_of_another_shape_is_explained_in_memory():
+    with pytest.raises(RankFailure, match=r"channel '0-1' from rank 0 to rank 1: expects torch.float32 \(2,\), but torch.float32 \(4,\)"):
+        run_ranks(mismatch_job, world_size=2, transport="memory")
+
+
+def other_calls_job(transport, _):
+    group = transport.group("world", "tp", (0, 1))
+    if transport.global_rank == 0:
+        group.barrier()
+    else:
+        group.all_reduce(torch.ones(1), "sum")
+
+
+def test_different_collectives_at_one_place_are_explained_in_memory():
+    with pytest.raises(RankFailure, match=r"call 1 is (barrier|all_reduce sum) here, but .* elsewhere"):
+        run_ranks(other_calls_job, world_size=2, transport="memory")
+
+
+def test_exit_codes_in_words():
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert describe_exit(-signal.SIGABRT) == "was killed by SIGABRT (its last words are above)"
+
+
+def test_wrong_arguments_are_refused_at_once():
+    with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
+        Workers(0)
+    with pytest.raises(ValueError, match="transport='mpi' is not known"):
+        Workers(2, "mpi")
+
+
+# whole scripts, in interpreters of their own
+
+
+def run_script(tmp_path, text, *command, **options):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(text))
+    command = [*(command or (sys.executable, "-W", "error")), str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def test_a_script_without_a_main_guard_leaves_no_warning_and_never_imports_torch_itself(tmp_path):
+    (tmp_path / "jobs.py").write_text("def add(transport, payload):\n    return transport.global_rank + payload\n")
+    done = run_script(
+        tmp_path,
+        """
+        import sys
+        from jobs import add
+        from shardproof.backend.launch import Workers, run_ranks
+        print(run_ranks(add, 10, world_size=3), run_ranks(add, 20, world_size=3, transport="memory"))
+        forgotten = Workers(2)
+        print(forgotten.run(add, 30), "torch" in sys.modules)
+        """,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("[10, 11, 12] [20, 21, 22]\n[30, 31] False\n", "", 0)
+
+
+def test_functions_and_classes_of_the_script_itself_travel(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        from dataclasses import dataclass
+        from shardproof.backend.launch import run_ranks
+
+        @dataclass
+        class Pair:
+            rank: int
+            text: str
+
+        def job(transport, payload):
+            return Pair(transport.global_rank, payload.text * 2)
+
+        if __name__ == "__main__":
+            print(run_ranks(job, Pair(7, "ab"), world_size=2))
+        """,
+    )
+    assert (done.stdout, done.stderr) == ("[Pair(rank=0, text='abab'), Pair(rank=1, text='abab')]\n", "")
+
+
+def test_a_script_whose_own_functions_travel_is_told_to_guard_its_main_part(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        from shardproof.backend.launch import run_ranks
+        def job(transport, payload): return payload
+        run_ranks(job, 1, world_size=2)
+        """,
+    )
+    assert done.returncode == 1
+    assert "put what it does under `if __name__ == '__main__':`" in done.stderr
+
+
+ENDLESS = """
+import os, time
+from shardproof.backend.launch import run_ranks
+def job(transport, payload):
+    with open(f"{payload}/{transport.global_rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(3600)
+if __name__ == "__main__":
+    run_ranks(job, os.path.dirname(os.path.abspath(__file__)) , world_size=2)
+"""
+
+
+def _pid(path):
+    return int(path.read_text() or 0) or None if path.exists() else None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(ENDLESS)
+    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE) as process:
+        deadline_s = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline_s and not all(_pid(tmp_path / str(rank)) for rank in range(2)):
+            time.sleep(0.05)
+        pids = [_pid(tmp_path / str(rank)) for rank in range(2)]
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=10)
+    assert None not in pids, errors.decode()
+    assert ended(pids)
+    assert number is not signal.SIGINT or b"KeyboardInterrupt" in errors
+
+
+def test_torchrun_ranks_find_each_other_through_its_environment(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        import torch
+        from shardproof.backend.launch import torchrun_transport, under_torchrun
+        assert under_torchrun()
+        with torchrun_transport() as transport:
+            group = transport.group("world", "dp", range(transport.world_size))
+            gathered = [tensor.item() for tensor in group.all_gather(torch.tensor(transport.global_rank + 5))]
+            if transport.global_rank == 0:
+                print("gathered", gathered, flush=True)
+        """,
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["gathered [5, 6]"]
+    assert not under_torchrun()

@@ -1,0 +1,116 @@
+"""`shardproof train` as users start it: alone, under torchrun, with bad input, and with a rank that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardproof import Timeline
+from shardproof.core.cli import main
+
+PLAN = ["--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "8", "--sequence", "16"]
+PIPELINE = [*PLAN, "--pp", "2", "--devices", "2"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "shardproof.core.cli", "train", *arguments]
+
+
+def test_json_has_the_keys_of_the_interface_and_the_timeline_is_written(tmp_path, capsys):
+    file = tmp_path / "run.timeline.json"
+    assert main(["train", *PIPELINE, "--transport", "memory", "--set", "train.steps=3", "--json", "-o", str(file)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["steps"] == 3 and len(report["losses"]) == 3 and report["world_size"] == 2 and report["checkpoint"] is None
+    assert report["tokens_per_s"] > 0 and len(report["validation_losses"]) == 4
+    timeline = Timeline.load(file)
+    assert timeline.source == "measured" and timeline.global_ranks == (0, 1)
+
+
+def test_text_says_ranks_speed_and_losses(capsys):
+    assert main(["train", *PLAN, "--transport", "memory", "--devices", "1", "--set", "train.steps=2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("trained 2 steps on 1 ranks at ") and "validation loss" in text
+
+
+def test_dry_run_tells_what_every_rank_would_do_and_starts_nothing(capsys):
+    assert main(["train", *PLAN, "--pp", "2", "--tp", "2", "--devices", "4", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 4 and "4 ranks" in lines[0]
+    assert "stage 0: embedding, layers 0-1" in lines[1] and "0F0" in lines[1]
+    assert "stage 1: layers 2-3, head" in lines[4]
+    assert main(["train", *PLAN, "--pp", "2", "--devices", "2", "--dry-run", "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [rank["global_rank"] for rank in ranks] == [0, 1] and ranks[1]["first_actions"][0] == "1RECV_F0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--recompute", "full", "--zero", "1"], "recompute.mode='full'"),
+        (["--schedule", "1F2B"], "1F2B"),
+        (["--set", "train.data=no-such-file"], "no-such-file"),
+        (["-o", "no-such-folder/run.timeline.json"], "no-such-folder"),
+    ],
+)
+def test_bad_input_ends_with_2_and_a_sentence(arguments, sentence, capsys):
+    assert main(["train", *PLAN, "--devices", "1", "--transport", "memory", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.out == ""
+
+
+def test_a_schedule_with_a_missing_receive_is_refused_before_anything_starts(tmp_path, capsys):
+    file = tmp_path / "broken.csv"
+    file.write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0\n")
+    arguments = ["--pp", "2", "--devices", "2", "--schedule", str(file), "--global-batch", "1"]
+    assert main(["train", *PLAN, *arguments]) == 2
+    assert "1RECV_F0" in capsys.readouterr().err or "0SEND_F0" in capsys.readouterr().err
+
+
+def children(process_id):
+    """Process ids of all descendants that have no children of their own."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found, pending = [], [process_id]
+    while pending:
+        current = pending.pop()
+        below = [child for child, parent in parents.items() if parent == current]
+        pending += below
+        if not below and current != process_id:
+            found.append(current)
+    return sorted(found)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks in /proc")
+def test_a_killed_rank_ends_the_command_with_2_within_ten_seconds_and_nothing_is_written(tmp_path):
+    file = tmp_path / "run.timeline.json"
+    arguments = [*PIPELINE, "--set", "train.steps=100000", "-o", str(file)]
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        first = process.stderr.readline()
+        assert first.startswith("step 1/100000"), first + process.stderr.read()
+        start_s = time.monotonic()
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        out, err = process.communicate(timeout=20)
+    assert time.monotonic() - start_s < 10
+    assert process.returncode == 2 and out == ""
+    assert "was killed by SIGKILL" in err and "rank 1" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof.core.cli"]
+    done = subprocess.run([*torchrun, "train", *PIPELINE, "--set", "train.steps=2", "--json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["steps"] == 2 and report["world_size"] == 2

@@ -1,0 +1,108 @@
+"""The command line: exit codes, messages and where they go."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shardproof import __version__
+from shardproof.core.cli import main
+from shardproof.core.cluster_presets import CLUSTER_PRESETS
+from shardproof.core.commands import QUESTIONS, service
+from shardproof.core.errors import UnknownNameError
+from shardproof.core.model_presets import MODEL_PRESETS
+from shardproof.core.plan_keys import KEYS
+from shardproof.core.schedules import CATALOG
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shardproof {__version__}\n"
+
+
+def test_help_lists_every_verb_and_exits_0_but_nothing_at_all_is_wrong_usage(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(verb in text for verb in QUESTIONS)
+    assert main([]) == 2
+
+
+def test_an_unknown_verb_exits_2_and_offers_the_closest(capsys):
+    assert main(["simulat"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "unknown verb 'simulat'; did you mean 'simulate'?" in captured.err
+
+
+def test_an_unknown_option_exits_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["presets", "--jsno"])
+    assert caught.value.code == 2
+    assert "--jsno" in capsys.readouterr().err
+
+
+def test_help_of_a_verb_has_an_example(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["presets", "--help"])
+    assert caught.value.code == 0
+    assert "example:\n  shardproof presets dgx-h100" in capsys.readouterr().out
+
+
+def test_presets_lists_models_clusters_and_schedules(capsys):
+    assert main(["presets"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in (*MODEL_PRESETS, *CLUSTER_PRESETS, *CATALOG))
+
+
+def test_presets_as_json_is_one_object(capsys):
+    assert main(["presets", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"models", "clusters", "schedules", "keys"}
+    assert (report["keys"]["layout.zero"]["legal"], report["keys"]["layout.zero"]["default"]) == ("int, at least 0, at most 3", 0)
+    assert report["models"]["gpt2"]["num_parameters"] == 124_439_808
+    assert report["clusters"]["dgx-h100"]["peak_flops_per_s"]["bf16"] == 989.4e12
+
+
+def test_one_preset_is_shown_with_its_sources(capsys):
+    assert main(["presets", "dgx-h100"]) == 0
+    assert "NVIDIA H100 Tensor Core GPU datasheet" in capsys.readouterr().out
+
+
+def test_all_keys_of_a_plan_file_are_listed(capsys):
+    assert main(["presets", "keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [key.dotted for key in KEYS]
+    assert any("precision.dtype" in line and "fp32 | bf16 | fp16 | fp8" in line and "default bf16" in line for line in lines)
+
+
+def test_an_unknown_preset_exits_2_and_offers_the_closest(capsys):
+    assert main(["presets", "dgx-h10"]) == 2
+    assert "did you mean 'dgx-h100'?" in capsys.readouterr().err
+
+
+def test_a_plan_with_an_unknown_key_exits_2_with_its_line_and_prints_nothing_else(tmp_path, capsys):
+    path = tmp_path / "plan.toml"
+    path.write_text('[model]\npreset = "tiny-gpt"\n[layout]\ntpp = 2\n[batch]\nglobal = 4\nsequence = 32\n')
+    assert main(["simulate", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"{path}:4: unknown key 'tpp' in [layout]; did you mean 'tp'?" in captured.err
+
+
+def test_a_missing_plan_exits_2_and_names_it(capsys):
+    assert main(["simulate", "nowhere.toml"]) == 2
+    assert "nowhere.toml: No such file or directory." in capsys.readouterr().err
+
+
+def test_an_unknown_service_is_named():
+    with pytest.raises(UnknownNameError, match="did you mean 'simulate'"):
+        service("simulat")
+
+
+def test_help_and_presets_import_neither_torch_nor_networkx_nor_matplotlib():
+    program = (
+        "import sys; from shardproof.core.cli import main; main(['--help']); main(['presets']);"
+        "sys.exit(' '.join({'torch', 'networkx', 'matplotlib'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

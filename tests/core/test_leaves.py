@@ -1,0 +1,76 @@
+"""Leaf sizes: blocks belong to the problem, and every tensor-parallel rank owns whole ones."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardproof.core.errors import LayoutError
+from shardproof.core.leaves import Leaves, leaf_sizes
+from shardproof.core.model import ModelSpec
+from shardproof.core.model_presets import MODEL_PRESETS, model_preset
+from shardproof.core.parameters import parameters
+
+FACTS = json.loads((Path(__file__).parents[1] / "data" / "layout_facts.json").read_text())["facts"]
+
+
+def model_of(kv_heads: int, vocab: int = 256, ffn: int = 192) -> ModelSpec:
+    return ModelSpec("shape", 2, 64, ffn, kv_heads, kv_heads, 8, vocab, 128)
+
+
+@pytest.mark.parametrize("fact", [fact for fact in FACTS if fact["area"] == "vocab_ranges"], ids=lambda fact: str(fact["input"]))
+def test_vocabulary_of_1600_over_tp8_gives_200_rows_to_each_rank(fact):
+    assert fact["expected"] == ["200r", "200(r+1)"]
+    tp = fact["input"]["tp"]
+    vocab = leaf_sizes(model_of(kv_heads=tp, vocab=fact["input"]["vocab"]), sequence=128).vocab
+    assert [vocab.owned_items(tp, rank) for rank in range(tp)] == [(200 * rank, 200 * (rank + 1)) for rank in range(tp)]
+
+
+@given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 8))
+def test_owned_items_partition_all_items_on_block_boundaries(num_items, block, tp):
+    leaves = Leaves(num_items, block)
+    intervals = [leaves.owned_items(tp, rank) for rank in range(tp)] if leaves.num_leaves >= tp else [(0, num_items)]
+    assert intervals[0][0] == 0 and intervals[-1][1] == num_items
+    assert all(a[1] == b[0] for a, b in pairwise(intervals))
+    assert all(lo % block == 0 and lo < hi for lo, hi in intervals)
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_default_blocks_admit_every_degree_up_to_8_that_divides_the_heads(name):
+    model = model_preset(name)
+    sizes = leaf_sizes(model, sequence=128)
+    for tp in range(1, 9):
+        if model.num_kv_heads % tp == 0:
+            sizes.check(tp)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 6])
+@pytest.mark.parametrize("name", ["tiny-gpt-6h", "gpt3-175b"])
+def test_the_slices_of_all_tensor_ranks_cover_each_cut_parameter_once(name, tp):
+    model = model_preset(name)
+    sizes = leaf_sizes(model, sequence=128)
+    for parameter in parameters(model):
+        cuts = [sizes.local_slices(parameter, tp, rank) for rank in range(tp)]
+        if parameter.cut is None:
+            assert all(cut == cuts[0] for cut in cuts)
+        else:
+            dim = parameter.cut[0]
+            assert cuts[0][dim].start == 0 and cuts[-1][dim].stop == parameter.shape[dim]
+            assert all(a[dim].stop == b[dim].start for a, b in pairwise(cuts))
+
+
+def test_leaf_sizes_depend_on_model_and_sequence_only():
+    sizes = leaf_sizes(model_of(kv_heads=6), sequence=64)
+    assert (sizes.gradient_token_block, sizes.reduction_token_block) == (64, 32)
+    assert sizes.ffn == Leaves(192, 32) and sizes.vocab == Leaves(256, 43)
+
+
+def test_a_block_that_is_too_coarse_for_tp_names_one_that_is_not():
+    sizes = leaf_sizes(model_of(kv_heads=8), sequence=128, ffn_block=96, vocab_block=200)
+    with pytest.raises(LayoutError) as caught:
+        sizes.check(4)
+    assert len(caught.value.problems) == 2
+    assert "ffn_block <= 48" in str(caught.value) and "vocab_block <= 64" in str(caught.value)

@@ -1,0 +1,333 @@
+"""Plan files: exact round trip, and every problem of a file at once, each with its line."""
+
+import dataclasses
+import tomllib
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shardproof.core.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from shardproof.core.errors import PlanError
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import MODEL_PRESETS, model_preset
+from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.plan_keys import KEYS, NOUNS
+from shardproof.core.plan_rules import RULES
+from shardproof.core.plan_toml import toml_value
+
+GPT3 = """\
+[model]
+preset = "gpt3-175b"
+[cluster]
+preset = "dgx-a100-80g"
+num_devices = 1024
+[runtime]
+profile = "shardproof"
+[layout]
+tp = 8
+pp = 8
+vpp = 1
+dp = 16
+cp = 1
+ep = 1
+sequence_parallel = true
+zero = 1
+order = "tp-cp-ep-dp-pp"
+[batch]
+global = 1536
+micro = 1
+sequence = 2048
+[precision]
+dtype = "bf16"
+[recompute]
+mode = "selective"
+[schedule]
+name = "1F1B"
+[numerics]
+mode = "fast"
+[train]
+steps = 20
+data = "python-stdlib"
+seed = 1234
+learning_rate = 3e-4
+"""
+
+
+def problems_of(text: str, source: str = "plan.toml") -> tuple[str, ...]:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_toml(text, source)
+    return caught.value.problems
+
+
+def line_of(text: str, needle: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if needle in line)
+
+
+def test_the_example_of_the_interface_parses():
+    plan = Plan.from_toml(GPT3)
+    assert plan.model == model_preset("gpt3-175b")
+    assert plan.cluster == cluster_preset("dgx-a100-80g", 1024)
+    assert plan.layout == Layout(tp=8, pp=8, dp=16, sequence_parallel=True, zero=1)
+    assert (plan.num_microbatches, len(plan.stages)) == (96, 8)
+    assert plan.samples_of(15) == (1440, 1536)
+
+
+def test_the_example_round_trips():
+    plan = Plan.from_toml(GPT3)
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+@st.composite
+def plans(draw) -> Plan:
+    model = draw(st.sampled_from([model_preset(name) for name in ("tiny-gpt", "tiny-llama", "tiny-gpt-6h", "llama3-70b")]))
+    if draw(st.booleans()):
+        model = dataclasses.replace(model, norm_eps=draw(st.floats(1e-12, 1e-3)), name=draw(st.sampled_from([model.name, 'a "name"\t\\'])))
+    tp = draw(st.sampled_from([n for n in range(1, 9) if model.num_kv_heads % n == 0]))
+    pp = draw(st.sampled_from([n for n in (1, 2, 4) if model.num_layers % n == 0]))
+    interleaved = pp > 1 and model.num_layers % (2 * pp) == 0 and draw(st.booleans())
+    dp, micro = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    stages = "E" + "|" * (pp - 1) + f"t*{model.num_layers}L" if pp > 1 and not interleaved and draw(st.booleans()) else None
+    order = "-".join(draw(st.permutations(("tp", "cp", "ep", "dp", "pp"))))
+    layout = Layout(tp=tp, pp=pp, dp=dp, vpp=2 if interleaved else 1, zero=draw(st.integers(0, 3)), order=order, stages=stages)
+    cluster = cluster_preset(draw(st.sampled_from(sorted(CLUSTER_PRESETS))), layout.world_size)
+    assume(cluster.num_devices <= cluster.devices_per_node or cluster.num_devices % cluster.devices_per_node == 0)
+    if draw(st.booleans()):
+        sources = {**cluster.sources, "matmul_efficiency": draw(st.sampled_from(["set in the plan", "my bench\nof today"]))}
+        name = draw(st.sampled_from([cluster.name, "mine"]))
+        cluster = dataclasses.replace(cluster, name=name, matmul_efficiency=draw(st.floats(0.01, 1.0)), sources=sources)
+    return Plan(
+        model,
+        cluster,
+        layout,
+        Batch(micro * dp * draw(st.integers(1, 8)), micro, draw(st.sampled_from([16, 64, 128]))),
+        precision=Precision(draw(st.sampled_from(["fp32", "bf16"]))),
+        recompute=Recompute(draw(st.sampled_from(["none", "selective", "full"]))),
+        schedule=ScheduleChoice("Interleaved1F1B" if interleaved else draw(st.sampled_from(["GPipe", "1F1B"]))),
+        numerics=Numerics(draw(st.sampled_from(["fast", "exact"])), draw(st.sampled_from([None, 64])), draw(st.sampled_from([None, 16]))),
+        optimizer=Optimizer(betas=(draw(st.floats(0, 0.99)), 0.95), clip_grad_norm=draw(st.floats(0, 10))),
+        train=Train(steps=draw(st.integers(0, 9)), learning_rate=draw(st.floats(0, 1))),
+    )
+
+
+@given(plans())
+def test_any_plan_round_trips_exactly(plan):
+    text = plan.to_toml()
+    assert Plan.from_toml(text) == plan
+    assert Plan.from_toml(text).to_toml() == text
+
+
+@given(st.text())
+def test_any_text_survives_as_a_toml_value(text):
+    assume(all(not 0xD800 <= ord(letter) <= 0xDFFF for letter in text))
+    assert tomllib.loads(f"value = {toml_value(text)}")["value"] == text
+
+
+def test_all_problems_of_a_file_come_together_in_line_order():
+    text = (
+        GPT3.replace("tp = 8", "tp = 7")
+        .replace("micro = 1", "micro = 5\nmirco = 2")
+        .replace('"bf16"', '"bf61"')
+        .replace("seed = 1234", 'seed = "a"')
+        .replace("[numerics]", "[numeric]")
+        .replace("zero = 1", "zero = 9")
+    )
+    problems = problems_of(text, "runs/plan.toml")
+    expected = {
+        "num_devices": "7*1*16*8 = 896 ranks",
+        "tp = 7": "tp=7 does not divide num_heads=96",
+        "zero = 9": "zero = 9 must be at most 3",
+        "global": "no multiple of micro*dp=5*16=80. Use global = 1520 or 1600",
+        "mirco": "unknown key 'mirco' in [batch]; did you mean 'micro'?",
+        "dtype": "did you mean 'bf16'?",
+        "seed": "must be a whole number",
+    }
+    for needle, sentence in expected.items():
+        start = f"runs/plan.toml:{line_of(text, needle)}: "
+        assert any(problem.startswith(start) and sentence in problem for problem in problems), (needle, problems)
+    assert any("unknown section [numeric]; did you mean 'numerics'?" in problem for problem in problems)
+    lines = [int(problem.split(":")[1]) for problem in problems]
+    assert lines == sorted(lines)
+
+
+def test_a_key_in_the_wrong_section_is_told_its_own():
+    (problem,) = problems_of(GPT3.replace("[runtime]", "[runtime]\ntp = 8"))
+    assert problem == "plan.toml:7: unknown key 'tp' in [runtime]; it belongs to [layout]."
+
+
+def test_a_syntax_error_has_its_line():
+    (problem,) = problems_of("[model]\npreset = = 3\n")
+    assert problem.startswith("plan.toml:2: this is not TOML")
+
+
+def test_a_key_outside_every_section_is_refused():
+    (problem,) = problems_of("tp = 3\n" + GPT3)
+    assert problem.startswith("plan.toml:1: 'tp' is a key outside every section")
+
+
+def test_an_empty_file_says_what_is_missing():
+    model, batch = problems_of("")
+    assert "[model] lacks num_layers" in model and "model.preset" in model
+    assert "[batch] lacks global, sequence" in batch
+
+
+def test_lines_are_right_below_multi_line_values_and_comments():
+    section = '[optimizer]\nbetas = [ # two\n  0.9,\n  0.95,\n]\nname = """\nadamx"""\n\n# a comment\n[runtime]'
+    text = GPT3.replace("[runtime]", section).replace("zero = 1", "zero = -1")
+    first, second = problems_of(text)
+    assert first.startswith(f"plan.toml:{line_of(text, 'name = ' + chr(34) * 3)}: name = ")
+    assert second.startswith(f"plan.toml:{line_of(text, 'zero')}: zero = -1 must be at least 0")
+
+
+def test_a_dotted_key_is_a_table():
+    text = GPT3.replace("[runtime]\n", "").replace('profile = "shardproof"', "peak_flops_per_s.bf16 = 1e15")
+    assert dict(Plan.from_toml(text).cluster.peak_flops_per_s) == {"bf16": 1e15}
+
+
+def test_a_preset_can_be_overridden_field_by_field_and_says_so():
+    text = GPT3.replace("num_devices = 1024", "num_devices = 1024\nnode_network_bytes_per_s = 100e9")
+    plan = Plan.from_toml(text.replace("[cluster]", "num_layers = 48\n[cluster]"))
+    assert (plan.cluster.node_network_bytes_per_s, plan.cluster.sources["node_network_bytes_per_s"]) == (100e9, "set in the plan")
+    assert plan.cluster.device_memory_bytes == 80e9
+    assert (plan.model.num_layers, plan.model.hidden_size) == (48, 12288)
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_an_omitted_dp_is_what_the_devices_leave():
+    assert Plan.from_toml(GPT3.replace("dp = 16\n", "")).layout.dp == 16
+    (problem,) = problems_of(GPT3.replace("dp = 16\n", "").replace("1024", "1000"))
+    assert "num_devices=1000 is no multiple of tp*cp*pp=64" in problem and "Use 960 devices" in problem
+
+
+def test_omitted_devices_are_the_ranks_of_the_layout():
+    assert Plan.from_toml(GPT3.replace("num_devices = 1024\n", "")).cluster.num_devices == 1024
+
+
+def test_a_model_field_by_field_needs_only_what_has_no_default():
+    model = "[model]\nnum_layers = 2\nhidden_size = 60\nffn_hidden_size = 90\nnum_heads = 6\nvocab_size = 256\n"
+    plan = Plan.from_toml(model + "[batch]\nglobal = 4\nsequence = 32\n")
+    assert (plan.model.num_kv_heads, plan.model.head_dim, plan.model.max_positions) == (6, 10, 32)
+    assert plan.cluster.name == "this-host"
+
+
+def test_a_cluster_file_starts_from_the_folder_of_the_plan(tmp_path):
+    sources = '[cluster.sources]\nlink_efficiency = "measured today"\n'
+    (tmp_path / "mine.toml").write_text('[cluster]\npreset = "dgx-h100"\nlink_efficiency = 0.9\n' + sources)
+    text = GPT3.replace('preset = "dgx-a100-80g"', 'file = "mine.toml"')
+    plan = Plan.from_toml(text, str(tmp_path / "plan.toml"))
+    assert (plan.cluster.link_efficiency, plan.cluster.sources["link_efficiency"]) == (0.9, "measured today")
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_dp_follows_the_devices_of_a_cluster_file(tmp_path):
+    (tmp_path / "mine.toml").write_text('[cluster]\npreset = "dgx-a100-80g"\nnum_devices = 128\n')
+    text = GPT3.replace('preset = "dgx-a100-80g"\nnum_devices = 1024', 'file = "mine.toml"').replace("dp = 16\n", "")
+    assert Plan.from_toml(text, str(tmp_path / "plan.toml")).layout.dp == 2
+
+
+def test_a_cluster_file_cannot_name_another(tmp_path):
+    (tmp_path / "mine.toml").write_text('[cluster]\npreset = "dgx-h100"\nfile = "mine.toml"\n')
+    (problem,) = problems_of(GPT3.replace('preset = "dgx-a100-80g"', 'file = "mine.toml"'), str(tmp_path / "plan.toml"))
+    assert problem == f"{tmp_path / 'mine.toml'}:3: a cluster file cannot name another one. Copy its keys."
+
+
+def test_a_missing_cluster_file_is_the_only_problem():
+    (problem,) = problems_of(GPT3.replace('preset = "dgx-a100-80g"', 'file = "nowhere.toml"'))
+    assert problem == "plan.toml:4: nowhere.toml: No such file or directory."
+
+
+def test_a_bad_degree_is_not_blamed_on_what_is_derived_from_it():
+    (problem,) = problems_of(GPT3.replace("dp = 16\n", "").replace("tp = 8", 'tp = "8"'))
+    assert problem.startswith("plan.toml:9: tp = '8' must be a whole number")
+
+
+def test_problems_of_a_cluster_file_have_its_own_lines(tmp_path):
+    (tmp_path / "mine.toml").write_text('[cluster]\npreset = "dgx-h100"\nlink_eficiency = 0.9\nmatmul_efficiency = 2\n')
+    problems = problems_of(GPT3.replace('preset = "dgx-a100-80g"', 'file = "mine.toml"'), str(tmp_path / "plan.toml"))
+    assert any(problem.startswith(f"{tmp_path / 'mine.toml'}:3: unknown key 'link_eficiency'") for problem in problems)
+    assert any(problem.startswith(f"{tmp_path / 'mine.toml'}:4: matmul_efficiency = 2 must be at most 1") for problem in problems)
+
+
+def test_a_missing_config_file_is_named_with_the_line_that_names_it():
+    (problem,) = problems_of(GPT3.replace('preset = "gpt3-175b"', 'config = "nowhere/config.json"'))
+    assert problem == "plan.toml:2: nowhere/config.json: No such file or directory."
+
+
+def test_two_descriptions_of_a_model_are_refused():
+    (problem,) = problems_of(GPT3.replace("[cluster]", 'config = "config.json"\n[cluster]'))
+    assert "model.preset and model.config both describe a model" in problem
+
+
+BROKEN = {
+    "tp-divides-heads": (("tp = 8", "tp = 5"), "tp=5 does not divide num_heads=96"),
+    "leaves-admit-tp": (('mode = "fast"', 'mode = "fast"\nffn_block = 16384'), "Use tp <= 3 or numerics.ffn_block <= 6144"),
+    "blocks-nest": (('mode = "fast"', 'mode = "fast"\ngradient_token_block = 96\nreduction_token_block = 36'), "trees do not nest"),
+    "microbatches-divide": (("global = 1536", "global = 1500"), "no multiple of micro*dp=1*16=16. Use global = 1488 or 1504"),
+    "stages-hold-all-layers": (("pp = 8", "pp = 5"), "pp*vpp=5 does not divide num_layers=96"),
+    "interleaving-matches": (("vpp = 1", "vpp = 2"), 'Set schedule.name = "Interleaved1F1B" or layout.vpp = 1'),
+    "name-or-file": (('name = "1F1B"', 'name = "GPipe"\nfile = "x.csv"'), "both choose a schedule"),
+    "positions-suffice": (("sequence = 2048", "sequence = 4096"), "sequence=4096 is longer than the learned position table"),
+    "cluster-is-filled": (("dp = 16", "dp = 8"), "512 ranks, but num_devices=1024. Use dp=16"),
+    "nodes-are-whole": (("num_devices = 1024", "num_devices = 1020"), "does not fill nodes of devices_per_node=8. Use 1016 or 1024"),
+    "sequence-divides": (("sequence = 2048", "sequence = 2044"), "Use sequence=2040"),
+    "dense-only": (("cp = 1", "cp = 2"), "context parallelism can be laid out but not yet simulated or run"),
+    "dtype-has-peak": (('"bf16"', '"fp8"'), "has no peak rate on cluster dgx-a100-80g. Use one of bf16, fp16, fp32, tf32"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_catches_its_minimal_failing_plan_on_a_line_of_its_keys(rule):
+    (before, after), sentence = BROKEN[rule.name]
+    text = GPT3.replace(before, after)
+    (problem,) = [problem for problem in problems_of(text) if sentence in problem]
+    line = text.splitlines()[int(problem.split(":")[1]) - 1]
+    assert line.split(" = ")[0] in [key.partition(".")[2] for key in rule.keys]
+
+
+def test_every_rule_names_keys_that_exist():
+    known = {key.dotted for key in KEYS}
+    assert {key for rule in RULES for key in rule.keys} <= known
+    assert len({rule.name for rule in RULES}) == len(RULES) == len(BROKEN)
+
+
+def test_interleaving_without_chunks_is_refused():
+    (problem,) = problems_of(GPT3.replace('"1F1B"', '"Interleaved1F1B"'))
+    assert "needs vpp of at least 2, but vpp=1" in problem
+
+
+def test_a_plan_made_in_python_is_held_to_the_same_rules():
+    with pytest.raises(PlanError) as caught:
+        Plan(model_preset("tiny-gpt"), cluster_preset("this-host", 7), Layout(tp=3, dp=2), Batch(5, 1, 256))
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.dotted)
+def test_each_key_refuses_a_value_of_the_wrong_type_on_its_line(key):
+    wrong = {"int": "1.5", "float": '"fast"', "bool": "1", "two floats": "[0.9]", "table of rates": "{ bf16 = -1 }"}
+    text = f"[{key.section}]\n{key.name} = {wrong.get(key.type, '3')}\n"
+    assert any(problem.startswith(f"plan.toml:2: {key.name} = ") for problem in problems_of(text))
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.minimum is not None or key.above is not None], ids=lambda key: key.dotted)
+def test_each_bounded_key_refuses_a_value_below_its_bound(key):
+    value = {"int": "-1", "float": "-1.0", "two floats": "[-1.0, 0.5]"}[key.type]
+    assert any(problem.startswith(f"plan.toml:2: {key.name} = ") for problem in problems_of(f"[{key.section}]\n{key.name} = {value}\n"))
+
+
+def test_the_key_table_fills_every_field_of_every_noun():
+    for section, noun in NOUNS.items():
+        attributes = [key.attribute for key in KEYS if key.section == section and key.attribute is not None]
+        assert sorted(attributes) == sorted(field.name for field in dataclasses.fields(noun)), section
+    assert {field.name for field in dataclasses.fields(Plan)} == set(NOUNS)
+
+
+def test_key_defaults_are_those_of_the_nouns():
+    defaults = {key.dotted: key.default for key in KEYS}
+    assert (defaults["layout.tp"], defaults["precision.dtype"], defaults["optimizer.betas"]) == (1, "bf16", (0.9, 0.95))
+    assert {key.name for key in KEYS if key.section == "batch" and key.required} == {"global", "sequence"}
+
+
+def test_every_preset_is_a_model_a_plan_can_name():
+    for name in MODEL_PRESETS:
+        plan = Plan.from_toml(f'[model]\npreset = "{name}"\n[batch]\nglobal = 1\nsequence = 16\n')
+        assert plan.model.name == name

@@ -1,0 +1,63 @@
+"""The ledger writer hears torch tensors and keeps digests under layout-free names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardproof.verify.digest import add, digest
+from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, WEIGHT, Key, LedgerWriter, RunLedger
+
+
+@dataclass(frozen=True)
+class Samples:
+    first_sample: int
+
+
+def test_each_sample_of_a_microbatch_is_a_tensor_of_its_own() -> None:
+    hidden = torch.randn(2, 3, 4)
+    writer = LedgerWriter(0, {})
+    writer.begin_step(5)
+    writer.activation("layers.0.mlp", Samples(6), hidden)
+    assert [key for key, _ in writer.finish().entries] == [Key(5, ACTIVATION, "layers.0.mlp", 6), Key(5, ACTIVATION, "layers.0.mlp", 7)]
+    assert writer.finish().entries[1][1].digest == digest(hidden[1].numpy())
+
+
+def test_the_gradient_of_an_activation_is_seen_when_backward_reaches_it() -> None:
+    leaf = torch.randn(1, 2, requires_grad=True)
+    writer = LedgerWriter(0, {})
+    hidden = leaf * 3
+    writer.activation("layers.0.mlp", Samples(0), hidden)
+    (hidden * 2).sum().backward()
+    key, piece = writer.finish().entries[-1]
+    assert key == Key(0, ACTIVATION_GRADIENT, "layers.0.mlp", 0)
+    assert piece.digest == digest(np.array([2.0, 2.0], dtype=np.float32))
+
+
+def test_shards_of_three_ranks_assemble_to_the_digest_of_the_full_tensor() -> None:
+    full = torch.randn(7, 5)
+    writers = [LedgerWriter(rank, {"w": (7, 5)}) for rank in range(3)]
+    for writer, (lo, hi) in zip(writers, ((0, 3), (3, 5), (5, 7)), strict=True):
+        writer.weight("w", (slice(lo, hi), slice(None)), full[lo:hi])
+    run = RunLedger.merge(writer.finish() for writer in writers)
+    assert add(piece.digest for piece in run.pieces[Key(0, WEIGHT, "w")]) == digest(full.numpy())
+
+
+def test_only_captured_tensors_leave_a_file(tmp_path: Path) -> None:
+    writer = LedgerWriter(2, {"w": (4,), "v": (4,)}, frozenset({Key(0, GRADIENT, "w")}), tmp_path)
+    writer.gradient("w", (slice(1, 3),), torch.tensor([1.0, 2.0]))
+    writer.gradient("v", (slice(0, 4),), torch.ones(4))
+    assert len(list(tmp_path.iterdir())) == 1
+    assert writer.finish().entries[0][1].load().tolist() == [1.0, 2.0]
+
+
+def test_both_moments_are_tensors_and_scalars_keep_their_value() -> None:
+    writer = LedgerWriter(0, {"w": (2,)})
+    writer.scalar("loss", 1.25)
+    writer.optimizer_state("w", (slice(0, 2),), torch.ones(2), torch.zeros(2))
+    run = RunLedger.merge([writer.finish()])
+    assert run.scalars("loss") == [1.25]
+    assert [key.tensor for key in run.pieces if key.phase == OPTIMIZER] == ["w.exp_avg", "w.exp_avg_sq"]

@@ -1,0 +1,139 @@
+"""`shardproof draw` as a user meets it: files in, text or files out, exit codes."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from shardproof import Timeline, draw
+from shardproof.core.cli import main
+
+CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, full):
+    """A folder with a schedule of two ranks and a recorded timeline, to which the command line is moved."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.csv").write_text(CSV)
+    full.save("run.timeline.json")
+    return tmp_path
+
+
+def test_schedule_csv_is_drawn_with_unit_costs(folder, capsys):
+    assert main(["draw", "two.csv", "--width", "50"]) == 0
+    out = capsys.readouterr().out
+    assert "Predicted: 9 units, bubble 33.3% on every rank" in out
+    assert "rank 0 |F0-F1-......B0====...B1====| 33.3%" in out
+    assert "rank 1 |...F0-B0====F1-B1====......| 33.3%" in out
+
+
+def test_recorded_timeline_is_drawn_as_the_function_draws_it(folder, capsys, full):
+    assert main(["draw", "run.timeline.json", "--width", "50"]) == 0
+    assert capsys.readouterr().out == draw(full, width=50)
+
+
+def test_no_memory_leaves_the_curves_out(folder, capsys):
+    assert main(["draw", "run.timeline.json", "--no-memory"]) == 0
+    assert "memory" not in capsys.readouterr().out
+
+
+PLAN = ["--model", "gpt2", "--cluster", "dgx-h100", "--devices", "6", "--pp", "3", "--tp", "2", "--global-batch", "6"]
+
+
+def test_plan_is_simulated_and_shows_one_row_per_pipeline_rank(folder, capsys):
+    assert main(["draw", *PLAN]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split("|")[0].strip() for line in out.split("memory")[0].splitlines() if "|" in line]
+    assert rows == ["rank 0", "rank 2", "rank 4"]
+    assert "S# optimizer step" in out and "memory" in out
+
+
+def test_predicted_plan_beside_its_recording_has_the_same_length(folder, capsys):
+    assert main(["draw", *PLAN, "-o", "predicted.timeline.json"]) == 0
+    capsys.readouterr()
+    assert main(["draw", *PLAN, "--compare", "predicted.timeline.json"]) == 0
+    assert "1 x the first" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["x.svg", "x.png", "x.txt", "x.json", "x.json.gz", "x.timeline.json"])
+def test_output_is_chosen_by_the_suffix(folder, capsys, name):
+    assert main(["draw", "two.csv", "-o", name]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"written: {name}\n")
+    assert {path.name for path in folder.iterdir()} == {"two.csv", "run.timeline.json", name}
+
+
+def test_json_tells_makespan_bubbles_and_peaks(folder, capsys):
+    assert main(["draw", "run.timeline.json", "--json", "--compare", "run.timeline.json", "-o", "x.svg"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["makespan_s"] == 9.0 and report["bubble_fraction"] == pytest.approx(1 / 3)
+    assert (report["title"], report["source"], report["num_ranks"], report["num_spans"]) == ("tiny", "predicted", 2, 14)
+    assert report["per_rank"][0] == {
+        "global_rank": 0,
+        "busy_s": 6.0,
+        "bubble_fraction": pytest.approx(1 / 3),
+        "peak_memory_bytes": 3 * 2**30,
+    }
+    assert report["file"] == "x.svg" and report["compare"]["makespan_s"] == 9.0 and (folder / "x.svg").exists()
+
+
+def test_compare_draws_both(folder, capsys, full):
+    slow = Timeline(full.spans, "measured", (), "real")
+    slow.save("slow.timeline.json.gz")
+    assert main(["draw", "run.timeline.json", "--compare", "slow.timeline.json.gz"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("tiny / real\n") and out.count("rank 1 |") == 3  # two Gantt rows and one memory curve
+    assert "Measured: 9 s, bubble 33.3% on every rank, 1 x predicted" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["two.csv", "-o", "x.gif"], "unknown picture suffix '.gif'"),
+        (["missing.csv"], "missing.csv: No such file or directory"),
+        (["two.csv", "--compare", "run.timeline.json"], "compares only with another CSV"),
+        (["two.csv", "--tp", "2"], "--tp: plan options have no effect on two.csv"),
+        (["bad.json"], "bad.json: not a recorded timeline"),
+        (["bad.csv"], "0Q1"),
+        (["two.csv", "-o", "nowhere/x.svg"], "nowhere/x.svg: No such file or directory"),
+    ],
+)
+def test_bad_input_is_code_2_with_one_message_and_no_file(folder, capsys, arguments, message):
+    (folder / "bad.json").write_text("{}")
+    (folder / "bad.csv").write_text("0F0,0Q1\n")
+    before = {path.name for path in folder.iterdir()}
+    assert main(["draw", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.out == "" and "Traceback" not in printed.err
+    assert {path.name for path in folder.iterdir()} == before
+
+
+def on_a_terminal(folder, **environment):
+    """What `draw two.csv` prints to a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    variables = {**os.environ, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment}
+    process = subprocess.Popen([sys.executable, "-m", "shardproof.core.cli", "draw", "two.csv"], cwd=folder, env=variables, stdout=theirs)
+    os.close(theirs)
+    printed = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux reports the closed other end so
+            break
+        if not part:
+            break
+        printed += part
+    os.close(ours)
+    assert process.wait() == 0
+    return printed.decode()
+
+
+def test_colour_is_for_terminals_and_no_color_turns_it_off(folder):
+    assert "\x1b[0;38;5;231;48;5;67m" in on_a_terminal(folder)
+    plain = on_a_terminal(folder, NO_COLOR="1")
+    assert "\x1b" not in plain and "|F0" in plain
+    assert "\x1b" not in on_a_terminal(folder, TERM="dumb")

@@ -1,0 +1,58 @@
+"""The Chrome trace against a schema written from the trace event format document (Google, "Trace Event Format")."""
+
+import json
+
+from shardproof.viz.trace import to_trace
+
+NUMBER = (int, float)
+SCHEMA = {
+    "X": {"name": str, "cat": str, "pid": int, "tid": int, "ts": NUMBER, "dur": NUMBER, "args": dict},
+    "M": {"name": str, "pid": int, "tid": int, "args": dict},
+    "C": {"name": str, "pid": int, "tid": int, "ts": NUMBER, "args": dict},
+}
+
+
+def check(text):
+    document = json.loads(text)
+    assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"} and document["displayTimeUnit"] in ("ms", "ns")
+    for event in document["traceEvents"]:
+        fields = SCHEMA[event["ph"]]
+        assert set(event) == {"ph", *fields}
+        assert all(isinstance(event[name], kind) for name, kind in fields.items())
+        assert event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0
+        if event["ph"] == "C":
+            assert all(isinstance(value, NUMBER) for value in event["args"].values())
+    named = {(e["pid"], e["tid"]) for e in document["traceEvents"] if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in document["traceEvents"] if e["ph"] == "X"} <= named
+    return document["traceEvents"]
+
+
+def test_every_span_is_a_complete_event_in_microseconds(full):
+    events = [event for event in check(to_trace([full])) if event["ph"] == "X"]
+    assert len(events) == len(full.spans) == 14
+    assert {
+        "ph": "X",
+        "name": "0B0",
+        "cat": "B",
+        "pid": 0,
+        "tid": 0,
+        "ts": 4e6,
+        "dur": 2e6,
+        "args": {"stage": 0, "microbatch": 0},
+    } in events
+
+
+def test_memory_is_a_counter_per_rank(full):
+    counters = [(e["pid"], e["ts"], e["args"]["bytes"]) for e in check(to_trace([full])) if e["ph"] == "C"]
+    assert counters == [(0, 0, 2**30), (0, 2e6, 3 * 2**30), (0, 6e6, 2 * 2**30), (1, 0, 2 * 2**30)]
+
+
+def test_two_timelines_have_processes_of_their_own(tiny, full):
+    events = check(to_trace([tiny, full]))
+    names = [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"]
+    assert names == [(0, "predicted rank 0"), (1, "predicted rank 1"), (2, "predicted rank 0"), (3, "predicted rank 1")]
+
+
+def test_lanes_are_threads_with_compute_first(full):
+    names = [(e["tid"], e["args"]["name"]) for e in check(to_trace([full])) if e["name"] == "thread_name" and e["pid"] == 1]
+    assert names == [(0, "compute"), (1, "B<1"), (2, "B>0"), (3, "F<0"), (4, "F>1"), (5, "dp")]

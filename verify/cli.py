@@ -1,0 +1,144 @@
+"""The `verify` verb: static rules over the schedule of a plan or a CSV file, and on request the dynamic proof."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.commands import Command
+from ..core.errors import MissingExtraError, PlanError, ScheduleError
+from ..core.options import add_output, add_plan, emit, read_plan
+from ..core.schedule import Schedule
+from ..core.schedules import schedule_for
+from .check import Examination, examine
+from .grid import grid
+from .rules import DEADLOCK_RULES, RULES, View
+from .rules.memory import peak_in_flight
+
+if TYPE_CHECKING:
+    from ..core.plan import Plan
+    from .dynamic import Proof
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the verb."""
+    add_plan(parser, "a plan.toml or a schedule CSV")
+    parser.add_argument("--list", action="store_true", help="print the static rules and stop")
+    dynamic = parser.add_argument_group("dynamic proof", "runs the plan's backend and one device, and compares bits; needs the train extra")
+    dynamic.add_argument("--dynamic", action="store_true", help="prove that the plan computes what one device computes, bit for bit")
+    dynamic.add_argument("--steps", type=_positive, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
+    dynamic.add_argument("--transport", choices=("gloo", "memory", "nccl"), default="gloo", help="how ranks talk (default: gloo)")
+    dynamic.add_argument("--inject", metavar="FAULT", help="break the sharded run on purpose: drop-reduction:RANK:TENSOR")
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when nothing is wrong, 1 with findings; bad input raises and ends with 2."""
+    if args.list:
+        emit(args, list_rules(), {"rules": [{"name": rule.name, "doc": rule.doc, "hint": rule.hint} for rule in RULES]})
+        return 0
+    if args.inject is not None and not args.dynamic:
+        raise PlanError("--inject breaks the sharded run of the dynamic proof. Add --dynamic.")
+    plan, schedule = _read(args)
+    examination = examine(schedule)
+    report = static_report(examination)
+    text = static_text(schedule, examination)
+    if args.dynamic and report["ok"]:
+        proof = _prove(args, plan)
+        report = {**report, **proof.report}
+        text = f"{text}\n\n{proof.text()}"
+    elif args.dynamic:
+        text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
+    emit(args, text, report)
+    return 0 if report["ok"] else 1
+
+
+def list_rules() -> str:
+    """The table of rules as text."""
+    width = max(len(rule.name) for rule in RULES)
+    return "\n".join(f"{rule.name:<{width}}  {rule.doc}" for rule in RULES)
+
+
+def static_report(examination: Examination) -> dict[str, Any]:
+    """`ok`, `findings`, and `checked`: what the rules were asked about."""
+    schedule = examination.schedule
+    return {
+        "ok": not examination.violations,
+        "findings": [finding.to_dict() for finding in examination.findings],
+        "checked": {
+            "schedule": schedule.name,
+            "num_actions": len(schedule),
+            "num_ranks": schedule.num_ranks,
+            "num_stages": schedule.num_stages,
+            "num_microbatches": schedule.num_microbatches,
+            "rules": [rule.name for rule in examination.rules],
+        },
+    }
+
+
+def static_text(given: Schedule, examination: Examination) -> str:
+    """What was checked and the result; with findings, the grid of steps and ranks with their cells marked."""
+    schedule = examination.schedule
+    lowered = "" if len(schedule) == len(given) else f" ({len(given)} given, {len(schedule) - len(given)} added by lowering)"
+    checked = (
+        f"{schedule.name}: {len(schedule)} actions{lowered} on {schedule.num_ranks} pipeline ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches; {len(examination.rules)} rules checked"
+    )
+    if not examination.violations:
+        peak = peak_in_flight(View(schedule))
+        held = f"Most microbatches in flight: {max(peak)} (rank {peak.index(max(peak))})."
+        return f"{checked}.\nThe schedule is right: no rule is broken. {held}"
+    because = "" if DEADLOCK_RULES[0] in examination.rules else ", the others when these findings are gone"
+    picture = f"\n\n{grid(schedule, marked)}" if (marked := _marked(examination)) else ""
+    listed = "\n".join(str(finding) for finding in examination.findings)
+    return f"{checked}{because}.\n{listed}{picture}"
+
+
+def _marked(examination: Examination) -> list[int]:
+    """Indices of all actions that take part in a violation, the first violation's first."""
+    places = ((violation.index, *violation.related) for _, violation in examination.violations)
+    return [index for place in places for index in place if index is not None]
+
+
+def _read(args: argparse.Namespace) -> tuple[Plan | None, Schedule]:
+    if args.plan is None or not args.plan.lower().endswith(".csv"):
+        plan = read_plan(args)
+        return plan, schedule_for(plan)
+    if args.dynamic:
+        raise PlanError(f"--dynamic runs a whole plan, and {args.plan} is only a schedule. Give a plan and --schedule {args.plan}.")
+    return None, read_schedule(args.plan)
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule in a CSV file. Raises `ScheduleError` with every malformed cell, also for a file that is no text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path}: this is not a text file: {error}.") from error
+    return Schedule.from_csv(text, path)
+
+
+def _prove(args: argparse.Namespace, plan: Plan | None) -> Proof:
+    assert plan is not None, "_read refuses --dynamic without a plan"
+    try:
+        from .dynamic import prove
+        from .mutations import parse_fault
+
+        fault = None if args.inject is None else parse_fault(args.inject)
+        return prove(plan, transport=args.transport, steps=args.steps, fault=fault, progress=lambda line: print(line, file=sys.stderr))
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.") from error
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+VERIFY = Command("verify", "shardproof verify plan.toml --dynamic", configure, run)

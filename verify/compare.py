@@ -1,0 +1,188 @@
+"""Compares the ledger of a sharded run with that of one device, in dataflow order, and names what differs.
+
+Digests decide *whether* tensors differ; where they do, `explain` looks at captured values and says where and how.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+
+from ..core.action import Action, Kind
+from ..core.model import ModelSpec
+from ..core.parameters import parameters
+from ..core.plan import Plan
+from .digest import Region, add, bit_words, region_size, regions_overlap
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
+
+Problem = Literal["differs", "missing", "extra", "incomplete"]
+
+
+@dataclass(frozen=True)
+class Values:
+    """How captured values differ. Counts are over the pieces of all ranks named in the difference."""
+
+    elements_different: int
+    num_elements: int
+    bits_different: int
+    kind: str
+    index: tuple[int, ...]
+    expected: float
+    found: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not what one device computes. `global_ranks` hold it wrongly; before `explain` they may be suspects."""
+
+    key: Key
+    problem: Problem
+    global_ranks: tuple[int, ...]
+    values: Values | None = None
+
+
+def compare(reference: RunLedger, run: RunLedger, model: ModelSpec) -> list[Difference]:
+    """Every tensor of which any rank's piece differs from the reference, in dataflow order: the first is the nearest to the cause.
+
+    Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are assembled.
+    """
+    found = []
+    for key, (expected, *_) in reference.pieces.items():
+        difference = _compare_tensor(key, expected, run.pieces.get(key, ()))
+        if difference is not None:
+            found.append(difference)
+    found += [Difference(key, "extra", _ranks(pieces)) for key, pieces in run.pieces.items() if key not in reference.pieces]
+    return sorted(found, key=_position(reference, model, found))
+
+
+def _compare_tensor(key: Key, expected: Piece, pieces: Sequence[Piece]) -> Difference | None:
+    if not pieces:
+        return Difference(key, "missing", ())
+    by_region: dict[Region, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_region[piece.region].append(piece)
+    if any(piece.shape != expected.shape for piece in pieces) or not _partitions(tuple(by_region), expected):
+        return Difference(key, "incomplete", _ranks(pieces))
+    if len(by_region) == 1:
+        wrong = [piece for piece in pieces if piece.digest != expected.digest]
+        return Difference(key, "differs", _ranks(wrong)) if wrong else None
+    torn = [piece for held in by_region.values() if len({piece.digest for piece in held}) > 1 for piece in held]
+    if torn:
+        return Difference(key, "differs", _ranks(torn))
+    whole = add(held[0].digest for held in by_region.values())
+    return Difference(key, "differs", _ranks(pieces)) if whole != expected.digest else None
+
+
+def _partitions(regions: Sequence[Region], whole: Piece) -> bool:
+    covered = sum(region_size(region) for region in regions) == region_size(whole.region)
+    return covered and not any(regions_overlap(a, b) for a, b in combinations(regions, 2))
+
+
+def _ranks(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    return tuple(sorted({piece.global_rank for piece in pieces}))
+
+
+# Dataflow order
+
+
+def _position(reference: RunLedger, model: ModelSpec, found: Sequence[Difference]) -> Callable[[Difference], tuple]:
+    """A sort key: activations forward, loss, their gradients backward, parameter gradients backward, norm, optimizer, weights."""
+    parameter_position = {parameter.name: i for i, parameter in enumerate(parameters(model))}
+    keys = [*reference.pieces, *(difference.key for difference in found)]
+    activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT))
+    forward = {name: i for i, name in enumerate(activations)}
+
+    def position(difference: Difference) -> tuple:
+        step, phase, tensor, sample = difference.key
+        if phase == ACTIVATION:
+            where: tuple = (0, forward[tensor], sample)
+        elif phase == ACTIVATION_GRADIENT:
+            where = (2, -forward[tensor], sample)
+        elif phase == GRADIENT:
+            where = (3, -parameter_position[tensor])
+        elif phase == SCALAR:
+            where = (4 if tensor == "grad_norm" else 1, tensor)
+        else:
+            name = tensor.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
+            where = (5 if phase == OPTIMIZER else 6, parameter_position[name], tensor)
+        return step, *where
+
+    return position
+
+
+def action_of(plan: Plan, key: Key, global_rank: int) -> Action:
+    """The action in which a rank computes a tensor: its F or B, the gradient reduction of its stage, or the optimizer step."""
+    block = key.tensor.split(".")
+    if block[0] == "layers":
+        stage = next(content.stage for content in plan.stages if int(block[1]) in content.layers)
+    else:
+        stage = 0 if block[0] == "embedding" else len(plan.stages) - 1
+    if key.sample is not None:
+        first, _ = plan.samples_of(plan.layout.coordinates(global_rank)["dp"])
+        kind = Kind.F if key.phase == ACTIVATION else Kind.B
+        return Action(stage, kind, (key.sample - first) // plan.batch.micro_size)
+    if key.phase == GRADIENT:
+        return Action(stage, Kind.REDUCE_GRAD)
+    return Action(plan.layout.coordinates(global_rank)["pp"], Kind.STEP)
+
+
+# Values
+
+
+def explain(difference: Difference, reference: RunLedger, run: RunLedger) -> Difference:
+    """The same difference with the ranks that really hold other bits and how the values differ. Both ledgers captured this tensor.
+
+    Ranks are left empty when the second run has the right bits: then the result depends on the run.
+    """
+    expected = reference.pieces[difference.key][0].load()
+    wrong: list[tuple[Piece, np.ndarray, np.ndarray]] = []
+    for piece in run.pieces[difference.key]:
+        part, found = expected[tuple(slice(lo, hi) for lo, hi in piece.region)], piece.load()
+        if not np.array_equal(bit_words(part), bit_words(found)):
+            wrong.append((piece, np.atleast_1d(part), np.atleast_1d(found)))
+    if not wrong:
+        return replace(difference, global_ranks=())
+    different = [bit_words(part) ^ bit_words(found) for _, part, found in wrong]
+    piece, part, found = wrong[0]
+    first = tuple(int(i) for i in np.argwhere(different[0])[0])
+    values = Values(
+        elements_different=sum(int(np.count_nonzero(words)) for words in different),
+        num_elements=sum(words.size for words in different),
+        bits_different=sum(_popcount(words) for words in different),
+        kind=classify(part, found),
+        index=tuple(i + lo for i, (lo, _) in zip(first, piece.region, strict=True)) if piece.region else (),
+        expected=float(part[first]),
+        found=float(found[first]),
+    )
+    return replace(difference, global_ranks=_ranks([piece for piece, _, _ in wrong]), values=values)
+
+
+def classify(expected: np.ndarray, found: np.ndarray) -> str:
+    """How wrong values relate to right ones: `zero`, `scaled by 2`, `permuted`, `rounding only` or `other values`.
+
+    `rounding only` means a largest error below 1e-5 of the largest value: as other orders of the same fp32 sums give.
+    """
+    scale = float(np.abs(expected).max())
+    if not np.isfinite(found).all():
+        return "not finite"
+    if scale > 0 and not found.any():
+        return "zero"
+    for factor in range(2, 65):
+        if np.array_equal(found, expected * found.dtype.type(factor)):
+            return f"scaled by {factor}"
+        if np.array_equal(found, expected / found.dtype.type(factor)):
+            return f"scaled by 1/{factor}"
+    if np.array_equal(np.sort(expected, axis=None), np.sort(found, axis=None)):
+        return "permuted"
+    if float(np.abs(found.astype(np.float64) - expected).max()) <= 1e-5 * scale:
+        return "rounding only"
+    return "other values"
+
+
+def _popcount(words: np.ndarray) -> int:
+    return int(np.unpackbits(np.ascontiguousarray(words).view(np.uint8)).sum())

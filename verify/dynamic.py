@@ -1,0 +1,282 @@
+"""The dynamic proof: a plan on the real backend against the same steps on one device, every canonical tensor, bit for bit.
+
+The first runs keep digests only. Where digests differ both programs run once more and keep the values of those tensors, so a proof
+that succeeds stores nothing and one that fails can say which elements differ, and how. This process needs numpy only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..backend.launch import run_ranks
+from ..core.errors import MissingExtraError
+from ..core.findings import Finding
+from ..core.layout import Layout
+from ..core.parameters import parameters
+from ..core.plan import Batch, Plan, ScheduleChoice
+from .compare import Difference, action_of, compare, explain
+from .digest import to_hex
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, Key, LedgerWriter, RankLedger, RunLedger
+from .mutations import DropReduction, drop_reduction
+from .twin import twin
+
+CAPTURE_BYTES = 2**28
+"""Values of differing tensors that a second run keeps, over all ranks: the first ones in dataflow order."""
+
+Progress = Callable[[str], None]
+TransportName = Literal["gloo", "memory", "nccl"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a dynamic proof found. `report` has the JSON keys of `verify --json`; `changes` says how the twin differs from the plan."""
+
+    report: dict[str, Any]
+    findings: tuple[Finding, ...]
+    changes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True when no bit differs."""
+        return bool(self.report["ok"])
+
+    def text(self) -> str:
+        """The proof for people: what was shrunk, what was compared, and the findings."""
+        report = self.report
+        lines = [f"  {change}" for change in self.changes]
+        if lines:
+            lines.insert(0, f"What runs here is a twin of the plan with {_count(len(lines), 'change')}:")
+        losses = " ".join(f"{loss:.6f}" for loss in report["losses"])
+        lines.append(
+            f"{report['world_size']} ranks over {report['transport']} against one device, {_count(report['steps'], 'step')}, loss {losses}."
+        )
+        compared = _count(report["tensors_compared"], "tensor")
+        if self.ok:
+            what = "activations and their gradients, loss, parameter gradients, gradient norm, optimizer state and weights of every rank"
+            lines.append(f"0 different bits in {compared}: {what}. Fingerprint {report['fingerprint']}.")
+        else:
+            lines += [f"NOT EQUAL: {report['tensors_different']} of {compared} differ.", *map(str, self.findings)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ProofJob:
+    """What every rank of one run needs to know."""
+
+    plan: Plan
+    steps: int
+    capture: frozenset[Key] = frozenset()
+    folder: Path | None = None
+    fault: DropReduction | None = None
+
+
+def prove(
+    plan: Plan,
+    *,
+    transport: TransportName = "gloo",
+    steps: int = 3,
+    fault: DropReduction | None = None,
+    progress: Progress = lambda line: None,
+) -> Proof:
+    """Runs `steps` steps of the plan (or of its twin) and of one device, and compares every tensor of every rank.
+
+    `fault` is injected into the sharded run only. Raises `PlanError` for a fault that the run cannot have, `RankFailure` when a rank
+    dies, `MissingExtraError` without torch.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.")
+    small, changes = twin(plan)
+    if fault is not None:
+        fault.check(small)
+    one = one_device(small)
+    progress(f"one device: {steps} steps")
+    reference = _run(ProofJob(one, steps), "memory")
+    progress(f"{small.layout.world_size} ranks over {transport}: {steps} steps")
+    run = _run(ProofJob(small, steps, fault=fault), transport)
+    differences = compare(reference, run, small.model)
+    if differences:
+        progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
+        differences = _look_closer(differences, reference, ProofJob(one, steps), ProofJob(small, steps, fault=fault), transport)
+    return _proof(small, steps, transport, changes, reference, run, differences)
+
+
+def one_device(plan: Plan) -> Plan:
+    """The same problem on one device: layout 1, one sample per microbatch, one after the other."""
+    return replace(
+        plan,
+        layout=Layout(),
+        cluster=replace(plan.cluster, num_devices=1),
+        batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
+        schedule=ScheduleChoice("1F1B"),
+    )
+
+
+def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
+    """What one rank does, in a process that has torch: the trainer's steps with a ledger as observer."""
+    from ..backend.numerics import make_numerics
+    from ..backend.training_rank import TrainingRank
+
+    numerics = make_numerics(job.plan, transport.device)
+    if job.fault is not None and job.fault.global_rank == transport.global_rank:
+        numerics = drop_reduction(numerics, job.fault, lambda: transport.recorder.current_layer)
+    shapes = {parameter.name: parameter.shape for parameter in parameters(job.plan.model)}
+    writer = LedgerWriter(transport.global_rank, shapes, job.capture, job.folder)
+    rank = TrainingRank(transport, job.plan, numerics=numerics, observer=writer)
+    for step in range(job.steps):
+        rank.step(step)
+    return writer.finish()
+
+
+def _run(job: ProofJob, transport: TransportName) -> RunLedger:
+    return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.layout.world_size, transport=transport))
+
+
+def _look_closer(
+    differences: Sequence[Difference], reference: RunLedger, one: ProofJob, many: ProofJob, transport: TransportName
+) -> list[Difference]:
+    """The differences with their values, as far as the capture budget reaches. The folder of values is removed in any case."""
+    chosen = _within_budget(differences, reference, many.plan.layout.world_size)
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as name:
+        ledgers = []
+        runs: tuple[tuple[ProofJob, TransportName, str], ...] = ((one, "memory", "one"), (many, transport, "many"))
+        for job, run_transport, part in runs:
+            folder = Path(name, part)
+            folder.mkdir()
+            ledgers.append(_run(replace(job, capture=chosen, folder=folder), run_transport))
+        return [explain(d, *ledgers) if d.key in chosen else d for d in differences]
+
+
+def _within_budget(differences: Sequence[Difference], reference: RunLedger, world_size: int) -> frozenset[Key]:
+    chosen: set[Key] = set()
+    used = 0
+    for difference in differences:
+        if difference.problem == "differs":
+            used += 4 * math.prod(reference.pieces[difference.key][0].shape) * (world_size + 1)
+            if chosen and used > CAPTURE_BYTES:
+                break
+            chosen.add(difference.key)
+    return frozenset(chosen)
+
+
+def _proof(
+    plan: Plan, steps: int, transport: str, changes: Sequence[str], reference: RunLedger, run: RunLedger, differences: Sequence[Difference]
+) -> Proof:
+    findings = tuple(_findings(plan, run, differences))
+    report = {
+        "ok": not differences,
+        "findings": [finding.to_dict() for finding in findings],
+        "steps": steps,
+        "losses": reference.scalars("loss"),
+        "tensors_compared": len(reference.pieces),
+        "tensors_different": len(differences),
+        "bits_different": sum(d.values.bits_different for d in differences if d.values) or len(differences),
+        "first_divergence": _divergence(plan, differences[0]) if differences else None,
+        "world_size": plan.layout.world_size,
+        "transport": transport,
+        "twin": list(changes),
+        "leaf_sizes": asdict(plan.leaf_sizes),
+        "fingerprint": _fingerprint(reference),
+    }
+    return Proof(report, findings, tuple(changes))
+
+
+def _fingerprint(ledger: RunLedger) -> str:
+    """One hash over every digest of a run: equal on two machines exactly when all their tensors are."""
+    lines = (f"{tuple(key)} {to_hex(pieces[0].digest)}\n" for key, pieces in ledger.pieces.items())
+    return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
+
+
+# Words for differences
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _divergence(plan: Plan, difference: Difference) -> dict[str, Any]:
+    """The JSON form of the first divergence. Steps are counted from 1."""
+    key, values = difference.key, difference.values
+    rank = difference.global_ranks[0] if difference.global_ranks else None
+    action = None if rank is None else action_of(plan, key, rank)
+    return {
+        "step": key.step + 1,
+        "rank": rank,
+        "ranks": list(difference.global_ranks),
+        "action": None if action is None else str(action),
+        "microbatch": None if action is None else action.microbatch,
+        "tensor": key.tensor,
+        "phase": key.phase,
+        "problem": difference.problem,
+        "elements_different": values.elements_different if values else None,
+        "num_elements": values.num_elements if values else None,
+        "bits_different": values.bits_different if values else None,
+        "class": values.kind if values else "unknown",
+    }
+
+
+def _findings(plan: Plan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
+    if not differences:
+        return []
+    first, rest = differences[0], differences[1:]
+    found = [Finding(*_first_words(plan, run, first))]
+    if rest:
+        later = ", ".join(dict.fromkeys(_name(d.key) for d in rest[:3]))
+        found.append(Finding("bits-differ-later", "info", "later in dataflow order", f"{len(rest)} more tensors differ, first {later}."))
+    return found
+
+
+def _first_words(plan: Plan, run: RunLedger, first: Difference) -> tuple[str, Literal["error"], str, str, str]:
+    """Rule, severity, where, what and hint of the first divergence."""
+    key, values, ranks = first.key, first.values, first.global_ranks
+    where = ", ".join([f"step {key.step + 1}", *_places(plan, key, ranks), _name(key)])
+    if first.problem != "differs":
+        what = {
+            "missing": "one device computes this tensor, but no rank did.",
+            "extra": "these ranks computed a tensor that one device does not.",
+            "incomplete": "the pieces of the ranks do not make up the whole tensor exactly once.",
+        }[first.problem]
+        return f"tensor-{first.problem}", "error", where, what, "Look at which layers and leaves each rank holds."
+    if values is None or not ranks:
+        what = "digests differed, but a second run of the same ranks had the right bits."
+        hint = "Something depends on time: an unordered reduction, a buffer reused too early, or memory never written."
+        return "run-dependent", "error", where, what, hint
+    what = (
+        f"{values.elements_different} of {values.num_elements} elements differ ({values.bits_different} bits, {values.kind}); "
+        f"at {list(values.index)} one device has {values.expected!r}, rank {ranks[0]} has {values.found!r}."
+    )
+    return "bits-differ", "error", where, what, _hint(plan, run, first)
+
+
+def _places(plan: Plan, key: Key, ranks: Sequence[int]) -> list[str]:
+    if not ranks:
+        return []
+    return [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}", str(action_of(plan, key, ranks[0]))]
+
+
+def _name(key: Key) -> str:
+    words = key.tensor if key.phase == ACTIVATION else f"{key.phase} {key.tensor}"
+    return words if key.sample is None else f"{words} of sample {key.sample}"
+
+
+def _hint(plan: Plan, run: RunLedger, first: Difference) -> str:
+    """Which reduction to look at: the one over the axis that separates wrong replicas from right ones."""
+    wrong = set(first.global_ranks)
+    regions = {piece.region for piece in run.pieces[first.key] if piece.global_rank in wrong}
+    right = {piece.global_rank for piece in run.pieces[first.key] if piece.region in regions} - wrong
+    if not right:
+        return "Every rank that holds this tensor has the same wrong bits: look at what feeds it, the last tensor before it was right."
+    coordinates = plan.layout.coordinates
+    wrong_tp, right_tp = ({coordinates(rank)["tp"] for rank in ranks} for ranks in (wrong, right))
+    axis = "tensor" if not wrong_tp & right_tp or first.key.phase in (ACTIVATION, ACTIVATION_GRADIENT) else "data"
+    what = "input-gradient reduction behind" if first.key.phase == ACTIVATION_GRADIENT else "reduction of"
+    if first.key.phase not in (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT):
+        what = "step of"
+    few = ", ".join(map(str, sorted(right)[:4]))
+    return f"Replicas on ranks {few} are right: look at the {axis}-parallel {what} {first.key.tensor} on rank {min(wrong)}."

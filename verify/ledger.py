@@ -1,0 +1,147 @@
+"""The ledger: what one run computed, as digests under names that no layout changes. numpy only.
+
+Each rank keeps a `LedgerWriter`, which the trainer calls as its observer, and hands back a `RankLedger` of small numbers.
+Values themselves are kept only when asked for (`capture`), one file each in a folder that the caller owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .digest import Digest, Region, digest, full_region
+
+ACTIVATION = "activation"
+ACTIVATION_GRADIENT = "activation gradient"
+GRADIENT = "gradient"
+OPTIMIZER = "optimizer state"
+WEIGHT = "weight"
+SCALAR = "scalar"
+
+
+class Key(NamedTuple):
+    """One canonical tensor of one step. `sample` is the global index of a sequence in the step's batch, for activations."""
+
+    step: int
+    phase: str
+    tensor: str
+    sample: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a tensor that one rank saw: its region of `shape`, its digest, and its values where they were kept.
+
+    `kept` is the file of the values, or the value itself for a scalar.
+    """
+
+    global_rank: int
+    shape: tuple[int, ...]
+    region: Region
+    digest: Digest
+    kept: str | float | None = None
+
+    def load(self) -> np.ndarray:
+        """The values, in the shape of the region. Only for scalars and captured tensors."""
+        assert self.kept is not None, "the values of this piece were not captured"
+        return np.load(self.kept) if isinstance(self.kept, str) else np.asarray(self.kept, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class RankLedger:
+    """Everything one rank saw, in the order it saw it."""
+
+    entries: tuple[tuple[Key, Piece], ...]
+
+
+@dataclass(frozen=True)
+class RunLedger:
+    """All ranks' pieces of every tensor. Keys stand in the order in which the lowest rank that has them saw them."""
+
+    pieces: Mapping[Key, tuple[Piece, ...]]
+
+    @classmethod
+    def merge(cls, ranks: Iterable[RankLedger]) -> RunLedger:
+        """One ledger from the ledgers of all ranks, lowest rank first."""
+        pieces: dict[Key, list[Piece]] = {}
+        for ledger in ranks:
+            for key, piece in ledger.entries:
+                pieces.setdefault(key, []).append(piece)
+        return cls({key: tuple(found) for key, found in pieces.items()})
+
+    def scalars(self, name: str) -> list[float]:
+        """One value per step, as the lowest rank saw it."""
+        return [float(found[0].load()) for key, found in self.pieces.items() if key.phase == SCALAR and key.tensor == name]
+
+
+@dataclass
+class LedgerWriter:
+    """The observer of one rank (the protocol of `backend.observe`). Tensors come as torch tensors; only their numpy view is used.
+
+    `shapes` maps each parameter to its full shape. `capture` names the tensors whose values are written into `folder`.
+    """
+
+    global_rank: int
+    shapes: Mapping[str, tuple[int, ...]]
+    capture: frozenset[Key] = frozenset()
+    folder: Path | None = None
+    entries: list[tuple[Key, Piece]] = field(default_factory=list)
+    step: int = 0
+
+    def begin_step(self, step: int) -> None:
+        """All that follows belongs to `step`."""
+        self.step = step
+
+    def activation(self, name: str, microbatch: Any, tensor: Any) -> None:
+        """A tensor [samples, ...] of one microbatch, and, once backward reaches it, its gradient."""
+        first = microbatch.first_sample
+        self._samples(ACTIVATION, name, first, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, first, gradient))
+
+    def gradient(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
+        """The reduced gradient of a parameter's shard."""
+        self._shard(GRADIENT, name, self.shapes[name], slices, tensor)
+
+    def optimizer_state(self, name: str, slices: Sequence[slice], exp_avg: Any, exp_avg_sq: Any) -> None:
+        """Both moments of a parameter's shard."""
+        self._shard(OPTIMIZER, f"{name}.exp_avg", self.shapes[name], slices, exp_avg)
+        self._shard(OPTIMIZER, f"{name}.exp_avg_sq", self.shapes[name], slices, exp_avg_sq)
+
+    def weight(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
+        """A parameter's shard after the optimizer step."""
+        self._shard(WEIGHT, name, self.shapes[name], slices, tensor)
+
+    def scalar(self, name: str, value: float) -> None:
+        """A number that every rank knows, such as the loss."""
+        value = float(value)
+        piece = Piece(self.global_rank, (), (), digest(np.asarray(value)), value)
+        self.entries.append((Key(self.step, SCALAR, name), piece))
+
+    def finish(self) -> RankLedger:
+        """What was seen so far."""
+        return RankLedger(tuple(self.entries))
+
+    def _samples(self, phase: str, name: str, first: int, tensor: Any) -> None:
+        for offset, values in enumerate(_values(tensor)):
+            self._enter(Key(self.step, phase, name, first + offset), values, values.shape, full_region(values.shape))
+
+    def _shard(self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any) -> None:
+        region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))
+        self._enter(Key(self.step, phase, name), _values(tensor), shape, region)
+
+    def _enter(self, key: Key, values: np.ndarray, shape: tuple[int, ...], region: Region) -> None:
+        kept = None
+        if key in self.capture:
+            assert self.folder is not None
+            kept = str(self.folder / f"{self.global_rank}-{len(self.entries)}.npy")
+            np.save(kept, values)
+        self.entries.append((key, Piece(self.global_rank, tuple(shape), region, digest(values, shape, region), kept)))
+
+
+def _values(tensor: Any) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().numpy()

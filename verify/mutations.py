@@ -1,0 +1,95 @@
+"""Deliberate faults, so that a proof can show that it would have seen them.
+
+A fault lives in the arithmetic of one rank: the rank still takes part in every collective, as the real bugs do, and then uses
+something else than the result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import PlanError, did_you_mean
+from ..core.parameters import Parameter, stage_usages
+from ..core.plan import Plan
+
+DROP_REDUCTION = "drop-reduction"
+FORM = f"{DROP_REDUCTION}:RANK:TENSOR, such as {DROP_REDUCTION}:1:layers.0.mlp.down"
+
+
+@dataclass(frozen=True)
+class DropReduction:
+    """Rank `global_rank` keeps its own partial sum of `tensor` instead of the sum over its group.
+
+    A linear layer (`layers.0.mlp.down`) means its tensor-parallel reduction: of the output where it is row-parallel, of the input
+    gradient where it is column-parallel. A parameter (`layers.0.mlp.down.weight`) means its gradient over data parallelism.
+    """
+
+    global_rank: int
+    tensor: str
+
+    def __str__(self) -> str:
+        return f"{DROP_REDUCTION}:{self.global_rank}:{self.tensor}"
+
+    def check(self, plan: Plan) -> None:
+        """Raises `PlanError` when the rank does not exist, does not hold the tensor, or has nobody to reduce it with."""
+        layout = plan.layout
+        if not 0 <= self.global_rank < layout.world_size:
+            raise PlanError(f"{self}: rank {self.global_rank} is outside the run of {layout.world_size} ranks.")
+        everywhere = {name for stage in range(layout.num_stages) for name in _reductions(plan, (stage,))}
+        if self.tensor not in everywhere:
+            raise PlanError(f"{self}: no reduction is called {self.tensor!r}{did_you_mean(self.tensor, everywhere)}")
+        pp_rank = layout.coordinates(self.global_rank)["pp"]
+        axes = _reductions(plan, tuple(range(pp_rank, layout.num_stages, layout.pp)))
+        if self.tensor not in axes:
+            raise PlanError(f"{self}: rank {self.global_rank} does not hold {self.tensor} (it is pipeline rank {pp_rank} of {layout.pp}).")
+        axis = axes[self.tensor]
+        if getattr(layout, axis) == 1:
+            raise PlanError(f"{self}: {self.tensor} is reduced over {axis}, but {axis}=1. Choose a plan with {axis} of at least 2.")
+
+
+def parse_fault(text: str) -> DropReduction:
+    """The fault that `--inject` names. Raises `PlanError` for anything else."""
+    kind, _, rest = text.partition(":")
+    rank, _, tensor = rest.partition(":")
+    if kind != DROP_REDUCTION:
+        raise PlanError(f"--inject {text!r}: unknown fault {kind!r}{did_you_mean(kind, [DROP_REDUCTION])} Write {FORM}.")
+    if not tensor:
+        raise PlanError(f"--inject {text!r} does not say where. Write {FORM}.")
+    if not rank.isdecimal():
+        raise PlanError(f"--inject {text!r}: rank {rank!r} is no number. Write {FORM}.")
+    return DropReduction(int(rank), tensor)
+
+
+def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[[], str]) -> Any:
+    """A copy of a rank's `backend.numerics.Numerics` that has the fault. `current_layer` tells for which layer it is called."""
+    faulty = copy.copy(numerics)
+
+    def contract(x_BSC: Any, weight_CF: Any, leaves: Any, group: Any) -> Any:
+        total = numerics.contract(x_BSC, weight_CF, leaves, group)
+        return x_BSC @ weight_CF if current_layer() == fault.tensor else total
+
+    def reduce_gradients(gradients: Mapping[str, Any], group: Any, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
+        own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name.partition("@")[0] == fault.tensor}
+        return {**numerics.reduce_gradients(gradients, group, samples_of), **own}
+
+    faulty.contract = contract
+    faulty.reduce_gradients = reduce_gradients
+    return faulty
+
+
+def _reductions(plan: Plan, stages: tuple[int, ...]) -> dict[str, str]:
+    """Every reduction of some stages by name, with its axis."""
+    found = {}
+    for stage in stages:
+        for usage in stage_usages(plan.model, plan.stages[stage]):
+            found[usage.parameter.name] = "dp"
+            if _is_linear(usage.parameter):
+                found[usage.parameter.name.removesuffix(".weight")] = "tp"
+    return found
+
+
+def _is_linear(parameter: Parameter) -> bool:
+    return len(parameter.shape) == 2 and parameter.cut is not None and not parameter.name.startswith("embedding.")

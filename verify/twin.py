@@ -1,0 +1,214 @@
+"""The twin of a plan: what `verify --dynamic` runs when the plan itself is too large for one host or asks for what the backend lacks.
+
+A twin keeps what the proof is about (every axis above 1 stays above 1, virtual stages, schedule, whether cuts are even) and shrinks
+what only costs time (width, depth, vocabulary, sequence, batch). Each change is said.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from ..core.cluster_presets import cluster_preset
+from ..core.errors import PlanError
+from ..core.layout import Layout
+from ..core.model import ModelSpec
+from ..core.plan import Batch, Numerics, Plan, Precision, Recompute
+from ..core.stages import StageLayers, to_string
+
+MAX_WORLD_SIZE = 8
+"""Ranks of a twin: gloo start-up and collectives grow steeply beyond it on a few cores."""
+
+MAX_PARAMETERS = 20_000_000
+"""Above this many parameters the model is shrunk."""
+
+MAX_STEP_FLOPS = 2e11
+"""Above this much work in a step (6 per parameter and token) model and batch are shrunk: about a minute per step on two cores."""
+
+NUM_BYTES = 256
+"""The smallest vocabulary: training data are bytes."""
+
+SHRUNK_MODEL_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+)
+
+HEAD_DIM = 8
+SEQUENCE = 32
+TOKEN_BLOCK = 8
+"""A quarter of the twin's sequence, so that its token trees have more than one leaf."""
+
+
+def twin(plan: Plan) -> tuple[Plan, list[str]]:
+    """A plan that this host can run and that proves the same thing, and one sentence per change; the plan itself and [] if it can run."""
+    supported, changes = _supported(plan)
+    if not _too_large(supported):
+        return supported, changes
+    small = _shrink(supported)
+    return small, changes + _sentences(supported, small)
+
+
+def _too_large(plan: Plan) -> bool:
+    work = 6.0 * plan.model.num_parameters * plan.batch.global_size * plan.batch.sequence
+    return plan.layout.world_size > MAX_WORLD_SIZE or plan.model.num_parameters > MAX_PARAMETERS or work > MAX_STEP_FLOPS
+
+
+def _supported(plan: Plan) -> tuple[Plan, list[str]]:
+    """The plan with everything the backend does not run replaced by what it runs, and why."""
+    layout, cluster, changes = plan.layout, plan.cluster, []
+    if plan.numerics.mode != "exact":
+        changes.append("numerics.mode fast -> exact: only exact numerics promise bits.")
+    if plan.precision.dtype != "fp32":
+        changes.append(f"precision.dtype {plan.precision.dtype} -> fp32: the backend computes in fp32.")
+    if plan.recompute.mode != "none":
+        changes.append(f"recompute.mode {plan.recompute.mode} -> none: the backend keeps activations; recomputing repeats the same sums.")
+    if layout.zero:
+        changes.append(f"layout.zero {layout.zero} -> 0: the backend keeps whole optimizer states.")
+    if layout.sequence_parallel:
+        changes.append("layout.sequence_parallel true -> false: the backend keeps whole sequences between tensor-parallel blocks.")
+    if "fp32" not in cluster.peak_flops_per_s:
+        changes.append(f"cluster {cluster.name} -> this-host: it has no rate for fp32.")
+        cluster = cluster_preset("this-host", layout.world_size)
+    return (
+        replace(
+            plan,
+            cluster=cluster,
+            layout=replace(layout, zero=0, sequence_parallel=False),
+            precision=Precision("fp32"),
+            recompute=Recompute("none"),
+            numerics=replace(plan.numerics, mode="exact"),
+        ),
+        changes,
+    )
+
+
+def _shrink(plan: Plan) -> Plan:
+    layout = _small_layout(plan)
+    model = _small_model(plan, layout)
+    micro = min(plan.batch.micro_size, 2)
+    num_microbatches = _small_microbatches(plan, layout)
+    sequence = SEQUENCE if plan.batch.sequence % 2 == 0 else SEQUENCE - 1
+    return replace(
+        plan,
+        model=replace(model, max_positions=sequence),
+        cluster=cluster_preset("this-host", layout.world_size),
+        layout=layout,
+        batch=Batch(global_size=micro * num_microbatches * layout.dp, micro_size=micro, sequence=sequence),
+        numerics=Numerics("exact", gradient_token_block=TOKEN_BLOCK, reduction_token_block=TOKEN_BLOCK // 2),
+    )
+
+
+def _small_layout(plan: Plan) -> Layout:
+    """Degrees with a product of at most 8: above 1 where they were, powers of two where they were, as large as fits, pp first."""
+    layout = plan.layout
+    if plan.schedule.file is not None and layout.world_size > MAX_WORLD_SIZE:
+        pipelines = range(layout.pp, layout.pp + 1)
+    else:
+        pipelines = range(min(2, layout.pp), layout.pp + 1)
+    wanted = (layout.pp, layout.tp, layout.dp)
+    choices = [pipelines, *(range(min(2, degree), min(degree, MAX_WORLD_SIZE) + 1) for degree in wanted[1:])]
+    legal = [degrees for degrees in itertools.product(*choices) if degrees[0] * degrees[1] * degrees[2] <= MAX_WORLD_SIZE]
+    if not legal:
+        raise PlanError(
+            f"schedule.file={plan.schedule.file!r} fixes pp={layout.pp}, which leaves no layout of at most {MAX_WORLD_SIZE} ranks with "
+            f"tp and dp above 1 as in the plan. Verify it with a smaller tp or dp, or statically (without --dynamic)."
+        )
+
+    def merit(degrees: tuple[int, ...]) -> tuple:
+        same_parity = sum(_is_power_of_two(small) == _is_power_of_two(large) for small, large in zip(degrees, wanted, strict=True))
+        return same_parity, degrees[0] * degrees[1] * degrees[2], degrees
+
+    pp, tp, dp = max(legal, key=merit)
+    small = replace(layout, pp=pp, tp=tp, dp=dp, etp=None, stages=None)
+    return small if layout.stages is None else replace(small, stages=_small_stages(plan, small.num_stages))
+
+
+def _small_stages(plan: Plan, num_stages: int) -> str:
+    """A layout string of `num_stages` whose stages are sampled from the plan's: empty stays empty, short stays short, long is one more."""
+    counts = [len(stage.layers) for stage in plan.stages]
+    shortest = min(count for count in counts if count) if any(counts) else 0
+    picked = [counts[round(i * (len(counts) - 1) / max(1, num_stages - 1))] for i in range(num_stages)]
+    first, stages = 0, []
+    for stage, count in enumerate(picked):
+        last = first + (0 if count == 0 else 1 if count == shortest else 2)
+        stages.append(StageLayers(stage, first, last, embedding=stage == 0, head=stage == num_stages - 1))
+        first = last
+    return to_string(tuple(stages))
+
+
+def _small_model(plan: Plan, layout: Layout) -> ModelSpec:
+    """The same family with one or two layers per stage, a few narrow heads, and ffn and vocabulary cuts that are even where they were."""
+    model, tp, small_tp = plan.model, plan.layout.tp, layout.tp
+    if layout.stages is not None:
+        num_layers = sum(part.count("t") for part in layout.stages.split("|"))
+    else:
+        num_layers = layout.num_stages * min(2 if layout.num_stages <= 2 else 1, -(-model.num_layers // plan.layout.num_stages))
+    groups = small_tp * (2 if model.num_kv_heads > tp else 1)
+    per_group = min(model.query_heads_per_group, 2)
+    heads = groups * per_group
+    square = model.hidden_size == model.num_heads * model.head_dim
+    hidden = heads * HEAD_DIM if square else heads * HEAD_DIM + 8
+    return replace(
+        model,
+        name=f"{model.name}-twin",
+        num_layers=num_layers,
+        hidden_size=hidden,
+        ffn_hidden_size=_like(model.ffn_hidden_size, tp, small_tp, at_least=2 * hidden),
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=HEAD_DIM,
+        vocab_size=_like(model.vocab_size, tp, small_tp, at_least=NUM_BYTES),
+    )
+
+
+def _like(size: int, degree: int, small_degree: int, *, at_least: int) -> int:
+    """The smallest size >= `at_least` that `small_degree` divides exactly if `degree` divides `size`, and holds that many parts."""
+    even = size % degree == 0
+    candidate = max(at_least, small_degree)
+    while small_degree > 1 and (candidate % small_degree == 0) != even:
+        candidate += 1
+    return candidate
+
+
+def _small_microbatches(plan: Plan, layout: Layout) -> int:
+    """Fewer microbatches than ranks if it was so, else twice the ranks; one more where they were no multiple of the ranks."""
+    num_microbatches, pp = plan.num_microbatches, plan.layout.pp
+    if plan.schedule.file is not None:
+        return num_microbatches
+    if num_microbatches < pp:
+        return max(1, min(num_microbatches, layout.pp - 1))
+    if layout.pp == 1:
+        return min(num_microbatches, 3)
+    if num_microbatches % pp:
+        return 2 * layout.pp + 1
+    return (2 if num_microbatches >= 2 * pp else 1) * layout.pp
+
+
+def _sentences(before: Plan, after: Plan) -> list[str]:
+    """What shrank, with both numbers."""
+    pairs = [
+        ("cluster", f"{before.cluster.num_devices} devices of {before.cluster.name}", f"{after.cluster.num_devices} ranks of this-host"),
+        *((f"layout.{name}", getattr(before.layout, name), getattr(after.layout, name)) for name in ("tp", "pp", "dp", "stages")),
+        *((f"model.{name}", getattr(before.model, name), getattr(after.model, name)) for name in SHRUNK_MODEL_FIELDS),
+        ("batch.global", before.batch.global_size, after.batch.global_size),
+        ("batch.micro", before.batch.micro_size, after.batch.micro_size),
+        ("batch.sequence", before.batch.sequence, after.batch.sequence),
+        ("microbatches per rank", before.num_microbatches, after.num_microbatches),
+        ("leaf sizes", _blocks(before), _blocks(after)),
+    ]
+    return [f"{name} {old} -> {new}: to fit this host." for name, old, new in pairs if old != new]
+
+
+def _blocks(plan: Plan) -> str:
+    sizes = plan.leaf_sizes
+    return f"{sizes.gradient_token_block}/{sizes.reduction_token_block} tokens, {sizes.ffn.block} ffn, {sizes.vocab.block} vocabulary"
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -1,0 +1,128 @@
+"""`shardproof draw`: a plan (simulated), a schedule (with unit costs) or a recorded timeline, as text or in a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..core.commands import Command, service
+from ..core.errors import PlanError, TimelineError
+from ..core.options import add_plan, option_values, read_plan
+from ..core.schedule import Schedule
+from ..core.timeline import Timeline
+from .axis import TimeUnit
+from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds PLAN, the plan options and those of the picture."""
+    add_plan(parser, "a plan.toml (simulated), a schedule .csv (unit costs) or a recorded .timeline.json")
+    group = parser.add_argument_group("picture")
+    group.add_argument("--compare", metavar="OTHER", help="a second plan, schedule or recorded timeline, drawn below the first")
+    group.add_argument(
+        "--scale",
+        choices=("auto", "time", "own"),
+        default="auto",
+        help="with --compare: one time scale, or each its own; auto takes own from a factor of three on",
+    )
+    group.add_argument("--width", type=_positive, metavar="N", help="characters of text (default: the terminal's) or pixels of a picture")
+    group.add_argument("--no-memory", action="store_true", help="leave the memory curves out")
+    parser.add_argument("--json", action="store_true", help="print one JSON object about the timeline and nothing else")
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"write {' '.join(SUFFIXES)} instead of the terminal; - is standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws; exit code 0."""
+    output = None if args.output in (None, "-") else args.output
+    if output is not None:
+        kind_of(output)  # a wrong suffix is told before the simulation
+    timeline, time_unit = _read(args)
+    other = None
+    if args.compare is not None:
+        other, other_unit = _read(_only_plan(args.compare))
+        if other_unit != time_unit:
+            raise TimelineError(
+                f"--compare {args.compare}: a schedule CSV has unit costs and no seconds, so it compares only with another CSV."
+            )
+    color = output is None and not args.json and _wants_color()
+    width = args.width
+    if output is None and width is None:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else TEXT_WIDTH
+    if output is not None or not args.json:
+        drawn = draw(
+            timeline, output, memory=not args.no_memory, width=width, compare=other, scale=args.scale, time_unit=time_unit, color=color
+        )
+        if output is None:
+            print(drawn, end="")
+        else:
+            print(f"written: {output}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({**summary(timeline), "compare": summary(other) if other else None, "file": output}, indent=2))
+    return 0
+
+
+def summary(timeline: Timeline) -> dict[str, Any]:
+    """What `--json` prints: makespan, worst bubble, and per rank busy seconds, bubble fraction and peak bytes (None without samples)."""
+    peaks: dict[int, int] = {}
+    for sample in timeline.memory:
+        peaks[sample.global_rank] = max(peaks.get(sample.global_rank, 0), sample.num_bytes)
+    ranks = [
+        {
+            "global_rank": rank,
+            "busy_s": timeline.busy_s(rank),
+            "bubble_fraction": timeline.bubble_fraction(rank),
+            "peak_memory_bytes": peaks.get(rank),
+        }
+        for rank in timeline.global_ranks
+    ]
+    return {
+        "title": timeline.title,
+        "source": timeline.source,
+        "makespan_s": timeline.makespan_s,
+        "bubble_fraction": max(map(timeline.bubble_fraction, timeline.global_ranks), default=0.0),
+        "num_ranks": len(ranks),
+        "num_spans": len(timeline.spans),
+        "per_rank": ranks,
+    }
+
+
+def _read(args: argparse.Namespace) -> tuple[Timeline, TimeUnit]:
+    """The timeline that PLAN and the options mean, and whether its times are seconds."""
+    name = args.plan or ""
+    if name.endswith((".csv", ".json", ".json.gz")):
+        given = [value.origin for table in option_values(args).values() for value in table.values()]
+        if given:
+            raise PlanError(f"{', '.join(given)}: plan options have no effect on {name}. Give a plan.toml, or leave them out.")
+        if name.endswith(".csv"):
+            schedule = Schedule.from_csv(Path(name).read_text(encoding="utf-8"), name=Path(name).stem)
+            return service("run_schedule")(schedule), "unit"
+        return Timeline.load(name), "s"
+    return service("simulate")(read_plan(args)).timeline, "s"
+
+
+def _only_plan(name: str) -> argparse.Namespace:
+    """The arguments of a verb that was given PLAN alone: the options on the command line belong to the first."""
+    parser = argparse.ArgumentParser()
+    add_plan(parser)
+    return parser.parse_args([name])
+
+
+def _wants_color() -> bool:
+    """True on a terminal that shows Unicode, unless NO_COLOR is set (https://no-color.org: to anything but the empty text)."""
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    return sys.stdout.isatty() and encoding == "utf8" and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number.")
+    return value
+
+
+DRAW = Command("draw", "shardproof draw plan.toml -o step.svg --compare measured.timeline.json", configure, run)

@@ -1,0 +1,88 @@
+"""`draw`: a timeline to text, SVG, PNG, a Chrome trace or the recorded format, chosen by the file's suffix."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+from ..core.errors import UnknownNameError
+from ..core.files import write_bytes
+from ..core.timeline import Timeline
+from .axis import TimeUnit
+from .picture import fitting_width, lay_out, plot_width
+from .scene import Resolution, Scale, Scene, build_scene
+from .svg import to_svg
+from .text import MARGIN, to_text
+from .trace import to_trace
+
+SUFFIXES = (".txt", ".svg", ".png", ".json", ".json.gz", ".timeline.json", ".timeline.json.gz")
+"""Text, pictures, Chrome trace, recorded timeline."""
+
+TEXT_WIDTH = 100
+
+
+def draw(
+    timeline: Timeline,
+    path: str | Path | None = None,
+    *,
+    memory: bool = True,
+    width: int | None = None,
+    compare: Timeline | None = None,
+    scale: Scale = "auto",
+    time_unit: TimeUnit = "s",
+    color: bool = False,
+) -> str:
+    """Text of the Gantt chart, or with `path` the path of the file written.
+
+    `width` is in characters (default 100) or in pixels (default 1200 to 1600, so that labels fit; a PNG has two
+    dots per pixel). `compare` is drawn below on the
+    same time scale, unless `scale` says `own`, or is `auto` and the makespans differ by more than a factor of three. With
+    `time_unit="unit"` times have no unit of seconds. `color` uses 256 terminal colours. Raises `UnknownNameError` for another suffix,
+    `TimelineError` when there is nothing to draw.
+    """
+    if path is None:
+        return _text(timeline, memory=memory, width=width, compare=compare, scale=scale, time_unit=time_unit, color=color)
+    suffix = kind_of(path)
+    if suffix.startswith(".timeline"):
+        timeline.save(path)
+        return str(path)
+    if suffix.startswith(".json"):
+        data = to_trace([timeline] if compare is None else [timeline, compare]).encode()
+        data = gzip.compress(data, mtime=0) if suffix.endswith(".gz") else data
+    elif suffix == ".txt":
+        data = _text(timeline, memory=memory, width=width, compare=compare, scale=scale, time_unit=time_unit, color=False).encode()
+    else:
+        pixels = width or max(fitting_width(each) for each in (timeline, compare or timeline))
+        resolution = Resolution(int(plot_width(pixels)))
+        scene = build_scene(timeline, resolution, compare=compare, memory=memory, scale=scale, time_unit=time_unit)
+        data = _picture(scene, pixels, suffix)
+    write_bytes(path, data)
+    return str(path)
+
+
+def kind_of(path: str | Path) -> str:
+    """The longest suffix in `SUFFIXES` that the file name has. Raises `UnknownNameError` for any other."""
+    name = Path(path).name
+    found = [suffix for suffix in SUFFIXES if name.endswith(suffix)]
+    if not found:
+        raise UnknownNameError("picture suffix", "".join(Path(path).suffixes) or name, SUFFIXES)
+    return max(found, key=len)
+
+
+def _text(
+    timeline: Timeline, *, memory: bool, width: int | None, compare: Timeline | None, scale: Scale, time_unit: TimeUnit, color: bool
+) -> str:
+    characters = max(width or TEXT_WIDTH, 40)
+    columns = characters - MARGIN
+    resolution = Resolution(columns, min_columns=1.0, bucket_columns=1, bucket_actions=2, num_ticks=max(2, columns // 12))
+    scene = build_scene(timeline, resolution, compare=compare, memory=memory, scale=scale, time_unit=time_unit)
+    return to_text(scene, width=characters, color=color)
+
+
+def _picture(scene: Scene, width: int, suffix: str) -> bytes:
+    picture = lay_out(scene, width)
+    if suffix == ".svg":
+        return to_svg(picture).encode()
+    from .figure import to_png
+
+    return to_png(picture)

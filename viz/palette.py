@@ -1,0 +1,100 @@
+"""Colours of actions: restrained, distinguishable without red and green, and readable in grey because their lightness differs.
+
+Forward is blue and full backward bluish green, close to the Okabe-Ito set (Okabe & Ito 2008, "Color Universal Design"); messages take
+the hue of what they carry, receives paler than sends.
+"""
+
+from __future__ import annotations
+
+from ..core.action import Kind
+
+INK = "#1f2933"
+MUTED = "#66727f"
+RULE = "#c5ccd3"
+GRID = "#e4e8ec"
+IDLE = "#eef0f2"
+PAPER = "#ffffff"
+
+FILLS = {
+    Kind.F: "#3b74b4",
+    Kind.B: "#2f9a7c",
+    Kind.I: "#8cc152",
+    Kind.W: "#dda13a",
+    Kind.SEND_F: "#5f8fc6",
+    Kind.RECV_F: "#bdd2ea",
+    Kind.SEND_B: "#4dab90",
+    Kind.RECV_B: "#b6dfd2",
+    Kind.UNSHARD: "#c9709b",
+    Kind.RESHARD: "#e3b7cb",
+    Kind.REDUCE_GRAD: "#8a63ac",
+    Kind.STEP: "#3f464e",
+}
+"""Fill of the first chunk; later chunks are mixed with white. OVERLAP_F_B has no colour of its own: its halves are an F and a B."""
+
+ANSI = {
+    Kind.F: 67,
+    Kind.B: 36,
+    Kind.I: 113,
+    Kind.W: 178,
+    Kind.SEND_F: 68,
+    Kind.RECV_F: 153,
+    Kind.SEND_B: 72,
+    Kind.RECV_B: 115,
+    Kind.UNSHARD: 168,
+    Kind.RESHARD: 182,
+    Kind.REDUCE_GRAD: 97,
+    Kind.STEP: 240,
+}
+"""The nearest entries of the terminal's 256 colours, and for later chunks the lighter ones of `ANSI_LATER`."""
+
+ANSI_LATER = {Kind.F: 110, Kind.B: 115, Kind.I: 150, Kind.W: 222}
+
+NAMES = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.SEND_F: "send activations",
+    Kind.RECV_F: "receive activations",
+    Kind.SEND_B: "send gradients",
+    Kind.RECV_B: "receive gradients",
+    Kind.UNSHARD: "gather parameters",
+    Kind.RESHARD: "free parameters",
+    Kind.REDUCE_GRAD: "reduce gradients",
+    Kind.STEP: "optimizer step",
+}
+"""Legend text, in legend order."""
+
+CURVES = ("#30246b", "#5b2f86", "#86398f", "#ad4688", "#cf5a78", "#e77a63", "#f29d55", "#e9bd4f")
+"""Memory curves, first to last rank: one ramp, because ranks are ordered."""
+
+
+def fill(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
+    """Hex colour of an action; chunk 0 has the full colour and the last chunk is mixed half with white."""
+    share = 0.5 * chunk / (num_chunks - 1) if num_chunks > 1 and kind in ANSI_LATER else 0.0
+    return mix(FILLS[kind], share)
+
+
+def mix(color: str, white: float) -> str:
+    """A hex colour with a share of white in it.
+
+    >>> mix("#000000", 0.5)
+    '#808080'
+    """
+    return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in _channels(color))
+
+
+def text_on(color: str) -> str:
+    """White or ink, whichever contrasts more (relative luminance of WCAG 2.2)."""
+    linear = [((c / 255 + 0.055) / 1.055) ** 2.4 if c > 10 else c / 255 / 12.92 for c in _channels(color)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return PAPER if luminance < 0.3 else INK
+
+
+def curve(index: int, count: int) -> str:
+    """Colour of memory curve `index` of `count`, spread over the ramp."""
+    return CURVES[round(index * (len(CURVES) - 1) / max(count - 1, 1)) if count > 1 else 0]
+
+
+def _channels(color: str) -> list[int]:
+    return [int(color[i : i + 2], 16) for i in (1, 3, 5)]

@@ -1,0 +1,65 @@
+"""A timeline as a Chrome trace (the JSON object format that Perfetto and chrome://tracing open): a process per rank, a thread per lane."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..core.timeline import COMPUTE_LANE, Timeline
+
+
+def to_trace(timelines: Sequence[Timeline]) -> str:
+    """Trace text: complete events (`X`) in microseconds, memory as counters (`C`), names as metadata (`M`).
+
+    Several timelines share one clock; their processes are numbered on and named `predicted rank 0`, `measured rank 0`, ...
+    Events keep the timeline's order, so the same timelines give the same bytes.
+    """
+    events: list[dict[str, Any]] = []
+    first_process = 0
+    for timeline in timelines:
+        ranks = sorted({*timeline.global_ranks, *(sample.global_rank for sample in timeline.memory)})
+        processes = {rank: first_process + index for index, rank in enumerate(ranks)}
+        first_process += len(ranks)
+        events += _names(timeline, processes, len(timelines) > 1)
+        events += _spans(timeline, processes)
+        events += _counters(timeline, processes)
+    title = " / ".join(dict.fromkeys(timeline.title for timeline in timelines if timeline.title))
+    document = {"displayTimeUnit": "ms", "otherData": {"title": title}, "traceEvents": events}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _names(timeline: Timeline, processes: dict[int, int], with_source: bool) -> Iterator[dict[str, Any]]:
+    for rank, process in processes.items():
+        name = f"{timeline.source} rank {rank}" if with_source else f"rank {rank}"
+        yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+        for thread, lane in enumerate(_threads(timeline)):
+            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": lane}}
+
+
+def _spans(timeline: Timeline, processes: dict[int, int]) -> Iterator[dict[str, Any]]:
+    threads = {lane: thread for thread, lane in enumerate(_threads(timeline))}
+    for span in timeline.spans:
+        action = span.action
+        yield {
+            "ph": "X",
+            "name": str(action),
+            "cat": action.kind.name,
+            "pid": processes[span.global_rank],
+            "tid": threads[span.lane],
+            "ts": span.start_s * 1e6,
+            "dur": span.duration_s * 1e6,
+            "args": {"stage": action.stage, "microbatch": action.microbatch},
+        }
+
+
+def _counters(timeline: Timeline, processes: dict[int, int]) -> Iterator[dict[str, Any]]:
+    for sample in timeline.memory:
+        process = processes[sample.global_rank]
+        yield {"ph": "C", "name": "memory", "pid": process, "tid": 0, "ts": sample.time_s * 1e6, "args": {"bytes": sample.num_bytes}}
+
+
+def _threads(timeline: Timeline) -> list[str]:
+    """Lanes in thread order: compute first, the rest by name."""
+    return sorted(timeline.spans.lanes, key=lambda lane: (lane != COMPUTE_LANE, lane))
