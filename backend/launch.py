@@ -14,15 +14,18 @@ import multiprocessing.spawn
 import os
 import pickle
 import pickletools
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import MissingExtraError, RankFailure
@@ -77,7 +80,8 @@ class Workers:
         self.transport: TransportName = transport
         self.timeout_s = timeout_s
         self._num_jobs = 0
-        self._store_port = 0
+        self._folder = Path(tempfile.mkdtemp(prefix="shardproof-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._pool = _server().start_pool(1 if transport == "memory" else world_size)
 
     def run(self, job: Callable[[Transport, Any], Any], payload: Any = None, *, timeout_s: float | None = None) -> list[Any]:
@@ -86,13 +90,10 @@ class Workers:
             raise RuntimeError("these workers are closed: a job failed, or close() was called. Make new ones.")
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            if self.transport != "memory" and not self._store_port:
-                self._pool.send(0, "store", None)
-                self._store_port = self._pool.answers("store", [0], None)[0]
             self._num_jobs += 1
             for process, body in enumerate(self._jobs(job, payload)):
                 self._pool.send(process, "job", body)
-            answers = self._pool.answers("result", range(self._pool.size), timeout_s)
+            answers = self._pool.results(timeout_s)
         except BaseException:  # Ctrl-C too: whatever interrupts a job ends its ranks
             self.close()
             raise
@@ -106,6 +107,7 @@ class Workers:
     def close(self) -> None:
         """Ends the ranks; returns when they are gone. Calling it again does nothing."""
         self._pool.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Workers:
         return self
@@ -118,7 +120,7 @@ class Workers:
         modules = _named_modules(call)
         main = _main_module() if modules.pop("__main__", None) else None
         return [
-            Job(self._num_jobs, self.transport, rank, self.world_size, self._store_port, modules, main, call)
+            Job(self.transport, rank, self.world_size, str(self._folder / f"job-{self._num_jobs}"), modules, main, call)
             for rank in range(self._pool.size)
         ]
 
@@ -144,11 +146,11 @@ class _Pool:
         with contextlib.suppress(OSError):
             self.connections[process].send_bytes(pickle.dumps((kind, body)))
 
-    def answers(self, kind: str, processes: Sequence[int] | range, timeout_s: float | None) -> dict[int, Any]:
-        """The answers of `processes`. Raises `RankFailure` for the first that failed, ended, or did not answer in time."""
-        collected: dict[int, Any] = {}
+    def results(self, timeout_s: float | None) -> dict[int, bytes]:
+        """The pickled results of every process. Raises `RankFailure` for the first that failed, ended, or was not done in time."""
+        collected: dict[int, bytes] = {}
         failures: list[Failure] = []
-        pending = set(processes)
+        pending = set(range(self.size))
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while pending and not self.ended and all(failure.by_peer for failure in failures):
             events = self._receive(pending, deadline_s)
@@ -157,9 +159,9 @@ class _Pool:
                     break
                 assert timeout_s is not None
                 raise _late(self._whereabouts(pending), timeout_s)
-            for process, answer_kind, body in events:
+            for process, kind, body in events:
                 pending.discard(process)
-                if answer_kind == kind:
+                if kind == "result":
                     collected[process] = body
                 else:
                     failures.append(body)
@@ -210,7 +212,7 @@ class _Pool:
         while silent and (events := self._receive(silent, deadline_s)):
             for process, kind, body in events:
                 if kind == "where":
-                    found.update(body)
+                    found.update(body or {process: Whereabouts((), "start-up, loading what the job needs")})
                     silent.discard(process)
         return found | dict.fromkeys(silent)
 
@@ -364,9 +366,9 @@ def _late(found: Mapping[int, Whereabouts | None], timeout_s: float) -> RankFail
             lines.append(f"rank {rank} waits in {', '.join(where.waits)}." if where.waits else f"rank {rank} is in {where.at}.")
         if where is None or not where.waits:
             busy.append(rank)
-    who = f"rank {busy[0]}" if len(busy) == 1 else f"ranks {', '.join(map(str, busy))}" if busy else "no rank"
-    what = "did not finish" if busy else "finished: the ranks wait for each other"
-    return RankFailure(f"{who} {what} within {timeout_s:g} s; all ranks were ended.\n  " + "\n  ".join(lines), busy[0] if busy else None)
+    who = f"rank {busy[0]}" if len(busy) == 1 else f"ranks {', '.join(map(str, busy))}"
+    summary = f"{who} did not finish within {timeout_s:g} s" if busy else f"the ranks still wait for each other after {timeout_s:g} s"
+    return RankFailure(f"{summary}; all ranks were ended.\n  " + "\n  ".join(lines), busy[0] if busy else None)
 
 
 def _close_quietly(lifeline: socket.socket, connections: Sequence[Connection]) -> None:

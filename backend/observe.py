@@ -16,8 +16,9 @@ Slices = tuple[slice, ...]
 class Observer(Protocol):
     """Sees every canonical tensor of one rank. Tensors are live: read them before the call returns and do not change them.
 
-    Calls come in the order the rank works: `begin_step`, activations of each microbatch, then in STEP the scalars and, parameter by
-    parameter, gradient, optimizer state and weight. An exception raised here ends the rank like any other.
+    Calls come in the order the rank works: `begin_step`, activations of each microbatch, then in STEP the loss, gradients from the last
+    layer to the first, the gradient norm, optimizer states and weights. Held-out passes show their activations too. An exception raised
+    here ends the rank like any other.
     """
 
     def begin_step(self, step: int) -> None:

@@ -15,7 +15,6 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -58,17 +57,13 @@ def serve_jobs(connection: Connection) -> None:
 
 
 def _listen(inbox: _Inbox) -> None:
-    store = None  # kept here: the store of a pool lives as long as its first rank
     global_rank: int | None = None
     while True:
         try:
             kind, body = pickle.loads(inbox.connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)
-        if kind == "store":
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            inbox.answer("store", store.port)
-        elif kind == "where":
+        if kind == "where":
             inbox.answer("where", whereabouts(global_rank))
         else:
             global_rank = None if body.transport == "memory" else body.global_rank
@@ -90,9 +85,8 @@ def _run(job: Job) -> tuple[str, bytes | Failure]:
 
 
 def _connect(job: Job) -> Transport:
-    store = dist.PrefixStore(f"job-{job.number}", dist.TCPStore("127.0.0.1", job.store_port, timeout=timedelta(seconds=60)))
     return ProcessGroupTransport(
-        store,
+        dist.FileStore(job.store_file, job.world_size),
         job.global_rank,
         job.world_size,
         backend="nccl" if job.transport == "nccl" else "gloo",

@@ -21,14 +21,13 @@ class Job:
     """One job for one rank process. `call` is the pickled `(job, payload)`.
 
     `modules` are the files of the modules that `call` names, for those that cannot be imported by name here; `main` is what
-    `multiprocessing` needs to load the starter's script, when `call` refers to it. `number` counts the jobs of a pool.
+    `multiprocessing` needs to load the starter's script, when `call` refers to it. Ranks find each other through `store_file`.
     """
 
-    number: int
     transport: TransportName
     global_rank: int
     world_size: int
-    store_port: int
+    store_file: str
     modules: Mapping[str, str]
     main: Mapping[str, str] | None
     call: bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +24,9 @@ TransportName = Literal["gloo", "nccl", "memory"]
 
 NUM_VALIDATIONS = 4
 """Held-out losses after the one before the first step, evenly spread, the last one after the last step."""
+
+BYTE_VOCABULARY = 256
+"""Tokens are bytes (`backend.data`, which needs torch)."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Trainer:
         """Trains `plan.train.steps` steps. Raises `RankFailure` that names the rank when one ends before its work is done."""
         if under_torchrun():
             return self._fit_as_rank()
+        _check_travels(self._job)
         try:
             ranks = run_ranks(train_rank, self._job, world_size=self.plan.layout.world_size, transport=self.transport)
         except RankFailure as failure:
@@ -165,8 +170,16 @@ def unsupported(plan: Plan) -> list[str]:
     return problems + _unsupported_schedule(plan)
 
 
-BYTE_VOCABULARY = 256
-"""Tokens are bytes, see `backend.data`."""
+def _check_travels(job: TrainJob) -> None:
+    """Raises `TypeError` for a model or callback that cannot be sent to the ranks."""
+    for name, value in (("model", job.model), ("on_step", job.on_step)):
+        try:
+            pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"{name}={value!r} cannot be sent to the ranks, which are other processes: {error}. "
+                "Use a function or class at the top level of a module, or functools.partial of one."
+            ) from error
 
 
 def _unsupported_schedule(plan: Plan) -> list[str]:
@@ -223,6 +236,7 @@ def run_steps(
             meter = rank.meter()
             world.barrier()
             rank.clock.restart()
+            meter.sample(0.0)
         result, spans = rank.step(step, meter=meter)
         if meter is not None:
             recorded = spans, meter.samples

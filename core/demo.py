@@ -155,8 +155,8 @@ def print_step(num_steps: int, to_stderr: bool, result: Any) -> None:
         print(f"     step {number:>4}   loss {result.loss:.3f}{validation}", file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
-def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> None:
-    """Step 5: what the simulator said about that training step, above what happened."""
+def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> bool:
+    """Step 5: what the simulator said about that training step, above what happened; True when both ran the same actions in order."""
     demo.heading("Compare: one step of that run, predicted above measured")
     predicted = service("simulate")(plan).timeline
     shown = set(predicted.global_ranks)
@@ -166,12 +166,16 @@ def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> None:
         [sample for sample in measured.memory if sample.global_rank in shown],
         measured.title,
     )
-    demo.report["comparison"] = {"predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s}
-    demo.say(
-        f"predicted {format_s(predicted.makespan_s)} from this host's nominal rates, measured {format_s(measured.makespan_s)}: "
-        "the same actions in the same order on both"
-    )
+    num_actions = [len(predicted.select(rank)) for rank in sorted(shown)]
+    same = all([s.action for s in predicted.select(rank)] == [s.action for s in measured.select(rank)] for rank in shown)
+    demo.report["comparison"] = {"predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s, "same_order": same}
+    demo.say(f"predicted {format_s(predicted.makespan_s)} from this host's nominal rates, measured {format_s(measured.makespan_s)}")
+    if same:
+        demo.say(f"the same {sum(num_actions)} compute actions in the same order on ranks {', '.join(map(str, sorted(shown)))}")
+    else:
+        demo.say("DIFFERENT: the two runs did not execute the same actions in the same order")
     demo.pictures(predicted, "predicted_and_measured", measured)
+    return same
 
 
 def describe_layout(plan: Plan) -> str:
@@ -188,8 +192,8 @@ def run_demo(folder: Path, out: TextIO, *, quick: bool = False) -> tuple[dict[st
     draw_big(demo, simulate_big(demo))
     proved = prove_tiny(demo)
     plan, measured, learned = train_bytes(demo)
-    compare_runs(demo, plan, measured)
-    demo.report = {"ok": proved and learned, **demo.report, "elapsed_s": time.perf_counter() - demo.started_s}
+    same_order = compare_runs(demo, plan, measured)
+    demo.report = {"ok": proved and learned and same_order, **demo.report, "elapsed_s": time.perf_counter() - demo.started_s}
     text = "# shardproof demo\n\n" + "\n\n".join(demo.paragraphs) + "\n"
     write_bytes(folder / "report.md", text.encode())
     write_bytes(folder / "report.json", (json.dumps(demo.report, indent=2) + "\n").encode())

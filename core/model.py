@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .divisors import divisors
 from .errors import ModelError, did_you_mean
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "relu_squared")
@@ -48,10 +49,9 @@ class ModelSpec:
                 problems.append(f"{name}={value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}")
         problems += [f"{name}={value!r} must be above 0." for name in ("norm_eps", "rope_theta") if not (value := getattr(self, name)) > 0]
         if _is_count(self.num_heads) and _is_count(self.num_kv_heads) and self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             problems.append(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}, so query heads cannot share them evenly. "
-                f"Use num_kv_heads in {divisors}."
+                f"Use num_kv_heads among {divisors(self.num_heads)}."
             )
         if self.position == "rope" and _is_count(self.head_dim) and self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cluster import ClusterSpec
+from .divisors import divisors
 from .errors import LayoutError, PlanError, did_you_mean
 from .layout import Layout
 from .leaves import leaf_sizes
@@ -49,15 +50,11 @@ def broken_rules(nouns: Mapping[str, Any]) -> list[BrokenRule]:
     return found
 
 
-def _divisors(number: int) -> str:
-    return "{" + ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) + "}"
-
-
 def _tp_divides_heads(layout: Layout, model: ModelSpec) -> Iterator[str]:
     for name in dict.fromkeys(("num_heads", "num_kv_heads") if model.num_heads != model.num_kv_heads else ("num_heads",)):
         heads = getattr(model, name)
         if heads % layout.tp:
-            yield f"tp={layout.tp} does not divide {name}={heads} (model {model.name}). Use tp in {_divisors(model.num_kv_heads)}."
+            yield f"tp={layout.tp} does not divide {name}={heads} (model {model.name}). Use tp among {divisors(model.num_kv_heads)}."
 
 
 def _leaves_admit_tp(layout: Layout, model: ModelSpec, batch: Batch, numerics: Numerics) -> Iterator[str]:
@@ -74,12 +71,6 @@ def _leaves_admit_tp(layout: Layout, model: ModelSpec, batch: Batch, numerics: N
             sizes.check(layout.tp)
         except LayoutError as error:
             yield from error.problems
-
-
-def _blocks_nest(numerics: Numerics) -> Iterator[str]:
-    coarse, fine = numerics.gradient_token_block, numerics.reduction_token_block
-    if coarse is not None and fine is not None and coarse % fine:
-        yield f"reduction_token_block={fine} does not divide gradient_token_block={coarse}, so trees do not nest. Use a divisor."
 
 
 def _microbatches_divide(batch: Batch, layout: Layout) -> Iterator[str]:
@@ -174,12 +165,6 @@ RULES: tuple[Rule, ...] = (
         ("layout.tp", "model.ffn_hidden_size", "model.vocab_size", "batch.sequence", "numerics.ffn_block", "numerics.vocab_block"),
         "every tp rank owns at least one whole leaf of each feature axis",
         _leaves_admit_tp,
-    ),
-    Rule(
-        "blocks-nest",
-        ("numerics.reduction_token_block", "numerics.gradient_token_block"),
-        "fine token blocks divide coarse ones",
-        _blocks_nest,
     ),
     Rule("microbatches-divide", ("batch.global", "batch.micro", "layout.dp"), "micro*dp divides the global batch", _microbatches_divide),
     Rule(

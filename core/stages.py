@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .divisors import divisors
 from .errors import LayoutError
 from .layout import Layout
 
@@ -55,9 +56,8 @@ def to_string(stages: tuple[StageLayers, ...]) -> str:
 
 def _even(num_layers: int, layout: Layout) -> list[int]:
     if num_layers % layout.num_stages:
-        divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise LayoutError(
-            f"pp*vpp={layout.num_stages} does not divide num_layers={num_layers}. Use pp*vpp among {divisors}, "
+            f"pp*vpp={layout.num_stages} does not divide num_layers={num_layers}. Use pp*vpp among {divisors(num_layers)}, "
             'or give an uneven cut such as stages = "Ett|tttL".'
         )
     return [num_layers // layout.num_stages] * layout.num_stages

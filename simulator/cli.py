@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.commands import Command
-from ..core.errors import PlanError
-from ..core.options import add_output, add_plan, emit, read_plan, read_search_space
+from ..core.options import add_output, add_plan, emit, read_plan, read_search_space, write_text
 from ..core.plan import Plan
 from ..core.plan_rules import RULES
 from ..core.units import format_bytes, format_count, format_s
 from .fit import fit
-from .search import REASONS, SearchResult, search
+from .search import REASONS, search
 from .simulate import simulate
 
 _TIME_NAMES = {
@@ -56,34 +56,30 @@ def run_plan(args: argparse.Namespace) -> int:
     """Ranks layouts; `-o plan.toml` writes the best. Exit code 1 when none fits, and then no plan is written."""
     space = read_search_space(args)
     result = search(space)
+    report, title = result.report, f"{space.model.name} on {space.cluster.num_devices} x {space.cluster.name}"
     if args.output is not None and args.output.endswith(".toml"):
-        if not result.plans:
-            raise PlanError(f"no layout fits, so {args.output} is not written. Reasons: {_reasons(result.report['rejected'])}.")
-        _write_plan(args, result)
-    title = f"{space.model.name} on {space.cluster.num_devices} x {space.cluster.name}"
-    emit(args, plan_text(title, result.report), result.report)
+        target, args.output = args.output, None
+        if result.plans:
+            write_text(target, result.plans[0].to_toml())
+        else:
+            print(f"shardproof plan: no layout fits, so {target} is not written.", file=sys.stderr)
+    emit(args, plan_text(title, report), report)
     return 0 if result.plans else 1
-
-
-def _write_plan(args: argparse.Namespace, result: SearchResult) -> None:
-    """The best plan as TOML, whole or not at all; the report then goes to standard output only."""
-    from ..core.options import write_text
-
-    write_text(args.output, result.plans[0].to_toml())
-    args.output = None
 
 
 def simulate_text(plan: Plan, report: Mapping[str, Any]) -> str:
     """The report of `simulate` for people."""
     step_s = report["step_time_s"]
+    peak, capacity = report["peak_memory_bytes"], plan.cluster.device_memory_bytes
+    over = ", which does not fit" if peak > capacity else ""
     shares = [(_TIME_NAMES[name], format_s(s), f"{s / step_s:6.1%}") for name, s in report["time_s"].items() if s]
     head = [
         ("step", format_s(step_s)),
         ("tokens per second", format_count(report["tokens_per_s"])),
-        ("model FLOP/s per device", f"{format_count(report['model_flops_per_s_per_device'])}FLOP/s".replace(" BFLOP", " GFLOP").replace(" TFLOP", " TFLOP")),
+        ("model TFLOP/s per device", f"{report['model_flops_per_s_per_device'] / 1e12:.4g}"),
         ("MFU", f"{report['mfu']:.1%} (causal {report['mfu_causal']:.1%}, hardware {report['hfu']:.1%})"),
         ("bubble", f"{report['bubble_fraction']:.1%} of the step on rank {report['bubble_rank']}"),
-        ("peak memory", f"{format_bytes(report['peak_memory_bytes'])} of {format_bytes(plan.cluster.device_memory_bytes)} on rank {report['peak_memory_rank']}"),
+        ("peak memory", f"{format_bytes(peak)} of {format_bytes(capacity)} on rank {report['peak_memory_rank']}{over}"),
     ]
     return "\n".join(
         [
@@ -105,7 +101,8 @@ def simulate_text(plan: Plan, report: Mapping[str, Any]) -> str:
 def fit_text(plan: Plan, report: Mapping[str, Any]) -> str:
     """The report of `fit` for people."""
     peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
-    verdict = f"fits, {format_bytes(capacity - peak)} to spare" if report["fits"] else f"does not fit: {format_bytes(peak - capacity)} too much"
+    difference = format_bytes(abs(capacity - peak))
+    verdict = f"fits, {difference} to spare" if report["fits"] else f"does not fit: {difference} too much"
     names = list(report["memory_bytes"])
     rows = [("pp rank", "rank", "peak", *names)]
     for entry in report["per_rank"]:
@@ -126,9 +123,10 @@ def plan_text(title: str, report: Mapping[str, Any]) -> str:
         peak = format_bytes(candidate["peak_memory_bytes"])
         rows.append((str(place), format_s(candidate["step_time_s"]), f"{candidate['mfu']:.1%}", *degrees, *choices, peak))
     lines = [title, "", *(_columns(rows) if report["candidates"] else ["no layout fits"]), ""]
-    lines.append(f"{report['evaluated']} layouts decided, {report['simulated']} of them simulated, in {format_s(report['elapsed_s'])}. The others lost because:")
+    counts = f"{report['evaluated']} layouts decided, {report['simulated']} of them simulated, in {format_s(report['elapsed_s'])}"
+    lines.append(f"{counts}. The others lost because:")
     docs = {**{rule.name: f"not so: {rule.doc}" for rule in RULES}, **REASONS}
-    lost = [(str(count), reason, docs[reason]) for reason, count in sorted(report["rejected"].items(), key=lambda item: -item[1])]
+    lost = [(str(count), reason, docs[reason]) for reason, count in _most_first(report["rejected"])]
     return "\n".join([*lines, *_columns(lost)])
 
 
@@ -138,11 +136,10 @@ def _title(plan: Plan, num_parameters: int) -> str:
     extras = [f"zero {layout.zero}"] if layout.zero else []
     extras += ["sequence parallel"] if layout.sequence_parallel else []
     extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
-    schedule = plan.schedule.file or plan.schedule.name
+    microbatches = f"{plan.num_microbatches} microbatches of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
     return (
         f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} x {plan.cluster.name}\n"
-        f"{', '.join([degrees, *extras])}; {schedule}, {plan.num_microbatches} microbatches of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
-        f", {plan.precision.dtype}"
+        f"{', '.join([degrees, *extras])}; {plan.schedule.file or plan.schedule.name}, {microbatches}, {plan.precision.dtype}"
     )
 
 
@@ -159,11 +156,13 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _reasons(rejected: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items(), key=lambda item: -item[1])) or "no combination was legal"
+def _most_first(rejected: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(rejected.items(), key=lambda item: (-item[1], item[0]))
 
 
-SIMULATE = Command("simulate", "shardproof simulate --model llama3-70b --cluster dgx-h100 --devices 512 --tp 8 --pp 8", configure, run_simulate)
+SIMULATE = Command(
+    "simulate", "shardproof simulate --model llama3-70b --cluster dgx-h100 --devices 512 --tp 8 --pp 8 --zero 1", configure, run_simulate
+)
 FIT = Command("fit", "shardproof fit --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2", configure, run_fit)
 PLAN = Command(
     "plan",

@@ -98,7 +98,7 @@ def run_schedule(
     return run.timeline(title=schedule.name)
 
 
-def execute(graph: Graph, duration_s: Sequence[float]) -> Run:
+def execute(graph: Graph, duration_s: Sequence[float] | np.ndarray) -> Run:
     """Times of every action, given its duration; durations of receives are not read, they last as long as their send.
 
     Any number type works (int and Fraction stay exact until the result is stored). Raises `ScheduleError` when actions wait for

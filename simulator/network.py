@@ -16,7 +16,7 @@ from ..core.program import Collective
 
 
 @dataclass(frozen=True)
-class Span:
+class Spread:
     """How a group of ranks lies over nodes: on `num_nodes` nodes with at most `per_node` members on one of them."""
 
     num_nodes: int
@@ -28,23 +28,23 @@ class Span:
         return self.num_nodes * self.per_node
 
 
-def span_of(cluster: ClusterSpec, ranks: Sequence[int]) -> Span:
-    """The span of a group given its global ranks; node n holds ranks [n*d, (n+1)*d) for d devices per node."""
+def spread_of(cluster: ClusterSpec, ranks: Sequence[int]) -> Spread:
+    """The spread of a group given its global ranks; node n holds ranks [n*d, (n+1)*d) for d devices per node."""
     members: dict[int, int] = {}
     for rank in ranks:
         node = rank // cluster.devices_per_node
         members[node] = members.get(node, 0) + 1
-    return Span(len(members), max(members.values()))
+    return Spread(len(members), max(members.values()))
 
 
-def collective_s(cluster: ClusterSpec, span: Span, operation: Collective) -> float:
+def collective_s(cluster: ClusterSpec, spread: Spread, operation: Collective) -> float:
     """Seconds of one collective whose members all take part at once.
 
     `sent_bytes` is what a flat algorithm sends from one rank. Hierarchically, with k members on each of N nodes and n = N*k, the
     share (N-1)/(n-1) of a gather or a reduction crosses the network and (n-N)/(n-1) the links; of an all-to-all the shares are
     (n-k)/(n-1) and (k-1)/(n-1). Latency: one hop per ring step, for an all-reduce the better of ring and tree.
     """
-    nodes, per_node, size = span.num_nodes, span.per_node, span.size
+    nodes, per_node, size = spread.num_nodes, spread.per_node, spread.size
     if size == 1:
         return 0.0
     crossing = (size - per_node if operation.op == "all_to_all" else nodes - 1) / (size - 1)

@@ -31,7 +31,7 @@ from ..core.program import (
     transformer_work,
 )
 from .compute import ELEMENT_BYTES, elementwise_s, product_s, traffic_s
-from .network import Span, collective_s, message_s, span_of
+from .network import Spread, collective_s, message_s, spread_of
 
 GRID = 2.0**40
 """Prices are rounded to 1/GRID seconds (0.9 ps), so that sums of them are exact in float64 up to 8,192 s, in any order."""
@@ -112,7 +112,7 @@ class Pricing:
         self.plan = plan
         self._gathers_scheduled = gathers_scheduled
         self._cache: dict[tuple[object, ...], Seconds] = {}
-        self._spans: dict[tuple[str, int], Span] = {}
+        self._spreads: dict[tuple[str, int], Spread] = {}
         self._shared = {} if shared is None else shared
         layout = plan.layout
         self._block_key = (layout.tp, layout.sequence_parallel, plan.batch.micro_size, plan.recompute.mode)
@@ -133,7 +133,7 @@ class Pricing:
         pp_rank = stage % self.plan.layout.pp
         stages = rank_stages(self.plan, pp_rank) if kind is Kind.STEP else (stage,)
         contents = [(len(content.layers), content.embedding, content.head) for content in (self.plan.stages[s] for s in stages)]
-        return (*contents, self.span("tp", pp_rank), self.span("dp", pp_rank))
+        return (*contents, self.spread("tp", pp_rank), self.spread("dp", pp_rank))
 
     def table(self) -> np.ndarray:
         """[kinds, stages] -> duration in seconds; OVERLAP_F_B is left at zero because it names two stages."""
@@ -143,11 +143,11 @@ class Pricing:
                 table[kind, stage] = self.seconds(kind, stage).total_s
         return table
 
-    def span(self, axis: str, pp_rank: int) -> Span:
+    def spread(self, axis: str, pp_rank: int) -> Spread:
         """How a group of the pipeline rank lies over nodes: axis `tp`, `dp`, `model` (tp and pp) or `embedding` (first and last)."""
-        if (axis, pp_rank) not in self._spans:
-            self._spans[axis, pp_rank] = span_of(self.plan.cluster, self._group(axis, pp_rank).tolist())
-        return self._spans[axis, pp_rank]
+        if (axis, pp_rank) not in self._spreads:
+            self._spreads[axis, pp_rank] = spread_of(self.plan.cluster, self._group(axis, pp_rank).tolist())
+        return self._spreads[axis, pp_rank]
 
     def _group(self, axis: str, pp_rank: int) -> np.ndarray:
         layout = self.plan.layout
@@ -196,7 +196,7 @@ class Pricing:
         return total
 
     def _block(self, name: str, pp_rank: int) -> Block:
-        key = (name, self.span("tp", pp_rank), *self._block_key)
+        key = (name, self.spread("tp", pp_rank), *self._block_key)
         if key not in self._shared:
             plan = self.plan
             match name:
@@ -255,7 +255,7 @@ class Pricing:
         return max(flops / (peak * ATTENTION_EFFICIENCY), traffic_s(cluster, num_bytes)) + cluster.kernel_launch_s
 
     def _collective(self, operation: Collective, pp_rank: int) -> Seconds:
-        seconds = collective_s(self.plan.cluster, self.span(operation.axis, pp_rank), operation)
+        seconds = collective_s(self.plan.cluster, self.spread(operation.axis, pp_rank), operation)
         return Seconds(**{_COMPONENT_OF_AXIS[operation.axis]: seconds})
 
     def _communication(self, kind: Kind, stage: int) -> Seconds:

@@ -129,7 +129,7 @@ def _skeletons(space: SearchSpace, tally: _Tally) -> Iterator[Plan]:
                     tally.rejected[plan] += 1
 
 
-def _plan(space: SearchSpace, degrees: dict[str, int], micro: int, schedule: str) -> Plan | str:
+def _plan(space: SearchSpace, degrees: dict[str, Any], micro: int, schedule: str) -> Plan | str:
     """The plan with these choices, or the name of the first rule that it breaks."""
     pinned = _Pinned(space)
     try:

@@ -39,7 +39,7 @@ def room_of(name: str, node: ast.ImportFrom) -> str:
     """The room that a relative import reaches into ("" is the root package)."""
     here = name.split("/")[:-1]
     base = here[: len(here) - (node.level - 1)]
-    return [*base, *(node.module or "").split("."), *(alias.name for alias in node.names)][0]
+    return [*base, *(node.module.split(".") if node.module else ()), *(alias.name for alias in node.names)][0]
 
 
 @pytest.mark.parametrize("name", FILES)

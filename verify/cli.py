@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.commands import Command
-from ..core.errors import MissingExtraError, PlanError, ScheduleError
-from ..core.options import add_output, add_plan, emit, read_plan
+from ..core.errors import MissingExtraError, PlanError
+from ..core.options import add_output, add_plan, emit, option_values, read_plan
 from ..core.schedule import Schedule
-from ..core.schedules import schedule_for
+from ..core.schedules import read_csv, schedule_for
 from .check import Examination, examine
 from .grid import grid
 from .rules import DEADLOCK_RULES, RULES, View
@@ -106,18 +105,10 @@ def _read(args: argparse.Namespace) -> tuple[Plan | None, Schedule]:
     if args.plan is None or not args.plan.lower().endswith(".csv"):
         plan = read_plan(args)
         return plan, schedule_for(plan)
-    if args.dynamic:
-        raise PlanError(f"--dynamic runs a whole plan, and {args.plan} is only a schedule. Give a plan and --schedule {args.plan}.")
-    return None, read_schedule(args.plan)
-
-
-def read_schedule(path: str) -> Schedule:
-    """The schedule in a CSV file. Raises `ScheduleError` with every malformed cell, also for a file that is no text."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{path}: this is not a text file: {error}.") from error
-    return Schedule.from_csv(text, path)
+    given = ["--dynamic"] * args.dynamic + [value.origin for table in option_values(args).values() for value in table.values()]
+    if given:
+        raise PlanError(f"{given[0]} belongs to a whole plan, and {args.plan} is only a schedule. Give a plan and --schedule {args.plan}.")
+    return None, read_csv(args.plan)
 
 
 def _prove(args: argparse.Namespace, plan: Plan | None) -> Proof:
@@ -135,10 +126,9 @@ def _prove(args: argparse.Namespace, plan: Plan | None) -> Proof:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 VERIFY = Command("verify", "shardproof verify plan.toml --dynamic", configure, run)

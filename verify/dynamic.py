@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..backend.launch import run_ranks
-from ..core.errors import MissingExtraError
+from ..core.errors import MissingExtraError, PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout
 from ..core.parameters import parameters
@@ -135,7 +135,12 @@ def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
 
 
 def _run(job: ProofJob, transport: TransportName) -> RunLedger:
-    return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.layout.world_size, transport=transport))
+    try:
+        return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.layout.world_size, transport=transport))
+    except RankFailure as failure:
+        if isinstance(failure.__cause__, PlanError):  # the user's problem, found by a rank: no fault of that rank
+            raise failure.__cause__ from None
+        raise
 
 
 def _look_closer(
@@ -227,7 +232,8 @@ def _findings(plan: Plan, run: RunLedger, differences: Sequence[Difference]) -> 
     first, rest = differences[0], differences[1:]
     found = [Finding(*_first_words(plan, run, first))]
     if rest:
-        later = ", ".join(dict.fromkeys(_name(d.key) for d in rest[:3]))
+        names = dict.fromkeys(_name(d.key._replace(sample=None)) for d in rest)
+        later = ", ".join(list(names)[:3])
         found.append(Finding("bits-differ-later", "info", "later in dataflow order", f"{len(rest)} more tensors differ, first {later}."))
     return found
 
@@ -257,7 +263,12 @@ def _first_words(plan: Plan, run: RunLedger, first: Difference) -> tuple[str, Li
 def _places(plan: Plan, key: Key, ranks: Sequence[int]) -> list[str]:
     if not ranks:
         return []
-    return [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}", str(action_of(plan, key, ranks[0]))]
+    return [_ranks_listed(ranks), str(action_of(plan, key, ranks[0]))]
+
+
+def _ranks_listed(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 4`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _name(key: Key) -> str:
@@ -278,5 +289,6 @@ def _hint(plan: Plan, run: RunLedger, first: Difference) -> str:
     what = "input-gradient reduction behind" if first.key.phase == ACTIVATION_GRADIENT else "reduction of"
     if first.key.phase not in (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT):
         what = "step of"
-    few = ", ".join(map(str, sorted(right)[:4]))
-    return f"Replicas on ranks {few} are right: look at the {axis}-parallel {what} {first.key.tensor} on rank {min(wrong)}."
+    plural = len(right) > 1
+    replicas = f"{'Replicas' if plural else 'The replica'} on {_ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
+    return f"{replicas}: look at the {axis}-parallel {what} {first.key.tensor} on rank {min(wrong)}."

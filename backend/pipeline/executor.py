@@ -23,8 +23,6 @@ from .activations import ActivationMeter
 from .messages import Clock, Lane, Mail, MessageChannel, lane_name, message_lanes
 
 DP_LANE = "dp"
-EXECUTABLE = frozenset(Kind) - {Kind.UNSHARD, Kind.RESHARD}
-"""Kinds this executor runs. Parameters are whole on every rank, so there is nothing to gather or free."""
 
 
 class WeightWork(Protocol):

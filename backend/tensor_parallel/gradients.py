@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from ...core.parameters import Usage
@@ -41,8 +42,9 @@ class WeightWork:
 
     def run(self, microbatch: int) -> None:
         """Computes what was deferred for a microbatch, in the order it was submitted."""
-        for work in self._pending.pop(microbatch):
-            work()
+        with torch.no_grad():
+            for work in self._pending.pop(microbatch):
+                work()
 
 
 class Gradients:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, UnknownNameError
 from ..schedule import Schedule
-from .csv import from_csv
+from .csv import read_csv
 from .gpipe import gpipe
 from .interleaved import interleaved
 from .one_f_one_b import one_f_one_b
@@ -89,7 +88,7 @@ def schedule_for(plan: Plan) -> Schedule:
     choice, layout = plan.schedule, plan.layout
     if choice.file is None:
         return build(choice.name, pp=layout.pp, vpp=layout.vpp, num_microbatches=plan.num_microbatches)
-    schedule = from_csv(Path(choice.file).read_text(encoding="utf-8"), choice.file)
+    schedule = read_csv(choice.file)
     problems = [
         f"{choice.file} has {found} {what}, but the plan has {expected} ({source})."
         for what, found, expected, source in (

@@ -7,6 +7,7 @@ The placement is not written: it follows from which rank runs the forwards of wh
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -57,6 +58,15 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     actions = ActionArray(*np.array(fields, dtype=np.int32).T)
     boundaries = np.array(offsets)
     return Schedule(name, _placement(name, actions, boundaries), actions, boundaries)
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """The schedule in a file, named after it. Raises `ScheduleError` as `from_csv` does, also for a file that is no text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path}: this is not a text file: {error}.") from error
+    return from_csv(text, str(path))
 
 
 def _cells(row: ActionArray, skipped: int) -> list[str]:

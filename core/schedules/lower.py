@@ -18,9 +18,11 @@ from ..schedule import Schedule
 
 
 class UnrunnableError(ScheduleError):
-    """Compute actions wait for each other in a circle. `cycle` holds their indices in the schedule: each waits for the next."""
+    """Compute actions wait for each other in a circle. `cycle` holds their indices in `schedule` (the given one, or that with its
+    gradient reductions): each waits for the next."""
 
     def __init__(self, schedule: Schedule, cycle: tuple[int, ...]):
+        self.schedule = schedule
         self.cycle = cycle
         steps = [f"{schedule.actions[index]} (rank {schedule.pp_rank[index]})" for index in cycle]
         super().__init__(f"{schedule.name}: this order can never run: {' waits for '.join([*steps, steps[0]])}.")
@@ -79,29 +81,38 @@ def add_messages(schedule: Schedule) -> Schedule:
     if not len(messages.producer):
         return schedule
     time = end[messages.producer]
-    sequence = np.empty(len(time), dtype=np.int64)
-    sequence[np.lexsort((messages.microbatch, messages.stage, messages.backward, time))] = np.arange(len(time))
+    rank = np.concatenate([schedule.pp_rank, messages.source, messages.destination])
+    order = _order(schedule, messages, rank, np.concatenate([start, time, time]))
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=schedule.num_ranks))])
+    columns = (column[order] for column in _with_messages(schedule.actions, messages))
+    return Schedule(schedule.name, schedule.placement, ActionArray(*columns), offsets)
 
-    actions, num_actions, num_messages = schedule.actions, len(schedule), len(time)
-    none = np.full(2 * num_messages, -1, dtype=np.int32)
-    forward_kinds = np.repeat(np.array([Kind.SEND_F, Kind.RECV_F], dtype=np.int8), num_messages)
-    backward_kinds = np.repeat(np.array([Kind.SEND_B, Kind.RECV_B], dtype=np.int8), num_messages)
-    backward = np.concatenate([messages.backward, messages.backward])
-    receiving_stage = messages.stage + np.where(messages.backward, -1, 1)
-    columns = (
-        np.concatenate([actions.stage, messages.stage, receiving_stage]),
-        np.concatenate([actions.kind, np.where(backward, backward_kinds, forward_kinds)]),
+
+def _order(schedule: Schedule, messages: _Messages, rank: np.ndarray, when: np.ndarray) -> np.ndarray:
+    """The order of actions, sends and receives (in which the arguments list them) by rank and time.
+
+    Messages come before actions that start at the same moment, and messages of one moment in one order on all ranks: by direction
+    and sending stage, which identify them, as a stage ends one action at a time.
+    """
+    num_ties = 2 * schedule.num_stages + 1
+    of_message = np.where(messages.backward, schedule.num_stages, 0) + messages.stage
+    tie = np.concatenate([np.full(len(schedule), num_ties - 1), of_message, of_message])
+    key = (rank.astype(np.int64) * (int(when.max()) + 1) + when) * num_ties + tie
+    return np.argsort(key, kind="stable")  # the keys are a few sorted runs, which a stable sort only merges
+
+
+def _with_messages(actions: ActionArray, messages: _Messages) -> tuple[np.ndarray, ...]:
+    """The columns of the actions, then of all sends, then of all receives."""
+    none = np.full(2 * len(messages.stage), -1, dtype=np.int32)
+    send = np.where(messages.backward, np.int8(Kind.SEND_B), np.int8(Kind.SEND_F))
+    receive = np.where(messages.backward, np.int8(Kind.RECV_B), np.int8(Kind.RECV_F))
+    return (
+        np.concatenate([actions.stage, messages.stage, messages.stage + np.where(messages.backward, -1, 1)]),
+        np.concatenate([actions.kind, send, receive]),
         np.concatenate([actions.microbatch, messages.microbatch, messages.microbatch]),
         np.concatenate([actions.pair_stage, none]),
         np.concatenate([actions.pair_microbatch, none]),
     )
-    rank = np.concatenate([schedule.pp_rank, messages.source, messages.destination])
-    when = np.concatenate([start, time, time])
-    is_action = np.repeat(np.array([True, False]), [num_actions, 2 * num_messages])
-    tie = np.concatenate([np.arange(num_actions), sequence, sequence])
-    order = np.lexsort((tie, is_action, when, rank))
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=schedule.num_ranks))])
-    return Schedule(schedule.name, schedule.placement, ActionArray(*(column[order] for column in columns)), offsets)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,12 @@ def test_dp_is_what_the_devices_leave():
     assert read_plan(parse("--model tiny-gpt --devices 12 --tp 2 --pp 2")).layout.dp == 3
 
 
+@pytest.mark.parametrize("degrees", ["--tp 8", "--pp 8", "--tp 4 --pp 4", "--vpp 2"])
+def test_a_world_of_4_refuses_what_megatron_refuses(degrees):
+    with pytest.raises(PlanError):
+        read_plan(parse(f"--model tiny-gpt --devices 4 {degrees}"))
+
+
 def test_without_devices_there_are_as_many_as_ranks():
     assert read_plan(parse("--model tiny-gpt-6h --tp 3 --dp 5")).cluster.num_devices == 15
 

@@ -261,7 +261,6 @@ def test_two_descriptions_of_a_model_are_refused():
 BROKEN = {
     "tp-divides-heads": (("tp = 8", "tp = 5"), "tp=5 does not divide num_heads=96"),
     "leaves-admit-tp": (('mode = "fast"', 'mode = "fast"\nffn_block = 16384'), "Use tp <= 3 or numerics.ffn_block <= 6144"),
-    "blocks-nest": (('mode = "fast"', 'mode = "fast"\ngradient_token_block = 96\nreduction_token_block = 36'), "trees do not nest"),
     "microbatches-divide": (("global = 1536", "global = 1500"), "no multiple of micro*dp=1*16=16. Use global = 1488 or 1504"),
     "stages-hold-all-layers": (("pp = 8", "pp = 5"), "pp*vpp=5 does not divide num_layers=96"),
     "interleaving-matches": (("vpp = 1", "vpp = 2"), 'Set schedule.name = "Interleaved1F1B" or layout.vpp = 1'),
@@ -331,3 +330,25 @@ def test_every_preset_is_a_model_a_plan_can_name():
     for name in MODEL_PRESETS:
         plan = Plan.from_toml(f'[model]\npreset = "{name}"\n[batch]\nglobal = 1\nsequence = 16\n')
         assert plan.model.name == name
+
+
+NUMBERS = ["0", "-1", "1", "3", "99999999", "1.5", "1e400", "nan"]
+TEXTS = ['""', '"x"', '"1F1B"', '"tp"', '"((("', '"Et*3L"']
+TOML_VALUES = st.sampled_from([*NUMBERS, *TEXTS, "true", "[1, 2]", "{}", "1979-05-27"])
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), TOML_VALUES, max_size=4))
+def test_whatever_values_keys_get_the_answer_is_a_plan_or_located_problems(changes):
+    lines = GPT3.splitlines()
+    for key, value in changes.items():
+        header = f"[{key.section}]"
+        if header not in lines:
+            lines.append(header)
+        lines = [line for line in lines if not line.startswith(f"{key.name} = ")]
+        lines.insert(lines.index(header) + 1, f"{key.name} = {value}")
+    try:
+        plan = Plan.from_toml("\n".join(lines))
+    except PlanError as error:
+        assert all(problem.startswith("plan.toml:") for problem in error.problems)
+    else:
+        assert Plan.from_toml(plan.to_toml()) == plan

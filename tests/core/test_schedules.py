@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shardproof.core import action, schedule
 from shardproof.core.action import Action, Kind
 from shardproof.core.errors import ScheduleError, UnknownNameError

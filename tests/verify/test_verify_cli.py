@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from shardproof.core.cli import main
 from shardproof.core.schedule import Schedule
 from shardproof.core.schedules import build, lower
@@ -51,7 +52,8 @@ def test_a_file_that_is_no_text_or_not_there_ends_with_2(tmp_path: Path, capsys:
     (tmp_path / "picture.csv").write_bytes(b"\x89PNG\xff\xfe")
     assert main(["verify", str(tmp_path / "picture.csv")]) == 2
     assert main(["verify", str(tmp_path / "absent.csv")]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    assert main(["verify", *SMALL, "--schedule", str(tmp_path / "picture.csv")]) == 2
+    assert capsys.readouterr().err.count("\n") == 3
 
 
 def test_json_is_one_object_with_the_promised_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +90,8 @@ def test_list_prints_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(rule.name in text and rule.doc in text for rule in RULES)
 
 
-@pytest.mark.parametrize("options", [["--dynamic"], ["--inject", "drop-reduction:1:x"]])
-def test_the_dynamic_proof_needs_a_plan_and_a_fault_needs_the_proof(tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize("options", [["--dynamic"], ["--inject", "drop-reduction:1:x"], ["--tp", "2"], ["--set", "layout.tp=2"]])
+def test_options_that_a_schedule_alone_cannot_use_are_refused(tmp_path: Path, options: list[str]) -> None:
     assert main(["verify", written(tmp_path, RIGHT), *options]) == 2
 
 

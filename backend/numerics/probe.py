@@ -1,0 +1,161 @@
+"""Measures what exact numerics assume of the library on this machine, with a plan's own shapes.
+
+The canonical order fixes every sum over ranks, leaves, tokens and samples. What is left to the library must not change its bits when
+more of the same is computed beside it: a tile product at another address, an attention head beside others, a norm's row among
+others, an elementwise function on a longer tensor, the optimizer's update of a longer tensor. Each assumption is a row of `PROBES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...core.findings import Finding
+from ...core.plan import Plan
+from .exact import VECTOR_ELEMENTS, ExactNumerics
+
+NormFunction = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`differing(plan, device)` counts the elements that changed though they should not."""
+
+    name: str
+    assumption: str
+    hint: str
+    differing: Callable[[Plan, torch.device], int]
+
+
+def probe(plan: Plan, device: torch.device | str = "cpu") -> list[Finding]:
+    """One error per assumption that does not hold here; none on the machines and shapes we have measured."""
+    device = torch.device(device)
+    model, batch = plan.model, plan.batch
+    where = f"{device}, sequence {batch.sequence}, hidden {model.hidden_size}, head dim {model.head_dim}"
+    findings = []
+    for entry in PROBES:
+        if count := entry.differing(plan, device):
+            findings.append(Finding(entry.name, "error", where, f"{entry.assumption} does not hold: {count} elements differ.", entry.hint))
+    return findings
+
+
+def _random(seed: int, device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def _count(a: Tensor, b: Tensor) -> int:
+    return int((a != b).sum())
+
+
+def _misaligned(x: Tensor) -> Tensor:
+    """The same values, contiguous, four bytes off any alignment."""
+    room = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+    return room.copy_(x)
+
+
+def _products(plan: Plan, device: torch.device) -> int:
+    """The three kinds of tiles of the MLP, aligned against misaligned."""
+    tokens = min(plan.leaf_sizes.gradient_token_block, plan.batch.sequence)
+    hidden, leaf = plan.model.hidden_size, plan.leaf_sizes.ffn.block
+    x, w, y = (_random(seed, device, *shape) for seed, shape in enumerate(((tokens, hidden), (leaf, hidden), (tokens, leaf))))
+    tiles: list[tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = [
+        (lambda a, b: a @ b.t(), x, w),
+        (lambda a, b: a @ b, y, w),
+        (lambda a, b: a.t() @ b, y, x),
+    ]
+    return sum(_count(product(a, b), product(_misaligned(a), _misaligned(b))) for product, a, b in tiles)
+
+
+def _attention(plan: Plan, device: torch.device) -> int:
+    """Forward and backward of 2 samples x 3 heads against each (sample, head) alone."""
+    shape = (2, 3, plan.batch.sequence, plan.model.head_dim)
+    inputs = [_random(seed, device, *shape) for seed in range(4)]
+    whole = _attention_and_gradients(*inputs)
+    return sum(
+        _count(alone, together[sample : sample + 1, head : head + 1])
+        for sample in range(2)
+        for head in range(3)
+        for alone, together in zip(
+            _attention_and_gradients(*(x[sample : sample + 1, head : head + 1].contiguous() for x in inputs)), whole, strict=True
+        )
+    )
+
+
+def _attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    output = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+
+
+def _norm_rows(plan: Plan, device: torch.device) -> int:
+    """Rows of both norms' forwards and input gradients: one sample against three."""
+    hidden = plan.model.hidden_size
+    x, dy = _random(0, device, 3, plan.batch.sequence, hidden), _random(1, device, 3, plan.batch.sequence, hidden)
+    weight, bias = _random(2, device, hidden), _random(3, device, hidden)
+
+    def layer_norm(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        y, mean, rstd = torch.native_layer_norm(x, [hidden], weight, bias, plan.model.norm_eps)
+        return y, torch.ops.aten.native_layer_norm_backward(dy, x, [hidden], mean, rstd, weight, bias, [True, False, False])[0]
+
+    def row_means(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        return x.square().mean(-1, keepdim=True), (x * dy).mean(-1, keepdim=True)
+
+    return sum(
+        _count(alone, together[:1])
+        for norm in (layer_norm, row_means)
+        for alone, together in zip(norm(x[:1].clone(), dy[:1].clone()), norm(x, dy), strict=True)
+    )
+
+
+def _elementwise(plan: Plan, device: torch.device) -> int:
+    """Activations, exponentials and roots with their gradients, through `ExactNumerics.elementwise`, on slices of odd lengths."""
+    numerics = ExactNumerics(plan.leaf_sizes, device)
+    x, dy = _random(0, device, 40 * VECTOR_ELEMENTS), _random(1, device, 40 * VECTOR_ELEMENTS)
+
+    def run(function: NormFunction, x: Tensor, dy: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        y = numerics.elementwise(function, x)
+        return [y.detach(), *torch.autograd.grad(y, x, dy)]
+
+    functions: list[NormFunction] = [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), torch.exp, lambda x: (x * x + 1).log(),
+                                     lambda x: torch.rsqrt(x * x + 1)]  # fmt: skip
+    return sum(
+        _count(part, whole[lo:hi])
+        for function in functions
+        for lo, hi in ((0, 1), (3, 20), (64, 111), (5, 39 * VECTOR_ELEMENTS))
+        for part, whole in zip(run(function, x[lo:hi], dy[lo:hi].clone()), run(function, x, dy), strict=True)
+    )
+
+
+def _optimizer(plan: Plan, device: torch.device) -> int:
+    """Two AdamW updates of slices of a tensor against those of the whole, and of a matrix stored column by column."""
+    weight, gradients = _random(0, device, 37, 29), [_random(seed, device, 37, 29) for seed in (1, 2)]
+
+    def updated(cut: Callable[[Tensor], Tensor]) -> Tensor:
+        parameter = cut(weight.clone())
+        adamw = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, foreach=False)
+        for gradient in gradients:
+            parameter.grad = cut(gradient.clone())
+            adamw.step()
+        return parameter
+
+    whole = updated(lambda x: x)
+    cuts: list[Callable[[Tensor], Tensor]] = [lambda x: x[5:16], lambda x: x[:, :7].t().contiguous().t(), lambda x: x[-1:]]
+    return sum(_count(updated(cut), cut(whole)) for cut in cuts)
+
+
+_SWITCH = "Start torch with MKL_CBWR=AVX512,STRICT (or AVX2,STRICT) in the environment, as shardproof's launcher does."
+_REPORT = "Please report the machine and the torch version; exact mode cannot promise its bits here."
+
+PROBES = (
+    Probe("product-alignment", "a tile product does not depend on the address of its operands", _SWITCH, _products),
+    Probe("attention-slices", "attention of one (sample, head) does not depend on the others beside it", _REPORT, _attention),
+    Probe("norm-rows", "a row of a norm does not depend on the number of rows", _REPORT, _norm_rows),
+    Probe("elementwise-length", "an elementwise function does not depend on the length of its tensor", _REPORT, _elementwise),
+    Probe("optimizer-slices", "an AdamW update does not depend on the cut of its tensor", _REPORT, _optimizer),
+)
+"""Every assumption, with what to do when it fails."""

@@ -1,0 +1,46 @@
+"""Time of one simulation of a 1,024-GPU plan and of a layout search; prints one JSON line. Usage: python benchmarks/simulate.py"""
+
+from __future__ import annotations
+
+import json
+from time import perf_counter
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.options import SearchSpace
+from shardproof.core.plan import Batch, Plan, Recompute
+from shardproof.simulator.search import search
+from shardproof.simulator.simulate import simulate
+
+REPEATS = 10
+
+
+def main() -> None:
+    """GPT-3 175B on 1,024 A100 (tp8 pp8 dp16, 96 microbatches) once cold and then warm, and the search over its layouts."""
+    model, cluster = model_preset("gpt3-175b"), cluster_preset("dgx-a100-80g", 1024)
+    batch = Batch(1536, 1, 2048)
+    plan = Plan(model, cluster, Layout(tp=8, pp=8, dp=16, zero=1, sequence_parallel=True), batch, recompute=Recompute("selective"))
+    times_s = [_simulate_s(plan) for _ in range(REPEATS)]
+    found = search(SearchSpace(model, cluster, batch)).report
+    report = {
+        "benchmark": "simulate",
+        "num_devices": plan.layout.world_size,
+        "first_s": times_s[0],
+        "again_s": min(times_s[1:]),
+        "search_evaluated": found["evaluated"],
+        "search_simulated": found["simulated"],
+        "search_s": found["elapsed_s"],
+        "search_layouts_per_s": found["evaluated"] / found["elapsed_s"],
+    }
+    print(json.dumps(report))
+
+
+def _simulate_s(plan: Plan) -> float:
+    start = perf_counter()
+    simulate(plan)
+    return perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What exact numerics assume of the library holds on this machine, and the probe sees it when it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardproof.backend.numerics import probe as probe_module
+from shardproof.backend.numerics.probe import PROBES, probe
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Numerics, Plan, Precision
+
+
+def plan_of(name: str, sequence: int) -> Plan:
+    return Plan(
+        model_preset(name),
+        cluster_preset("this-host", 1),
+        Layout(),
+        Batch(2, 1, sequence),
+        precision=Precision("fp32"),
+        numerics=Numerics("exact"),
+    )
+
+
+@pytest.mark.parametrize("sequence", [1, 33, 48, 256])
+@pytest.mark.parametrize("model", ["tiny-gpt", "tiny-gpt-6h", "tiny-llama"])
+def test_every_assumption_holds_here(model, sequence):
+    assert probe(plan_of(model, sequence)) == []
+
+
+def test_a_kernel_that_depends_on_its_neighbours_is_named(monkeypatch):
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    biased = lambda q, k, v, is_causal: kernel(q, k, v, is_causal=is_causal) + q.shape[1]  # noqa: E731
+    monkeypatch.setattr(probe_module.F, "scaled_dot_product_attention", biased)
+    (finding,) = probe(plan_of("tiny-gpt", 16))
+    assert finding.rule == "attention-slices" and finding.severity == "error"
+    assert "does not hold: 1536 elements differ" in finding.what  # 2 samples x 3 heads x 16 tokens x 16 dims: every output
+
+
+def test_without_padding_the_elementwise_probe_would_fail(monkeypatch):
+    monkeypatch.setattr(probe_module.ExactNumerics, "elementwise", lambda self, function, x: function(x))
+    assert [finding.rule for finding in probe(plan_of("tiny-gpt", 16))] in (["elementwise-length"], [])  # [] where scalar code agrees
+
+
+def test_probe_names_are_unique_and_each_has_a_hint():
+    assert len({entry.name for entry in PROBES}) == len(PROBES)
+    assert all(entry.hint.endswith(".") for entry in PROBES)

@@ -1,0 +1,94 @@
+"""What ranks really compute and send is what `core.program` says, per action, as multisets and to the byte."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardproof import lower
+from shardproof.backend.model.transformer import Microbatch, Stage
+from shardproof.backend.numerics import make_numerics
+from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.action import Action, Kind
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.program import operations
+from shardproof.core.schedules import schedule_for
+
+
+def plan_of(layout: Layout, mode: str, *, model="tiny-gpt", samples=8, micro=1, schedule="1F1B") -> Plan:
+    return Plan(
+        replace(model_preset(model), num_layers=max(2, layout.num_stages)),
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(samples, micro, 20),
+        precision=Precision("fp32"),
+        schedule=ScheduleChoice(schedule),
+        numerics=Numerics(mode, gradient_token_block=8),
+    )
+
+
+def recorded_step(transport, plan):
+    transport.recorder.enabled = True
+    TrainingRank(transport, plan).step(0)
+    return transport.recorder.events
+
+
+LAYOUTS = [
+    pytest.param(Layout(), {}, id="one-device"),
+    pytest.param(Layout(tp=4), {"micro": 2}, id="tp4-micro2"),
+    pytest.param(Layout(tp=3), {"model": "tiny-gpt-6h"}, id="tp3-6-heads"),
+    pytest.param(Layout(tp=4, dp=2), {"model": "tiny-llama"}, id="tp4-dp2-gqa"),
+    pytest.param(Layout(dp=3), {"samples": 9}, id="dp3-of-9-samples"),
+    pytest.param(Layout(dp=5), {"samples": 10, "micro": 2}, id="dp5-of-10-samples"),
+    pytest.param(Layout(pp=3, dp=2), {"samples": 12, "micro": 2, "schedule": "GPipe"}, id="pp3-dp2-gpipe"),
+    pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2-pp2-dp2"),
+    pytest.param(Layout(pp=2, vpp=2), {"schedule": "Interleaved1F1B"}, id="pp2-vpp2"),
+]
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize(("layout", "choices"), LAYOUTS)
+def test_every_action_of_a_step_records_the_program(layout, choices, mode):
+    plan = plan_of(layout, mode, **choices)
+    schedule = lower(schedule_for(plan))
+    for global_rank, events in enumerate(run_threads(MemoryWorld(layout.world_size, timeout_s=60), recorded_step, plan)):
+        here = layout.coordinates(global_rank)
+        recorded = defaultdict(Counter)
+        for action, operation in events:
+            recorded[action][operation] += 1
+        row = list(schedule.row(here["pp"]))
+        assert recorded.keys() <= set(row), "something was computed or sent outside of the schedule's actions"
+        for action in row:
+            expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"]))
+            assert recorded[action] == expected, f"rank {global_rank}, {action}"
+
+
+def deferred_step(transport, plan):
+    """Forward, I and W of one microbatch."""
+    transport.recorder.enabled = True
+    tp = transport.group("tp", "tp", range(transport.world_size))
+    stage = Stage(plan, plan.stages[0], tp=tp, numerics=make_numerics(plan), recorder=transport.recorder)
+    tokens = torch.arange(20).view(1, 20)
+    output = stage(Microbatch(0, 0, tokens, tokens), None)
+    with transport.recorder.action(Action(0, Kind.I, 0)), stage.weight_work.defer(0):
+        torch.autograd.backward(output, torch.ones_like(output))
+    assert stage.gradients.num_bytes == 0
+    with transport.recorder.action(Action(0, Kind.W, 0)):
+        stage.weight_work.run(0)
+    return transport.recorder.events
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_a_split_backward_computes_input_gradients_in_i_and_weight_gradients_in_w(mode):
+    plan = plan_of(Layout(tp=2), mode, samples=1)
+    for tp_rank, events in enumerate(run_threads(MemoryWorld(2, timeout_s=60), deferred_step, plan)):
+        for kind in (Kind.I, Kind.W):
+            recorded = Counter(operation for action, operation in events if action is not None and action.kind is kind)
+            assert recorded == Counter(operations(plan, kind, 0, tp_rank))

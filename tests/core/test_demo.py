@@ -1,0 +1,65 @@
+"""The demo, at its `--quick` size, does everything it says and leaves what it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardproof.core.cli import main
+from shardproof.core.demo import PLANS, print_step
+from shardproof.core.plan import Plan
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("demo") / "made" / "here"
+    assert main(["demo", "--quick", "-o", str(target)]) == 0
+    return target
+
+
+def test_quick_demo_leaves_a_report_and_every_file_that_it_links(folder: Path) -> None:
+    text = (folder / "report.md").read_text()
+    names = {part.split(")")[0] for part in text.split("](")[1:]}
+    assert {"llama70b_512.svg", "llama70b_512.png", "predicted_and_measured.svg", "predicted_and_measured.png", *PLANS.values()} <= names
+    assert all((folder / name).stat().st_size > 0 for name in names)
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")], "no temporary file is left"
+
+
+def test_quick_demo_proves_0_different_bits_and_learns(folder: Path) -> None:
+    report = json.loads((folder / "report.json").read_text())
+    assert report["ok"] and report["proof"]["bits_different"] == 0 and report["proof"]["world_size"] == 8
+    training = report["training"]
+    assert training["world_size"] == 4 and training["losses"][0] > 5
+    assert sum(training["losses"][-10:]) / 10 < 3.3 and training["validation_losses"][-1] < training["validation_losses"][0] - 1.5
+    assert report["simulation"]["num_devices"] == 512 and 0.3 < report["simulation"]["mfu"] < 0.6
+    assert report["comparison"]["same_order"]
+
+
+@pytest.mark.parametrize("name", PLANS.values())
+def test_the_demo_plans_are_the_examples(name: str) -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "examples" / name).read_text()
+    assert text == (root / "core" / "data" / name).read_text()
+    Plan.from_toml(text, name)
+
+
+def test_the_first_step_the_eighths_and_validations_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    class Result:
+        def __init__(self, step: int, validation_loss: float | None):
+            self.step, self.loss, self.validation_loss = step, 2.5, validation_loss
+
+    for step in range(16):
+        print_step(16, False, Result(step, 3.0 if step == 2 else None))
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[1]) for line in lines] == [1, 2, 3, 4, 6, 8, 10, 12, 14, 16]
+    assert lines[2].endswith("validation 3.000")
+
+
+def test_a_folder_that_is_a_file_is_refused_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("")
+    assert main(["demo", "-o", str(tmp_path / "taken")]) == 2
+    assert "taken" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""Memory against closed forms of the papers and against the program's own counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.program import gradient_elements, stage_elements
+from shardproof.core.schedules import build, schedule_for
+from shardproof.simulator.fit import fit
+from shardproof.simulator.memory import layer_activation_bytes, peak_in_flight, rank_memories
+from shardproof.simulator.simulate import simulate
+
+
+def gpt3(layout: Layout, *, recompute="none", micro=1, dtype="bf16", global_size=64, schedule="1F1B") -> Plan:
+    return Plan(
+        model=model_preset("gpt3-175b"),
+        cluster=cluster_preset("dgx-a100-80g", layout.world_size),
+        layout=layout,
+        batch=Batch(global_size, micro, 2048),
+        precision=Precision(dtype),
+        recompute=Recompute(recompute),
+        schedule=ScheduleChoice(schedule),
+    )
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (4, 8), (5, 12), (8, 3), (6, 6)])
+def test_1f1b_holds_p_minus_stage_microbatches_and_gpipe_all(p, m):
+    assert peak_in_flight(build("1F1B", pp=p, num_microbatches=m)) == [min(m, p - stage) for stage in range(p)]
+    assert peak_in_flight(build("GPipe", pp=p, num_microbatches=m)) == [m] * p
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (3, 3, 9), (5, 2, 10)])
+def test_interleaved_holds_its_warmup_and_one(p, v, m):
+    # Narayanan et al. 2021 (Megatron-LM schedules): 2(p - r - 1) + (v - 1)p forwards of warm-up, then one forward per backward.
+    expected = [min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
+    assert peak_in_flight(build("Interleaved1F1B", pp=p, vpp=v, num_microbatches=m)) == expected
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 6, 8])
+def test_selective_layer_is_korthikanti_without_dropout_masks(tp):
+    # Table 2: sbh(10 + 24/t) without, 34sbh/t with sequence parallelism; two masks of one byte each fall away, both uncut by tp alone.
+    sbh = 2048 * 12288
+    assert layer_activation_bytes(gpt3(Layout(tp=tp, sequence_parallel=False), recompute="selective")) == sbh * 8 + 24 * sbh // tp
+    if 2048 % tp == 0:
+        cut = gpt3(Layout(tp=tp, sequence_parallel=tp > 1), recompute="selective")
+        assert layer_activation_bytes(cut) == 32 * sbh // tp
+
+
+def test_full_keeps_the_input_and_none_adds_one_number_per_query():
+    sbh = 2048 * 12288
+    assert layer_activation_bytes(gpt3(Layout(tp=8), recompute="full")) == 2 * sbh
+    assert layer_activation_bytes(gpt3(Layout(tp=8, sequence_parallel=True), recompute="full")) == 2 * sbh // 8
+    none, selective = (layer_activation_bytes(gpt3(Layout(tp=8), recompute=mode)) for mode in ("none", "selective"))
+    assert none - selective == 4 * 2048 * 96 // 8
+
+
+@pytest.mark.parametrize(("dtype", "fixed", "cut"), [("fp32", 8, 8), ("bf16", 6, 12), ("fp16", 6, 12)])
+def test_bytes_per_parameter_are_those_of_the_distributed_optimizer(dtype, fixed, cut):
+    # Megatron-LM docs, dist_optimizer.md: 6 + 12/d for bf16 weights with fp32 gradients, 8 + 8/d for fp32.
+    plan = gpt3(Layout(tp=8, pp=4, dp=2, zero=1), dtype=dtype)
+    memory = rank_memories(plan, schedule_for(plan))[1]
+    elements = stage_elements(plan, 1)
+    assert memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes == elements * (fixed + cut // 2)
+
+
+@pytest.mark.parametrize("pp", [1, 4, 8])
+def test_element_counts_are_the_programs(pp):
+    plan = gpt3(Layout(tp=6, pp=pp))
+    for memory in rank_memories(plan, schedule_for(plan)):
+        assert memory.weights_bytes == 2 * stage_elements(plan, memory.pp_rank)
+        assert memory.gradients_bytes == 4 * gradient_elements(plan, memory.pp_rank)
+
+
+def test_each_zero_stage_cuts_one_more_component():
+    components = []
+    for zero in range(4):
+        plan = gpt3(Layout(tp=8, pp=4, dp=4, zero=zero))
+        components.append(rank_memories(plan, schedule_for(plan))[0].components())
+    for name, since in (("optimizer", 1), ("gradients", 2), ("weights", 3)):
+        assert [4 * c[name] == components[0][name] for c in components] == [zero >= since for zero in range(4)]
+        assert all(c[name] == components[0][name] for c in components[:since])
+
+
+def test_worst_rank_of_1f1b_is_the_first_stage_and_per_rank_list_is_complete():
+    plan = gpt3(Layout(tp=8, pp=6, order="dp-pp-tp"))
+    report = fit(plan).report
+    assert [entry["global_rank"] for entry in report["per_rank"]] == [0, 1, 2, 3, 4, 5]
+    assert report["peak_memory_rank"] == 0
+    assert report["peak_memory_bytes"] == max(entry["peak_memory_bytes"] for entry in report["per_rank"])
+    assert sum(report["memory_bytes"].values()) == report["peak_memory_bytes"]
+
+
+def test_fit_is_decided_by_the_device_memory():
+    plan = gpt3(Layout(tp=8, pp=8, sequence_parallel=True))
+    peak = fit(plan).report["peak_memory_bytes"]
+    for capacity, fits in ((peak, True), (peak - 1, False)):
+        assert fit(replace(plan, cluster=replace(plan.cluster, device_memory_bytes=float(capacity)))).fits is fits
+
+
+def test_memory_over_time_peaks_where_the_report_says():
+    simulation = simulate(gpt3(Layout(tp=8, pp=3)))
+    for memory, rank in zip(simulation.memory, simulation.global_ranks, strict=True):
+        samples = [sample for sample in simulation.timeline.memory if sample.global_rank == rank]
+        assert max(sample.num_bytes for sample in samples) == memory.peak_bytes
+        assert samples[-1].num_bytes == samples[0].num_bytes == memory.static_bytes
+        assert [sample.time_s for sample in samples] == sorted(sample.time_s for sample in samples)
+
+
+def test_vpp_raises_the_peak_by_the_factor_of_korthikanti():
+    # Section 4.2.3: interleaving holds 1 + (p - 1)/(p v) times the activations of the first stage.
+    one = peak_in_flight(build("1F1B", pp=4, num_microbatches=16))[0]
+    three = peak_in_flight(build("Interleaved1F1B", pp=4, vpp=3, num_microbatches=16))[0] / 3
+    assert three / one == pytest.approx(1 + 3 / 12)

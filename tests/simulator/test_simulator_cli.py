@@ -1,0 +1,66 @@
+"""The verbs as a user calls them: exit codes, JSON, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardproof.core.cli import main
+from shardproof.core.plan import Plan
+
+EIGHT_B = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8"]
+
+
+def test_simulate_prints_a_table_and_json_of_the_same_step(capsys):
+    assert main(["simulate", *EIGHT_B, "--tp", "4", "--pp", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "llama3-8b (8.03 B parameters) on 8 x dgx-h100" in text and "pipeline bubble" in text
+    assert main(["simulate", *EIGHT_B, "--tp", "4", "--pp", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_devices"] == 8
+    assert f"{report['mfu']:.1%}" in text
+
+
+def test_simulate_says_when_the_step_does_not_fit(capsys):
+    main(["simulate", "--model", "llama3-70b", "--cluster", "dgx-h100", "--devices", "8", "--tp", "8"])
+    assert "which does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("model", "code", "verdict"), [("llama3-8b", 0, "to spare"), ("llama3-70b", 1, "too much")])
+def test_fit_exits_with_1_when_it_does_not_fit(capsys, model, code, verdict):
+    assert main(["fit", "--model", model, "--cluster", "dgx-h100", "--devices", "8", "--tp", "4", "--pp", "2"]) == code
+    assert verdict in capsys.readouterr().out
+    assert main(["fit", "--model", model, "--cluster", "dgx-h100", "--devices", "8", "--tp", "4", "--pp", "2", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"] is (code == 0)
+    assert [entry["pp_rank"] for entry in report["per_rank"]] == [0, 1]
+
+
+SEARCH = ["plan", *EIGHT_B, "--global-batch", "16", "--sequence", "2048", "--tp", "2", "--micro-batch", "1"]
+
+
+def test_plan_writes_the_best_as_a_plan_that_simulates(tmp_path: Path, capsys):
+    best = tmp_path / "best.toml"
+    assert main([*SEARCH, "-o", str(best), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["candidates"][0]
+    plan = Plan.from_toml(best.read_text())
+    assert (plan.layout.tp, plan.layout.pp, plan.layout.dp) == (2, first["layout"]["pp"], first["layout"]["dp"])
+    assert main(["simulate", str(best), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == first["step_time_s"]
+    assert [path.name for path in tmp_path.iterdir()] == ["best.toml"]
+
+
+def test_plan_tells_why_the_others_lost(capsys):
+    assert main(SEARCH) == 0
+    text = capsys.readouterr().out
+    assert "The others lost because:" in text and "bound-above-best" in text
+
+
+def test_plan_that_fits_nowhere_writes_nothing(tmp_path: Path, capsys):
+    best = tmp_path / "best.toml"
+    assert main([*SEARCH, "--set", "cluster.device_memory_bytes=1e8", "-o", str(best)]) == 1
+    captured = capsys.readouterr()
+    assert "no layout fits" in captured.out and "out-of-memory" in captured.out
+    assert not best.exists()
