@@ -80,9 +80,9 @@ class Workers:
         self.transport: TransportName = transport
         self.timeout_s = timeout_s
         self._num_jobs = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="shardproof-"))
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._pool = _server().start_pool(1 if transport == "memory" else world_size)
+        server = _server()
+        self._folder = Path(tempfile.mkdtemp(dir=server.folder))
+        self._pool = server.start_pool(1 if transport == "memory" else world_size)
 
     def run(self, job: Callable[[Transport, Any], Any], payload: Any = None, *, timeout_s: float | None = None) -> list[Any]:
         """What `job(transport, payload)` returned on each rank, in rank order. Errors as in `run_ranks`."""
@@ -238,7 +238,9 @@ class _Server:
         self.owner_pid = os.getpid()
         self._control, theirs = socket.socketpair()
         package = __name__.rpartition(".")[0]
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {package}.rank_server import main; main({theirs.fileno()})"
+        self.folder = tempfile.mkdtemp(prefix="shardproof-")  # the server removes it: it outlives this process, however that ends
+        call = f"main({theirs.fileno()}, {self.folder!r})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {package}.rank_server import main; {call}"
         options = [f"-W{option}" for option in sys.warnoptions]
         with theirs:
             self._process = subprocess.Popen(

@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 from dataclasses import dataclass, field
@@ -24,11 +25,11 @@ from typing import NoReturn
 
 from .rank_messages import RANK_ENDED
 
-PRELOAD = ("numpy", "torch", "torch.distributed", "shardproof.backend.rank", "shardproof.backend.trainer")
+PRELOAD = ("numpy", "torch", "torch.distributed", "shardproof.backend.rank", "shardproof.backend.training_rank")
 
 
-def main(control_fd: int) -> NoReturn:
-    """Forks ranks until the other end of the control socket is closed, then kills those left and ends."""
+def main(control_fd: int, folder: str) -> NoReturn:
+    """Forks ranks until the other end of the control socket is closed, then kills those left, removes `folder` and ends."""
     for module in PRELOAD:
         try:
             importlib.import_module(module)
@@ -38,6 +39,7 @@ def main(control_fd: int) -> NoReturn:
     gc.freeze()  # keeps the collector from touching, and so copying, the pages that all ranks share
     server = _Server(socket.socket(fileno=control_fd))
     server.serve()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # nothing to tidy up that the kernel does not
 
 

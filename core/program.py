@@ -160,9 +160,10 @@ def stage_work(plan: Plan, stage: int, tp_rank: int = 0) -> tuple[LayerWork, ...
 
 
 def embedding_work(plan: Plan, tp_rank: int = 0) -> LayerWork:
-    """Token lookup: each rank brings the rows it owns, and the sum over ranks picks the one that is there."""
-    tensors = _Tensors(plan, tp_rank)
-    return LayerWork("embedding.tokens", tensors.reduce("embedding.tokens", num_nodes=1), (), ())
+    """Token lookup: each rank brings the rows it owns, and the sum over ranks picks the one that is there. The gradient of its rows
+    needs all tokens."""
+    layer, tensors = "embedding.tokens", _Tensors(plan, tp_rank)
+    return LayerWork(layer, forward=tensors.reduce(layer, num_nodes=1), input_gradient=tensors.gather(layer), weight_gradient=())
 
 
 def transformer_work(plan: Plan, layer: int, tp_rank: int = 0) -> tuple[LayerWork, ...]:

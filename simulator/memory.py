@@ -22,7 +22,7 @@ from ..core.model import ModelSpec
 from ..core.parameters import Parameter, stage_parameters, stage_usages
 from ..core.plan import Plan
 from ..core.program import message_bytes, weight_bytes
-from ..core.schedule import Schedule
+from ..core.schedule import Placement, Schedule
 from ..core.stages import StageLayers
 from ..core.timeline import MemorySample
 from .compute import ELEMENT_BYTES
@@ -73,17 +73,23 @@ def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tupl
     alike: dict[tuple[object, ...], RankMemory] = {}
     memories = []
     for pp_rank in range(schedule.num_ranks):
-        contents = [plan.stages[stage] for stage in schedule.placement.stages_of(pp_rank)]
-        key = (_message_buffers(schedule, pp_rank, recv_buffers), *((len(c.layers), c.embedding, c.head) for c in contents))
+        stages, buffers = _rank_messages(schedule.placement, recv_buffers)[pp_rank]
+        contents = [plan.stages[stage] for stage in stages]
+        key = (buffers, *((len(c.layers), c.embedding, c.head) for c in contents))
         if key not in alike:
-            alike[key] = _rank_memory(plan, schedule, pp_rank, recv_buffers)
+            alike[key] = _rank_memory(plan, schedule, stages, buffers)
         memories.append(replace(alike[key], pp_rank=pp_rank, activations_bytes=peaks[pp_rank]))
     return tuple(memories)
 
 
 def stage_activation_bytes(plan: Plan) -> list[int]:
-    """`activation_bytes` of every stage."""
-    return [activation_bytes(plan, stage) for stage in range(plan.layout.num_stages)]
+    """`activation_bytes` of every stage; stages of equal content share the count."""
+    alike: dict[tuple[int, bool, bool], int] = {}
+    for content in plan.stages:
+        key = (len(content.layers), content.embedding, content.head)
+        if key not in alike:
+            alike[key] = activation_bytes(plan, content.stage)
+    return [alike[len(content.layers), content.embedding, content.head] for content in plan.stages]
 
 
 def peak_in_flight(schedule: Schedule, per_stage: Sequence[int] | None = None) -> list[int]:
@@ -175,20 +181,19 @@ def _saved_bytes(plan: Plan) -> int:
     return norms + attention + statistics + mlp
 
 
-def _rank_memory(plan: Plan, schedule: Schedule, pp_rank: int, recv_buffers: int) -> RankMemory:
-    """All but the activations of a rank's memory."""
-    stages = schedule.placement.stages_of(pp_rank)
+def _rank_memory(plan: Plan, schedule: Schedule, stages: tuple[int, ...], message_buffers: int) -> RankMemory:
+    """All but the activations of the memory of a rank that holds `stages`."""
     layout, dtype = plan.layout, plan.precision.dtype
     parameters, gradients = (sum(column) for column in zip(*(_elements(plan, stage) for stage in stages), strict=True))
     gathers = layout.zero == 3 and not (schedule.actions.kind == Kind.UNSHARD).any()
     master = 0 if dtype == "fp32" else 4
     return RankMemory(
-        pp_rank=pp_rank,
+        pp_rank=0,
         weights_bytes=_shard(parameters * weight_bytes(dtype), layout.dp if gathers else 1),
         gradients_bytes=_shard(gradients * GRADIENT_BYTES, layout.dp if layout.zero >= 2 else 1),
         optimizer_bytes=_shard(parameters * (MOMENT_BYTES + master), layout.dp if layout.zero >= 1 else 1),
         activations_bytes=0,
-        buffers_bytes=_buffer_bytes(plan, schedule, pp_rank, recv_buffers, gathers=gathers),
+        buffers_bytes=_buffer_bytes(plan, stages, message_buffers, gathers=gathers),
     )
 
 
@@ -207,27 +212,30 @@ def _content_elements(model: ModelSpec, leaf_sizes: LeafSizes, tp: int, content:
     return count(stage_parameters(model, content)), count(usage.parameter for usage in stage_usages(model, content))
 
 
-def _buffer_bytes(plan: Plan, schedule: Schedule, pp_rank: int, recv_buffers: int, *, gathers: bool) -> int:
+def _buffer_bytes(plan: Plan, stages: tuple[int, ...], message_buffers: int, *, gathers: bool) -> int:
     """Messages under way, ZeRO's gathered layers, and the largest working set of one layer. Modelled."""
-    layout, stages = plan.layout, schedule.placement.stages_of(pp_rank)
+    layout = plan.layout
     layer_elements, _ = _content_elements(plan.model, plan.leaf_sizes, layout.tp, StageLayers(0, 0, 1, embedding=False, head=False))
     sharded = LAYERS_IN_FLIGHT * layer_elements if layout.dp > 1 else 0
     total = sharded * weight_bytes(plan.precision.dtype) if gathers else 0
     total += sharded * GRADIENT_BYTES if layout.zero >= 2 else 0
-    total += _message_buffers(schedule, pp_rank, recv_buffers) * message_bytes(plan)
+    total += message_buffers * message_bytes(plan)
     return total + max(_working_bytes(plan, stage) for stage in stages)
 
 
-def _message_buffers(schedule: Schedule, pp_rank: int, recv_buffers: int) -> int:
-    """Messages a rank may hold outside its activations: per peer and direction the receives posted ahead, and one send."""
-    placement = schedule.placement
-    lanes: set[tuple[int, bool, str]] = set()
-    for stage in placement.stages_of(pp_rank):
+@lru_cache(maxsize=256)
+def _rank_messages(placement: Placement, recv_buffers: int) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Per pipeline rank its stages, and the messages it may hold outside its activations: for each peer and direction the receives
+    posted ahead, and one send."""
+    lanes: list[set[tuple[int, bool, str]]] = [set() for _ in range(placement.num_ranks)]
+    for stage, owners in enumerate(placement.ranks):
         for neighbour, sent, received in ((stage + 1, "F", "B"), (stage - 1, "B", "F")):
             if 0 <= neighbour < placement.num_stages:
-                for peer in set(placement.ranks[neighbour]) - {pp_rank}:
-                    lanes |= {(peer, True, sent), (peer, False, received)}
-    return sum(1 if sending else 1 + recv_buffers for _, sending, _ in lanes)
+                for pp_rank in owners:
+                    for peer in set(placement.ranks[neighbour]) - {pp_rank}:
+                        lanes[pp_rank] |= {(peer, True, sent), (peer, False, received)}
+    counts = [sum(1 if sending else 1 + recv_buffers for _, sending, _ in held) for held in lanes]
+    return tuple((placement.stages_of(pp_rank), count) for pp_rank, count in enumerate(counts))
 
 
 def _working_bytes(plan: Plan, stage: int) -> int:

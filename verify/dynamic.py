@@ -148,7 +148,7 @@ def _look_closer(
 ) -> list[Difference]:
     """The differences with their values, as far as the capture budget reaches. The folder of values is removed in any case."""
     chosen = _within_budget(differences, reference, many.plan.layout.world_size)
-    with tempfile.TemporaryDirectory(prefix="shardproof-") as name:
+    with tempfile.TemporaryDirectory(prefix="shardproof-proof-") as name:
         ledgers = []
         runs: tuple[tuple[ProofJob, TransportName, str], ...] = ((one, "memory", "one"), (many, transport, "many"))
         for job, run_transport, part in runs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import UnknownNameError
-from ...core.parameters import Usage, parameters
+from ...core.parameters import Parameter, Usage, parameters
 from ...core.plan import Plan
 from ..numerics import Contribution, Numerics, OwnedLeaves
 from ..observe import Observer
@@ -60,9 +60,7 @@ class LayerContext:
 
         Raises `UnknownNameError` for a name the model does not have.
         """
-        if name not in self._known:
-            raise UnknownNameError("parameter", name, self._known)
-        parameter = self._known[name]
+        parameter = self._parameter(name)
         if name not in self.shards:
             slices = self.plan.leaf_sizes.local_slices(parameter, self.tp.size, self.tp.rank)
             self.shards[name] = initial_shard(parameter, slices, self.plan.train.seed, self.numerics.device)
@@ -71,19 +69,23 @@ class LayerContext:
         return self.shards[name], usage
 
     def owned_leaves(self, name: str) -> OwnedLeaves:
-        """The feature leaves of a cut parameter on this rank."""
-        parameter = self._known[name]
+        """The feature leaves of a cut parameter on this rank. Raises `UnknownNameError` for a name the model does not have."""
+        parameter = self._parameter(name)
         assert parameter.cut is not None, f"{name} is not cut"
         return OwnedLeaves(self.plan.leaf_sizes.feature(parameter.cut[1]), parameter.unit, self.tp.size, self.tp.rank)
 
-    def submit(self, layer: str, usages_and_work, microbatch: Microbatch) -> None:
+    def _parameter(self, name: str) -> Parameter:
+        if name not in self._known:
+            raise UnknownNameError("parameter", name, self._known)
+        return self._known[name]
+
+    def submit(self, layer: str, contributions: Sequence[tuple[Usage, Callable[[], Contribution]]], microbatch: Microbatch) -> None:
         """Leaves weight gradients to `weight_work`: pairs of a use and a function that computes its contribution."""
 
         def work() -> None:
             with self.recorder.layer(layer):
-                for usage, contribution in usages_and_work:
-                    value: Contribution = contribution()
-                    self.gradients.add(usage, microbatch.first_sample, value)
+                for usage, contribution in contributions:
+                    self.gradients.add(usage, microbatch.first_sample, contribution())
 
         self.weight_work.submit(microbatch.index, work)
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from shardproof import Schedule, build, lower, run_schedule
+from shardproof.backend.measure import transfers_only
 from shardproof.backend.pipeline.executor import Executor, forward_only
 from shardproof.backend.pipeline.messages import Clock, receive_of
 from shardproof.backend.recorder import Recorder
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.action import Action, Kind
 from shardproof.core.errors import RankFailure
-from shardproof.core.timeline import COMPUTE_LANE, Timeline
+from shardproof.core.layout import Layout
+from shardproof.core.timeline import COMPUTE_LANE, Span, Timeline
 
 SHAPE = (2, 3)
 
@@ -230,6 +232,19 @@ def test_an_error_in_one_rank_ends_all_and_is_named():
 
     with pytest.raises(RankFailure, match="rank 2 failed: TypeError"):
         run(lower(build("1F1B", pp=4, num_microbatches=4)), fail)
+
+
+def test_a_message_is_shown_from_when_both_ends_are_there_in_its_own_pipeline():
+    layout = Layout(tp=2, pp=2)  # ranks 0 and 1 hold stage 0, ranks 2 and 3 stage 1
+    send, receive = Action(0, Kind.SEND_F, 0), Action(1, Kind.RECV_F, 0)
+    spans = [
+        Span(0, COMPUTE_LANE, Action(0, Kind.F, 0), 0.0, 3.0),
+        Span(0, "F>1", send, 3.0, 4.0),
+        Span(2, "F<0", receive, 0.5, 4.1),  # posted early: waits for its send
+        Span(1, "F>1", send, 1.0, 6.0),  # waits for its receive, under rendezvous
+        Span(3, "F<0", receive, 5.0, 6.1),
+    ]
+    assert [(span.start_s, span.end_s) for span in transfers_only(spans, layout)] == [(0, 3), (3, 4), (3, 4.1), (5, 6), (5, 6.1)]
 
 
 def test_a_send_is_taken_by_the_receive_of_the_neighbour_stage():

@@ -314,7 +314,9 @@ def _pid(path):
 def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(ENDLESS)
-    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE) as process:
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, env=environment) as process:
         deadline_s = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline_s and not all(_pid(tmp_path / str(rank)) for rank in range(2)):
             time.sleep(0.05)
@@ -323,6 +325,10 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
         _, errors = process.communicate(timeout=10)
     assert None not in pids, errors.decode()
     assert ended(pids)
+    deadline_s = time.monotonic() + 10
+    while any((tmp_path / "temporary").iterdir()):
+        assert time.monotonic() < deadline_s, "temporary files are left behind"
+        time.sleep(0.05)
     assert number is not signal.SIGINT or b"KeyboardInterrupt" in errors
 
 

@@ -32,8 +32,8 @@ def plain_logits(model, weights, tokens):
     if model.position == "learned":
         x = x + weights["embedding.positions.weight"][: tokens.shape[1]]
     for layer in range(model.num_layers):
-        x = x + plain_attention(model, weights, f"layers.{layer}.attention", plain_norm(model, weights, f"layers.{layer}.attention.norm", x))
-        x = x + plain_mlp(model, weights, f"layers.{layer}.mlp", plain_norm(model, weights, f"layers.{layer}.mlp.norm", x))
+        for half, name in ((plain_attention, f"layers.{layer}.attention"), (plain_mlp, f"layers.{layer}.mlp")):
+            x = x + half(model, weights, name, plain_norm(model, weights, f"{name}.norm", x))
     x = plain_norm(model, weights, "head.norm", x)
     return x @ weights[TOKEN_TABLE if model.tied_embeddings else "head.output.weight"].T
 
@@ -61,7 +61,8 @@ def plain_rope(model, x):
     """Pairs (i, i + d/2) as complex numbers times e^(i position theta^(-2i/d))."""
     half = model.head_dim // 2
     angles = torch.outer(torch.arange(x.shape[1]), model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half))
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None, None].to(x.dtype.to_complex())
+    factors = torch.polar(torch.ones_like(angles), angles)[:, None, None].to(x.dtype.to_complex())
+    turned = torch.complex(x[..., :half], x[..., half:]) * factors
     return torch.cat([turned.real, turned.imag], -1)
 
 

@@ -38,7 +38,8 @@ def llama():
 
 def llama_names(tensor):
     """Our canonical tensors from a function that gives theirs by name: rows of qkv by group, of up interleaved."""
-    ours = {TOKEN_TABLE: tensor("model.embed_tokens.weight"), "head.norm.weight": tensor("model.norm.weight"), "head.output.weight": tensor("lm_head.weight")}
+    ours = {TOKEN_TABLE: tensor("model.embed_tokens.weight")}
+    ours |= {"head.norm.weight": tensor("model.norm.weight"), "head.output.weight": tensor("lm_head.weight")}
     for layer in range(2):
         theirs, prefix = f"model.layers.{layer}", f"layers.{layer}"
         q, k, v = (tensor(f"{theirs}.self_attn.{part}_proj.weight").view(3, -1, 48) for part in "qkv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -97,6 +98,6 @@ def test_an_unfinished_tree_has_no_root_and_says_what_it_holds():
 def test_cut_covers_everything_in_order_and_evenly(num_items, num_parts):
     parts = [cut(num_items, num_parts, part) for part in range(num_parts)]
     assert parts[0][0] == 0 and parts[-1][1] == num_items
-    assert all(before[1] == after[0] for before, after in zip(parts, parts[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(parts))
     sizes = [hi - lo for lo, hi in parts]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
