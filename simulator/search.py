@@ -8,7 +8,6 @@ of the best ones found, so the ranking is that of simulating everything.
 from __future__ import annotations
 
 import bisect
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from ..core.action import Kind
+from ..core.divisors import divisors
 from ..core.errors import LayoutError, PlanError
 from ..core.layout import DEFAULT_ORDER, Layout
 from ..core.options import SearchSpace
@@ -155,8 +155,8 @@ def _plan(space: SearchSpace, degrees: dict[str, Any], micro: int, schedule: str
 def _degrees(space: SearchSpace, pinned: _Pinned) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, dp) whose product is the number of devices."""
     devices = space.cluster.num_devices
-    for tp in pinned.values("layout.tp", _divisors(devices)):
-        for pp in pinned.values("layout.pp", [n for n in _divisors(devices // tp) if n <= space.model.num_layers]):
+    for tp in pinned.values("layout.tp", divisors(devices)):
+        for pp in pinned.values("layout.pp", [n for n in divisors(devices // tp) if n <= space.model.num_layers]):
             for dp in pinned.values("layout.dp", [devices // (tp * pp)]):
                 if tp * pp * dp == devices:
                     yield tp, pp, dp
@@ -226,10 +226,6 @@ def _memories(plan: Plan) -> tuple[RankMemory, ...]:
 def _compute_schedule(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
     return build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
 
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _candidate(simulation: Simulation) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..core.action import Kind
+from ..core.errors import ScheduleError
 from ..core.model import ModelSpec
 from ..core.plan import Plan
 from ..core.schedule import Schedule
@@ -81,7 +82,19 @@ def plan_graph(plan: Plan) -> Graph:
     if plan.schedule.file is None:
         layout = plan.layout
         return _named_graph(plan.schedule.name, layout.pp, layout.vpp, plan.num_microbatches, profile)
-    return build_graph(lower(schedule_for(plan)), sends=profile.sends, recv_buffers=profile.recv_buffers)
+    schedule = lower(schedule_for(plan))
+    _refuse_other_placements(schedule)
+    return build_graph(schedule, sends=profile.sends, recv_buffers=profile.recv_buffers)
+
+
+def _refuse_other_placements(schedule: Schedule) -> None:
+    """Prices follow `core.program`, which lays stage s on pipeline rank s mod pp. A file may say otherwise."""
+    for stage, owners in enumerate(schedule.placement.ranks):
+        if owners != (stage % schedule.num_ranks,):
+            raise ScheduleError(
+                f"{schedule.name} holds stage {stage} on pipeline rank {', '.join(map(str, owners))}, but a plan is priced with stage s "
+                "on rank s mod pp. Draw the file alone (`shardproof draw FILE.csv`) for its timeline with unit costs."
+            )
 
 
 @lru_cache(maxsize=64)

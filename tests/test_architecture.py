@@ -7,7 +7,7 @@ import importlib
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from shardproof.core.commands import QUESTIONS, Command, command
 
 ROOT = Path(shardproof.__file__).parent
 ROOMS = ("core", "simulator", "viz", "backend", "verify")
-KNOWS = {"core": {"core"}, "simulator": {"simulator", "core"}, "viz": {"viz", "core"}, "backend": {"backend", "core"}, "verify": {"verify", "core"}}
+KNOWS = {room: {room, "core"} for room in ROOMS}
 MAY_USE_BACKEND = {"verify/dynamic.py", "verify/mutations.py"}
 LIGHT_PACKAGES = {"numpy", "shardproof"}
 FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
@@ -29,7 +29,8 @@ def imports_of(name: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
     deferred = {
         id(node)
         for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or (isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test))
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test))
         for node in ast.walk(outer)
     }
     return [(node, id(node) not in deferred) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -72,8 +73,8 @@ def test_planning_rooms_load_nothing_heavy(name: str) -> None:
 
 def test_package_list_in_pyproject_is_complete() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    present = {"shardproof"} | {".".join(("shardproof", *path.parent.relative_to(ROOT).parts)) for room in ROOMS for path in (ROOT / room).rglob("__init__.py")}
-    assert set(listed) == present
+    folders = [path.parent.relative_to(ROOT).parts for room in ROOMS for path in (ROOT / room).rglob("__init__.py")]
+    assert set(listed) == {"shardproof", *(".".join(("shardproof", *parts)) for parts in folders)}
 
 
 def test_every_folder_with_code_is_a_package() -> None:
@@ -87,7 +88,8 @@ def test_importing_every_light_module_leaves_torch_and_matplotlib_unloaded() -> 
         for name in FILES
         if not name.startswith("backend/") and name not in MAY_USE_BACKEND
     ]
-    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nprint(sorted({{'torch', 'matplotlib', 'networkx', 'triton'}} & set(sys.modules)))"
+    heavy = "{'torch', 'matplotlib', 'networkx', 'triton'}"
+    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nprint(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -105,7 +107,7 @@ def test_every_verb_loads_and_has_an_example(verb: str) -> None:
 
 
 @pytest.mark.parametrize("point", entry_points(group="shardproof.services"), ids=lambda point: point.name)
-def test_every_service_resolves(point) -> None:  # noqa: ANN001
+def test_every_service_resolves(point: EntryPoint) -> None:
     assert callable(point.load())
 
 

@@ -173,15 +173,15 @@ def _within_budget(differences: Sequence[Difference], reference: RunLedger, worl
 def _proof(
     plan: Plan, steps: int, transport: str, changes: Sequence[str], reference: RunLedger, run: RunLedger, differences: Sequence[Difference]
 ) -> Proof:
-    findings = tuple(_findings(plan, run, differences))
-    report = {
+    findings = tuple(describe(plan, run, differences))
+    report = {  # bits_different is a lower bound where values were not kept: at least one bit per tensor
         "ok": not differences,
         "findings": [finding.to_dict() for finding in findings],
         "steps": steps,
         "losses": reference.scalars("loss"),
         "tensors_compared": len(reference.pieces),
         "tensors_different": len(differences),
-        "bits_different": sum(d.values.bits_different for d in differences if d.values) or len(differences),
+        "bits_different": sum(d.values.bits_different if d.values else 1 for d in differences),
         "first_divergence": _divergence(plan, differences[0]) if differences else None,
         "world_size": plan.layout.world_size,
         "transport": transport,
@@ -226,7 +226,8 @@ def _divergence(plan: Plan, difference: Difference) -> dict[str, Any]:
     }
 
 
-def _findings(plan: Plan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
+def describe(plan: Plan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
+    """The first difference as an error that says where and how, and one line about the rest."""
     if not differences:
         return []
     first, rest = differences[0], differences[1:]

@@ -7,13 +7,12 @@ import json
 import os
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 from ..core.commands import Command, service
 from ..core.errors import PlanError, TimelineError
 from ..core.options import add_plan, option_values, read_plan
-from ..core.schedule import Schedule
+from ..core.schedules import read_csv
 from ..core.timeline import Timeline
 from .axis import TimeUnit
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
@@ -99,8 +98,7 @@ def _read(args: argparse.Namespace) -> tuple[Timeline, TimeUnit]:
         if given:
             raise PlanError(f"{', '.join(given)}: plan options have no effect on {name}. Give a plan.toml, or leave them out.")
         if name.endswith(".csv"):
-            schedule = Schedule.from_csv(Path(name).read_text(encoding="utf-8"), name=Path(name).stem)
-            return service("run_schedule")(schedule), "unit"
+            return service("run_schedule")(read_csv(name)), "unit"
         return Timeline.load(name), "s"
     return service("simulate")(read_plan(args)).timeline, "s"
 

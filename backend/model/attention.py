@@ -65,7 +65,7 @@ class _RecordBackward(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         samples, heads, s, d = dy.shape
         recorder = ctx.layer.context.recorder
         with recorder.layer(ctx.layer.name):
@@ -83,7 +83,7 @@ class _RepeatHeads(torch.autograd.Function):
         return x.repeat_interleave(times, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         first, *rest = dy.unflatten(1, (-1, ctx.times)).unbind(2)
         total = first.clone()
         for head in rest:

@@ -7,7 +7,7 @@ tensor: rows of activations and weights already are, features are copied. Sums o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ class ExactAccumulator:
             self.tree.insert((first_sample + offset, first_sample + offset + 1), value)
 
     @property
-    def held(self) -> Sequence[Tensor]:
+    def held(self) -> list[Tensor]:
         """At most log2 n + 1 partial sums when samples arrive in order."""
         return [self.tree.value(node) for node in self.tree.nodes]
 

@@ -86,9 +86,9 @@ def _attention(plan: Plan, device: torch.device) -> int:
 
 
 def _attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    output = F.scaled_dot_product_attention(*leaves, is_causal=True)
-    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return [output.detach(), *torch.autograd.grad(output, [q, k, v], gradient)]
 
 
 def _norm_rows(plan: Plan, device: torch.device) -> int:

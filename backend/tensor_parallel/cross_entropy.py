@@ -44,7 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
         return numerics.elementwise(torch.log, sums) - target
 
     @staticmethod
-    def backward(ctx: Any, dloss_BS: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dloss_BS: Tensor) -> tuple[Tensor, None, None]:
         exponentials, sums, local_target, elsewhere = ctx.saved_tensors
         gradient = exponentials * (dloss_BS / sums).unsqueeze(-1)
         at_target = dloss_BS.masked_fill(elsewhere, 0.0).unsqueeze(-1)

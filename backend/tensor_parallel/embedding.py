@@ -51,7 +51,7 @@ class _Lookup(torch.autograd.Function):
             return layer.context.numerics.sum_lookups(rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0), layer.context.tp)
 
     @staticmethod
-    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[None, None, None]:
         (ids_BS,) = ctx.saved_tensors
         layer, dy_BSH = ctx.layer, dy_BSH.contiguous()
         num_rows = layer.shard.storage.shape[0]
@@ -70,7 +70,7 @@ class _AddPositions(torch.autograd.Function):
         return x_BSH + layer.shard.storage[: x_BSH.shape[1]]
 
     @staticmethod
-    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         layer = ctx.layer
         unused = layer.shard.storage.shape[0] - dy_BSH.shape[1]
 

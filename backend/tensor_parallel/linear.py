@@ -77,7 +77,7 @@ class _Column(torch.autograd.Function):
         return y_BSC if layer.bias is None else y_BSC.add_(layer.bias.storage)
 
     @staticmethod
-    def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None]:
         (x_BSF,) = ctx.saved_tensors
         dy_BSC = dy_BSC.contiguous()
         dx_BSF = ctx.layer.contract(dy_BSC)
@@ -94,7 +94,7 @@ class _Row(torch.autograd.Function):
         return y_BSF if layer.bias is None else y_BSF.add_(layer.bias.storage)
 
     @staticmethod
-    def backward(ctx: Any, dy_BSF: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_BSF: Tensor) -> tuple[Tensor, None]:
         (x_BSC,) = ctx.saved_tensors
         dy_BSF = dy_BSF.contiguous()
         dx_BSC = ctx.layer.project(dy_BSF)

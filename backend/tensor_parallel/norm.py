@@ -35,7 +35,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         x_BSH, mean, rstd = ctx.saved_tensors
         layer, dy_BSH, sums = ctx.layer, dy_BSH.contiguous(), ctx.layer.context.numerics.token_sums
         dx_BSH, _, _ = torch.ops.aten.native_layer_norm_backward(
@@ -57,7 +57,7 @@ class _RmsNorm(torch.autograd.Function):
         return (x_BSH * rstd).mul_(layer.weight.storage)
 
     @staticmethod
-    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         x_BSH, rstd = ctx.saved_tensors
         layer, normed = ctx.layer, x_BSH * rstd
         g = dy_BSH * layer.weight.storage

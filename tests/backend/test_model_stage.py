@@ -147,5 +147,6 @@ def test_an_observer_sees_every_hidden_state_in_dataflow_order():
     stage = stage_of(plan, observer=observer)
     stage(microbatches(plan)[1], None)
     hidden = (1, 12, 48)
-    layers = [(f"layers.{layer}.{part}", 1, hidden) for layer in (0, 1) for part in ("attention", "mlp", "output")]
+    parts = ("attention.norm", "attention", "mlp.norm", "mlp", "output")
+    layers = [(f"layers.{layer}.{part}", 1, hidden) for layer in (0, 1) for part in parts]
     assert observer.seen == [("embedding.output", 1, hidden), *layers, ("head.losses", 1, (1, 12))]

@@ -10,6 +10,7 @@ import pytest
 
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.errors import ScheduleError
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
@@ -197,3 +198,18 @@ def test_published_a100_steps_within_a_quarter(row):
         schedule=ScheduleChoice("Interleaved1F1B" if layout.vpp > 1 else "1F1B"),
     )
     assert simulate(plan).report["step_time_s"] == pytest.approx(row["step_s"], rel=0.25)
+
+
+def test_a_file_that_holds_stages_elsewhere_is_refused_with_the_stage_named(tmp_path: Path) -> None:
+    rows = [[f"{stage}{kind}{m}" for m in range(4) for kind, stages in (("F", pair), ("B", pair[::-1])) for stage in stages] for pair in ((0, 3), (1, 2))]
+    vee = "\n".join(",".join(row) for row in rows) + "\n"
+    (tmp_path / "vee.csv").write_text(vee)
+    plan = Plan(
+        model=model_preset("tiny-gpt"),
+        cluster=cluster_preset("this-host", 2),
+        layout=Layout(pp=2, vpp=2),
+        batch=Batch(4, 1, 32),
+        schedule=ScheduleChoice(file=str(tmp_path / "vee.csv")),
+    )
+    with pytest.raises(ScheduleError, match="stage 2 on pipeline rank 1"):
+        simulate(plan)

@@ -16,7 +16,9 @@ from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.verify.dynamic import Proof, prove
+from shardproof.verify.compare import Difference
+from shardproof.verify.dynamic import Proof, describe, prove
+from shardproof.verify.ledger import ACTIVATION, WEIGHT, Key, RunLedger
 from shardproof.verify.mutations import parse_fault
 
 STEPS = 3
@@ -147,3 +149,16 @@ def test_a_fault_that_cannot_be_read_says_how_to_write_one(text: str, message: s
 def test_a_fault_that_the_run_cannot_have_is_refused(fault: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         prove(tiny(Layout(tp=2, pp=2), global_size=4), transport="memory", steps=1, fault=parse_fault(fault))
+
+
+@pytest.mark.parametrize(
+    ("difference", "rule", "word"),
+    [
+        (Difference(Key(1, ACTIVATION, "layers.0.mlp", 3), "differs", ()), "run-dependent", "depends on time"),
+        (Difference(Key(1, WEIGHT, "head.norm.weight"), "missing", ()), "tensor-missing", "no rank did"),
+        (Difference(Key(1, WEIGHT, "head.norm.weight"), "incomplete", (2, 3)), "tensor-incomplete", "ranks 2, 3, 1STEP"),
+    ],
+)
+def test_other_differences_have_words_of_their_own(difference: Difference, rule: str, word: str) -> None:
+    (finding,) = describe(tiny(Layout(tp=2, pp=2), global_size=4), RunLedger({}), [difference])
+    assert finding.rule == rule and finding.where.startswith("step 2") and word in str(finding)
