@@ -21,7 +21,7 @@ from .timeline import Timeline
 from .units import format_bytes, format_count, format_s
 
 PLANS = {"big": "llama70b_512.toml", "proof": "tiny_tp2_pp2_dp2.toml", "training": "byte_lm.toml"}
-"""The three plans of the demo, in `core/data`; all are ordinary plan files and are copied into the folder."""
+"""The three plans of the demo, in `examples/`; all are ordinary plan files and are copied into the folder."""
 
 QUICK_STEPS = 60
 NUM_STEPS = 5
@@ -63,7 +63,7 @@ class Demo:
 
     def plan(self, which: str) -> Plan:
         """One of the three plans; its file is copied into the folder."""
-        text = files(__package__).joinpath("data", PLANS[which]).read_text()
+        text = files(__package__.removesuffix(".core")).joinpath("examples", PLANS[which]).read_text()
         write_bytes(self.folder / PLANS[which], text.encode())
         return Plan.from_toml(text, PLANS[which])
 
