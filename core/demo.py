@@ -82,7 +82,7 @@ def simulate_big(demo: Demo) -> Timeline:
     """Step 1: how long one step of the large plan takes, and where the time goes."""
     plan = demo.plan("big")
     layout = plan.layout
-    demo.heading(f"Simulate {plan.model.name} on {layout.world_size} H100: {describe_layout(plan)}, {plan.schedule.name}")
+    demo.heading(f"Simulate {plan.model.name} on {layout.world_size} H100: {plan.layout.degrees}, {plan.schedule.name}")
     simulation = service("simulate")(plan)
     demo.report["simulation"] = numbers = simulation.report
     demo.say(
@@ -106,7 +106,7 @@ def prove_tiny(demo: Demo) -> bool:
     """Step 3: three axes at once against one device, bit for bit."""
     plan = demo.plan("proof")
     steps = 1 if demo.quick else plan.train.steps
-    demo.heading(f"Prove {describe_layout(plan)} right: {plan.layout.world_size} gloo processes against one device, bit for bit")
+    demo.heading(f"Prove {plan.layout.degrees} right: {plan.layout.world_size} gloo processes against one device, bit for bit")
     proof = service("prove")(plan, steps=steps)
     demo.report["proof"] = proof.report
     report = proof.report
@@ -129,7 +129,7 @@ def train_bytes(demo: Demo) -> tuple[Plan, Timeline, bool]:
     steps = plan.train.steps
     tokens = plan.batch.global_size * plan.batch.sequence * steps
     size, ranks = format_count(plan.model.num_parameters), plan.layout.world_size
-    demo.heading(f"Train a byte-level language model of {size} parameters: {ranks} gloo processes, {describe_layout(plan)}")
+    demo.heading(f"Train a byte-level language model of {size} parameters: {ranks} gloo processes, {plan.layout.degrees}")
     demo.say(f"{format_count(tokens)} bytes of the Python standard library's own text, {steps} steps of {plan.schedule.name}")
     on_step = functools.partial(print_step, steps, demo.out is sys.stderr)
     result = service("trainer")(plan, on_step=on_step).fit()
@@ -176,12 +176,6 @@ def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> bool:
         demo.say("DIFFERENT: the two runs did not execute the same actions in the same order")
     demo.pictures(predicted, "predicted_and_measured", measured)
     return same
-
-
-def describe_layout(plan: Plan) -> str:
-    """`tp2 x pp2 x dp2`: the axes above 1."""
-    axes = ("tp", "pp", "vpp", "dp")
-    return " x ".join(f"{axis}{getattr(plan.layout, axis)}" for axis in axes if getattr(plan.layout, axis) > 1) or "one device"
 
 
 def run_demo(folder: Path, out: TextIO, *, quick: bool = False) -> tuple[dict[str, Any], bool]:

@@ -105,6 +105,12 @@ class Layout:
         return self.tp * self.cp * self.dp * self.pp
 
     @property
+    def degrees(self) -> str:
+        """The degrees above one, for people: `tp2 pp2 dp2`, or `one device`."""
+        names = ("tp", "cp", "ep", "pp", "vpp", "dp")
+        return " ".join(f"{name}{getattr(self, name)}" for name in names if getattr(self, name) > 1) or "one device"
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages: pp*vpp."""
         return self.pp * self.vpp

@@ -56,7 +56,7 @@ def run_plan(args: argparse.Namespace) -> int:
     """Ranks layouts; `-o plan.toml` writes the best. Exit code 1 when none fits, and then no plan is written."""
     space = read_search_space(args)
     result = search(space)
-    report, title = result.report, f"{space.model.name} on {space.cluster.num_devices} x {space.cluster.name}"
+    report, title = result.report, f"{space.model.name} on {space.cluster.num_devices} devices of {space.cluster.name}"
     if args.output is not None and args.output.endswith(".toml"):
         target, args.output = args.output, None
         if result.plans:
@@ -132,14 +132,13 @@ def plan_text(title: str, report: Mapping[str, Any]) -> str:
 
 def _title(plan: Plan, num_parameters: int) -> str:
     layout = plan.layout
-    degrees = " ".join(f"{name}{getattr(layout, name)}" for name in ("tp", "pp", "vpp", "dp") if getattr(layout, name) > 1) or "one device"
     extras = [f"zero {layout.zero}"] if layout.zero else []
     extras += ["sequence parallel"] if layout.sequence_parallel else []
     extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
     microbatches = f"{plan.num_microbatches} microbatches of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
     return (
-        f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} x {plan.cluster.name}\n"
-        f"{', '.join([degrees, *extras])}; {plan.schedule.file or plan.schedule.name}, {microbatches}, {plan.precision.dtype}"
+        f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of {plan.cluster.name}\n"
+        f"{', '.join([layout.degrees, *extras])}; {plan.schedule.file or plan.schedule.name}, {microbatches}, {plan.precision.dtype}"
     )
 
 

@@ -55,7 +55,9 @@ class Simulation:
     def timeline(self) -> Timeline:
         """The spans of one representative rank per pipeline rank, with memory over time."""
         spans = self.run.timeline(global_ranks=self.global_ranks).spans
-        title = f"{self.plan.model.name} on {self.plan.layout.world_size} x {self.plan.cluster.name}"
+        plan, schedule = self.plan, self.plan.schedule
+        devices = f"{plan.layout.world_size} devices of {plan.cluster.name}"
+        title = f"{plan.model.name} on {devices}: {plan.layout.degrees}, {schedule.file or schedule.name}"
         return Timeline(spans, "predicted", self.memory_samples, title)
 
     @cached_property

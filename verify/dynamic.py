@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,7 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """True when no bit differs."""
+        """True when no bit differs and every assumption about the library holds here."""
         return bool(self.report["ok"])
 
     def text(self) -> str:
@@ -53,16 +53,19 @@ class Proof:
         lines = [f"  {change}" for change in self.changes]
         if lines:
             lines.insert(0, f"What runs here is a twin of the plan with {_count(len(lines), 'change')}:")
+        held = [name for name, holds in report["assumptions"].items() if holds]
+        lines.append(f"Assumptions about the library measured here, with these shapes: {', '.join(held)} hold.")
         losses = " ".join(f"{loss:.6f}" for loss in report["losses"])
         lines.append(
             f"{report['world_size']} ranks over {report['transport']} against one device, {_count(report['steps'], 'step')}, loss {losses}."
         )
         compared = _count(report["tensors_compared"], "tensor")
-        if self.ok:
+        if report["tensors_different"]:
+            lines.append(f"NOT EQUAL: {report['tensors_different']} of {compared} differ.")
+        else:
             what = "activations and their gradients, loss, parameter gradients, gradient norm, optimizer state and weights of every rank"
             lines.append(f"0 different bits in {compared}: {what}. Fingerprint {report['fingerprint']}.")
-        else:
-            lines += [f"NOT EQUAL: {report['tensors_different']} of {compared} differ.", *map(str, self.findings)]
+        lines += map(str, self.findings)
         return "\n".join(lines)
 
 
@@ -96,6 +99,7 @@ def prove(
     if fault is not None:
         fault.check(small)
     one = one_device(small)
+    assumptions = run_ranks(probe_rank, one, world_size=1, transport="memory")[0]
     progress(f"one device: {steps} steps")
     reference = _run(ProofJob(one, steps), "memory")
     progress(f"{small.layout.world_size} ranks over {transport}: {steps} steps")
@@ -104,7 +108,7 @@ def prove(
     if differences:
         progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
         differences = _look_closer(differences, reference, ProofJob(one, steps), ProofJob(small, steps, fault=fault), transport)
-    return _proof(small, steps, transport, changes, reference, run, differences)
+    return _proof(small, steps, transport, changes, reference, run, differences, assumptions)
 
 
 def one_device(plan: Plan) -> Plan:
@@ -116,6 +120,14 @@ def one_device(plan: Plan) -> Plan:
         batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
         schedule=ScheduleChoice("1F1B"),
     )
+
+
+def probe_rank(transport: Any, plan: Plan) -> dict[str, Finding | None]:
+    """Every assumption of exact numerics about the library by name, with a finding where it does not hold for the plan's shapes here."""
+    from ..backend.numerics.probe import PROBES, probe
+
+    broken = {finding.rule: finding for finding in probe(plan, transport.device)}
+    return {entry.name: broken.get(entry.name) for entry in PROBES}
 
 
 def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
@@ -171,11 +183,19 @@ def _within_budget(differences: Sequence[Difference], reference: RunLedger, worl
 
 
 def _proof(
-    plan: Plan, steps: int, transport: str, changes: Sequence[str], reference: RunLedger, run: RunLedger, differences: Sequence[Difference]
+    plan: Plan,
+    steps: int,
+    transport: str,
+    changes: Sequence[str],
+    reference: RunLedger,
+    run: RunLedger,
+    differences: Sequence[Difference],
+    assumptions: Mapping[str, Finding | None],
 ) -> Proof:
-    findings = tuple(describe(plan, run, differences))
+    broken = [finding for finding in assumptions.values() if finding is not None]
+    findings = (*broken, *describe(plan, run, differences))
     report = {  # bits_different is a lower bound where values were not kept: at least one bit per tensor
-        "ok": not differences,
+        "ok": not findings,
         "findings": [finding.to_dict() for finding in findings],
         "steps": steps,
         "losses": reference.scalars("loss"),
@@ -185,6 +205,7 @@ def _proof(
         "first_divergence": _divergence(plan, differences[0]) if differences else None,
         "world_size": plan.layout.world_size,
         "transport": transport,
+        "assumptions": {name: finding is None for name, finding in assumptions.items()},
         "twin": list(changes),
         "leaf_sizes": asdict(plan.leaf_sizes),
         "fingerprint": _fingerprint(reference),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -437,3 +440,11 @@ def test_adamw_gives_the_same_bits_however_a_tensor_is_cut():
     assert not torch.equal(whole, start)
     for cuts in ([(0, 20), (20, 40), (40, 60)], [(0, 1), (1, 33), (33, 60)], [(i, i + 12) for i in range(0, 60, 12)]):
         assert torch.equal(train(cuts), whole)
+
+
+def test_the_own_block_example_prints_the_same_losses_for_one_and_for_four_ranks():
+    script = Path(__file__).parents[2] / "examples" / "own_block.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    alone, sharded = done.stdout.splitlines()
+    assert alone.split(":")[0].strip() == "one device" and sharded.split(":")[0].strip() == "tp2 pp2"
+    assert alone.split(":")[1] == sharded.split(":")[1] and len(set(alone.split(":")[1].split())) == 5

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from shardproof import check, lower
 from shardproof.core.cli import main
 from shardproof.core.demo import PLANS, print_step
 from shardproof.core.plan import Plan
+from shardproof.core.schedules import schedule_for
 
 pytest.importorskip("torch")
 
@@ -39,12 +41,11 @@ def test_quick_demo_proves_0_different_bits_and_learns(folder: Path) -> None:
     assert report["comparison"]["same_order"]
 
 
-@pytest.mark.parametrize("name", PLANS.values())
-def test_the_demo_plans_are_the_examples(name: str) -> None:
-    root = Path(__file__).parents[2]
-    text = (root / "examples" / name).read_text()
-    assert text == (root / "core" / "data" / name).read_text()
-    Plan.from_toml(text, name)
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_plan_is_read_and_its_schedule_is_right(path: Path) -> None:
+    plan = Plan.from_toml(path.read_text(), path.name)
+    assert Plan.from_toml(plan.to_toml()) == plan
+    assert check(lower(schedule_for(plan))) == []
 
 
 def test_the_first_step_the_eighths_and_validations_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ EIGHT_B = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8"]
 def test_simulate_prints_a_table_and_json_of_the_same_step(capsys):
     assert main(["simulate", *EIGHT_B, "--tp", "4", "--pp", "2"]) == 0
     text = capsys.readouterr().out
-    assert "llama3-8b (8.03 B parameters) on 8 x dgx-h100" in text and "pipeline bubble" in text
+    assert "llama3-8b (8.03 B parameters) on 8 devices of dgx-h100" in text and "pipeline bubble" in text
     assert main(["simulate", *EIGHT_B, "--tp", "4", "--pp", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["num_devices"] == 8
