@@ -14,6 +14,25 @@ from .errors import ShardproofError, did_you_mean
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 fine, 1 findings, 2 wrong usage or bad input. Errors go to standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _answer(arguments)
+        sys.stdout.flush()
+        return code
+    except ShardproofError as error:
+        print(f"shardproof {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (`| head`) has seen enough; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"shardproof {arguments[0]}: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
+
+
+def _answer(arguments: Sequence[str]) -> int:
+    """The exit code of what was asked: help, version, or a verb."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0 if arguments else 2
@@ -22,25 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"shardproof {__version__}")
         return 0
-    verb, rest = arguments[0], arguments[1:]
+    verb, *rest = arguments
     if verb not in QUESTIONS:
         print(f"shardproof: unknown verb {verb!r}{did_you_mean(verb, QUESTIONS)} See `shardproof --help`.", file=sys.stderr)
         return 2
-    try:
-        code = _run(verb, rest)
-        sys.stdout.flush()
-        return code
-    except ShardproofError as error:
-        print(f"shardproof {verb}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        if error.filename is None:
-            raise
-        print(f"shardproof {verb}: {error.filename}: {error.strerror}.", file=sys.stderr)
-        return 2
+    return _run(verb, rest)
 
 
 def _run(verb: str, rest: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """The command line: exit codes, messages and where they go."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -106,3 +107,13 @@ def test_help_and_presets_import_neither_torch_nor_networkx_nor_matplotlib():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["presets"]])
+def test_a_reader_that_leaves_early_ends_the_command_quietly(arguments):
+    command = [sys.executable, "-m", "shardproof.core.cli", *arguments]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
