@@ -27,7 +27,9 @@ _HOMES = {
     "search": "simulator.search",
     "fit": "simulator.fit",
     "run_schedule": "simulator.engine",
+    "search_schedule": "core.schedules",
     "check": "verify.check",
+    "Facts": "verify.facts",
     "draw": "viz.draw",
     "Trainer": "backend.trainer",
 }

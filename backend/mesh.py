@@ -1,7 +1,8 @@
 """`Mesh`: the groups and channels of one rank, from a layout and a lowered schedule.
 
-Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups, data groups, model groups,
-embedding groups, then channels. Each rank opens its own share of that order, so no two ranks can wait for each other in a circle.
+Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups, data groups, replica groups,
+model groups, embedding groups, then channels. Each rank opens its own share of that order, so no two ranks can wait for each other in
+a circle.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from ..core.action import Kind
 from ..core.layout import Layout
-from ..core.schedule import Schedule
+from ..core.schedule import Placement, Schedule
 from .transport.base import Channel, Group, Transport
 
 Direction = Literal["F", "B"]
@@ -23,9 +24,10 @@ Link = tuple[Direction, int, int]
 class Mesh:
     """What one rank communicates through.
 
-    `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `dp` cuts the batch; `model` spans tensor and pipeline
-    parallelism (one copy of the model); `embedding` joins the ranks that hold the first and the last stage of the same slice (first
-    stage first), and is None where that is one rank, or on ranks between. Channels come from `channel`.
+    `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `dp` cuts the batch; `copies(stage)` joins all copies of
+    a stage; `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas); `embedding`
+    joins the ranks that hold the first and the last stage of the same slice (first stage first), and is None where that is one rank,
+    or on ranks between. Channels come from `channel`.
     Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
     """
 
@@ -43,11 +45,20 @@ class Mesh:
         self.coordinates = layout.coordinates(here)
         self.tp = _open(transport, "tp", layout.group_of(here, "tp"))
         self.dp = _open(transport, "dp", layout.group_of(here, "dp"))
+        self._replicas = {
+            stage: transport.group(f"replica{stage}/{ranks[0]}", "replica", ranks)
+            for stage, ranks in _replica_ranks(layout, schedule.placement, self.coordinates).items()
+        }
         self.model = _open(transport, "model", layout.group_of(here, "tp-pp"))
-        ends = _pipeline_ends(layout, schedule, self.coordinates)
-        self.embedding = _open(transport, "embedding", ends) if len(ends) == 2 and here in ends else None
+        ends = [layout.global_rank(**{**self.coordinates, "pp": end}) for end in schedule.placement.ends_of(self.coordinates["pp"])]
+        self.embedding = _open(transport, "embedding", ends) if ends else None
         links = links_of(schedule, self.coordinates["pp"])
         self._channels = {link: _open_channel(transport, layout, self.coordinates, link) for link in links}
+
+    def copies(self, stage: int) -> Group:
+        """The ranks that add up the gradients of one of this rank's stages, in the order of the samples they see: `dp`, or where the
+        stage has replicas those of every data-parallel rank (`Plan.copy_of`)."""
+        return self._replicas.get(stage, self.dp)
 
     def channel(self, direction: Direction, source_pp: int, destination_pp: int) -> Channel:
         """The channel for forward (`F`) or backward (`B`) messages between two pipeline ranks, one of which is this one.
@@ -87,10 +98,13 @@ def links_of(schedule: Schedule, pp_rank: int | None = None) -> tuple[Link, ...]
     return tuple(link for link in sorted(links) if pp_rank is None or pp_rank in link[1:])
 
 
-def _pipeline_ends(layout: Layout, schedule: Schedule, coordinates: dict[str, int]) -> tuple[int, ...]:
-    """Global ranks of the first and the last stage with this rank's other coordinates; one rank when it holds both."""
-    first, last = (schedule.placement.ranks[stage][0] for stage in (0, schedule.num_stages - 1))
-    return tuple(dict.fromkeys(layout.global_rank(**{**coordinates, "pp": pp_rank}) for pp_rank in (first, last)))
+def _replica_ranks(layout: Layout, placement: Placement, coordinates: dict[str, int]) -> dict[int, list[int]]:
+    """Global ranks of all copies of each of this rank's stages that have replicas."""
+    return {
+        stage: [layout.global_rank(**{**coordinates, "dp": dp_rank, "pp": owner}) for dp_rank in range(layout.dp) for owner in owners]
+        for stage, owners in enumerate(placement.ranks)
+        if len(owners) > 1 and coordinates["pp"] in owners
+    }
 
 
 def _open(transport: Transport, axis: str, ranks: list[int] | tuple[int, ...]) -> Group:

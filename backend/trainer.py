@@ -187,8 +187,13 @@ def _unsupported_schedule(plan: Plan) -> list[str]:
         return []
     schedule = lower(schedule_for(plan))
     problems = []
-    if any(len(owners) > 1 for owners in schedule.placement.ranks):
-        problems.append(f"the backend does not run replicated stages yet, which {plan.schedule.file} has. Place each stage on one rank.")
+    first, last = schedule.placement.ranks[0], schedule.placement.ranks[-1]
+    if plan.model.tied_embeddings and set(first) != set(last) and not schedule.placement.ends_of(first[0]):
+        problems.append(
+            f"the backend adds up a tied table between ranks that hold one end each, or on ranks that hold both, but in "
+            f"{plan.schedule.file} the first stage lies on ranks {first} and the last on {last}. Place the ends alike, or use "
+            "model.tied_embeddings=false."
+        )
     if gathers := [str(action) for action in schedule.actions if action.kind in (Kind.UNSHARD, Kind.RESHARD)]:
         problems.append(f"the backend does not run UNSHARD and RESHARD yet; {plan.schedule.file} has {gathers[0]}. Remove those cells.")
     return problems

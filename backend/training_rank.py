@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,14 +131,17 @@ class TrainingRank:
         return sum(stage.gradients.num_bytes for stage in self.stages.values())
 
     def _held(self) -> list[Held]:
-        """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp and the second tied table do not."""
-        first_tp_rank = self.mesh.coordinates["tp"] == 0
+        """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp, second replicas of stages, and the
+        second tied table do not."""
+        here, placement = self.mesh.coordinates, self.plan.placement
         return [
             Held(
                 shard.parameter,
                 shard.slices,
                 shard.tensor,
-                counts=(shard.parameter.cut is not None or first_tp_rank) and not self._is_second_table(stage, name),
+                counts=(shard.parameter.cut is not None or here["tp"] == 0)
+                and placement.replica_of(stage, here["pp"]) == 0
+                and not self._is_second_table(stage, name),
             )
             for stage, module in self.stages.items()
             for name, shard in module.shards.items()
@@ -168,7 +172,8 @@ class TrainingRank:
 
     def _reduce_gradients(self, stage: int) -> None:
         """REDUCE_GRAD: sums over the global batch; runs on the executor's `dp` lane."""
-        self._reduced[stage] = self.stages[stage].gradients.reduce(self.mesh.dp, self.plan.samples_of)
+        samples_of = functools.partial(self.plan.copy_samples, stage)
+        self._reduced[stage] = self.stages[stage].gradients.reduce(self.mesh.copies(stage), samples_of)
 
     def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float]:
         """STEP: the loss and the gradient norm of the global batch, and the update."""

@@ -221,10 +221,11 @@ def _fill_batch(values: Values) -> None:
 
 
 def _fill_schedule(values: Values) -> None:
-    """Without a schedule: the usual one for the number of chunks."""
+    """Without a schedule's name or file: the usual one for the number of chunks."""
     layout = Draft({"layout": values.get("layout", {})}, "").valid["layout"]
-    if "schedule" not in values and layout.get("vpp", 1) > 1:
-        values["schedule"] = {"name": Given(default_name(layout.get("pp", 1), layout["vpp"]), "--schedule (default)")}
+    schedule = values.get("schedule", {})
+    if not {"name", "file"} & set(schedule) and layout.get("vpp", 1) > 1:
+        values["schedule"] = {**schedule, "name": Given(default_name(layout.get("pp", 1), layout["vpp"]), "--schedule (default)")}
 
 
 def _read_text(path: str) -> str:

@@ -12,6 +12,7 @@ from .layout import Layout
 from .leaves import LeafSizes, leaf_sizes
 from .microbatches import constant_microbatches
 from .model import ModelSpec
+from .schedule import Placement
 from .stages import StageLayers, assign_layers
 
 
@@ -47,10 +48,15 @@ class Recompute:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A catalog name, or a CSV file that replaces it."""
+    """A catalog name, or a CSV file that replaces it.
+
+    `max_active_stages` lets ZeRO-3 gather whole stages by UNSHARD, so many at a time, as torch.distributed.pipelining does; without
+    it every F and B gathers its layers one by one.
+    """
 
     name: str = "1F1B"
     file: str | None = None
+    max_active_stages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,13 @@ class Plan:
         return assign_layers(self.model.num_layers, self.layout)
 
     @cached_property
+    def placement(self) -> Placement:
+        """Which pipeline ranks hold which stage: that of the schedule. Raises `ScheduleError` for a file that does not fit."""
+        from .schedules import placement_for  # builders are written in terms of the nouns of this folder
+
+        return placement_for(self)
+
+    @cached_property
     def leaf_sizes(self) -> LeafSizes:
         """Leaf sizes of the canonical sums."""
         return leaf_sizes(
@@ -152,3 +165,18 @@ class Plan:
         """The contiguous interval of the global batch that a data-parallel rank owns."""
         per_rank = self.batch.global_size // self.layout.dp
         return dp_rank * per_rank, (dp_rank + 1) * per_rank
+
+    def num_copies(self, stage: int) -> int:
+        """Copies of a stage that add up its gradients: dp, times two where the placement has replicas of it."""
+        return self.layout.dp * len(self.placement.ranks[stage])
+
+    def copy_of(self, stage: int, *, dp_rank: int, pp_rank: int) -> int:
+        """The number of a rank's copy of a stage. Copies are numbered in the order of the samples they see."""
+        return dp_rank * len(self.placement.ranks[stage]) + self.placement.replica_of(stage, pp_rank)
+
+    def copy_samples(self, stage: int, copy: int) -> tuple[int, int]:
+        """The contiguous interval of the global batch that a copy of a stage sees: its data-parallel rank's, or one half of it."""
+        dp_rank, replica = divmod(copy, len(self.placement.ranks[stage]))
+        first, _ = self.samples_of(dp_rank)
+        lo, hi = self.placement.microbatches_of(stage, replica)
+        return first + lo * self.batch.micro_size, first + hi * self.batch.micro_size

@@ -93,19 +93,42 @@ def _interleaving_matches(schedule: ScheduleChoice, layout: Layout) -> Iterator[
     if schedule.name not in CATALOG:
         yield f'schedule.name="{schedule.name}" is not in the catalog{did_you_mean(schedule.name, CATALOG)}'
         return
-    chunks, suggested = CATALOG[schedule.name].chunks, default_name(layout.pp, layout.vpp)
-    if chunks and layout.vpp == 1:
-        yield f'schedule.name="{schedule.name}" needs vpp of at least 2, but vpp=1. Set layout.vpp = 2 or schedule.name = "{suggested}".'
-    if not chunks and layout.vpp > 1:
+    entry, suggested = CATALOG[schedule.name], default_name(layout.pp, layout.vpp)
+    nearest = entry.nearest_vpp(layout.vpp)
+    if nearest == layout.vpp:
+        return
+    if not entry.chunks:
         yield (
             f'vpp={layout.vpp} needs an interleaved schedule, but schedule.name="{schedule.name}" runs one stage per rank. '
             f'Set schedule.name = "{suggested}" or layout.vpp = 1.'
         )
+    else:
+        needed = f"{'at least ' if entry.fixed_vpp is None else ''}{nearest}"
+        yield (
+            f'schedule.name="{schedule.name}" needs vpp of {needed}, but vpp={layout.vpp}. '
+            f'Set layout.vpp = {nearest} or schedule.name = "{suggested}".'
+        )
+
+
+def _sizes_are_built(schedule: ScheduleChoice, layout: Layout, batch: Batch) -> Iterator[str]:
+    if schedule.file is not None or schedule.name not in CATALOG or batch.global_size % (batch.micro_size * layout.dp):
+        return
+    num_microbatches = batch.global_size // (batch.micro_size * layout.dp)
+    if problem := CATALOG[schedule.name].condition(layout.pp, num_microbatches):
+        yield problem
 
 
 def _name_or_file(schedule: ScheduleChoice) -> Iterator[str]:
     if schedule.file is not None and schedule.name != ScheduleChoice().name:
         yield f'schedule.name="{schedule.name}" and schedule.file="{schedule.file}" both choose a schedule. Give one of them.'
+
+
+def _stages_are_sharded(schedule: ScheduleChoice, layout: Layout) -> Iterator[str]:
+    if schedule.max_active_stages is not None and layout.zero != 3:
+        yield (
+            f"max_active_stages={schedule.max_active_stages} says how many stages' parameters ZeRO-3 gathers at a time, "
+            f"but zero={layout.zero} keeps them all. Set layout.zero = 3, or leave max_active_stages out."
+        )
 
 
 def _positions_suffice(batch: Batch, model: ModelSpec) -> Iterator[str]:
@@ -178,6 +201,18 @@ RULES: tuple[Rule, ...] = (
         ("schedule.name", "layout.vpp"),
         "vpp above 1 and interleaved schedules go together",
         _interleaving_matches,
+    ),
+    Rule(
+        "schedule-can-be-built",
+        ("schedule.name", "layout.pp", "batch.global", "batch.micro", "layout.dp"),
+        "the schedule exists for this number of ranks and microbatches",
+        _sizes_are_built,
+    ),
+    Rule(
+        "stages-are-sharded",
+        ("schedule.max_active_stages", "layout.zero"),
+        "only ZeRO-3 gathers the parameters of stages",
+        _stages_are_sharded,
     ),
     Rule("name-or-file", ("schedule.name", "schedule.file"), "a schedule has a name or a file, not both", _name_or_file),
     Rule("positions-suffice", ("batch.sequence", "model.max_positions"), "learned positions cover the sequence", _positions_suffice),

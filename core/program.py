@@ -41,7 +41,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective call of one rank: `sent_bytes` leave this rank for the others of its group over `axis`."""
+    """One collective call of one rank: `sent_bytes` leave this rank for the others of its group over `axis`.
+
+    Axes are `tp`, `dp`, `replica` (all copies of a stage that has pipeline replicas, dp included), `model` and `embedding`.
+    """
 
     layer: str
     op: Literal["all_to_all", "all_gather", "all_reduce", "reduce_scatter"]
@@ -113,8 +116,8 @@ def gradient_elements(plan: Plan, stage: int, tp_rank: int = 0) -> int:
 
 
 def rank_stages(plan: Plan, pp_rank: int) -> tuple[int, ...]:
-    """The stages of a pipeline rank, ascending: s mod pp."""
-    return tuple(range(pp_rank, plan.layout.num_stages, plan.layout.pp))
+    """The stages of a pipeline rank, ascending."""
+    return plan.placement.stages_of(pp_rank)
 
 
 def rank_elements(plan: Plan, pp_rank: int, tp_rank: int = 0) -> int:
@@ -122,12 +125,14 @@ def rank_elements(plan: Plan, pp_rank: int, tp_rank: int = 0) -> int:
     return sum(stage_elements(plan, stage, tp_rank) for stage in rank_stages(plan, pp_rank))
 
 
-def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: int = 0) -> Operations:
+def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: int = 0, *, replica: int = 0) -> Operations:
     """What one action of a stage computes and sends on one rank, in execution order.
 
     F, B, I, W, SEND_F and SEND_B are per microbatch; REDUCE_GRAD and UNSHARD per stage; STEP belongs to a pipeline rank and is asked
-    for with its lowest stage. B is I and W together, layer by layer. Receives and RESHARD compute and send nothing.
+    for with its lowest stage. B is I and W together, layer by layer. Receives and RESHARD compute and send nothing. `replica` says
+    which of the stage's pipeline ranks (`plan.placement.ranks[stage]`) is meant.
     """
+    pp_rank = plan.placement.ranks[stage][replica]
     match kind:
         case Kind.F:
             return tuple(operation for work in stage_work(plan, stage, tp_rank) for operation in work.forward)
@@ -136,11 +141,11 @@ def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: in
         case Kind.SEND_F | Kind.SEND_B:
             return (Message("", message_bytes(plan, tp_rank)),)
         case Kind.REDUCE_GRAD:
-            return tuple(_reduce_gradients(plan, stage, tp_rank, dp_rank))
+            return tuple(_reduce_gradients(plan, stage, tp_rank, plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank)))
         case Kind.UNSHARD:
             return _gather_parameters(plan, stage, tp_rank) if plan.layout.zero == 3 else ()
         case Kind.STEP:
-            return tuple(_step(plan, stage, tp_rank))
+            return tuple(_step(plan, pp_rank, tp_rank))
         case _:
             return ()
 
@@ -325,54 +330,79 @@ def _backward(works: tuple[LayerWork, ...], kind: Kind) -> Iterator[Operation]:
             yield from work.weight_gradient
 
 
-def _reduce_gradients(plan: Plan, stage: int, tp_rank: int, dp_rank: int) -> Iterator[Operation]:
-    """The gradients of a stage, flat: over tensor parallelism what each rank knows for its tokens only, then over data parallelism.
+def copies_axis(plan: Plan, stage: int) -> str:
+    """The axis over which the copies of a stage add their gradients: `dp`, or `replica` (dp and pipeline replicas together)."""
+    return "dp" if len(plan.placement.ranks[stage]) == 1 else "replica"
 
-    With ZeRO 1 and above each rank keeps a part of the sum, so the second half of the reduction falls away.
+
+def own_token_parameters(plan: Plan, stage: int) -> tuple[Parameter, ...]:
+    """The parameters of a stage whose gradients a tensor-parallel rank knows for its own tokens only, until REDUCE_GRAD adds them over tp.
+
+    With sequence parallelism these are the vectors that no rank cuts: norms, and biases after a row-parallel layer. All other
+    gradients come from products over all tokens, and the tables of the embedding from the tokens that its backward gathers.
     """
-    layout, size = plan.layout, plan.layout.dp
-    if layout.sequence_parallel and layout.tp > 1:
-        replicated = sum(p.num_elements for p in stage_parameters(plan.model, plan.stages[stage]) if p.cut is None and len(p.shape) == 1)
-        if replicated:
-            yield Collective("", "all_reduce", "tp", layout.tp, -(-2 * (layout.tp - 1) * replicated * PARTIAL_BYTES // layout.tp))
+    if not plan.layout.sequence_parallel:
+        return ()
+    held = stage_parameters(plan.model, plan.stages[stage])
+    return tuple(parameter for parameter in held if parameter.cut is None and len(parameter.shape) == 1)
+
+
+def _reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterator[Operation]:
+    """The gradients of a stage, flat: over tensor parallelism what each rank knows for its tokens only, then over all copies.
+
+    With ZeRO 1 and above each copy keeps a part of the sum, so the second half of the reduction falls away.
+    """
+    layout, size, axis = plan.layout, plan.num_copies(stage), copies_axis(plan, stage)
+    replicated = sum(parameter.num_elements for parameter in own_token_parameters(plan, stage))
+    if replicated and layout.tp > 1:
+        yield Collective("", "all_reduce", "tp", layout.tp, -(-2 * (layout.tp - 1) * replicated * PARTIAL_BYTES // layout.tp))
     if size == 1:
         return
     elements = gradient_elements(plan, stage, tp_rank)
     if plan.numerics.mode == "fast":
         payload = elements * PARTIAL_BYTES
         if layout.zero:
-            yield Collective("", "reduce_scatter", "dp", size, _scattered(payload, size))
+            yield Collective("", "reduce_scatter", axis, size, _scattered(payload, size))
         else:
-            yield Collective("", "all_reduce", "dp", size, -(-2 * (size - 1) * payload // size))
+            yield Collective("", "all_reduce", axis, size, -(-2 * (size - 1) * payload // size))
         return
-    lo, hi = cut(elements, size, dp_rank)
-    num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.samples_of(dp_rank)))
-    yield Collective("", "all_to_all", "dp", size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
+    lo, hi = cut(elements, size, copy)
+    num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
+    yield Collective("", "all_to_all", axis, size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
     if not layout.zero:
-        yield Collective("", "all_gather", "dp", size, (hi - lo) * PARTIAL_BYTES * (size - 1))
+        yield Collective("", "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))
 
 
 def _gather_parameters(plan: Plan, stage: int, tp_rank: int) -> Operations:
-    """Brings the whole stage's weights to every data-parallel rank, from equal parts."""
-    size = plan.layout.dp
+    """Brings the whole stage's weights to every copy, from equal parts."""
+    size = plan.num_copies(stage)
     if size == 1:
         return ()
     part = -(-stage_elements(plan, stage, tp_rank) // size)
-    return (Collective("", "all_gather", "dp", size, part * weight_bytes(plan.precision.dtype) * (size - 1)),)
+    return (Collective("", "all_gather", copies_axis(plan, stage), size, part * weight_bytes(plan.precision.dtype) * (size - 1)),)
 
 
-def _step(plan: Plan, stage: int, tp_rank: int) -> Iterator[Operation]:
+def tied_ends(plan: Plan, pp_rank: int) -> tuple[int, ...]:
+    """The pipeline ranks of first and last stage that add up a tied table together with this rank; () where nothing is to be sent.
+
+    Nothing is tied, the rank holds neither stage, or it holds both.
+    """
+    return plan.placement.ends_of(pp_rank) if plan.model.tied_embeddings else ()
+
+
+def _step(plan: Plan, pp_rank: int, tp_rank: int) -> Iterator[Operation]:
     """The tied table's two sums (first and last stage), the gradient norm, the loss, and with ZeRO 1 or 2 the updated weights."""
-    layout, stages = plan.layout, rank_stages(plan, stage % plan.layout.pp)
-    at_an_end = any(plan.stages[s].embedding or plan.stages[s].head for s in stages)
-    if plan.model.tied_embeddings and layout.pp > 1 and at_an_end:
+    layout = plan.layout
+    if tied_ends(plan, pp_rank):
         table = stage_parameters(plan.model, plan.stages[0])[0]
         yield Collective("embedding.tokens", "all_gather", "embedding", 2, local_elements(plan, table, tp_rank) * PARTIAL_BYTES)
+    if layout.zero:  # each copy then holds the squares of its part only
+        yield from _scalar(plan, "grad_norm", "dp", layout.dp)
     yield from _scalar(plan, "grad_norm", "model", layout.tp * layout.pp)
     yield from _scalar(plan, "loss", "dp", layout.dp)
     yield from _scalar(plan, "loss", "model", layout.tp * layout.pp)
     if layout.zero in (1, 2):
-        for own_stage in stages:
+        for own_stage in rank_stages(plan, pp_rank):
             yield from _gather_parameters(plan, own_stage, tp_rank)
 
 

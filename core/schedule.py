@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,10 +17,10 @@ class Placement:
     """Maps (stage, microbatch) to a pipeline rank.
 
     `ranks[stage]` holds the pipeline ranks that own the stage: one, or two replicas of which the first runs the lower half of the
-    microbatches (two-direction schedules). `kind` only names the pattern.
+    microbatches (two-direction schedules). `kind` only names the pattern (on one rank a vee is a loop too) and is not compared.
     """
 
-    kind: Literal["loop", "vee", "replicated", "explicit"]
+    kind: Literal["loop", "vee", "replicated", "explicit"] = field(compare=False)
     num_ranks: int
     ranks: tuple[tuple[int, ...], ...]
     num_microbatches: int
@@ -35,6 +35,11 @@ class Placement:
         """Two stages per rank: down the ranks and back, so that first and last stage share rank 0."""
         return cls("vee", num_ranks, tuple((min(stage, 2 * num_ranks - 1 - stage),) for stage in range(2 * num_ranks)), num_microbatches)
 
+    @classmethod
+    def replicated(cls, num_ranks: int, num_microbatches: int) -> Placement:
+        """Two directions: stage s on rank s for the lower half of the microbatches and on rank p-1-s for the upper half."""
+        return cls("replicated", num_ranks, tuple((stage, num_ranks - 1 - stage) for stage in range(num_ranks)), num_microbatches)
+
     @property
     def num_stages(self) -> int:
         """Number of stages over all ranks, replicas counted once."""
@@ -48,6 +53,28 @@ class Placement:
         if microbatch is None:
             raise ScheduleError(f"stage {stage} has replicas on ranks {owners}; say which microbatch.")
         return owners[0] if microbatch < (self.num_microbatches + 1) // 2 else owners[1]
+
+    def replica_of(self, stage: int, pp_rank: int) -> int:
+        """Which replica of a stage a pipeline rank holds: 0, or 1 for the one that runs the upper half of the microbatches."""
+        return self.ranks[stage].index(pp_rank)
+
+    def ends_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The rank of the first and the rank of the last stage, of which `pp_rank` is one; () for a rank that is neither.
+
+        Both ends of the same replica where they have replicas. () too where ends lie together on a rank and need no such pair.
+        """
+        first, last = self.ranks[0], self.ranks[-1]
+        if pp_rank not in first + last or set(first) & set(last) or len(first) != len(last):
+            return ()
+        replica = (first if pp_rank in first else last).index(pp_rank)
+        return first[replica], last[replica]
+
+    def microbatches_of(self, stage: int, replica: int) -> tuple[int, int]:
+        """The microbatches `[lo, hi)` that a replica of a stage runs."""
+        if len(self.ranks[stage]) == 1:
+            return 0, self.num_microbatches
+        half = (self.num_microbatches + 1) // 2
+        return (0, half) if replica == 0 else (half, self.num_microbatches)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages a pipeline rank holds, ascending."""

@@ -30,7 +30,7 @@ class StageLayers:
 
 
 def assign_layers(num_layers: int, layout: Layout) -> tuple[StageLayers, ...]:
-    """The content of every stage, in stage order; stage s lies on pipeline rank s mod pp (virtual stages interleave).
+    """The content of every stage, in stage order; which rank holds which is `plan.placement`.
 
     Without `layout.stages` the layers are cut evenly and pp*vpp must divide them. Raises `LayoutError` otherwise.
     """

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .action import Action, ActionArray
+from .action import Action, ActionArray, Kind
 from .errors import ScheduleError, TimelineError
 from .files import write_bytes
 
@@ -147,6 +147,22 @@ class Timeline:
             return 0.0
         mask = (self.spans.global_rank == global_rank) & (self.spans.lane == self.spans.lanes.index(COMPUTE_LANE))
         return float((self.spans.end_s[mask] - self.spans.start_s[mask]).sum())
+
+    def idle_inside_s(self, global_rank: int) -> float:
+        """Idle compute time of a rank between the start of its first and the end of its last forward or backward.
+
+        The bubble of the zero-bubble papers, where every rank may start and step on its own; the largest over the ranks is that of
+        the schedule. `bubble_fraction` also counts a rank's wait before its first and after its last action. Optimizer steps are
+        left out.
+        """
+        if COMPUTE_LANE not in self.spans.lanes:
+            return 0.0
+        mask = (self.spans.global_rank == global_rank) & (self.spans.lane == self.spans.lanes.index(COMPUTE_LANE))
+        mask &= self.spans.actions.kind != Kind.STEP
+        if not mask.any():
+            return 0.0
+        start_s, end_s = self.spans.start_s[mask], self.spans.end_s[mask]
+        return float(end_s.max() - start_s.min() - (end_s - start_s).sum())
 
     def bubble_fraction(self, global_rank: int) -> float:
         """Idle compute time of a rank over the makespan."""

@@ -18,16 +18,20 @@ from shardproof.simulator.memory import peak_in_flight
 PP, NUM_MICROBATCHES, VPP = 4, 8, 2
 
 ZERO_BUBBLE = "Qi et al. 2023, *Zero Bubble Pipeline Parallelism*"
-CONTROLLABLE = "Qi et al. 2024, *Pipeline Parallelism with Controllable Memory*"
+CONTROLLABLE = "Qi et al. 2024, *Pipeline Parallelism with Controllable Memory*, and the table of the authors' calculator"
 
 
 @dataclass(frozen=True)
 class Published:
-    """What is known of a schedule in closed form, with its source. Formulas are Python over the symbols of `symbols`, "" for none."""
+    """What is known of a schedule in closed form, with its source. Formulas are Python over the symbols that `evaluate` knows.
+
+    Activations are exact; the bubble is, or is an upper bound where `bubble_is_bound`. `note` is a sentence for the page.
+    """
 
     source: str
     bubble: str
     activations: str
+    bubble_is_bound: bool = False
     note: str = ""
 
 
@@ -44,24 +48,50 @@ PUBLISHED: dict[str, Published] = {
         "torch.distributed.pipelining, `ScheduleInterleavedZeroBubble`",
         "(p-1)*(F+I-W)/v",
         "p",
-        "Torch publishes the order and no closed form; these are ZB-H1's with the bubble divided by v.",
+        note="Torch publishes the order and no closed form; these are ZB-H1's with the bubble divided by v.",
     ),
     "ZBH1": Published(f"{ZERO_BUBBLE}, section 2", "(p-1)*(F+I-W)", "p"),
     "ZBH2": Published(f"{ZERO_BUBBLE}, section 2", "(p-1)*(F+I-2*W)", "2*p-1"),
+    "ZBAuto": Published(
+        f"{ZERO_BUBBLE}, section 3.1",
+        "(p-1)*(F+I-W)",
+        "p",
+        bubble_is_bound=True,
+        note="The heuristic has no closed form; with the memory of 1F1B, its default, it is never worse than ZB-H1.",
+    ),
     "ZBVZeroBubble": Published(f"{ZERO_BUBBLE}, section 6", "0", "p"),
-    "DualPipe": Published("DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, table 2", "(p/2-1)*(P+B-3*W)", "p+1"),
+    "VHalf": Published(
+        CONTROLLABLE,
+        "(p-1)*(F+B)/2",
+        "(p+2)//2",
+        bubble_is_bound=True,
+        note="They say about half the bubble and half the memory of 1F1B, in whole microbatches as in the table, for F = I = W.",
+    ),
+    "VMin": Published(
+        CONTROLLABLE,
+        "(p-1)*(F+B)*2/3",
+        "(p+4)//3",
+        bubble_is_bound=True,
+        note="They say about two thirds of the bubble and a third of the memory of 1F1B, for F = I = W.",
+    ),
+    "DualPipe": Published(
+        "DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, table 2",
+        "(p/2-1)*(P+B-3*W)",
+        "p+1",
+        note="The bubble's form takes F and I to be equally long.",
+    ),
     "DualPipeV": Published(
         "deepseek-ai/DualPipe, `README.md`",
         "(p-1)*(P+B-3*W)/2",
         "p+1/2",
-        "The formulas of DualPipe for 2p stages of half the size.",
+        note="The formulas of DualPipe for 2p stages of half the size; they too take F and I to be equally long.",
     ),
     "Combined1F1B": Published(
         "Megatron-Core, `combined_1f1b.py`",
         "(p-1)*(F+B)/v",
         "p+p/v",
-        "Megatron publishes the order and no closed form. The picture has pairs that take F+B; what they save is the "
-        "communication that one half hides under the other.",
+        note="Megatron publishes the order and no closed form. A pair takes F+B in the picture; what it saves is the communication "
+        "that each half hides under the other.",
     ),
 }
 
@@ -145,6 +175,7 @@ def page() -> str:
         schedule, published = example(name), PUBLISHED[name]
         found = measure(schedule, run(schedule))
         bubble, activations = (with_value(formula, schedule) for formula in (published.bubble, published.activations))
+        bubble = f"at most {bubble}" if published.bubble_is_bound else bubble
         numbers = [decimal(value) for value in (found.makespan, found.bubble, found.activations, found.parameters, found.messages)]
         rows.append([f"[{name}](#{name.lower()})", *numbers[:2], bubble, numbers[2], activations, *numbers[3:]])
         note = f" {published.note}" if published.note else ""
@@ -159,10 +190,11 @@ def page() -> str:
 def pretty(formula: str) -> str:
     """A formula as it is written on paper.
 
-    >>> pretty("(p/2-1)*(P+B-3*W)")
-    '(p/2-1)(F&B+B-3W)'
+    >>> pretty("(p/2-1)*(P+B-3*W)"), pretty("(p+2)//2"), pretty("(p-1)*(F+B)*2/3")
+    ('(p/2-1)(F&B+B-3W)', 'floor((p+2)/2)', '(p-1)(F+B)·2/3')
     """
-    return re.sub(r"\bP\b", "F&B", formula).replace("*", "")
+    formula = re.sub(r"^(.*)//(\d)$", r"floor(\1/\2)", re.sub(r"\bP\b", "F&B", formula))
+    return re.sub(r"\)\*(\d)", r")·\1", formula).replace("*", "")
 
 
 def with_value(formula: str, schedule: Schedule) -> str:

@@ -28,8 +28,8 @@ def critical_pp_rank(run: Run) -> int:
     return int(ends.argmax())
 
 
-def attribute(run: Run, pp_rank: int, price: Callable[[Kind, int], Seconds]) -> dict[str, float]:
-    """Seconds of the step by cause on one pipeline rank's compute lane.
+def attribute(run: Run, pp_rank: int, price: Callable[[Kind, int, int], Seconds]) -> dict[str, float]:
+    """Seconds of the step by cause on one pipeline rank's compute lane; `price(kind, stage, replica)` is that of an action.
 
     An action's time splits as its price does. Idle time before an action is `pp_comm` while the message it waits for is in flight,
     `dp_comm` while the reduction or gather it waits for runs, else `bubble`. What passes between a rank's last action and the end of
@@ -40,7 +40,7 @@ def attribute(run: Run, pp_rank: int, price: Callable[[Kind, int], Seconds]) -> 
     lane = lo + np.flatnonzero(graph.is_compute[lo:hi])
     totals = dict.fromkeys(TIME_KEYS, 0.0)
     for (kind, stage), count in _counts(graph.schedule, lane).items():
-        seconds = price(kind, stage)
+        seconds = price(kind, stage, graph.schedule.placement.replica_of(stage, pp_rank))
         for name in COMPONENTS:
             totals[name] += getattr(seconds, name) * count
     ends = np.r_[0.0, run.end_s[lane][:-1]]

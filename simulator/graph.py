@@ -3,7 +3,7 @@
 Each rank has one compute lane, one lane per peer, direction and sense for messages, and one lane for data parallelism; a lane runs
 its actions in list order. A send starts when its payload exists. A receive is posted once the compute lane has reached the place in
 the list of the receive `recv_buffers` before it on the same lane. A compute action starts when its inputs have arrived. REDUCE_GRAD
-follows the last backward of its stage, F and B follow UNSHARD, STEP follows every reduction of its rank.
+follows the last backward of its stage on every replica, F and B follow UNSHARD, STEP follows every reduction of its rank.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class _Builder:
         lane, lanes = self.assign_lanes(partner)
         lane_key = self.rank * len(lanes) + lane
         lane_order = _stable_order(lane_key)
-        before_in_lane = _latest(lane_key, np.ones(self.size, dtype=bool))
-        compute_before = _latest(self.rank, self.is_compute)
+        before_in_lane = self.before_in_lane(lane_key, lane_order)
+        compute_before = self.latest_in_row(self.is_compute)
         posted_after = self.posting(lane_key, lane_order, compute_before)
         waits = np.full((NUM_WAITS, self.size), -1, dtype=np.int64)
         waits[0] = before_in_lane
@@ -118,6 +118,39 @@ class _Builder:
         found = np.full((self.schedule.num_stages, self.schedule.num_microbatches), -1, dtype=np.int64)
         index = np.flatnonzero(mask)
         found[stage[index], microbatch[index]] = index
+        return found
+
+    def before_in_lane(self, lane_key: np.ndarray, lane_order: np.ndarray) -> np.ndarray:
+        """The action before each on its lane, -1 for none."""
+        before = np.full(self.size, -1, dtype=np.int64)
+        same_lane = lane_key[lane_order[1:]] == lane_key[lane_order[:-1]]
+        before[lane_order[1:][same_lane]] = lane_order[:-1][same_lane]
+        return before
+
+    def latest_in_row(self, is_source: np.ndarray) -> np.ndarray:
+        """For each action the last source listed before it on its rank, -1 for none."""
+        latest = np.full(self.size, -1, dtype=np.int64)
+        latest[1:] = np.maximum.accumulate(np.where(is_source, np.arange(self.size), -1))[:-1]
+        latest[latest < np.repeat(self.schedule.offsets[:-1], np.diff(self.schedule.offsets))] = -1
+        return latest
+
+    def latest_of_stage(self, source: np.ndarray, query: np.ndarray) -> np.ndarray:
+        """For each action of `query` the last one of `source` listed before it on its rank that has a stage in common, -1 for none.
+
+        Both are on in-order lanes, so of two stages of a pair the later action is enough to wait for.
+        """
+
+        def keys(index: np.ndarray, stage: np.ndarray) -> np.ndarray:
+            return (self.rank[index] * self.schedule.num_stages + stage[index]) * self.size + index
+
+        found = np.full(len(query), -1, dtype=np.int64)
+        stages = (self.stage, self.backward_stage) if self.overlap.any() else (self.stage,)
+        sources = np.sort(np.concatenate([keys(source, stage) for stage in stages]))
+        for stage in stages:
+            asked = keys(query, stage)
+            latest = np.append(sources, -1)[np.searchsorted(sources, asked) - 1]
+            same = latest // self.size == asked // self.size
+            found = np.maximum(found, np.where(same, latest % self.size, -1))
         return found
 
     def partners(self) -> np.ndarray:
@@ -175,7 +208,7 @@ class _Builder:
         waits[1, weight] = self.backward_at[stage[weight], microbatch[weight]]
         step = np.flatnonzero(self.kind == Kind.STEP)
         if len(step):
-            waits[1, step] = _latest(self.rank, _among(self.kind, {Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.RESHARD}))[step]
+            waits[1, step] = self.latest_in_row(_among(self.kind, {Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.RESHARD}))[step]
 
     def sources(
         self, index: np.ndarray, stage: np.ndarray, microbatch: np.ndarray, receive: Kind, producer_at: np.ndarray, partner: np.ndarray
@@ -195,15 +228,27 @@ class _Builder:
         """REDUCE_GRAD and RESHARD follow their stage's last compute, UNSHARD the compute listed before it, and F and B their UNSHARD."""
         reduce = np.flatnonzero(_among(self.kind, {Kind.REDUCE_GRAD, Kind.RESHARD}))
         if len(reduce):
-            of_stage = self.rank * self.schedule.num_stages + self.backward_stage
-            waits[1, reduce] = _latest(of_stage, self.is_compute)[reduce]
+            waits[1, reduce] = self.latest_of_stage(np.flatnonzero(self.is_compute), reduce)
+        self.replica_waits(waits)
         unshard = self.kind == Kind.UNSHARD
         if unshard.any():
             waits[1, unshard] = compute_before[unshard]
-            latest = [_latest(self.rank * self.schedule.num_stages + stage, unshard) for stage in (self.stage, self.backward_stage)]
-            needing = self.is_compute & (self.kind != Kind.STEP)
-            # Of two gathers on one in-order lane the later one is enough to wait for.
-            waits[3, needing] = np.maximum(*latest)[needing]
+            needing = np.flatnonzero(self.is_compute & (self.kind != Kind.STEP))
+            waits[3, needing] = self.latest_of_stage(np.flatnonzero(unshard), needing)
+
+    def replica_waits(self, waits: np.ndarray) -> None:
+        """The reductions of a stage's two replicas are one collective: each also follows what the other follows."""
+        owners = self.schedule.placement.ranks
+        pair = np.array([ranks if len(ranks) == 2 else (-1, -1) for ranks in owners])
+        if (pair < 0).all():
+            return
+        reduce = np.flatnonzero((self.kind == Kind.REDUCE_GRAD) & (pair[self.stage, 0] >= 0))
+        at = np.full((self.schedule.num_ranks, self.schedule.num_stages), -1, dtype=np.int64)
+        at[self.rank[reduce], self.stage[reduce]] = reduce
+        first, second = pair[self.stage[reduce]].T
+        twin = at[np.where(self.rank[reduce] == first, second, first), self.stage[reduce]]
+        self.complain(reduce[twin < 0], "has no REDUCE_GRAD of its stage on the other replica's rank")
+        waits[2, reduce], waits[3, reduce] = waits[0, twin], waits[1, twin]
 
     def send_waits(self, waits: np.ndarray, partner: np.ndarray, before_in_lane: np.ndarray, posted_after: np.ndarray) -> None:
         """A send follows its payload; under rendezvous also its receive: the receive lane's previous message, and the posting."""
@@ -239,22 +284,6 @@ def _among(kind: np.ndarray, kinds: frozenset[Kind] | set[Kind]) -> np.ndarray:
     member = np.zeros(len(Kind), dtype=bool)
     member[list(kinds)] = True
     return member[kind]
-
-
-def _latest(key: np.ndarray, is_source: np.ndarray) -> np.ndarray:
-    """For each action the last source listed before it under the same key, -1 for none."""
-    size = len(key)
-    if size == 0:
-        return np.zeros(0, dtype=np.int64)
-    order = _stable_order(key)
-    place = np.arange(size)
-    sorted_key = key[order]
-    group_start = np.maximum.accumulate(np.where(np.r_[True, sorted_key[1:] != sorted_key[:-1]], place, 0))
-    last = np.maximum.accumulate(np.where(is_source[order], place, -1))
-    before = np.r_[-1, last[:-1]]
-    result = np.empty(size, dtype=np.int64)
-    result[order] = np.where(before >= group_start, order[before], -1)
-    return result
 
 
 def _stable_order(key: np.ndarray) -> np.ndarray:

@@ -4,7 +4,8 @@ Bytes of weights, gradients, optimizer state and saved activations follow from s
 buffers are modelled. Assumed runtime: attention is a fused kernel that keeps its output and one fp32 number per query instead of
 the score square (no 5as/h term of Korthikanti et al. 2022); no dropout, hence none of its masks; gradients accumulate in fp32; Adam
 keeps two fp32 moments, and an fp32 master weight where weights are 16 bits; with ZeRO-2 and 3 every backward reduces its gradients
-and ZeRO-3 frees gathered weights after each use. Not counted: the allocator's fragmentation and the CUDA context.
+and ZeRO-3 frees gathered weights after each use, layer by layer, or stage by stage where the schedule has UNSHARD. Not counted: the
+allocator's fragmentation and the CUDA context.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,7 +44,10 @@ LAYERS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one pipeline rank (its tensor-parallel rank 0, which holds the longest cut); `activations_bytes` at its peak."""
+    """Bytes on one pipeline rank (its tensor-parallel rank 0, which holds the longest cut); what comes and goes at its peak.
+
+    `gathered_bytes` is the part of `weights_bytes` that UNSHARD and RESHARD bring and take, none without them.
+    """
 
     pp_rank: int
     weights_bytes: int
@@ -50,16 +55,17 @@ class RankMemory:
     optimizer_bytes: int
     activations_bytes: int
     buffers_bytes: int
+    gathered_bytes: int = 0
 
     @property
     def static_bytes(self) -> int:
         """What is held throughout the step."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.buffers_bytes
+        return self.peak_bytes - self.activations_bytes - self.gathered_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most held at any time."""
-        return self.static_bytes + self.activations_bytes
+        return sum(self.components().values())
 
     def components(self) -> dict[str, int]:
         """The peak by component, as the reports print it."""
@@ -68,17 +74,18 @@ class RankMemory:
 
 def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tuple[RankMemory, ...]:
     """Peak memory of every pipeline rank when it runs its row of the schedule (lowered or not) in order."""
-    per_stage = stage_activation_bytes(plan)
-    peaks = peak_in_flight(schedule, per_stage)
+    activations, gathered = _at_peaks(plan, schedule)
     alike: dict[tuple[object, ...], RankMemory] = {}
     memories = []
     for pp_rank in range(schedule.num_ranks):
         stages, buffers = _rank_messages(schedule.placement, recv_buffers)[pp_rank]
         contents = [plan.stages[stage] for stage in stages]
-        key = (buffers, *((len(c.layers), c.embedding, c.head) for c in contents))
+        key = (buffers, *((len(c.layers), c.embedding, c.head, plan.num_copies(c.stage)) for c in contents))
         if key not in alike:
             alike[key] = _rank_memory(plan, schedule, stages, buffers)
-        memories.append(replace(alike[key], pp_rank=pp_rank, activations_bytes=peaks[pp_rank]))
+        weights_bytes = alike[key].weights_bytes + gathered[pp_rank]
+        memory = replace(alike[key], pp_rank=pp_rank, activations_bytes=activations[pp_rank])
+        memories.append(replace(memory, weights_bytes=weights_bytes, gathered_bytes=gathered[pp_rank]))
     return tuple(memories)
 
 
@@ -97,14 +104,35 @@ def peak_in_flight(schedule: Schedule, per_stage: Sequence[int] | None = None) -
 
     A forward allocates when it starts, the backward (W where it is split) frees when it ends.
     """
-    allocated, freed = activation_changes(schedule, per_stage)
+    held = _held(schedule, *activation_changes(schedule, per_stage))
+    return [int(held[lo:hi].max()) if hi > lo else 0 for lo, hi in pairwise(schedule.offsets.tolist())]
+
+
+def _held(schedule: Schedule, allocated: np.ndarray, freed: np.ndarray) -> np.ndarray:
+    """Per action what its rank holds while it runs, beside what it held before the step."""
     after = np.cumsum(allocated - freed)
-    during = after + freed
-    peaks = []
-    for lo, hi in zip(schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True):
-        start = int(after[lo - 1]) if lo else 0
-        peaks.append(int(during[lo:hi].max()) - start if hi > lo else 0)
-    return peaks
+    before_row = np.append(0, after)[schedule.offsets[:-1]]
+    return after + freed - np.repeat(before_row, np.diff(schedule.offsets))
+
+
+def _at_peaks(plan: Plan, schedule: Schedule) -> tuple[list[int], list[int]]:
+    """Bytes of activations and of gathered stages on each rank when both together are most."""
+    per_stage = stage_activation_bytes(plan)
+    if not (schedule.actions.kind == Kind.UNSHARD).any():
+        return peak_in_flight(schedule, per_stage), [0] * schedule.num_ranks
+    activations = _held(schedule, *activation_changes(schedule, per_stage))
+    gathered = _held(schedule, *_gather_changes(plan, schedule))
+    both = activations + gathered
+    peaks = [lo + int(both[lo:hi].argmax()) for lo, hi in pairwise(schedule.offsets.tolist())]
+    return activations[peaks].tolist(), gathered[peaks].tolist()
+
+
+def _gather_changes(plan: Plan, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Per action the bytes of gathered weights that it allocates and frees; a stage without copies is never cut, so nothing comes."""
+    width = weight_bytes(plan.precision.dtype)
+    size = np.array([_elements(plan, s)[0] * width if plan.num_copies(s) > 1 else 0 for s in range(schedule.num_stages)])
+    of_action = size[schedule.actions.stage]
+    return np.where(schedule.actions.kind == Kind.UNSHARD, of_action, 0), np.where(schedule.actions.kind == Kind.RESHARD, of_action, 0)
 
 
 def activation_changes(schedule: Schedule, per_stage: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -117,18 +145,18 @@ def activation_changes(schedule: Schedule, per_stage: Sequence[int] | None = Non
     return np.where(allocates, size[actions.stage], 0), np.where(frees, size[freed_stage], 0)
 
 
-def memory_samples(
-    run: Run, memories: Sequence[RankMemory], per_stage: Sequence[int], global_ranks: Sequence[int]
-) -> tuple[MemorySample, ...]:
-    """Bytes held by each rank over time: a sample where a forward starts and where a backward ends."""
+def memory_samples(run: Run, memories: Sequence[RankMemory], plan: Plan, global_ranks: Sequence[int]) -> tuple[MemorySample, ...]:
+    """Bytes held by each rank over time: a sample where a forward or UNSHARD starts and where a backward or RESHARD ends."""
     schedule = run.graph.schedule
-    allocated, freed = activation_changes(schedule, per_stage)
+    kinds = (activation_changes(schedule, stage_activation_bytes(plan)), _gather_changes(plan, schedule))
+    allocated, freed = (activations + gathered for activations, gathered in zip(*kinds, strict=True))
     samples: list[MemorySample] = []
     for memory, lo, hi in zip(memories, schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True):
         rank = int(global_ranks[memory.pp_rank])
         when = np.column_stack([run.start_s[lo:hi], run.end_s[lo:hi]]).ravel()
         change = np.column_stack([allocated[lo:hi], -freed[lo:hi]]).ravel()
         event = np.flatnonzero(change)
+        event = event[np.argsort(when[event], kind="stable")]  # gathers have a lane of their own
         held = memory.static_bytes + np.cumsum(change[event])
         samples.append(MemorySample(rank, 0.0, memory.static_bytes))
         samples += [MemorySample(rank, time_s, num_bytes) for time_s, num_bytes in zip(when[event].tolist(), held.tolist(), strict=True)]
@@ -182,16 +210,16 @@ def _saved_bytes(plan: Plan) -> int:
 
 
 def _rank_memory(plan: Plan, schedule: Schedule, stages: tuple[int, ...], message_buffers: int) -> RankMemory:
-    """All but the activations of the memory of a rank that holds `stages`."""
-    layout, dtype = plan.layout, plan.precision.dtype
-    parameters, gradients = (sum(column) for column in zip(*(_elements(plan, stage) for stage in stages), strict=True))
-    gathers = layout.zero == 3 and not (schedule.actions.kind == Kind.UNSHARD).any()
+    """All but the activations of the memory of a rank that holds `stages`. ZeRO cuts each stage over all its copies."""
+    zero, dtype = plan.layout.zero, plan.precision.dtype
+    gathers = zero == 3 and not (schedule.actions.kind == Kind.UNSHARD).any()
     master = 0 if dtype == "fp32" else 4
+    elements = [(*_elements(plan, stage), plan.num_copies(stage)) for stage in stages]
     return RankMemory(
         pp_rank=0,
-        weights_bytes=_shard(parameters * weight_bytes(dtype), layout.dp if gathers else 1),
-        gradients_bytes=_shard(gradients * GRADIENT_BYTES, layout.dp if layout.zero >= 2 else 1),
-        optimizer_bytes=_shard(parameters * (MOMENT_BYTES + master), layout.dp if layout.zero >= 1 else 1),
+        weights_bytes=sum(_shard(parameters * weight_bytes(dtype), copies if zero == 3 else 1) for parameters, _, copies in elements),
+        gradients_bytes=sum(_shard(gradients * GRADIENT_BYTES, copies if zero >= 2 else 1) for _, gradients, copies in elements),
+        optimizer_bytes=sum(_shard(parameters * (MOMENT_BYTES + master), copies if zero else 1) for parameters, _, copies in elements),
         activations_bytes=0,
         buffers_bytes=_buffer_bytes(plan, stages, message_buffers, gathers=gathers),
     )
@@ -216,7 +244,7 @@ def _buffer_bytes(plan: Plan, stages: tuple[int, ...], message_buffers: int, *, 
     """Messages under way, ZeRO's gathered layers, and the largest working set of one layer. Modelled."""
     layout = plan.layout
     layer_elements, _ = _content_elements(plan.model, plan.leaf_sizes, layout.tp, StageLayers(0, 0, 1, embedding=False, head=False))
-    sharded = LAYERS_IN_FLIGHT * layer_elements if layout.dp > 1 else 0
+    sharded = LAYERS_IN_FLIGHT * layer_elements if any(plan.num_copies(stage) > 1 for stage in stages) else 0
     total = sharded * weight_bytes(plan.precision.dtype) if gathers else 0
     total += sharded * GRADIENT_BYTES if layout.zero >= 2 else 0
     total += message_buffers * message_bytes(plan)

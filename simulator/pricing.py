@@ -3,13 +3,15 @@
 Beside products and collectives, memory-bound work is priced by its traffic (`_layer_traffic` and below). Attention is one fused
 kernel that skips the masked half of the square. Modelled assumptions that later versions refine: efficiencies do not depend on
 shapes, tensor-parallel collectives overlap with nothing, and tensor-parallel rank 0 (which holds the longest cut) speaks for its group.
+So an overlapped pair takes as long as its forward and its backward: what it could hide is the all-to-all of experts, and models are
+dense so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,12 +24,14 @@ from ..core.program import (
     Message,
     Operation,
     Product,
+    copies_axis,
     embedding_work,
     head_work,
     local_elements,
     operations,
-    rank_elements,
     rank_stages,
+    stage_elements,
+    tied_ends,
     transformer_work,
 )
 from .compute import ELEMENT_BYTES, elementwise_s, product_s, traffic_s
@@ -100,6 +104,13 @@ class Block:
     weight_gradient: Seconds
 
 
+class Place(NamedTuple):
+    """A stage and the pipeline rank that holds it (one of two where the stage has replicas)."""
+
+    stage: int
+    pp_rank: int
+
+
 class Pricing:
     """Prices of one plan, worked out once per kind of stage. `seconds(kind, stage)` is what every caller needs."""
 
@@ -112,91 +123,107 @@ class Pricing:
         self.plan = plan
         self._gathers_scheduled = gathers_scheduled
         self._cache: dict[tuple[object, ...], Seconds] = {}
-        self._spreads: dict[tuple[str, int], Spread] = {}
+        self._spreads: dict[tuple[str, object], Spread] = {}
+        self._owners = plan.placement.ranks
+        self._replicated = any(len(owners) > 1 for owners in self._owners)
         self._shared = {} if shared is None else shared
         layout = plan.layout
         self._block_key = (layout.tp, layout.sequence_parallel, plan.batch.micro_size, plan.recompute.mode)
-        self._group_key = (layout.tp, layout.dp, layout.pp, layout.vpp, layout.zero, layout.sequence_parallel, layout.order)
+        kind = plan.placement.kind
+        self._group_key = (layout.tp, layout.dp, layout.pp, layout.vpp, layout.zero, layout.sequence_parallel, layout.order, kind)
 
-    def seconds(self, kind: Kind, stage: int) -> Seconds:
-        """Seconds of one action on tensor- and data-parallel rank 0 of the stage's pipeline rank, on the grid."""
+    def seconds(self, kind: Kind, stage: int, replica: int = 0) -> Seconds:
+        """Seconds of one action on tensor- and data-parallel rank 0 of a stage's pipeline rank (of a replica's), on the grid."""
+        place = Place(stage, self._owners[stage][replica])
         if kind in (Kind.SEND_F, Kind.SEND_B):
-            key: tuple[object, ...] = (kind, stage)
+            key: tuple[object, ...] = (kind, place)
         else:
-            key = (kind, *self._likeness(kind, stage))
+            key = (kind, *self._likeness(kind, place))
         if key not in self._cache:
-            self._cache[key] = self._price(kind, stage).on_grid()
+            self._cache[key] = self._price(kind, place).on_grid()
         return self._cache[key]
 
-    def _likeness(self, kind: Kind, stage: int) -> tuple[object, ...]:
+    def _likeness(self, kind: Kind, place: Place) -> tuple[object, ...]:
         """Equal for stages whose actions cost the same: they hold as many layers, on groups that lie alike."""
-        pp_rank = stage % self.plan.layout.pp
-        stages = rank_stages(self.plan, pp_rank) if kind is Kind.STEP else (stage,)
+        stages = rank_stages(self.plan, place.pp_rank) if kind is Kind.STEP else (place.stage,)
         contents = [(len(content.layers), content.embedding, content.head) for content in (self.plan.stages[s] for s in stages)]
-        return (*contents, self.spread("tp", pp_rank), self.spread("dp", pp_rank))
+        alike = (*contents, self.spread("tp", place), self.spread("dp", place))
+        if not self._replicated:
+            return alike
+        copies = [self.spread(copies_axis(self.plan, stage), Place(stage, place.pp_rank)) for stage in stages]
+        return (*alike, *copies, kind is Kind.STEP and bool(tied_ends(self.plan, place.pp_rank)))
 
-    def table(self) -> np.ndarray:
-        """[kinds, stages] -> duration in seconds; OVERLAP_F_B is left at zero because it names two stages."""
-        table = np.zeros((len(Kind), self.plan.layout.num_stages))
+    def table(self, replica: int = 0) -> np.ndarray:
+        """[kinds, stages] -> duration in seconds; OVERLAP_F_B is left at zero because it names two stages.
+
+        `replica` 1 prices the second replica of the stages that have one.
+        """
+        table = np.zeros((len(Kind), len(self._owners)))
         for kind in _PRICED:
-            for stage in range(self.plan.layout.num_stages):
-                table[kind, stage] = self.seconds(kind, stage).total_s
+            for stage, owners in enumerate(self._owners):
+                table[kind, stage] = self.seconds(kind, stage, min(replica, len(owners) - 1)).total_s
         return table
 
-    def spread(self, axis: str, pp_rank: int) -> Spread:
-        """How a group of the pipeline rank lies over nodes: axis `tp`, `dp`, `model` (tp and pp) or `embedding` (first and last)."""
-        if (axis, pp_rank) not in self._spreads:
-            self._spreads[axis, pp_rank] = spread_of(self.plan.cluster, self._group(axis, pp_rank).tolist())
-        return self._spreads[axis, pp_rank]
+    def spread(self, axis: str, place: Place) -> Spread:
+        """How a group of a stage on its pipeline rank lies over nodes.
 
-    def _group(self, axis: str, pp_rank: int) -> np.ndarray:
+        Axes are `tp`, `dp`, `replica` (dp and the stage's pipeline replicas), `model` (tp and pp) and `embedding` (first and last).
+        """
+        key = (axis, place if axis == "replica" else place.pp_rank)
+        if key not in self._spreads:
+            self._spreads[key] = spread_of(self.plan.cluster, self._group(axis, place).tolist())
+        return self._spreads[key]
+
+    def _group(self, axis: str, place: Place) -> np.ndarray:
         layout = self.plan.layout
-        here = layout.global_rank(pp=pp_rank)
+        here = layout.global_rank(pp=place.pp_rank)
         stride = {name: layout.global_rank(**{name: 1}) for name in ("tp", "dp", "pp")}
         match axis:
             case "embedding":
-                return np.array([0, (layout.pp - 1) * stride["pp"]])
+                return np.array(tied_ends(self.plan, place.pp_rank)) * stride["pp"]
+            case "replica":
+                return np.add.outer(np.arange(layout.dp) * stride["dp"], np.array(self._owners[place.stage]) * stride["pp"]).ravel()
             case "model":
                 return np.add.outer(np.arange(layout.pp) * stride["pp"], np.arange(layout.tp) * stride["tp"]).ravel()
             case _:
                 return here + np.arange(layout.sizes[axis]) * stride[axis]
 
-    def _price(self, kind: Kind, stage: int) -> Seconds:
+    def _price(self, kind: Kind, place: Place) -> Seconds:
         match kind:
             case Kind.F:
-                return self._with_sharding(self._stage(stage, ("forward",)), stage, gathers=True, reduces=False)
+                return self._with_sharding(self._stage(place, ("forward",)), place, gathers=True, reduces=False)
             case Kind.B:
-                work = self._stage(stage, ("input_gradient", "weight_gradient"))
-                return self._with_sharding(work, stage, gathers=True, reduces=True)
+                work = self._stage(place, ("input_gradient", "weight_gradient"))
+                return self._with_sharding(work, place, gathers=True, reduces=True)
             case Kind.I:
-                return self._with_sharding(self._stage(stage, ("input_gradient",)), stage, gathers=True, reduces=False)
+                return self._with_sharding(self._stage(place, ("input_gradient",)), place, gathers=True, reduces=False)
             case Kind.W:
-                return self._with_sharding(self._stage(stage, ("weight_gradient",)), stage, gathers=False, reduces=True)
+                return self._with_sharding(self._stage(place, ("weight_gradient",)), place, gathers=False, reduces=True)
             case Kind.SEND_F | Kind.SEND_B:
-                return Seconds(pp_comm=self._send_s(kind, stage))
+                return Seconds(pp_comm=self._send_s(kind, place))
             case Kind.REDUCE_GRAD:
-                seconds = self._communication(kind, stage)
-                return Seconds(dp_comm=seconds.total_s / (self._num_blocks(stage) if self.plan.layout.zero >= 2 else 1))
+                seconds = self._communication(kind, place)
+                return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if self.plan.layout.zero >= 2 else 1))
             case Kind.UNSHARD:
-                return self._communication(kind, stage)
+                return self._communication(kind, place)
             case Kind.STEP:
-                return self._step(stage)
+                return self._step(place)
             case _:
                 return Seconds()
 
-    def _stage(self, stage: int, parts: tuple[str, ...]) -> Seconds:
-        content = self.plan.stages[stage]
+    def _stage(self, place: Place, parts: tuple[str, ...]) -> Seconds:
+        content = self.plan.stages[place.stage]
         counts = {"layer": len(content.layers), "embedding": int(content.embedding), "head": int(content.head)}
         total = Seconds()
         for name, count in counts.items():
             if count:
-                block = self._block(name, stage % self.plan.layout.pp)
+                block = self._block(name, place)
                 for part in parts:
                     total += getattr(block, part).times(count)
         return total
 
-    def _block(self, name: str, pp_rank: int) -> Block:
-        key = (name, self.spread("tp", pp_rank), *self._block_key)
+    def _block(self, name: str, place: Place) -> Block:
+        key = (name, self.spread("tp", place), *self._block_key)
         if key not in self._shared:
             plan = self.plan
             match name:
@@ -206,24 +233,24 @@ class Pricing:
                     works, traffic = (embedding_work(plan),), _embedding_traffic(plan)
                 case _:
                     works, traffic = head_work(plan), _head_traffic(plan)
-            self._shared[key] = self._price_block(works, traffic, pp_rank)
+            self._shared[key] = self._price_block(works, traffic, place)
         return self._shared[key]
 
-    def _price_block(self, works: tuple[LayerWork, ...], traffic: _Traffic, pp_rank: int) -> Block:
+    def _price_block(self, works: tuple[LayerWork, ...], traffic: _Traffic, place: Place) -> Block:
         cluster = self.plan.cluster
         forward_s = elementwise_s(cluster, traffic.forward_bytes, traffic.forward_kernels)
         recomputes_all = all(work.recomputed == work.forward for work in works) and self.plan.recompute.mode == "full"
         return Block(
-            forward=self._work((op for work in works for op in work.forward), pp_rank) + Seconds(compute=forward_s),
-            input_gradient=self._work((op for work in works for op in work.input_gradient), pp_rank)
+            forward=self._work((op for work in works for op in work.forward), place) + Seconds(compute=forward_s),
+            input_gradient=self._work((op for work in works for op in work.input_gradient), place)
             + Seconds(compute=elementwise_s(cluster, traffic.backward_bytes, traffic.backward_kernels))
-            + self._recompute((op for work in works for op in work.recomputed), pp_rank)
+            + self._recompute((op for work in works for op in work.recomputed), place)
             + Seconds(recompute=forward_s if recomputes_all else 0.0),
-            weight_gradient=self._work((op for work in works for op in work.weight_gradient), pp_rank)
+            weight_gradient=self._work((op for work in works for op in work.weight_gradient), place)
             + Seconds(compute=traffic_s(cluster, traffic.gradient_bytes)),
         )
 
-    def _work(self, found: Iterable[Operation], pp_rank: int) -> Seconds:
+    def _work(self, found: Iterable[Operation], place: Place) -> Seconds:
         total = Seconds()
         core: list[Product] = []
         for operation in found:
@@ -233,14 +260,14 @@ class Pricing:
                 case Product():
                     total += Seconds(compute=product_s(self.plan.cluster, self.plan.precision.dtype, operation))
                 case Collective():
-                    total += self._collective(operation, pp_rank)
+                    total += self._collective(operation, place)
                 case Message():
                     raise AssertionError("layers send no messages of their own")
         return total + Seconds(compute=self._attention_s(core)) if core else total
 
-    def _recompute(self, found: Iterable[Operation], pp_rank: int) -> Seconds:
+    def _recompute(self, found: Iterable[Operation], place: Place) -> Seconds:
         """Products count as recompute, their collectives as communication."""
-        seconds = self._work(found, pp_rank)
+        seconds = self._work(found, place)
         return Seconds(recompute=seconds.compute, tp_comm=seconds.tp_comm)
 
     def _attention_s(self, products: list[Product]) -> float:
@@ -254,36 +281,41 @@ class Pricing:
         num_bytes = operands * plan.batch.sequence * plan.model.head_dim * ELEMENT_BYTES[plan.precision.dtype]
         return max(flops / (peak * ATTENTION_EFFICIENCY), traffic_s(cluster, num_bytes)) + cluster.kernel_launch_s
 
-    def _collective(self, operation: Collective, pp_rank: int) -> Seconds:
-        seconds = collective_s(self.plan.cluster, self.spread(operation.axis, pp_rank), operation)
+    def _collective(self, operation: Collective, place: Place) -> Seconds:
+        seconds = collective_s(self.plan.cluster, self.spread(operation.axis, place), operation)
         return Seconds(**{_COMPONENT_OF_AXIS[operation.axis]: seconds})
 
-    def _communication(self, kind: Kind, stage: int) -> Seconds:
+    def _communication(self, kind: Kind, place: Place) -> Seconds:
         """Seconds of the collectives of REDUCE_GRAD, UNSHARD or STEP."""
-        key = (kind, *self._likeness(kind, stage), *self._group_key)
+        key = (kind, *self._likeness(kind, place), *self._group_key)
         if key not in self._shared:
             total = Seconds()
-            for operation in operations(self.plan, kind, stage):
+            replica = self.plan.placement.replica_of(*place)
+            for operation in operations(self.plan, kind, place.stage, replica=replica):
                 assert isinstance(operation, Collective)
-                total += self._collective(operation, stage % self.plan.layout.pp)
+                total += self._collective(operation, place)
             self._shared[key] = total
         return self._shared[key]
 
-    def _send_s(self, kind: Kind, stage: int) -> float:
-        layout = self.plan.layout
-        target = stage + (1 if kind is Kind.SEND_F else -1)
-        if not 0 <= target < layout.num_stages:
+    def _send_s(self, kind: Kind, place: Place) -> float:
+        layout, replica = self.plan.layout, self.plan.placement.replica_of(*place)
+        target = place.stage + (1 if kind is Kind.SEND_F else -1)
+        if not 0 <= target < len(self._owners):
             return 0.0
-        (message,) = operations(self.plan, kind, stage)
+        owners = self._owners[target]
+        peer = owners[min(replica, len(owners) - 1)]
+        if peer == place.pp_rank:
+            return 0.0
+        (message,) = operations(self.plan, kind, place.stage)
         assert isinstance(message, Message)
-        ranks = (layout.global_rank(pp=stage % layout.pp), layout.global_rank(pp=target % layout.pp))
+        ranks = (layout.global_rank(pp=place.pp_rank), layout.global_rank(pp=peer))
         return message_s(self.plan.cluster, *ranks, message.num_bytes)
 
     def _num_blocks(self, stage: int) -> int:
         content = self.plan.stages[stage]
         return max(1, len(content.layers) + content.embedding + content.head)
 
-    def _with_sharding(self, work: Seconds, stage: int, *, gathers: bool, reduces: bool) -> Seconds:
+    def _with_sharding(self, work: Seconds, place: Place, *, gathers: bool, reduces: bool) -> Seconds:
         """Adds what ZeRO-2 and 3 communicate inside a forward or backward, layer by layer beside the computation of the next layer.
 
         ZeRO-3 gathers weights before every forward and every backward (Rajbhandari et al. 2020, section 7.2.2), ZeRO-2 and 3 reduce
@@ -291,32 +323,34 @@ class Pricing:
         """
         zero, communicated_s = self.plan.layout.zero, 0.0
         if zero == 3 and gathers and not self._gathers_scheduled:
-            communicated_s += self._communication(Kind.UNSHARD, stage).total_s
+            communicated_s += self._communication(Kind.UNSHARD, place).total_s
         if zero >= 2 and reduces:
-            communicated_s += self._communication(Kind.REDUCE_GRAD, stage).dp_comm
+            communicated_s += self._communication(Kind.REDUCE_GRAD, place).dp_comm
         if not communicated_s:
             return work
-        blocks = self._num_blocks(stage)
+        blocks = self._num_blocks(place.stage)
         hidden_s = min(communicated_s * (blocks - 1) / blocks, work.total_s * (blocks - 1) / blocks)
         return work + Seconds(dp_comm=communicated_s - hidden_s)
 
-    def _rank_elements(self, pp_rank: int) -> int:
-        key = ("elements", self.plan.layout.tp, *self._likeness(Kind.STEP, pp_rank))
+    def _updated_elements(self, place: Place) -> float:
+        """Elements that the optimizer of a pipeline rank updates: all it holds, or with ZeRO its part of each stage's copies."""
+        stages = rank_stages(self.plan, place.pp_rank)
+        key = ("elements", self.plan.layout.tp, *self._likeness(Kind.STEP, place))
         if key not in self._shared:
-            self._shared[key] = rank_elements(self.plan, pp_rank)
-        return self._shared[key]
+            self._shared[key] = [stage_elements(self.plan, stage) for stage in stages]
+        copies = [self.plan.num_copies(stage) if self.plan.layout.zero else 1 for stage in stages]
+        return sum(elements / parts for elements, parts in zip(self._shared[key], copies, strict=True))
 
-    def _step(self, stage: int) -> Seconds:
-        plan, pp_rank = self.plan, stage % self.plan.layout.pp
-        elements = self._rank_elements(pp_rank)
-        own = elements / plan.layout.dp if plan.layout.zero else elements
-        num_bytes = own * (OPTIMIZER_BYTES + (0 if plan.precision.dtype == "fp32" else ELEMENT_BYTES[plan.precision.dtype]))
+    def _step(self, place: Place) -> Seconds:
+        plan = self.plan
+        num_bytes_each = OPTIMIZER_BYTES + (0 if plan.precision.dtype == "fp32" else ELEMENT_BYTES[plan.precision.dtype])
+        num_bytes = self._updated_elements(place) * num_bytes_each
         update = Seconds(optimizer=elementwise_s(plan.cluster, num_bytes, OPTIMIZER_KERNELS))
-        return update + self._communication(Kind.STEP, rank_stages(plan, pp_rank)[0])
+        return update + self._communication(Kind.STEP, place)
 
 
 _PRICED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.SEND_F, Kind.SEND_B, Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.STEP)
-_COMPONENT_OF_AXIS = {"tp": "tp_comm", "dp": "dp_comm", "model": "pp_comm", "embedding": "pp_comm"}
+_COMPONENT_OF_AXIS = {"tp": "tp_comm", "dp": "dp_comm", "replica": "dp_comm", "model": "pp_comm", "embedding": "pp_comm"}
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,16 @@ from ..core.options import SearchSpace
 from ..core.plan import Plan, Recompute, ScheduleChoice
 from ..core.plan_rules import broken_rules
 from ..core.schedule import Schedule
-from ..core.schedules import CATALOG, build
+from ..core.schedules import CATALOG, add_unshard, build
 from .memory import RankMemory, rank_memories
 from .pricing import Pricing
 from .simulate import PROFILES, Simulation, simulate, worst
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
 """Microbatch sizes tried unless one is pinned."""
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+"""Schedules tried unless one is pinned."""
 
 MAX_CHUNKS = 8
 """Most stages per pipeline rank tried unless vpp is pinned."""
@@ -110,7 +113,8 @@ def _feasible(space: SearchSpace, tally: _Tally) -> Iterator[tuple[float, Plan]]
             if worst(_memories(plan)).peak_bytes > capacity:
                 tally.rejected["out-of-memory"] += 1
             else:
-                yield lower_bound_s(plan, Pricing(plan, shared=shared)), plan
+                gathers_scheduled = plan.schedule.max_active_stages is not None
+                yield lower_bound_s(plan, Pricing(plan, gathers_scheduled=gathers_scheduled, shared=shared)), plan
 
 
 def _skeletons(space: SearchSpace, tally: _Tally) -> Iterator[Plan]:
@@ -119,7 +123,7 @@ def _skeletons(space: SearchSpace, tally: _Tally) -> Iterator[Plan]:
     for tp, pp, dp in _degrees(space, pinned):
         chunks = [vpp for vpp in range(1, MAX_CHUNKS + 1) if pp > 1 or vpp == 1]
         for vpp, micro in product(pinned.values("layout.vpp", chunks), pinned.values("batch.micro", MICRO_SIZES)):
-            names = [name for name, entry in CATALOG.items() if entry.chunks == (vpp > 1) and (pp > 1 or name == "1F1B")]
+            names = [name for name in SCHEDULES if CATALOG[name].nearest_vpp(vpp) == vpp and (pp > 1 or name == "1F1B")]
             for name in pinned.values("schedule.name", names):
                 plan = _plan(space, {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp}, micro, name)
                 if isinstance(plan, Plan):
@@ -171,7 +175,9 @@ def _variants(skeleton: Plan, space: SearchSpace) -> Iterator[Plan]:
     for sequence, stage, mode in product(sequence_parallel, zero, modes):
         if sequence and not _can_cut_sequence(skeleton):
             continue
-        yield replace(skeleton, layout=replace(layout, sequence_parallel=sequence, zero=stage), recompute=Recompute(mode))
+        choice = replace(skeleton.schedule, max_active_stages=pinned.one("schedule.max_active_stages") if stage == 3 else None)
+        cut = replace(layout, sequence_parallel=sequence, zero=stage)
+        yield replace(skeleton, layout=cut, recompute=Recompute(mode), schedule=choice)
 
 
 def _can_cut_sequence(plan: Plan) -> bool:
@@ -202,30 +208,35 @@ def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
 
     A rank computes all its microbatches; before its first forward the forwards of the lower stages have to run once, after the last
     backward of its lowest stage those of the lower stages; then the slowest optimizer step follows. For 1F1B with equal stages and
-    free messages this is the makespan itself.
+    free messages this is the makespan itself. The lower stages count in schedules of one direction with whole backwards only: else a
+    rank starts at either end, or fills the time after its last input gradient with weight gradients.
     """
-    layout, microbatches = plan.layout, plan.num_microbatches
-    work = [pricing.seconds(Kind.F, s).total_s + pricing.seconds(Kind.B, s).total_s for s in range(layout.num_stages)]
-    longest, below = 0.0, 0.0
-    for pp_rank in range(layout.pp):
-        longest = max(longest, below + microbatches * sum(work[pp_rank :: layout.pp]))
-        below += work[pp_rank]
-    return longest + max(pricing.seconds(Kind.STEP, pp_rank).total_s for pp_rank in range(layout.pp))
+    placement = plan.placement
+    work = [pricing.seconds(Kind.F, s).total_s + pricing.seconds(Kind.B, s).total_s for s in range(placement.num_stages)]
+    longest, below, steps_s = 0.0, 0.0, 0.0
+    for pp_rank in range(placement.num_ranks):
+        stages = placement.stages_of(pp_rank)
+        replicas = [placement.replica_of(stage, pp_rank) for stage in stages]
+        counts = [hi - lo for lo, hi in map(placement.microbatches_of, stages, replicas)]
+        longest = max(longest, below + sum(count * work[stage] for count, stage in zip(counts, stages, strict=True)))
+        below += work[pp_rank] if plan.schedule.name in SCHEDULES else 0.0
+        steps_s = max(steps_s, pricing.seconds(Kind.STEP, stages[0], replicas[0]).total_s)
+    return longest + steps_s
 
 
 def _memories(plan: Plan) -> tuple[RankMemory, ...]:
-    """Peaks of the pipeline ranks. After two rounds of warm-up 1F1B schedules hold no more, so few microbatches tell all."""
+    """Peaks of the pipeline ranks. After two rounds of warm-up 1F1B holds no more, so few microbatches tell all."""
     layout, microbatches = plan.layout, plan.num_microbatches
-    if plan.schedule.name != "GPipe":
+    if plan.schedule.name in ("1F1B", "Interleaved1F1B"):
         microbatches = min(microbatches, 2 * layout.num_stages + microbatches % layout.pp)
-    schedule = _compute_schedule(plan.schedule.name, layout.pp, layout.vpp, microbatches)
+    schedule = _compute_schedule(plan.schedule.name, layout.pp, layout.vpp, microbatches, plan.schedule.max_active_stages)
     return rank_memories(plan, schedule, PROFILES[plan.runtime.profile].recv_buffers)
 
 
 @lru_cache(maxsize=256)
-def _compute_schedule(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    return build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-
+def _compute_schedule(name: str, pp: int, vpp: int, num_microbatches: int, max_active_stages: int | None) -> Schedule:
+    schedule = build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+    return schedule if max_active_stages is None else add_unshard(schedule, max_active_stages)
 
 
 def _candidate(simulation: Simulation) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..core.action import Kind
-from ..core.errors import ScheduleError
 from ..core.model import ModelSpec
 from ..core.plan import Plan
 from ..core.schedule import Schedule
@@ -20,7 +19,7 @@ from .attribution import attribute, busy_s, critical_pp_rank
 from .engine import Run, execute
 from .flops import step_flops
 from .graph import Graph, Sends, build_graph
-from .memory import RankMemory, memory_samples, rank_memories, stage_activation_bytes
+from .memory import RankMemory, memory_samples, rank_memories
 from .pricing import Pricing
 from .provenance import report_provenance
 
@@ -63,7 +62,7 @@ class Simulation:
     @cached_property
     def memory_samples(self) -> tuple[MemorySample, ...]:
         """Bytes held over time by the same ranks."""
-        return memory_samples(self.run, self.memory, stage_activation_bytes(self.plan), self.global_ranks)
+        return memory_samples(self.run, self.memory, self.plan, self.global_ranks)
 
 
 def simulate(plan: Plan) -> Simulation:
@@ -83,40 +82,36 @@ def plan_graph(plan: Plan) -> Graph:
     profile = PROFILES[plan.runtime.profile]
     if plan.schedule.file is None:
         layout = plan.layout
-        return _named_graph(plan.schedule.name, layout.pp, layout.vpp, plan.num_microbatches, profile)
+        return _named_graph(plan.schedule.name, layout.pp, layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages, profile)
     schedule = lower(schedule_for(plan))
-    _refuse_other_placements(schedule)
     return build_graph(schedule, sends=profile.sends, recv_buffers=profile.recv_buffers)
 
 
-def _refuse_other_placements(schedule: Schedule) -> None:
-    """Prices follow `core.program`, which lays stage s on pipeline rank s mod pp. A file may say otherwise."""
-    for stage, owners in enumerate(schedule.placement.ranks):
-        if owners != (stage % schedule.num_ranks,):
-            raise ScheduleError(
-                f"{schedule.name} holds stage {stage} on pipeline rank {', '.join(map(str, owners))}, but a plan is priced with stage s "
-                "on rank s mod pp. Draw the file alone (`shardproof draw FILE.csv`) for its timeline with unit costs."
-            )
+@lru_cache(maxsize=64)
+def _named_graph(name: str, pp: int, vpp: int, num_microbatches: int, max_active_stages: int | None, profile: Profile) -> Graph:
+    schedule = named_schedule(name, pp, vpp, num_microbatches, max_active_stages)
+    return build_graph(schedule, sends=profile.sends, recv_buffers=profile.recv_buffers)
 
 
 @lru_cache(maxsize=64)
-def _named_graph(name: str, pp: int, vpp: int, num_microbatches: int, profile: Profile) -> Graph:
-    return build_graph(named_schedule(name, pp, vpp, num_microbatches), sends=profile.sends, recv_buffers=profile.recv_buffers)
-
-
-@lru_cache(maxsize=64)
-def named_schedule(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
+def named_schedule(name: str, pp: int, vpp: int, num_microbatches: int, max_active_stages: int | None) -> Schedule:
     """The lowered schedule of a catalog name."""
-    return lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches))
+    return lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), max_active_stages=max_active_stages)
 
 
 def run_plan(graph: Graph, pricing: Pricing) -> Run:
     """The run of a plan's schedule with a plan's prices."""
-    actions = graph.schedule.actions
-    table = pricing.table()
-    duration = table[actions.kind, actions.stage]
-    pair = actions.kind == Kind.OVERLAP_F_B
-    duration[pair] = table[Kind.F, actions.stage[pair]] + table[Kind.B, actions.pair_stage[pair]]
+    actions, owners = graph.schedule.actions, graph.schedule.placement.ranks
+    second = np.array([ranks[-1] if len(ranks) > 1 else -1 for ranks in owners])
+    tables = np.stack([pricing.table(replica) for replica in range(max(map(len, owners)))])
+
+    def price(kind: np.ndarray | Kind, stage: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        return tables[(rank == second[stage]).astype(int), kind, stage]
+
+    duration = price(actions.kind, actions.stage, graph.rank)
+    pair = np.flatnonzero(actions.kind == Kind.OVERLAP_F_B)
+    forward, backward = actions.stage[pair], actions.pair_stage[pair]
+    duration[pair] = price(Kind.F, forward, graph.rank[pair]) + price(Kind.B, backward, graph.rank[pair])
     run = execute(graph, duration)
     return _steps_together(run, duration) if pricing.plan.optimizer.clip_grad_norm else run
 

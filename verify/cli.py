@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.commands import Command
 from ..core.errors import MissingExtraError, PlanError
+from ..core.files import write_text
 from ..core.options import add_output, add_plan, emit, option_values, read_plan
 from ..core.schedule import Schedule
-from ..core.schedules import read_csv, schedule_for
+from ..core.schedules import lower, read_csv, schedule_for
 from .check import Examination, examine
+from .facts import Facts
+from .facts_file import read_facts
 from .grid import grid
-from .rules import DEADLOCK_RULES, RULES, View
+from .plan_facts import plan_calls
+from .rules import RULES, Rule, View
+from .rules.deadlock import SEND_MEANINGS, send_meanings
 from .rules.memory import peak_in_flight
+from .symbolic import SymbolicProof
+from .symbolic import prove as prove_symbolically
 
 if TYPE_CHECKING:
     from ..core.plan import Plan
@@ -25,6 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the verb."""
     add_plan(parser, "a plan.toml or a schedule CSV")
     parser.add_argument("--list", action="store_true", help="print the static rules and stop")
+    parser.add_argument("--facts", metavar="FILE", help="TOML with more to check: buffers, layers, message formats, collectives")
+    parser.add_argument("--write-collectives", metavar="FILE", help="write the collectives of every rank of a plan as CSV and stop")
     dynamic = parser.add_argument_group("dynamic proof", "runs the plan's backend and one device, and compares bits; needs the train extra")
     dynamic.add_argument("--dynamic", action="store_true", help="prove that the plan computes what one device computes, bit for bit")
     dynamic.add_argument("--steps", type=_positive, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
@@ -36,17 +45,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing is wrong, 1 with findings; bad input raises and ends with 2."""
     if args.list:
-        emit(args, list_rules(), {"rules": [{"name": rule.name, "doc": rule.doc, "hint": rule.hint} for rule in RULES]})
+        emit(args, list_rules(), {"rules": [_described(rule) for rule in RULES]})
         return 0
     if args.inject is not None and not args.dynamic:
         raise PlanError("--inject breaks the sharded run of the dynamic proof. Add --dynamic.")
     plan, schedule = _read(args)
-    examination = examine(schedule)
+    if args.write_collectives is not None:
+        return _write_collectives(args, plan, schedule)
+    facts = Facts() if args.facts is None else read_facts(args.facts, schedule, plan)
+    examination = examine(schedule, plan=plan, facts=facts, warnings=True)
     report = static_report(examination)
     text = static_text(schedule, examination)
+    if plan is not None and report["ok"]:
+        symbolic = prove_symbolically(plan, examination.schedule)
+        report = with_symbolic(report, symbolic)
+        text = "\n".join([text, symbolic.line, *(str(finding) for finding in symbolic.findings if finding.severity == "error")])
     if args.dynamic and report["ok"]:
         proof = _prove(args, plan)
-        report = {**report, **proof.report}
+        report = {**report, **proof.report, "findings": [*report["findings"], *proof.report["findings"]]}
         text = f"{text}\n\n{proof.text()}"
     elif args.dynamic:
         text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
@@ -57,14 +73,15 @@ def run(args: argparse.Namespace) -> int:
 def list_rules() -> str:
     """The table of rules as text."""
     width = max(len(rule.name) for rule in RULES)
-    return "\n".join(f"{rule.name:<{width}}  {rule.doc}" for rule in RULES)
+    needs = {rule.name: "" if rule.needs is None else f" Needs [{rule.needs}]." for rule in RULES}
+    return "\n".join(f"{rule.name:<{width}}  {rule.doc}{needs[rule.name]}" for rule in RULES)
 
 
 def static_report(examination: Examination) -> dict[str, Any]:
     """`ok`, `findings`, and `checked`: what the rules were asked about."""
     schedule = examination.schedule
     return {
-        "ok": not examination.violations,
+        "ok": examination.ok,
         "findings": [finding.to_dict() for finding in examination.findings],
         "checked": {
             "schedule": schedule.name,
@@ -74,7 +91,14 @@ def static_report(examination: Examination) -> dict[str, Any]:
             "num_microbatches": schedule.num_microbatches,
             "rules": [rule.name for rule in examination.rules],
         },
+        "sends": _sends(examination),
     }
+
+
+def with_symbolic(report: dict[str, Any], proof: SymbolicProof) -> dict[str, Any]:
+    """A static report with the symbolic proof's findings and, as `symbolic`, what it compared."""
+    findings = [*report["findings"], *(finding.to_dict() for finding in proof.findings)]
+    return {**report, "ok": report["ok"] and proof.ok, "findings": findings, "symbolic": proof.report}
 
 
 def static_text(given: Schedule, examination: Examination) -> str:
@@ -85,19 +109,20 @@ def static_text(given: Schedule, examination: Examination) -> str:
         f"{schedule.name}: {len(schedule)} actions{lowered} on {schedule.num_ranks} pipeline ranks, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches; {len(examination.rules)} rules checked"
     )
-    if not examination.violations:
+    listed = "\n".join(str(finding) for finding in examination.findings)
+    if examination.ok:
         peak = peak_in_flight(View(schedule))
         held = f"Most microbatches in flight: {max(peak)} (rank {peak.index(max(peak))})."
-        return f"{checked}.\nThe schedule is right: no rule is broken. {held}"
-    because = "" if DEADLOCK_RULES[0] in examination.rules else ", the others when these findings are gone"
+        sends = "It runs with rendezvous, buffered and stream-ordered sends."
+        return f"{checked}.\nThe schedule is right: no rule is broken. {sends} {held}" + (f"\n{listed}" if listed else "")
+    because = "" if examination.is_complete else ", the others when these findings are gone"
     picture = f"\n\n{grid(schedule, marked)}" if (marked := _marked(examination)) else ""
-    listed = "\n".join(str(finding) for finding in examination.findings)
     return f"{checked}{because}.\n{listed}{picture}"
 
 
 def _marked(examination: Examination) -> list[int]:
     """Indices of all actions that take part in a violation, the first violation's first."""
-    places = ((violation.index, *violation.related) for _, violation in examination.violations)
+    places = ((violation.index, *violation.related) for rule, violation in examination.violations if rule.severity == "error")
     return [index for place in places for index in place if index is not None]
 
 
@@ -109,6 +134,28 @@ def _read(args: argparse.Namespace) -> tuple[Plan | None, Schedule]:
     if given:
         raise PlanError(f"{given[0]} belongs to a whole plan, and {args.plan} is only a schedule. Give a plan and --schedule {args.plan}.")
     return None, read_csv(args.plan)
+
+
+def _write_collectives(args: argparse.Namespace, plan: Plan | None, schedule: Schedule) -> int:
+    if plan is None:
+        raise PlanError(f"--write-collectives needs a plan, and {args.plan} is only a schedule. Give a plan and --schedule {args.plan}.")
+    calls = plan_calls(plan, lower(schedule))
+    write_text(args.write_collectives, calls.to_csv())
+    num_calls = sum(len(calls.of_rank(rank)) for rank in range(plan.layout.world_size))
+    text = f"{args.write_collectives}: {num_calls} collectives of {plan.layout.world_size} ranks."
+    emit(args, text, {"file": args.write_collectives, "num_calls": num_calls, "num_ranks": plan.layout.world_size})
+    return 0
+
+
+def _sends(examination: Examination) -> dict[str, bool] | None:
+    """Meaning of a send -> whether the schedule runs with it; None where other findings leave that open."""
+    if examination.ok:
+        return dict.fromkeys(SEND_MEANINGS, True)  # what runs with rendezvous runs with all
+    return send_meanings(View(examination.schedule)) if examination.is_complete else None
+
+
+def _described(rule: Rule) -> dict[str, str | None]:
+    return {"name": rule.name, "severity": rule.severity, "needs": rule.needs, "doc": rule.doc, "hint": rule.hint}
 
 
 def _prove(args: argparse.Namespace, plan: Plan | None) -> Proof:

@@ -128,7 +128,7 @@ def action_of(plan: Plan, key: Key, global_rank: int) -> Action:
         return Action(stage, kind, (key.sample - first) // plan.batch.micro_size)
     if key.phase == GRADIENT:
         return Action(stage, Kind.REDUCE_GRAD)
-    return Action(plan.layout.coordinates(global_rank)["pp"], Kind.STEP)
+    return Action(plan.placement.stages_of(plan.layout.coordinates(global_rank)["pp"])[0], Kind.STEP)
 
 
 # Values

@@ -305,12 +305,22 @@ def _hint(plan: Plan, run: RunLedger, first: Difference) -> str:
     right = {piece.global_rank for piece in run.pieces[first.key] if piece.region in regions} - wrong
     if not right:
         return "Every rank that holds this tensor has the same wrong bits: look at what feeds it, the last tensor before it was right."
-    coordinates = plan.layout.coordinates
-    wrong_tp, right_tp = ({coordinates(rank)["tp"] for rank in ranks} for ranks in (wrong, right))
-    axis = "tensor" if not wrong_tp & right_tp or first.key.phase in (ACTIVATION, ACTIVATION_GRADIENT) else "data"
+    axis = _axis_between(plan, wrong, right, first.key.phase)
     what = "input-gradient reduction behind" if first.key.phase == ACTIVATION_GRADIENT else "reduction of"
     if first.key.phase not in (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT):
         what = "step of"
     plural = len(right) > 1
     replicas = f"{'Replicas' if plural else 'The replica'} on {_ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
-    return f"{replicas}: look at the {axis}-parallel {what} {first.key.tensor} on rank {min(wrong)}."
+    return f"{replicas}: look at the {axis} {what} {first.key.tensor} on rank {min(wrong)}."
+
+
+def _axis_between(plan: Plan, wrong: set[int], right: set[int], phase: str) -> str:
+    """The kind of reduction that tells wrong ranks from right ones: over tensor or data parallelism, or over replicas of a stage."""
+
+    def separates(axis: str) -> bool:
+        places = [{plan.layout.coordinates(rank)[axis] for rank in ranks} for ranks in (wrong, right)]
+        return places[0].isdisjoint(places[1])
+
+    if separates("tp") or phase in (ACTIVATION, ACTIVATION_GRADIENT):
+        return "tensor-parallel"
+    return "cross-replica" if separates("pp") and not separates("dp") else "data-parallel"

@@ -42,11 +42,11 @@ class DropReduction:
         if self.tensor not in everywhere:
             raise PlanError(f"{self}: no reduction is called {self.tensor!r}{did_you_mean(self.tensor, everywhere)}")
         pp_rank = layout.coordinates(self.global_rank)["pp"]
-        axes = _reductions(plan, tuple(range(pp_rank, layout.num_stages, layout.pp)))
+        axes = _reductions(plan, plan.placement.stages_of(pp_rank))
         if self.tensor not in axes:
             raise PlanError(f"{self}: rank {self.global_rank} does not hold {self.tensor} (it is pipeline rank {pp_rank} of {layout.pp}).")
-        axis = axes[self.tensor]
-        if getattr(layout, axis) == 1:
+        axis, size = axes[self.tensor]
+        if size == 1:
             raise PlanError(f"{self}: {self.tensor} is reduced over {axis}, but {axis}=1. Choose a plan with {axis} of at least 2.")
 
 
@@ -80,14 +80,14 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
     return faulty
 
 
-def _reductions(plan: Plan, stages: tuple[int, ...]) -> dict[str, str]:
-    """Every reduction of some stages by name, with its axis."""
+def _reductions(plan: Plan, stages: tuple[int, ...]) -> dict[str, tuple[str, int]]:
+    """Every reduction of some stages by name, with its axis and over how many ranks it goes."""
     found = {}
     for stage in stages:
         for usage in stage_usages(plan.model, plan.stages[stage]):
-            found[usage.parameter.name] = "dp"
+            found[usage.parameter.name] = "dp", plan.num_copies(stage)
             if _is_linear(usage.parameter):
-                found[usage.parameter.name.removesuffix(".weight")] = "tp"
+                found[usage.parameter.name.removesuffix(".weight")] = "tp", plan.layout.tp
     return found
 
 

@@ -7,6 +7,7 @@ what only costs time (width, depth, vocabulary, sequence, batch). Each change is
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..core.cluster_presets import cluster_preset
@@ -14,6 +15,7 @@ from ..core.errors import PlanError
 from ..core.layout import Layout
 from ..core.model import ModelSpec
 from ..core.plan import Batch, Numerics, Plan, Precision, Recompute
+from ..core.schedules import CATALOG
 from ..core.stages import StageLayers, to_string
 
 MAX_WORLD_SIZE = 8
@@ -70,6 +72,8 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
         changes.append(f"recompute.mode {plan.recompute.mode} -> none: the backend keeps activations; recomputing repeats the same sums.")
     if layout.zero:
         changes.append(f"layout.zero {layout.zero} -> 0: the backend keeps whole optimizer states.")
+    if plan.schedule.max_active_stages is not None:
+        changes.append(f"schedule.max_active_stages {plan.schedule.max_active_stages} -> none: whole parameters need no gathers.")
     if layout.sequence_parallel:
         changes.append("layout.sequence_parallel true -> false: the backend keeps whole sequences between tensor-parallel blocks.")
     if "fp32" not in cluster.peak_flops_per_s:
@@ -80,6 +84,7 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
             plan,
             cluster=cluster,
             layout=replace(layout, zero=0, sequence_parallel=False),
+            schedule=replace(plan.schedule, max_active_stages=None),
             precision=Precision("fp32"),
             recompute=Recompute("none"),
             numerics=replace(plan.numerics, mode="exact"),
@@ -107,12 +112,10 @@ def _shrink(plan: Plan) -> Plan:
 def _small_layout(plan: Plan) -> Layout:
     """Degrees with a product of at most 8: above 1 where they were, powers of two where they were, as large as fits, pp first."""
     layout = plan.layout
-    if plan.schedule.file is not None and layout.world_size > MAX_WORLD_SIZE:
-        pipelines = range(layout.pp, layout.pp + 1)
-    else:
-        pipelines = range(min(2, layout.pp), layout.pp + 1)
+    shortest = layout.pp if plan.schedule.file is not None and layout.world_size > MAX_WORLD_SIZE else min(2, layout.pp)
+    pipelines = [pp for pp in range(shortest, layout.pp + 1) if pp == layout.pp or _can_be_built(plan, pp)]
     wanted = (layout.pp, layout.tp, layout.dp)
-    choices = [pipelines, *(range(min(2, degree), min(degree, MAX_WORLD_SIZE) + 1) for degree in wanted[1:])]
+    choices: list[Sequence[int]] = [pipelines, *(range(min(2, degree), min(degree, MAX_WORLD_SIZE) + 1) for degree in wanted[1:])]
     legal = [degrees for degrees in itertools.product(*choices) if degrees[0] * degrees[1] * degrees[2] <= MAX_WORLD_SIZE]
     if not legal:
         raise PlanError(
@@ -176,11 +179,23 @@ def _like(size: int, degree: int, small_degree: int, *, at_least: int) -> int:
     return candidate
 
 
+def _can_be_built(plan: Plan, pp: int) -> bool:
+    """Whether the plan's schedule exists for `pp` ranks and a few rounds of microbatches."""
+    condition = CATALOG[plan.schedule.name].condition
+    return plan.schedule.file is not None or any(condition(pp, number) is None for number in range(1, 4 * pp + 1))
+
+
 def _small_microbatches(plan: Plan, layout: Layout) -> int:
+    """A few microbatches, or the next larger number for which the schedule exists."""
+    wanted, condition = _few_microbatches(plan, layout), CATALOG[plan.schedule.name].condition
+    if plan.schedule.file is not None:
+        return plan.num_microbatches
+    return next(number for number in range(wanted, wanted + 4 * layout.pp) if condition(layout.pp, number) is None)
+
+
+def _few_microbatches(plan: Plan, layout: Layout) -> int:
     """Fewer microbatches than ranks if it was so, else twice the ranks; one more where they were no multiple of the ranks."""
     num_microbatches, pp = plan.num_microbatches, plan.layout.pp
-    if plan.schedule.file is not None:
-        return num_microbatches
     if num_microbatches < pp:
         return max(1, min(num_microbatches, layout.pp - 1))
     if layout.pp == 1:

@@ -89,7 +89,7 @@ class Accumulator(Protocol):
 class Numerics(ABC):
     """The operations; `ExactNumerics` and `FastNumerics` say in which order they add. Stateless and free to share between ranks.
 
-    `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group is data-parallel.
+    `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group holds the copies of a stage.
     """
 
     mode: Literal["exact", "fast"]
@@ -145,9 +145,9 @@ class Numerics(ABC):
     def reduce_gradients(
         self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
     ) -> dict[str, Tensor]:
-        """Finished sums over the global batch by name, the same on every data-parallel rank.
+        """Finished sums over the global batch by name, the same on every member.
 
-        `samples_of(dp_rank)` is the interval of the global batch a rank has seen. The accumulators are used up.
+        `samples_of(member)` is the interval of the global batch that a member has seen. The accumulators are used up.
         """
 
     @abstractmethod

@@ -69,14 +69,14 @@ class Gradients:
         """Takes one microbatch's contribution, in storage orientation; it belongs to this object now."""
         self._sums[usage.key].add(first_sample, contribution)
 
-    def reduce(self, dp: Group, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Tensor]:
-        """Finished sums of this rank's slices by `Usage.key`, in the parameter's orientation, the same on every dp rank.
+    def reduce(self, copies: Group, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Tensor]:
+        """Finished sums of this rank's slices by `Usage.key`, in the parameter's orientation, the same on every copy of the stage.
 
         The key is the parameter's name, but for a tied table, whose uses end in `@embedding` and `@output`: `finish_tied` adds them.
-        `samples_of(dp_rank)` is the interval of the global batch that a rank has seen (`plan.samples_of`). Raises ValueError while a
+        `samples_of(copy)` is the interval of the global batch that a member has seen (`plan.copy_samples`). Raises ValueError while a
         microbatch has not contributed.
         """
-        sums = self._numerics.reduce_gradients(self._sums, dp, samples_of)
+        sums = self._numerics.reduce_gradients(self._sums, copies, samples_of)
         self._sums = {key: self._numerics.accumulator(self._num_samples) for key in self._usages}
         return {key: canonical(self._usages[key].parameter, total) for key, total in sums.items()}
 

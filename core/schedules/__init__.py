@@ -1,7 +1,24 @@
-"""Pipeline schedules: builders, the lowering pass, CSV."""
+"""Pipeline schedules: builders, the lowering pass, search, CSV."""
 
-from .catalog import CATALOG, build, default_name, schedule_for
+from .catalog import CATALOG, build, default_name, placement_for, schedule_for
 from .csv import from_csv, read_csv, to_csv
 from .lower import lower
+from .passes import add_unshard, merge_backward, split_backward
+from .search import SearchResult, search_schedule
 
-__all__ = ["CATALOG", "build", "default_name", "from_csv", "lower", "read_csv", "schedule_for", "to_csv"]
+__all__ = [
+    "CATALOG",
+    "SearchResult",
+    "add_unshard",
+    "build",
+    "default_name",
+    "from_csv",
+    "lower",
+    "merge_backward",
+    "placement_for",
+    "read_csv",
+    "schedule_for",
+    "search_schedule",
+    "split_backward",
+    "to_csv",
+]

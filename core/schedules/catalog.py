@@ -4,22 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ..action import Kind
 from ..errors import ScheduleError, UnknownNameError
-from ..schedule import Schedule
+from ..schedule import Placement, Schedule
+from .breadth_first import looped_bfs
+from .combined import combined
 from .csv import read_csv
+from .dualpipe import dualpipe, dualpipev, fewer_than_stages, unpaired
 from .gpipe import gpipe
 from .interleaved import interleaved
+from .interleaved_zero_bubble import interleaved_zero_bubble, uneven_rounds
 from .one_f_one_b import one_f_one_b
+from .passes import add_unshard
+from .vee import zbv
+from .vee_memory import v_half, v_min
+from .zero_bubble import zb_h1, zb_h2
+from .zero_bubble_auto import zb_auto
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
 
+def _any_size(pp: int, num_microbatches: int) -> str | None:
+    """The condition of a schedule that can be built for every number of ranks and microbatches."""
+    return None
+
+
+def _loop(pp: int, vpp: int, num_microbatches: int) -> Placement:
+    return Placement.loop(pp, pp * vpp, num_microbatches)
+
+
+def _vee(pp: int, vpp: int, num_microbatches: int) -> Placement:
+    assert vpp == 2
+    return Placement.vee(pp, num_microbatches)
+
+
+def _replicated(pp: int, vpp: int, num_microbatches: int) -> Placement:
+    assert vpp == 1
+    return Placement.replicated(pp, num_microbatches)
+
+
 @dataclass(frozen=True)
 class Builder:
-    """A catalog entry. `build` takes pp and num_microbatches, vpp where `chunks` is true, and the named `options`."""
+    """A catalog entry. `build` takes pp and num_microbatches, vpp where `chunks` is true, and the named `options`.
+
+    With `chunks` a rank holds `vpp` stages, 2 or more (1 or more where that is `plain` too), or exactly `fixed_vpp` (the two of a
+    vee). `placement(pp, vpp, num_microbatches)` is that of the schedule, without building it. `condition(pp, num_microbatches)`
+    gives the sentence that says why these sizes cannot be built and which can, or None.
+    """
 
     name: str
     summary: str
@@ -27,6 +62,30 @@ class Builder:
     build: Callable[..., Schedule]
     chunks: bool = False
     options: tuple[str, ...] = ()
+    fixed_vpp: int | None = None
+    plain: bool = False
+    placement: Callable[[int, int, int], Placement] = _loop
+    condition: Callable[[int, int], str | None] = _any_size
+
+    def problem(self, *, pp: int, num_microbatches: int, vpp: int = 1) -> str | None:
+        """Why these sizes cannot be built, with the nearest that can; None when they can."""
+        return self.vpp_problem(pp, vpp) or self.condition(pp, num_microbatches)
+
+    def vpp_problem(self, pp: int, vpp: int) -> str | None:
+        """Why a rank cannot hold `vpp` stages, and what to use instead; None when it can."""
+        nearest = self.nearest_vpp(vpp)
+        if nearest == vpp:
+            return None
+        needs = "runs one stage per rank" if not self.chunks else f"needs vpp of {'at least ' * (self.fixed_vpp is None)}{nearest}"
+        return f"schedule {self.name} {needs}, got vpp={vpp}. Use schedule {default_name(pp, vpp)}, or set vpp={nearest}."
+
+    def nearest_vpp(self, vpp: int) -> int:
+        """The legal number of stages per rank nearest to `vpp`, which is `vpp` itself when that is legal."""
+        if self.plain:
+            return vpp
+        if not self.chunks:
+            return 1
+        return max(2, vpp) if self.fixed_vpp is None else self.fixed_vpp
 
 
 CATALOG: dict[str, Builder] = {
@@ -41,6 +100,84 @@ CATALOG: dict[str, Builder] = {
             interleaved,
             chunks=True,
             options=("microbatch_group_size",),
+        ),
+        Builder(
+            "LoopedBFS",
+            "breadth-first: every chunk for all microbatches, weights gathered once per direction",
+            "vpp of at least 2; any pp and number of microbatches",
+            looped_bfs,
+            chunks=True,
+        ),
+        Builder(
+            "InterleavedZeroBubble",
+            "interleaved with split backwards: W fills the bubble",
+            "vpp of at least 2; max(1, microbatches // pp) rounds divide the microbatches",
+            interleaved_zero_bubble,
+            chunks=True,
+            condition=uneven_rounds,
+        ),
+        Builder("ZBH1", "zero bubble in the memory of 1F1B: a third of its bubble", "any pp and number of microbatches; vpp=1", zb_h1),
+        Builder("ZBH2", "zero bubble in twice the memory of 1F1B", "any pp and number of microbatches; vpp=1", zb_h2),
+        Builder(
+            "ZBAuto",
+            "zero bubble for given stage times and a memory limit (by default that of 1F1B)",
+            "any pp and number of microbatches; vpp=1",
+            zb_auto,
+            options=("memory_limit", "forward_s", "backward_input_s", "backward_weight_s", "send_s"),
+        ),
+        Builder(
+            "ZBVZeroBubble",
+            "zero bubble in the memory of 1F1B: two stages per rank, down and back",
+            "vpp=2; any pp and number of microbatches",
+            zbv,
+            chunks=True,
+            fixed_vpp=2,
+            placement=_vee,
+        ),
+        Builder(
+            "VHalf",
+            "a vee with half the memory and half the bubble of 1F1B",
+            "vpp=2; any pp and number of microbatches",
+            v_half,
+            chunks=True,
+            fixed_vpp=2,
+            placement=_vee,
+        ),
+        Builder(
+            "VMin",
+            "a vee with a third of the memory and two thirds of the bubble of 1F1B",
+            "vpp=2; any pp and number of microbatches",
+            v_min,
+            chunks=True,
+            fixed_vpp=2,
+            placement=_vee,
+        ),
+        Builder(
+            "DualPipe",
+            "two directions with a replica of every stage each; forwards overlap backwards",
+            "even pp; an even number of microbatches, at least 2*pp; vpp=1",
+            dualpipe,
+            placement=_replicated,
+            condition=unpaired,
+        ),
+        Builder(
+            "DualPipeV",
+            "DualPipe folded onto half the ranks, without replicas",
+            "vpp=2; any pp; at least 2*pp microbatches",
+            dualpipev,
+            chunks=True,
+            fixed_vpp=2,
+            placement=_vee,
+            condition=fewer_than_stages,
+        ),
+        Builder(
+            "Combined1F1B",
+            "1F1B, interleaved or not, whose steady state overlaps each forward with a backward",
+            "any pp, vpp and number of microbatches",
+            combined,
+            chunks=True,
+            options=("microbatch_group_size",),
+            plain=True,
         ),
     )
 }
@@ -65,10 +202,8 @@ def build(name: str, *, pp: int, num_microbatches: int, vpp: int = 1, **options:
     if unknown:
         known = f"It takes {', '.join(entry.options)}." if entry.options else "It takes no options."
         raise ScheduleError(f"schedule {name} has no option {', '.join(unknown)}. {known}")
-    if entry.chunks and vpp == 1:
-        raise ScheduleError(f"schedule {name} needs vpp of at least 2, got vpp=1. Use schedule {default_name(pp, vpp)}, or set vpp=2.")
-    if not entry.chunks and vpp > 1:
-        raise ScheduleError(f"schedule {name} runs one stage per rank, got vpp={vpp}. Use schedule {default_name(pp, vpp)}, or set vpp=1.")
+    if problem := entry.problem(pp=pp, vpp=vpp, num_microbatches=num_microbatches):
+        raise ScheduleError(problem)
     return entry.build(pp, num_microbatches, **({"vpp": vpp} if entry.chunks else {}), **options)
 
 
@@ -80,17 +215,39 @@ def default_name(pp: int, vpp: int = 1) -> str:
     return "Interleaved1F1B" if vpp > 1 else "1F1B"
 
 
+def placement_for(plan: Plan) -> Placement:
+    """The placement of a plan's schedule, without building the schedule where it has a name. Raises `ScheduleError` as `schedule_for`."""
+    choice, layout = plan.schedule, plan.layout
+    if choice.file is None:
+        return _named_placement(choice.name, layout.pp, layout.vpp, plan.num_microbatches)
+    return schedule_for(plan).placement
+
+
+@lru_cache(maxsize=256)
+def _named_placement(name: str, pp: int, vpp: int, num_microbatches: int) -> Placement:
+    return CATALOG[name].placement(pp, vpp, num_microbatches)
+
+
 def schedule_for(plan: Plan) -> Schedule:
     """The schedule of a plan: built by name, or read from `schedule.file` and then as complete as the file is (`lower` adds the rest).
 
-    Raises `ScheduleError` when the file's ranks, stages or microbatches are not the plan's.
+    With `schedule.max_active_stages` it has UNSHARD and RESHARD, a file's own or those of `add_unshard`. Raises `ScheduleError` when
+    the file's ranks, stages or microbatches are not the plan's.
     """
     choice, layout = plan.schedule, plan.layout
     if choice.file is None:
-        return build(choice.name, pp=layout.pp, vpp=layout.vpp, num_microbatches=plan.num_microbatches)
-    schedule = read_csv(choice.file)
+        schedule = build(choice.name, pp=layout.pp, vpp=layout.vpp, num_microbatches=plan.num_microbatches)
+    else:
+        schedule = _read_for(plan, choice.file)
+    if choice.max_active_stages is None or (schedule.actions.kind == Kind.UNSHARD).any():
+        return schedule
+    return add_unshard(schedule, choice.max_active_stages)
+
+
+def _read_for(plan: Plan, file: str) -> Schedule:
+    layout, schedule = plan.layout, read_csv(file)
     problems = [
-        f"{choice.file} has {found} {what}, but the plan has {expected} ({source})."
+        f"{file} has {found} {what}, but the plan has {expected} ({source})."
         for what, found, expected, source in (
             ("rows (pipeline ranks)", schedule.num_ranks, layout.pp, "layout.pp"),
             ("stages", schedule.num_stages, layout.num_stages, "pp*vpp"),

@@ -22,7 +22,7 @@ def interleaved(pp: int, num_microbatches: int, vpp: int, microbatch_group_size:
     `microbatch_group_size` N must lie in [p, m], and m mod N must be 0 or at least p (Megatron's rules); the default is the smallest
     such N, which is p when p divides m. With fewer microbatches than ranks the only group is all of them. Raises `ScheduleError`.
     """
-    group = _group_size(pp, num_microbatches, microbatch_group_size)
+    group = group_size(pp, num_microbatches, microbatch_group_size)
     table = np.array(schedule_table(num_microbatches, vpp, group))
     kinds, stages, microbatches = [], [], []
     for rank, count in enumerate(warmup_counts(pp, num_microbatches, vpp=vpp, group=group)):
@@ -87,7 +87,8 @@ def warmup_counts(
     return counts
 
 
-def _group_size(pp: int, num_microbatches: int, asked: int | None) -> int:
+def group_size(pp: int, num_microbatches: int, asked: int | None) -> int:
+    """The `microbatch_group_size` that was asked for, or the default. Raises `ScheduleError` outside of Megatron's rules."""
     if num_microbatches < pp:
         legal = [num_microbatches]
     else:

@@ -10,7 +10,7 @@ from shardproof.core.action import Kind
 from shardproof.core.errors import ScheduleError
 from shardproof.core.schedule import Schedule
 from shardproof.core.schedules import build, lower
-from shardproof.core.schedules.lower import UnrunnableError
+from shardproof.core.schedules.messages import UnrunnableError
 
 NAMES = (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2))
 SIZES = ((1, 3), (2, 1), (3, 5), (4, 8), (5, 3), (6, 6))
@@ -48,11 +48,11 @@ def test_both_parts_of_an_overlapped_pair_are_sent() -> None:
     assert tokens(lowered, 0) == "0F0 0SEND_F0 0RECV_B0 (0F1;0B0)OVERLAP_F_B 0SEND_F1 0RECV_B1 0B1 0REDUCE_GRAD 0STEP"
 
 
-def test_replicas_of_a_stage_each_reduce_and_step() -> None:
+def test_replicas_of_a_stage_each_reduce_and_step_in_one_order_on_all_their_ranks() -> None:
     lowered = lower(Schedule.from_csv("0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1\n"))
     assert lowered.placement.kind == "replicated"
     assert tokens(lowered, 0) == "0F0 0SEND_F0 0RECV_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0STEP"
-    assert tokens(lowered, 1) == "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD 0F1 0SEND_F1 0RECV_B1 0B1 0REDUCE_GRAD 0STEP"
+    assert tokens(lowered, 1) == "1RECV_F0 1F0 1B0 1SEND_B0 0F1 0SEND_F1 0RECV_B1 1REDUCE_GRAD 0B1 0REDUCE_GRAD 0STEP"
 
 
 def test_lowering_twice_changes_nothing() -> None:

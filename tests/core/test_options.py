@@ -87,6 +87,8 @@ def test_without_devices_there_are_as_many_as_ranks():
 
 def test_vpp_alone_chooses_the_interleaved_schedule():
     assert read_plan(parse("--model tiny-gpt --pp 2 --vpp 2")).schedule.name == "Interleaved1F1B"
+    gathering = read_plan(parse("--model tiny-gpt --pp 2 --vpp 2 --zero 3 --set schedule.max_active_stages=1")).schedule
+    assert (gathering.name, gathering.max_active_stages) == ("Interleaved1F1B", 1)
 
 
 def test_the_default_sequence_stops_at_8192_tokens():

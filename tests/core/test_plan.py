@@ -258,12 +258,15 @@ def test_two_descriptions_of_a_model_are_refused():
     assert "model.preset and model.config both describe a model" in problem
 
 
+BATCH_TO_NAME, ODD = GPT3[GPT3.index("global") : GPT3.index("[numerics]")], "InterleavedZeroBubble"
 BROKEN = {
     "tp-divides-heads": (("tp = 8", "tp = 5"), "tp=5 does not divide num_heads=96"),
     "leaves-admit-tp": (('mode = "fast"', 'mode = "fast"\nffn_block = 16384'), "Use tp <= 3 or numerics.ffn_block <= 6144"),
     "microbatches-divide": (("global = 1536", "global = 1500"), "no multiple of micro*dp=1*16=16. Use global = 1488 or 1504"),
     "stages-hold-all-layers": (("pp = 8", "pp = 5"), "pp*vpp=5 does not divide num_layers=96"),
     "interleaving-matches": (("vpp = 1", "vpp = 2"), 'Set schedule.name = "Interleaved1F1B" or layout.vpp = 1'),
+    "schedule-can-be-built": ((BATCH_TO_NAME, BATCH_TO_NAME.replace("1536", "2480").replace("1F1B", ODD)), "Use 152 or 160"),
+    "stages-are-sharded": (('name = "1F1B"', 'name = "1F1B"\nmax_active_stages = 2'), "Set layout.zero = 3, or leave max_active_stages"),
     "name-or-file": (('name = "1F1B"', 'name = "GPipe"\nfile = "x.csv"'), "both choose a schedule"),
     "positions-suffice": (("sequence = 2048", "sequence = 4096"), "sequence=4096 is longer than the learned position table"),
     "cluster-is-filled": (("dp = 16", "dp = 8"), "512 ranks, but num_devices=1024. Use dp=16"),
@@ -292,6 +295,13 @@ def test_every_rule_names_keys_that_exist():
 def test_interleaving_without_chunks_is_refused():
     (problem,) = problems_of(GPT3.replace('"1F1B"', '"Interleaved1F1B"'))
     assert "needs vpp of at least 2, but vpp=1" in problem
+
+
+@pytest.mark.parametrize("vpp", [1, 3])
+def test_a_vee_needs_exactly_two_stages_per_rank(vpp):
+    text = GPT3.replace('"1F1B"', '"ZBVZeroBubble"').replace("vpp = 1", f"vpp = {vpp}")
+    (problem,) = (problem for problem in problems_of(text) if "vpp" in problem and "needs" in problem)
+    assert f"needs vpp of 2, but vpp={vpp}. Set layout.vpp = 2 or" in problem
 
 
 def test_a_plan_made_in_python_is_held_to_the_same_rules():

@@ -20,6 +20,7 @@ from shardproof.core.program import (
     Product,
     gradient_elements,
     operations,
+    own_token_parameters,
     rank_elements,
     stage_elements,
     stage_work,
@@ -132,6 +133,19 @@ def test_zero_replaces_the_all_reduce_by_a_reduce_scatter_and_a_parameter_gather
         assert reduced == [("reduce_scatter", -(-elements * 4 * 2 // 3))]
     assert unshard == (gather if zero == 3 else [])
     assert step == (gather if zero in (1, 2) else [])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_gradient_norm_over_parts_is_summed_over_dp_before_the_model_group(zero):
+    norm = [each for each in operations(plan_of(dp=3, tp=2, zero=zero), Kind.STEP, 0) if getattr(each, "layer", "") == "grad_norm"]
+    assert [each.axis for each in norm] == (["dp", "model"] if zero else ["model"])
+
+
+def test_only_uncut_vectors_know_their_own_tokens_and_only_with_sequence_parallelism():
+    plain, split = (plan_of(tp=3, sequence_parallel=chosen) for chosen in (False, True))
+    names = [parameter.name for parameter in own_token_parameters(split, 0)]
+    assert own_token_parameters(plain, 0) == () and len(names) == 4 * (2 * 2 + 2) + 2
+    assert "layers.0.mlp.down.bias" in names and "layers.0.mlp.up.bias" not in names and "embedding.positions.weight" not in names
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 3}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 6, "pp": 4}])

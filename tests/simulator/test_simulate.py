@@ -10,12 +10,14 @@ import pytest
 
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import ScheduleError
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Optimizer, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.schedules import CATALOG, build
 from shardproof.simulator import simulate as simulate_module
+from shardproof.simulator.pricing import Pricing
+from shardproof.simulator.search import lower_bound_s
 from shardproof.simulator.simulate import simulate
 
 KEYS = [
@@ -185,9 +187,7 @@ def test_published_a100_steps_within_a_quarter(row):
         head_dim=m["hidden"] // m["heads"],
         vocab_size=m["vocab"],
     )
-    layout = Layout(
-        tp=parallel["tp"], pp=parallel["pp"], vpp=parallel["vpp"], dp=parallel["dp"], sequence_parallel=parallel["sp"]
-    )
+    layout = Layout(tp=parallel["tp"], pp=parallel["pp"], vpp=parallel["vpp"], dp=parallel["dp"], sequence_parallel=parallel["sp"])
     plan = Plan(
         model,
         cluster_preset("dgx-a100-80g", layout.world_size),
@@ -200,15 +200,70 @@ def test_published_a100_steps_within_a_quarter(row):
     assert simulate(plan).report["step_time_s"] == pytest.approx(row["step_s"], rel=0.25)
 
 
-def test_a_file_that_holds_stages_elsewhere_is_refused_with_the_stage_named(tmp_path: Path) -> None:
-    rows = [[f"{down}F{m},{up}F{m},{up}B{m},{down}B{m}" for m in range(4)] for down, up in ((0, 3), (1, 2))]
-    (tmp_path / "vee.csv").write_text("\n".join(",".join(row) for row in rows) + "\n")
-    plan = Plan(
-        model=model_preset("tiny-gpt"),
-        cluster=cluster_preset("this-host", 2),
-        layout=Layout(pp=2, vpp=2),
-        batch=Batch(4, 1, 32),
-        schedule=ScheduleChoice(file=str(tmp_path / "vee.csv")),
+def placed(schedule: str, layout: Layout, *, per_node: int, microbatches: int = 8, zero: int = 0) -> Plan:
+    """A small model on nodes of `per_node` devices, so that it matters which ranks talk."""
+    return Plan(
+        model=replace(model_preset("tiny-gpt"), num_layers=2 * layout.num_stages, tied_embeddings=False),
+        cluster=replace(cluster_preset("dgx-h100", layout.world_size), devices_per_node=per_node),
+        layout=replace(layout, zero=zero),
+        batch=Batch(microbatches * layout.dp, 1, 32),
+        schedule=ScheduleChoice(schedule),
     )
-    with pytest.raises(ScheduleError, match="stage 2 on pipeline rank 1"):
-        simulate(plan)
+
+
+def test_a_file_that_holds_stages_in_a_vee_is_priced_with_them_there(tmp_path: Path) -> None:
+    by_name = placed("ZBVZeroBubble", Layout(pp=3, vpp=2), per_node=3)
+    (tmp_path / "vee.csv").write_text(build("ZBVZeroBubble", pp=3, num_microbatches=8, vpp=2).to_csv())
+    from_file = replace(by_name, schedule=ScheduleChoice(file=str(tmp_path / "vee.csv")))
+    assert simulate(from_file).report == simulate(by_name).report
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("DualPipe", Layout(pp=4, dp=2)),
+        ("DualPipeV", Layout(pp=4, vpp=2)),
+        ("ZBVZeroBubble", Layout(pp=3, vpp=2)),
+        ("Combined1F1B", Layout(pp=3)),
+    ],
+)
+def test_times_of_placed_schedules_sum_to_the_step_exactly(schedule: str, layout: Layout) -> None:
+    report = simulate(placed(schedule, layout, per_node=1)).report
+    assert sum(report["time_s"].values()) == report["step_time_s"]
+
+
+def test_messages_of_a_vee_cross_the_nodes_its_ranks_lie_on() -> None:
+    """pp=4 on two nodes of 2: down 0 1 | 2 3, then back, so stages 1-2 and 5-6 cross the network and 3-4 stay on rank 3."""
+    plan = placed("ZBVZeroBubble", Layout(pp=4, vpp=2), per_node=2)
+    pricing = Pricing(plan)
+    seconds = [pricing.seconds(Kind.SEND_F, stage).pp_comm for stage in range(8)]
+    inside, across = seconds[0], seconds[1]
+    assert across > inside > 0
+    assert seconds == [inside, across, inside, 0, inside, across, inside, 0]
+
+
+def test_replicas_send_over_their_own_links_and_reduce_over_both_ranks() -> None:
+    """Ranks 0 1 2 | 3 4 5: down, only 2 -> 3 crosses the network; so it does up, where rank 3 holds stage 2 and rank 2 stage 3."""
+    plan = placed("DualPipe", Layout(pp=6), per_node=3, microbatches=12)
+    pricing = Pricing(plan)
+    for replica in (0, 1):
+        across = [pricing.seconds(Kind.SEND_F, stage, replica).pp_comm > pricing.seconds(Kind.SEND_F, 0).pp_comm for stage in range(5)]
+        assert across == [False, False, True, False, False]
+    assert pricing.seconds(Kind.REDUCE_GRAD, 2).dp_comm > 0
+    assert Pricing(placed("1F1B", Layout(pp=6), per_node=3)).seconds(Kind.REDUCE_GRAD, 2).dp_comm == 0
+
+
+def test_dualpipe_holds_every_weight_twice_and_zero_cuts_the_copies() -> None:
+    one, two = (simulate(placed(name, Layout(pp=4), per_node=4)).memory for name in ("1F1B", "DualPipe"))
+    weights = [rank.weights_bytes for rank in one]
+    assert [rank.weights_bytes for rank in two] == [weights[rank] + weights[3 - rank] for rank in range(4)]
+    optimizer = [rank.optimizer_bytes for rank in simulate(placed("DualPipe", Layout(pp=4), per_node=4, zero=1)).memory]
+    assert [2 * num_bytes for num_bytes in optimizer] == [rank.optimizer_bytes for rank in two]
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_the_lower_bound_of_the_search_holds_for_every_schedule_of_the_catalog(name: str) -> None:
+    entry = CATALOG[name]
+    for microbatches in (8, 12):
+        plan = placed(name, Layout(pp=4, vpp=entry.nearest_vpp(2 if entry.chunks else 1)), per_node=2, microbatches=microbatches)
+        assert lower_bound_s(plan, Pricing(plan)) <= simulate(plan).report["step_time_s"]

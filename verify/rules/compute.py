@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...core.action import COMPUTE, RECEIVES, SENDS, Kind
-from ...core.schedules.lower import UnrunnableError, add_messages
+from ...core.schedules.messages import UnrunnableError, add_messages
 from .rule import Rule, Violation
 from .view import NONE, View
 
@@ -26,10 +26,13 @@ def wrong_rank(view: View) -> Iterator[Violation]:
 
 
 def duplicate_action(view: View) -> Iterator[Violation]:
-    """Repetitions of an action of one microbatch."""
-    for kind in sorted((COMPUTE | SENDS | RECEIVES) - {Kind.OVERLAP_F_B}):
-        for index in view.repeated(kind):
-            yield Violation(int(index), int(view.rank[index]), f"{kind.name} of this stage and microbatch was there before.")
+    """Repetitions of a forward or backward of one microbatch."""
+    yield from _repeated(view, COMPUTE - {Kind.OVERLAP_F_B})
+
+
+def duplicate_message(view: View) -> Iterator[Violation]:
+    """Repetitions of a send or a receive of one microbatch."""
+    yield from _repeated(view, SENDS | RECEIVES)
 
 
 def missing_forward(view: View) -> Iterator[Violation]:
@@ -85,6 +88,12 @@ def compute_cycle(view: View) -> Iterator[Violation]:
         yield Violation(error.cycle[0], int(view.rank[error.cycle[0]]), what, error.cycle[1:])
 
 
+def _repeated(view: View, kinds: frozenset[Kind]) -> Iterator[Violation]:
+    for kind in sorted(kinds):
+        for index in view.repeated(kind):
+            yield Violation(int(index), int(view.rank[index]), f"{kind.name} of this stage and microbatch was there before.")
+
+
 def _absent(view: View, missing: np.ndarray, verb: str) -> Iterator[Violation]:
     for stage, microbatch in np.argwhere(missing).tolist():
         yield Violation(None, int(view.owner_table[stage, microbatch]), f"stage {stage} {verb} microbatch {microbatch}.")
@@ -109,10 +118,17 @@ PLACEMENT_RULES = (
 COMPUTE_RULES = (
     Rule(
         "duplicate-action",
-        "A stage does each thing (F, B, I, W, a send, a receive) at most once per microbatch.",
+        "A stage runs each F, B, I and W at most once per microbatch.",
         "Remove the repetition.",
         "0F0,0F0,0B0\n",
         duplicate_action,
+    ),
+    Rule(
+        "duplicate-message",
+        "A stage sends and receives each value at most once per microbatch.",
+        "Remove the repetition.",
+        "0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0STEP\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1STEP\n",
+        duplicate_message,
     ),
     Rule("missing-forward", "Every stage runs every microbatch forward.", "Add the F.", "0F0,0B0,0B1\n", missing_forward),
     Rule(

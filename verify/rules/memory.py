@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...core.action import Kind
-from .rule import ActivationMemory, Rule, Violation
-from .view import View
+from ..facts import ActivationMemory, Facts
+from .rule import Rule, Violation
+from .view import NONE, View
 
 
 def held(view: View, stage_amount: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -33,10 +34,10 @@ def peak_in_flight(view: View) -> list[int]:
 
 def memory_over_capacity(view: View) -> Iterator[Violation]:
     """Per rank, the first forward at which its activations no longer fit."""
-    if view.memory is None:
-        return
-    index, amount = held(view, np.array(view.memory.stage_bytes, dtype=np.int64))
-    capacity = np.array(view.memory.capacity_bytes, dtype=np.int64)[view.rank[index]]
+    memory = view.facts.memory
+    assert memory is not None, "the rule needs memory"
+    index, amount = held(view, np.array(memory.stage_bytes, dtype=np.int64))
+    capacity = np.array(memory.capacity_bytes, dtype=np.int64)[view.rank[index]]
     over = amount > capacity
     ranks, first = np.unique(view.rank[index[over]], return_index=True)
     for rank, i in zip(ranks.tolist(), np.flatnonzero(over)[first].tolist(), strict=True):
@@ -44,13 +45,42 @@ def memory_over_capacity(view: View) -> Iterator[Violation]:
         yield Violation(int(index[i]), rank, what)
 
 
+_FEW_ENOUGH, _FEW_ENOUGH_AT_THE_END = 6, 2
+"""Times the pipeline ranks: so many microbatches may all be in flight. Of the schedules whose memory does not grow, ZB-H2 holds 2p-1
+on its first stage and interleaved ones hold up to 5p (when the last group is incomplete); their last stages at most 1.5p."""
+
+
+def activation_growth(view: View) -> Iterator[Violation]:
+    """Per rank, the first stage of which it holds every microbatch at once although there are many."""
+    num_ranks, placement = view.schedule.num_ranks, view.schedule.placement
+    forward, gradient = view.first(Kind.F), view.gradient
+    for rank in range(num_ranks):
+        for stage in placement.stages_of(rank):
+            mine = (view.owner_table[stage] == rank) & (forward[stage] != NONE) & (gradient[stage] != NONE)
+            few = (_FEW_ENOUGH_AT_THE_END if stage == placement.num_stages - 1 else _FEW_ENOUGH) * num_ranks
+            if mine.sum() > few and forward[stage, mine].max() < gradient[stage, mine].min():
+                what = f"all {int(mine.sum())} microbatches of stage {stage} are held here, with {num_ranks} pipeline ranks."
+                yield Violation(int(forward[stage, mine].max()), rank, what)
+                break
+
+
 MEMORY_RULES = (
     Rule(
         "memory-over-capacity",
-        "The activations a rank holds, from each forward to the end of its backward, fit its memory (checked when sizes are given).",
+        "The activations a rank holds, from each forward to the end of its backward, fit its memory.",
         "Start fewer forwards before backwards, recompute more, or use smaller microbatches.",
         "0F0,0F1,0B0,0B1\n",
         memory_over_capacity,
-        ActivationMemory(stage_bytes=(8,), capacity_bytes=(15,)),
+        "memory",
+        Facts(memory=ActivationMemory(stage_bytes=(8,), capacity_bytes=(15,))),
+    ),
+    Rule(
+        "activation-growth",
+        "No stage holds the activations of all microbatches at once when they are many: more than twice the pipeline ranks on the last "
+        "stage, six times on the others. Memory that grows with the number of microbatches buys no shorter bubble beyond that.",
+        "Use 1F1B or one of its relatives, whose memory does not depend on the number of microbatches, or fewer microbatches.",
+        "0F0,0F1,0F2,0B0,0B1,0B2\n",
+        activation_growth,
+        severity="warning",
     ),
 )

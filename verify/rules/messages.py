@@ -1,13 +1,13 @@
-"""Rules about messages: each value that crosses ranks is sent once and received once, in one order, without a deadlock."""
+"""Rules about messages: each value that crosses ranks is sent once and received once, in one order and one format."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from ...core.action import Action, Kind
+from ..facts import Facts, MessageFormats
 from .rule import Rule, Violation
 from .view import NONE, View
 
@@ -76,7 +76,7 @@ def late_receive(view: View) -> Iterator[Violation]:
 def message_order(view: View) -> Iterator[Violation]:
     """Places where a rank receives in another order than its peer sends, per ordered pair and direction."""
     for hops in view.hops:
-        send, receive = _matched(hops.send, hops.receive, hops.crossing)
+        send, receive = hops.matched
         order = np.lexsort((send, view.rank[receive], view.rank[send]))
         send, receive = send[order], receive[order]
         same_pair = (view.rank[send][1:] == view.rank[send][:-1]) & (view.rank[receive][1:] == view.rank[receive][:-1])
@@ -88,61 +88,17 @@ def message_order(view: View) -> Iterator[Violation]:
             yield Violation(int(receive[i + 1]), int(view.rank[receive[i + 1]]), what, (int(receive[i]), int(send[i]), int(send[i + 1])))
 
 
-def rendezvous_cycle(view: View) -> Iterator[Violation]:
-    """The first circle of ranks that wait for each other when every send and receive blocks and lists run in order."""
-    blocked = run_blocking(view)
-    if blocked.cycle:
-        partner = blocked.partner
-        waits = [f"rank {view.rank[index]} in {view.token(index)} waits for {view.token(partner[index])}" for index in blocked.cycle]
-        ring = " -> ".join(f"rank {view.rank[index]}" for index in (*blocked.cycle, blocked.cycle[0]))
-        what = f"{'; '.join(waits)}: {ring} is a circle."
-        yield Violation(blocked.cycle[0], int(view.rank[blocked.cycle[0]]), what, blocked.cycle[1:])
-
-
-@dataclass(frozen=True)
-class Blocked:
-    """How a blocking run ends: the messages of a circle of waiting ranks, empty when the run comes to its end."""
-
-    cycle: tuple[int, ...]
-    partner: np.ndarray
-
-
-def run_blocking(view: View) -> Blocked:
-    """Runs all messages in list order, a SEND and its RECV together, as many pairs at once as can go.
-
-    Sends and receives must be matched (`send-without-receive` and its siblings find nothing). Compute never blocks here: what it
-    needs was received before it on its own rank, which `late-receive` and `hand-over-order` check.
-    """
-    num_actions = len(view.schedule)
-    partner = np.full(num_actions, NONE, dtype=np.int64)
-    for hops in view.hops:
-        send, receive = _matched(hops.send, hops.receive, hops.crossing)
-        partner[send], partner[receive] = receive, send
-    message = np.flatnonzero(partner != NONE)
-    peer = view.rank[partner[message]]
-    number = np.full(num_actions, NONE, dtype=np.int64)
-    number[message] = np.arange(len(message))
-    partner_number = number[partner[message]]
-    bounds = np.searchsorted(message, view.schedule.offsets)
-    cursor, stop = bounds[:-1].copy(), bounds[1:]
-    active = np.flatnonzero(cursor < stop)
-    while len(active):
-        head = cursor[active]
-        ready = cursor[peer[head]] == partner_number[head]
-        if not ready.any():
-            return Blocked(_circle(int(active[0]), cursor, peer, message), partner)
-        cursor[active[ready]] += 1
-        active = active[cursor[active] < stop[active]]
-    return Blocked((), partner)
-
-
-def _circle(rank: int, cursor: np.ndarray, peer: np.ndarray, message: np.ndarray) -> tuple[int, ...]:
-    """Messages at which the ranks of one circle are stuck; following any rank's peer leads into one."""
-    path: list[int] = []
-    while rank not in path:
-        path.append(rank)
-        rank = int(peer[cursor[rank]])
-    return tuple(int(message[cursor[each]]) for each in path[path.index(rank) :])
+def message_format(view: View) -> Iterator[Violation]:
+    """Hops whose two ends disagree about shape or type."""
+    formats = view.facts.messages
+    assert formats is not None, "the rule needs formats"
+    for stage, hop in enumerate(view.hops[0].user):
+        sent, expected = formats.outputs[stage], formats.inputs[stage + 1]
+        if _spaceless(sent) != _spaceless(expected):
+            carried = view.hops[0].receive[stage]
+            found = np.concatenate([carried[carried != NONE], hop[hop != NONE]])
+            what = f"stage {stage} sends {sent}, and stage {stage + 1} expects {expected}; gradients go back the same way."
+            yield Violation(int(found[0]), int(view.rank[found[0]]), what)
 
 
 def _counterpart(view: View, index: int) -> str:
@@ -153,9 +109,8 @@ def _counterpart(view: View, index: int) -> str:
     return f"{other} on rank {view.owner_table[other.stage, other.microbatch]}"
 
 
-def _matched(send: np.ndarray, receive: np.ndarray, crossing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    both = crossing & (send != NONE) & (receive != NONE)
-    return send[both], receive[both]
+def _spaceless(text: str) -> str:
+    return "".join(text.split())
 
 
 _RIGHT_0 = "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0STEP\n"
@@ -212,15 +167,13 @@ MESSAGE_RULES = (
         "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD,1STEP\n",
         message_order,
     ),
-)
-
-DEADLOCK_RULES = (
     Rule(
-        "rendezvous-cycle",
-        "Executing the lists in order with sends that end when their receive does, no circle of ranks waits for each other.",
-        "Receive before sending on one of these ranks, or leave all messages to `lower`, whose order cannot deadlock.",
-        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0STEP\n"
-        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1STEP\n",
-        rendezvous_cycle,
+        "message-format",
+        "A message is received in the shape and type in which it is sent.",
+        "Make both stages agree: transports move bytes, and a message of another size ends or corrupts the receiver.",
+        _RIGHT_0 + _RIGHT_1,
+        message_format,
+        "messages",
+        Facts(messages=MessageFormats(outputs=("bf16[1,32,64]", ""), inputs=("", "fp32[1,32,64]"))),
     ),
 )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from ...core.findings import Severity
+from ..facts import Facts
 
 if TYPE_CHECKING:
     from .view import View
@@ -24,19 +27,10 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class ActivationMemory:
-    """What the memory rule needs: bytes that one microbatch of each stage keeps from its forward to the end of its backward, and the
-    bytes each pipeline rank has for them."""
-
-    stage_bytes: tuple[int, ...]
-    capacity_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Rule:
-    """A rule. `example` is the smallest schedule that breaks it and nothing else, as CSV (and `example_memory` for the memory rule).
+    """A rule. `example` is the smallest schedule that breaks it and nothing else, as CSV, together with `example_facts`.
 
-    The text after `doc` and `hint` in the documentation is made from the example, and the tests run it.
+    `needs` names the part of `Facts` without which the rule is not asked. A warning is about a schedule that is right all the same.
     """
 
     name: str
@@ -44,4 +38,6 @@ class Rule:
     hint: str
     example: str
     find: Callable[[View], Iterator[Violation]]
-    example_memory: ActivationMemory | None = None
+    needs: Literal["memory", "messages", "buffers", "layers", "collectives"] | None = None
+    example_facts: Facts | None = None
+    severity: Severity = "error"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...core.action import Kind
+from ...core.action import Action, Kind
 from ...core.schedule import Schedule
-from .rule import ActivationMemory
+from ..facts import Facts
+
+if TYPE_CHECKING:
+    from .deadlock import Blocked
 
 NONE = -1
 """Stands in every table for "there is no such action"."""
@@ -29,6 +33,12 @@ class Hops:
     user: np.ndarray
     crossing: np.ndarray
 
+    @property
+    def matched(self) -> tuple[np.ndarray, np.ndarray]:
+        """(sends, receives) of the values that cross ranks and have both."""
+        both = self.crossing & (self.send != NONE) & (self.receive != NONE)
+        return self.send[both], self.receive[both]
+
 
 @dataclass(frozen=True)
 class View:
@@ -38,7 +48,7 @@ class View:
     """
 
     schedule: Schedule
-    memory: ActivationMemory | None = None
+    facts: Facts = field(default_factory=Facts)
 
     @cached_property
     def rank(self) -> np.ndarray:
@@ -115,6 +125,22 @@ class View:
             Hops("output", self.first(Kind.SEND_F)[:-1], self.first(Kind.RECV_F)[1:], forward[:-1], forward[1:], crossing),
             Hops("gradient", self.first(Kind.SEND_B)[1:], self.first(Kind.RECV_B)[:-1], gradient[1:], gradient[:-1], crossing),
         )
+
+    def find(self, pp_rank: int, action: Action) -> int | None:
+        """The first index of an action in the row of a rank; None when it is not there."""
+        kind, stage, microbatch, index = self.parts
+        lo, hi = np.searchsorted(index, self.schedule.offsets[pp_rank : pp_rank + 2])
+        wanted, same = action.parts[0], slice(lo, hi)
+        number = NONE if wanted.microbatch is None else wanted.microbatch
+        found = np.flatnonzero((kind[same] == wanted.kind) & (stage[same] == wanted.stage) & (microbatch[same] == number))
+        return int(index[same][found[0]]) if len(found) else None
+
+    @cached_property
+    def blocking(self) -> Blocked:
+        """How the lists end when every send and receive blocks; worked out once for all rules."""
+        from .deadlock import run_blocking  # which takes a view
+
+        return run_blocking(self)
 
     def token(self, index: int) -> str:
         """The token of an action."""

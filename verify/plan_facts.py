@@ -1,0 +1,99 @@
+"""`plan_facts`: what a plan says beside its schedule: layers of the stages, formats of messages, collectives of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..core.action import Kind
+from ..core.errors import ScheduleError
+from ..core.parameters import layer_prefix, stage_parameters
+from ..core.plan import Plan
+from ..core.program import Collective, operations
+from ..core.schedule import Schedule
+from ..core.stages import StageLayers
+from .calls import Call, Calls
+from .facts import Facts, LayerHoldings, MessageFormats
+
+_PER_STEP = frozenset({Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.STEP})
+_PER_MICROBATCH = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+
+
+def plan_facts(plan: Plan, schedule: Schedule) -> Facts:
+    """The facts that follow from a plan for a schedule of it.
+
+    Of the collectives those of REDUCE_GRAD, UNSHARD and STEP: forwards and backwards communicate inside one pipeline rank only, whose
+    ranks all run one row, so that their order agrees by construction.
+    Raises `ScheduleError` when the schedule has other numbers of ranks or stages than the plan.
+    """
+    layout = plan.layout
+    if (schedule.num_ranks, schedule.num_stages) != (layout.pp, layout.num_stages):
+        raise ScheduleError(
+            f"schedule {schedule.name} has {schedule.num_ranks} ranks and {schedule.num_stages} stages, but the plan has pp={layout.pp} "
+            f"and {layout.num_stages} stages. Check it with its own plan, or without one."
+        )
+    calls = plan_calls(plan, schedule, per_microbatch=False)
+    return Facts(messages=message_formats(plan), layers=layer_holdings(plan), collectives=calls)
+
+
+def message_formats(plan: Plan) -> MessageFormats:
+    """Hidden states of one microbatch on tensor-parallel rank 0: its own tokens with sequence parallelism."""
+    tokens = plan.batch.sequence
+    if plan.layout.sequence_parallel:
+        tokens = -(-tokens // plan.layout.tp)
+    text = f"{'fp32' if plan.precision.dtype == 'fp32' else 'bf16'}[{plan.batch.micro_size},{tokens},{plan.model.hidden_size}]"
+    return MessageFormats((text,) * plan.layout.num_stages, (text,) * plan.layout.num_stages)
+
+
+def layer_holdings(plan: Plan) -> LayerHoldings:
+    """Layers by name, for the model and for each stage."""
+    model = StageLayers(0, 0, plan.model.num_layers, embedding=True, head=True)
+    return LayerHoldings(_names(model), tuple(_names(stage) for stage in plan.stages))
+
+
+def plan_calls(plan: Plan, schedule: Schedule, *, per_microbatch: bool = True) -> Calls:
+    """The collectives of every rank of a plan that runs `schedule`, in list order; with `per_microbatch` those of F, B, I and W too."""
+    layout, kinds = plan.layout, _PER_STEP | (_PER_MICROBATCH if per_microbatch else frozenset())
+    lists = [tuple(_calls_of(plan, schedule, pp_rank, kinds)) for pp_rank in range(schedule.num_ranks)]
+    list_of = np.empty(layout.world_size, dtype=np.int64)
+    for pp_rank, ranks in enumerate(np.array(layout.groups("tp-cp-ep-dp"))):
+        list_of[ranks] = pp_rank
+    axes = tuple(gradient_axes(plan, stage) for stage in range(schedule.num_stages))
+    return Calls(layout, schedule.placement, tuple(lists), tuple(list_of.tolist()), axes)
+
+
+def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
+    """The axes along which ranks hold different parts of a stage's gradients.
+
+    Samples are spread over `dp`, and over the copies of a stage that two pipeline ranks hold (`replica`, which covers dp). With sequence
+    parallelism every tensor-parallel rank knows the gradients of whole norms and biases for its own tokens only.
+    """
+    replicas = len(plan.placement.ranks[stage])
+    axes = {"replica"} if replicas > 1 else {"dp"} if plan.layout.dp > 1 else set()
+    if plan.layout.sequence_parallel and plan.layout.tp > 1:
+        whole = (parameter for parameter in stage_parameters(plan.model, plan.stages[stage]) if parameter.cut is None)
+        axes |= {"tp"} if any(len(parameter.shape) == 1 for parameter in whole) else set()
+    return frozenset(axes)
+
+
+def _calls_of(plan: Plan, schedule: Schedule, pp_rank: int, kinds: frozenset[Kind]) -> Iterable[Call]:
+    row = schedule.row(pp_rank)
+    chosen = np.isin(row.kind, [int(kind) for kind in kinds | ({Kind.OVERLAP_F_B} if Kind.F in kinds else set())])
+    known: dict[tuple[Kind, int], list[Collective]] = {}
+    for action in row.take(np.flatnonzero(chosen)):
+        for part in action.parts:
+            key = part.kind, part.stage
+            if pp_rank not in plan.placement.ranks[part.stage]:
+                continue  # an action on the wrong rank, which `wrong-rank` reports
+            if key not in known:
+                replica = plan.placement.replica_of(part.stage, pp_rank)
+                found = operations(plan, part.kind, part.stage, replica=replica)
+                known[key] = [operation for operation in found if isinstance(operation, Collective)]
+            for operation in known[key]:
+                yield Call(part, operation.op, operation.axis, operation.layer)
+
+
+def _names(content: StageLayers) -> tuple[str, ...]:
+    inner = (layer_prefix(layer) for layer in content.layers)
+    return (*(("embedding",) if content.embedding else ()), *inner, *(("head",) if content.head else ()))

@@ -1,0 +1,252 @@
+"""`prove`: a plan's lowered schedule and program run on expressions and compared with one device. No torch, no numbers.
+
+The proof is put together from three parts, each of which asks nothing of the others but what they show:
+
+- *layers*: in every block of a stage all tensor-parallel ranks make what one device makes, from complete inputs (`symbolic_layers`);
+- *schedule*: with stages as functions, every action reads the values it should, and every gradient and loss is the sum over its
+  microbatches (`symbolic_schedule`, `symbolic_sums`);
+- *step*: REDUCE_GRAD and STEP finish these sums over all ranks (`symbolic_step`).
+
+One device is the same plan with every degree 1, described by `core.program` itself. What is assumed: ranks do what the program says (a
+test holds the backend to it), and in a step all tensor- and data-parallel ranks walk the same rows, which is how a schedule is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..core.action import Kind
+from ..core.cluster import ClusterSpec
+from ..core.findings import Finding
+from ..core.layout import Layout
+from ..core.parameters import layer_prefix
+from ..core.plan import Plan, ScheduleChoice
+from ..core.program import LayerWork, Product
+from ..core.schedule import Schedule
+from ..core.schedules import lower
+from .rules import View
+from .symbolic_blocks import EMBEDDING, Block, blocks_of, run_block
+from .symbolic_layers import Difference, Program
+from .symbolic_step import StageGradients, Step, StepDifference, reduced_gradients, unshard_difference
+from .symbolic_sums import Judgement, judge
+
+VALUE_RULE, ORDER_RULE = "other-mathematics", "other-order"
+_HINTS = {
+    VALUE_RULE: "The plan does not compute what one device computes. Mend the program or the schedule at this place.",
+    ORDER_RULE: "The same mathematics in another order: results agree to rounding. numerics.mode = exact keeps the order.",
+}
+_EXACT_HINT = "Exact numerics promise one device's bits, so this sum needs its canonical order."
+_MAX_PLACES = 20
+
+
+@dataclass(frozen=True)
+class SymbolicProof:
+    """What was compared and what was found.
+
+    `num_values` counts the comparisons of digests; `findings` are errors for other mathematics (and, in exact numerics, another order),
+    infos for another order in fast numerics.
+    """
+
+    findings: tuple[Finding, ...]
+    num_values: int
+    num_ranks: int
+    exact: bool
+
+    @property
+    def same_mathematics(self) -> bool:
+        """True when no value is another than on one device, but for the order of sums."""
+        return not any(finding.rule == VALUE_RULE for finding in self.findings)
+
+    @property
+    def same_order(self) -> bool:
+        """True when the order of every sum is one device's too."""
+        return not self.findings
+
+    @property
+    def ok(self) -> bool:
+        """True when the plan keeps what its numerics promise: the same bits (exact) or the same mathematics (fast)."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """For JSON, beside the findings."""
+        return {
+            "same_mathematics": self.same_mathematics,
+            "same_order": self.same_order,
+            "num_values": self.num_values,
+            "num_ranks": self.num_ranks,
+        }
+
+    @property
+    def line(self) -> str:
+        """The result in one line."""
+        looked = f"{self.num_values:,} expressions of {self.num_ranks:,} ranks compared with one device"
+        if not self.same_mathematics:
+            count = sum(finding.rule == VALUE_RULE for finding in self.findings)
+            return f"Symbolic proof failed: {looked}, other mathematics in {count} places."
+        if self.same_order:
+            return f"Symbolic proof: {looked}, the same mathematics in the same order."
+        count = sum(finding.rule == ORDER_RULE for finding in self.findings)
+        return f"Symbolic proof: {looked}, the same mathematics; {count} kinds of sums are made in another order."
+
+
+def prove(plan: Plan, schedule: Schedule, program: Program | None = None) -> SymbolicProof:
+    """Runs the plan's program over its schedule, lowered first if it is not, on expressions.
+
+    `program` replaces `core.program` on the ranks, not on the one device. Raises `ScheduleError` for a schedule that cannot be lowered.
+    """
+    lowered = schedule if schedule.is_lowered else lower(schedule, max_active_stages=plan.schedule.max_active_stages)
+    return _Prover(plan, lowered, program or Program()).proof()
+
+
+class _Prover:
+    def __init__(self, plan: Plan, schedule: Schedule, program: Program):
+        self.plan, self.schedule, self.program = plan, schedule, program
+        self.num_values = 0
+        self.states: list[dict[str, tuple[tuple[int, int], ...]]] = [{} for _ in plan.stages]
+
+    def proof(self) -> SymbolicProof:
+        layers = list(self._layers())
+        judgement = judge(self.schedule)
+        self.num_values += 2 * self.schedule.num_stages * self.schedule.num_microbatches
+        findings = (*layers, *self._schedule(judgement), *self._step(judgement))
+        return SymbolicProof(findings, self.num_values, self.plan.layout.world_size, self.exact)
+
+    @property
+    def exact(self) -> bool:
+        return self.plan.numerics.mode == "exact"
+
+    def _finding(self, kind: str, where: str, what: str) -> Finding:
+        if kind == "value":
+            return Finding(VALUE_RULE, "error", where, f"{what}.", _HINTS[VALUE_RULE])
+        if self.exact:
+            return Finding(ORDER_RULE, "error", where, f"{what}.", _EXACT_HINT)
+        return Finding(ORDER_RULE, "info", where, f"{what}.", _HINTS[ORDER_RULE])
+
+    def _layers(self) -> Iterator[Finding]:
+        """Every block of every stage; blocks that differ in their layer's name only are run once."""
+        one = _one_device(self.plan)
+        one_works = _by_block(Program().works(one, 0, 0), list(blocks_of(one.stages[0])))
+        proved: dict[tuple[object, ...], tuple[Block, list[Difference], dict[str, tuple[tuple[int, int], ...]]]] = {}
+        alike: dict[Block, list[int]] = {}
+        for content in self.plan.stages:
+            works = [self.program.works(self.plan, content.stage, tp_rank) for tp_rank in range(self.plan.layout.tp)]
+            blocks = list(blocks_of(content))
+            cut = [_by_block(rank_works, blocks) for rank_works in works]
+            for block in blocks:
+                own = [table[block] for table in cut]
+                key = (block.name if block.layer is None else "layer", *(_signature(block, rank_works) for rank_works in own))
+                if key not in proved:
+                    reference, _ = run_block(one, block, [one_works[block]], None)
+                    ranks, gradients = run_block(self.plan, block, own, reference.values)
+                    self.num_values += len(reference.values) * self.plan.layout.tp
+                    states = {name.removeprefix(block.prefix): tuple(part.tokens for part in parts) for name, parts in gradients.items()}
+                    proved[key] = block, ranks.differences, states
+                first, _, states = proved[key]
+                alike.setdefault(first, []).append(content.stage)
+                self.states[content.stage].update({_usage_key(block, name): tokens for name, tokens in states.items()})
+        for first, differences, _ in proved.values():
+            yield from self._layer_findings(first, differences, alike[first])
+
+    def _layer_findings(self, block: Block, differences: list[Difference], stages: list[int]) -> Iterator[Finding]:
+        more = f", and in {len(stages) - 1} layers alike" if len(stages) > 1 else ""
+        token = {"forward": "F", "recomputation": "B", "input gradient": "B", "weight gradient": "W"}
+        orders = [difference for difference in differences if difference.kind == "order"]
+        for difference in differences:
+            if difference.kind == "value":
+                where = f"pipeline rank {self._pp_rank(stages[0])}, tp rank {difference.tp_rank}, {stages[0]}{token[difference.phase]}"
+                yield self._finding("value", f"{where}, {difference.layer} ({difference.phase})", f"{difference.what}{more}")
+        if orders:
+            names = ", ".join(dict.fromkeys(f"{difference.layer.removeprefix(block.prefix)} ({difference.phase})" for difference in orders))
+            yield self._finding("order", f"{block.name}{more}", f"sums are made in another order than on one device: {names}")
+
+    def _pp_rank(self, stage: int) -> int:
+        return self.schedule.placement.ranks[stage][0]
+
+    def _schedule(self, judgement: Judgement) -> Iterator[Finding]:
+        view = View(self.schedule)
+        kind = "order" if judgement.same_sums else "value"
+        for place in judgement.places[:_MAX_PLACES]:
+            where = f"rank {place.pp_rank}" if place.index is None else view.place(place.index)
+            yield self._finding(kind, where, place.what)
+        if len(judgement.places) > _MAX_PLACES:
+            yield self._finding(kind, "other places", f"the same in {len(judgement.places) - _MAX_PLACES} more places")
+        if judgement.unordered_stages and not self.exact:
+            stages = ", ".join(map(str, judgement.unordered_stages[:8])) + (", ..." if len(judgement.unordered_stages) > 8 else "")
+            yield self._finding("order", f"the gradients of stages {stages}", "microbatches are not added in ascending order")
+
+    def _step(self, judgement: Judgement) -> Iterator[Finding]:
+        stages: list[StageGradients] = []
+        found: list[StepDifference] = []
+        placement = self.schedule.placement
+        found += self._samples()
+        for content in self.plan.stages:
+            states = self.states[content.stage]
+            gradients, differences = reduced_gradients(self.plan, placement, self.program, content.stage, states, judgement.num_reductions)
+            self.num_values += len(states) * self.plan.layout.tp * self.plan.layout.dp * len(placement.ranks[content.stage])
+            stages.append(gradients)
+            found += differences
+        unsharded = np.unique(self.schedule.actions.stage[self.schedule.actions.kind == Kind.UNSHARD]).tolist()
+        by_unshard = (unshard_difference(self.plan, placement, self.program, stage) for stage in unsharded)
+        found += [difference for difference in by_unshard if difference is not None]
+        found += Step(self.plan, placement, self.program, stages).differences()
+        self.num_values += 2 * self.plan.layout.world_size
+        yield from (self._finding("value", each.where, each.what) for each in found if each.kind == "value")
+        orders: dict[str, list[str]] = {}
+        for each in found:
+            if each.kind == "order":
+                orders.setdefault(each.what, []).append(each.where)
+        for what, places in orders.items():
+            yield self._finding("order", places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more", what)
+
+    def _samples(self) -> Iterator[StepDifference]:
+        """The copies of a stage must see every sample of the global batch once: what follows counts copies."""
+        size = self.plan.batch.global_size
+        by_replicas = {len(ranks): stage for stage, ranks in enumerate(self.schedule.placement.ranks)}
+        for stage in by_replicas.values():
+            spans = sorted(self.plan.copy_samples(stage, copy) for copy in range(self.plan.num_copies(stage)))
+            ends = [0, *(hi for _, hi in spans)]
+            if [lo for lo, _ in spans] != ends[:-1] or ends[-1] != size:
+                what = f"its copies see the samples {spans[:8]}, which are not every one of {size} samples once"
+                yield StepDifference("value", f"stage {stage}", what)
+
+
+def _one_device(plan: Plan) -> Plan:
+    """The same problem with every degree 1: model, batch, microbatch size, numerics and recomputation stay."""
+    cluster: ClusterSpec = replace(plan.cluster, num_devices=1)
+    return replace(plan, cluster=cluster, layout=Layout(), schedule=ScheduleChoice())
+
+
+def _by_block(works: Any, blocks: list[Block]) -> dict[Block, list[LayerWork]]:
+    """A rank's works by the block their names belong to. Works of no block here go to the first, where they are a difference."""
+    tables: dict[Block, list[LayerWork]] = {block: [] for block in blocks}
+    by_prefix = {block.prefix: block for block in blocks}
+    for work in works:
+        parts = work.layer.split(".")
+        prefix = f"{layer_prefix(int(parts[1]))}." if parts[0] == "layers" else f"{parts[0]}."
+        tables[by_prefix.get(prefix, blocks[0])].append(work)
+    return tables
+
+
+def _usage_key(block: Block, name: str) -> str:
+    """The whole key of a gradient from its name inside a block; a tied table belongs to the embedding wherever it is used."""
+    return name if name.startswith(EMBEDDING.prefix) else f"{block.prefix}{name}"
+
+
+def _signature(block: Block, works: list[LayerWork]) -> tuple[object, ...]:
+    """Equal for blocks whose operations are equal but for the layer's number."""
+    return tuple((work.layer.removeprefix(block.prefix), *(tuple(map(_plain, part)) for part in _phases(work))) for work in works)
+
+
+def _phases(work: LayerWork) -> tuple[Any, ...]:
+    return work.forward, work.input_gradient, work.weight_gradient, work.recomputed
+
+
+def _plain(operation: Any) -> tuple[object, ...]:
+    if isinstance(operation, Product):
+        return operation.m, operation.n, operation.k, operation.count
+    return tuple(getattr(operation, name) for name in ("op", "axis", "group_size") if hasattr(operation, name))

@@ -1,0 +1,123 @@
+"""`Part`: what one tensor-parallel rank holds of a tensor of one microbatch, and what a collective makes of the parts of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..core.reduction import Node, cut
+from .expressions import Expression, apply, digest, exactly_summed, summed, tree
+
+
+class MisfitError(Exception):
+    """An operation was applied to parts that it cannot take. The text says why; findings quote it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """`value` is the expression of the whole tensor's elements; the other fields say which of them are here.
+
+    `tokens` is the interval of each sample's tokens, `features` the leaves `(axis, lo, hi)` of a cut feature dimension (None: whole),
+    `elements` a part `(member, size)` of the flat tensor between the two halves of an exact reduction. While a sum over leaves waits
+    for the other ranks, `value` is what this rank has added up, `leaves` the interval `(lo, hi, num_leaves)` it covers, and `nodes` the
+    tree nodes it keeps apart (exact numerics). `exactly` marks a sum that cannot round, and `maximum` a maximum by the leaves it has seen.
+    `per_token` marks one number per token: so small that ranks gather all summands and add for themselves.
+    """
+
+    value: Expression
+    tokens: tuple[int, int]
+    features: tuple[str, int, int] | None = None
+    elements: tuple[int, int] | None = None
+    leaves: tuple[int, int, int] | None = None
+    nodes: tuple[tuple[Node, Expression], ...] = ()
+    exactly: bool = False
+    maximum: frozenset[int] | None = None
+    per_token: bool = False
+
+    @property
+    def extents(self) -> tuple[object, ...]:
+        """Which elements are here."""
+        return self.tokens, self.features, self.elements
+
+
+def collective(op: str, members: Sequence[Part], sequence: int, *, by_tokens: bool) -> list[Part]:
+    """What every member of a group holds after one collective over `members`, in the group's order.
+
+    An all_to_all cuts the tokens with `by_tokens` (sequence parallelism), else the flat elements. Raises `MisfitError` where the parts
+    cannot be added or put together.
+    """
+    match op:
+        case "all_reduce":
+            return [_added(members, "all_reduce")] * len(members)
+        case "reduce_scatter":
+            return _scattered(_added(members, "reduce_scatter"), len(members), sequence)
+        case "all_to_all":
+            return _exchanged(members, sequence, by_tokens)
+        case _:
+            return [_gathered(members, sequence)] * len(members)
+
+
+def on_another_copy(part: Part, axis: str, index: int) -> Part:
+    """What the rank `index` steps along another axis holds: the same expression of its own samples."""
+    value = Expression(digest(axis, index, part.value.ordered), digest(axis, index, part.value.unordered))
+    return replace(part, value=value, nodes=tuple((node, apply(axis, index, each)) for node, each in part.nodes))
+
+
+def _added(members: Sequence[Part], how: str) -> Part:
+    if len({member.extents for member in members}) > 1:
+        raise MisfitError(f"{how} adds tensors of which the ranks hold different parts ({_extents_text(members[0])} on the first)")
+    first = members[0]
+    return Part(_sum_of(members, how), first.tokens, first.features, first.elements, maximum=_union(members))
+
+
+def _sum_of(members: Sequence[Part], how: str) -> Expression:
+    values = [member.value for member in members]
+    if all(member.exactly for member in members):
+        return exactly_summed(values)
+    nodes = {node: value for member in members for node, value in member.nodes}
+    finished = tree(members[0].leaves[2], nodes) if members[0].leaves and nodes and how in ("all_to_all", "all_gather") else None
+    total = summed(how, values)
+    return total if finished is None else Expression(finished.ordered, total.unordered)
+
+
+def _union(members: Sequence[Part]) -> frozenset[int] | None:
+    seen = [member.maximum for member in members if member.maximum is not None]
+    return frozenset().union(*seen) if len(seen) == len(members) else None
+
+
+def _scattered(part: Part, size: int, sequence: int) -> list[Part]:
+    if part.tokens != (0, sequence):
+        raise MisfitError(f"a scatter cuts tokens that are cut already ({_extents_text(part)})")
+    return [replace(part, tokens=cut(sequence, size, member)) for member in range(size)]
+
+
+def _exchanged(members: Sequence[Part], sequence: int, by_tokens: bool) -> list[Part]:
+    """Every member finishes an even part."""
+    part = _added(members, "all_to_all")
+    if by_tokens:
+        return _scattered(part, len(members), sequence)
+    if part.elements is not None:
+        raise MisfitError("all_to_all is given the finished parts of an earlier one")
+    return [replace(part, elements=(member, len(members))) for member in range(len(members))]
+
+
+def _gathered(members: Sequence[Part], sequence: int) -> Part:
+    """Parts put together, or sums that every rank finishes for itself."""
+    first, size = members[0], len(members)
+    if first.per_token and (first.nodes or first.exactly or first.maximum is not None):
+        return _added(members, "all_gather")
+    if len({member.value for member in members}) > 1:
+        raise MisfitError("all_gather puts together parts of different tensors")
+    if [member.elements for member in members] == [(index, size) for index in range(size)]:
+        return replace(first, elements=None)
+    if [member.tokens for member in members] == [cut(sequence, size, index) for index in range(size)] and first.tokens != (0, sequence):
+        return replace(first, tokens=(0, sequence))
+    if first.leaves is not None:
+        raise MisfitError("all_gather is given sums that no rank has finished")
+    raise MisfitError(f"all_gather is given no parts that make a whole: the first rank holds {_extents_text(first)}")
+
+
+def _extents_text(part: Part) -> str:
+    features = "" if part.features is None else f", leaves [{part.features[1]}, {part.features[2]}) of {part.features[0]}"
+    elements = "" if part.elements is None else f", part {part.elements[0]} of {part.elements[1]} of the elements"
+    return f"tokens [{part.tokens[0]}, {part.tokens[1]}){features}{elements}"
