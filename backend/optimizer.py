@@ -45,9 +45,7 @@ class ShardedAdamW:
             {"params": [one.tensor for one in held if one.parameter.decay == decay], "weight_decay": choice.weight_decay * decay}
             for decay in (True, False)
         ]
-        self._adamw = UPDATES[choice.name](
-            [group for group in groups if group["params"]], lr=learning_rate, betas=choice.betas, eps=choice.eps, foreach=False
-        )
+        self._adamw = UPDATES[choice.name](groups, lr=learning_rate, betas=choice.betas, eps=choice.eps, foreach=False)
 
     def step(self, gradients: Sequence[Tensor], coefficient: float) -> None:
         """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order of `held`."""

@@ -359,6 +359,8 @@ def _reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterat
     if size == 1:
         return
     elements = gradient_elements(plan, stage, tp_rank)
+    if not elements:  # a stage without layers
+        return
     if plan.numerics.mode == "fast":
         payload = elements * PARTIAL_BYTES
         if layout.zero:
@@ -375,10 +377,10 @@ def _reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterat
 
 def _gather_parameters(plan: Plan, stage: int, tp_rank: int) -> Operations:
     """Brings the whole stage's weights to every copy, from equal parts."""
-    size = plan.num_copies(stage)
-    if size == 1:
+    size, elements = plan.num_copies(stage), stage_elements(plan, stage, tp_rank)
+    if size == 1 or not elements:
         return ()
-    part = -(-stage_elements(plan, stage, tp_rank) // size)
+    part = -(-elements // size)
     return (Collective("", "all_gather", copies_axis(plan, stage), size, part * weight_bytes(plan.precision.dtype) * (size - 1)),)
 
 

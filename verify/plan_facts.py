@@ -67,12 +67,16 @@ def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
     """The axes along which ranks hold different parts of a stage's gradients.
 
     Samples are spread over `dp`, and over the copies of a stage that two pipeline ranks hold (`replica`, which covers dp). With sequence
-    parallelism every tensor-parallel rank knows the gradients of whole norms and biases for its own tokens only.
+    parallelism every tensor-parallel rank knows the gradients of whole norms and biases for its own tokens only. A stage without layers
+    has no gradients, hence no axes.
     """
+    held = stage_parameters(plan.model, plan.stages[stage])
+    if not held:
+        return frozenset()
     replicas = len(plan.placement.ranks[stage])
     axes = {"replica"} if replicas > 1 else {"dp"} if plan.layout.dp > 1 else set()
     if plan.layout.sequence_parallel and plan.layout.tp > 1:
-        whole = (parameter for parameter in stage_parameters(plan.model, plan.stages[stage]) if parameter.cut is None)
+        whole = (parameter for parameter in held if parameter.cut is None)
         axes |= {"tp"} if any(len(parameter.shape) == 1 for parameter in whole) else set()
     return frozenset(axes)
 

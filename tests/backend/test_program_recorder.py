@@ -49,6 +49,7 @@ LAYOUTS = [
     pytest.param(Layout(dp=5), {"samples": 10, "micro": 2}, id="dp5-of-10-samples"),
     pytest.param(Layout(pp=3, dp=2), {"samples": 12, "micro": 2, "schedule": "GPipe"}, id="pp3-dp2-gpipe"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2-pp2-dp2"),
+    pytest.param(Layout(pp=3, dp=2, stages="Ett||tL"), {}, id="pp3-dp2-with-an-empty-stage"),
     pytest.param(Layout(pp=2, vpp=2), {"schedule": "Interleaved1F1B"}, id="pp2-vpp2"),
 ]
 

@@ -135,6 +135,7 @@ LAYOUTS = {
     "dp3": tiny(Layout(dp=3)),
     "tp3 with 6 heads": tiny(Layout(tp=3), model="tiny-gpt-6h"),
     "pp5 m3, fewer microbatches than ranks": tiny(Layout(pp=5), micro_size=2),
+    "tp2 pp3, an empty stage": tiny(Layout(tp=2, pp=3, stages="Ett||tL"), micro_size=2),
     "tp2 pp3, llama": tiny(Layout(tp=2, pp=3), model="tiny-llama"),
 }
 

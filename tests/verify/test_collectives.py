@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardproof.core.action import Kind
 from shardproof.core.errors import ScheduleError
 from shardproof.core.layout import Layout
 from shardproof.core.program import Collective, operations
@@ -15,6 +18,7 @@ from shardproof.verify.calls import Calls, calls_from_csv
 from shardproof.verify.check import check
 from shardproof.verify.facts import Facts
 from shardproof.verify.plan_facts import plan_calls
+from shardproof.verify.symbolic import prove
 
 ONE_STAGE = Schedule.from_csv("0F0,0B0,0REDUCE_GRAD,0STEP\n")
 
@@ -160,3 +164,14 @@ def test_tied_ends_of_dualpipe_and_its_copies_call_together(plan_of) -> None:
     assert {axis for axis, _ in derived.members} == {"replica", "model", "dp"}
     assert derived.members["replica", 1][plan.layout.global_rank(pp=1)] == (2, 4, 3, 5)
     assert check(schedule, plan=plan) == []
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_stage_without_layers_reduces_and_gathers_nothing_and_that_is_right(plan_of, zero: int, sp: bool) -> None:
+    plan = plan_of("1F1B", pp=3, zero=zero, sp=sp, mode="fast")
+    plan = replace(plan, layout=replace(plan.layout, stages=f"E{'t' * 6}||{'t' * 6}L"))
+    assert operations(plan, Kind.REDUCE_GRAD, 1) == operations(plan, Kind.UNSHARD, 1) == ()
+    schedule = lower(build("1F1B", pp=3, num_microbatches=plan.num_microbatches))
+    assert check(schedule, plan=plan) == []
+    assert prove(plan, schedule).ok
