@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..core.action import Kind
-from ..core.parameters import Usage, stage_usages
+from ..core.parameters import Usage, stage_parameters, stage_usages
 from ..core.plan import Plan
 from ..core.program import Collective, Operations
 from ..core.schedule import Placement
@@ -96,7 +96,7 @@ def reduced_gradients(
     if usages and gradients.is_part != in_parts and not any(difference.kind == "value" for difference in differences):
         what = "every copy keeps whole gradients" if in_parts else "every copy keeps a part of the gradients only"
         differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", f"{what}, and zero={plan.layout.zero} wants it otherwise"))
-    gradients.is_part = in_parts
+    gradients.is_part = in_parts and bool(usages)  # a stage without layers has no parts
     if gradients.reordered:
         what = "gradients are added over ranks in the library's order"
         differences.append(StepDifference("order", f"{stage}REDUCE_GRAD", what))
@@ -192,7 +192,8 @@ def unshard_difference(plan: Plan, placement: Placement, program: Program, stage
     shape = plan.layout.tp, plan.layout.dp, len(placement.ranks[stage])
     calls, note = _in_step([program.actions(plan, Kind.UNSHARD, stage, t, d, replica=r) for t, d, r in np.ndindex(shape)])
     size = shape[1] * shape[2]
-    wanted = [("all_gather", "dp" if shape[2] == 1 else "replica", size)] * (plan.layout.zero == 3 and size > 1)
+    due = plan.layout.zero == 3 and size > 1 and bool(stage_parameters(plan.model, plan.stages[stage]))
+    wanted = [("all_gather", "dp" if shape[2] == 1 else "replica", size)] * due
     if note or [(call.op, call.axis, call.group_size) for call in calls] != wanted:
         called = _calls_text([(call.op, call.axis, call.layer) for call in calls])
         return StepDifference(
@@ -229,6 +230,8 @@ class Step:
         tensor parallelism does not cut is counted by its first rank, and goes with that rank's slices here."""
         own, total = np.zeros(self.shape, dtype=np.uint64), np.uint64(0)
         for gradients in self.stages:
+            if not gradients.values:  # a stage without layers
+                continue
             squares = np.empty(gradients.shape, dtype=np.uint64)
             for cell in np.ndindex(gradients.shape):
                 squares[cell] = digest("squares", gradients.stage, *cell)
