@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if problems := unsupported(plan):
         raise PlanError(problems)
     schedule = lower(schedule_for(plan))
-    _refuse_broken(schedule)
+    _refuse_broken(plan, schedule)
     if args.dry_run:
         emit(args, dry_run_text(plan, schedule), dry_run_report(plan, schedule))
         return 0
@@ -139,9 +139,9 @@ def stage_text(stage: StageLayers) -> str:
     return f"stage {stage.stage}: {', '.join(['embedding'] * stage.embedding + layers + ['head'] * stage.head)}"
 
 
-def _refuse_broken(schedule: Schedule) -> None:
+def _refuse_broken(plan: Plan, schedule: Schedule) -> None:
     """Raises `ScheduleError` for a schedule that would stop halfway: a file may hold anything."""
-    findings = service("check")(schedule)
+    findings = service("check")(schedule, plan=plan)
     if has_errors(findings):
         raise ScheduleError("\n".join(str(finding) for finding in findings))
 
