@@ -5,12 +5,13 @@ from __future__ import annotations
 from ..action import RECEIVES, SENDS, Kind
 from ..schedule import Schedule
 from .messages import add_messages
-from .passes import add_reductions, add_steps, add_unshard
+from .passes import add_reductions, add_steps, add_unshard, merge_backward
 
 
 def lower(schedule: Schedule, *, max_active_stages: int | None = None) -> Schedule:
     """The schedule with all it lacks: REDUCE_GRAD after each stage's last backward, STEP at the end of each rank, SEND and RECV where
-    a stage's neighbour is on another rank; with `max_active_stages` (ZeRO-3) UNSHARD and RESHARD too, see `add_unshard`.
+    a stage's neighbour is on another rank; with `max_active_stages` (ZeRO-3) UNSHARD and RESHARD too, see `add_unshard`. An I whose
+    W then follows at once, with no message to send between them, becomes one B.
 
     What is there already stays as it is, so a file with messages keeps them, and a lowered schedule is returned unchanged.
     Raises `ScheduleError` when compute actions are missing, doubled, or in an order that can never run.
@@ -23,5 +24,5 @@ def lower(schedule: Schedule, *, max_active_stages: int | None = None) -> Schedu
     if Kind.STEP not in there:
         schedule = add_steps(schedule)
     if not there & (SENDS | RECEIVES):
-        schedule = add_messages(schedule)
+        schedule = merge_backward(add_messages(schedule))
     return schedule

@@ -147,9 +147,22 @@ def test_every_schedule_of_the_catalog_is_right_and_free_of_deadlock_once_lowere
 @settings(max_examples=120, deadline=None)
 def test_no_legal_order_of_any_placement_deadlocks_once_lowered(schedule: Schedule) -> None:
     lowered = lower(schedule)
-    assert compute_of(lowered) == compute_of(schedule)
+    assert compute_of(split_backward(lowered)) == compute_of(split_backward(schedule))
     assert errors(lowered) == []
     assert blocking_run_ends(lowered)
+
+
+@given(legal())
+@settings(max_examples=50, deadline=None)
+def test_lowering_merges_a_backward_exactly_where_neither_a_message_nor_anything_else_comes_between(schedule: Schedule) -> None:
+    unmerged = add_messages(add_steps(add_reductions(schedule)))
+    assert lower(schedule) == merge_backward(unmerged)
+    sent = {(action.stage, action.microbatch) for action in unmerged.actions if action.kind is Kind.SEND_B}
+    merged = compute_of(lower(schedule)) != compute_of(schedule)
+    waits = [kinds for row in unmerged.rows() for kinds in pairwise(row) if (kinds[0].kind, kinds[1].kind) == (Kind.I, Kind.W)]
+    adjacent = [first for first, second in waits if (first.stage, first.microbatch) == (second.stage, second.microbatch)]
+    assert merged == bool(adjacent)
+    assert not [first for first in adjacent if (first.stage, first.microbatch) in sent]
 
 
 @given(legal(("replicated",)), st.integers(2, 4))
@@ -403,7 +416,8 @@ def test_splitting_1f1b_lets_the_input_gradient_leave_early_so_the_bubble_shrink
 def test_unit_times_are_those_of_the_engine(sizes: tuple[str, int, int, int]) -> None:
     schedule = built(*sizes)
     start, end = unit_times(schedule)
-    spans = {(span.global_rank, str(span.action)): (span.start_s, span.end_s) for span in run_schedule(schedule).spans}
+    lowered = add_messages(add_steps(add_reductions(schedule)))
+    spans = {(span.global_rank, str(span.action)): (span.start_s, span.end_s) for span in run_schedule(lowered).spans}
     ours = {
         (int(rank), str(action)): (float(start[i]), float(end[i]))
         for i, (rank, action) in enumerate(zip(schedule.pp_rank, schedule.actions, strict=True))

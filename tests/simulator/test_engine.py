@@ -107,14 +107,15 @@ def test_a_receive_posted_one_ahead_hides_the_rendezvous():
 
 
 def test_input_and_weight_gradients_apart_and_overlapped_pair():
-    placement = Placement.loop(1, 1, 2)
-    cells = ["0F0", "(0F1;0B0)OVERLAP_F_B", "0I1", "0W1"]
+    placement = Placement.loop(1, 1, 3)
+    cells = ["0F0", "(0F1;0B0)OVERLAP_F_B", "0I1", "0F2", "0W1", "0I2", "0W2"]
     schedule = Schedule.from_rows("pair", placement, [[Action.from_str(cell) for cell in cells]])
     assert span_times(run_schedule(schedule))[0, "(0F1;0B0)OVERLAP_F_B"] == (1, 4)
     times = span_times(run_schedule(schedule, overlap_s=2.5, backward_input_s=3, backward_weight_s=4))
     assert times[0, "(0F1;0B0)OVERLAP_F_B"] == (1, 3.5)
     assert times[0, "0I1"] == (3.5, 6.5)
-    assert times[0, "0W1"] == (6.5, 10.5)
+    assert times[0, "0W1"] == (7.5, 11.5)
+    assert times[0, "0B2"] == (11.5, 18.5), "an I that its W follows at once is one B"
 
 
 def test_forward_waits_for_its_parameters():
