@@ -8,9 +8,11 @@ shapes and values alone, which exact numerics build on. A value that the user ha
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def mkl_switch() -> str:
@@ -35,3 +37,9 @@ def mkl_switch_is_set() -> bool:
     Ranks that `launch` starts always have it; a process that has not runs exact numerics in ranks, not in itself.
     """
     return _MKL_CBWR_AT_IMPORT.upper().endswith(",STRICT")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Trainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(".trainer", __name__).Trainer  # loads torch, after the switch above is set

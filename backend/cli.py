@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..core.commands import Command, service
 from ..core.errors import MissingExtraError, PlanError, ScheduleError
 from ..core.findings import has_errors
-from ..core.options import add_output, add_plan, emit, read_plan
+from ..core.options import add_output, add_plan, check_output, emit, read_plan
 from ..core.plan import Plan
 from ..core.program import rank_elements
 from ..core.schedule import Schedule
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("train needs torch, which is not installed. Run: pip install 'shardproof[train]'.")
     _check_writable(args.output)
+    if plan.train.steps == 0 and args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
+        raise PlanError(f"train.steps=0 measures no step, so there is no timeline for -o {args.output}. Use train.steps=1 or more.")
     result = Trainer(plan, transport=args.transport, on_step=functools.partial(print_step, plan.train.steps)).fit()
     if os.environ.get("RANK", "0") == "0":
         _write(args, result)
@@ -88,8 +90,8 @@ def result_text(result: TrainResult) -> str:
     validation = ", ".join(f"{loss:.4f} after {step}" for step, loss in points)
     return (
         f"trained {result.steps} steps on {result.world_size} ranks at {result.tokens_per_s:,.0f} tokens/s\n"
-        f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}\n"
-        f"validation loss {validation} steps"
+        + (f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}\n" if result.losses else "")
+        + f"validation loss {validation} steps"
     )
 
 
@@ -152,6 +154,10 @@ def _check_writable(output: str | None) -> None:
         folder = Path(output).parent
         if not folder.is_dir():
             raise FileNotFoundError(2, "No such folder", str(folder))
+        if Path(output).is_dir():
+            raise IsADirectoryError(21, "Is a directory", output)
+        if not output.endswith(TIMELINE_SUFFIX):
+            check_output(output)
 
 
 def _write(args: argparse.Namespace, result: TrainResult) -> None:

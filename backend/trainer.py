@@ -115,6 +115,8 @@ class Trainer:
         if under_torchrun():
             return self._fit_as_rank()
         _check_travels(self._job)
+        if self.transport == "nccl":
+            _check_devices(self.plan.layout.world_size)
         try:
             ranks = run_ranks(train_rank, self._job, world_size=self.plan.layout.world_size, transport=self.transport)
         except RankFailure as failure:
@@ -144,10 +146,18 @@ class Trainer:
             grad_norms=tuple(step.grad_norm for step in rank.steps),
             validation_steps=tuple(rank.validation_losses),
             validation_losses=tuple(rank.validation_losses.values()),
-            tokens_per_s=tokens / sum(step.elapsed_s for step in timed),
+            tokens_per_s=tokens / sum(step.elapsed_s for step in timed) if timed else 0.0,
             world_size=self.plan.layout.world_size,
             timeline=rank.timeline,
         )
+
+
+def _check_devices(needed: int) -> None:
+    """Raises `PlanError` where this machine has fewer GPUs than ranks would take."""
+    import torch
+
+    if (found := torch.cuda.device_count()) < needed:
+        raise PlanError(f"nccl needs a CUDA device per rank, {needed} here, and torch finds {found}. Use gloo, or fewer ranks.")
 
 
 def unsupported(plan: Plan) -> list[str]:

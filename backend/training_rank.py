@@ -119,7 +119,12 @@ class TrainingRank:
     def evaluate(self) -> float:
         """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
         trace = self.executor.evaluate(self._validation_batch(), clock=self.clock)
-        return self._mean_loss(trace.token_losses)
+        loss = self._mean_loss(trace.token_losses)
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"the validation loss is {loss}, which is no finite number. Lower train.learning_rate={self.plan.train.learning_rate}."
+            )
+        return loss
 
     def meter(self) -> ActivationMeter:
         """A meter for `step` that counts weights and optimizer state as always there, and partial sums of gradients as they grow."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from .cluster import ClusterSpec
 from .errors import PlanError
-from .files import write_text
+from .files import read_text, write_text
 from .layout import Layout
 from .model import ModelSpec
 from .plan import Batch, Numerics, Optimizer, Plan, Precision, Runtime
@@ -28,6 +28,10 @@ MICROBATCHES_PER_STAGE = 4
 
 LONGEST_DEFAULT_SEQUENCE = 8192
 """Without a sequence the model's positions count, up to this many."""
+
+
+OUTPUT_SUFFIXES = (".json", ".txt", ".log", ".md", "")
+"""What `emit` writes: JSON, or text."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ def _values(args: argparse.Namespace) -> tuple[Values, str]:
     source = "options"
     if args.plan is not None:
         source = args.plan
-        values = read_values(_read_text(args.plan), source)
+        values = read_values(read_text(args.plan), source)
     if "model" in options and args.model is not None:
         values["model"] = {}
     _replace_alternatives(values, options)
@@ -228,21 +232,22 @@ def _fill_schedule(values: Values) -> None:
         values["schedule"] = {**schedule, "name": Given(default_name(layout.get("pp", 1), layout["vpp"]), "--schedule (default)")}
 
 
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: this is not a text file: {error}.") from error
-
-
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds --json and -o."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("-o", "--output", metavar="FILE", help="also write the result, as JSON or text by its suffix; - is standard output")
 
 
+def check_output(output: str | None) -> None:
+    """Raises `PlanError` for an -o FILE whose suffix names neither JSON nor text; verbs that work long ask before they start."""
+    suffix = Path(output or "-").suffix
+    if suffix not in OUTPUT_SUFFIXES:
+        raise PlanError(f"-o {output}: this verb writes .json or .txt, not {suffix}. `shardproof draw` writes pictures, `plan` a .toml.")
+
+
 def emit(args: argparse.Namespace, text: str, report: Mapping[str, Any]) -> None:
     """Prints `text`, or `report` as one JSON object with --json; with -o writes the file, whole or not at all."""
+    check_output(args.output)
     as_json = json.dumps(report, indent=2, allow_nan=False)
     shown = as_json if args.json else text
     if args.output is None or args.output == "-":

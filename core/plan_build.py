@@ -6,12 +6,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from .cluster import ClusterSpec
 from .cluster_presets import CLUSTER_PRESETS, cluster_preset
 from .errors import PlanError, ShardproofError, did_you_mean
+from .files import read_text
 from .huggingface import read_config
 from .layout import Layout
 from .model import ModelSpec
@@ -173,9 +173,9 @@ class Draft:
         if path is None:
             return
         try:
-            file_values = read_values(Path(path).read_text(encoding="utf-8"), path)
+            file_values = read_values(read_text(path), path)
             inner = Draft({"cluster": file_values.get("cluster", {})}, path)
-        except (ShardproofError, OSError, UnicodeDecodeError) as error:
+        except (ShardproofError, OSError) as error:
             self._failed("cluster", error, "cluster.file")
             self.bad.add("cluster.file")
             return
@@ -221,6 +221,9 @@ class Draft:
         self.problems.append((given.line, f"{given.origin}: {sentence}") if given else (10**9, f"{self.source}: {sentence}"))
 
 
+LARGEST_NUMBER = 10**15
+"""Of whole numbers in a plan: far above any run, and products of a few still become floats."""
+
 _COMPOSED = ("model", "cluster", "layout")
 
 
@@ -248,6 +251,8 @@ def key_complaint(key: Key, value: Any) -> str:
             return f"{written} must be above {key.above} ({key.doc})."
         if key.maximum is not None and number > key.maximum:
             return f"{written} must be at most {key.maximum} ({key.doc})."
+        if key.type == "int" and number > LARGEST_NUMBER:
+            return f"{written} must be at most {LARGEST_NUMBER:g} ({key.doc})."
         if key.below is not None and number >= key.below:
             return f"{written} must be below {key.below} ({key.doc})."
     return ""

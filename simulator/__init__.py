@@ -1,0 +1,12 @@
+"""Predicts a step: its time, its memory, the fastest layout.
+
+The functions are bound here, after their modules have been loaded: `simulate`, `search` and `fit` are also names of modules,
+and what is bound last stays.
+"""
+
+from .engine import run_schedule
+from .fit import fit
+from .search import search
+from .simulate import Simulation, simulate
+
+__all__ = ["Simulation", "fit", "run_schedule", "search", "simulate"]

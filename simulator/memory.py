@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..core.action import Kind
+from ..core.errors import PlanError
 from ..core.leaves import LeafSizes
 from ..core.model import ModelSpec
 from ..core.parameters import Parameter, stage_parameters, stage_usages
@@ -37,6 +38,9 @@ GRADIENT_BYTES = 4
 
 MOMENT_BYTES = 8
 """Two fp32 moments of Adam."""
+
+MOST_BYTES = 2**62
+"""Bytes of a rank over a step whose running sums are exact in 64 bits."""
 
 LAYERS_IN_FLIGHT = 2
 """Layers whose gathered weights or unreduced gradients a ZeRO-3 (or 2) rank holds: the one in use and its neighbour."""
@@ -130,7 +134,7 @@ def _at_peaks(plan: Plan, schedule: Schedule) -> tuple[list[int], list[int]]:
 def _gather_changes(plan: Plan, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """Per action the bytes of gathered weights that it allocates and frees; a stage without copies is never cut, so nothing comes."""
     width = weight_bytes(plan.precision.dtype)
-    size = np.array([_elements(plan, s)[0] * width if plan.num_copies(s) > 1 else 0 for s in range(schedule.num_stages)])
+    size = _countable([_elements(plan, s)[0] * width if plan.num_copies(s) > 1 else 0 for s in range(schedule.num_stages)], schedule)
     of_action = size[schedule.actions.stage]
     return np.where(schedule.actions.kind == Kind.UNSHARD, of_action, 0), np.where(schedule.actions.kind == Kind.RESHARD, of_action, 0)
 
@@ -138,11 +142,21 @@ def _gather_changes(plan: Plan, schedule: Schedule) -> tuple[np.ndarray, np.ndar
 def activation_changes(schedule: Schedule, per_stage: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Per action what it allocates when it starts and what it frees when it ends; units as in `peak_in_flight`."""
     actions = schedule.actions
-    size = np.ones(schedule.num_stages, dtype=np.int64) if per_stage is None else np.asarray(per_stage, dtype=np.int64)
+    size = _countable([1] * schedule.num_stages if per_stage is None else per_stage, schedule)
     allocates = np.isin(actions.kind, (Kind.F, Kind.OVERLAP_F_B))
     frees = np.isin(actions.kind, (Kind.B, Kind.W, Kind.OVERLAP_F_B))
     freed_stage = np.where(actions.kind == Kind.OVERLAP_F_B, actions.pair_stage, actions.stage)
     return np.where(allocates, size[actions.stage], 0), np.where(frees, size[freed_stage], 0)
+
+
+def _countable(per_stage: Sequence[int], schedule: Schedule) -> np.ndarray:
+    """Sizes whose sums over a schedule stay exact in 64 bits. Raises `PlanError` where they would not."""
+    if (largest := max(per_stage)) * len(schedule) > MOST_BYTES:
+        raise PlanError(
+            f"a step allocates up to {largest * len(schedule):.2g} bytes of activations or gathered weights, more than "
+            f"{MOST_BYTES:.2g} bytes, which is all that is counted. Use a smaller batch.sequence, batch.micro or model.hidden_size."
+        )
+    return np.asarray(per_stage, dtype=np.int64)
 
 
 def memory_samples(run: Run, memories: Sequence[RankMemory], plan: Plan, global_ranks: Sequence[int]) -> tuple[MemorySample, ...]:

@@ -9,6 +9,7 @@ dense so far.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.action import Kind
+from ..core.errors import PlanError
 from ..core.parameters import layer_parameters
 from ..core.plan import Plan
 from ..core.program import (
@@ -91,7 +93,9 @@ COMPONENTS = tuple(field.name for field in fields(Seconds))
 
 
 def on_grid(seconds: float) -> float:
-    """Seconds rounded to the grid on which sums are exact."""
+    """Seconds rounded to the grid on which sums are exact. Raises `PlanError` for a duration that is no finite number."""
+    if not math.isfinite(seconds * GRID):
+        raise PlanError("an action takes longer than can be counted. Use larger rates in [cluster], or a smaller model and batch.")
     return round(seconds * GRID) / GRID
 
 

@@ -44,6 +44,9 @@ NUM_RANKED = 10
 MAX_SIMULATIONS = 200
 """Simulations after which the search stops even if bounds are left below the best; the report then says so under `rejected`."""
 
+SHARED_WITH_PLANS = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer")
+"""What a search space takes from a plan."""
+
 REASONS = {
     "out-of-memory": "the worst rank's peak is above the device's memory",
     "bound-above-best": "a lower bound on the step time is above the slowest ranked candidate",
@@ -71,14 +74,20 @@ class _Tally:
     simulated: int = 0
 
 
-def search(space: SearchSpace) -> SearchResult:
-    """The ranked layouts of a search space. Raises `PlanError` when values are pinned that a search cannot take.
+def search(space: SearchSpace | Plan) -> SearchResult:
+    """The ranked layouts of a search space; of a plan, all but its layout, microbatch, recomputation and schedule is taken.
+
+    Raises `PlanError` when values are pinned that a search cannot take, or pinned degrees that do not make the number of devices.
 
     `rejected` counts combinations of all free values; where a rule already forbids the degrees or the microbatch, all combinations
     with them count once.
     """
     started = perf_counter()
     tally = _Tally()
+    if isinstance(space, Plan):
+        space = SearchSpace(**{name: getattr(space, name) for name in SHARED_WITH_PLANS})
+    if not any(_degrees(space, _Pinned(space))):
+        raise PlanError(_no_degrees(space))
     bounded = sorted(_feasible(space, tally), key=lambda entry: entry[0])
     ranked: list[tuple[float, int, Simulation]] = []
     for position, (bound_s, plan) in enumerate(bounded):
@@ -164,6 +173,17 @@ def _degrees(space: SearchSpace, pinned: _Pinned) -> Iterator[tuple[int, int, in
             for dp in pinned.values("layout.dp", [devices // (tp * pp)]):
                 if tp * pp * dp == devices:
                     yield tp, pp, dp
+
+
+def _no_degrees(space: SearchSpace) -> str:
+    """Why no degrees are left to decide: the pinned ones do not make the number of devices."""
+    devices, model = space.cluster.num_devices, space.model
+    pinned = {key.removeprefix("layout."): value for key, value in space.pinned.items() if key in ("layout.tp", "layout.pp", "layout.dp")}
+    given = "*".join(pinned) + "=" + "*".join(map(str, pinned.values()))
+    return (
+        f"{given} does not divide {devices} devices, or leaves no pp of at most num_layers={model.num_layers}, so there is no layout to "
+        f"choose from. Leave these degrees to the search, or use divisors of {devices}: {', '.join(map(str, divisors(devices)))}."
+    )
 
 
 def _variants(skeleton: Plan, space: SearchSpace) -> Iterator[Plan]:

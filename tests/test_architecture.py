@@ -111,6 +111,16 @@ def test_every_service_resolves(point: EntryPoint) -> None:
     assert callable(point.load())
 
 
+@pytest.mark.parametrize("name", [name for name in shardproof.__all__ if name != "__version__"])
+def test_a_public_name_is_the_same_object_in_its_room_whatever_was_imported_before(name: str) -> None:
+    """`simulate`, `search`, `fit`, `check` and `draw` are also names of modules, which Python binds in the room when it loads them."""
+    room = shardproof._HOMES[name]
+    code = f"import shardproof; from shardproof.{room} import {name} as room_s; assert room_s is shardproof.{name}; print(callable(room_s))"
+    for first in ("", f"import {getattr(shardproof, name).__module__}; "):
+        done = subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == "True", done.stderr
+
+
 def test_public_names_resolve_and_are_listed() -> None:
     for name in shardproof.__all__:
         assert getattr(shardproof, name) is not None

@@ -1,0 +1,8 @@
+"""Pictures of timelines.
+
+`draw` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last stays.
+"""
+
+from .draw import draw
+
+__all__ = ["draw"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,7 +20,7 @@ class WeightWork:
 
     def __init__(self) -> None:
         self._deferring: int | None = None
-        self._pending: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        self._pending: dict[int, list[Callable[[], None]]] = {}
 
     def submit(self, microbatch: int, work: Callable[[], None]) -> None:
         """Runs `work` now, or keeps it for `run(microbatch)`."""
@@ -35,6 +34,7 @@ class WeightWork:
     def defer(self, microbatch: int) -> Iterator[None]:
         """Inside, the weight gradients of `microbatch` are kept as work for later."""
         self._deferring = microbatch
+        self._pending.setdefault(microbatch, [])  # an empty stage submits nothing, and its W comes all the same
         try:
             yield
         finally:

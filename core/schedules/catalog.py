@@ -47,6 +47,10 @@ def _replicated(pp: int, vpp: int, num_microbatches: int) -> Placement:
     return Placement.replicated(pp, num_microbatches)
 
 
+MAX_FORWARDS = 10**8
+"""Forwards of all stages that a builder lists: more would take tens of GiB before anything could be said about them."""
+
+
 @dataclass(frozen=True)
 class Builder:
     """A catalog entry. `build` takes pp and num_microbatches, vpp where `chunks` is true, and the named `options`.
@@ -198,6 +202,9 @@ def build(name: str, *, pp: int, num_microbatches: int, vpp: int = 1, **options:
     for what, value in {"pp": pp, "num_microbatches": num_microbatches, "vpp": vpp}.items():
         if not isinstance(value, int) or value < 1:
             raise ScheduleError(f"{what}={value!r} must be a whole number of at least 1 (schedule {name}).")
+    if (size := pp * vpp * num_microbatches) > MAX_FORWARDS:
+        most = max(1, MAX_FORWARDS // (pp * vpp))
+        raise ScheduleError(f"pp*vpp*num_microbatches={size} forwards are too many: at most {MAX_FORWARDS}. Use {most} microbatches.")
     unknown = sorted(set(options) - set(entry.options))
     if unknown:
         known = f"It takes {', '.join(entry.options)}." if entry.options else "It takes no options."

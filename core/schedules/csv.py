@@ -63,7 +63,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in a file, named after it. Raises `ScheduleError` as `from_csv` does, also for a file that is no text."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path}: this is not a text file: {error}.") from error
     return from_csv(text, str(path))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardproof import Timeline
 from shardproof.core.cli import main
@@ -114,3 +115,32 @@ def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports():
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["steps"] == 2 and report["world_size"] == 2
+
+
+TINY = ["train", "--model", "tiny-gpt", "--dtype", "fp32", "--sequence", "8", "--transport", "memory"]
+
+
+def test_no_steps_are_trained_and_only_validated(capsys):
+    assert main([*TINY, "--set", "train.steps=0"]) == 0
+    assert "trained 0 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "train.steps=1", "--set", "train.learning_rate=1e30"], "Lower train.learning_rate"),
+        (["--set", "train.steps=0", "-o", "run.timeline.json"], "train.steps=0 measures no step"),
+        (["-o", "run.svg"], "writes .json or .txt"),
+        (["-o", "."], "directory"),
+    ],
+)
+def test_bad_input_of_training_is_told_in_a_sentence(options, message, capsys):
+    assert main([*TINY, *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_nccl_without_a_gpu_is_refused_before_ranks_start(capsys):
+    assert main([*TINY, "--transport", "nccl"]) == 2
+    assert "nccl needs a CUDA device per rank" in capsys.readouterr().err

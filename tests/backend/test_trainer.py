@@ -136,6 +136,7 @@ LAYOUTS = {
     "tp3 with 6 heads": tiny(Layout(tp=3), model="tiny-gpt-6h"),
     "pp5 m3, fewer microbatches than ranks": tiny(Layout(pp=5), micro_size=2),
     "tp2 pp3, an empty stage": tiny(Layout(tp=2, pp=3, stages="Ett||tL"), micro_size=2),
+    "pp3 zbh1, an empty stage": tiny(Layout(pp=3, stages="Ett||tL"), micro_size=2, schedule=ScheduleChoice("ZBH1")),
     "tp2 pp3, llama": tiny(Layout(tp=2, pp=3), model="tiny-llama"),
 }
 
@@ -296,9 +297,7 @@ def test_three_steps_agree_with_plain_torch_within_2e_5(mode, workers):
     run = workers(4, "memory").run
     prefix = "weight "
     initial = {
-        name.removeprefix(prefix): value
-        for name, value in assemble(still, run(collect, (still, None))).items()
-        if name.startswith(prefix)
+        name.removeprefix(prefix): value for name, value in assemble(still, run(collect, (still, None))).items() if name.startswith(prefix)
     }
     ranks = run(collect, (plan, None))
     whole, scalars = assemble(plan, ranks), ranks[0][0]

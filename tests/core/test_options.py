@@ -197,3 +197,30 @@ def test_writing_replaces_a_file_and_leaves_nothing_behind_when_it_fails(tmp_pat
     with pytest.raises(OSError, match="folder"):
         write_text(tmp_path / "folder", "text")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "plan.toml"]
+
+
+def test_a_file_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for target in (tmp_path, ""):
+        with pytest.raises(OSError, match="directory") as caught:
+            write_text(target, "text")
+        assert caught.value.filename == str(target or ".")
+
+
+def test_emit_refuses_a_kind_it_does_not_write(tmp_path):
+    with pytest.raises(PlanError, match=r"report.svg: .* writes \.json or \.txt"):
+        emit(parse(f"-o {tmp_path / 'report.svg'}"), "text", {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_may_start_with_the_byte_order_mark_that_some_editors_write(plan_file):
+    plain = read_plan(parse(str(plan_file)))
+    plan_file.write_bytes(b"\xef\xbb\xbf" + plan_file.read_bytes())
+    assert read_plan(parse(str(plan_file))) == plain
+
+
+def test_a_cluster_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=r"cluster\.toml: this is not a text file"):
+        read_plan(parse(f"--model tiny-gpt --cluster {path}"))

@@ -96,6 +96,12 @@ def test_nothing_fits_into_a_gigabyte_and_the_report_says_why():
     assert result.report["simulated"] == 0
 
 
+def test_a_plan_stands_for_the_space_around_it():
+    given = space()
+    plan = Plan(given.model, given.cluster, Layout(tp=2, dp=3), given.batch)
+    assert search(plan).plans == search(given).plans
+
+
 def test_a_schedule_file_cannot_be_pinned():
     with pytest.raises(PlanError, match="--schedule NAME"):
         search(space(**{"schedule.file": "x.csv"}))

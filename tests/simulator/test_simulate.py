@@ -15,10 +15,9 @@ from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Optimizer, Plan, Precision, Recompute, ScheduleChoice
 from shardproof.core.schedules import CATALOG, build
-from shardproof.simulator import simulate as simulate_module
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.search import lower_bound_s
-from shardproof.simulator.simulate import simulate
+from shardproof.simulator.simulate import _named_graph, named_schedule, simulate
 
 KEYS = [
     "step_time_s",
@@ -93,8 +92,8 @@ def test_bubble_and_critical_rank_follow_from_the_timeline(name):
 
 def test_same_plan_gives_the_same_bytes_with_and_without_caches():
     first = json.dumps(simulate(PLANS["interleaved"]).report)
-    simulate_module._named_graph.cache_clear()
-    simulate_module.named_schedule.cache_clear()
+    _named_graph.cache_clear()
+    named_schedule.cache_clear()
     again = simulate(PLANS["interleaved"])
     assert json.dumps(again.report) == first
     assert again.timeline.to_json() == simulate(PLANS["interleaved"]).timeline.to_json()

@@ -64,3 +64,24 @@ def test_plan_that_fits_nowhere_writes_nothing(tmp_path: Path, capsys):
     captured = capsys.readouterr()
     assert "no layout fits" in captured.out and "out-of-memory" in captured.out
     assert not best.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--sequence", "1" + "0" * 30), "at most 1e+15"),
+        (("--sequence", "1" + "0" * 14), "more than 4.6e+18 bytes"),
+        (("--global-batch", "1" + "0" * 12), "at most"),
+        (("--set", "cluster.node_link_bytes_per_s=1e-307"), "takes longer than can be counted"),
+    ],
+)
+def test_a_number_too_large_to_count_is_bad_input_and_no_traceback(option, message, capsys):
+    model = ["--model", "tiny-llama", "--cluster", "dgx-h100", "--tp", "2", "--pp", "2"]
+    assert main(["simulate", *model, *option]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_plan_says_so_when_no_degrees_were_left_to_decide(capsys):
+    assert main([*SEARCH, "--devices", "7", "--tp", "3"]) == 2
+    assert "tp=3 does not divide 7 devices" in capsys.readouterr().err
