@@ -60,6 +60,11 @@ class ShardedAdamW:
         return state["exp_avg"], state["exp_avg_sq"]
 
     @property
+    def state_tensors(self) -> list[Tensor]:
+        """Everything the update keeps between steps: the moments and step counts, once they exist."""
+        return [value for state in self._adamw.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of both moments once they exist."""
         return sum(2 * one.tensor.nbytes for one in self.held)

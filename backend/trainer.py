@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ..core.action import Kind
 from ..core.errors import DivergedError, PlanError, RankFailure
+from ..core.model import ModelSpec
 from ..core.plan import Plan
 from ..core.schedules import lower, schedule_for
 from ..core.timeline import MemorySample, Span, Timeline
@@ -33,7 +34,8 @@ BYTE_VOCABULARY = 256
 class TrainJob:
     """What every rank of a run is told. Everything in it can be pickled; functions are those of modules.
 
-    `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out losses.
+    `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out losses;
+    `live_memory` counts every tensor storage of the last step, which slows that step down.
     """
 
     plan: Plan
@@ -41,18 +43,29 @@ class TrainJob:
     on_step: Callable[[StepResult], None] | None = None
     observer: Callable[[int], Observer | None] | None = None
     validate: bool = True
+    live_memory: bool = False
+
+
+@dataclass(frozen=True)
+class MeasuredPeak:
+    """The most bytes of tensor storages that a rank held at once, and the action of its compute lane then."""
+
+    global_rank: int
+    num_bytes: int
+    action: str
 
 
 @dataclass(frozen=True)
 class RankResult:
     """What one rank knows after training. `validation_losses` maps the number of steps done to the held-out loss.
 
-    `timeline` holds the last step of all ranks, on global rank 0 only.
+    `timeline` holds the last step of all ranks, on global rank 0 only; `peaks` those of all ranks in that step, where it was asked for.
     """
 
     steps: tuple[StepResult, ...]
     validation_losses: dict[int, float]
     timeline: Timeline | None
+    peaks: tuple[MeasuredPeak, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,8 @@ class TrainResult:
     """A finished run. `losses[i]` is the mean loss per token of step i, before its update; `grad_norms[i]` the norm before clipping.
 
     `validation_losses[i]` is the held-out loss after `validation_steps[i]` steps. `tokens_per_s` is that of all ranks together,
-    without the first step where there are more. `timeline` is the measured last step.
+    without the first step where there are more. `timeline` is the measured last step; `peak_memory` that of every rank in it, where
+    `Trainer` was asked for it.
     """
 
     steps: int
@@ -71,6 +85,7 @@ class TrainResult:
     tokens_per_s: float
     world_size: int
     timeline: Timeline | None
+    peak_memory: tuple[MeasuredPeak, ...] = ()
 
     @property
     def report(self) -> dict[str, object]:
@@ -92,7 +107,8 @@ class Trainer:
 
     `model` replaces our transformer blocks by the user's own, `model(context, layer_index) -> nn.Module`, built from our layers;
     `on_step` hears of every step on global rank 0. Both are functions of a module, because ranks are other processes. Started by
-    torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine, over `transport`.
+    torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine, over `transport`. `live_memory` counts
+    every tensor storage in the last step (which takes longer for it), so that the timeline's memory is all that was held.
     Raises `PlanError` at once for a plan that the backend does not run.
     """
 
@@ -103,12 +119,13 @@ class Trainer:
         *,
         transport: TransportName = "gloo",
         on_step: Callable[[StepResult], None] | None = None,
+        live_memory: bool = False,
     ):
         if problems := unsupported(plan):
             raise PlanError(problems)
         self.plan = plan
         self.transport = transport
-        self._job = TrainJob(plan, model, on_step)
+        self._job = TrainJob(plan, model, on_step, live_memory=live_memory)
 
     def fit(self) -> TrainResult:
         """Trains `plan.train.steps` steps. Raises `RankFailure` that names the rank when one ends before its work is done."""
@@ -149,6 +166,7 @@ class Trainer:
             tokens_per_s=tokens / sum(step.elapsed_s for step in timed) if timed else 0.0,
             world_size=self.plan.layout.world_size,
             timeline=rank.timeline,
+            peak_memory=rank.peaks,
         )
 
 
@@ -167,11 +185,14 @@ def unsupported(plan: Plan) -> list[str]:
         f"the backend does not run {what} yet. Use {instead}."
         for wrong, what, instead in (
             (plan.precision.dtype != "fp32", f"precision.dtype={plan.precision.dtype!r}", 'precision.dtype="fp32"'),
+            (plan.precision.gradient_dtype == "bf16", 'precision.gradient_dtype="bf16"', 'precision.gradient_dtype="fp32"'),
             (plan.recompute.mode != "none", f"recompute.mode={plan.recompute.mode!r}", 'recompute.mode="none"'),
             (layout.zero > 0, f"layout.zero={layout.zero}", "layout.zero=0"),
             (layout.sequence_parallel, "layout.sequence_parallel=true", "layout.sequence_parallel=false"),
             (layout.cp > 1, f"layout.cp={layout.cp}", "layout.cp=1"),
             (layout.ep > 1, f"layout.ep={layout.ep}", "layout.ep=1"),
+            *_unsupported_layers(plan.model),
+            *_unsupported_overlap(plan),
         )
         if wrong
     ]
@@ -190,6 +211,26 @@ def _check_travels(job: TrainJob) -> None:
                 f"{name}={value!r} cannot be sent to the ranks, which are other processes: {error}. "
                 "Use a function or class at the top level of a module, or functools.partial of one."
             ) from error
+
+
+def _unsupported_layers(model: ModelSpec) -> Iterator[tuple[bool, str, str]]:
+    """`(wrong, what, instead)` of the layers: those without experts and with whole queries, keys and values run."""
+    for name in ("num_experts", "kv_lora_rank", "num_mtp_layers"):
+        yield getattr(model, name) > 0, f"model.{name}={getattr(model, name)}", f"model.{name}=0"
+    for name in ("qkv_bias", "qk_norm"):
+        yield getattr(model, name), f"model.{name}=true", f"model.{name}=false"
+
+
+def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """`(wrong, what, instead)` of what runs beside products, messages between stages alone, and of fused launches."""
+    for section, names in (
+        ("runtime", ("compile", "tp_comm_overlap", "cuda_graphs", "launch_blocking", "fused_loss")),
+        ("data_parallel", ("overlap_grad_reduce", "overlap_param_gather", "bucket_bytes")),
+    ):
+        for name in names:
+            value = getattr(getattr(plan, section), name)
+            written = "true" if value is True else value
+            yield bool(value), f"{section}.{name}={written}", "none" if name == "bucket_bytes" else f"{section}.{name}=false"
 
 
 def _unsupported_schedule(plan: Plan) -> list[str]:
@@ -221,7 +262,15 @@ def validation_points(steps: int) -> tuple[int, ...]:
 def train_rank(transport: Transport, job: TrainJob) -> RankResult:
     """The whole run on one rank: the job for `launch.run_ranks`."""
     observer = job.observer(transport.global_rank) if job.observer is not None else None
-    return run_steps(transport, job.plan, model=job.model, observer=observer, on_step=job.on_step, validate=job.validate)
+    return run_steps(
+        transport,
+        job.plan,
+        model=job.model,
+        observer=observer,
+        on_step=job.on_step,
+        validate=job.validate,
+        live_memory=job.live_memory,
+    )
 
 
 def run_steps(
@@ -233,8 +282,10 @@ def run_steps(
     observer: Observer | None = None,
     on_step: Callable[[StepResult], None] | None = None,
     validate: bool = False,
+    live_memory: bool = False,
 ) -> RankResult:
     """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together."""
+    from .live_memory import LiveMeter
     from .measure import gather_objects, measured_timeline
     from .training_rank import TrainingRank
 
@@ -244,17 +295,18 @@ def run_steps(
     validate_at = validation_points(steps) if validate else ()
     validation_losses = {0: rank.evaluate()} if 0 in validate_at else {}
     results: list[StepResult] = []
-    recorded: tuple[list[Span], list[MemorySample]] = ([], [])
+    recorded: tuple[list[Span], list[MemorySample], list[MeasuredPeak]] = ([], [], [])
     for step in range(steps):
         meter = None
         if step == steps - 1:  # the step that is kept: a common origin, and memory
-            meter = rank.meter()
+            meter = rank.live_meter() if live_memory else rank.meter()
             world.barrier()
             rank.clock.restart()
             meter.sample(0.0)
         result, spans = rank.step(step, meter=meter)
         if meter is not None:
-            recorded = spans, meter.samples
+            peak = [MeasuredPeak(transport.global_rank, meter.peak_bytes, meter.peak_action)] if isinstance(meter, LiveMeter) else []
+            recorded = spans, meter.samples, peak
         if step + 1 in validate_at:
             validation_losses[step + 1] = rank.evaluate()
             result = replace(result, validation_loss=validation_losses[step + 1])
@@ -265,6 +317,6 @@ def run_steps(
     timeline = None
     if transport.global_rank == 0:
         title = f"{plan.model.name}, step {steps - 1}, measured over {transport.world_size} ranks"
-        spans, memory = ([item for part in parts for item in part] for parts in zip(*everyone, strict=True))
+        spans, memory = ([item for rank in everyone for item in rank[part]] for part in (0, 1))
         timeline = measured_timeline(spans, memory, plan.layout, title)
-    return RankResult(tuple(results), validation_losses, timeline)
+    return RankResult(tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from .errors import ClusterError
 
@@ -17,8 +18,33 @@ _POSITIVE = (
     "node_link_bytes_per_s",
     "node_network_bytes_per_s",
 )
-_SHARES = ("matmul_efficiency", "memory_efficiency", "link_efficiency")
-_DELAYS = ("kernel_launch_s", "node_link_latency_s", "network_latency_s")
+_SHARES = (
+    "matmul_efficiency",
+    "grouped_matmul_efficiency",
+    "attention_forward_efficiency",
+    "attention_backward_efficiency",
+    "memory_efficiency",
+    "sustained_share",
+    "overlap_compute_share",
+    "flash_attention_2_share",
+    "link_efficiency",
+    "network_efficiency",
+)
+_NOT_NEGATIVE = (
+    "attention_half_head_dim",
+    "kernel_launch_s",
+    "kernel_floor_s",
+    "host_dispatch_s",
+    "node_link_latency_s",
+    "network_latency_s",
+    "leaf_latency_s",
+    "collective_launch_s",
+    "collective_ramp_bytes",
+    "channel_bytes_per_s",
+)
+COLLECTIVE_LIBRARIES = ("nccl", "gloo")
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "message")
+"""Operations that `collective_curve` may hold: collectives by the bytes of the whole tensor, and messages."""
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
@@ -27,7 +53,10 @@ class ClusterSpec:
     """`num_devices` devices in nodes of `devices_per_node`. Rates are per second and one direction, sizes in bytes.
 
     `peak_flops_per_s` maps dtype (`fp32 tf32 bf16 fp16 fp8`) to the dense peak. Efficiencies are shares of a peak that large kernels
-    or transfers reach. `sources` maps a field name to where its number comes from. Raises `ClusterError` with every rule that is broken.
+    or transfers reach; `..._by_dtype` override a share for single dtypes. `simulator.compute` says what the
+    other numbers of a device mean. Curves are measured rates by size: FLOPs of one product -> FLOP/s, bytes of one transfer -> bytes/s;
+    `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can compute at once where they share cores, 0 is all.
+    `sources` maps a field name to where its number comes from. Raises `ClusterError` with every rule that is broken.
     """
 
     name: str
@@ -44,19 +73,87 @@ class ClusterSpec:
     node_network_bytes_per_s: float
     network_latency_s: float
     link_efficiency: float
+    num_compute_units: int = 1
+    sustained_share: float = 1.0
+    sustained_share_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
+    matmul_efficiency_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
+    grouped_matmul_efficiency: float = 1.0
+    attention_forward_efficiency: float = 0.6
+    attention_backward_efficiency: float = 0.5
+    attention_half_head_dim: float = 20.0
+    kernel_floor_s: float = 0.0
+    host_dispatch_s: float = 0.0
+    overlap_compute_share: float = 1.0
+    flash_attention_2_share: float = 1.0
+    product_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
+    memory_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
+    kernel_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
+    num_cores: int = 0
+    network_efficiency: float = 0.92
+    collective_library: str = "nccl"
+    collective_launch_s: float = 6.6e-6
+    collective_ramp_bytes: float = 15e6
+    ll128_ramp_share: float = 0.0
+    channel_bytes_per_s: float = 0.0
+    nvls_efficiency: float = 0.0
+    sharp: bool = False
+    nics_per_node: int = 0
+    nodes_per_leaf: int = 0
+    rails: bool = False
+    oversubscription: float = 1.0
+    leaf_latency_s: float = 0.0
+    collective_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        counts = ("num_devices", "devices_per_node")
+        counts = ("num_devices", "devices_per_node", "num_compute_units")
         problems = [f"{name}={value} must be at least 1." for name in counts if (value := getattr(self, name)) < 1]
         problems += [f"{name}={value} must be above 0." for name in _POSITIVE if not (value := getattr(self, name)) > 0]
         problems += [f"{name}={value} is a share: above 0, at most 1." for name in _SHARES if not 0 < (value := getattr(self, name)) <= 1]
-        problems += [f"{name}={value} must not be negative." for name in _DELAYS if (value := getattr(self, name)) < 0]
+        problems += [f"{name}={value} must not be negative." for name in _NOT_NEGATIVE if (value := getattr(self, name)) < 0]
+        problems += self._network_problems()
         for dtype, rate in self.peak_flops_per_s.items():
             if dtype not in DTYPES or not rate > 0:
                 problems.append(f"peak_flops_per_s={{{dtype} = {rate}}}: rates are above 0, for {', '.join(DTYPES)}.")
+        for name in ("matmul_efficiency_by_dtype", "sustained_share_by_dtype"):
+            for dtype, share in getattr(self, name).items():
+                if dtype not in DTYPES or not 0 < share <= 1:
+                    problems.append(f"{name}={{{dtype} = {share}}}: shares are above 0 and at most 1, for {', '.join(DTYPES)}.")
+        for name in ("product_curve", "memory_curve"):
+            for size, rate in getattr(self, name).items():
+                if not _is_size(size) or not rate > 0:
+                    problems.append(f"{name}={{{size!r} = {rate}}}: sizes are positive numbers as texts, rates are above 0.")
         if problems:
             raise ClusterError(problems)
+
+    def _network_problems(self) -> list[str]:
+        counts = ("nics_per_node", "nodes_per_leaf")
+        problems = [f"{name}={value} must not be negative." for name in counts if (value := getattr(self, name)) < 0]
+        if not 0 <= self.ll128_ramp_share <= 1:
+            problems.append(f"ll128_ramp_share={self.ll128_ramp_share} is a share: 0 to 1.")
+        if not 0 <= self.nvls_efficiency <= 1:
+            problems.append(f"nvls_efficiency={self.nvls_efficiency} is a share of the link's rate: at most 1, and 0 where no switch adds.")
+        if self.oversubscription < 1:
+            told = f"oversubscription={self.oversubscription}"
+            problems.append(f"{told} says how many times more enters a leaf switch than leaves it: at least 1.")
+        if self.collective_library not in COLLECTIVE_LIBRARIES:
+            problems.append(f"collective_library={self.collective_library!r} is not one of {', '.join(COLLECTIVE_LIBRARIES)}.")
+        if self.num_cores < 0:
+            problems.append(f"num_cores={self.num_cores} must not be negative; 0 says that every device computes on its own.")
+        for key, seconds in self.kernel_curve.items():
+            if kernel_key(key) is None or not seconds > 0:
+                told = f"kernel_curve={{{key!r} = {seconds}}}"
+                problems.append(f"{told}: seconds are above 0, keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes.")
+        for key, seconds in self.collective_curve.items():
+            if curve_key(key) is None or not seconds > 0:
+                told = f"collective_curve={{{key!r} = {seconds}}}"
+                problems.append(f"{told}: seconds are above 0, keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, bytes.")
+        return problems
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """Scratch space of this one object: what others derived from it, to derive it once. It is no part of its value."""
+        return {}
 
     @property
     def num_nodes(self) -> int:
@@ -78,3 +175,26 @@ class ClusterSpec:
         graph.add_edge("cluster", "node", bytes_per_s=self.node_network_bytes_per_s, latency_s=self.network_latency_s)
         graph.add_edge("node", "device", bytes_per_s=self.node_link_bytes_per_s, latency_s=self.node_link_latency_s)
         return graph
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def kernel_key(key: str) -> tuple[str, tuple[int, ...]] | None:
+    """Kernel and sizes of a key of `kernel_curve`, such as `gelu-4096`, or `nt-64-128-256` (m, n, k of a product); None if it is none."""
+    name, *numbers = key.split("-")
+    if not name.isidentifier() or len(numbers) not in (1, 3) or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        return None
+    return name, tuple(int(number) for number in numbers)
+
+
+def curve_key(key: str) -> tuple[str, int, int] | None:
+    """Operation, ranks and bytes of a key of `collective_curve`, such as `all_reduce-2-4096`; None if it is none."""
+    op, *numbers = key.split("-")
+    if op not in MEASURED or len(numbers) != 2 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        return None
+    return op, int(numbers[0]), int(numbers[1])

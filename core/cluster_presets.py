@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 from .cluster import ClusterSpec
+from .devices import A100_40G, A100_80G, B200, B300, GB200, GB300, H100, H200, Facts
 from .errors import UnknownNameError
-
-_MAMF = "measured: stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS, bf16"
-_ESTIMATE = "estimate, not measured: "
-_NCCL = "modelled: one step of a ring with the Simple protocol in NCCL's cost model (src/graph/tuning.cc at 01afd20, hwLat)"
+from .fabrics import (
+    DGX_A100,
+    DGX_B200,
+    DGX_B300,
+    DGX_H100,
+    DGX_H200,
+    H800_POD,
+    NVL72_CARD_BYTES_PER_S,
+    NVL72_ULTRA_CARD_BYTES_PER_S,
+    nvl72,
+)
 
 
 def cluster_preset(name: str, num_devices: int) -> ClusterSpec:
@@ -20,82 +29,23 @@ def cluster_preset(name: str, num_devices: int) -> ClusterSpec:
     return CLUSTER_PRESETS[name](num_devices)
 
 
-def _dgx_a100(name: str, num_devices: int, *, memory_bytes: float, memory_bytes_per_s: float) -> ClusterSpec:
-    datasheet = "NVIDIA A100 Tensor Core GPU datasheet (2021), SXM4, dense"
-    dgx = "NVIDIA DGX A100 datasheet"
-    return ClusterSpec(
-        name=name,
-        num_devices=num_devices,
-        devices_per_node=8,
-        device_memory_bytes=memory_bytes,
-        device_memory_bytes_per_s=memory_bytes_per_s,
-        peak_flops_per_s={"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
-        matmul_efficiency=0.87,
-        memory_efficiency=0.85,
-        kernel_launch_s=4e-6,
-        node_link_bytes_per_s=300e9,
-        node_link_latency_s=3.4e-6,
-        node_network_bytes_per_s=200e9,
-        network_latency_s=9.6e-6,
-        link_efficiency=0.78,
-        sources={
-            "devices_per_node": dgx,
-            "device_memory_bytes": datasheet,
-            "device_memory_bytes_per_s": datasheet,
-            "peak_flops_per_s": datasheet,
-            "matmul_efficiency": f"{_MAMF}: 271.2 of 312 TFLOP/s",
-            "memory_efficiency": f"{_ESTIMATE}large streaming kernels",
-            "kernel_launch_s": f"{_ESTIMATE}CUDA launch and tail of a small kernel",
-            "node_link_bytes_per_s": f"{datasheet}: NVLink 3, 600 GB/s both directions together",
-            "node_link_latency_s": _NCCL,
-            "node_network_bytes_per_s": f"{dgx}: 8 x 200 Gb/s InfiniBand per node",
-            "network_latency_s": _NCCL,
-            "link_efficiency": "modelled: NCCL caps its A100 ring at 235 of 300 GB/s (src/graph/tuning.cc at 01afd20, compCap80)",
-        },
-    )
+def _cluster(name: str, device: Facts, fabric: Facts, num_devices: int) -> ClusterSpec:
+    facts = {**device, **fabric}
+    values = {field: value for field, (value, _) in facts.items()}
+    sources = {field: source for field, (_, source) in facts.items()}
+    return ClusterSpec(name=name, num_devices=num_devices, **values, sources=sources)
 
 
-def _dgx_a100_40g(num_devices: int) -> ClusterSpec:
-    return _dgx_a100("dgx-a100-40g", num_devices, memory_bytes=40e9, memory_bytes_per_s=1.555e12)
+RACK_DEVICES = 72
+"""Devices of one NVLink domain of an NVL72 rack."""
 
 
-def _dgx_a100_80g(num_devices: int) -> ClusterSpec:
-    return _dgx_a100("dgx-a100-80g", num_devices, memory_bytes=80e9, memory_bytes_per_s=2.039e12)
-
-
-def _dgx_h100(num_devices: int) -> ClusterSpec:
-    datasheet = "NVIDIA H100 Tensor Core GPU datasheet (2023), SXM5, dense"
-    dgx = "NVIDIA DGX H100 datasheet"
-    return ClusterSpec(
-        name="dgx-h100",
-        num_devices=num_devices,
-        devices_per_node=8,
-        device_memory_bytes=80e9,
-        device_memory_bytes_per_s=3.35e12,
-        peak_flops_per_s={"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
-        matmul_efficiency=0.80,
-        memory_efficiency=0.85,
-        kernel_launch_s=4e-6,
-        node_link_bytes_per_s=450e9,
-        node_link_latency_s=3.4e-6,
-        node_network_bytes_per_s=400e9,
-        network_latency_s=9.6e-6,
-        link_efficiency=0.78,
-        sources={
-            "devices_per_node": dgx,
-            "device_memory_bytes": datasheet,
-            "device_memory_bytes_per_s": datasheet,
-            "peak_flops_per_s": datasheet,
-            "matmul_efficiency": f"{_MAMF}: 794.5 of 989 TFLOP/s",
-            "memory_efficiency": f"{_ESTIMATE}large streaming kernels",
-            "kernel_launch_s": f"{_ESTIMATE}CUDA launch and tail of a small kernel",
-            "node_link_bytes_per_s": f"{datasheet}: NVLink 4, 900 GB/s both directions together",
-            "node_link_latency_s": _NCCL,
-            "node_network_bytes_per_s": f"{dgx}: 8 x 400 Gb/s InfiniBand per node",
-            "network_latency_s": _NCCL,
-            "link_efficiency": f"{_ESTIMATE}taken from A100",
-        },
-    )
+def _rack(name: str, device: Facts, card_bytes_per_s: float, num_devices: int) -> ClusterSpec:
+    """Whole racks where the devices fill them, else the largest equal part of each rack: 128 devices are 64 of each of two."""
+    used = RACK_DEVICES
+    if num_devices > RACK_DEVICES:
+        used = max(part for part in range(1, RACK_DEVICES + 1) if num_devices % part == 0)
+    return _cluster(name, device, nvl72(used, card_bytes_per_s=card_bytes_per_s), num_devices)
 
 
 CORE_FLOPS_PER_S = 96e9
@@ -103,6 +53,10 @@ CORE_FLOPS_PER_S = 96e9
 
 CORE_MEMORY_BYTES_PER_S = 10e9
 """Nominal memory bandwidth of one busy CPU core."""
+
+
+_ABSENT = ("nvls_efficiency", "sharp", "nics_per_node", "nodes_per_leaf", "rails", "oversubscription", "leaf_latency_s")
+"""Fields of a fabric that one machine has not."""
 
 
 def _this_host(num_devices: int) -> ClusterSpec:
@@ -129,6 +83,29 @@ def _this_host(num_devices: int) -> ClusterSpec:
         node_network_bytes_per_s=2.3e9,
         network_latency_s=60e-6,
         link_efficiency=1.0,
+        num_compute_units=1,
+        sustained_share=1.0,
+        matmul_efficiency_by_dtype={},
+        sustained_share_by_dtype={},
+        product_curve={},
+        memory_curve={},
+        kernel_curve={},
+        num_cores=0,
+        attention_half_head_dim=0.0,
+        network_efficiency=1.0,
+        collective_library="gloo",
+        collective_launch_s=0.0,
+        collective_ramp_bytes=0.0,
+        ll128_ramp_share=0.0,
+        channel_bytes_per_s=0.0,
+        collective_curve={},
+        grouped_matmul_efficiency=1.0,
+        attention_forward_efficiency=0.5,
+        attention_backward_efficiency=0.5,
+        kernel_floor_s=0.0,
+        host_dispatch_s=5e-6,
+        overlap_compute_share=1.0,
+        flash_attention_2_share=1.0,
         sources={
             "devices_per_node": "all ranks run on this one machine",
             "device_memory_bytes": counted,
@@ -141,15 +118,45 @@ def _this_host(num_devices: int) -> ClusterSpec:
             "node_link_latency_s": gloo,
             "node_network_bytes_per_s": "as inside the node: there is only one",
             "network_latency_s": "as inside the node: there is only one",
+            "num_compute_units": "one thread computes",
+            "sustained_share": "in the efficiency",
+            "matmul_efficiency_by_dtype": f"{nominal}half formats are no better",
+            "sustained_share_by_dtype": f"{nominal}half formats are no better",
+            "product_curve": f"{nominal}none measured",
+            "memory_curve": f"{nominal}none measured",
+            "kernel_curve": f"{nominal}none measured",
+            "num_cores": "in the rates, which are those of a rank's share of the cores",
+            "attention_half_head_dim": f"{nominal}width does not matter to a scalar core",
+            "network_efficiency": "the link rate is a measured one",
+            "collective_library": "the backend's transport between processes of one machine",
+            "collective_launch_s": "in the link latency",
+            "collective_ramp_bytes": "in the link rate",
+            "ll128_ramp_share": "no such protocol between host processes",
+            "channel_bytes_per_s": "in the link rate",
+            "collective_curve": f"{nominal}none measured",
+            **dict.fromkeys(_ABSENT, "there is only one node"),
+            "grouped_matmul_efficiency": f"{nominal}single-threaded kernels",
+            "attention_forward_efficiency": f"{nominal}single-threaded kernels",
+            "attention_backward_efficiency": f"{nominal}single-threaded kernels",
+            "kernel_floor_s": f"{nominal}single-threaded kernels",
+            "host_dispatch_s": f"{nominal}single-threaded kernels",
+            "overlap_compute_share": f"{nominal}single-threaded kernels",
+            "flash_attention_2_share": "there is one kernel",
             "link_efficiency": "the link rate is a measured one",
         },
     )
 
 
 CLUSTER_PRESETS: dict[str, Callable[[int], ClusterSpec]] = {
-    "dgx-a100-40g": _dgx_a100_40g,
-    "dgx-a100-80g": _dgx_a100_80g,
-    "dgx-h100": _dgx_h100,
+    "dgx-a100-40g": partial(_cluster, "dgx-a100-40g", A100_40G, DGX_A100),
+    "dgx-a100-80g": partial(_cluster, "dgx-a100-80g", A100_80G, DGX_A100),
+    "dgx-h100": partial(_cluster, "dgx-h100", H100, DGX_H100),
+    "dgx-h200": partial(_cluster, "dgx-h200", H200, DGX_H200),
+    "dgx-b200": partial(_cluster, "dgx-b200", B200, DGX_B200),
+    "dgx-b300": partial(_cluster, "dgx-b300", B300, DGX_B300),
+    "gb200-nvl72": partial(_rack, "gb200-nvl72", GB200, NVL72_CARD_BYTES_PER_S),
+    "gb300-nvl72": partial(_rack, "gb300-nvl72", GB300, NVL72_ULTRA_CARD_BYTES_PER_S),
+    "h800-pod": partial(_cluster, "h800-pod", H100, H800_POD),
     "this-host": _this_host,
 }
 """Name -> the cluster with a given number of devices."""

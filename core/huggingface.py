@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` files, read by hand: Llama, Mistral and GPT-2 style dense decoders."""
+"""Hugging Face `config.json` files, read by hand: Llama, Mistral, Mixtral, Qwen, DeepSeek and GPT-2 style decoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Config = Mapping[str, Any]
 def read_config(path: str | Path) -> ModelSpec:
     """The model of a `config.json`, or of the folder that holds one.
 
-    Raises `ModelError` for a family that is not read, missing fields, or features that the dense decoder does not have; `OSError`
+    Raises `ModelError` for a family that is not read, missing fields, or features that the decoder does not have; `OSError`
     when there is no such file.
     """
     file = Path(path)
@@ -38,7 +38,7 @@ def model_from_config(config: Config, *, name: str, source: str = "config.json")
         known = ", ".join(sorted(FAMILIES))
         hint = did_you_mean(family, FAMILIES) if isinstance(family, str) else "."
         raise ModelError(
-            f"{source}: model_type={family!r} is not read{hint} Read are {known}. Other dense decoders can be written field by field."
+            f"{source}: model_type={family!r} is not read{hint} Read are {known}. Other decoders can be written field by field."
         )
     try:
         return FAMILIES[family](config, name, source)
@@ -52,12 +52,74 @@ def model_from_config(config: Config, *, name: str, source: str = "config.json")
 
 def _llama(config: Config, name: str, source: str) -> ModelSpec:
     """`LlamaConfig` and `MistralConfig`: pre-norm RMSNorm, rotary positions, SwiGLU."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     problems = []
-    if config.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act={config['hidden_act']!r} is not understood; read is 'silu' (SwiGLU).")
     if bool(config.get("attention_bias", False)) != bool(config.get("mlp_bias", False)):
         problems.append("attention_bias and mlp_bias differ; read are configs with both or neither.")
+    return _rotary(config, name, source, problems, bias=bool(config.get("attention_bias", False)))
+
+
+def _mixtral(config: Config, name: str, source: str) -> ModelSpec:
+    """`MixtralConfig`: Mistral with experts, as wide as its MLP, in every layer."""
+    return _rotary(config, name, source, [], **_experts(config))
+
+
+def _qwen2(config: Config, name: str, source: str) -> ModelSpec:
+    """`Qwen2Config` (Qwen2, Qwen2.5): Llama with a bias on query, key and value."""
+    return _rotary(config, name, source, [], qkv_bias=True)
+
+
+def _qwen3(config: Config, name: str, source: str) -> ModelSpec:
+    """`Qwen3Config`: Llama whose query and key heads, 128 wide unless said, are normalised."""
+    return _rotary(config, name, source, _biased(config), qk_norm=True, head_dim=int(_given(config, "head_dim", 128)))
+
+
+def _qwen3_moe(config: Config, name: str, source: str) -> ModelSpec:
+    """`Qwen3MoeConfig`: Qwen3 with experts."""
+    problems, dense = _biased(config), list(_given(config, "mlp_only_layers", ()))
+    if dense != list(range(len(dense))):
+        problems.append(f"mlp_only_layers={dense} is not understood; read are dense layers before all others.")
+    if _given(config, "decoder_sparse_step", 1) != 1:
+        problems.append(f"decoder_sparse_step={config['decoder_sparse_step']} is not understood; read are experts in every later layer.")
+    experts = _experts(config, width=config["moe_intermediate_size"], dense=len(dense))
+    return _rotary(config, name, source, problems, qk_norm=True, **experts)
+
+
+def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
+    """`DeepseekV2Config` and `DeepseekV3Config`: latent attention, shared experts, the first layers dense."""
+    problems = _biased(config)
+    if _given(config, "moe_layer_freq", 1) != 1:
+        problems.append(f"moe_layer_freq={config['moe_layer_freq']} is not understood; read are experts in every later layer.")
+    nope, rope = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
+    return _rotary(
+        config,
+        name,
+        source,
+        problems,
+        head_dim=nope + rope,
+        num_kv_heads=int(config["num_attention_heads"]),
+        q_lora_rank=int(_given(config, "q_lora_rank", 0)),
+        kv_lora_rank=int(config["kv_lora_rank"]),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=int(config["v_head_dim"]),
+        num_mtp_layers=int(_given(config, "num_nextn_predict_layers", 0)),
+        **_experts(
+            config,
+            width=config["moe_intermediate_size"],
+            shared=_given(config, "n_shared_experts", 0),
+            dense=_given(config, "first_k_dense_replace", 0),
+        ),
+    )
+
+
+def _rotary(config: Config, name: str, source: str, problems: list[str], **more: Any) -> ModelSpec:
+    """What all families with rotary positions, RMSNorm and SwiGLU have in common; `more` are a family's own fields.
+
+    Raises `ModelError` for `problems` and for those of the common keys.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={config['hidden_act']!r} is not understood; read is 'silu' (SwiGLU).")
     if _is_windowed(config):
         problems.append(
             f"sliding_window={config['sliding_window']} is shorter than max_position_embeddings={config['max_position_embeddings']}; "
@@ -66,21 +128,40 @@ def _llama(config: Config, name: str, source: str) -> ModelSpec:
     _raise(problems, source)
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
-    return ModelSpec(
-        name=name,
-        num_layers=int(config["num_hidden_layers"]),
-        hidden_size=hidden,
-        ffn_hidden_size=int(config["intermediate_size"]),
-        num_heads=heads,
-        num_kv_heads=int(_given(config, "num_key_value_heads", heads)),
-        head_dim=int(_given(config, "head_dim", hidden // max(1, heads))),
-        vocab_size=int(config["vocab_size"]),
-        max_positions=int(config["max_position_embeddings"]),
-        norm_eps=float(_given(config, "rms_norm_eps", 1e-6)),
-        rope_theta=float(_given(config, "rope_theta", _given(rope, "rope_theta", 10000.0))),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        bias=bool(config.get("attention_bias", False)),
-    )
+    fields = {
+        "num_layers": int(config["num_hidden_layers"]),
+        "hidden_size": hidden,
+        "ffn_hidden_size": int(config["intermediate_size"]),
+        "num_heads": heads,
+        "num_kv_heads": int(_given(config, "num_key_value_heads", heads)),
+        "head_dim": int(_given(config, "head_dim", hidden // max(1, heads))),
+        "vocab_size": int(config["vocab_size"]),
+        "max_positions": int(config["max_position_embeddings"]),
+        "norm_eps": float(_given(config, "rms_norm_eps", 1e-6)),
+        "rope_theta": float(_given(config, "rope_theta", _given(rope, "rope_theta", 10000.0))),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
+    return ModelSpec(name=name, **{**fields, **more})
+
+
+def _experts(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 0) -> dict[str, int | None]:
+    """The fields of experts; families differ in what they call their number."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = next((config[name] for name in names if config.get(name) is not None), None)
+    if number is None:
+        raise KeyError(names[0])
+    return {
+        "num_experts": int(number),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "expert_ffn_hidden_size": None if width is None else int(width),
+        "num_shared_experts": int(shared),
+        "first_dense_layers": int(dense),
+    }
+
+
+def _biased(config: Config) -> list[str]:
+    """The problem of a bias on some of a layer's products only."""
+    return ["attention_bias=true is not understood in this family; read are configs without."] if config.get("attention_bias") else []
 
 
 def _gpt2(config: Config, name: str, source: str) -> ModelSpec:
@@ -116,7 +197,17 @@ def _gpt2(config: Config, name: str, source: str) -> ModelSpec:
 
 _GPT2_VARIANTS = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
-FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {"llama": _llama, "mistral": _llama, "gpt2": _gpt2}
+FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gpt2": _gpt2,
+}
 """`model_type` -> reader."""
 
 
@@ -127,7 +218,8 @@ def _given(config: Config, key: str, default: Any) -> Any:
 
 
 def _is_windowed(config: Config) -> bool:
-    window = config.get("sliding_window")
+    """True when attention sees less than the longest sequence; Qwen names a window that `use_sliding_window` turns off."""
+    window = config.get("sliding_window") if _given(config, "use_sliding_window", True) else None
     return window is not None and window < config["max_position_embeddings"]
 
 

@@ -107,8 +107,9 @@ class Layout:
     @property
     def degrees(self) -> str:
         """The degrees above one, for people: `tp2 pp2 dp2`, or `one device`."""
-        names = ("tp", "cp", "ep", "pp", "vpp", "dp")
-        return " ".join(f"{name}{getattr(self, name)}" for name in names if getattr(self, name) > 1) or "one device"
+        sizes = {name: getattr(self, name) for name in ("tp", "cp", "ep", "pp", "vpp", "dp")}
+        shown = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        return " ".join([*shown, *([f"etp{self.expert_tp}"] if self.expert_tp != self.tp else [])]) or "one device"
 
     @property
     def num_stages(self) -> int:

@@ -1,6 +1,7 @@
 """Leaf sizes: which pieces of a tensor a canonical sum is made of, and which pieces a rank owns.
 
-They follow from the model, the sequence and the `[numerics]` section alone, never from the layout.
+They follow from the model, the sequence and the `[numerics]` section alone, never from the layout; only fast numerics, which sum in no
+fixed order, make them fine enough for degrees above `MAX_DEGREE` when the layout has one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from .errors import LayoutError
+from .layout import Layout
 from .model import ModelSpec
 from .parameters import Feature, Parameter
 from .reduction import cut
@@ -51,13 +53,17 @@ class LeafSizes:
     vocab: Leaves
     gradient_token_block: int
     reduction_token_block: int
+    expert_ffn: Leaves | None = None
+    shared_ffn: Leaves | None = None
 
     def feature(self, feature: Feature) -> Leaves:
-        """Leaves of a feature axis."""
-        return {"heads": self.heads, "ffn": self.ffn, "vocab": self.vocab}[feature]
+        """Leaves of a feature axis, which the model must have."""
+        leaves: Leaves | None = getattr(self, feature)
+        assert leaves is not None, f"the model has no {feature}"
+        return leaves
 
     def local_slices(self, parameter: Parameter, tp: int, tp_rank: int) -> tuple[slice, ...]:
-        """The slice of the full parameter that a tensor-parallel rank holds."""
+        """The slice of the full parameter, which is no expert's, that a tensor-parallel rank holds."""
         slices = [slice(0, size) for size in parameter.shape]
         if parameter.cut is not None:
             dim, feature = parameter.cut
@@ -80,6 +86,11 @@ class LeafSizes:
             raise LayoutError(problems)
 
 
+def degree_to_admit(mode: str, layout: Layout) -> int:
+    """The largest tensor-parallel degree that leaf sizes must admit: that of the layout where numerics are fast and it is larger."""
+    return MAX_DEGREE if mode == "exact" else max(MAX_DEGREE, layout.tp, layout.expert_tp)
+
+
 def leaf_sizes(
     model: ModelSpec,
     sequence: int,
@@ -88,15 +99,24 @@ def leaf_sizes(
     vocab_block: int | None = None,
     gradient_token_block: int | None = None,
     reduction_token_block: int | None = None,
+    max_degree: int = MAX_DEGREE,
 ) -> LeafSizes:
-    """Leaf sizes with defaults filled in: one key/value group per head leaf, and ffn and vocabulary blocks that admit every degree
-    up to 8 that divides the key/value heads."""
-    parts = math.lcm(*(degree for degree in range(1, MAX_DEGREE + 1) if model.num_kv_heads % degree == 0))
+    """Leaf sizes with defaults filled in: one key/value group per head leaf, ffn and vocabulary blocks that admit every degree up to
+    `max_degree` that divides the key/value heads, and blocks of experts that admit every such degree that divides their width."""
+
+    def parts(number: int) -> int:
+        return math.lcm(*(degree for degree in range(1, max_degree + 1) if number % degree == 0))
+
+    def blocks(width: int, block: int | None) -> Leaves:
+        return Leaves(width, block or -(-width // parts(model.num_kv_heads)))
+
     gradient_block = gradient_token_block or min(128, sequence)
     return LeafSizes(
         heads=Leaves(model.num_kv_heads, 1),
-        ffn=Leaves(model.ffn_hidden_size, ffn_block or -(-model.ffn_hidden_size // parts)),
-        vocab=Leaves(model.vocab_size, vocab_block or -(-model.vocab_size // parts)),
+        ffn=blocks(model.ffn_hidden_size, ffn_block),
+        vocab=blocks(model.vocab_size, vocab_block),
         gradient_token_block=gradient_block,
         reduction_token_block=reduction_token_block or min(32, gradient_block),
+        expert_ffn=Leaves(model.expert_width, model.expert_width // parts(model.expert_width)) if model.is_moe else None,
+        shared_ffn=blocks(model.shared_expert_width, None) if model.num_shared_experts else None,
     )

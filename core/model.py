@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from .divisors import divisors
 from .errors import ModelError, did_you_mean
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "relu_squared")
+ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
 
 _COUNTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_positions")
+_EXPERT_FIELDS = ("experts_per_token", "num_shared_experts", "expert_ffn_hidden_size", "first_dense_layers")
+_LATENT_FIELDS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OPTIONAL_COUNTS = ("num_experts", *_EXPERT_FIELDS, "kv_lora_rank", *_LATENT_FIELDS, "num_mtp_layers")
+
+REFINEMENTS = ("qkv_bias", "qk_norm", *_OPTIONAL_COUNTS)
+"""What a plain decoder does without: finer biases and norms, experts, latent attention, multi-token prediction."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A dense decoder. `ffn_hidden_size` is the width after the activation (a SwiGLU has two products of that width before it).
+    """A decoder. `ffn_hidden_size` is the width after the activation (a SwiGLU has two products of that width before it).
 
-    `bias` puts a bias on every linear layer but the output head. `max_positions` is the length of a learned position table.
+    `bias` puts a bias on every linear layer but the router and the output head, `qkv_bias` one on query, key and value alone;
+    `qk_norm` normalises every query and key head. `max_positions` is the length of a learned position table.
+
+    With `num_experts`, the layers from `first_dense_layers` on have a router and experts of width `expert_ffn_hidden_size` (that of
+    the dense MLP unless given), of which each token takes `experts_per_token`, and `num_shared_experts` more of that width that every
+    token takes, as one MLP. With `kv_lora_rank`, attention is multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section
+    2.1): keys and values come from one low-rank vector a token, queries from another one if `q_lora_rank` is given; `head_dim` is
+    then `qk_nope_head_dim + qk_rope_head_dim`. `num_mtp_layers` multi-token-prediction modules (DeepSeek-V3, arXiv 2412.19437,
+    section 2.2) follow the last layer, beside the output head.
+
     Raises `ModelError` with every rule that is broken.
     """
 
@@ -32,13 +48,26 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     max_positions: int
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu_squared"] = "swiglu"
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared"] = "swiglu"
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_eps: float = 1e-5
     position: Literal["learned", "rope"] = "rope"
     rope_theta: float = 10000.0
     tied_embeddings: bool = False
     bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    num_shared_experts: int = 0
+    expert_ffn_hidden_size: int | None = None
+    first_dense_layers: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    num_mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in _COUNTS}
@@ -55,13 +84,87 @@ class ModelSpec:
             )
         if self.position == "rope" and _is_count(self.head_dim) and self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}.")
+        optional = {name: value for name in _OPTIONAL_COUNTS if (value := getattr(self, name)) is not None}
+        bad = [f"{name}={value!r} must be a whole number of at least 0." for name, value in optional.items() if not _is_number(value)]
+        problems += bad or [*self._expert_problems(), *self._latent_problems()]
         if problems:
             raise ModelError(problems)
 
+    def _expert_problems(self) -> Iterator[str]:
+        if not self.is_moe:
+            given = [f"{name}={value}" for name in _EXPERT_FIELDS if (value := getattr(self, name))]
+            if given:
+                yield f"{', '.join(given)} describe experts, but num_experts=0. Set num_experts, or leave them out."
+            return
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            yield f"experts_per_token={self.experts_per_token} must be 1 to num_experts={self.num_experts}."
+        if self.expert_ffn_hidden_size == 0:
+            yield "expert_ffn_hidden_size=0 must be at least 1."
+        if _is_count(self.num_layers) and self.first_dense_layers >= self.num_layers:
+            yield (
+                f"first_dense_layers={self.first_dense_layers} leaves none of num_layers={self.num_layers} to the experts. "
+                f"Use at most {self.num_layers - 1}, or num_experts=0."
+            )
+
+    def _latent_problems(self) -> Iterator[str]:
+        if not self.is_mla:
+            given = [f"{name}={value}" for name in _LATENT_FIELDS if (value := getattr(self, name))]
+            if given:
+                yield f"{', '.join(given)} describe latent attention, but kv_lora_rank=0. Set kv_lora_rank, or leave them out."
+            return
+        if missing := [name for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if not getattr(self, name)]:
+            yield f"kv_lora_rank={self.kv_lora_rank} means latent attention, which needs {', '.join(missing)} too."
+            return
+        if self.qk_rope_head_dim % 2:
+            yield f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, but rotary positions need pairs. Use {self.qk_rope_head_dim + 1}."
+        if self.head_dim != (width := self.qk_nope_head_dim + self.qk_rope_head_dim):
+            yield f"head_dim={self.head_dim} is not qk_nope_head_dim + qk_rope_head_dim = {width}, the width of a query head. Use {width}."
+        if self.num_kv_heads != self.num_heads:
+            yield (
+                f"num_kv_heads={self.num_kv_heads} differs from num_heads={self.num_heads}, but latent attention gives every query head "
+                f"a key and a value head. Use {self.num_heads}."
+            )
+        if self.position != "rope":
+            yield f'position="{self.position}" does not go with latent attention, which carries rotary positions. Use "rope".'
+
     @property
     def gated(self) -> bool:
-        """True when the first MLP product has a gate half (SwiGLU)."""
-        return self.activation == "swiglu"
+        """True when the first MLP product has a gate half (SwiGLU, GeGLU)."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def is_moe(self) -> bool:
+        """True when some layers have experts."""
+        return self.num_experts > 0
+
+    @property
+    def is_mla(self) -> bool:
+        """True for multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    def layer_is_moe(self, layer: int) -> bool:
+        """True when a layer has experts in the place of the dense MLP. Multi-token-prediction layers count on: `num_layers + i`."""
+        return self.is_moe and layer >= self.first_dense_layers
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts, without those of multi-token prediction."""
+        return self.num_layers - self.first_dense_layers if self.is_moe else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert after the activation."""
+        return self.ffn_hidden_size if self.expert_ffn_hidden_size is None else self.expert_ffn_hidden_size
+
+    @property
+    def shared_expert_width(self) -> int:
+        """Width of the MLP that all tokens take beside their experts; 0 without one."""
+        return self.num_shared_experts * self.expert_width
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of one value head; that of a query or key head is `head_dim`."""
+        return self.v_head_dim if self.is_mla else self.head_dim
 
     @property
     def query_heads_per_group(self) -> int:
@@ -75,6 +178,19 @@ class ModelSpec:
 
         return sum(parameter.num_elements for parameter in parameters(self))
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token passes through: all but the experts it does not take, multi-token prediction included."""
+        from .parameters import parameters
+
+        experts = sum(parameter.num_elements for parameter in parameters(self) if parameter.expert)
+        idle = experts // self.num_experts * (self.num_experts - self.experts_per_token) if self.is_moe else 0
+        return self.num_parameters - idle
+
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return _is_number(value) and value != 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -17,7 +17,7 @@ from .errors import PlanError
 from .files import read_text, write_text
 from .layout import Layout
 from .model import ModelSpec
-from .plan import Batch, Numerics, Optimizer, Plan, Precision, Runtime
+from .plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Runtime
 from .plan_build import Draft, build_plan
 from .plan_keys import key_named
 from .plan_toml import Given, Values, read_values
@@ -51,12 +51,14 @@ OPTIONS = (
     PlanOption("--dp", "layout.dp"),
     PlanOption("--cp", "layout.cp"),
     PlanOption("--ep", "layout.ep"),
+    PlanOption("--etp", "layout.etp"),
     PlanOption("--zero", "layout.zero"),
     PlanOption("--global-batch", "batch.global"),
     PlanOption("--micro-batch", "batch.micro"),
     PlanOption("--sequence", "batch.sequence"),
     PlanOption("--dtype", "precision.dtype", str),
     PlanOption("--recompute", "recompute.mode", str),
+    PlanOption("--profile", "runtime.profile", str),
 )
 
 
@@ -75,6 +77,7 @@ class SearchSpace:
     runtime: Runtime = field(default_factory=Runtime)
     numerics: Numerics = field(default_factory=Numerics)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    data_parallel: DataParallel = field(default_factory=DataParallel)
     pinned: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -127,7 +130,7 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
     if "num_devices" not in draft.valid["cluster"]:  # known only now that a cluster file has been read
         draft.missing("cluster.num_devices", "a search needs the number of devices. Give --devices or cluster.num_devices.")
     draft.raise_problems()
-    names = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer")
+    names = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer", "data_parallel")
     return SearchSpace(**{name: nouns[name] for name in names}, pinned=pinned)
 
 

@@ -9,18 +9,43 @@ from typing import Literal
 from .cluster import ClusterSpec
 from .errors import PlanError
 from .layout import Layout
-from .leaves import LeafSizes, leaf_sizes
+from .leaves import LeafSizes, degree_to_admit, leaf_sizes
 from .microbatches import constant_microbatches
 from .model import ModelSpec
 from .schedule import Placement
 from .stages import StageLayers, assign_layers
+from .variation import Variation
+
+PROFILES = ("shardproof", "megatron-te", "torchtitan", "megatron-2021", "megatron-deepspeed")
+"""Software stacks whose memory and overlap can be modelled: our own; Megatron-Core with Transformer Engine; torchtitan; and Megatron-LM as
+it was from 2021 to 2022, before flash attention, with its own pipeline or DeepSpeed's."""
+
+RECOMPUTE_MODULES = ("core_attn", "norm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
+"""What selective recomputation can choose, as Megatron-Core's `--recompute-modules` (there `norm` is `layernorm`): the attention core,
+the norms, a dense layer's MLP, the up-projections of latent attention, the whole MoE layer, the activation of its experts, the shared
+experts."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Whose memory and overlap behaviour is modelled."""
+    """Whose memory and overlap behaviour is modelled, and what of it the run does differently; None is as the profile.
 
-    profile: Literal["shardproof"] = "shardproof"
+    `attention` is one fused kernel (the best there is, or FlashAttention 1 or 2) or products with all scores in memory; `compile` fuses
+    elementwise kernels; `tp_comm_overlap` and `p2p_overlap` run tensor-parallel collectives and messages between stages beside
+    products; `cuda_graphs` launches a stage's kernels as one; `scatter_gather` sends messages that all tensor-parallel ranks hold in
+    parts; with `launch_blocking` the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1); `fused_loss` writes the gradient of the
+    loss over the logits instead of keeping an fp32 softmax.
+    """
+
+    profile: Literal["shardproof", "megatron-te", "torchtitan", "megatron-2021", "megatron-deepspeed"] = "shardproof"
+    attention: Literal["fused", "flash-1", "flash-2", "unfused"] | None = None
+    compile: bool | None = None
+    tp_comm_overlap: bool | None = None
+    p2p_overlap: bool | None = None
+    cuda_graphs: bool | None = None
+    scatter_gather: bool | None = None
+    launch_blocking: bool | None = None
+    fused_loss: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -34,16 +59,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class Precision:
-    """Number format of weights and activations in products; optimizer state is fp32."""
+    """Number format of weights and activations in products; optimizer state is fp32.
+
+    `gradient_dtype` is the format in which gradients are accumulated and reduced; None is as the profile.
+    """
 
     dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
+    gradient_dtype: Literal["fp32", "bf16"] | None = None
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """`selective` recomputes the attention core, `full` keeps only each layer's input."""
+    """`selective` recomputes `modules` of every layer, `full` keeps only each layer's input.
+
+    `num_layers` limits `full` to the first so many layers of every stage; None is all of them.
+    """
 
     mode: Literal["none", "selective", "full"] = "none"
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ("core_attn",)
 
 
 @dataclass(frozen=True)
@@ -82,6 +116,21 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class DataParallel:
+    """How gradients are added up and parameters spread over data-parallel ranks; None is as the profile.
+
+    `overlap_grad_reduce` reduces buckets of `bucket_bytes` under the last backward passes, `overlap_param_gather` gathers updated
+    parameters under the first forward passes. `shard` is the size of the groups that ZeRO shards over (hybrid sharding); None is
+    all data-parallel ranks.
+    """
+
+    overlap_grad_reduce: bool | None = None
+    overlap_param_gather: bool | None = None
+    bucket_bytes: int | None = None
+    shard: int | None = None
+
+
+@dataclass(frozen=True)
 class Train:
     """What `train` and `verify --dynamic` run. `data` is a text file, a folder, or `python-stdlib`."""
 
@@ -108,7 +157,9 @@ class Plan:
     schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
     numerics: Numerics = field(default_factory=Numerics)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    data_parallel: DataParallel = field(default_factory=DataParallel)
     train: Train = field(default_factory=Train)
+    variation: Variation = field(default_factory=Variation)
 
     def __post_init__(self) -> None:
         from .plan_rules import broken_rules  # the rule table is written in terms of the nouns of this file
@@ -159,6 +210,7 @@ class Plan:
             vocab_block=self.numerics.vocab_block,
             gradient_token_block=self.numerics.gradient_token_block,
             reduction_token_block=self.numerics.reduction_token_block,
+            max_degree=degree_to_admit(self.numerics.mode, self.layout),
         )
 
     def samples_of(self, dp_rank: int) -> tuple[int, int]:
@@ -167,8 +219,8 @@ class Plan:
         return dp_rank * per_rank, (dp_rank + 1) * per_rank
 
     def num_copies(self, stage: int) -> int:
-        """Copies of a stage that add up its gradients: dp, times two where the placement has replicas of it."""
-        return self.layout.dp * len(self.placement.ranks[stage])
+        """Copies of a stage that add up its gradients: dp*cp, times two where the placement has replicas of it."""
+        return self.layout.dp * self.layout.cp * len(self.placement.ranks[stage])
 
     def copy_of(self, stage: int, *, dp_rank: int, pp_rank: int) -> int:
         """The number of a rank's copy of a stage. Copies are numbered in the order of the samples they see."""

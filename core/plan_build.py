@@ -14,7 +14,7 @@ from .errors import PlanError, ShardproofError, did_you_mean
 from .files import read_text
 from .huggingface import read_config
 from .layout import Layout
-from .model import ModelSpec
+from .model import REFINEMENTS, ModelSpec
 from .model_presets import MODEL_PRESETS, model_preset
 from .plan import Plan
 from .plan_keys import KEYS, NOUNS, Key, keys_of
@@ -76,7 +76,9 @@ class Draft:
             fields.setdefault("max_positions", self.valid["batch"]["sequence"])
         if "num_heads" in fields:
             fields.setdefault("num_kv_heads", fields["num_heads"])
-            if "hidden_size" in fields:
+            if fields.get("kv_lora_rank"):
+                fields.setdefault("head_dim", max(1, fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)))
+            elif "hidden_size" in fields:
                 fields.setdefault("head_dim", max(1, fields["hidden_size"] // fields["num_heads"]))
         fields.setdefault("name", "custom")
         return self._noun("model", ModelSpec, fields, "or model.preset, or model.config")
@@ -237,13 +239,16 @@ def key_complaint(key: Key, value: Any) -> str:
         "str": "a text in quotes",
         "path": "a path in quotes",
         "two floats": "a list of two numbers",
+        "list of texts": "a list of texts in square brackets",
         "table of rates": "a table of positive numbers such as { bf16 = 3.12e14 }",
         "table of texts": "a table of texts",
     }[key.type]
     if not _has_type(key, value):
         return f"{written} must be {expected} ({key.doc})."
-    if key.choices and value not in key.choices:
-        return f"{written} is not one of {', '.join(key.choices)}{did_you_mean(str(value), key.choices)}"
+    for choice in value if key.type == "list of texts" else [value]:
+        if key.choices and choice not in key.choices:
+            what = written if key.type != "list of texts" else f"{written}: {choice!r}"
+            return f"{what} is not one of {', '.join(key.choices)}{did_you_mean(str(choice), key.choices)}"
     for number in value if key.type == "two floats" else [value] if key.type in ("int", "float") else []:
         if key.minimum is not None and number < key.minimum:
             return f"{written} must be at least {key.minimum} ({key.doc})."
@@ -269,10 +274,12 @@ def _has_type(key: Key, value: Any) -> bool:
         return isinstance(value, str) and value != ""
     if key.type == "two floats":
         return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    if key.type == "list of texts":
+        return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
     if not isinstance(value, dict):
         return False
     if key.type == "table of rates":
-        return bool(value) and all(_is_number(rate) and rate > 0 for rate in value.values())
+        return (bool(value) or not key.required) and all(_is_number(rate) and rate > 0 for rate in value.values())
     return all(isinstance(text, str) for text in value.values())
 
 
@@ -286,6 +293,8 @@ def _converted(key: Key, given: Given) -> Any:
         return float(value)
     if key.type == "two floats":
         return (float(value[0]), float(value[1]))
+    if key.type == "list of texts":
+        return tuple(value)
     if key.type == "table of rates":
         return {name: float(rate) for name, rate in value.items()}
     if key.type == "path" and given.folder is not None and value != "python-stdlib":
@@ -306,10 +315,16 @@ def _os_text(error: Exception) -> str:
 def sparse_model(model: ModelSpec) -> dict[str, Any]:
     """Key -> value, as few as describe the model: a preset and what differs from it, or every field."""
     fields = _fields(model)
+    full = {name: value for name, value in fields.items() if name not in _REFINEMENTS or value != _REFINEMENTS[name]}
     if model.name not in MODEL_PRESETS:
-        return fields
+        return full
     base = _fields(model_preset(model.name))
-    return {"preset": model.name, **{name: value for name, value in fields.items() if value != base[name]}}
+    changed = {name: value for name, value in fields.items() if value != base[name]}
+    return full if None in changed.values() else {"preset": model.name, **changed}  # a file cannot say None over a preset's number
+
+
+_REFINEMENTS = {field.name: field.default for field in dataclasses.fields(ModelSpec) if field.name in REFINEMENTS}
+"""Fields that a file leaves out where they are off, and their defaults."""
 
 
 def sparse_cluster(cluster: ClusterSpec) -> dict[str, Any]:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .cluster import ClusterSpec
 from .divisors import divisors
 from .errors import LayoutError, PlanError, did_you_mean
-from .layout import Layout
-from .leaves import leaf_sizes
+from .layout import DEFAULT_ORDER, Layout
+from .leaves import degree_to_admit, leaf_sizes
 from .microbatches import constant_microbatches
 from .model import ModelSpec
-from .plan import Batch, Numerics, Precision, ScheduleChoice
+from .plan import RECOMPUTE_MODULES, Batch, DataParallel, Numerics, Precision, Recompute, ScheduleChoice
 from .schedules import CATALOG, default_name
-from .stages import assign_layers
+from .stages import assign_layers, num_mtp_written
+from .variation_rules import (
+    checkpoints_need_failures,
+    classes_are_known,
+    hiccups_have_a_length,
+    imbalance_needs_experts,
+    links_exist,
+    stragglers_exist,
+)
+
+MAX_NAMED_DEGREE = 64
+"""Messages offer degrees up to this one; wider tensor parallelism is nowhere in use."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,7 @@ class Rule:
     doc: str
     check: Callable[..., Iterator[str]]
 
-    @property
+    @cached_property
     def sections(self) -> tuple[str, ...]:
         """The sections whose nouns `check` takes."""
         return tuple(dict.fromkeys(key.partition(".")[0] for key in self.keys))
@@ -65,6 +78,7 @@ def _leaves_admit_tp(layout: Layout, model: ModelSpec, batch: Batch, numerics: N
         vocab_block=numerics.vocab_block,
         gradient_token_block=numerics.gradient_token_block,
         reduction_token_block=numerics.reduction_token_block,
+        max_degree=degree_to_admit(numerics.mode, layout),
     )
     if model.num_kv_heads % layout.tp == 0:
         try:
@@ -85,6 +99,13 @@ def _stages_hold_all_layers(layout: Layout, model: ModelSpec) -> Iterator[str]:
         assign_layers(model.num_layers, layout)
     except LayoutError as error:
         yield from error.problems
+        return
+    written = 0 if layout.stages is None else num_mtp_written(layout.stages)
+    if written not in (0, model.num_mtp_layers):
+        yield (
+            f"stages={layout.stages!r} names {written} modules of multi-token prediction (m), but model {model.name} "
+            f"has num_mtp_layers={model.num_mtp_layers}. Write as many, or none."
+        )
 
 
 def _interleaving_matches(schedule: ScheduleChoice, layout: Layout) -> Iterator[str]:
@@ -158,21 +179,111 @@ def _nodes_are_whole(cluster: ClusterSpec) -> Iterator[str]:
 
 
 def _sequence_divides(layout: Layout, batch: Batch) -> Iterator[str]:
-    if layout.sequence_parallel and batch.sequence % layout.tp:
-        below = batch.sequence // layout.tp * layout.tp
+    chunks = 2 * layout.cp if layout.cp > 1 else 1
+    if batch.sequence % chunks:
         yield (
-            f"sequence_parallel=true cuts sequence={batch.sequence} over tp={layout.tp}, which does not divide it. "
-            f"Use sequence={below or layout.tp}, or sequence_parallel=false."
+            f"cp={layout.cp} gives every rank an early and a late chunk of the sequence, 2*cp={chunks} chunks in all, which do not "
+            f"divide sequence={batch.sequence}. Use sequence={batch.sequence // chunks * chunks or chunks}."
+        )
+    elif layout.sequence_parallel and batch.sequence // layout.cp % layout.tp:
+        unit = math.lcm(chunks, layout.cp * layout.tp)
+        part = f"the {batch.sequence // layout.cp} tokens that cp={layout.cp} leaves" if layout.cp > 1 else f"sequence={batch.sequence}"
+        yield (
+            f"sequence_parallel=true cuts {part} over tp={layout.tp}, which does not divide it. "
+            f"Use sequence={batch.sequence // unit * unit or unit}, or sequence_parallel=false."
         )
 
 
-def _dense_only(layout: Layout) -> Iterator[str]:
-    if layout.cp > 1:
-        yield f"cp={layout.cp}: context parallelism can be laid out but not yet simulated or run. Use cp=1; more tp saves memory too."
-    if layout.ep > 1:
-        yield f"ep={layout.ep}: models are dense so far, so there are no experts to spread. Use ep=1."
-    if layout.etp is not None and layout.etp != layout.tp:
-        yield f"etp={layout.etp}: models are dense so far, so experts have no tensor parallelism of their own. Leave etp out."
+def _experts_divide(layout: Layout, model: ModelSpec) -> Iterator[str]:
+    if not model.is_moe:
+        if layout.ep > 1:
+            yield f"ep={layout.ep} spreads experts, but model {model.name} has none (num_experts=0). Use ep=1."
+        if layout.expert_tp != layout.tp:
+            yield f"etp={layout.etp} cuts experts, but model {model.name} has none (num_experts=0). Leave etp out."
+        return
+    if model.num_experts % layout.ep:
+        legal = divisors(model.num_experts)
+        yield f"ep={layout.ep} does not divide num_experts={model.num_experts} (model {model.name}). Use ep among {legal}."
+    if model.expert_width % layout.expert_tp:
+        name = "etp" if layout.etp is not None else "tp"
+        yield (
+            f"{name}={layout.expert_tp} does not divide expert_ffn_hidden_size={model.expert_width} (model {model.name}). "
+            f"Use etp among {[degree for degree in divisors(model.expert_width) if degree <= MAX_NAMED_DEGREE]}."
+        )
+    if model.shared_expert_width % layout.tp:
+        yield f"tp={layout.tp} does not divide the shared experts' width {model.shared_expert_width} (model {model.name}). Use another tp."
+    if _pp_stride(layout, layout.sizes) != _pp_stride(layout, layout.expert_sizes):
+        yield (
+            f"order={layout.order!r} puts pp before axes that experts cut otherwise, so experts of one layer would lie on other pipeline "
+            f"ranks than its attention. Use order={DEFAULT_ORDER!r}."
+        )
+
+
+def _pp_stride(layout: Layout, sizes: Mapping[str, int]) -> int:
+    """Distance of neighbouring pipeline ranks; an axis that the order leaves out varies slowest."""
+    before, _, _ = f"{layout.order}-pp".partition("pp")
+    return math.prod(sizes[axis] for axis in before.split("-") if axis) if layout.pp > 1 else 1
+
+
+def _experts_share_tokens(layout: Layout, model: ModelSpec) -> Iterator[str]:
+    if model.is_moe and layout.expert_tp != layout.tp and not layout.sequence_parallel and layout.tp > 1:
+        yield (
+            f"etp={layout.expert_tp} differs from tp={layout.tp}, so every rank must send tokens of its own to the experts, but "
+            f"sequence_parallel=false gives all {layout.tp} ranks the same. Use sequence_parallel=true, or leave etp out."
+        )
+
+
+def _exact_sums_are_defined(numerics: Numerics, layout: Layout, model: ModelSpec) -> Iterator[str]:
+    if numerics.mode != "exact":
+        return
+    given = {
+        "cp": layout.cp if layout.cp > 1 else 0,
+        "num_experts": model.num_experts,
+        "kv_lora_rank": model.kv_lora_rank,
+        "num_mtp_layers": model.num_mtp_layers,
+        "qk_norm": "true" if model.qk_norm else 0,
+    }
+    for name, value in given.items():
+        if value:
+            yield f'numerics.mode="exact" has no fixed order of sums yet for {name}={value}. Use numerics.mode="fast".'
+
+
+def _recompute_is_chosen_once(recompute: Recompute) -> Iterator[str]:
+    if recompute.num_layers is not None and recompute.mode != "full":
+        yield (
+            f"num_layers={recompute.num_layers} limits full recomputation to so many layers of each stage, "
+            f'but recompute.mode="{recompute.mode}". Set recompute.mode = "full", or leave num_layers out.'
+        )
+    if recompute.modules != Recompute().modules and recompute.mode != "selective":
+        yield (
+            f"modules={list(recompute.modules)} chooses what selective recomputation repeats, "
+            f'but recompute.mode="{recompute.mode}". Set recompute.mode = "selective", or leave modules out.'
+        )
+
+
+def _recomputed_modules_exist(recompute: Recompute, model: ModelSpec) -> Iterator[str]:
+    for name in recompute.modules:
+        if name not in RECOMPUTE_MODULES:
+            yield f"modules={list(recompute.modules)}: {name!r} is no part of a layer{did_you_mean(name, RECOMPUTE_MODULES)}"
+        elif name in ("moe", "moe_act") and not model.is_moe:
+            yield f"modules={list(recompute.modules)}: model {model.name} has no experts, so there is no {name!r}. Leave it out."
+        elif name == "shared_experts" and not model.num_shared_experts:
+            yield f"modules={list(recompute.modules)}: model {model.name} has no shared experts. Leave {name!r} out."
+        elif name == "mla_up_proj" and not model.is_mla:
+            yield f"modules={list(recompute.modules)}: model {model.name} has no latent attention. Leave {name!r} out."
+
+
+def _shards_divide(data_parallel: DataParallel, layout: Layout) -> Iterator[str]:
+    shard, ranks = data_parallel.shard, layout.dp * layout.cp
+    if shard is not None and ranks % shard:
+        yield f"shard={shard} does not divide the dp*cp={ranks} ranks that it shards over. Use shard among {divisors(ranks)}."
+    if shard is not None and layout.zero == 0:
+        yield f"shard={shard} says how many ranks ZeRO shards over, but zero=0 shards nothing. Set layout.zero, or leave shard out."
+    if data_parallel.overlap_param_gather and layout.zero == 0:
+        yield (
+            "overlap_param_gather=true hides the gathers of sharded parameters, but zero=0 shards nothing. "
+            "Set layout.zero, or leave overlap_param_gather out."
+        )
 
 
 def _dtype_has_peak(precision: Precision, cluster: ClusterSpec) -> Iterator[str]:
@@ -192,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     Rule("microbatches-divide", ("batch.global", "batch.micro", "layout.dp"), "micro*dp divides the global batch", _microbatches_divide),
     Rule(
         "stages-hold-all-layers",
-        ("layout.stages", "layout.pp", "layout.vpp", "model.num_layers"),
+        ("layout.stages", "layout.pp", "layout.vpp", "model.num_layers", "model.num_mtp_layers"),
         "pp*vpp divides the layers, or the stage string holds them all",
         _stages_hold_all_layers,
     ),
@@ -223,8 +334,78 @@ RULES: tuple[Rule, ...] = (
         _cluster_is_filled,
     ),
     Rule("nodes-are-whole", ("cluster.num_devices", "cluster.devices_per_node"), "several nodes are whole nodes", _nodes_are_whole),
-    Rule("sequence-divides", ("layout.sequence_parallel", "batch.sequence", "layout.tp"), "tp divides the sequence", _sequence_divides),
-    Rule("dense-only", ("layout.cp", "layout.ep", "layout.etp"), "axes that the code does not run yet are refused", _dense_only),
+    Rule(
+        "sequence-divides",
+        ("layout.sequence_parallel", "batch.sequence", "layout.tp", "layout.cp"),
+        "2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part",
+        _sequence_divides,
+    ),
+    Rule(
+        "experts-divide",
+        ("layout.ep", "layout.etp", "model.num_experts", "model.expert_ffn_hidden_size"),
+        "ep divides the experts, and etp the width of one",
+        _experts_divide,
+    ),
+    Rule(
+        "experts-share-tokens",
+        ("layout.etp", "layout.tp", "layout.sequence_parallel", "model.num_experts"),
+        "experts cut otherwise than attention need tokens that are cut, too",
+        _experts_share_tokens,
+    ),
+    Rule(
+        "exact-sums-are-defined",
+        ("numerics.mode", "layout.cp", "model.num_experts", "model.kv_lora_rank", "model.num_mtp_layers", "model.qk_norm"),
+        "exact numerics run with layers whose sums have a fixed order",
+        _exact_sums_are_defined,
+    ),
+    Rule(
+        "recompute-is-chosen-once",
+        ("recompute.num_layers", "recompute.modules", "recompute.mode"),
+        "num_layers belongs to full, modules to selective recomputation",
+        _recompute_is_chosen_once,
+    ),
+    Rule(
+        "recomputed-modules-exist",
+        ("recompute.modules", "model.num_experts", "model.kv_lora_rank"),
+        "a layer of the model has the modules that are recomputed",
+        _recomputed_modules_exist,
+    ),
+    Rule(
+        "shards-divide",
+        ("data_parallel.shard", "data_parallel.overlap_param_gather", "layout.zero", "layout.dp", "layout.cp"),
+        "ZeRO shards over a divisor of the data-parallel ranks",
+        _shards_divide,
+    ),
     Rule("dtype-has-peak", ("precision.dtype", "cluster.peak_flops_per_s"), "the cluster has a rate for it", _dtype_has_peak),
+    Rule(
+        "stragglers-exist", ("variation.stragglers", "cluster.num_devices"), "stragglers are slow devices of the cluster", stragglers_exist
+    ),
+    Rule(
+        "classes-are-known",
+        ("variation.device_classes", "cluster.num_devices", "precision.dtype"),
+        "every device is of one class, which is a preset's",
+        classes_are_known,
+    ),
+    Rule(
+        "links-exist",
+        ("variation.slow_links", "variation.failed_links", "cluster.num_devices"),
+        "slow and failed links are links of the cluster, and leave every device a way to the others",
+        links_exist,
+    ),
+    Rule(
+        "hiccups-have-a-length", ("variation.hiccups_per_s", "variation.hiccup_s"), "pauses have a rate and a length", hiccups_have_a_length
+    ),
+    Rule(
+        "imbalance-needs-experts",
+        ("variation.expert_imbalance", "variation.expert_capacity", "model.num_experts"),
+        "only experts can be unequally busy",
+        imbalance_needs_experts,
+    ),
+    Rule(
+        "checkpoints-need-failures",
+        ("variation.device_mtbf_s", "variation.checkpoint_s", "variation.checkpoint_every_s", "variation.restart_s"),
+        "checkpoints count where devices fail",
+        checkpoints_need_failures,
+    ),
 )
 """Every cross-key rule. The first key of a rule that the file gives is the line that its problems point at."""

@@ -63,7 +63,8 @@ def _one_node(name: str) -> ClusterSpec:
 
 
 def _model_report(model: ModelSpec) -> dict[str, Any]:
-    return {**dataclasses.asdict(model), "num_parameters": model.num_parameters}
+    counts = {"num_parameters": model.num_parameters}
+    return {**dataclasses.asdict(model), **counts, **({"num_active_parameters": model.num_active_parameters} if model.is_moe else {})}
 
 
 def _cluster_report(cluster: ClusterSpec) -> dict[str, Any]:
@@ -87,8 +88,15 @@ def _model_row(model: ModelSpec) -> tuple[str, ...]:
         f"{format_count(model.num_parameters)} parameters",
         f"{model.num_layers} layers",
         f"hidden {model.hidden_size}",
-        f"heads {model.num_heads}/{model.num_kv_heads}",
+        f"latent heads {model.num_heads}" if model.is_mla else f"heads {model.num_heads}/{model.num_kv_heads}",
+        _experts(model),
     )
+
+
+def _experts(model: ModelSpec) -> str:
+    if not model.is_moe:
+        return ""
+    return f"{model.experts_per_token} of {model.num_experts} experts, {format_count(model.num_active_parameters)} active"
 
 
 def _cluster_row(cluster: ClusterSpec) -> tuple[str, ...]:
@@ -123,6 +131,8 @@ def _plain(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, tuple):
+        return ", ".join(map(_plain, value))
     if isinstance(value, dict):
         return " ".join(f"{name}={_plain(item)}" for name, item in value.items())
     return str(value)

@@ -64,27 +64,38 @@ def _even(num_layers: int, layout: Layout) -> list[int]:
 
 
 def _parse(text: str) -> list[int]:
-    """Layers per stage. `X*n` repeats a letter, `(...)*n` a group, `|` ends a stage, commas are decoration."""
+    """Layers per stage. `X*n` repeats a letter, `(...)*n` a group, `|` ends a stage, commas are decoration.
+
+    `m`, a module of multi-token prediction, may be written or left out: it always lies beside the loss.
+    """
     expanded = _expand(text.replace(" ", "").replace(",", ""))
     cells = expanded.split("|")
     layers = "".join(cells)
-    if re.fullmatch(r"Et*L", layers) is None:
+    if re.fullmatch(r"Et*m*L", layers) is None:
         raise LayoutError(
-            f"stages={text!r} expands to {expanded!r}, which must hold E (embedding) first, L (loss) last and only t (layers) between."
+            f"stages={text!r} expands to {expanded!r}, which must hold E (embedding) first, L (loss) last, only t (layers) between, "
+            "and m (multi-token prediction), if anywhere, before L."
         )
     if "E" not in cells[0] or "L" not in cells[-1]:
         raise LayoutError(f"stages={text!r} expands to {expanded!r}, where the first stage must hold E and the last stage L.")
+    if any("m" in cell for cell in cells[:-1]):
+        raise LayoutError(f"stages={text!r} puts m (multi-token prediction) on a stage of its own. Write it beside L, in the last stage.")
     return [cell.count("t") for cell in cells]
 
 
+def num_mtp_written(stages: str) -> int:
+    """Modules of multi-token prediction that a legal layout string names."""
+    return _expand(stages.replace(" ", "").replace(",", "")).count("m")
+
+
 def _expand(text: str) -> str:
-    original, group = text, re.compile(r"\(([^()]*)\)\*(\d{1,6})(?!\d)|([EtL|])\*(\d{1,6})(?!\d)")
+    original, group = text, re.compile(r"\(([^()]*)\)\*(\d{1,6})(?!\d)|([EtmL|])\*(\d{1,6})(?!\d)")
     while match := group.search(text):
         body, times, letter, letter_times = match.groups()
         repeated = body * int(times) if body is not None else letter * int(letter_times)
         text = text[: match.start()] + repeated + text[match.end() :]
         if len(text) > MAX_LENGTH:
             raise LayoutError(f"stages={original!r} expands to more than {MAX_LENGTH} characters.")
-    if set(text) - set("EtL|"):
-        raise LayoutError(f"stages={original!r} has {''.join(sorted(set(text) - set('EtL|')))!r}; use E, t, L, |, *n and (...)*n.")
+    if strange := set(text) - set("EtmL|"):
+        raise LayoutError(f"stages={original!r} has {''.join(sorted(strange))!r}; use E, t, m, L, |, *n and (...)*n.")
     return text

@@ -2,78 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from ..core.action import SENDS, Kind
-from ..core.schedule import Schedule
 from .engine import Run
-from .pricing import COMPONENTS, Seconds
+from .graph import Graph
+from .seconds import COMPONENTS, Seconds
 
 TIME_KEYS = ("compute", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "optimizer", "bubble", "other")
-"""Keys of `time_s` in the reports. `cp_comm` and `ep_comm` are zero for the layouts that plans allow so far."""
+"""Keys of `time_s` in the reports."""
 
 
-def busy_s(run: Run) -> np.ndarray:
+class Sort(NamedTuple):
+    """A sort of action that has one price: kind, stage, the backward's stage of an overlapped pair (else -1), pipeline rank."""
+
+    kind: Kind
+    stage: int
+    pair_stage: int
+    pp_rank: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sorts:
+    """The sorts of action of a graph: `of_action` is an index into `sorts`, `counts` [pipeline ranks, sorts] those on compute lanes."""
+
+    sorts: tuple[Sort, ...]
+    of_action: np.ndarray
+    counts: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def sorts_of(graph: Graph) -> Sorts:
+    """The sorts of action of a graph."""
+    schedule = graph.schedule
+    actions, num_stages, num_ranks = schedule.actions, schedule.num_stages, schedule.num_ranks
+    code = actions.pair_stage.astype(np.int64) + 1
+    for column, size in ((actions.stage, num_stages), (actions.kind, len(Kind)), (graph.rank, num_ranks)):
+        code = code * size + column
+    found, of_action = np.unique(code, return_inverse=True)
+    sorts = []
+    for number in found.tolist():
+        number, pp_rank = divmod(number, num_ranks)
+        number, kind = divmod(number, len(Kind))
+        pair, stage = divmod(number, num_stages)
+        sorts.append(Sort(Kind(kind), stage, pair - 1, pp_rank))
+    mask = graph.is_compute
+    counts = np.bincount(graph.rank[mask].astype(np.int64) * len(found) + of_action[mask], minlength=num_ranks * len(found))
+    return Sorts(tuple(sorts), of_action, counts.reshape(num_ranks, len(found)))
+
+
+def busy_s(graph: Graph, prices: Sequence[Seconds]) -> np.ndarray:
     """[pipeline ranks] seconds in which the compute lane is occupied."""
-    mask = run.graph.is_compute
-    return np.bincount(run.graph.rank[mask], weights=(run.end_s - run.start_s)[mask], minlength=run.graph.schedule.num_ranks)
+    return sorts_of(graph).counts @ np.array([seconds.total_s for seconds in prices])
 
 
 def critical_pp_rank(run: Run) -> int:
     """The pipeline rank that finishes last; of several the lowest."""
-    ends = np.zeros(run.graph.schedule.num_ranks)
-    np.maximum.at(ends, run.graph.rank, run.end_s)
-    return int(ends.argmax())
+    return int(np.maximum.reduceat(run.end_s, run.graph.schedule.offsets[:-1]).argmax())
 
 
-def attribute(run: Run, pp_rank: int, price: Callable[[Kind, int, int], Seconds]) -> dict[str, float]:
-    """Seconds of the step by cause on one pipeline rank's compute lane; `price(kind, stage, replica)` is that of an action.
+def attribute(run: Run, pp_rank: int, prices: Sequence[Seconds]) -> dict[str, float]:
+    """Seconds of the step by cause on one pipeline rank's compute lane; `prices` are those of the graph's sorts of action.
 
     An action's time splits as its price does. Idle time before an action is `pp_comm` while the message it waits for is in flight,
     `dp_comm` while the reduction or gather it waits for runs, else `bubble`. What passes between a rank's last action and the end of
-    the step is `bubble` too. All times lie on the grid of `pricing`, so the parts sum to the step exactly.
+    the step is `bubble` too. All times lie on the grid of `seconds`, so the parts sum to the step exactly.
     """
     graph = run.graph
     lo, hi = graph.schedule.offsets[pp_rank : pp_rank + 2].tolist()
     lane = lo + np.flatnonzero(graph.is_compute[lo:hi])
     totals = dict.fromkeys(TIME_KEYS, 0.0)
-    for (kind, stage), count in _counts(graph.schedule, lane).items():
-        seconds = price(kind, stage, graph.schedule.placement.replica_of(stage, pp_rank))
+    counts = sorts_of(graph).counts[pp_rank]
+    for i in np.flatnonzero(counts).tolist():
         for name in COMPONENTS:
-            totals[name] += getattr(seconds, name) * count
-    ends = np.r_[0.0, run.end_s[lane][:-1]]
-    for i, idle_from in zip(lane.tolist(), ends.tolist(), strict=True):
-        idle_until = float(run.start_s[i])
-        if idle_until > idle_from:
-            cause, awaited_s = _awaited(run, i, idle_from, idle_until)
-            totals[cause] += awaited_s
-            totals["bubble"] += idle_until - idle_from - awaited_s
+            totals[name] += getattr(prices[i], name) * int(counts[i])
+    idle_from, idle_until = np.append(0.0, run.end_s[lane][:-1]), run.start_s[lane]
+    idle = idle_until > idle_from
+    for cause, seconds in _causes(run, lane[idle], idle_from[idle], idle_until[idle]).items():
+        totals[cause] += seconds
     totals["bubble"] += float(run.end_s.max()) - float(run.end_s[lane[-1]])
     return totals
 
 
-def _counts(schedule: Schedule, index: np.ndarray) -> dict[tuple[Kind, int], int]:
-    """(kind, stage) -> how often among the given actions; an overlapped pair counts as its forward and its backward."""
-    actions = schedule.actions.take(index)
-    pair = actions.kind == Kind.OVERLAP_F_B
-    kinds = np.concatenate([np.where(pair, Kind.F, actions.kind), np.full(int(pair.sum()), Kind.B)])
-    stages = np.concatenate([actions.stage, actions.pair_stage[pair]])
-    pairs, counts = np.unique(np.column_stack([kinds, stages]), axis=0, return_counts=True)
-    return {(Kind(kind), stage): count for (kind, stage), count in zip(pairs.tolist(), counts.tolist(), strict=True)}
-
-
-def _awaited(run: Run, index: int, idle_from: float, idle_until: float) -> tuple[str, float]:
-    """What held an action up last, and for how much of the idle interval it was under way."""
-    graph = run.graph
-    waits = [int(i) for i in graph.waits[:, index] if i >= 0]
-    last = max(waits, key=lambda i: (float(run.end_s[i]), i))
-    kind = Kind(int(graph.schedule.actions.kind[last]))
-    if kind in SENDS:
-        cause = "pp_comm"
-    elif kind in (Kind.REDUCE_GRAD, Kind.UNSHARD):
-        cause = "dp_comm"
-    else:
-        return "bubble", 0.0
-    return cause, max(0.0, min(idle_until, float(run.end_s[last])) - max(idle_from, float(run.start_s[last])))
+def _causes(run: Run, index: np.ndarray, idle_from: np.ndarray, idle_until: np.ndarray) -> dict[str, float]:
+    """Idle seconds before the given actions, by what held each up last and was under way meanwhile."""
+    graph, waits = run.graph, run.graph.waits[:, index]
+    ends = np.where(waits >= 0, run.end_s[waits], -1.0)
+    last = np.where(ends == ends.max(axis=0), waits, -1).max(axis=0)
+    kind = graph.schedule.actions.kind[last]
+    awaited = np.maximum(0.0, np.minimum(idle_until, run.end_s[last]) - np.maximum(idle_from, run.start_s[last]))
+    message = np.isin(kind, [int(each) for each in SENDS])
+    reduction = (kind == Kind.REDUCE_GRAD) | (kind == Kind.UNSHARD)
+    found = {"pp_comm": float(awaited[message].sum()), "dp_comm": float(awaited[reduction].sum())}
+    return {**found, "bubble": float((idle_until - idle_from).sum()) - found["pp_comm"] - found["dp_comm"]}

@@ -12,8 +12,10 @@ from ..core.options import add_output, add_plan, emit, read_plan, read_search_sp
 from ..core.plan import Plan
 from ..core.plan_rules import RULES
 from ..core.units import format_bytes, format_count, format_s
+from .explain import explanation, idle_rows, path_rows, sensitivity_rows, variation_rows
 from .fit import fit
 from .search import REASONS, search
+from .sensitivity import sensitivity
 from .simulate import simulate
 
 _TIME_NAMES = {
@@ -26,7 +28,7 @@ _TIME_NAMES = {
     "dp_comm": "data-parallel communication",
     "optimizer": "optimizer step",
     "bubble": "pipeline bubble",
-    "other": "other",
+    "other": "waiting for the host to launch kernels",
 }
 
 
@@ -36,10 +38,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
 
 
+def configure_simulate(parser: argparse.ArgumentParser) -> None:
+    """Adds those options, and what else of the step to tell."""
+    configure(parser)
+    group = parser.add_argument_group("what-if")
+    group.add_argument("--sensitivity", action="store_true", help="which number of the cluster, improved by a tenth, helps most")
+    group.add_argument("--samples", type=int, metavar="N", help="steps to draw from the plan's [variation] (as variation.samples)")
+
+
 def run_simulate(args: argparse.Namespace) -> int:
     """Predicts one step. Exit code 0."""
+    if args.samples is not None:
+        args.set.append(f"variation.samples={args.samples}")
     plan = read_plan(args)
-    report = simulate(plan).report
+    simulation = simulate(plan)
+    report = {**simulation.report, **explanation(simulation)}
+    if args.sensitivity:
+        report["sensitivity"] = [gain.report() for gain in sensitivity(plan)]
     emit(args, simulate_text(plan, report), report)
     return 0
 
@@ -68,7 +83,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def simulate_text(plan: Plan, report: Mapping[str, Any]) -> str:
-    """The report of `simulate` for people."""
+    """The report of `simulate` for people; `report` has the explanations of `explain` too."""
     step_s = report["step_time_s"]
     peak, capacity = report["peak_memory_bytes"], plan.cluster.device_memory_bytes
     over = ", which does not fit" if peak > capacity else ""
@@ -79,7 +94,7 @@ def simulate_text(plan: Plan, report: Mapping[str, Any]) -> str:
         ("model TFLOP/s per device", f"{report['model_flops_per_s_per_device'] / 1e12:.4g}"),
         ("MFU", f"{report['mfu']:.1%} (causal {report['mfu_causal']:.1%}, hardware {report['hfu']:.1%})"),
         ("bubble", f"{report['bubble_fraction']:.1%} of the step on rank {report['bubble_rank']}"),
-        ("peak memory", f"{format_bytes(peak)} of {format_bytes(capacity)} on rank {report['peak_memory_rank']}{over}"),
+        ("peak memory", f"{format_bytes(peak)} of {format_bytes(capacity)} on rank {report['peak_memory_rank']}{_during(report)}{over}"),
     ]
     return "\n".join(
         [
@@ -89,6 +104,10 @@ def simulate_text(plan: Plan, report: Mapping[str, Any]) -> str:
             "",
             f"where the step goes on rank {report['critical_rank']}, which finishes last:",
             *_columns(shares),
+            *_section(f"why rank {report['bubble_rank']} idles, which does so longest:", idle_rows(report)),
+            *_section("critical path:", path_rows(report)),
+            *_section("variation:", variation_rows(report)),
+            *_section("what a tenth of improvement would gain:", sensitivity_rows(report.get("sensitivity", []))),
             "",
             "memory of that peak:",
             *_memory_lines(report["memory_bytes"]),
@@ -108,16 +127,23 @@ def fit_text(plan: Plan, report: Mapping[str, Any]) -> str:
     for entry in report["per_rank"]:
         parts = (format_bytes(entry["memory_bytes"][name]) for name in names)
         rows.append((str(entry["pp_rank"]), str(entry["global_rank"]), format_bytes(entry["peak_memory_bytes"]), *parts))
-    worst = f"worst rank {report['peak_memory_rank']}: {format_bytes(peak)} of {format_bytes(capacity)}"
+    worst = f"worst rank {report['peak_memory_rank']}{_during(report)}: {format_bytes(peak)} of {format_bytes(capacity)}"
     return "\n".join([_title(plan, plan.model.num_parameters), "", f"{worst}: {verdict}", "", *_columns(rows)])
+
+
+def _during(report: Mapping[str, Any]) -> str:
+    return f" during {report['peak_memory_action']}" if report["peak_memory_action"] else ""
 
 
 def plan_text(title: str, report: Mapping[str, Any]) -> str:
     """The report of `plan` for people: the ranked table, then why the others lost."""
-    rows = [("", "step", "MFU", "tp", "pp", "vpp", "dp", "sp", "zero", "micro", "recompute", "schedule", "peak memory")]
+    layouts = [candidate["layout"] for candidate in report["candidates"]]
+    names = ["tp", "pp", "vpp", "dp", *(name for name in ("cp", "ep") if any(layout[name] > 1 for layout in layouts))]
+    names += ["etp"] if any(layout["etp"] != layout["tp"] for layout in layouts) else []
+    rows = [("", "step", "MFU", *names, "sp", "zero", "micro", "recompute", "schedule", "peak memory")]
     for place, candidate in enumerate(report["candidates"], start=1):
         layout = candidate["layout"]
-        degrees = (str(layout[name]) for name in ("tp", "pp", "vpp", "dp"))
+        degrees = (str(layout[name]) for name in names)
         sequence = "yes" if layout["sequence_parallel"] else "no"
         choices = (sequence, str(layout["zero"]), str(candidate["batch"]["micro"]), candidate["recompute"], candidate["schedule"])
         peak = format_bytes(candidate["peak_memory_bytes"])
@@ -147,6 +173,11 @@ def _memory_lines(memory_bytes: Mapping[str, int]) -> list[str]:
     return _columns([(name, format_bytes(count), f"{count / total:6.1%}") for name, count in memory_bytes.items()])
 
 
+def _section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table under its title, after an empty line; nothing where it has no rows."""
+    return ["", title, *_columns(rows)] if rows else []
+
+
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as aligned lines, indented by two."""
     if not rows:
@@ -160,7 +191,10 @@ def _most_first(rejected: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 SIMULATE = Command(
-    "simulate", "shardproof simulate --model llama3-70b --cluster dgx-h100 --devices 512 --tp 8 --pp 8 --zero 1", configure, run_simulate
+    "simulate",
+    "shardproof simulate --model llama3-70b --cluster dgx-h100 --devices 512 --tp 8 --pp 8 --zero 1",
+    configure_simulate,
+    run_simulate,
 )
 FIT = Command("fit", "shardproof fit --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2", configure, run_fit)
 PLAN = Command(

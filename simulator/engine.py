@@ -7,7 +7,7 @@ activations flow up and gradients down. Same input, same output, to the last bit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -18,6 +18,7 @@ from ..core.action import RECEIVES, SENDS, Kind
 from ..core.errors import ScheduleError
 from ..core.schedule import Schedule
 from ..core.timeline import Spans, Timeline
+from . import kernel
 from .graph import Graph, Sends, build_graph
 
 Durations = float | Sequence[float]
@@ -92,66 +93,109 @@ def run_schedule(
     duration = _by_kind_and_stage(schedule, prices)
     pairs = np.flatnonzero(actions.kind == Kind.OVERLAP_F_B)
     overlap = None if overlap_s is None else per_stage("overlap_s", overlap_s, num_stages)
+    if len(pairs) and overlap is not None and not _fits_float64(overlap, len(actions)):
+        duration = duration.astype(object)
     for i, s, t in zip(pairs.tolist(), actions.stage[pairs].tolist(), actions.pair_stage[pairs].tolist(), strict=True):
         duration[i] = forward[s] + backward[t] if overlap is None else overlap[s]
     run = execute(build_graph(schedule, sends=sends, recv_buffers=recv_buffers), duration)
     return run.timeline(title=schedule.name)
 
 
-def execute(graph: Graph, duration_s: Sequence[float] | np.ndarray) -> Run:
+def execute(
+    graph: Graph,
+    duration_s: Sequence[float] | np.ndarray,
+    *,
+    lead_s: Sequence[float] | np.ndarray | None = None,
+    tail_s: Sequence[float] | np.ndarray | None = None,
+) -> Run:
     """Times of every action, given its duration; durations of receives are not read, they last as long as their send.
+
+    An action may start `lead_s` before its wait 1 ends (but not before that starts) and ends no earlier than `tail_s` after it: a
+    reduction whose first buckets are full runs under the last backward. For a reduction of a stage with two replicas both hold for
+    the other replica's last backward (its wait 3) too. Both are read for UNSHARD, RESHARD, REDUCE_GRAD and STEP only.
 
     Any number type works (int and Fraction stay exact until the result is stored). Raises `ScheduleError` when actions wait for
     each other in a circle, naming the first stuck action of each rank.
     """
+    duration = _column(duration_s)
+    lead, tail = (None if column is None else _column(column) for column in (lead_s, tail_s))
+    times = kernel.settle(graph, duration, lead, tail)
+    return Run(graph, *times) if times else plain_run(graph, duration, lead_s=lead, tail_s=tail)
+
+
+def plain_run(graph: Graph, duration_s: np.ndarray, *, lead_s: np.ndarray | None = None, tail_s: np.ndarray | None = None) -> Run:
+    """`execute` without compiled loops: their oracle, and the words for a circle."""
     evaluated = graph.evaluated
-    durations = np.asarray(duration_s, dtype=object) if not isinstance(duration_s, np.ndarray) else duration_s
-    ends = _settle(graph, durations[evaluated].tolist())
     size = len(graph.rank)
-    end_s = np.zeros(size + 1)
+    can_lead = graph.can_lead[evaluated]
+    leads, tails = (
+        [0] * len(evaluated) if column is None else np.where(can_lead, column[evaluated], 0).tolist() for column in (lead_s, tail_s)
+    )
+    starts, ends = _settle(graph, duration_s[evaluated].tolist(), leads, tails)
+    start_s, end_s = np.zeros(size), np.zeros(size + 1)
+    start_s[evaluated] = np.array(starts, dtype=np.float64)
     end_s[evaluated] = np.array(ends, dtype=np.float64)
-    # waits == -1 reads the extra last entry, which stays zero.
-    start_s = end_s[graph.waits].max(axis=0) if size else np.zeros(0)
     receives = np.flatnonzero(graph.is_receive)
     sends = graph.partner[receives]
+    # posted_after == -1 reads the extra last entry, which stays zero.
     posted_s = end_s[graph.posted_after[receives]]
     start_s[receives] = np.maximum(start_s[sends], posted_s)
     end_s[receives] = np.maximum(end_s[sends], posted_s)
     return Run(graph, start_s, end_s[:size])
 
 
-def _settle(graph: Graph, durations: list[Any]) -> list[Any]:
-    """Ends of the evaluated actions."""
+def _column(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Seconds of every action as an array: float64 where that holds every sum of them exactly or they are floats, else objects."""
+    if isinstance(values, np.ndarray) and values.dtype == np.float64:
+        return values
+    return np.asarray(values, dtype=np.float64 if _fits_float64(values, len(values)) else object)
+
+
+def _fits_float64(values: Iterable[Any], count: int) -> bool:
+    """Whether sums of up to `count` of these numbers come out as they would in the numbers' own arithmetic."""
+    return all(isinstance(value, float) or (isinstance(value, int) and abs(value) * count < 2**53) for value in values)
+
+
+def _settle(graph: Graph, durations: list[Any], leads: list[Any], tails: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Starts and ends of the evaluated actions."""
     waits0, waits1, waits2, waits3 = graph.evaluated_waits
+    is_reduction = (graph.schedule.actions.kind[graph.evaluated] == Kind.REDUCE_GRAD).tolist()
     bounds = graph.row_bounds
     ranks = range(graph.schedule.num_ranks)
     cursor, stops = bounds[:-1], bounds[1:]
+    begin: list[Any] = [_UNKNOWN] * len(durations)
     end: list[Any] = [_UNKNOWN] * len(durations)
-    end.append(0)  # read through index -1: nothing to wait for
+    begin.append(0)  # read through index -1: nothing to wait for
+    end.append(0)
     remaining, unknown, upward = len(durations), _UNKNOWN, True
     while remaining:
         before = remaining
         for rank in ranks if upward else reversed(ranks):
             i, stop = cursor[rank], stops[rank]
             while i < stop:
-                start = end[waits0[i]]
-                if (other := end[waits1[i]]) > start:
-                    start = other
+                start, fed = end[waits0[i]], end[waits1[i]]
                 if (other := end[waits2[i]]) > start:
                     start = other
-                if (other := end[waits3[i]]) > start:
+                if (other := end[waits3[i]]) > start and not is_reduction[i]:
                     start = other
-                if start == unknown:
+                elif other > fed and is_reduction[i]:
+                    fed = other
+                if start == unknown or fed == unknown:
                     break
-                end[i] = start + durations[i]
+                if leads[i]:
+                    begun = max(begin[waits1[i]], begin[waits3[i]]) if is_reduction[i] else begin[waits1[i]]
+                    start = max(start, fed - leads[i], begun)
+                elif fed > start:
+                    start = fed
+                begin[i] = start
+                end[i] = max(start + durations[i], fed + tails[i])
                 i += 1
             remaining -= i - cursor[rank]
             cursor[rank] = i
         if remaining == before:
             raise ScheduleError(_stuck(graph, cursor, stops))
         upward = not upward
-    end.pop()
-    return end
+    return begin[:-1], end[:-1]
 
 
 def _stuck(graph: Graph, cursor: list[int], stops: list[int]) -> str:
@@ -178,9 +222,9 @@ def per_stage(name: str, value: Durations, num_stages: int) -> list[Any]:
 
 
 def _by_kind_and_stage(schedule: Schedule, prices: dict[Kind, list[Any]]) -> np.ndarray:
-    """One duration per action from a table; object dtype where a price is not a float, so that exact numbers stay exact."""
-    exact = any(not isinstance(price, float) for row in prices.values() for price in row)
-    table = np.zeros((len(Kind), schedule.num_stages), dtype=object if exact else np.float64)
+    """One duration per action from a table; object dtype where float64 would not keep exact numbers exact."""
+    fits = _fits_float64((price for row in prices.values() for price in row), len(schedule))
+    table = np.zeros((len(Kind), schedule.num_stages), dtype=np.float64 if fits else object)
     for kind, row in prices.items():
         table[kind] = row
     return table[schedule.actions.kind, schedule.actions.stage]

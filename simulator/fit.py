@@ -8,7 +8,8 @@ from typing import Any
 from ..core.plan import Plan
 from ..core.schedules import schedule_for
 from .memory import rank_memories
-from .simulate import PROFILES, representatives, worst
+from .profiles import profile_of
+from .simulate import representatives, worst
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,11 @@ class Fit:
 
 
 def fit(plan: Plan) -> Fit:
-    """Peak memory of every pipeline rank against the capacity of the cluster's devices."""
-    memory = rank_memories(plan, schedule_for(plan), PROFILES[plan.runtime.profile].recv_buffers)
+    """Peak memory of every pipeline rank against the capacity of the cluster's devices.
+
+    A plan fits when the tensors of its worst rank do: what the allocator holds beyond them it gives back when it must.
+    """
+    memory = rank_memories(plan, schedule_for(plan), profile_of(plan).recv_buffers)
     ranks, capacity, heaviest = representatives(plan), int(plan.cluster.device_memory_bytes), worst(memory)
     return Fit(
         {
@@ -33,12 +37,16 @@ def fit(plan: Plan) -> Fit:
             "capacity_bytes": capacity,
             "peak_memory_bytes": heaviest.peak_bytes,
             "peak_memory_rank": ranks[heaviest.pp_rank],
+            "peak_memory_action": heaviest.peak_action,
+            "reserved_memory_bytes": heaviest.reserved_bytes,
             "memory_bytes": heaviest.components(),
             "per_rank": [
                 {
                     "pp_rank": rank.pp_rank,
                     "global_rank": ranks[rank.pp_rank],
                     "peak_memory_bytes": rank.peak_bytes,
+                    "peak_memory_action": rank.peak_action,
+                    "reserved_memory_bytes": rank.reserved_bytes,
                     "memory_bytes": rank.components(),
                 }
                 for rank in memory

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..core.model import ModelSpec
 from ..core.plan import Plan
+from ..core.program import num_recomputed_layers, recomputed_modules
 
 
 @dataclass(frozen=True)
@@ -18,24 +19,81 @@ class StepFlops:
 
 
 def step_flops(plan: Plan) -> StepFlops:
-    """Products only, a backward counted as two forwards.
+    """Products only, a backward counted as two forwards; of experts those that a token takes.
 
-    `model` generalises 72BLsh^2(1 + s/(6h) + V/(12hL)) of Korthikanti et al. 2022 (appendix A) to grouped heads and gated MLPs, and
-    equals it where heads*head_dim = h, no grouping, ffn = 4h. `hardware` adds one forward of what is recomputed: the layers (`full`)
-    or the attention core (`selective`), attention counted in full.
+    `model` generalises 72BLsh^2(1 + s/(6h) + V/(12hL)) of Korthikanti et al. 2022 (appendix A) to grouped heads, latent attention,
+    gated MLPs, experts and multi-token prediction, and equals it where heads*head_dim = h, no grouping, ffn = 4h. `hardware` adds one
+    forward of what is recomputed, attention counted in full.
     """
-    tokens = plan.batch.global_size * plan.batch.sequence
-    linear = tokens * plan.model.num_layers * layer_flops_per_token(plan.model)
-    attention = tokens * plan.model.num_layers * 4 * plan.batch.sequence * plan.model.num_heads * plan.model.head_dim
-    head = tokens * 2 * plan.model.hidden_size * plan.model.vocab_size
-    model = 3.0 * (linear + attention + head)
-    recomputed = {"none": 0.0, "selective": attention, "full": linear + attention}[plan.recompute.mode]
-    return StepFlops(model=model, model_causal=model - 1.5 * attention, hardware=model + recomputed)
+    model, tokens = plan.model, plan.batch.global_size * plan.batch.sequence
+    core = core_flops_per_token(model, plan.batch.sequence) * (model.num_layers + model.num_mtp_layers)
+    linear = sum(layer_flops_per_token(model, layer) * count for layer, count in _layer_counts(model))
+    head = 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
+    projections = 4 * model.hidden_size**2 * model.num_mtp_layers
+    needed = 3.0 * tokens * (linear + core + head + projections)
+    return StepFlops(model=needed, model_causal=needed - 1.5 * tokens * core, hardware=needed + tokens * float(_recomputed_per_token(plan)))
 
 
-def layer_flops_per_token(model: ModelSpec) -> int:
-    """Forward FLOPs of one layer's linear products for one token: twice its matrix elements."""
-    heads = model.num_heads * model.head_dim
-    attention = model.hidden_size * (heads + 2 * model.num_kv_heads * model.head_dim) + heads * model.hidden_size
-    mlp = (3 if model.gated else 2) * model.hidden_size * model.ffn_hidden_size
-    return 2 * (attention + mlp)
+def layer_flops_per_token(model: ModelSpec, layer: int = 0) -> int:
+    """Forward FLOPs of one layer's linear products for one token: twice the matrix elements that the token meets."""
+    return 2 * (attention_elements(model) + mlp_elements(model, layer))
+
+
+def core_flops_per_token(model: ModelSpec, sequence: int) -> int:
+    """Forward FLOPs of the scores of one token against a whole sequence, and of their product with the values."""
+    return 2 * sequence * model.num_heads * (model.head_dim + model.value_head_dim)
+
+
+def attention_elements(model: ModelSpec) -> int:
+    """Matrix elements of the linear layers of one attention."""
+    hidden, heads = model.hidden_size, model.num_heads
+    output = heads * model.value_head_dim * hidden
+    if not model.is_mla:
+        return hidden * (heads + 2 * model.num_kv_heads) * model.head_dim + output
+    down = hidden * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim)
+    queries = 0 if model.q_lora_rank else hidden * heads * model.head_dim
+    return down + queries + _latent_up_elements(model) + output
+
+
+def mlp_elements(model: ModelSpec, layer: int) -> int:
+    """Matrix elements that a token meets in the MLP of a layer: a dense one, or router, its experts and the shared ones."""
+    products = 3 if model.gated else 2
+    if not model.layer_is_moe(layer):
+        return products * model.hidden_size * model.ffn_hidden_size
+    width = model.experts_per_token * model.expert_width + model.shared_expert_width
+    return model.hidden_size * (products * width + model.num_experts)
+
+
+def _latent_up_elements(model: ModelSpec) -> int:
+    """Up-projections from the vectors of low rank."""
+    queries = model.q_lora_rank * model.head_dim
+    return model.num_heads * (queries + model.kv_lora_rank * (model.qk_nope_head_dim + model.v_head_dim))
+
+
+def _layer_counts(model: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(a layer, how many are like it): dense layers, then those with experts, multi-token prediction included."""
+    last = model.num_layers + model.num_mtp_layers
+    dense = model.first_dense_layers if model.is_moe else last
+    return tuple((layer, count) for layer, count in ((0, dense), (dense, last - dense)) if count)
+
+
+def _recomputed_per_token(plan: Plan) -> int:
+    """Forward FLOPs per token that the backward pass repeats."""
+    model, sequence = plan.model, plan.batch.sequence
+    core = core_flops_per_token(model, sequence)
+    if plan.recompute.mode == "full":
+        if plan.recompute.num_layers is None:
+            return sum((layer_flops_per_token(model, layer) + core) * count for layer, count in _layer_counts(model))
+        ends = [(stage.first_layer, num_recomputed_layers(plan, len(stage.layers))) for stage in plan.stages]
+        return sum(layer_flops_per_token(model, layer) + core for first, count in ends for layer in range(first, first + count))
+    modules, layers = recomputed_modules(plan), model.num_layers + model.num_mtp_layers
+    total = layers * core if "core_attn" in modules else 0
+    if "mla_up_proj" in modules:
+        total += layers * 2 * _latent_up_elements(model)
+    for layer, count in _layer_counts(model):
+        moe = model.layer_is_moe(layer)
+        if ("moe" if moe else "mlp") in modules:
+            total += count * 2 * mlp_elements(model, layer)
+        elif moe and "shared_experts" in modules:
+            total += count * 2 * (3 if model.gated else 2) * model.hidden_size * model.shared_expert_width
+    return total

@@ -18,8 +18,12 @@ from ..core.action import COMPUTE, RECEIVES, SENDS, Kind
 from ..core.errors import ScheduleError
 from ..core.schedule import Schedule
 from ..core.timeline import COMPUTE_LANE, message_lane
+from . import kernel
 
-Sends = Literal["buffered", "rendezvous"]
+Sends = Literal["buffered", "rendezvous", "blocking"]
+"""What ends a send: its duration, or its receive too. `blocking` is a rendezvous during which the sender computes nothing: a send starts
+when its rank reaches it, and F, B, I, W and STEP start when the last SEND_F and the last SEND_B listed before them have ended (an
+overlapped pair is made to run beside messages and does not wait for them)."""
 
 DP_LANE = "dp"
 NUM_WAITS = 4
@@ -33,18 +37,33 @@ class Graph:
     `waits[j, i]` is an action that must end before action i starts, -1 for none; waits on a receive are written as waits on its
     send, and receives themselves have none: they end with their send (or, buffered, when they are posted, if that is later).
     `partner` pairs sends with receives. `posted_after` is the compute action after which a receive is posted.
-    `lane_order` lists the actions by (rank, lane, place in the list).
     """
 
     schedule: Schedule
     sends: Sends
     rank: np.ndarray
-    lane: np.ndarray
-    lanes: tuple[str, ...]
-    lane_order: np.ndarray
     waits: np.ndarray
     partner: np.ndarray
     posted_after: np.ndarray
+
+    @cached_property
+    def _lanes(self) -> tuple[np.ndarray, tuple[str, ...]]:
+        return _assign_lanes(self.schedule, self.rank, self.partner)
+
+    @property
+    def lane(self) -> np.ndarray:
+        """The lane of every action, as a place in `lanes`."""
+        return self._lanes[0]
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes' names: compute, dp, then messages by kind and peer."""
+        return self._lanes[1]
+
+    @cached_property
+    def lane_order(self) -> np.ndarray:
+        """The actions by (rank, lane, place in the list)."""
+        return _stable_order(self.rank.astype(np.int64) * len(self.lanes) + self.lane)
 
     @cached_property
     def is_receive(self) -> np.ndarray:
@@ -55,6 +74,11 @@ class Graph:
     def is_compute(self) -> np.ndarray:
         """Mask of what occupies the compute lane."""
         return _among(self.schedule.actions.kind, COMPUTE | {Kind.STEP})
+
+    @cached_property
+    def can_lead(self) -> np.ndarray:
+        """Mask of the actions that may start before what feeds them has ended, see `engine.execute`."""
+        return _among(self.schedule.actions.kind, {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.STEP})
 
     @cached_property
     def evaluated(self) -> np.ndarray:
@@ -76,6 +100,12 @@ class Graph:
 
 def build_graph(schedule: Schedule, *, sends: Sends = "buffered", recv_buffers: int = 2) -> Graph:
     """The waits of a lowered schedule. Raises `ScheduleError` for an input or a message that nobody provides."""
+    resolved = kernel.resolve(schedule, rendezvous=sends != "buffered", blocking=sends == "blocking", recv_buffers=recv_buffers)
+    return Graph(schedule, sends, *resolved) if resolved else plain_graph(schedule, sends=sends, recv_buffers=recv_buffers)
+
+
+def plain_graph(schedule: Schedule, *, sends: Sends = "buffered", recv_buffers: int = 2) -> Graph:
+    """`build_graph` without compiled loops: their oracle, and the words for what is wrong with a schedule."""
     return _Builder(schedule, sends, recv_buffers).build()
 
 
@@ -100,7 +130,7 @@ class _Builder:
 
     def build(self) -> Graph:
         partner = self.partners()
-        lane, lanes = self.assign_lanes(partner)
+        lane, lanes = _assign_lanes(self.schedule, self.rank, partner)
         lane_key = self.rank * len(lanes) + lane
         lane_order = _stable_order(lane_key)
         before_in_lane = self.before_in_lane(lane_key, lane_order)
@@ -111,7 +141,9 @@ class _Builder:
         self.compute_waits(waits, partner)
         self.data_parallel_waits(waits, compute_before)
         self.send_waits(waits, partner, before_in_lane, posted_after)
-        return Graph(self.schedule, self.sends, self.rank, lane, lanes, lane_order, waits, partner, posted_after)
+        if self.sends == "blocking":
+            self.blocking_waits(waits, compute_before)
+        return Graph(self.schedule, self.sends, self.rank, waits, partner, posted_after)
 
     def table(self, mask: np.ndarray, stage: np.ndarray, microbatch: np.ndarray) -> np.ndarray:
         """[stages, microbatches] -> the masked action there, -1 for none."""
@@ -167,21 +199,6 @@ class _Builder:
             self.complain(send[partner[send] < 0], "has no receive on any rank")
             self.complain(receive[partner[receive] < 0], "has no send on any rank")
         return partner
-
-    def assign_lanes(self, partner: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-        """The lane of every action and the lanes' names: compute, dp, then messages by kind and peer."""
-        num_ranks = self.schedule.num_ranks
-        lane = np.where(self.is_compute, 0, 1)
-        names = {0: COMPUTE_LANE, 1: DP_LANE}
-        for number, (kind, direction, sending) in enumerate(_MESSAGES):
-            mask = self.kind == kind
-            lane[mask] = 2 + number * num_ranks + self.rank[partner[mask]]
-            for peer in np.flatnonzero(np.bincount(self.rank[partner[mask]])).tolist():
-                names[2 + number * num_ranks + peer] = message_lane(direction, sending, peer)
-        used = np.flatnonzero(np.bincount(lane))
-        number_of = np.zeros(2 + len(_MESSAGES) * num_ranks, dtype=np.int64)
-        number_of[used] = np.arange(len(used))
-        return number_of[lane], tuple(names[code] for code in used.tolist())
 
     def posting(self, lane_key: np.ndarray, lane_order: np.ndarray, compute_before: np.ndarray) -> np.ndarray:
         """For receives, the compute action after which they are posted: the one listed before the receive `recv_buffers` earlier."""
@@ -257,10 +274,25 @@ class _Builder:
             waits[1, send] = producer_at[self.stage[send], self.microbatch[send]]
             self.complain(send[waits[1, send] < 0], "has no action that makes its payload")
         send = np.flatnonzero(_among(self.kind, SENDS))
-        if self.sends == "rendezvous":
+        if self.sends != "buffered":
             previous = before_in_lane[partner[send]]
             waits[2, send] = np.where(previous >= 0, partner[previous], -1)
             waits[3, send] = posted_after[partner[send]]
+
+    def blocking_waits(self, waits: np.ndarray, compute_before: np.ndarray) -> None:
+        """A send follows the compute listed before it, and compute the sends listed since. Their waits take the places of those that
+        they imply: of the compute before, of the payload, and of a backward's own forward."""
+        send = np.flatnonzero(_among(self.kind, SENDS))
+        self.complain(send[waits[1, send] > compute_before[send]], "comes before what makes its payload")
+        waits[1, send] = compute_before[send]
+        standing = self.is_compute & ~self.overlap
+        for kind, place in ((Kind.SEND_F, 0), (Kind.SEND_B, 2)):
+            latest = self.latest_in_row(self.kind == kind)
+            index = np.flatnonzero(standing & (latest > compute_before))
+            places = np.where((kind == Kind.SEND_B) & self.backward[index], 1, place)
+            replaced = index[places == 1]
+            self.complain(replaced[waits[1, replaced] > compute_before[replaced]], "comes before its forward")
+            waits[places, index] = latest[index]
 
     def complain(self, index: np.ndarray, what: str) -> None:
         if len(index):
@@ -278,6 +310,22 @@ _MESSAGES: tuple[tuple[Kind, Literal["F", "B"], bool], ...] = (
     (Kind.SEND_B, "B", True),
     (Kind.RECV_B, "B", False),
 )
+
+
+def _assign_lanes(schedule: Schedule, rank: np.ndarray, partner: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The lane of every action and the lanes' names: compute, dp, then messages by kind and peer."""
+    num_ranks, kind = schedule.num_ranks, schedule.actions.kind
+    lane = np.where(_among(kind, COMPUTE | {Kind.STEP}), 0, 1)
+    names = {0: COMPUTE_LANE, 1: DP_LANE}
+    for number, (message, direction, sending) in enumerate(_MESSAGES):
+        mask = kind == message
+        lane[mask] = 2 + number * num_ranks + rank[partner[mask]]
+        for peer in np.flatnonzero(np.bincount(rank[partner[mask]])).tolist():
+            names[2 + number * num_ranks + peer] = message_lane(direction, sending, peer)
+    used = np.flatnonzero(np.bincount(lane))
+    number_of = np.zeros(2 + len(_MESSAGES) * num_ranks, dtype=np.int64)
+    number_of[used] = np.arange(len(used))
+    return number_of[lane], tuple(names[code] for code in used.tolist())
 
 
 def _among(kind: np.ndarray, kinds: frozenset[Kind] | set[Kind]) -> np.ndarray:

@@ -1,111 +1,66 @@
-"""What every action of a plan costs: the operations of `core.program`, priced by the roofline and the network model.
+"""What every action of a plan costs: blocks put together to stages, with what passes between ranks and what hides behind what.
 
-Beside products and collectives, memory-bound work is priced by its traffic (`_layer_traffic` and below). Attention is one fused
-kernel that skips the masked half of the square. Modelled assumptions that later versions refine: efficiencies do not depend on
-shapes, tensor-parallel collectives overlap with nothing, and tensor-parallel rank 0 (which holds the longest cut) speaks for its group.
-So an overlapped pair takes as long as its forward and its backward: what it could hide is the all-to-all of experts, and models are
-dense so far.
+`blocks` prices layers, `traffic` holds their memory-bound kernels, `profiles` says what a software stack runs at the same time.
+Modelled assumptions: tensor-parallel rank 0 (which holds the longest cut) and data-parallel rank 0 speak for their groups; experts
+are equally busy; an action takes the longer of its kernels and their launches.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.action import Kind
-from ..core.errors import PlanError
-from ..core.parameters import layer_parameters
 from ..core.plan import Plan
 from ..core.program import (
     Collective,
-    LayerWork,
-    Message,
-    Operation,
-    Product,
+    Group,
+    Held,
     copies_axis,
-    embedding_work,
-    head_work,
-    local_elements,
+    gradient_bytes,
+    group_work,
+    held_elements,
+    message_bytes,
+    num_shards,
     operations,
     rank_stages,
-    stage_elements,
+    stage_groups,
     tied_ends,
-    transformer_work,
 )
-from .compute import ELEMENT_BYTES, elementwise_s, product_s, traffic_s
-from .network import Spread, collective_s, message_s, spread_of
+from .attribution import Sort, Sorts
+from .blocks import CAST_BYTES, COMPONENT_OF_AXIS, Block, BlockPricer, Part
+from .compute import elementwise_s, host_s, slowed_s
+from .contention import Traffic
+from .expert_load import loaded_traffic, loaded_work
+from .host_blocks import host_block, host_flatten_s, host_step_s, is_host
+from .host_cores import core_loads
+from .network import Spread, collective_s, message_s
+from .profiles import profile_of
+from .seconds import COMPONENTS, GRID, NOTHING, Seconds, on_grid
+from .shared_links import shared_links
+from .spreads import Spreads
+from .traffic import group_traffic
 
-GRID = 2.0**40
-"""Prices are rounded to 1/GRID seconds (0.9 ps), so that sums of them are exact in float64 up to 8,192 s, in any order."""
-
-ATTENTION_EFFICIENCY = 0.55
-"""Share of the peak that a fused attention kernel reaches, forward and backward: within the 50-73% that Dao 2023 (FlashAttention-2,
-section 4.1) measures on an A100 with head dim 128. Modelled: taken for every device."""
-
-RECOMPUTED_SCORES = 5 / 4
-"""A fused attention backward runs five products per head where the mathematics needs four: it computes the scores again (Dao et al.
-2022, algorithm 4)."""
-
-CAUSAL_SHARE = 0.5
-"""Share of the score square that a causal kernel computes."""
-
-OPTIMIZER_BYTES = 40
-"""fp32 traffic per element of an AdamW step with clipping: gradient read for the norm, then gradient, master weight and two moments
-read, the latter three written, and the gradient cleared; the low-precision weight comes on top."""
+__all__ = ["COMPONENTS", "GRID", "Pricing", "Seconds", "on_grid"]
 
 OPTIMIZER_KERNELS = 12
 """Launches of a multi-tensor optimizer step. Modelled."""
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Seconds of an action by the components of `time_s` of the report."""
+PARTS = ("forward", "backward", "input_gradient", "weight_gradient")
+"""The parts of a block."""
 
-    compute: float = 0.0
-    recompute: float = 0.0
-    tp_comm: float = 0.0
-    dp_comm: float = 0.0
-    pp_comm: float = 0.0
-    optimizer: float = 0.0
-
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(getattr(self, name) + getattr(other, name) for name in COMPONENTS))
-
-    def times(self, count: int) -> Seconds:
-        """The same work `count` times."""
-        return Seconds(*(getattr(self, name) * count for name in COMPONENTS))
-
-    def on_grid(self) -> Seconds:
-        """Every component rounded to the grid."""
-        return Seconds(*(on_grid(getattr(self, name)) for name in COMPONENTS))
-
-    @property
-    def total_s(self) -> float:
-        """The action's duration."""
-        return self.compute + self.recompute + self.tp_comm + self.dp_comm + self.pp_comm + self.optimizer
+MOST_SHARED = 4096
+"""Layouts whose prices a process keeps for one model, cluster and stack."""
 
 
-COMPONENTS = tuple(field.name for field in fields(Seconds))
-
-
-def on_grid(seconds: float) -> float:
-    """Seconds rounded to the grid on which sums are exact. Raises `PlanError` for a duration that is no finite number."""
-    if not math.isfinite(seconds * GRID):
-        raise PlanError("an action takes longer than can be counted. Use larger rates in [cluster], or a smaller model and batch.")
-    return round(seconds * GRID) / GRID
-
-
-@dataclass(frozen=True)
-class Block:
-    """Seconds of one block (a transformer layer, the embedding or the head) by action kind: F, I and W; B is I and W."""
-
-    forward: Seconds
-    input_gradient: Seconds
-    weight_gradient: Seconds
+@lru_cache(maxsize=16)
+def _prices_of(*_family: object) -> dict[tuple[object, ...], Any]:
+    """The prices that plans of one model, cluster, stack, sharding, precision and numerics share; empty at first."""
+    return {}
 
 
 class Place(NamedTuple):
@@ -115,193 +70,263 @@ class Place(NamedTuple):
     pp_rank: int
 
 
+class GraphPrices(NamedTuple):
+    """Prices of a graph's sorts of action, the duration of each action, and for reductions that run under the last backward of their
+    stage `lead_s` and `tail_s` of the engine, and the links on which they meet messages (None where nothing leaves a node)."""
+
+    prices: tuple[Seconds, ...]
+    duration_s: np.ndarray
+    overlap: dict[str, np.ndarray]
+    links: Traffic | None
+
+
 class Pricing:
     """Prices of one plan, worked out once per kind of stage. `seconds(kind, stage)` is what every caller needs."""
 
-    def __init__(self, plan: Plan, *, gathers_scheduled: bool = False, shared: dict[tuple[object, ...], Any] | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        gathers_scheduled: bool = False,
+        shared: dict[tuple[object, ...], Any] | None = None,
+        spreads: Spreads | None = None,
+        expert_load: float = 1.0,
+    ):
         """`gathers_scheduled` says that the schedule has UNSHARD actions; otherwise ZeRO-3 gathers inside every F and B.
 
-        `shared` may be passed to the pricings of plans that differ only in layout, microbatch, recompute and schedule: what they
-        have in common is then priced once.
+        `shared` may be passed to the pricings of plans that differ only in layout, batch, recompute and schedule: what they have in
+        common is then priced once. By default all such plans of the process share. `spreads` says how groups lie, if not as those of
+        data-parallel rank 0 over whole links, and `expert_load` how many times the average the busiest experts have to do; their
+        prices are shared with no others.
         """
         self.plan = plan
+        self.profile = profile_of(plan)
+        self._is_host = is_host(plan)
         self._gathers_scheduled = gathers_scheduled
         self._cache: dict[tuple[object, ...], Seconds] = {}
-        self._spreads: dict[tuple[str, object], Spread] = {}
+        self._expert_load = expert_load
         self._owners = plan.placement.ranks
         self._replicated = any(len(owners) > 1 for owners in self._owners)
-        self._shared = {} if shared is None else shared
         layout = plan.layout
-        self._block_key = (layout.tp, layout.sequence_parallel, plan.batch.micro_size, plan.recompute.mode)
-        kind = plan.placement.kind
-        self._group_key = (layout.tp, layout.dp, layout.pp, layout.vpp, layout.zero, layout.sequence_parallel, layout.order, kind)
+        if spreads is not None or expert_load != 1:
+            shared = {}
+        elif shared is None:
+            shared = _prices_of(plan.model, plan.cluster, self.profile, plan.data_parallel.shard, plan.precision, plan.numerics)
+            if len(shared) > MOST_SHARED:
+                shared.clear()
+        degrees = (layout.tp, layout.cp, layout.ep, layout.etp)
+        self._spreads = spreads or _spreads_of(plan, shared.setdefault(("spreads",), {}))
+        block_key = (*degrees, layout.sequence_parallel, plan.batch, plan.recompute)
+        self._blocks: dict[tuple[object, ...], Any] = shared.setdefault(block_key, {})
+        self._shared: dict[object, Any] = shared.setdefault((block_key, layout, self._owners, gathers_scheduled), {})
+        self._groups = [stage_groups(plan, stage) for stage in range(len(self._owners))]
+        self._axes = ("tp", "dp", *(axis for axis, size in (("cp", layout.cp), ("ep", layout.ep)) if size > 1))
+        self._axes += ("etp", "edp") if plan.model.is_moe else ()
+        self._messages: dict[tuple[int, int], float] = {}
+        self._alike: dict[Place, tuple[object, ...]] = {}
+        self._by_shift: dict[int, tuple[Spread, ...]] = {}
+
+    def unsharded(self, stage: int, replica: int = 0) -> tuple[Seconds, Seconds, Seconds]:
+        """Forward, whole backward and split backward of a stage without what ZeRO sends inside them: no less than this is in `seconds`
+        whatever the ZeRO stage."""
+        place = Place(stage, self._owners[stage][replica])
+        key = ("unsharded", _alike(self._groups[stage]), self._inner_spreads(place), self.plan.num_microbatches if self._is_host else 0)
+        if key not in self._blocks:
+            forward, backward, *split = (self._stage(place, part).on_grid() for part in PARTS)
+            self._blocks[key] = (forward, backward, split[0] + split[1])
+        found: tuple[Seconds, Seconds, Seconds] = self._blocks[key]
+        return found
+
+    def reduction_s(self, stage: int, replica: int = 0) -> tuple[float, float, float]:
+        """Seconds of a stage's REDUCE_GRAD, and its lead and tail (`reduction_overlap`)."""
+        sort = Sort(Kind.REDUCE_GRAD, stage, -1, self._owners[stage][replica])
+        return self.seconds(Kind.REDUCE_GRAD, stage, replica).total_s, *self.reduction_overlap(sort)
 
     def seconds(self, kind: Kind, stage: int, replica: int = 0) -> Seconds:
         """Seconds of one action on tensor- and data-parallel rank 0 of a stage's pipeline rank (of a replica's), on the grid."""
         place = Place(stage, self._owners[stage][replica])
-        if kind in (Kind.SEND_F, Kind.SEND_B):
-            key: tuple[object, ...] = (kind, place)
-        else:
-            key = (kind, *self._likeness(kind, place))
+        key = (kind, place.stage, place.pp_rank)
         if key not in self._cache:
-            self._cache[key] = self._price(kind, place).on_grid()
+            self._cache[key] = self._priced(kind, place)
         return self._cache[key]
 
-    def _likeness(self, kind: Kind, place: Place) -> tuple[object, ...]:
-        """Equal for stages whose actions cost the same: they hold as many layers, on groups that lie alike."""
-        stages = rank_stages(self.plan, place.pp_rank) if kind is Kind.STEP else (place.stage,)
-        contents = [(len(content.layers), content.embedding, content.head) for content in (self.plan.stages[s] for s in stages)]
-        alike = (*contents, self.spread("tp", place), self.spread("dp", place))
-        if not self._replicated:
-            return alike
-        copies = [self.spread(copies_axis(self.plan, stage), Place(stage, place.pp_rank)) for stage in stages]
-        return (*alike, *copies, kind is Kind.STEP and bool(tied_ends(self.plan, place.pp_rank)))
+    def price(self, sort: Sort) -> Seconds:
+        """Seconds of a sort of action: as `seconds`, and of an overlapped pair."""
+        replica_of = self.plan.placement.replica_of
+        if sort.kind is not Kind.OVERLAP_F_B:
+            return self.seconds(sort.kind, sort.stage, replica_of(sort.stage, sort.pp_rank))
+        forward = self.seconds(Kind.F, sort.stage, replica_of(sort.stage, sort.pp_rank))
+        return self._pair(forward, self.seconds(Kind.B, sort.pair_stage, replica_of(sort.pair_stage, sort.pp_rank)))
 
-    def table(self, replica: int = 0) -> np.ndarray:
-        """[kinds, stages] -> duration in seconds; OVERLAP_F_B is left at zero because it names two stages.
-
-        `replica` 1 prices the second replica of the stages that have one.
-        """
-        table = np.zeros((len(Kind), len(self._owners)))
-        for kind in _PRICED:
-            for stage, owners in enumerate(self._owners):
-                table[kind, stage] = self.seconds(kind, stage, min(replica, len(owners) - 1)).total_s
-        return table
+    def of_graph(self, sorts: Sorts) -> GraphPrices:
+        """The prices of all actions of a graph."""
+        if sorts not in self._shared:
+            prices = tuple(self.price(sort) for sort in sorts.sorts)
+            duration_s = np.array([seconds.total_s for seconds in prices])[sorts.of_action]
+            overlap: dict[str, np.ndarray] = {}
+            links = None
+            if self.profile.overlap_grad_reduce:
+                pairs = [self.reduction_overlap(sort) if sort.kind is Kind.REDUCE_GRAD else (0.0, 0.0) for sort in sorts.sorts]
+                overlap = dict(zip(("lead_s", "tail_s"), np.array(pairs).T[:, sorts.of_action], strict=True))
+                links = shared_links(self.plan, sorts, prices)
+            links = core_loads(self.plan, sorts, prices) or links
+            self._shared[sorts] = GraphPrices(prices, duration_s, overlap, links)
+        return self._shared[sorts]
 
     def spread(self, axis: str, place: Place) -> Spread:
-        """How a group of a stage on its pipeline rank lies over nodes.
+        """How a group of a stage on its pipeline rank lies over nodes; axes are those of `core.program`."""
+        return self._spreads.spread(axis, *place)
 
-        Axes are `tp`, `dp`, `replica` (dp and the stage's pipeline replicas), `model` (tp and pp) and `embedding` (first and last).
+    def _pair(self, forward: Seconds, backward: Seconds) -> Seconds:
+        """A forward and a backward together: exchanges of tokens between experts in one hide behind the other's computation
+        (DeepSeek-V3, arXiv 2412.19437, section 3.2.1)."""
+        both = forward + backward
+        hidden_s, compute_s = both.ep_comm, both.compute + both.recompute
+        if not hidden_s:
+            return both
+        exposed_s = max(slowed_s(self.plan.cluster, compute_s, hidden_s), hidden_s) - compute_s
+        return (both + Seconds(ep_comm=min(exposed_s - hidden_s, 0.0))).on_grid()
+
+    def reduction_overlap(self, sort: Sort) -> tuple[float, float]:
+        """(lead, tail) of a REDUCE_GRAD: how long before the end of its stage's last backward it may start, and how long after that
+        at least one bucket remains; (0, 0) where a stack reduces after the backward.
+
+        Buckets fill one by one during the last backward, and the last is full when it ends (Li et al. 2020, PyTorch distributed,
+        section 3.2.3). What the backward loses while the reduction runs beside it is put at the end.
         """
-        key = (axis, place if axis == "replica" else place.pp_rank)
-        if key not in self._spreads:
-            self._spreads[key] = spread_of(self.plan.cluster, self._group(axis, place).tolist())
-        return self._spreads[key]
+        replica = self.plan.placement.replica_of(sort.stage, sort.pp_rank)
+        reduce_s = self.seconds(Kind.REDUCE_GRAD, sort.stage, replica).total_s
+        if not self.profile.overlap_grad_reduce or self.plan.layout.zero >= 2 or not reduce_s:
+            return 0.0, 0.0
+        early = 1 - 1 / self._num_buckets(Place(sort.stage, sort.pp_rank))
+        beside_s = self.seconds(Kind.B, sort.stage, replica).total_s * early
+        lost_s = slowed_s(self.plan.cluster, beside_s, min(beside_s, reduce_s * early)) - beside_s
+        return on_grid(beside_s), on_grid(reduce_s * (1 - early) + lost_s)
 
-    def _group(self, axis: str, place: Place) -> np.ndarray:
-        layout = self.plan.layout
-        here = layout.global_rank(pp=place.pp_rank)
-        stride = {name: layout.global_rank(**{name: 1}) for name in ("tp", "dp", "pp")}
-        match axis:
-            case "embedding":
-                return np.array(tied_ends(self.plan, place.pp_rank)) * stride["pp"]
-            case "replica":
-                return np.add.outer(np.arange(layout.dp) * stride["dp"], np.array(self._owners[place.stage]) * stride["pp"]).ravel()
-            case "model":
-                return np.add.outer(np.arange(layout.pp) * stride["pp"], np.arange(layout.tp) * stride["tp"]).ravel()
-            case _:
-                return here + np.arange(layout.sizes[axis]) * stride[axis]
+    def _num_buckets(self, place: Place) -> int:
+        """Buckets of a stage's gradients: at least one, at most one a block."""
+        filled = self._elements(place.stage) / self.profile.bucket_of(self.plan.num_copies(place.stage))
+        return max(1, min(int(filled), self._num_blocks(place.stage)))
+
+    def _priced(self, kind: Kind, place: Place) -> Seconds:
+        if kind in (Kind.SEND_F, Kind.SEND_B):
+            return Seconds(pp_comm=on_grid(self._message_s(kind, place)))
+        key = (kind, *self._likeness(kind, place))
+        if key not in self._shared:
+            self._shared[key] = self._price(kind, place).on_grid()
+        return self._shared[key]
+
+    def _likeness(self, kind: Kind, place: Place) -> tuple[object, ...]:
+        """Equal for stages whose actions cost the same: they hold as many layers of each kind, on groups that lie alike."""
+        if kind is not Kind.STEP:
+            return self._stage_likeness(place)
+        stages = rank_stages(self.plan, place.pp_rank)
+        tied = bool(tied_ends(self.plan, place.pp_rank))
+        first = place.pp_rank if self.profile.overlap_param_gather else 0
+        return (first, tied, *(self._stage_likeness(Place(stage, place.pp_rank)) for stage in stages))
+
+    def _stage_likeness(self, place: Place) -> tuple[object, ...]:
+        if place not in self._alike:
+            alike: tuple[object, ...] = (_alike(self._groups[place.stage]), self._rank_spreads(place))
+            if self._replicated:
+                alike = (*alike, self.spread(copies_axis(self.plan, place.stage), place))
+            self._alike[place] = alike
+        return self._alike[place]
+
+    def _rank_spreads(self, place: Place) -> tuple[Spread, ...]:
+        """The spreads of the axes that do not depend on the stage, in the order of `_axes`."""
+        shift = self._spreads.shift(place.pp_rank)
+        if shift not in self._by_shift:
+            self._by_shift[shift] = tuple(self.spread(axis, place) for axis in self._axes)
+        return self._by_shift[shift]
+
+    def _inner_spreads(self, place: Place) -> tuple[Spread, ...]:
+        """Those of the axes over which layers communicate."""
+        return tuple(spread for axis, spread in zip(self._axes, self._rank_spreads(place), strict=True) if axis not in ("dp", "edp"))
 
     def _price(self, kind: Kind, place: Place) -> Seconds:
         match kind:
             case Kind.F:
-                return self._with_sharding(self._stage(place, ("forward",)), place, gathers=True, reduces=False)
+                return self._with_sharding(self._stage(place, "forward"), place, gathers=True, reduces=False)
             case Kind.B:
-                work = self._stage(place, ("input_gradient", "weight_gradient"))
-                return self._with_sharding(work, place, gathers=True, reduces=True)
+                return self._with_sharding(self._stage(place, "backward"), place, gathers=True, reduces=True)
             case Kind.I:
-                return self._with_sharding(self._stage(place, ("input_gradient",)), place, gathers=True, reduces=False)
+                work = self._stage(place, "input_gradient")
+                return self._with_sharding(work, place, gathers=True, reduces=False)
             case Kind.W:
-                return self._with_sharding(self._stage(place, ("weight_gradient",)), place, gathers=False, reduces=True)
-            case Kind.SEND_F | Kind.SEND_B:
-                return Seconds(pp_comm=self._send_s(kind, place))
+                return self._with_sharding(self._stage(place, "weight_gradient"), place, gathers=False, reduces=True)
             case Kind.REDUCE_GRAD:
-                seconds = self._communication(kind, place)
-                return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if self.plan.layout.zero >= 2 else 1))
+                return NOTHING if self._reduces_in_step else self._reduction(place)
             case Kind.UNSHARD:
                 return self._communication(kind, place)
             case Kind.STEP:
                 return self._step(place)
             case _:
-                return Seconds()
+                return NOTHING
 
-    def _stage(self, place: Place, parts: tuple[str, ...]) -> Seconds:
-        content = self.plan.stages[place.stage]
-        counts = {"layer": len(content.layers), "embedding": int(content.embedding), "head": int(content.head)}
-        total = Seconds()
-        for name, count in counts.items():
-            if count:
-                block = self._block(name, place)
-                for part in parts:
-                    total += getattr(block, part).times(count)
-        return total
+    @property
+    def _reduces_in_step(self) -> bool:
+        """True where a stack reduces all gradients at once when its rank has finished every microbatch."""
+        return self.profile.reduces_last and not self.profile.overlap_grad_reduce and self.plan.layout.zero < 2
 
-    def _block(self, name: str, place: Place) -> Block:
-        key = (name, self.spread("tp", place), *self._block_key)
-        if key not in self._shared:
-            plan = self.plan
-            match name:
-                case "layer":
-                    works, traffic = transformer_work(plan, 0), _layer_traffic(plan)
-                case "embedding":
-                    works, traffic = (embedding_work(plan),), _embedding_traffic(plan)
-                case _:
-                    works, traffic = head_work(plan), _head_traffic(plan)
-            self._shared[key] = self._price_block(works, traffic, place)
-        return self._shared[key]
+    def _reduction(self, place: Place) -> Seconds:
+        """The gradients of a stage; with ZeRO 2 and 3 only those of the last block are left, the others hid in the last backward."""
+        seconds = self._communication(Kind.REDUCE_GRAD, place)
+        if self._is_host and seconds.total_s:
+            seconds += Seconds(other=host_flatten_s(self.plan, self._elements(place.stage)))
+        return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if self.plan.layout.zero >= 2 else 1))
 
-    def _price_block(self, works: tuple[LayerWork, ...], traffic: _Traffic, place: Place) -> Block:
-        cluster = self.plan.cluster
-        forward_s = elementwise_s(cluster, traffic.forward_bytes, traffic.forward_kernels)
-        recomputes_all = all(work.recomputed == work.forward for work in works) and self.plan.recompute.mode == "full"
-        return Block(
-            forward=self._work((op for work in works for op in work.forward), place) + Seconds(compute=forward_s),
-            input_gradient=self._work((op for work in works for op in work.input_gradient), place)
-            + Seconds(compute=elementwise_s(cluster, traffic.backward_bytes, traffic.backward_kernels))
-            + self._recompute((op for work in works for op in work.recomputed), place)
-            + Seconds(recompute=forward_s if recomputes_all else 0.0),
-            weight_gradient=self._work((op for work in works for op in work.weight_gradient), place)
-            + Seconds(compute=traffic_s(cluster, traffic.gradient_bytes)),
-        )
+    def _stage(self, place: Place, part: str) -> Seconds:
+        """One part of all blocks of a stage; what the host takes longer to launch it than the device to run it is `other`; all of
+        it where the host waits for every kernel."""
+        total = Part()
+        for group in self._groups[place.stage]:
+            total += getattr(self._block(group, place), part).times(group.count)
+        if self.profile.engine_share:
+            total += Part(Seconds(other=self.profile.engine_share * total.seconds.total_s))
+        if self.profile.cuda_graphs:
+            return total.seconds
+        launching_s = host_s(self.plan.cluster, total.num_kernels) * self.profile.host_calls
+        waited_s = launching_s if self.profile.launch_blocking else launching_s - total.seconds.total_s
+        return total.seconds + Seconds(other=waited_s) if waited_s > 0 else total.seconds
 
-    def _work(self, found: Iterable[Operation], place: Place) -> Seconds:
-        total = Seconds()
-        core: list[Product] = []
-        for operation in found:
-            match operation:
-                case Product() if operation.layer.endswith("attention.core"):
-                    core.append(operation)
-                case Product():
-                    total += Seconds(compute=product_s(self.plan.cluster, self.plan.precision.dtype, operation))
-                case Collective():
-                    total += self._collective(operation, place)
-                case Message():
-                    raise AssertionError("layers send no messages of their own")
-        return total + Seconds(compute=self._attention_s(core)) if core else total
+    def _block(self, group: Group, place: Place) -> Block:
+        key: tuple[object, ...] = (group.kind, group.recomputed, self._inner_spreads(place))
+        if self._is_host:  # what is added to a sum depends on how many microbatches there are
+            key = (*key, self.plan.num_microbatches)
+        if key not in self._blocks:
+            self._blocks[key] = self._price_block(group, place)
+        found: Block = self._blocks[key]
+        return found
 
-    def _recompute(self, found: Iterable[Operation], place: Place) -> Seconds:
-        """Products count as recompute, their collectives as communication."""
-        seconds = self._work(found, place)
-        return Seconds(recompute=seconds.compute, tp_comm=seconds.tp_comm)
+    def _price_block(self, group: Group, place: Place) -> Block:
+        plan = self.plan
+        if self._is_host:
+            return host_block(plan, group, lambda operation: self._collective_s(operation, place))
+        pricer = BlockPricer(plan, self.profile, lambda operation: self._collective_s(operation, place))
+        works, pieces = group_work(plan, group), group_traffic(plan, self.profile, group)
+        works, pieces = loaded_work(works, self._expert_load), loaded_traffic(pieces, self._expert_load)
+        return pricer.block(works, pieces, recomputes_all=group.recomputed)
 
-    def _attention_s(self, products: list[Product]) -> float:
-        """One fused kernel: arithmetic of the unmasked half, or reading and writing the [s, d] operands, whichever is longer."""
-        cluster, plan = self.plan.cluster, self.plan
-        backward = sum(product.count for product in products) > 2 * products[0].count
-        flops = sum(product.flops for product in products) * CAUSAL_SHARE * (RECOMPUTED_SCORES if backward else 1)
-        # fp8 recipes keep attention in 16 bits.
-        peak = cluster.peak_flops_per_s["bf16" if plan.precision.dtype == "fp8" else plan.precision.dtype]
-        operands = 2 * sum(product.count for product in products)
-        num_bytes = operands * plan.batch.sequence * plan.model.head_dim * ELEMENT_BYTES[plan.precision.dtype]
-        return max(flops / (peak * ATTENTION_EFFICIENCY), traffic_s(cluster, num_bytes)) + cluster.kernel_launch_s
-
-    def _collective(self, operation: Collective, place: Place) -> Seconds:
-        seconds = collective_s(self.plan.cluster, self.spread(operation.axis, place), operation)
-        return Seconds(**{_COMPONENT_OF_AXIS[operation.axis]: seconds})
+    def _collective_s(self, operation: Collective, place: Place) -> float:
+        return collective_s(self.plan.cluster, self.spread(operation.axis, place), operation)
 
     def _communication(self, kind: Kind, place: Place) -> Seconds:
         """Seconds of the collectives of REDUCE_GRAD, UNSHARD or STEP."""
-        key = (kind, *self._likeness(kind, place), *self._group_key)
+        key = ("communication", kind, *self._likeness(kind, place))
         if key not in self._shared:
-            total = Seconds()
+            total, width = Seconds(), self.profile.gradient_bytes(self.plan.precision.dtype)
             replica = self.plan.placement.replica_of(*place)
             for operation in operations(self.plan, kind, place.stage, replica=replica):
                 assert isinstance(operation, Collective)
-                total += self._collective(operation, place)
+                if kind is Kind.REDUCE_GRAD and COMPONENT_OF_AXIS[operation.axis] == "dp_comm":
+                    operation = replace(operation, sent_bytes=operation.sent_bytes * width // gradient_bytes(self.plan))
+                total += Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self._collective_s(operation, place)})
             self._shared[key] = total
         return self._shared[key]
 
-    def _send_s(self, kind: Kind, place: Place) -> float:
+    def _message_s(self, kind: Kind, place: Place) -> float:
+        """Seconds of one message from a stage to its neighbour; 0 where there is none, or it lies on the same rank."""
         layout, replica = self.plan.layout, self.plan.placement.replica_of(*place)
         target = place.stage + (1 if kind is Kind.SEND_F else -1)
         if not 0 <= target < len(self._owners):
@@ -310,14 +335,18 @@ class Pricing:
         peer = owners[min(replica, len(owners) - 1)]
         if peer == place.pp_rank:
             return 0.0
-        (message,) = operations(self.plan, kind, place.stage)
-        assert isinstance(message, Message)
-        ranks = (layout.global_rank(pp=place.pp_rank), layout.global_rank(pp=peer))
-        return message_s(self.plan.cluster, *ranks, message.num_bytes)
+        key = (place.pp_rank, peer)
+        if key not in self._messages:
+            ranks = (layout.global_rank(pp=place.pp_rank), layout.global_rank(pp=peer))
+            num_bytes, gather_s = message_bytes(self.plan), 0.0
+            if self.profile.scatter_gather and layout.tp > 1 and not layout.sequence_parallel:
+                gather = Collective("", "all_gather", "tp", layout.tp, num_bytes * (layout.tp - 1) // layout.tp)
+                num_bytes, gather_s = -(-num_bytes // layout.tp), self._collective_s(gather, place)
+            self._messages[key] = gather_s + message_s(self._spreads.between(*key), *ranks, num_bytes, ranks=layout.pp)
+        return self._messages[key]
 
     def _num_blocks(self, stage: int) -> int:
-        content = self.plan.stages[stage]
-        return max(1, len(content.layers) + content.embedding + content.head)
+        return max(1, sum(group.count for group in self._groups[stage]))
 
     def _with_sharding(self, work: Seconds, place: Place, *, gathers: bool, reduces: bool) -> Seconds:
         """Adds what ZeRO-2 and 3 communicate inside a forward or backward, layer by layer beside the computation of the next layer.
@@ -333,84 +362,64 @@ class Pricing:
         if not communicated_s:
             return work
         blocks = self._num_blocks(place.stage)
-        hidden_s = min(communicated_s * (blocks - 1) / blocks, work.total_s * (blocks - 1) / blocks)
-        return work + Seconds(dp_comm=communicated_s - hidden_s)
+        beside_s = work.total_s * (blocks - 1) / blocks
+        hidden_s = communicated_s * (blocks - 1) / blocks
+        exposed_s = max(slowed_s(self.plan.cluster, beside_s, hidden_s), hidden_s) - beside_s
+        return work + Seconds(dp_comm=communicated_s - hidden_s + exposed_s)
+
+    def _held(self, stage: int) -> Held:
+        key = ("held", *_alike(self._groups[stage]))
+        if key not in self._shared:
+            self._shared[key] = held_elements(self.plan, stage)
+        return self._shared[key]
+
+    def _elements(self, stage: int) -> int:
+        return sum(self._held(stage))
 
     def _updated_elements(self, place: Place) -> float:
-        """Elements that the optimizer of a pipeline rank updates: all it holds, or with ZeRO its part of each stage's copies."""
-        stages = rank_stages(self.plan, place.pp_rank)
-        key = ("elements", self.plan.layout.tp, *self._likeness(Kind.STEP, place))
-        if key not in self._shared:
-            self._shared[key] = [stage_elements(self.plan, stage) for stage in stages]
-        copies = [self.plan.num_copies(stage) if self.plan.layout.zero else 1 for stage in stages]
-        return sum(elements / parts for elements, parts in zip(self._shared[key], copies, strict=True))
+        """Elements that the optimizer of a pipeline rank updates: all it holds, or with ZeRO its part of them."""
+        plan, stages = self.plan, rank_stages(self.plan, place.pp_rank)
+        if not plan.layout.zero:
+            return sum(map(self._elements, stages))
+        pairs = (pair for stage in stages for pair in zip(self._held(stage), num_shards(plan, stage), strict=True))
+        return sum(elements / parts for elements, parts in pairs)
 
     def _step(self, place: Place) -> Seconds:
-        plan = self.plan
-        num_bytes_each = OPTIMIZER_BYTES + (0 if plan.precision.dtype == "fp32" else ELEMENT_BYTES[plan.precision.dtype])
-        num_bytes = self._updated_elements(place) * num_bytes_each
-        update = Seconds(optimizer=elementwise_s(plan.cluster, num_bytes, OPTIMIZER_KERNELS))
-        return update + self._communication(Kind.STEP, place)
+        plan, stages = self.plan, rank_stages(self.plan, place.pp_rank)
+        num_bytes = self._updated_elements(place) * self.profile.optimizer_bytes
+        if plan.precision.dtype == "fp8":  # every rank casts the weights that it holds, once a step
+            num_bytes += CAST_BYTES * sum(map(self._elements, stages))
+        optimizer_s = host_step_s(plan, stages) if self._is_host else elementwise_s(plan.cluster, num_bytes, OPTIMIZER_KERNELS)
+        update = Seconds(optimizer=optimizer_s)
+        communicated = self._communication(Kind.STEP, place)
+        if self.profile.overlap_param_gather and plan.layout.zero in (1, 2):
+            communicated += Seconds(dp_comm=-self._hidden_gather_s(place, communicated.dp_comm))
+        if self._reduces_in_step:
+            for stage in stages:
+                communicated += self._reduction(Place(stage, place.pp_rank))
+        return update + communicated
+
+    def _hidden_gather_s(self, place: Place, gather_s: float) -> float:
+        """Seconds of the weight gather of ZeRO 1 and 2 that run under the next step's first forwards, and before a later pipeline
+        rank's first forward, which the lower stages delay. The first bucket is exposed, and what compute loses meanwhile."""
+        stages = rank_stages(self.plan, place.pp_rank)
+        waited_s = sum(self.seconds(Kind.F, stage).total_s for stage in range(min(stages)))
+        under_s = sum(self.seconds(Kind.F, stage).total_s for stage in stages)
+        first_s = gather_s / max(1, sum(self._num_buckets(Place(stage, place.pp_rank)) for stage in stages))
+        beside_s = max(0.0, gather_s - first_s - waited_s)
+        exposed_s = max(slowed_s(self.plan.cluster, under_s, min(under_s, beside_s)), beside_s) - under_s
+        return gather_s - max(0.0, first_s - waited_s) - exposed_s
 
 
-_PRICED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.SEND_F, Kind.SEND_B, Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.STEP)
-_COMPONENT_OF_AXIS = {"tp": "tp_comm", "dp": "dp_comm", "replica": "dp_comm", "model": "pp_comm", "embedding": "pp_comm"}
+def _spreads_of(plan: Plan, known: dict[tuple[object, ...], Spreads]) -> Spreads:
+    """How groups lie, looked at once for all plans of the same degrees and placement."""
+    layout = plan.layout
+    key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.dp, layout.pp, layout.order, plan.placement.ranks)
+    if key not in known:
+        known[key] = Spreads(plan)
+    return known[key]
 
 
-@dataclass(frozen=True)
-class _Traffic:
-    """Memory traffic of the elementwise work of one block for one microbatch, and how many kernels move it."""
-
-    forward_bytes: float
-    forward_kernels: int
-    backward_bytes: float
-    backward_kernels: int
-    gradient_bytes: float
-
-
-def _layer_traffic(plan: Plan) -> _Traffic:
-    """A transformer layer: two norms, two residual additions, rotation of queries and keys, the activation; the fp32 accumulation of
-    weight gradients reads and writes 4 bytes per element. Biases are part of their product's or neighbour's kernel."""
-    model, tp = plan.model, plan.layout.tp
-    element = ELEMENT_BYTES[plan.precision.dtype]
-    tokens = plan.batch.micro_size * plan.batch.sequence
-    hidden = tokens * model.hidden_size * element / (tp if plan.layout.sequence_parallel else 1)
-    rotated = 2 * tokens * (model.num_heads + model.num_kv_heads) * model.head_dim * element / tp if model.position == "rope" else 0.0
-    inputs = 2 if model.gated else 1
-    unit = tokens * model.ffn_hidden_size * element / tp
-    rope_kernels = int(model.position == "rope")
-    return _Traffic(
-        forward_bytes=2 * (2 + 3) * hidden + rotated + (inputs + 1) * unit,
-        forward_kernels=5 + rope_kernels,
-        backward_bytes=2 * (3 + 3) * hidden + rotated + (2 * inputs + 1) * unit,
-        backward_kernels=5 + rope_kernels,
-        gradient_bytes=8 * sum(local_elements(plan, parameter) for parameter in layer_parameters(model, 0)),
-    )
-
-
-def _table_elements(plan: Plan) -> float:
-    return plan.model.vocab_size * plan.model.hidden_size / plan.layout.tp
-
-
-def _embedding_traffic(plan: Plan) -> _Traffic:
-    """Forward reads and writes each token's row (and its position's); backward adds rows into an fp32 table."""
-    element = ELEMENT_BYTES[plan.precision.dtype]
-    hidden = plan.batch.micro_size * plan.batch.sequence * plan.model.hidden_size
-    return _Traffic(
-        forward_bytes=4 * hidden * element, forward_kernels=3, backward_bytes=hidden * (element + 8), backward_kernels=3, gradient_bytes=0
-    )
-
-
-def _head_traffic(plan: Plan) -> _Traffic:
-    """Final norm, and the cross-entropy over local logits in fp32: cast, maximum, exponentials and their sum; then the gradient."""
-    element = ELEMENT_BYTES[plan.precision.dtype]
-    tokens = plan.batch.micro_size * plan.batch.sequence
-    hidden = tokens * plan.model.hidden_size * element
-    logits = tokens * plan.model.vocab_size / plan.layout.tp
-    return _Traffic(
-        forward_bytes=2 * hidden + (element + 16) * logits,
-        forward_kernels=5,
-        backward_bytes=3 * hidden + (element + 8) * logits,
-        backward_kernels=3,
-        gradient_bytes=8 * _table_elements(plan),
-    )
+def _alike(groups: tuple[Group, ...]) -> tuple[object, ...]:
+    """Equal for stages that hold as many parts of each kind."""
+    return tuple((group.kind, group.count, group.recomputed) for group in groups)

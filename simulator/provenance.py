@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal, TypedDict
 
 from ..core.cluster import ClusterSpec
+from .profiles import Profile
 
 
 class Origin(TypedDict):
@@ -14,17 +16,24 @@ class Origin(TypedDict):
     source: str
 
 
-def report_provenance(cluster: ClusterSpec) -> dict[str, Origin]:
+def report_provenance(cluster: ClusterSpec, profile: Profile) -> dict[str, Origin]:
     """Class of numbers -> origin, for `provenance` of the reports; `cluster.*` repeats the sources of the cluster's own fields."""
+    return dict(_origins(cluster, profile))
+
+
+@lru_cache(maxsize=16)
+def _origins(cluster: ClusterSpec, profile: Profile) -> dict[str, Origin]:
     origins: dict[str, Origin] = {
         "num_parameters": _origin("exact", "core.parameters: sum over all tensors, tied ones once"),
         "communication_bytes": _origin("exact", "core.program, which the backend's recorded operations are tested against"),
         "order_of_actions": _origin("exact", "the lowered schedule, which the backend executes"),
         "model_flops": _origin("exact", "Korthikanti et al. 2022, appendix A, for the plan's own shapes"),
-        "compute": _origin("modelled", "roofline, Williams et al. 2009; one efficiency for all shapes"),
-        "attention": _origin("modelled", "fused causal kernel at 55% of the peak, after Dao 2023, section 4.1"),
-        "communication_s": _origin("modelled", "latency plus bytes over bandwidth, two tiers, no congestion"),
-        "optimizer": _origin("modelled", "memory traffic of AdamW"),
+        "compute": _origin("modelled", "simulator.compute: products by tiles and waves, the rest by memory traffic (simulator.traffic)"),
+        "attention": _origin("modelled", "simulator.compute: one fused causal kernel, or products with all scores in memory"),
+        "overlap": _origin("modelled", f"what the stack {profile.name} runs at the same time (simulator.profiles)"),
+        "communication_s": _origin("modelled", "simulator.network: latency and bandwidth by algorithm and protocol of the library"),
+        "optimizer": _origin("modelled", f"memory traffic of the step, {profile.optimizer_bytes:g} bytes per parameter"),
+        "other": _origin("modelled", "what devices wait for their hosts to launch kernels"),
         "bubble": _origin("exact", "longest path of the schedule, given the modelled durations"),
         "memory.weights": _origin("exact", "shapes and number formats"),
         "memory.gradients": _origin("exact", "fp32 accumulation"),
@@ -45,4 +54,4 @@ def _kind_of(source: str) -> Literal["exact", "modelled", "measured"]:
     """Sources of cluster fields open with how they were obtained; data sheets and counts are taken as exact."""
     if source.startswith("measured"):
         return "measured"
-    return "modelled" if source.startswith(("estimate", "nominal", "modelled")) else "exact"
+    return "modelled" if source.startswith(("estimate", "nominal", "modelled", "fitted")) else "exact"

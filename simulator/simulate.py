@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,40 +15,37 @@ from ..core.plan import Plan
 from ..core.schedule import Schedule
 from ..core.schedules import build, lower, schedule_for
 from ..core.timeline import MemorySample, Timeline
-from .attribution import attribute, busy_s, critical_pp_rank
+from .attribution import attribute, busy_s, critical_pp_rank, sorts_of
+from .contention import execute_shared
 from .engine import Run, execute
 from .flops import step_flops
 from .graph import Graph, Sends, build_graph
 from .memory import RankMemory, memory_samples, rank_memories
 from .pricing import Pricing
+from .profiles import profile_of
 from .provenance import report_provenance
-
-
-@dataclass(frozen=True)
-class Profile:
-    """How a runtime communicates: what ends a send, and how many receives it posts ahead."""
-
-    sends: Sends
-    recv_buffers: int
-
-
-PROFILES: Mapping[str, Profile] = {"shardproof": Profile(sends="rendezvous", recv_buffers=2)}
-"""`runtime.profile` -> behaviour. `shardproof` is our own backend (`backend.pipeline.messages`)."""
+from .seconds import Seconds
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One predicted step. `memory` holds the peak of every pipeline rank; `report` has the JSON keys of the interface."""
+    """One predicted step. `memory` holds the peak of every pipeline rank; `report` has the JSON keys of the interface.
+
+    `prices` are those of the sorts of action of the run's graph. `dp_rank` is the data-parallel rank that was simulated: 0, or the
+    slowest where replicas differ.
+    """
 
     plan: Plan
     run: Run
     memory: tuple[RankMemory, ...]
     report: dict[str, Any]
+    prices: tuple[Seconds, ...]
+    dp_rank: int = 0
 
     @cached_property
     def global_ranks(self) -> tuple[int, ...]:
-        """The rank that stands for each pipeline rank: tensor- and data-parallel rank 0."""
-        return representatives(self.plan)
+        """The rank that stands for each pipeline rank: tensor-parallel rank 0 of the simulated data-parallel rank."""
+        return representatives(self.plan, self.dp_rank)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -68,29 +65,35 @@ class Simulation:
 def simulate(plan: Plan) -> Simulation:
     """The predicted step of a plan. Raises `ScheduleError` when its schedule does not fit or cannot run.
 
-    One rank per pipeline rank is simulated: tensor- and data-parallel rank 0. Its peers run the same actions at the same time.
+    One rank per pipeline rank is simulated: tensor- and data-parallel rank 0. Its peers run the same actions at the same time, unless
+    the plan's `variation` says that they differ (`simulator.variation`).
     """
+    if not plan.variation.is_nothing:
+        from .variation import simulate_varied  # which calls this for the plan without differences
+
+        return simulate_varied(plan)
     graph = plan_graph(plan)
-    pricing = Pricing(plan, gathers_scheduled=bool((graph.schedule.actions.kind == Kind.UNSHARD).any()))
+    pricing = Pricing(plan, gathers_scheduled=any(sort.kind is Kind.UNSHARD for sort in sorts_of(graph).sorts))
     run = run_plan(graph, pricing)
-    memory = rank_memories(plan, graph.schedule, PROFILES[plan.runtime.profile].recv_buffers)
-    return Simulation(plan, run, memory, _report(plan, run, pricing, memory))
+    memory = rank_memories(plan, graph.schedule, profile_of(plan).recv_buffers)
+    prices = pricing.of_graph(sorts_of(graph)).prices
+    return Simulation(plan, run, memory, report_of(plan, run, prices, memory), prices)
 
 
 def plan_graph(plan: Plan) -> Graph:
     """The lowered schedule of a plan with its waits; named schedules are built once per shape and kept."""
-    profile = PROFILES[plan.runtime.profile]
+    profile = profile_of(plan)
     if plan.schedule.file is None:
         layout = plan.layout
-        return _named_graph(plan.schedule.name, layout.pp, layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages, profile)
+        shape = (layout.pp, layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages)
+        return _named_graph(plan.schedule.name, shape, profile.send_rule, profile.recv_buffers)
     schedule = lower(schedule_for(plan))
-    return build_graph(schedule, sends=profile.sends, recv_buffers=profile.recv_buffers)
+    return build_graph(schedule, sends=profile.send_rule, recv_buffers=profile.recv_buffers)
 
 
 @lru_cache(maxsize=64)
-def _named_graph(name: str, pp: int, vpp: int, num_microbatches: int, max_active_stages: int | None, profile: Profile) -> Graph:
-    schedule = named_schedule(name, pp, vpp, num_microbatches, max_active_stages)
-    return build_graph(schedule, sends=profile.sends, recv_buffers=profile.recv_buffers)
+def _named_graph(name: str, shape: tuple[int, int, int, int | None], sends: Sends, recv_buffers: int) -> Graph:
+    return build_graph(named_schedule(name, *shape), sends=sends, recv_buffers=recv_buffers)
 
 
 @lru_cache(maxsize=64)
@@ -101,33 +104,22 @@ def named_schedule(name: str, pp: int, vpp: int, num_microbatches: int, max_acti
 
 def run_plan(graph: Graph, pricing: Pricing) -> Run:
     """The run of a plan's schedule with a plan's prices."""
-    actions, owners = graph.schedule.actions, graph.schedule.placement.ranks
-    second = np.array([ranks[-1] if len(ranks) > 1 else -1 for ranks in owners])
-    tables = np.stack([pricing.table(replica) for replica in range(max(map(len, owners)))])
-
-    def price(kind: np.ndarray | Kind, stage: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        return tables[(rank == second[stage]).astype(int), kind, stage]
-
-    duration = price(actions.kind, actions.stage, graph.rank)
-    pair = np.flatnonzero(actions.kind == Kind.OVERLAP_F_B)
-    forward, backward = actions.stage[pair], actions.pair_stage[pair]
-    duration[pair] = price(Kind.F, forward, graph.rank[pair]) + price(Kind.B, backward, graph.rank[pair])
-    run = execute(graph, duration)
-    return _steps_together(run, duration) if pricing.plan.optimizer.clip_grad_norm else run
+    _, duration_s, overlap, links = pricing.of_graph(sorts_of(graph))
+    run = execute(graph, duration_s, **overlap) if links is None else execute_shared(graph, duration_s, links, **overlap)
+    return _steps_together(run, duration_s) if pricing.plan.optimizer.clip_grad_norm else run
 
 
 def _steps_together(run: Run, duration: np.ndarray) -> Run:
     """With clipping no rank may step before the global norm is known, hence before the last rank's gradients are reduced."""
     steps = np.flatnonzero(run.graph.schedule.actions.kind == Kind.STEP)
-    start_s, end_s = run.start_s.copy(), run.end_s.copy()
-    start_s[steps] = start_s[steps].max(initial=0.0)
-    end_s[steps] = start_s[steps] + duration[steps]
-    return Run(run.graph, start_s, end_s)
+    run.start_s[steps] = run.start_s[steps].max(initial=0.0)  # in place: nobody else has seen this run, and copies are large
+    run.end_s[steps] = run.start_s[steps] + duration[steps]
+    return run
 
 
-def representatives(plan: Plan) -> tuple[int, ...]:
-    """The global rank at tensor- and data-parallel rank 0 of every pipeline rank."""
-    return tuple(plan.layout.global_rank(pp=pp_rank) for pp_rank in range(plan.layout.pp))
+def representatives(plan: Plan, dp_rank: int = 0) -> tuple[int, ...]:
+    """The global rank at tensor-parallel rank 0 of a data-parallel rank on every pipeline rank."""
+    return tuple(plan.layout.global_rank(dp=dp_rank, pp=pp_rank) for pp_rank in range(plan.layout.pp))
 
 
 def worst(memory: tuple[RankMemory, ...]) -> RankMemory:
@@ -140,10 +132,11 @@ def _num_parameters(model: ModelSpec) -> int:
     return model.num_parameters
 
 
-def _report(plan: Plan, run: Run, pricing: Pricing, memory: tuple[RankMemory, ...]) -> dict[str, Any]:
-    ranks = representatives(plan)
+def report_of(plan: Plan, run: Run, prices: Sequence[Seconds], memory: tuple[RankMemory, ...], dp_rank: int = 0) -> dict[str, Any]:
+    """The JSON keys of a run of one data-parallel rank's pipeline, whose sorts of action have the given prices."""
+    ranks = representatives(plan, dp_rank)
     step_s = float(run.end_s.max())
-    busy = busy_s(run)
+    busy = busy_s(run.graph, prices)
     bubble_pp = int(busy.argmin())
     critical_pp = critical_pp_rank(run)
     flops = step_flops(plan)
@@ -160,11 +153,12 @@ def _report(plan: Plan, run: Run, pricing: Pricing, memory: tuple[RankMemory, ..
         "bubble_fraction": (step_s - float(busy[bubble_pp])) / step_s,
         "bubble_rank": ranks[bubble_pp],
         "critical_rank": ranks[critical_pp],
-        "time_s": attribute(run, critical_pp, pricing.seconds),
+        "time_s": attribute(run, critical_pp, prices),
         "peak_memory_bytes": heaviest.peak_bytes,
         "peak_memory_rank": ranks[heaviest.pp_rank],
+        "peak_memory_action": heaviest.peak_action,
         "memory_bytes": heaviest.components(),
         "num_parameters": _num_parameters(plan.model),
         "num_devices": num_devices,
-        "provenance": report_provenance(plan.cluster),
+        "provenance": report_provenance(plan.cluster, profile_of(plan)),
     }

@@ -33,8 +33,8 @@ Communicators = tuple[str, int | None]
 class Call:
     """One collective of one rank: what it is part of, the operation, the communicator's axis, and the layer (empty for flat gradients).
 
-    `axis` is an axis of the layout (`tp`, `dp`, ...), `model` (tensor and pipeline parallelism together), `embedding` (the ranks of the
-    first and the last stage), `replica` (all copies of the action's stage), or the global ranks themselves: `0+4`.
+    `axis` is one of `core.program.Collective` (`tp`, `dp`, `edp`, `model`, `embedding`, `replica`, ...), `pp`, or the global ranks
+    themselves: `0+4`.
     """
 
     action: Action
@@ -54,7 +54,15 @@ class Call:
 
 def communicators(call: Call) -> Communicators:
     """The communicator of a call among those of its rank."""
-    return call.axis, call.action.stage if call.axis == "replica" else None
+    return call.axis, call.action.stage if "replica" in call.axis.split("_") else None
+
+
+DENSE_AXES = {"tp": "tp", "cp": "cp", "dp": "dp-cp", "pp": "pp", "model": "tp-pp"}
+EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}
+"""Axis of a collective -> the axes of the dense or the expert grid that it spans; gradients of dense layers are added over cp too."""
+
+REPLICA_AXES = {"replica": "dp", "expert_replica": "edp"}
+"""Axis of a collective over all copies of a stage -> the axis of the copies that one pipeline rank's ranks hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +70,7 @@ class Calls:
     """The calls of every global rank. Ranks that run the same list share it: rank r runs `lists[list_of[r]]`.
 
     `gradient_axes[stage]` are the axes along which ranks hold different parts of that stage's gradients; None where that is not known.
+    `shards` are the sizes of the groups over which hybrid sharding cuts dense parameters and experts.
     """
 
     layout: Layout
@@ -69,29 +78,35 @@ class Calls:
     lists: tuple[tuple[Call, ...], ...]
     list_of: tuple[int, ...]
     gradient_axes: tuple[frozenset[str], ...] | None = None
+    shards: tuple[int, int] = (1, 1)
 
     def of_rank(self, global_rank: int) -> tuple[Call, ...]:
         """What a rank calls, in order."""
         return self.lists[self.list_of[global_rank]]
 
     def groups(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
-        """The communicators of an axis as tuples of global ranks; for `replica` those of one stage.
+        """The communicators of an axis as tuples of global ranks; for all copies of a stage those of one stage.
 
         Raises `ScheduleError` for an axis that is not known.
         """
         if _RANKS.fullmatch(axis):
             return [tuple(int(rank) for rank in axis.split("+"))]
-        if axis in self.layout.sizes:
-            return [tuple(group) for group in self.layout.groups(axis)]
-        match axis:
-            case "model":
-                return [tuple(group) for group in self.layout.groups("tp-pp")]
-            case "embedding":
-                ends = {ends: None for pp_rank in range(self.layout.pp) if (ends := self.placement.ends_of(pp_rank))}
-                return [group for pair in ends for group in self._across(pair, over_dp=False)]
-            case "replica":
-                return [] if stage is None else self._across(self.placement.ranks[stage], over_dp=True)
-        known = ", ".join([*self.layout.sizes, "model", "embedding", "replica"])
+        whole, _, part = axis.rpartition("_")
+        if part in ("shard", "replicate") and whole in ("dp", "edp", *REPLICA_AXES):
+            size = self.shards[whole in ("edp", "expert_replica")]
+            return [each for group in self.groups(whole, stage) for each in _parts(group, min(size, len(group)), part)]
+        if axis in DENSE_AXES:
+            return [tuple(group) for group in self.layout.groups(DENSE_AXES[axis])]
+        if axis in EXPERT_AXES:
+            return [tuple(group) for group in self.layout.expert_groups(EXPERT_AXES[axis])]
+        if axis == "embedding":
+            ends = {ends: None for pp_rank in range(self.layout.pp) if (ends := self.placement.ends_of(pp_rank))}
+            return [group for pair in ends for group in self._across(pair, self.layout.groups("pp"))]
+        if axis in REPLICA_AXES:
+            base = REPLICA_AXES[axis]
+            spanned = self.layout.groups(f"{DENSE_AXES[base]}-pp") if base == "dp" else self.layout.expert_groups("dp-pp")
+            return [] if stage is None else self._across(self.placement.ranks[stage], spanned)
+        known = ", ".join([*DENSE_AXES, *EXPERT_AXES, "embedding", *REPLICA_AXES])
         raise ScheduleError(f"unknown axis {axis!r} of a collective. Known: {known}; or global ranks such as 0+4.")
 
     @cached_property
@@ -100,16 +115,14 @@ class Calls:
         used = sorted({communicators(call) for calls in self.lists for call in calls}, key=str)
         return {each: {rank: group for group in self.groups(*each) for rank in group} for each in used}
 
-    def _across(self, pp_ranks: tuple[int, ...], *, over_dp: bool) -> list[tuple[int, ...]]:
-        """Groups of the global ranks at these pipeline ranks, one for each data-parallel rank, or with `over_dp` one for all of them."""
-        layout = self.layout
-        dp_ranks = [tuple(range(layout.dp))] if over_dp else [(dp,) for dp in range(layout.dp)]
-        return [
-            tuple(layout.global_rank(tp=tp, cp=cp, dp=dp, pp=pp) for dp in group for pp in pp_ranks)
-            for group in dp_ranks
-            for cp in range(layout.cp)
-            for tp in range(layout.tp)
-        ]
+    def _across(self, pp_ranks: tuple[int, ...], groups: list[list[int]]) -> list[tuple[int, ...]]:
+        """The groups, which span pipeline parallelism, at these pipeline ranks only; members in the order of the samples they see."""
+        rows = ([[rank for rank in group if self._pp_rank[rank] == pp_rank] for pp_rank in pp_ranks] for group in groups)
+        return [tuple(rank for column in zip(*row, strict=True) for rank in column) for row in rows]
+
+    @cached_property
+    def _pp_rank(self) -> dict[int, int]:
+        return {rank: pp_rank for group in self.layout.groups("pp") for pp_rank, rank in enumerate(group)}
 
     def to_csv(self) -> str:
         """One line per global rank, one cell per call."""
@@ -156,6 +169,12 @@ def _parse(cell: str) -> Call | str:
         return Call(Action.from_str(parts[0]), *parts[1:])
     except ScheduleError:
         return cell
+
+
+def _parts(group: tuple[int, ...], size: int, part: str) -> list[tuple[int, ...]]:
+    """The shards of a group, consecutive members each, or the members with equal places in them."""
+    shards = [group[first : first + size] for first in range(0, len(group), size)]
+    return shards if part == "shard" else list(zip(*shards, strict=True))
 
 
 def _outside(calls: Calls, name: str) -> list[str]:

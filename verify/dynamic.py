@@ -21,6 +21,7 @@ from ..core.findings import Finding
 from ..core.layout import Layout
 from ..core.parameters import parameters
 from ..core.plan import Batch, Plan, ScheduleChoice
+from ..core.variation import NO_VARIATION
 from .compare import Difference, action_of, compare, explain
 from .digest import to_hex
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, Key, LedgerWriter, RankLedger, RunLedger
@@ -119,6 +120,7 @@ def one_device(plan: Plan) -> Plan:
         cluster=replace(plan.cluster, num_devices=1),
         batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
         schedule=ScheduleChoice("1F1B"),
+        variation=NO_VARIATION,
     )
 
 

@@ -10,7 +10,7 @@ from ..core.action import Kind
 from ..core.errors import ScheduleError
 from ..core.parameters import layer_prefix, stage_parameters
 from ..core.plan import Plan
-from ..core.program import Collective, operations
+from ..core.program import Collective, num_shards, operations
 from ..core.schedule import Schedule
 from ..core.stages import StageLayers
 from .calls import Call, Calls
@@ -38,8 +38,8 @@ def plan_facts(plan: Plan, schedule: Schedule) -> Facts:
 
 
 def message_formats(plan: Plan) -> MessageFormats:
-    """Hidden states of one microbatch on tensor-parallel rank 0: its own tokens with sequence parallelism."""
-    tokens = plan.batch.sequence
+    """Hidden states of one microbatch on rank 0 of tensor and context parallelism: its own tokens with sequence parallelism."""
+    tokens = plan.batch.sequence // plan.layout.cp
     if plan.layout.sequence_parallel:
         tokens = -(-tokens // plan.layout.tp)
     text = f"{'fp32' if plan.precision.dtype == 'fp32' else 'bf16'}[{plan.batch.micro_size},{tokens},{plan.model.hidden_size}]"
@@ -60,25 +60,38 @@ def plan_calls(plan: Plan, schedule: Schedule, *, per_microbatch: bool = True) -
     for pp_rank, ranks in enumerate(np.array(layout.groups("tp-cp-ep-dp"))):
         list_of[ranks] = pp_rank
     axes = tuple(gradient_axes(plan, stage) for stage in range(schedule.num_stages))
-    return Calls(layout, schedule.placement, tuple(lists), tuple(list_of.tolist()), axes)
+    shards = num_shards(plan, 0)
+    return Calls(layout, schedule.placement, tuple(lists), tuple(list_of.tolist()), axes, (shards.dense, shards.expert))
 
 
 def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
     """The axes along which ranks hold different parts of a stage's gradients.
 
-    Samples are spread over `dp`, and over the copies of a stage that two pipeline ranks hold (`replica`, which covers dp). With sequence
-    parallelism every tensor-parallel rank knows the gradients of whole norms and biases for its own tokens only. A stage without layers
-    has no gradients, hence no axes.
+    Tokens are spread over `dp` (context parallelism included), and over the copies of a stage that two pipeline ranks hold (`replica`,
+    which covers dp); those of experts over `edp`. Hybrid sharding adds first inside its groups, then over them. With sequence
+    parallelism every tensor-parallel rank knows the gradients of whole norms, biases, routers and low-rank projections for its own
+    tokens only; those of the norms of query and key heads, without it too, for its own heads. A stage without layers has no gradients,
+    hence no axes.
     """
-    held = stage_parameters(plan.model, plan.stages[stage])
-    if not held:
-        return frozenset()
+    layout, held = plan.layout, stage_parameters(plan.model, plan.stages[stage])
     replicas = len(plan.placement.ranks[stage])
-    axes = {"replica"} if replicas > 1 else {"dp"} if plan.layout.dp > 1 else set()
-    if plan.layout.sequence_parallel and plan.layout.tp > 1:
-        whole = (parameter for parameter in held if parameter.cut is None)
-        axes |= {"tp"} if any(len(parameter.shape) == 1 for parameter in whole) else set()
+    axes: set[str] = set()
+    for expert, copies in ((False, layout.dp * layout.cp), (True, layout.expert_dp)):
+        if copies * replicas > 1 and any(parameter.expert == expert for parameter in held):
+            axis = (("dp", "replica"), ("edp", "expert_replica"))[expert][replicas > 1]
+            axes |= _split(axis, copies * replicas, num_shards(plan, stage)[expert] if layout.zero else copies * replicas)
+    if layout.tp > 1 and (layout.sequence_parallel or plan.model.qk_norm):
+        whole = (parameter for parameter in held if parameter.cut is None and not parameter.expert)
+        by_tokens = (parameter for parameter in whole if not parameter.name.startswith("embedding."))
+        axes |= {"tp"} if any(layout.sequence_parallel or ".attention." in parameter.name for parameter in by_tokens) else set()
     return frozenset(axes)
+
+
+def _split(axis: str, copies: int, shards: int) -> set[str]:
+    """The axis, or the two that hybrid sharding makes of it."""
+    if shards == copies:
+        return {axis}
+    return {f"{axis}_replicate"} | ({f"{axis}_shard"} if shards > 1 else set())
 
 
 def _calls_of(plan: Plan, schedule: Schedule, pp_rank: int, kinds: frozenset[Kind]) -> Iterable[Call]:

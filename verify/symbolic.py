@@ -24,20 +24,22 @@ from ..core.cluster import ClusterSpec
 from ..core.findings import Finding
 from ..core.layout import Layout
 from ..core.parameters import layer_prefix
-from ..core.plan import Plan, ScheduleChoice
+from ..core.plan import DataParallel, Plan, ScheduleChoice
 from ..core.program import LayerWork, Product
 from ..core.schedule import Schedule
 from ..core.schedules import lower
+from ..core.variation import NO_VARIATION
 from .rules import View
 from .symbolic_blocks import EMBEDDING, Block, blocks_of, run_block
 from .symbolic_layers import Difference, Program
 from .symbolic_step import StageGradients, Step, StepDifference, reduced_gradients, unshard_difference
 from .symbolic_sums import Judgement, judge
 
-VALUE_RULE, ORDER_RULE = "other-mathematics", "other-order"
+VALUE_RULE, ORDER_RULE, SCOPE_RULE = "other-mathematics", "other-order", "not-proved"
 _HINTS = {
     VALUE_RULE: "The plan does not compute what one device computes. Mend the program or the schedule at this place.",
     ORDER_RULE: "The same mathematics in another order: results agree to rounding. numerics.mode = exact keeps the order.",
+    SCOPE_RULE: "The schedule and its collectives were checked; --dynamic proves the plan without what is not known.",
 }
 _EXACT_HINT = "Exact numerics promise one device's bits, so this sum needs its canonical order."
 _SEQUENCE_HINT = (
@@ -52,18 +54,20 @@ class SymbolicProof:
     """What was compared and what was found.
 
     `num_values` counts the comparisons of digests; `findings` are errors for other mathematics (and, in exact numerics, another order),
-    infos for another order in fast numerics. Exact numerics with sequence parallelism, which nothing runs yet, get warnings.
+    infos for another order in fast numerics. Exact numerics with sequence parallelism, which nothing runs yet, get warnings. `beyond`
+    names what of the plan the proof does not know; then nothing was compared, and a warning says so.
     """
 
     findings: tuple[Finding, ...]
     num_values: int
     num_ranks: int
     exact: bool
+    beyond: tuple[str, ...] = ()
 
     @property
     def same_mathematics(self) -> bool:
         """True when no value is another than on one device, but for the order of sums."""
-        return not any(finding.rule == VALUE_RULE for finding in self.findings)
+        return not self.beyond and not any(finding.rule == VALUE_RULE for finding in self.findings)
 
     @property
     def same_order(self) -> bool:
@@ -88,6 +92,8 @@ class SymbolicProof:
     @property
     def line(self) -> str:
         """The result in one line."""
+        if self.beyond:
+            return f"No symbolic proof: it does not know {', '.join(self.beyond)} yet."
         looked = f"{self.num_values:,} expressions of {self.num_ranks:,} ranks compared with one device"
         if not self.same_mathematics:
             count = sum(finding.rule == VALUE_RULE for finding in self.findings)
@@ -103,8 +109,30 @@ def prove(plan: Plan, schedule: Schedule, program: Program | None = None) -> Sym
 
     `program` replaces `core.program` on the ranks, not on the one device. Raises `ScheduleError` for a schedule that cannot be lowered.
     """
+    if beyond := beyond_proof(plan):
+        where = f"the plan for {plan.model.name}"
+        finding = Finding(SCOPE_RULE, "warning", where, f"the symbolic proof does not know {', '.join(beyond)} yet.", _HINTS[SCOPE_RULE])
+        return SymbolicProof((finding,), 0, plan.layout.world_size, plan.numerics.mode == "exact", beyond)
     lowered = schedule if schedule.is_lowered else lower(schedule, max_active_stages=plan.schedule.max_active_stages)
     return _Prover(plan, lowered, program or Program()).proof()
+
+
+def beyond_proof(plan: Plan) -> tuple[str, ...]:
+    """What of a plan the proof has no expressions for; empty when it knows all of it."""
+    model, layout = plan.model, plan.layout
+    return tuple(
+        what
+        for there, what in (
+            (model.is_moe, f"experts (model.num_experts={model.num_experts})"),
+            (model.is_mla, f"latent attention (model.kv_lora_rank={model.kv_lora_rank})"),
+            (model.num_mtp_layers > 0, f"multi-token prediction (model.num_mtp_layers={model.num_mtp_layers})"),
+            (model.qk_norm, "norms of queries and keys (model.qk_norm=true)"),
+            (model.qkv_bias, "biases of queries, keys and values alone (model.qkv_bias=true)"),
+            (layout.cp > 1, f"context parallelism (layout.cp={layout.cp})"),
+            (plan.data_parallel.shard is not None, f"hybrid sharding (data_parallel.shard={plan.data_parallel.shard})"),
+        )
+        if there
+    )
 
 
 class _Prover:
@@ -222,9 +250,18 @@ class _Prover:
 
 
 def _one_device(plan: Plan) -> Plan:
-    """The same problem with every degree 1: model, batch, microbatch size, numerics and recomputation stay."""
+    """The same problem with every degree 1: model, batch, microbatch size and numerics stay; what a layer recomputes, all layers do."""
     cluster: ClusterSpec = replace(plan.cluster, num_devices=1)
-    return replace(plan, cluster=cluster, layout=Layout(), schedule=ScheduleChoice())
+    recompute = replace(plan.recompute, num_layers=None)
+    return replace(
+        plan,
+        cluster=cluster,
+        layout=Layout(),
+        recompute=recompute,
+        schedule=ScheduleChoice(),
+        data_parallel=DataParallel(),
+        variation=NO_VARIATION,
+    )
 
 
 def _by_block(works: Any, blocks: list[Block]) -> dict[Block, list[LayerWork]]:

@@ -14,7 +14,7 @@ from ..core.parameters import (
     layer_prefix,
 )
 from ..core.plan import Plan
-from ..core.program import Collective, LayerWork, Operations, Product
+from ..core.program import Collective, LayerWork, Operations, Product, recomputed_modules, recomputes_whole
 from ..core.stages import StageLayers
 from .expressions import Expression, apply, exactly_summed, symbol
 from .symbolic_layers import (
@@ -145,6 +145,7 @@ class _TransformerLayer:
     def __init__(self, ranks: Ranks, layer: int, works: Works):
         self.ranks = ranks
         self.prefix = f"{layer_prefix(layer)}."
+        self.recomputed_whole = recomputes_whole(ranks.plan, layer)
         self.parameters = {parameter.name.removeprefix(self.prefix): parameter for parameter in layer_parameters(ranks.plan.model, layer)}
         self.forward_of, self.back_of, self.weight_of, self.again_of = (
             named(self.prefix, works, what) for what in ("forward", "input_gradient", "weight_gradient", "recomputed")
@@ -155,11 +156,13 @@ class _TransformerLayer:
         """Everything a microbatch does in this layer."""
         x = self.ranks.hidden(symbol("x"))
         saved = self._forward(x, "forward")
-        match self.ranks.plan.recompute.mode:
-            case "full":
-                saved = self._forward(x, "recomputation")
-            case "selective":
-                saved["core"] = self._core(saved["qkv"], "recomputation")
+        if self.recomputed_whole:
+            saved = self._forward(x, "recomputation")
+        modules = recomputed_modules(self.ranks.plan)
+        if "core_attn" in modules:
+            saved["core"] = self._core(saved["qkv"], "recomputation")
+        if "mlp" in modules:
+            self._mlp(saved, "recomputation")
         return self._backward(x, saved, self.ranks.hidden(symbol("dy")))
 
     def _linear(self, name: str) -> Linear:
@@ -178,10 +181,13 @@ class _TransformerLayer:
         saved["core"] = self._core(saved["qkv"], phase)
         saved["middle"] = _residual(x, self._apply("attention.output", saved["core"], phase))
         saved["mlp.norm"] = _norm(self.ranks, self._norm("mlp"), saved["middle"])
+        saved["output"] = _residual(saved["middle"], self._mlp(saved, phase))
+        return saved
+
+    def _mlp(self, saved: dict[str, list[Part]], phase: Phase) -> list[Part]:
         saved["up"] = self._apply("mlp.up", saved["mlp.norm"], phase)
         saved["activation"] = _map("activation", saved["up"])
-        saved["output"] = _residual(saved["middle"], self._apply("mlp.down", saved["activation"], phase))
-        return saved
+        return self._apply("mlp.down", saved["activation"], phase)
 
     def _backward(self, x: list[Part], saved: dict[str, list[Part]], dy: list[Part]) -> Gradients:
         gradients: Gradients = {}

@@ -7,16 +7,19 @@ what only costs time (width, depth, vocabulary, sequence, batch). Each change is
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from ..core.cluster_presets import cluster_preset
 from ..core.errors import PlanError
 from ..core.layout import Layout
-from ..core.model import ModelSpec
-from ..core.plan import Batch, Numerics, Plan, Precision, Recompute
+from ..core.model import REFINEMENTS, ModelSpec
+from ..core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute
 from ..core.schedules import CATALOG
 from ..core.stages import StageLayers, to_string
+from ..core.variation import NO_VARIATION
 
 MAX_WORLD_SIZE = 8
 """Ranks of a twin: gloo start-up and collectives grow steeply beyond it on a few cores."""
@@ -63,34 +66,76 @@ def _too_large(plan: Plan) -> bool:
 
 def _supported(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with everything the backend does not run replaced by what it runs, and why."""
-    layout, cluster, changes = plan.layout, plan.cluster, []
+    changes: list[str] = []
+    cluster = plan.cluster
+    layout, model = _supported_layout(plan.layout, changes), _supported_model(plan.model, changes)
     if plan.numerics.mode != "exact":
         changes.append("numerics.mode fast -> exact: only exact numerics promise bits.")
     if plan.precision.dtype != "fp32":
         changes.append(f"precision.dtype {plan.precision.dtype} -> fp32: the backend computes in fp32.")
     if plan.recompute.mode != "none":
         changes.append(f"recompute.mode {plan.recompute.mode} -> none: the backend keeps activations; recomputing repeats the same sums.")
-    if layout.zero:
-        changes.append(f"layout.zero {layout.zero} -> 0: the backend keeps whole optimizer states.")
     if plan.schedule.max_active_stages is not None:
         changes.append(f"schedule.max_active_stages {plan.schedule.max_active_stages} -> none: whole parameters need no gathers.")
-    if layout.sequence_parallel:
-        changes.append("layout.sequence_parallel true -> false: the backend keeps whole sequences between tensor-parallel blocks.")
+    if plan.data_parallel != DataParallel():
+        changes.append("[data_parallel] -> none: the backend reduces the gradients of a stage whole, after its last backward.")
+    runtime = plan.runtime
+    if runtime.tp_comm_overlap or runtime.cuda_graphs or runtime.compile or runtime.launch_blocking or runtime.fused_loss:
+        changes.append("[runtime] overlap, graphs and compile -> none: the backend launches every kernel itself, one after another.")
+    if layout.cp != plan.layout.cp:
+        cluster = cluster_preset("this-host", layout.world_size)
     if "fp32" not in cluster.peak_flops_per_s:
         changes.append(f"cluster {cluster.name} -> this-host: it has no rate for fp32.")
         cluster = cluster_preset("this-host", layout.world_size)
     return (
         replace(
             plan,
+            model=model,
             cluster=cluster,
-            layout=replace(layout, zero=0, sequence_parallel=False),
+            layout=layout,
+            runtime=replace(plan.runtime, tp_comm_overlap=None, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None),
+            data_parallel=DataParallel(),
             schedule=replace(plan.schedule, max_active_stages=None),
             precision=Precision("fp32"),
             recompute=Recompute("none"),
             numerics=replace(plan.numerics, mode="exact"),
+            variation=NO_VARIATION,
         ),
         changes,
     )
+
+
+def _supported_layout(layout: Layout, changes: list[str]) -> Layout:
+    """The axes that the backend runs; adds why to `changes`."""
+    if layout.zero:
+        changes.append(f"layout.zero {layout.zero} -> 0: the backend keeps whole optimizer states.")
+    if layout.sequence_parallel:
+        changes.append("layout.sequence_parallel true -> false: the backend keeps whole sequences between tensor-parallel blocks.")
+    if layout.cp > 1:
+        changes.append(f"layout.cp {layout.cp} -> 1: the backend keeps whole sequences, so context parallelism is not proved.")
+    if layout.ep > 1 or layout.expert_tp != layout.tp:
+        changes.append(f"layout.ep {layout.ep} -> 1, etp {layout.expert_tp} -> none: the backend has no experts.")
+    stages = None if layout.stages is None else re.sub(r"m(\*\d+)?", "", layout.stages)
+    return replace(layout, zero=0, sequence_parallel=False, cp=1, ep=1, etp=None, stages=stages)
+
+
+def _supported_model(model: ModelSpec, changes: list[str]) -> ModelSpec:
+    """The layers that the backend runs: dense, with whole queries, keys and values; adds why to `changes`."""
+    off = {field.name: field.default for field in fields(ModelSpec) if field.name in REFINEMENTS}
+    changed: dict[str, Any] = {name: default for name, default in off.items() if getattr(model, name) != default}
+    for name in filter(changed.__contains__, _SAID):
+        changes.append(f"model.{name} {getattr(model, name)} -> {changed[name]}: {_SAID[name]}, so they are not proved.")
+    return replace(model, **changed) if changed else model
+
+
+_SAID = {
+    "num_experts": "the backend has no experts",
+    "kv_lora_rank": "the backend has no low-rank keys and values",
+    "num_mtp_layers": "the backend has no multi-token-prediction layers",
+    "qkv_bias": "the backend has no biases on queries, keys and values alone",
+    "qk_norm": "the backend has no norms of queries and keys",
+}
+"""Refinement of a model -> why the twin lacks it; the numbers that only describe it are not said."""
 
 
 def _shrink(plan: Plan) -> Plan:

@@ -25,11 +25,11 @@ class MLP(nn.Module):
 
 
 def activate(x: Tensor, activation: str, numerics: Numerics) -> Tensor:
-    """The activation by its name in `ModelSpec`; swiglu halves the last dimension. `x` is contiguous."""
+    """The activation by its name in `ModelSpec`; swiglu and geglu halve the last dimension. `x` is contiguous."""
     match activation:
-        case "swiglu":
+        case "swiglu" | "geglu":
             gate, up = (part.contiguous() for part in x.unflatten(-1, (-1, 2)).unbind(-1))
-            return numerics.elementwise(F.silu, gate) * up
+            return numerics.elementwise(F.silu if activation == "swiglu" else F.gelu, gate) * up
         case "gelu":
             return numerics.elementwise(F.gelu, x)
         case "gelu_tanh":

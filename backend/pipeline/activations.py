@@ -1,15 +1,37 @@
-"""What a forward keeps for its backward, in bytes, measured."""
+"""What a forward keeps for its backward, in bytes, measured; and what the executor asks of any meter of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ...core.action import Action
 from ...core.timeline import MemorySample
+
+
+class MemoryMeter(Protocol):
+    """What the executor tells a meter. `ActivationMeter` costs nothing and sees what lasts, `backend.live_memory.LiveMeter` sees all."""
+
+    samples: list[MemorySample]
+
+    def watch(self) -> AbstractContextManager[object]:
+        """Every thread of the rank works inside."""
+
+    def during(self, action: Action, *, compute: bool) -> AbstractContextManager[None]:
+        """The calling thread, or the rank's compute lane, works on `action` inside."""
+
+    def forward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """A forward runs inside."""
+
+    def release(self, stage: int, microbatch: int) -> None:
+        """The backward of this forward is complete."""
+
+    def sample(self, time_s: float) -> None:
+        """Notes what is held from `time_s` on."""
 
 
 class ActivationMeter:
@@ -26,6 +48,14 @@ class ActivationMeter:
         self._base_bytes = base_bytes
         self._gradient_bytes = gradient_bytes
         self._held: dict[tuple[int, int], int] = {}
+
+    def watch(self) -> AbstractContextManager[object]:
+        """Nothing to do: autograd tells what it saves."""
+        return nullcontext()
+
+    def during(self, action: Action, *, compute: bool) -> AbstractContextManager[None]:
+        """Nothing to do: what lasts does not depend on the action."""
+        return nullcontext()
 
     @contextmanager
     def forward(self, stage: int, microbatch: int) -> Iterator[None]:

@@ -19,7 +19,7 @@ from ...core.action import RECEIVES, Action, ActionArray, Kind
 from ...core.schedule import Schedule
 from ...core.timeline import COMPUTE_LANE, Span
 from ..recorder import Recorder
-from .activations import ActivationMeter
+from .activations import MemoryMeter
 from .messages import Clock, Lane, Mail, MessageChannel, lane_name, message_lanes
 
 DP_LANE = "dp"
@@ -61,9 +61,15 @@ class Pass:
     clock: Clock
     trace: Trace
     saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    meter: ActivationMeter | None = None
+    meter: MemoryMeter | None = None
     reduce_gradients: Callable[[int], None] | None = None
     step: Callable[[dict[int, Tensor]], None] | None = None
+
+    def watch(self, action: Action | None) -> AbstractContextManager[object]:
+        """Where a lane's thread (None), or one of its actions, runs."""
+        if self.meter is None:
+            return nullcontext()
+        return self.meter.watch() if action is None else self.meter.during(action, compute=False)
 
 
 class Executor:
@@ -105,7 +111,7 @@ class Executor:
         reduce_gradients: Callable[[int], None],
         step: Callable[[dict[int, Tensor]], None],
         clock: Clock,
-        meter: ActivationMeter | None = None,
+        meter: MemoryMeter | None = None,
     ) -> Trace:
         """One optimizer step: the whole row.
 
@@ -156,6 +162,7 @@ class Executor:
             clock=current.clock,
             global_rank=self._global_rank,
             record=self._recorder.message,
+            watch=current.watch,
         )
         if reductions := [action for action in row if action.kind is Kind.REDUCE_GRAD]:
 
@@ -173,6 +180,7 @@ class Executor:
                 prepare=lambda _: None,
                 perform=reduce_gradients,
                 permits=0,
+                watch=current.watch,
             )
         return lanes
 
@@ -239,7 +247,8 @@ class Executor:
     @contextmanager
     def _span(self, action: Action, current: Pass) -> Iterator[None]:
         start_s = current.clock.now_s()
-        yield
+        with current.meter.during(action, compute=True) if current.meter is not None else nullcontext():
+            yield
         current.trace.spans.append(Span(self._global_rank, COMPUTE_LANE, action, start_s, current.clock.now_s()))
 
 

@@ -137,7 +137,8 @@ class Mail:
 class Lane:
     """A thread that performs its actions in order, each once `permit` has been called for it, and keeps a span for each.
 
-    `prepare(action)` blocks until the action may start and returns what `perform(action, prepared)` needs.
+    `prepare(action)` blocks until the action may start and returns what `perform(action, prepared)` needs. The thread runs inside
+    `watch(None)`, every action inside `watch(action)`.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Lane:
         prepare: Callable[[Action], Tensor | None],
         perform: Callable[[Action, Tensor | None], None],
         permits: int,
+        watch: Callable[[Action | None], AbstractContextManager[object]] = lambda _: nullcontext(),
     ):
         self.name = name
         self.spans: list[Span] = []
@@ -161,6 +163,7 @@ class Lane:
         self._prepare = prepare
         self._perform = perform
         self._permits = permits
+        self._watch = watch
         self._thread = threading.Thread(target=self._run, name=f"rank {global_rank} lane {name}", daemon=True)
         self._thread.start()
 
@@ -179,12 +182,14 @@ class Lane:
 
     def _run(self) -> None:
         try:
-            with self._clock.own_stream(), torch.no_grad():
+            with self._clock.own_stream(), torch.no_grad(), self._watch(None):
                 for number, action in enumerate(self._actions):
                     self._mail.wait_until(lambda number=number: number < self._permits)
                     prepared = self._prepare(action)
                     start_s = self._clock.now_s()
-                    self._perform(action, prepared)
+                    with self._watch(action):
+                        self._perform(action, prepared)
+                    prepared = None  # what was sent is the peer's now
                     span = Span(self._global_rank, self.name, action, start_s, self._clock.now_s())
                     self._mail.notify(lambda span=span: self.spans.append(span))
         except BaseException as error:
@@ -202,11 +207,12 @@ def message_lanes(
     clock: Clock,
     global_rank: int,
     record: Callable[[Action, int], None],
+    watch: Callable[[Action | None], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> dict[str, Lane]:
     """Started lanes by name for the sends and receives of one row.
 
     `channel(direction, peer, sending)` is the channel to or from a pipeline rank; every message has one `shape` and `dtype`;
-    `record(action, num_bytes)` hears of each send.
+    `record(action, num_bytes)` hears of each send; `watch` is that of `Lane`.
     """
     by_lane: dict[str, list[Action]] = defaultdict(list)
     for action in actions:
@@ -234,6 +240,7 @@ def message_lanes(
             prepare=mail.take if sending else lambda _: None,
             perform=send if sending else receive,
             permits=len(actions) if sending else RECV_BUFFERS,
+            watch=watch,
         )
 
     return {name: lane(name, actions) for name, actions in by_lane.items()}

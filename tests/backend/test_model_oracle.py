@@ -23,7 +23,8 @@ GPT = ModelSpec(
 LLAMA = ModelSpec("llama-gqa", 2, 48, 100, 12, 6, 8, 101, 64)
 MIXED = ModelSpec("mixed", 2, 48, 60, 6, 2, 8, 64, 64, activation="gelu_tanh", norm="layernorm", bias=True)
 SQUARED = ModelSpec("squared", 2, 48, 52, 4, 4, 10, 37, 64, activation="relu_squared", position="learned", tied_embeddings=True)
-MODELS = [GPT, LLAMA, MIXED, SQUARED]
+GEGLU = ModelSpec("geglu", 2, 48, 60, 6, 2, 8, 64, 64, activation="geglu")
+MODELS = [GPT, LLAMA, MIXED, SQUARED, GEGLU]
 
 
 def plain_logits(model, weights, tokens):
@@ -71,6 +72,8 @@ def plain_mlp(model, weights, name, x):
     match model.activation:
         case "swiglu":
             up = F.silu(up[..., 0::2]) * up[..., 1::2]
+        case "geglu":
+            up = F.gelu(up[..., 0::2]) * up[..., 1::2]
         case "relu_squared":
             up = F.relu(up) ** 2
         case activation:

@@ -24,7 +24,7 @@ from shardproof.core.errors import DivergedError, PlanError, RankFailure
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.parameters import Parameter, parameters
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
 from shardproof.core.program import operations
 from shardproof.core.schedules import schedule_for
 
@@ -376,9 +376,31 @@ def test_what_the_backend_does_not_run_is_said_with_one_sentence_each():
     with pytest.raises(PlanError, match=r"layout\.zero=1 yet"):
         Trainer(plan)
     assert unsupported(tiny()) == []
+    overlapped = replace(
+        tiny(), runtime=Runtime(tp_comm_overlap=True), data_parallel=DataParallel(overlap_grad_reduce=False, bucket_bytes=64)
+    )
+    assert unsupported(overlapped) == [
+        "the backend does not run runtime.tp_comm_overlap=true yet. Use runtime.tp_comm_overlap=false.",
+        "the backend does not run data_parallel.bucket_bytes=64 yet. Use none.",
+    ]
     small = tiny()
     small = replace(small, model=replace(small.model, vocab_size=100))
     assert unsupported(small) == ["model.vocab_size=100 is too small for bytes as tokens. Use 256 or more."]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_experts": 4, "experts_per_token": 2}, ["model.num_experts=4"]),
+        ({"num_mtp_layers": 1, "qk_norm": True}, ["model.num_mtp_layers=1", "model.qk_norm=true"]),
+        ({"qkv_bias": True}, ["model.qkv_bias=true"]),
+    ],
+)
+def test_layers_that_the_backend_lacks_are_said_before_training(fields, named):
+    plan = tiny(numerics=Numerics("fast"))
+    problems = unsupported(replace(plan, model=replace(plan.model, **fields)))
+    assert len(problems) == len(named)
+    assert all(f"does not run {name} yet" in problem for name, problem in zip(named, problems, strict=True))
 
 
 def test_tokens_are_bytes():

@@ -1,6 +1,7 @@
 """Leaf sizes: blocks belong to the problem, and every tensor-parallel rank owns whole ones."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.core.errors import LayoutError
-from shardproof.core.leaves import Leaves, leaf_sizes
+from shardproof.core.layout import Layout
+from shardproof.core.leaves import Leaves, degree_to_admit, leaf_sizes
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import MODEL_PRESETS, model_preset
 from shardproof.core.parameters import parameters
@@ -74,3 +76,25 @@ def test_a_block_that_is_too_coarse_for_tp_names_one_that_is_not():
         sizes.check(4)
     assert len(caught.value.problems) == 2
     assert "ffn_block <= 48" in str(caught.value) and "vocab_block <= 64" in str(caught.value)
+
+
+def test_fast_numerics_admit_a_tensor_parallel_degree_above_8_that_exact_ones_refuse():
+    model, layout = model_of(kv_heads=32, vocab=1600, ffn=256), Layout(tp=16)
+    fast = leaf_sizes(model, 64, max_degree=degree_to_admit("fast", layout))
+    fast.check(16)
+    assert [fast.ffn.owned_items(16, rank) for rank in range(16)] == [(16 * rank, 16 * (rank + 1)) for rank in range(16)]
+    with pytest.raises(LayoutError, match="there are only 8 leaves"):
+        leaf_sizes(model, 64, max_degree=degree_to_admit("exact", layout)).check(16)
+
+
+def test_fast_and_exact_numerics_have_the_same_leaves_up_to_tp8():
+    model = model_of(kv_heads=8)
+    assert leaf_sizes(model, 64, max_degree=degree_to_admit("fast", Layout(tp=8))) == leaf_sizes(model, 64)
+
+
+def test_the_width_of_an_expert_is_cut_whatever_the_heads_are():
+    model = replace(model_of(kv_heads=3), num_experts=4, experts_per_token=1, expert_ffn_hidden_size=64, num_shared_experts=3)
+    sizes = leaf_sizes(model, 64)
+    assert [sizes.feature("expert_ffn").owned_items(8, rank) for rank in range(8)] == [(8 * rank, 8 * (rank + 1)) for rank in range(8)]
+    assert sizes.feature("shared_ffn") == Leaves(192, 64)
+    assert leaf_sizes(model_of(kv_heads=3), 64).expert_ffn is None

@@ -1,6 +1,7 @@
 """Models: published parameter counts to the last one, validation, and Hugging Face configs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -20,13 +21,68 @@ PUBLISHED = {
     "llama2-70b": 68_976_648_192,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
     "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
 }
+
+# What the papers print, rounded as they print it: name, billions in all, billions a token uses.
+PRINTED = [
+    ("mixtral-8x7b", 47, 13),  # Jiang et al. 2024, abstract
+    ("mixtral-8x22b", 141, 39),  # mistral.ai/news/mixtral-8x22b
+    ("deepseek-v2", 236, 21),  # arXiv 2405.04434, abstract
+    ("qwen3-235b-a22b", 235, 22),  # Qwen3 technical report, table 2
+    ("megatron-22b", 22, 22),  # Korthikanti et al. 2022, table 3, and the two below
+    ("mt-nlg-530b", 530, 530),
+    ("megatron-1t", 1008, 1008),  # 1T there, 1008.0 in Narayanan et al. 2021, table 1
+    ("nemotron4-15b", 16, 16),  # arXiv 2402.16819: 15 B, of them 12.5 B beside both embeddings
+    ("nemotron4-340b", 341, 341),  # arXiv 2406.11704, table 1: 331.6 B beside 9.4 B of embeddings
+]
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_parameter_counts_equal_the_published_ones(name, count):
     assert model_preset(name).num_parameters == count
+
+
+@pytest.mark.parametrize(("name", "total", "active"), PRINTED, ids=[name for name, *_ in PRINTED])
+def test_total_and_active_parameters_round_to_the_printed_ones(name, total, active):
+    model = model_preset(name)
+    assert round(model.num_parameters / 1e9) == total
+    assert round(model.num_active_parameters / 1e9) == active
+
+
+def test_deepseek_v3_has_671_billion_parameters_of_which_a_token_uses_37_beside_its_prediction_module():
+    """The checkpoint's count without its 58 * 256 routing biases, which gradients do not touch, and without the module."""
+    with_module = model_preset("deepseek-v3")
+    model = replace(with_module, num_mtp_layers=0)
+    assert model.num_parameters == 671_026_419_200 - 58 * 256
+    assert 37.0e9 < model.num_active_parameters < 37.6e9
+    layer = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168 + 2 * 7168
+    experts = 257 * 3 * 7168 * 2048 + 256 * 7168
+    assert with_module.num_parameters - model.num_parameters == layer + experts + 2 * 7168**2 + 3 * 7168
+
+
+def test_grok_1_has_314_billion_parameters_within_a_hundredth():
+    assert model_preset("grok-1").num_parameters == pytest.approx(314e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("size", "billions"), [("125m", 0.125), ("350m", 0.356), ("760m", 0.760), ("1.3b", 1.3), ("2.7b", 2.65)])
+def test_the_gpt3_family_has_the_sizes_of_its_table(size, billions):
+    assert model_preset(f"gpt3-{size}").num_parameters == pytest.approx(billions * 1e9, rel=0.015)
 
 
 def test_gpt3_175b_has_174_6_billion_parameters_by_its_formula():
@@ -43,6 +99,44 @@ def test_preset_names_are_the_names_of_their_models():
 def test_an_unknown_preset_offers_the_closest_one():
     with pytest.raises(UnknownNameError, match="did you mean 'llama3-70b'"):
         model_preset("lama3-70b")
+
+
+MIXTURE = {"num_experts": 8, "experts_per_token": 2}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_experts": -1}, "num_experts=-1 must be a whole number of at least 0"),
+        ({"experts_per_token": 2}, "experts_per_token=2 describe experts, but num_experts=0"),
+        ({"num_experts": 8}, "experts_per_token=0 must be 1 to num_experts=8"),
+        ({**MIXTURE, "experts_per_token": 9}, "experts_per_token=9 must be 1 to num_experts=8"),
+        ({**MIXTURE, "expert_ffn_hidden_size": 0}, "expert_ffn_hidden_size=0 must be at least 1"),
+        ({**MIXTURE, "first_dense_layers": 2}, "leaves none of num_layers=2 to the experts. Use at most 1"),
+        ({"v_head_dim": 8}, "v_head_dim=8 describe latent attention, but kv_lora_rank=0"),
+        ({"kv_lora_rank": 16}, "needs qk_nope_head_dim, qk_rope_head_dim, v_head_dim too"),
+        ({**LATENT, "qk_nope_head_dim": 6}, "head_dim=8 is not qk_nope_head_dim + qk_rope_head_dim = 10"),
+        ({**LATENT, "qk_nope_head_dim": 5, "qk_rope_head_dim": 3}, "qk_rope_head_dim=3 is odd"),
+        ({**LATENT, "num_kv_heads": 4}, "num_kv_heads=4 differs from num_heads=8"),
+        ({**LATENT, "position": "learned"}, "does not go with latent attention"),
+    ],
+)
+def test_experts_and_latent_attention_are_checked(fields, expected):
+    shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
+    with pytest.raises(ModelError) as caught:
+        ModelSpec(**{"name": "bad", "vocab_size": 256, "max_positions": 128, **shape, **fields})
+    (problem,) = caught.value.problems
+    assert expected in problem
+
+
+def test_the_layers_of_deepseek_v3_are_3_dense_and_58_with_experts_and_its_prediction_layer_has_experts():
+    model = model_preset("deepseek-v3")
+    assert [model.layer_is_moe(layer) for layer in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
+    assert (model.num_moe_layers, model.expert_width, model.shared_expert_width, model.value_head_dim) == (58, 2048, 2048, 128)
+    dense = model_preset("llama3-8b")
+    assert (dense.num_moe_layers, dense.shared_expert_width, dense.value_head_dim, dense.layer_is_moe(31)) == (0, 0, 128, False)
+    assert model_preset("mixtral-8x7b").expert_width == 14336
 
 
 def test_every_problem_of_a_model_is_reported_together():
@@ -68,11 +162,137 @@ LLAMA = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
+# huggingface.co/mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen2.5-7B, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V3, DeepSeek-V2-Lite
+MIXTRAL = {
+    **{key: value for key, value in LLAMA.items() if key != "rope_theta"},
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "attention_bias": False,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+DEEPSEEK_LITE = {
+    **DEEPSEEK,
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_nextn_predict_layers": None,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "vocab_size": 102400,
+}
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257, "n_ctx": 1024}
 
 
 def test_the_config_of_llama3_8b_reads_as_the_preset():
     assert model_from_config(LLAMA, name="llama3-8b") == model_preset("llama3-8b")
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (MIXTRAL, "mixtral-8x7b"),
+        (QWEN2, "qwen2.5-7b"),
+        (QWEN3_MOE, "qwen3-30b-a3b"),
+        (DEEPSEEK, "deepseek-v3"),
+        (DEEPSEEK_LITE, "deepseek-v2-lite"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_published_config_with_experts_or_biases_reads_as_its_preset(config, name):
+    assert model_from_config(config, name=name) == model_preset(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0, 5]}, r"mlp_only_layers=\[0, 5\]"),
+        ({**QWEN3_MOE, "attention_bias": True}, "attention_bias=true"),
+        ({**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({**DEEPSEEK, "num_experts_per_tok": 300}, "experts_per_token=300 must be 1 to num_experts=256"),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096"),
+        ({key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}, "'num_local_experts' is missing"),
+    ],
+)
+def test_a_mixture_variant_that_is_not_modelled_is_refused(config, expected):
+    with pytest.raises(ModelError, match=expected):
+        model_from_config(config, name="variant")
+
+
+def test_dense_layers_before_the_experts_are_read_from_both_ways_of_writing_them():
+    assert model_from_config({**QWEN3_MOE, "mlp_only_layers": [0, 1]}, name="x").first_dense_layers == 2
+    assert model_from_config({**DEEPSEEK, "first_k_dense_replace": 0}, name="x").first_dense_layers == 0
 
 
 def test_the_config_of_gpt2_reads_as_the_preset():
@@ -102,7 +322,7 @@ def test_mistral_is_a_llama_unless_its_window_is_short():
 
 def test_an_unread_family_names_those_that_are_read():
     with pytest.raises(ModelError) as caught:
-        model_from_config({"model_type": "mixtral"}, name="moe", source="here/config.json")
+        model_from_config({"model_type": "gpt_neox"}, name="pythia", source="here/config.json")
     assert "here/config.json" in str(caught.value) and all(family in str(caught.value) for family in FAMILIES)
 
 
@@ -168,3 +388,59 @@ def test_transformers_counts_the_same_parameters(name):
         oracle = kind(config)
     assert sum(parameter.numel() for parameter in oracle.parameters()) == model.num_parameters
     assert model_from_config(config.to_dict(), name=name) == model
+
+
+FAMILY_CLASSES = [
+    ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("Qwen2", {}),
+    ("Qwen3", {"head_dim": 24}),
+    ("Qwen3Moe", {"head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [0]}),
+    ("DeepseekV2", {"q_lora_rank": None, "n_shared_experts": 2}),
+    ("DeepseekV3", {"q_lora_rank": 48, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0}),
+]
+LATENT_CONFIG = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(("family", "fields"), FAMILY_CLASSES, ids=[family for family, _ in FAMILY_CLASSES])
+def test_transformers_counts_the_same_parameters_in_every_family(family, fields):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    common = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    latent = LATENT_CONFIG if family.startswith("Deepseek") else {}
+    config = getattr(transformers, f"{family}Config")(**{**common, **latent, **fields})
+    with torch.device("meta"):
+        oracle = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = model_from_config(config.to_dict(), name="small")
+    assert sum(parameter.numel() for parameter in oracle.parameters()) == model.num_parameters
+
+
+def test_presets_show_experts_and_latent_attention(capsys):
+    from shardproof.core.cli import main
+
+    assert main(["presets"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    assert rows["mixtral-8x7b"].endswith("2 of 8 experts, 12.9 B active")
+    assert "latent heads 128" in rows["deepseek-v3"] and rows["llama3-8b"].endswith("heads 32/8")
+    assert main(["presets", "deepseek-v2-lite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_active_parameters"] == model_preset("deepseek-v2-lite").num_active_parameters

@@ -11,7 +11,7 @@ from shardproof.core.files import write_text
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.options import add_output, add_plan, emit, read_plan, read_search_space
-from shardproof.core.plan import Batch, Plan
+from shardproof.core.plan import Batch, DataParallel, Plan
 
 PLAN = """\
 [model]
@@ -224,3 +224,15 @@ def test_a_cluster_file_that_is_no_text_is_named(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"cluster\.toml: this is not a text file"):
         read_plan(parse(f"--model tiny-gpt --cluster {path}"))
+
+
+def test_experts_context_and_the_software_stack_can_be_chosen_by_options():
+    line = "--model mixtral-8x7b --cluster dgx-h100 --devices 32 --tp 2 --cp 2 --pp 2 --ep 4 --etp 1 --sequence-parallel --zero 1"
+    plan = read_plan(parse(f"{line} --profile megatron-te --set data_parallel.overlap_grad_reduce=false"))
+    assert plan.layout == Layout(tp=2, cp=2, pp=2, dp=4, ep=4, etp=1, sequence_parallel=True, zero=1)
+    assert (plan.runtime.profile, plan.data_parallel.overlap_grad_reduce) == ("megatron-te", False)
+
+
+def test_a_search_keeps_what_a_plan_says_about_data_parallelism(plan_file):
+    plan_file.write_text(f"{PLAN}[data_parallel]\nbucket_bytes = 1000000\n")
+    assert read_search_space(parse(f"{plan_file} --devices 8")).data_parallel == DataParallel(bucket_bytes=1_000_000)

@@ -11,7 +11,7 @@ from shardproof.core.cluster_presets import CLUSTER_PRESETS, cluster_preset
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import MODEL_PRESETS, model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
 from shardproof.core.plan_keys import KEYS, NOUNS
 from shardproof.core.plan_rules import RULES
 from shardproof.core.plan_toml import toml_value
@@ -78,9 +78,13 @@ def test_the_example_round_trips():
     assert Plan.from_toml(plan.to_toml()) == plan
 
 
+RECOMPUTES = [Recompute(), Recompute("selective"), Recompute("full"), Recompute("full", 0), Recompute("selective", modules=("norm", "mlp"))]
+
+
 @st.composite
 def plans(draw) -> Plan:
-    model = draw(st.sampled_from([model_preset(name) for name in ("tiny-gpt", "tiny-llama", "tiny-gpt-6h", "llama3-70b")]))
+    names = ("tiny-gpt", "tiny-llama", "tiny-gpt-6h", "llama3-70b", "tiny-moe", "tiny-deepseek", "deepseek-v3")
+    model = draw(st.sampled_from([model_preset(name) for name in names]))
     if draw(st.booleans()):
         model = dataclasses.replace(model, norm_eps=draw(st.floats(1e-12, 1e-3)), name=draw(st.sampled_from([model.name, 'a "name"\t\\'])))
     tp = draw(st.sampled_from([n for n in range(1, 9) if model.num_kv_heads % n == 0]))
@@ -88,23 +92,31 @@ def plans(draw) -> Plan:
     interleaved = pp > 1 and model.num_layers % (2 * pp) == 0 and draw(st.booleans())
     dp, micro = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     stages = "E" + "|" * (pp - 1) + f"t*{model.num_layers}L" if pp > 1 and not interleaved and draw(st.booleans()) else None
-    order = "-".join(draw(st.permutations(("tp", "cp", "ep", "dp", "pp"))))
-    layout = Layout(tp=tp, pp=pp, dp=dp, vpp=2 if interleaved else 1, zero=draw(st.integers(0, 3)), order=order, stages=stages)
+    order = "-".join([*draw(st.permutations(("tp", "cp", "ep", "dp"))), "pp"])  # experts need pp last
+    order = order if model.is_moe else "-".join(draw(st.permutations(("tp", "cp", "ep", "dp", "pp"))))
+    cp, etp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([None, 1])) if model.is_moe else None
+    ep = draw(st.sampled_from([n for n in range(1, 9) if model.is_moe and model.num_experts % n == 0 and cp * dp % n == 0] or [1]))
+    vpp, zero = 2 if interleaved else 1, draw(st.integers(0, 3))
+    split = etp is not None  # experts cut otherwise than attention need tokens that are cut, too
+    layout = Layout(tp, pp, dp, cp, ep, etp, vpp, sequence_parallel=split, zero=zero, order=order, stages=stages)
     cluster = cluster_preset(draw(st.sampled_from(sorted(CLUSTER_PRESETS))), layout.world_size)
     assume(cluster.num_devices <= cluster.devices_per_node or cluster.num_devices % cluster.devices_per_node == 0)
     if draw(st.booleans()):
         sources = {**cluster.sources, "matmul_efficiency": draw(st.sampled_from(["set in the plan", "my bench\nof today"]))}
         name = draw(st.sampled_from([cluster.name, "mine"]))
         cluster = dataclasses.replace(cluster, name=name, matmul_efficiency=draw(st.floats(0.01, 1.0)), sources=sources)
+    modes = ["fast"] if cp > 1 or model.is_moe or model.is_mla else ["fast", "exact"]
     return Plan(
         model,
         cluster,
         layout,
         Batch(micro * dp * draw(st.integers(1, 8)), micro, draw(st.sampled_from([16, 64, 128]))),
-        precision=Precision(draw(st.sampled_from(["fp32", "bf16"]))),
-        recompute=Recompute(draw(st.sampled_from(["none", "selective", "full"]))),
+        runtime=draw(st.sampled_from([Runtime(), Runtime("megatron-te", attention="unfused", p2p_overlap=False, cuda_graphs=True)])),
+        precision=Precision(draw(st.sampled_from(["fp32", "bf16"])), draw(st.sampled_from([None, "bf16"]))),
+        recompute=draw(st.sampled_from(RECOMPUTES)),
+        data_parallel=DataParallel(draw(st.sampled_from([None, True, False])), shard=dp * cp if zero else None),
         schedule=ScheduleChoice("Interleaved1F1B" if interleaved else draw(st.sampled_from(["GPipe", "1F1B"]))),
-        numerics=Numerics(draw(st.sampled_from(["fast", "exact"])), draw(st.sampled_from([None, 64])), draw(st.sampled_from([None, 16]))),
+        numerics=Numerics(draw(st.sampled_from(modes)), draw(st.sampled_from([None, 64])), draw(st.sampled_from([None, 16]))),
         optimizer=Optimizer(betas=(draw(st.floats(0, 0.99)), 0.95), clip_grad_norm=draw(st.floats(0, 10))),
         train=Train(steps=draw(st.integers(0, 9)), learning_rate=draw(st.floats(0, 1))),
     )
@@ -259,6 +271,10 @@ def test_two_descriptions_of_a_model_are_refused():
 
 
 BATCH_TO_NAME, ODD = GPT3[GPT3.index("global") : GPT3.index("[numerics]")], "InterleavedZeroBubble"
+MODEL_TO_LAYOUT = GPT3[GPT3.index("[cluster]") : GPT3.index("zero")]
+EXPERTS = "num_experts = 8\nexperts_per_token = 2\n" + MODEL_TO_LAYOUT.replace("= true", "= false\netp = 1")
+CONTEXT_TO_MODE = GPT3[GPT3.index("cp = 1") : GPT3.index("[train]")]
+EXACT = CONTEXT_TO_MODE.replace("cp = 1", "cp = 2").replace("fast", "exact")
 BROKEN = {
     "tp-divides-heads": (("tp = 8", "tp = 5"), "tp=5 does not divide num_heads=96"),
     "leaves-admit-tp": (('mode = "fast"', 'mode = "fast"\nffn_block = 16384'), "Use tp <= 3 or numerics.ffn_block <= 6144"),
@@ -272,8 +288,37 @@ BROKEN = {
     "cluster-is-filled": (("dp = 16", "dp = 8"), "512 ranks, but num_devices=1024. Use dp=16"),
     "nodes-are-whole": (("num_devices = 1024", "num_devices = 1020"), "does not fill nodes of devices_per_node=8. Use 1016 or 1024"),
     "sequence-divides": (("sequence = 2048", "sequence = 2044"), "Use sequence=2040"),
-    "dense-only": (("cp = 1", "cp = 2"), "context parallelism can be laid out but not yet simulated or run"),
+    "experts-divide": (("ep = 1", "ep = 2"), "ep=2 spreads experts, but model gpt3-175b has none (num_experts=0). Use ep=1"),
+    "experts-share-tokens": ((MODEL_TO_LAYOUT, EXPERTS), "etp=1 differs from tp=8, so every rank must send tokens of its own"),
+    "exact-sums-are-defined": ((CONTEXT_TO_MODE, EXACT), 'numerics.mode="exact" has no fixed order of sums yet for cp=2'),
+    "recompute-is-chosen-once": (('"selective"', '"selective"\nnum_layers = 2'), 'Set recompute.mode = "full", or leave num_layers out'),
+    "recomputed-modules-exist": (('"selective"', '"selective"\nmodules = ["core_attn", "moe"]'), "has no experts, so there is no 'moe'"),
+    "shards-divide": (("[numerics]", "[data_parallel]\nshard = 3\n[numerics]"), "shard=3 does not divide the dp*cp=16 ranks"),
     "dtype-has-peak": (('"bf16"', '"fp8"'), "has no peak rate on cluster dgx-a100-80g. Use one of bf16, fp16, fp32, tf32"),
+    "stragglers-exist": (
+        ("[numerics]", "[variation]\nstragglers = { node-128 = 1.5 }\n[numerics]"),
+        "'node-128' is not among the 128 nodes of the cluster",
+    ),
+    "classes-are-known": (
+        ("[numerics]", '[variation]\ndevice_classes = { dgx-h10 = "node-0" }\n[numerics]'),
+        "'dgx-h10' is no cluster preset; did you mean 'dgx-h100'?",
+    ),
+    "links-exist": (
+        ("[numerics]", '[variation]\nfailed_links = "card-3-1, node-4"\n[numerics]'),
+        "cuts nodes off. Use slow_links={node-4 = 0.5}",
+    ),
+    "hiccups-have-a-length": (
+        ("[numerics]", "[variation]\nhiccup_s = 2.0\n[numerics]"),
+        "hiccups_per_s=0 and hiccup_s=2: pauses need both",
+    ),
+    "imbalance-needs-experts": (
+        ("[numerics]", "[variation]\nexpert_imbalance = 0.5\n[numerics]"),
+        "is about experts, but model gpt3-175b has none",
+    ),
+    "checkpoints-need-failures": (
+        ("[numerics]", "[variation]\nrestart_s = 60.0\n[numerics]"),
+        "Give device_mtbf_s, or leave restart_s out",
+    ),
 }
 
 
@@ -284,6 +329,76 @@ def test_each_rule_catches_its_minimal_failing_plan_on_a_line_of_its_keys(rule):
     (problem,) = [problem for problem in problems_of(text) if sentence in problem]
     line = text.splitlines()[int(problem.split(":")[1]) - 1]
     assert line.split(" = ")[0] in [key.partition(".")[2] for key in rule.keys]
+
+
+MIXTURE = """\
+[model]
+preset = "deepseek-v2-lite"
+[cluster]
+preset = "dgx-h100"
+[layout]
+tp = 4
+dp = 4
+ep = 8
+etp = 2
+sequence_parallel = true
+[batch]
+global = 16
+sequence = 4096
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("ep = 8", "ep = 3"), "etp*ep=6 does not divide tp*cp*dp=16"),
+        (("dp = 4\nep = 8\netp = 2", "dp = 12\nep = 48\netp = 1"), "ep=48 does not divide num_experts=64"),
+        (("tp = 4\ndp = 4\nep = 8\netp = 2", "tp = 4\ndp = 3\nep = 4\netp = 3"), "etp=3 does not divide expert_ffn_hidden_size=1408"),
+        (("etp = 2", "etp = 2\npp = 3\norder = 'tp-pp-cp-ep-dp'"), "puts pp before axes that experts cut otherwise"),
+        (("sequence_parallel = true", ""), "etp=2 differs from tp=4"),
+        (("dp = 4\n", "cp = 2\ndp = 2\n"), None),
+        (("dp = 4\n", "cp = 2\ndp = 2\nstages = 'Et*27L'\n"), None),
+        (("dp = 4\n", "cp = 2\ndp = 2\nstages = 'Et*27mL'\n"), "names 1 modules of multi-token prediction (m), but model deepseek-v2-lite"),
+        (('preset = "deepseek-v2-lite"', "preset = 'deepseek-v2-lite'\nnum_mtp_layers = 2"), None),
+        (("sequence = 4096", "sequence = 4095"), "sequence_parallel=true cuts sequence=4095 over tp=4"),
+        (("dp = 4", "cp = 4\ndp = 1"), None),
+        (("dp = 4\n", "cp = 4\ndp = 1\nzero = 1\n"), None),
+        (("[batch]", "[data_parallel]\nshard = 2\n[batch]"), "zero=0 shards nothing. Set layout.zero, or leave shard out"),
+        (("[batch]", "[data_parallel]\noverlap_param_gather = true\n[batch]"), "zero=0 shards nothing"),
+        (("[batch]", "[recompute]\nmode = 'selective'\nmodules = ['mla_up_proj', 'moe_act', 'shared_experts']\n[batch]"), None),
+        (("[batch]", "[recompute]\nmode = 'full'\nmodules = ['moe']\n[batch]"), 'Set recompute.mode = "selective", or leave modules out'),
+        (("[batch]", "[recompute]\nmode = 'selective'\nmodules = ['mpl']\n[batch]"), "'mpl' is not one of core_attn"),
+        (('preset = "deepseek', 'experts_per_token = 65\npreset = "deepseek'), "experts_per_token=65 must be 1 to num_experts=64"),
+    ],
+)
+def test_rules_of_experts_and_context_give_the_numbers_and_a_way_out(change, sentence):
+    text = MIXTURE.replace(*change)
+    assert text != MIXTURE
+    if sentence is None:
+        assert Plan.from_toml(Plan.from_toml(text).to_toml()) == Plan.from_toml(text)
+    else:
+        assert any(sentence in problem for problem in problems_of(text)), problems_of(text)
+
+
+def test_context_parallelism_needs_two_chunks_a_rank_and_sequence_parallelism_cuts_what_it_leaves():
+    text = MIXTURE.replace("dp = 4", "cp = 4\ndp = 1")
+    assert "2*cp=8 chunks in all, which do not divide sequence=4092. Use sequence=4088" in problems_of(text.replace("4096", "4092"))[0]
+    (problem,) = problems_of(text.replace("4096", "4088"))
+    assert "cuts the 1022 tokens that cp=4 leaves over tp=4, which does not divide it. Use sequence=4080" in problem
+
+
+def test_a_latent_model_field_by_field_derives_the_width_of_its_heads():
+    model = "[model]\nnum_layers = 2\nhidden_size = 64\nffn_hidden_size = 90\nnum_heads = 6\nvocab_size = 256\nkv_lora_rank = 16\n"
+    plan = Plan.from_toml(model + "qk_nope_head_dim = 12\nqk_rope_head_dim = 4\nv_head_dim = 8\n[batch]\nglobal = 4\nsequence = 32\n")
+    assert (plan.model.head_dim, plan.model.num_kv_heads, plan.model.value_head_dim) == (16, 6, 8)
+    assert "num_experts" not in plan.to_toml() and Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_a_field_that_a_preset_has_and_the_plan_drops_is_written_out():
+    model = dataclasses.replace(model_preset("qwen3-30b-a3b"), expert_ffn_hidden_size=None)
+    plan = Plan(model, cluster_preset("this-host", 1), Layout(), Batch(1, 1, 16))
+    assert "preset" not in plan.to_toml().partition("[cluster]")[0]
+    assert Plan.from_toml(plan.to_toml()) == plan
 
 
 def test_every_rule_names_keys_that_exist():
@@ -312,7 +427,14 @@ def test_a_plan_made_in_python_is_held_to_the_same_rules():
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.dotted)
 def test_each_key_refuses_a_value_of_the_wrong_type_on_its_line(key):
-    wrong = {"int": "1.5", "float": '"fast"', "bool": "1", "two floats": "[0.9]", "table of rates": "{ bf16 = -1 }"}
+    wrong = {
+        "int": "1.5",
+        "float": '"fast"',
+        "bool": "1",
+        "two floats": "[0.9]",
+        "list of texts": '["x"]',
+        "table of rates": "{ bf16 = -1 }",
+    }
     text = f"[{key.section}]\n{key.name} = {wrong.get(key.type, '3')}\n"
     assert any(problem.startswith(f"plan.toml:2: {key.name} = ") for problem in problems_of(text))
 

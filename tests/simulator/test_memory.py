@@ -9,7 +9,7 @@ import pytest
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime, ScheduleChoice
 from shardproof.core.program import gradient_elements, stage_elements
 from shardproof.core.schedules import build, schedule_for
 from shardproof.simulator.fit import fit
@@ -42,14 +42,38 @@ def test_interleaved_holds_its_warmup_and_one(p, v, m):
     assert peak_in_flight(build("Interleaved1F1B", pp=p, vpp=v, num_microbatches=m)) == expected
 
 
+STATISTICS = 4 * 2 * 2 * 2048
+"""fp32 mean and deviation of every token in both norms of a layer, which the papers neglect."""
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3, 6, 8])
-def test_selective_layer_is_korthikanti_without_dropout_masks(tp):
+def test_our_selective_layer_is_korthikanti_without_dropout_masks_and_with_a_copy_of_the_heads(tp):
     # Table 2: sbh(10 + 24/t) without, 34sbh/t with sequence parallelism; two masks of one byte each fall away, both uncut by tp alone.
+    # Our attention keeps its output twice: head by head for itself, and with the heads side by side for the product after it.
     sbh = 2048 * 12288
-    assert layer_activation_bytes(gpt3(Layout(tp=tp, sequence_parallel=False), recompute="selective")) == sbh * 8 + 24 * sbh // tp
+    uncut = gpt3(Layout(tp=tp, sequence_parallel=False), recompute="selective")
+    assert layer_activation_bytes(uncut) == sbh * 8 + 26 * sbh // tp + STATISTICS
     if 2048 % tp == 0:
         cut = gpt3(Layout(tp=tp, sequence_parallel=tp > 1), recompute="selective")
-        assert layer_activation_bytes(cut) == 32 * sbh // tp
+        assert layer_activation_bytes(cut) == 34 * sbh // tp + STATISTICS // tp
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_megatron_2021_layer_is_table_2_of_korthikanti(tp):
+    s, h, a, b = 2048, 12288, 96, 2
+    sbh, scores = s * b * h, 5 * a * s * s * b
+    norms = STATISTICS * b
+
+    def layer(mode, sequence_parallel):
+        plan = gpt3(Layout(tp=tp, sequence_parallel=sequence_parallel), recompute=mode, micro=b, dtype="fp16")
+        return layer_activation_bytes(replace(plan, runtime=Runtime("megatron-2021")))
+
+    assert layer("none", False) == sbh * 10 + 24 * sbh // tp + scores // tp + norms
+    assert layer("selective", False) == sbh * 10 + 24 * sbh // tp + norms
+    assert layer("full", False) == 2 * sbh
+    if tp > 1:
+        assert layer("none", True) == (34 * sbh + scores + norms) // tp
+        assert layer("selective", True) == (34 * sbh + norms) // tp
 
 
 def test_full_keeps_the_input_and_none_adds_one_number_per_query():

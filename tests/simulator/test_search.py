@@ -105,3 +105,30 @@ def test_a_plan_stands_for_the_space_around_it():
 def test_a_schedule_file_cannot_be_pinned():
     with pytest.raises(PlanError, match="--schedule NAME"):
         search(space(**{"schedule.file": "x.csv"}))
+
+
+def test_experts_are_spread_in_every_legal_way_and_the_best_is_that_of_simulating_everything():
+    model = replace(model_preset("mixtral-8x7b"), num_layers=2)
+    cluster = replace(cluster_preset("dgx-h100", 4), devices_per_node=4)
+    pinned = {"layout.pp": 1, "layout.zero": 1, "batch.micro": 1, "recompute.mode": "none"}
+    result = search(SearchSpace(model, cluster, Batch(8, 1, 4096), pinned=pinned))
+    found = []
+    for tp, ep, etp, sequence in itertools.product((1, 2, 4), (1, 2, 4), (None, 1), (False, True)):
+        if tp == 1 and (sequence or etp is not None):
+            continue
+        try:
+            layout = Layout(tp=tp, dp=4 // tp, ep=ep, etp=etp, sequence_parallel=sequence, zero=1)
+            report = simulate(Plan(model, cluster, layout, Batch(8, 1, 4096))).report
+        except PlanError:
+            continue
+        found += [report["step_time_s"]] if report["peak_memory_bytes"] <= cluster.device_memory_bytes else []
+    assert len(found) > 5
+    assert [candidate["step_time_s"] for candidate in result.report["candidates"]] == sorted(found)[:NUM_RANKED]
+    assert {candidate["layout"]["ep"] for candidate in result.report["candidates"]} > {1, 2}
+
+
+def test_a_pinned_context_parallelism_and_recomputed_modules_are_kept():
+    pinned = {"layout.cp": 2, "layout.pp": 1, "layout.zero": 1, "batch.micro": 1, "recompute.mode": "selective"}
+    result = search(space(devices=4, **pinned, **{"recompute.modules": ["core_attn", "mlp"]}))
+    assert result.plans
+    assert {(plan.layout.cp, plan.recompute.modules) for plan in result.plans} == {(2, ("core_attn", "mlp"))}

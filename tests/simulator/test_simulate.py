@@ -32,6 +32,7 @@ KEYS = [
     "time_s",
     "peak_memory_bytes",
     "peak_memory_rank",
+    "peak_memory_action",
     "memory_bytes",
     "num_parameters",
     "num_devices",

@@ -1,0 +1,165 @@
+"""What is known of one device of each kind, number by number with its source. `core.cluster_presets` puts devices into nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Facts = Mapping[str, tuple[Any, str]]
+"""Field of `ClusterSpec` -> its value and where that comes from."""
+
+ESTIMATE = "estimate, not measured: "
+MODELLED = "modelled: "
+
+_MAMF = "measured: stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS"
+_SIMUMAX = "measured: SimuMax v1.2 kernel tables (configs/system)"
+_FA3 = "measured: Shah et al. 2024 (FlashAttention-3), figures 5 and 6, cuDNN"
+_FITTED = "modelled: fitted to the "
+_PREDICTABLE = "thonking.ai, 'Strangely, matrix multiplications on GPUs run faster when given predictable data'"
+
+_KERNELS: Facts = {
+    "memory_efficiency": (0.85, f"{ESTIMATE}large streaming kernels"),
+    "kernel_launch_s": (2e-6, f"{ESTIMATE}gap between dependent kernels of one stream"),
+    "kernel_floor_s": (2e-6, f"{ESTIMATE}a kernel that does nothing"),
+    "sustained_share_by_dtype": ({}, f"{ESTIMATE}none differs"),
+    "product_curve": ({}, "products follow their tiles"),
+    "memory_curve": ({}, "kernels follow the memory bandwidth"),
+    "kernel_curve": ({}, "kernels follow the memory bandwidth"),
+    "num_cores": (0, "every device computes on its own"),
+}
+"""What is taken to be the same for every GPU."""
+
+_A100_DATASHEET = "NVIDIA A100 Tensor Core GPU datasheet (2021), SXM4, dense"
+
+A100: Facts = {
+    **_KERNELS,
+    "num_compute_units": (108, "NVIDIA A100 Tensor Core GPU architecture whitepaper: 108 streaming multiprocessors"),
+    "peak_flops_per_s": ({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}, _A100_DATASHEET),
+    "matmul_efficiency": (0.925, f"{_MAMF}, bf16: 271.2 of 312 TFLOP/s at 1024 x 10240 x 5120, less tiles and waves of that shape"),
+    "matmul_efficiency_by_dtype": ({}, f"{ESTIMATE}none differs"),
+    "sustained_share": (0.89, f"measured: {_PREDICTABLE}: 257 TFLOP/s at 8192 x 8192 x 8192 on random bf16 at 400 W"),
+    "grouped_matmul_efficiency": (0.94, f"{_SIMUMAX}, A100-PCIe: 11 grouped products, fitted"),
+    "attention_forward_efficiency": (0.73, f"{_SIMUMAX}, A100-PCIe: 9 kernels, fitted; the many-block limit"),
+    "attention_backward_efficiency": (0.53, f"{_SIMUMAX}, A100-PCIe: 9 kernels, fitted; the many-block limit"),
+    "attention_half_head_dim": (20.0, "measured: Dao 2023 (FlashAttention-2), figures 4 to 6: head dim 64 at about 0.88 of head dim 128"),
+    "host_dispatch_s": (8e-6, f"{ESTIMATE}eager PyTorch on the host processors of the time"),
+    "flash_attention_2_share": (1.0, "FlashAttention-2 (Dao 2023) was written for this device"),
+    "overlap_compute_share": (0.85, f"{MODELLED}16 channels of NCCL, a processor each, of 108"),
+}
+
+A100_40G: Facts = {
+    **A100,
+    "device_memory_bytes": (40e9, _A100_DATASHEET),
+    "device_memory_bytes_per_s": (1.555e12, _A100_DATASHEET),
+}
+A100_80G: Facts = {
+    **A100,
+    "device_memory_bytes": (80e9, _A100_DATASHEET),
+    "device_memory_bytes_per_s": (2.039e12, _A100_DATASHEET),
+}
+
+_H100_DATASHEET = "NVIDIA H100 Tensor Core GPU datasheet (2023), SXM5, dense"
+_H200_DATASHEET = "NVIDIA H200 Tensor Core GPU datasheet (2024), SXM"
+
+H100: Facts = {
+    **_KERNELS,
+    "num_compute_units": (132, "NVIDIA H100 Tensor Core GPU architecture whitepaper: 132 streaming multiprocessors in SXM5"),
+    "device_memory_bytes": (80e9, _H100_DATASHEET),
+    "device_memory_bytes_per_s": (3.35e12, _H100_DATASHEET),
+    "peak_flops_per_s": (
+        {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
+        _H100_DATASHEET,
+    ),
+    "matmul_efficiency": (0.86, f"{_MAMF}, bf16: 794.5 of 989 TFLOP/s at 2048 x 2048 x 13312, less tiles and waves of that shape"),
+    "matmul_efficiency_by_dtype": (
+        {"fp8": 0.815},
+        f"{_MAMF}: fp8 as a share of bf16 on the GH200, each less tiles and waves of its shape",
+    ),
+    "sustained_share": (0.83, f"{_FITTED}dense bf16 rows of dgxc-benchmarking; products on random data reach the limit of 700 W"),
+    "sustained_share_by_dtype": ({"fp8": 0.81}, f"{_FITTED}dense fp8 rows of dgxc-benchmarking and MLPerf Training v5.0"),
+    "grouped_matmul_efficiency": (0.80, f"{ESTIMATE}between A100 and B200"),
+    "attention_forward_efficiency": (0.62, f"{_FA3}, causal: 539 TFLOP/s at 16,384 tokens; the many-block limit"),
+    "attention_backward_efficiency": (
+        0.50,
+        f"{_FA3}, not causal: 516 TFLOP/s at 16,384 tokens; causal less by the forward's 0.91; the many-block limit",
+    ),
+    "attention_half_head_dim": (70.0, f"{_FA3}, causal: 388 TFLOP/s with head dim 64, 539 with 128"),
+    "host_dispatch_s": (7e-6, f"{ESTIMATE}eager PyTorch and Transformer Engine on the host processors of the time"),
+    "flash_attention_2_share": (0.62, f"{_FA3}, causal, head dim 128, 16,384 tokens: 335 of 539 TFLOP/s"),
+    "overlap_compute_share": (
+        0.82,
+        f"{MODELLED}24 of 132 processors: an all-gather's blocks (NVIDIA developer forum 337991, nsys of FSDP on an H100)",
+    ),
+}
+
+H200: Facts = {
+    **H100,
+    "device_memory_bytes": (141e9, _H200_DATASHEET),
+    "device_memory_bytes_per_s": (4.8e12, _H200_DATASHEET),
+}
+
+_DGX_B200 = "NVIDIA DGX B200 datasheet (2024)"
+_NVL72 = "NVIDIA GB200 NVL72 datasheet (2024), dense, of 72"
+_NVL72_ULTRA = "NVIDIA GB300 NVL72 datasheet (2025), dense, of 72"
+_MIG = "measured: nvidia-smi mig -lgip (NVIDIA/mig-parted issues 166 and 227)"
+
+B200: Facts = {
+    **_KERNELS,
+    "num_compute_units": (148, f"{_MIG}; chipsandcheese.com, 'Nvidia's B200': 74 on each of two dies"),
+    "device_memory_bytes": (180e9, f"{_DGX_B200}: 1,440 GB in 8"),
+    "device_memory_bytes_per_s": (8e12, f"{_DGX_B200}: 64 TB/s in 8"),
+    "peak_flops_per_s": (
+        {"fp32": 75e12, "tf32": 1.1e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15},
+        f"{_DGX_B200}: fp8 72 PFLOP/s sparse in 8, halves for 16 bits; fp32 and tf32 of HGX B200",
+    ),
+    "matmul_efficiency": (0.873, f"{_MAMF}, bf16: 1745 of 2250 TFLOP/s at 1792 x 16128 x 3072, less tiles and waves of that shape"),
+    "matmul_efficiency_by_dtype": ({"fp8": 0.83}, f"{_MAMF}, fp8 on the B300: 3353 of 4500 TFLOP/s at 3072 x 6144 x 7168, likewise"),
+    "sustained_share": (0.56, f"{_SIMUMAX}, B200: products of 1 ms and more stay at 0.49 of the peak"),
+    "sustained_share_by_dtype": ({"fp8": 0.78}, f"{_FITTED}fp8 rows of MLPerf Training v4.1 and Megatron-Bridge, two models"),
+    "grouped_matmul_efficiency": (0.60, f"{_SIMUMAX}, B200: 77 grouped products, fitted"),
+    "attention_forward_efficiency": (0.52, f"{_SIMUMAX}, B200: 19 kernels, fitted; the many-block limit"),
+    "attention_backward_efficiency": (0.45, f"{_SIMUMAX}, B200: 22 kernels, fitted; the many-block limit"),
+    "attention_half_head_dim": (70.0, f"{ESTIMATE}as on Hopper, whose ratio of products to exponentials is no better"),
+    "host_dispatch_s": (7e-6, f"{_SIMUMAX}, B200: 8.8 us per expert where the host bounds grouped products; other kernels need less"),
+    "flash_attention_2_share": (0.62, f"{ESTIMATE}as on Hopper"),
+    "overlap_compute_share": (0.85, f"{MODELLED}as on Hopper, of 148 processors"),
+}
+_DGX_B300 = "NVIDIA DGX B300 datasheet (2025)"
+
+B300: Facts = {
+    **B200,
+    "device_memory_bytes": (288e9, f"{_DGX_B300}: 2.3 TB in 8"),
+    "device_memory_bytes_per_s": (8e12, f"{_DGX_B300}: 64 TB/s in 8"),
+    "peak_flops_per_s": (
+        {"fp32": 75e12, "tf32": 1.1e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15},
+        f"{_DGX_B300}: fp8 72 PFLOP/s sparse in 8, halves for 16 bits; fp32 and tf32 of HGX B300",
+    ),
+    "sustained_share": (0.61, f"{ESTIMATE}of a B200, with 1.1 times its power"),
+    "sustained_share_by_dtype": ({"fp8": 0.84}, f"{ESTIMATE}of a B200, with 1.1 times its power"),
+}
+
+GB200: Facts = {
+    **B200,
+    "num_compute_units": (152, f"{_MIG}: 38 in a quarter, of which a B200 has 36"),
+    "device_memory_bytes": (186e9, f"{_NVL72}: 13.4 TB"),
+    "device_memory_bytes_per_s": (8e12, f"{_NVL72}: 576 TB/s"),
+    "peak_flops_per_s": (
+        {"fp32": 80e12, "tf32": 1.25e15, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15},
+        f"{_NVL72}: fp32 5.76, tf32 90, bf16 180, fp8 360 PFLOP/s",
+    ),
+    "sustained_share": (0.62, f"{_FITTED}dense bf16 rows of dgxc-benchmarking, one model"),
+    "sustained_share_by_dtype": ({"fp8": 0.70}, f"{_FITTED}dense fp8 rows of dgxc-benchmarking and Megatron-Bridge, three models"),
+    "host_dispatch_s": (9e-6, f"{ESTIMATE}Grace processors dispatch more slowly than x86 hosts"),
+}
+
+GB300: Facts = {
+    **GB200,
+    "device_memory_bytes": (279e9, f"{_NVL72_ULTRA}: 20 TB, to the GB by nvidia-smi (verda.com, 'GB300 NVL72 architecture')"),
+    "device_memory_bytes_per_s": (8e12, f"{_NVL72_ULTRA}: 576 TB/s"),
+    "peak_flops_per_s": (
+        {"fp32": 80e12, "tf32": 1.25e15, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15},
+        f"{_NVL72_ULTRA}: bf16 180, fp8 360 PFLOP/s; verda.com for fp32 and tf32",
+    ),
+    "sustained_share": (0.75, f"{ESTIMATE}as much above a GB200's as in fp8"),
+    "sustained_share_by_dtype": ({"fp8": 0.91}, f"{_FITTED}dense fp8 rows of Megatron-Bridge, two models"),
+}

@@ -1,0 +1,82 @@
+"""What each action computes and sends on one rank: the one description that the simulator prices and the backend is held to.
+
+Each layer type is described once, as a `LayerWork`: what its forward, its input gradient and its weight gradient compute and send.
+`operations` assembles the actions of a stage from them. Exact and fast numerics share the products and differ in the collectives:
+fast numerics leave the sum to the library, exact numerics move partial sums and add them in a fixed order (`core.reduction`).
+
+Letters: b samples per microbatch, s sequence, h hidden, n tensor-parallel size, cp context-parallel size. Norms, biases, activations,
+rotations and softmax are elementwise or row-wise work without products; they are not listed here.
+"""
+
+from .actions import message_bytes, operations
+from .gradients import copies_axis, gradient_bytes, own_token_parameters, tied_ends
+from .holdings import (
+    Held,
+    gradient_elements,
+    held_elements,
+    held_gradients,
+    local_elements,
+    num_copies,
+    num_shards,
+    rank_elements,
+    rank_stages,
+    stage_elements,
+)
+from .layers import Group, embedding_work, group_work, head_work, mtp_work, stage_groups, stage_work, transformer_work
+from .recompute import num_recomputed_layers, recomputed_modules, recomputes_whole
+from .work import (
+    EXACT_SCALAR_BYTES,
+    FAST_SCALAR_BYTES,
+    PARTIAL_BYTES,
+    Collective,
+    CollectiveOp,
+    LayerWork,
+    Message,
+    Operation,
+    Operations,
+    Product,
+    activation_bytes,
+    weight_bytes,
+)
+
+__all__ = [
+    "EXACT_SCALAR_BYTES",
+    "FAST_SCALAR_BYTES",
+    "PARTIAL_BYTES",
+    "Collective",
+    "CollectiveOp",
+    "Group",
+    "Held",
+    "LayerWork",
+    "Message",
+    "Operation",
+    "Operations",
+    "Product",
+    "activation_bytes",
+    "copies_axis",
+    "embedding_work",
+    "gradient_bytes",
+    "gradient_elements",
+    "group_work",
+    "head_work",
+    "held_elements",
+    "held_gradients",
+    "local_elements",
+    "message_bytes",
+    "mtp_work",
+    "num_copies",
+    "num_recomputed_layers",
+    "num_shards",
+    "operations",
+    "own_token_parameters",
+    "rank_elements",
+    "rank_stages",
+    "recomputed_modules",
+    "recomputes_whole",
+    "stage_elements",
+    "stage_groups",
+    "stage_work",
+    "tied_ends",
+    "transformer_work",
+    "weight_bytes",
+]

@@ -1,0 +1,57 @@
+"""The operations of every action of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..action import Kind
+from .gradients import gather_parameters, reduce_gradients, step
+from .layers import stage_work
+from .tensors import Tensors
+from .work import LayerWork, Message, Operation, Operations
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+
+def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: int = 0, *, replica: int = 0) -> Operations:
+    """What one action of a stage computes and sends on one rank, in execution order.
+
+    F, B, I, W, SEND_F and SEND_B are per microbatch; REDUCE_GRAD and UNSHARD per stage; STEP belongs to a pipeline rank and is asked
+    for with its lowest stage. B is I and W together, layer by layer. Receives and RESHARD compute and send nothing. `replica` says
+    which of the stage's pipeline ranks (`plan.placement.ranks[stage]`) is meant. Context-parallel ranks are all alike.
+    """
+    pp_rank = plan.placement.ranks[stage][replica]
+    match kind:
+        case Kind.F:
+            return tuple(operation for work in stage_work(plan, stage, tp_rank) for operation in work.forward)
+        case Kind.B | Kind.I | Kind.W:
+            return tuple(_backward(stage_work(plan, stage, tp_rank), kind))
+        case Kind.SEND_F | Kind.SEND_B:
+            return (Message("", message_bytes(plan, tp_rank)),)
+        case Kind.REDUCE_GRAD:
+            return tuple(reduce_gradients(plan, stage, tp_rank, plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank)))
+        case Kind.UNSHARD:
+            return tuple(gather_parameters(plan, stage, tp_rank)) if plan.layout.zero == 3 else ()
+        case Kind.STEP:
+            return tuple(step(plan, pp_rank, tp_rank))
+        case _:
+            return ()
+
+
+def message_bytes(plan: Plan, tp_rank: int = 0) -> int:
+    """Bytes of one hidden state, or its gradient, between two stages: b*s/cp*h; with sequence parallelism each rank sends its tokens."""
+    tensors = Tensors(plan, tp_rank)
+    return tensors.own_tokens * plan.model.hidden_size * tensors.element_bytes
+
+
+def _backward(works: tuple[LayerWork, ...], kind: Kind) -> Iterator[Operation]:
+    if kind is not Kind.W:
+        for work in works:
+            yield from work.recomputed
+    for work in reversed(works):
+        if kind is not Kind.W:
+            yield from work.input_gradient
+        if kind is not Kind.I:
+            yield from work.weight_gradient

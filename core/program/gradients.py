@@ -1,0 +1,147 @@
+"""What REDUCE_GRAD, UNSHARD and STEP send: gradients, gathered parameters, norms and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..parameters import Parameter, embedding_parameters, stage_parameters
+from ..reduction import cut, maximal_nodes
+from .holdings import (
+    gradient_elements,
+    held_elements,
+    held_gradients,
+    knows_own_tokens,
+    local_elements,
+    num_copies,
+    num_shards,
+    own_token_elements,
+    rank_stages,
+)
+from .work import (
+    EXACT_SCALAR_BYTES,
+    FAST_SCALAR_BYTES,
+    PARTIAL_BYTES,
+    Collective,
+    Operation,
+    scattered_bytes,
+    weight_bytes,
+)
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+
+def copies_axis(plan: Plan, stage: int) -> str:
+    """The axis over which the copies of a stage add their gradients: `dp`, or `replica` (dp and pipeline replicas together)."""
+    return "dp" if len(plan.placement.ranks[stage]) == 1 else "replica"
+
+
+def own_token_parameters(plan: Plan, stage: int) -> tuple[Parameter, ...]:
+    """The parameters of a stage whose gradients a tensor-parallel rank knows for its own tokens only, until REDUCE_GRAD adds them over tp.
+
+    With sequence parallelism these are what no rank cuts and what is applied to own tokens: norms, biases after a row-parallel layer,
+    routers, and the down-projections of latent attention. All other gradients come from products over all tokens, and the tables of
+    the embedding from the tokens that its backward gathers. Norms of query and key heads are always among them: a rank knows their
+    gradients for its own heads only (Megatron-Core sums these with the layer norms', `finalize_model_grads.py`).
+    """
+    split = plan.layout.sequence_parallel
+    if not split and not plan.model.qk_norm:
+        return ()
+    return tuple(each for each in stage_parameters(plan.model, plan.stages[stage]) if knows_own_tokens(each, sequence_parallel=split))
+
+
+def gradient_bytes(plan: Plan) -> int:
+    """Bytes per element of a gradient as it is reduced: 4, or 2 with `precision.gradient_dtype = "bf16"`."""
+    return 2 if plan.precision.gradient_dtype == "bf16" else PARTIAL_BYTES
+
+
+def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterator[Operation]:
+    """The gradients of a stage, flat: over tensor parallelism what each rank knows for its tokens only, then over all copies, those of
+    experts over theirs.
+
+    With ZeRO 1 and above each copy keeps a part of the sum, so the second half of the reduction falls away; with hybrid sharding the
+    parts are then added over the groups that hold a copy each (Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
+    """
+    layout = plan.layout
+    if layout.tp > 1 and (replicated := own_token_elements(plan, stage)):
+        yield Collective("", "all_reduce", "tp", layout.tp, -(-2 * (layout.tp - 1) * replicated * PARTIAL_BYTES // layout.tp))
+    if plan.numerics.mode == "exact":
+        yield from _exactly_reduced(plan, stage, tp_rank, copy)
+        return
+    for axis, elements, size, parts in _copied(plan, stage, held_gradients(plan, stage, tp_rank)):
+        payload = elements * gradient_bytes(plan)
+        if not layout.zero:
+            yield Collective("", "all_reduce", axis, size, -(-2 * (size - 1) * payload // size))
+            continue
+        if parts > 1:
+            yield Collective("", "reduce_scatter", axis if parts == size else f"{axis}_shard", parts, scattered_bytes(payload, parts))
+        if parts < size:
+            others = size // parts
+            yield Collective("", "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (-(-payload // parts)) // others))
+
+
+def gather_parameters(plan: Plan, stage: int, tp_rank: int) -> Iterator[Operation]:
+    """Brings the whole stage's weights to every copy, from equal parts."""
+    for axis, elements, size, parts in _copied(plan, stage, held_elements(plan, stage, tp_rank)):
+        if parts > 1:
+            part = -(-elements // parts) * weight_bytes(plan.precision.dtype)
+            yield Collective("", "all_gather", axis if parts == size else f"{axis}_shard", parts, part * (parts - 1))
+
+
+def tied_ends(plan: Plan, pp_rank: int) -> tuple[int, ...]:
+    """The pipeline ranks of first and last stage that add up a table both use together with this rank; () where nothing is to be sent.
+
+    The output head is not the token table and nothing else on the last stage reads it, the rank holds neither stage, or it holds both.
+    """
+    shared = plan.model.tied_embeddings or plan.model.num_mtp_layers
+    return plan.placement.ends_of(pp_rank) if shared else ()
+
+
+def step(plan: Plan, pp_rank: int, tp_rank: int) -> Iterator[Operation]:
+    """The two sums of a table that first and last stage share, the gradient norm, the loss, and with ZeRO 1 or 2 the updated weights."""
+    layout = plan.layout
+    copies, model_ranks = layout.dp * layout.cp, layout.tp * layout.pp
+    if tied_ends(plan, pp_rank):
+        table = next(embedding_parameters(plan.model))
+        yield Collective("embedding.tokens", "all_gather", "embedding", 2, local_elements(plan, table, tp_rank) * PARTIAL_BYTES)
+    if layout.zero:  # each copy then holds the squares of its part only
+        yield from _scalar(plan, "grad_norm", "dp", copies)
+    elif plan.model.is_moe:  # and each rank those of its experts
+        yield from _scalar(plan, "grad_norm", "ep", layout.ep)
+    yield from _scalar(plan, "grad_norm", "model", model_ranks)
+    yield from _scalar(plan, "loss", "dp", copies)
+    yield from _scalar(plan, "loss", "model", model_ranks)
+    if layout.zero in (1, 2):
+        for own_stage in rank_stages(plan, pp_rank):
+            yield from gather_parameters(plan, own_stage, tp_rank)
+
+
+def _copied(plan: Plan, stage: int, held: tuple[int, int]) -> Iterator[tuple[str, int, int, int]]:
+    """(axis, elements, copies, ZeRO parts) of what a stage holds in several copies: dense parameters, then experts."""
+    replicated = len(plan.placement.ranks[stage]) > 1
+    axes = ("replica", "expert_replica") if replicated else ("dp", "edp")
+    for axis, elements, size, parts in zip(axes, held, num_copies(plan, stage), num_shards(plan, stage), strict=True):
+        if size > 1 and elements:
+            yield axis, elements, size, parts
+
+
+def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterator[Operation]:
+    """Partial sums of all copies, each of which finishes an equal part of the tree."""
+    size, axis, elements = plan.num_copies(stage), copies_axis(plan, stage), gradient_elements(plan, stage, tp_rank)
+    if size == 1 or not elements:  # a stage without layers has none
+        return
+    lo, hi = cut(elements, size, copy)
+    num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
+    yield Collective("", "all_to_all", axis, size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
+    if not plan.layout.zero:
+        yield Collective("", "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))
+
+
+def _scalar(plan: Plan, layer: str, axis: str, size: int) -> Iterator[Operation]:
+    if size == 1:
+        return
+    if plan.numerics.mode == "exact":
+        yield Collective(layer, "all_gather", axis, size, EXACT_SCALAR_BYTES * (size - 1))
+    else:
+        yield Collective(layer, "all_reduce", axis, size, -(-2 * (size - 1) * FAST_SCALAR_BYTES // size))

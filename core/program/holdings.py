@@ -1,0 +1,152 @@
+"""How many parameters and gradients a rank holds, and over how many copies they are cut or added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..leaves import LeafSizes
+from ..model import ModelSpec
+from ..parameters import Parameter, embedding_parameters, head_parameters, layer_parameters, mtp_parameters
+from .layers import stage_groups
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+    from ..plan import Plan
+
+
+class Held(NamedTuple):
+    """A number for dense parameters and one for experts, which have other copies."""
+
+    dense: int
+    expert: int
+
+
+def local_elements(plan: Plan, parameter: Parameter, tp_rank: int = 0) -> int:
+    """Elements of a parameter that a tensor-parallel rank holds, before any ZeRO cut."""
+    return _local(parameter, plan.leaf_sizes, _grid(plan.layout), tp_rank)
+
+
+def held_elements(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
+    """Parameter elements that a tensor-parallel rank of a stage holds, before any ZeRO cut; a shared table once per stage."""
+    content, model = plan.stages[stage], plan.model
+    dense = expert = 0
+    for group in stage_groups(plan, stage):
+        own = _part(model, plan.leaf_sizes, _grid(plan.layout), tp_rank, group.kind)
+        dense, expert = dense + group.count * own.dense, expert + group.count * own.expert
+    if content.head and not content.embedding and (model.tied_embeddings or model.num_mtp_layers):
+        dense += local_elements(plan, next(embedding_parameters(model)), tp_rank)
+    return Held(dense, expert)
+
+
+def held_gradients(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
+    """Gradient elements that a stage accumulates: as its parameters, but a table used at both ends of one stage counts twice."""
+    held, content = held_elements(plan, stage, tp_rank), plan.stages[stage]
+    if plan.model.tied_embeddings and content.embedding and content.head:
+        return Held(held.dense + local_elements(plan, next(embedding_parameters(plan.model)), tp_rank), held.expert)
+    return held
+
+
+def knows_own_tokens(parameter: Parameter, *, sequence_parallel: bool) -> bool:
+    """True when a tensor-parallel rank knows a parameter's gradient in part only: for its own tokens, or for its own heads."""
+    if parameter.cut is not None or parameter.expert:
+        return False
+    if sequence_parallel:
+        return not parameter.name.startswith("embedding.")
+    return ".query_norm." in parameter.name or ".key_norm." in parameter.name
+
+
+def own_token_elements(plan: Plan, stage: int) -> int:
+    """Elements of a stage whose gradients REDUCE_GRAD adds up over tensor parallelism (`own_token_parameters`)."""
+    model, split = plan.model, plan.layout.sequence_parallel
+    if not split and not model.qk_norm:
+        return 0
+    return sum(group.count * _own_token_part(model, group.kind, split) for group in stage_groups(plan, stage))
+
+
+def num_copies(plan: Plan, stage: int) -> Held:
+    """Ranks that add up the gradients of a stage: dp*cp for dense parameters, the experts' own data parallelism for theirs, times two
+    where the placement has replicas of the stage."""
+    replicas = len(plan.placement.ranks[stage])
+    return Held(plan.layout.dp * plan.layout.cp * replicas, plan.layout.expert_dp * replicas)
+
+
+def num_shards(plan: Plan, stage: int) -> Held:
+    """Parts into which ZeRO cuts what it cuts: one per copy, or as many as `data_parallel.shard` says (hybrid sharding), of which
+    experts, spread over ep*etp ranks already, have that many times fewer."""
+    copies, shard = num_copies(plan, stage), plan.data_parallel.shard
+    if shard is None:
+        return copies
+    layout = plan.layout
+    return Held(min(shard, copies.dense), min(max(1, shard * layout.tp // (layout.expert_tp * layout.ep)), copies.expert))
+
+
+def stage_elements(plan: Plan, stage: int, tp_rank: int = 0) -> int:
+    """Parameter elements that a tensor-parallel rank of a stage holds, before any ZeRO cut; a shared table once per stage."""
+    return sum(held_elements(plan, stage, tp_rank))
+
+
+def gradient_elements(plan: Plan, stage: int, tp_rank: int = 0) -> int:
+    """Gradient elements that a stage accumulates: as its parameters, but a table used at both ends of one stage counts twice."""
+    return sum(held_gradients(plan, stage, tp_rank))
+
+
+def rank_stages(plan: Plan, pp_rank: int) -> tuple[int, ...]:
+    """The stages of a pipeline rank, ascending."""
+    return plan.placement.stages_of(pp_rank)
+
+
+def rank_elements(plan: Plan, pp_rank: int, tp_rank: int = 0) -> int:
+    """Parameter elements of all stages of a pipeline rank, before any ZeRO cut."""
+    return sum(stage_elements(plan, stage, tp_rank) for stage in rank_stages(plan, pp_rank))
+
+
+class _Grid(NamedTuple):
+    tp: int
+    etp: int
+    ep: int
+
+
+def _grid(layout: Layout) -> _Grid:
+    return _Grid(layout.tp, layout.expert_tp, layout.ep)
+
+
+def _local(parameter: Parameter, leaf_sizes: LeafSizes, grid: _Grid, tp_rank: int) -> int:
+    elements, degree = parameter.num_elements, grid.tp
+    if parameter.expert:
+        elements, degree = elements // grid.ep, grid.etp
+    if parameter.cut is None:
+        return elements
+    dim, feature = parameter.cut
+    lo, hi = leaf_sizes.feature(feature).owned_items(degree, tp_rank % degree)
+    return elements // parameter.shape[dim] * (hi - lo) * parameter.unit
+
+
+@lru_cache(maxsize=4096)
+def _part(model: ModelSpec, leaf_sizes: LeafSizes, grid: _Grid, tp_rank: int, kind: str) -> Held:
+    """What one part of a stage holds, by its kind."""
+    held = [0, 0]
+    for parameter in _part_parameters(model, kind):
+        held[parameter.expert] += _local(parameter, leaf_sizes, grid, tp_rank)
+    return Held(*held)
+
+
+@lru_cache(maxsize=1024)
+def _own_token_part(model: ModelSpec, kind: str, split: bool) -> int:
+    parts = _part_parameters(model, kind)
+    return sum(parameter.num_elements for parameter in parts if knows_own_tokens(parameter, sequence_parallel=split))
+
+
+def _part_parameters(model: ModelSpec, kind: str) -> Iterator[Parameter]:
+    match kind:
+        case "embedding":
+            return embedding_parameters(model)
+        case "head":
+            return head_parameters(model)
+        case "mtp":
+            return mtp_parameters(model, 0)
+        case "moe":
+            return layer_parameters(model, model.first_dense_layers)
+        case _:
+            return layer_parameters(model, 0)

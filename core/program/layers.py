@@ -1,0 +1,110 @@
+"""The parts of a stage: embedding, transformer layers, multi-token prediction, head."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ..parameters import layer_prefix, mtp_prefix
+from .attention import attention_work
+from .linear import column, whole
+from .mlp import mlp_work
+from .recompute import num_recomputed_layers, with_recomputation
+from .tensors import Tensors
+from .work import LayerWork
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` parts of a stage that are alike but for their names; `layer` is the first of them, or the number of the MTP module.
+
+    `recomputed` means that only their input is kept.
+    """
+
+    kind: Literal["embedding", "dense", "moe", "mtp", "head"]
+    count: int = 1
+    layer: int = 0
+    recomputed: bool = False
+
+
+def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
+    """What a stage holds, in forward order, with equal parts counted together: what prices one part has priced the stage."""
+    content, model = plan.stages[stage], plan.model
+    first, last = content.first_layer, content.last_layer
+    groups = [Group("embedding")] if content.embedding else []
+    recomputed_end = first + num_recomputed_layers(plan, last - first)
+    moe_start = max(first, min(model.first_dense_layers, last)) if model.is_moe else last
+    bounds = sorted({first, recomputed_end, moe_start, last})
+    for lo, hi in itertools.pairwise(bounds):
+        groups.append(Group("moe" if lo >= moe_start else "dense", hi - lo, lo, lo < recomputed_end))
+    if content.head:
+        if model.num_mtp_layers:
+            recomputed = plan.recompute.mode == "full" and plan.recompute.num_layers is None
+            groups.append(Group("mtp", model.num_mtp_layers, 0, recomputed))
+        groups.append(Group("head"))
+    return tuple(groups)
+
+
+def group_work(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[LayerWork, ...]:
+    """The layers of the first part of a group, in forward order."""
+    match group.kind:
+        case "embedding":
+            return (embedding_work(plan, tp_rank),)
+        case "head":
+            return head_work(plan, tp_rank)
+        case "mtp":
+            return mtp_work(plan, group.layer, tp_rank)
+        case _:
+            return transformer_work(plan, group.layer, tp_rank)
+
+
+def stage_work(plan: Plan, stage: int, tp_rank: int = 0) -> tuple[LayerWork, ...]:
+    """The layers of a stage in forward order."""
+    content = plan.stages[stage]
+    works: list[LayerWork] = [embedding_work(plan, tp_rank)] if content.embedding else []
+    for layer in content.layers:
+        works += transformer_work(plan, layer, tp_rank)
+    if content.head:
+        for depth in range(plan.model.num_mtp_layers):
+            works += mtp_work(plan, depth, tp_rank)
+        works += head_work(plan, tp_rank)
+    return tuple(works)
+
+
+def embedding_work(plan: Plan, tp_rank: int = 0, layer: str = "embedding.tokens") -> LayerWork:
+    """Token lookup: each rank brings the rows it owns, and the sum over ranks picks the one that is there. The gradient of its rows
+    needs all tokens."""
+    tensors, hidden = Tensors(plan, tp_rank), plan.model.hidden_size
+    return LayerWork(layer, tensors.reduce(layer, None, hidden), tensors.gather(layer, hidden), ())
+
+
+def transformer_work(plan: Plan, layer: int, tp_rank: int = 0) -> tuple[LayerWork, ...]:
+    """One transformer layer: attention, then a dense MLP or one with experts. Layers of one `Group` differ in their names only."""
+    tensors, prefix = Tensors(plan, tp_rank), layer_prefix(layer)
+    works = (*attention_work(tensors, prefix), *mlp_work(tensors, prefix, moe=plan.model.layer_is_moe(layer)))
+    return with_recomputation(plan, layer, works)
+
+
+def mtp_work(plan: Plan, depth: int, tp_rank: int = 0) -> tuple[LayerWork, ...]:
+    """One module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21-23): the embedding of the next
+    token joins the hidden state through a projection of both, then come a transformer layer and the model's own output head.
+
+    The projection is held whole, each rank multiplying its own tokens.
+    """
+    hidden, prefix = plan.model.hidden_size, mtp_prefix(depth)
+    return (
+        embedding_work(plan, tp_rank, f"{prefix}.embedding.tokens"),
+        whole(Tensors(plan, tp_rank), f"{prefix}.projection", hidden, 2 * hidden),
+        *transformer_work(plan, plan.model.num_layers + depth, tp_rank),
+        *head_work(plan, tp_rank, f"{prefix}.head"),
+    )
+
+
+def head_work(plan: Plan, tp_rank: int = 0, prefix: str = "head") -> tuple[LayerWork, ...]:
+    """Output product over the local vocabulary, and the cross-entropy over the cut one."""
+    tensors, vocab, loss = Tensors(plan, tp_rank), plan.leaf_sizes.vocab, f"{prefix}.loss"
+    return (column(tensors, f"{prefix}.output", vocab, 1), LayerWork(loss, tensors.softmax(loss, vocab), (), ()))

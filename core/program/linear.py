@@ -1,0 +1,45 @@
+"""Linear layers: cut by output features, cut by input features, or held whole."""
+
+from __future__ import annotations
+
+from ..leaves import Leaves
+from .tensors import Tensors
+from .work import LayerWork, Product
+
+
+def column(tensors: Tensors, layer: str, leaves: Leaves, unit: int, *, in_features: int | None = None, num_beside: int = 0) -> LayerWork:
+    """Output features cut. The input gradient sums over them, hence over ranks; tokens gathered for the forward are gathered again
+    for the weight gradient rather than kept (Korthikanti et al. 2022, section 4.2.2).
+
+    `in_features` is the hidden size unless given; `num_beside` more features of each token travel with the input and its gradient.
+    """
+    k = tensors.plan.model.hidden_size if in_features is None else in_features
+    m, n = tensors.tokens, tensors.owned(leaves, unit)
+    return LayerWork(
+        layer,
+        forward=(*tensors.gather(layer, k + num_beside), Product(layer, m, n, k)),
+        input_gradient=(Product(layer, m, k, n), *tensors.reduce(layer, leaves, k + num_beside)),
+        weight_gradient=(*tensors.gather(layer, k), Product(layer, n, k, m)),
+    )
+
+
+def row(tensors: Tensors, layer: str, leaves: Leaves, unit: int) -> LayerWork:
+    """Input features cut: the forward sums over them, hence over ranks."""
+    m, n, k = tensors.tokens, tensors.plan.model.hidden_size, tensors.owned(leaves, unit)
+    return LayerWork(
+        layer,
+        forward=(Product(layer, m, n, k), *tensors.reduce(layer, leaves, n)),
+        input_gradient=(*tensors.gather(layer, n), Product(layer, m, k, n)),
+        weight_gradient=(Product(layer, k, n, m),),
+    )
+
+
+def whole(tensors: Tensors, layer: str, out_features: int, in_features: int) -> LayerWork:
+    """Nothing cut: every rank multiplies the tokens it holds, and sequence parallelism leaves its gradient to REDUCE_GRAD."""
+    m, n, k = tensors.own_tokens, out_features, in_features
+    return LayerWork(
+        layer,
+        forward=(Product(layer, m, n, k),),
+        input_gradient=(Product(layer, m, k, n),),
+        weight_gradient=(Product(layer, n, k, m),),
+    )

@@ -1,0 +1,110 @@
+"""Sizes of one microbatch's tensors on one rank, and the collectives that complete them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..leaves import Leaves
+from ..reduction import cut, maximal_nodes
+from .work import PARTIAL_BYTES, Collective, CollectiveOp, Operations, activation_bytes, scattered_bytes
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Sizes of one microbatch's tensors on one tensor-parallel rank, and the collectives that complete them.
+
+    With context parallelism every rank holds 1/cp of each sequence, two chunks that lie symmetrically in it, so all cp ranks have
+    equal work under a causal mask (Dubey et al. 2024, Llama 3, section 3.3.2; Megatron-Core's `get_batch_on_this_cp_rank`).
+    """
+
+    plan: Plan
+    tp_rank: int
+
+    @cached_property
+    def tp(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return self.plan.layout.tp
+
+    @cached_property
+    def sequence(self) -> int:
+        """Tokens of one sequence on a context-parallel rank: s/cp."""
+        return self.plan.batch.sequence // self.plan.layout.cp
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a microbatch: b*s/cp."""
+        return self.plan.batch.micro_size * self.sequence
+
+    @cached_property
+    def own_tokens(self) -> int:
+        """Tokens whose hidden states this rank holds outside the cut layers: a part of each sequence with sequence parallelism."""
+        if not self.plan.layout.sequence_parallel:
+            return self.tokens
+        lo, hi = cut(self.sequence, self.tp, self.tp_rank)
+        return self.plan.batch.micro_size * (hi - lo)
+
+    @cached_property
+    def element_bytes(self) -> int:
+        """Bytes per element of a hidden state."""
+        return activation_bytes(self.plan.precision.dtype)
+
+    def owned(self, leaves: Leaves, unit: int) -> int:
+        """Features of a cut dimension that this rank holds."""
+        lo, hi = leaves.owned_items(self.tp, self.tp_rank)
+        return (hi - lo) * unit
+
+    def num_nodes(self, leaves: Leaves) -> int:
+        """Partial sums this rank ships for a sum over `leaves`."""
+        return len(maximal_nodes(leaves.num_leaves, *leaves.owned(self.tp, self.tp_rank)))
+
+    def reduce(self, layer: str, leaves: Leaves | None, width: int) -> Operations:
+        """Completes a sum over tensor-parallel ranks: [tokens, width] on every rank, or its own tokens with sequence parallelism.
+
+        What is summed lies on `leaves`; None means that one rank has the whole value.
+        """
+        if self.tp == 1:
+            return ()
+        if self.plan.numerics.mode == "fast":
+            payload = self.tokens * width * self.element_bytes
+            if self.plan.layout.sequence_parallel:
+                return (self.tp_collective(layer, "reduce_scatter", scattered_bytes(payload, self.tp)),)
+            return (self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * payload, divisor=self.tp),)
+        own, num_nodes = self._own_elements(width), 1 if leaves is None else self.num_nodes(leaves)
+        scatter = self.tp_collective(layer, "all_to_all", num_nodes * (self.tokens * width - own) * PARTIAL_BYTES)
+        return (scatter,) if self.plan.layout.sequence_parallel else (scatter, self._gather(layer, own))
+
+    def gather(self, layer: str, width: int) -> Operations:
+        """Brings all tokens to every rank before a cut layer; nothing to do without sequence parallelism."""
+        if self.tp == 1 or not self.plan.layout.sequence_parallel:
+            return ()
+        return (self._gather(layer, self.own_tokens * width),)
+
+    def softmax(self, layer: str, leaves: Leaves) -> Operations:
+        """The global maximum, then block sums of exponentials together with the target's logit, one number per token each."""
+        if self.tp == 1:
+            return ()
+        column = self.tokens * PARTIAL_BYTES
+        if self.plan.numerics.mode == "fast":
+            maximum = self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * column, divisor=self.tp)
+            return (maximum, self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * 2 * column, divisor=self.tp))
+        sums = self.tp_collective(layer, "all_gather", (self.num_nodes(leaves) + 1) * column * (self.tp - 1))
+        return (self.tp_collective(layer, "all_gather", column * (self.tp - 1)), sums)
+
+    def tp_collective(self, layer: str, op: CollectiveOp, sent_bytes: int, divisor: int = 1) -> Collective:
+        """A collective over tensor parallelism; `sent_bytes / divisor` rounded up leave this rank."""
+        return Collective(layer, op, "tp", self.tp, -(-sent_bytes // divisor))
+
+    def _own_elements(self, width: int) -> int:
+        """Elements of the completed sum that this rank finishes: its tokens, or an even part of the flat tensor."""
+        if self.plan.layout.sequence_parallel:
+            return self.own_tokens * width
+        lo, hi = cut(self.tokens * width, self.tp, self.tp_rank)
+        return hi - lo
+
+    def _gather(self, layer: str, own_elements: int) -> Collective:
+        return self.tp_collective(layer, "all_gather", own_elements * self.element_bytes * (self.tp - 1))

@@ -1,0 +1,248 @@
+"""What a block (a transformer layer, the embedding, the head) costs: its operations of `core.program` and its memory-bound kernels.
+
+Products are priced by shape, attention as one core, collectives by how their group lies; then what a stack runs at the same time is
+put side by side (`simulator.profiles`): a collective hides behind the product it is launched with, which slows down meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..core.plan import Plan
+from ..core.program import Collective, LayerWork, Message, Operation, Product
+from .compute import (
+    AttentionShape,
+    attention_kernels,
+    attention_s,
+    elementwise_s,
+    grouped_product_s,
+    product_kernels,
+    product_s,
+    slowed_s,
+    traffic_s,
+)
+from .profiles import Profile
+from .seconds import NOTHING, Seconds
+from .traffic import Traffic
+
+Pass = Literal["forward", "input", "weight"]
+"""Forward, input gradient, weight gradient."""
+
+COMPONENT_OF_AXIS: Mapping[str, str] = {
+    "tp": "tp_comm",
+    "etp": "tp_comm",
+    "cp": "cp_comm",
+    "ep": "ep_comm",
+    **{f"{axis}{part}": "dp_comm" for axis in ("dp", "edp", "replica", "expert_replica") for part in ("", "_shard", "_replicate")},
+    "model": "pp_comm",
+    "embedding": "pp_comm",
+}
+"""Axis of a collective -> component of `Seconds`."""
+
+AFTER_NORM = ("attention.qkv", "mlp.up")
+"""Products whose input a norm writes: with fp8 the norm writes it narrow at no cost (Transformer Engine, LayerNormLinear)."""
+
+CAST_BYTES = 4
+"""fp8: a 16-bit operand is read and written twice in 8 bits, as it is and transposed (Transformer Engine, cast_transpose)."""
+
+ACCUMULATION_BYTES = 8
+"""An fp32 sum over microbatches read and written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Seconds on the device of one part of a block for one microbatch, and the kernels that its host launches for it (those that a
+    library launches by itself count less)."""
+
+    seconds: Seconds = NOTHING
+    num_kernels: float = 0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.seconds + other.seconds, self.num_kernels + other.num_kernels)
+
+    def times(self, count: int) -> Part:
+        """The same part `count` times."""
+        return Part(self.seconds.times(count), self.num_kernels * count)
+
+    def recomputed(self) -> Part:
+        """The same part done a second time."""
+        return Part(self.seconds.recomputed(), self.num_kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The parts of a block by action kind: F, I, W, and B, which is I and W with what runs beside each other."""
+
+    forward: Part
+    input_gradient: Part
+    weight_gradient: Part
+    backward: Part
+
+
+@dataclass(frozen=True)
+class BlockPricer:
+    """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question."""
+
+    plan: Plan
+    profile: Profile
+    collective_s: Callable[[Collective], float]
+
+    def block(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
+        """The price of a block from the work of its layers and its memory-bound pieces."""
+        total = sum(pieces.values(), Traffic())
+        forward = self._elementwise(total.forward_bytes, total.forward_kernels)
+        backward = self._elementwise(total.backward_bytes, total.backward_kernels)
+        weight, both = Part(), backward
+        for work in works:
+            chain = self._chain(work)
+            forward += self._forward(work.forward, work.layer)
+            backward += self._parts(work.input_gradient, work.layer, of="input")
+            summed = self._gradient_sum(work)
+            weight += self._parts(work.weight_gradient, work.layer, of="weight") + summed
+            both += chain + summed
+        again = forward if recomputes_all else self._recomputed(works, pieces)
+        again = again.recomputed()
+        return Block(forward, backward + again, weight, both + again)
+
+    def _recomputed(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic]) -> Part:
+        """What is computed a second time when some modules only are."""
+        again = Part()
+        for work in works:
+            again += self._forward(work.recomputed, work.layer)
+        if self.plan.recompute.mode == "selective":
+            for name in self.plan.recompute.modules:
+                if name in pieces:
+                    again += self._elementwise(pieces[name].forward_bytes, pieces[name].forward_kernels)
+        return again
+
+    def _forward(self, found: Iterable[Operation], layer: str) -> Part:
+        """Products, and collectives that hide behind them where the stack cuts both into chunks."""
+        found = tuple(found)
+        if self.profile.tensor_overlap == "all" and self.plan.layout.sequence_parallel:
+            return self._chunked(found, layer, of="forward")
+        return self._parts(found, layer, of="forward")
+
+    def _chain(self, work: LayerWork) -> Part:
+        """The whole backward of one layer. What precedes the weight gradient's product runs beside the input gradient's, and what
+        follows that beside the weight gradient's (Korthikanti et al. 2022, section 4.2.2; Megatron's asynchronous linear layer)."""
+        first, second = work.input_gradient, work.weight_gradient
+        if self.profile.tensor_overlap == "none" or not any(isinstance(op, Product) for op in second):
+            return self._parts(first, work.layer, of="input") + self._parts(second, work.layer, of="weight")
+        before, products, after = _split(first)
+        gathers, weight_products, rest = _split(second)
+        if self.profile.tensor_overlap == "all":
+            one = self._chunked((*before, *products), work.layer, of="input")
+        else:
+            one = self._parts((*before, *products), work.layer, of="input")
+        return (
+            self._beside(one, gathers, work.layer)
+            + self._beside(self._parts(weight_products, work.layer, of="weight"), after, work.layer)
+            + self._parts(rest, work.layer, of="weight")
+        )
+
+    def _beside(self, compute: Part, collectives: tuple[Operation, ...], layer: str) -> Part:
+        """Compute with collectives launched beside it: what outlasts it is exposed, and it slows down meanwhile."""
+        if not collectives:
+            return compute
+        other = self._parts(collectives, layer, of="weight")
+        hidden_s, compute_s = other.seconds.tp_comm, compute.seconds.compute
+        exposed_s = max(slowed_s(self.plan.cluster, compute_s, hidden_s), hidden_s) - compute_s
+        rest = other.seconds + Seconds(tp_comm=exposed_s - hidden_s)
+        return Part(compute.seconds + rest, compute.num_kernels + other.num_kernels)
+
+    def _chunked(self, found: tuple[Operation, ...], layer: str, *, of: Pass) -> Part:
+        """Products with their collectives in tp chunks: all but the first or last chunk is hidden (Transformer Engine, userbuffers)."""
+        part, tp = self._parts(found, layer, of=of), self.plan.layout.tp
+        comm_s, compute_s = part.seconds.tp_comm, part.seconds.compute
+        if not comm_s or not compute_s:
+            return part
+        exposed_s = max(slowed_s(self.plan.cluster, compute_s, comm_s), comm_s) - compute_s + comm_s / tp
+        return Part(part.seconds + Seconds(tp_comm=min(comm_s, exposed_s) - comm_s), part.num_kernels + tp)
+
+    def _parts(self, found: Iterable[Operation], layer: str, *, of: Pass) -> Part:
+        """Operations one after the other; an attention core with the exchange of its keys and values."""
+        found = tuple(found)
+        if layer.endswith("attention.core") and found:
+            return self._attention(found, of=of)
+        total = Part()
+        for operation in found:
+            match operation:
+                case Product():
+                    total += self._product(operation, of=of)
+                case Collective():
+                    total += Part(Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self.collective_s(operation)}), 1)
+                case Message():
+                    raise AssertionError("layers send no messages of their own")
+        return total
+
+    def _product(self, product: Product, *, of: Pass) -> Part:
+        """One product; with fp8 the cast of its 16-bit operand: the input, or backward the output's gradient, for both products."""
+        cluster, dtype = self.plan.cluster, self._dtype(product)
+        adds = of == "weight" and self.profile.fused_gradients  # to the gradient buffer: reads and writes it
+        output_bytes = 2 * self.profile.gradient_bytes(self.plan.precision.dtype) if adds else None
+        grouped = product.grouped and product.count > 1
+        seconds = (grouped_product_s if grouped else product_s)(cluster, dtype, product, output_bytes=output_bytes)
+        # The library launches the products of a group by itself, without the stack around each.
+        launches = 1 + (product_kernels(product, grouped=grouped) - 1) / self.profile.host_calls
+        total = Part(Seconds(compute=seconds), launches)
+        if dtype == "fp8" and (of == "input" or (of == "forward" and not product.layer.endswith(AFTER_NORM))):
+            total += self._elementwise(CAST_BYTES * product.count * product.m * product.k, 1)
+        return total
+
+    def _gradient_sum(self, work: LayerWork) -> Part:
+        """The sum over microbatches of a layer's weight gradients, where the products do not make it themselves."""
+        if self.profile.fused_gradients:
+            return Part()
+        elements = sum(op.count * op.m * op.n for op in work.weight_gradient if isinstance(op, Product))
+        width = self.profile.gradient_bytes(self.plan.precision.dtype)
+        return Part(Seconds(compute=traffic_s(self.plan.cluster, elements * ACCUMULATION_BYTES * width / 4)))
+
+    def _dtype(self, product: Product) -> str:
+        """Number format of a product's operands: fp8 recipes leave output heads in 16 bits."""
+        dtype = product.dtype or self.plan.precision.dtype
+        if self.profile.router_dtype == "weights" and product.layer.endswith("mlp.router"):
+            dtype = self.plan.precision.dtype if self.plan.precision.dtype != "fp8" else "bf16"
+        return "bf16" if dtype == "fp8" and product.layer.endswith("head.output") else dtype
+
+    def _attention(self, found: tuple[Operation, ...], *, of: Pass) -> Part:
+        """The core on this rank's queries. With context parallelism all but the first of the cp blocks of keys and values travel
+        while attention works on those before."""
+        cluster, fused, backward = self.plan.cluster, self.profile.fused_attention, of == "input"
+        seconds = attention_s(cluster, self.plan.precision.dtype, self.attention_shape, backward=backward, fused=fused)
+        seconds /= self.profile.attention_share(cluster) if fused else 1.0
+        total = Part(Seconds(compute=seconds), attention_kernels(backward=backward, fused=fused))
+        exchange = self._parts(tuple(op for op in found if isinstance(op, Collective)), "", of=of)
+        cp, comm_s = self.plan.layout.cp, exchange.seconds.cp_comm
+        if comm_s and self.profile.context_overlap:
+            cover_s = seconds * (cp - 1) / cp
+            exposed_s = max(slowed_s(cluster, cover_s, comm_s), comm_s) - cover_s
+            exchange = Part(exchange.seconds + Seconds(cp_comm=exposed_s - comm_s), exchange.num_kernels)
+        return total + exchange
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """The attention core of tensor- and context-parallel rank 0."""
+        plan, model = self.plan, self.plan.model
+        groups = plan.leaf_sizes.heads.owned_items(plan.layout.tp, 0)[1]
+        return AttentionShape(
+            batch=plan.batch.micro_size,
+            heads=groups * model.query_heads_per_group,
+            kv_heads=groups,
+            queries=plan.batch.sequence // plan.layout.cp,
+            keys=plan.batch.sequence,
+            qk_head_dim=model.head_dim,
+            v_head_dim=model.value_head_dim,
+        )
+
+    def _elementwise(self, num_bytes: float, num_kernels: int) -> Part:
+        return Part(Seconds(compute=elementwise_s(self.plan.cluster, num_bytes, num_kernels)), num_kernels) if num_kernels else Part()
+
+
+def _split(found: tuple[Operation, ...]) -> tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]:
+    """Operations before the first product, up to the last one, and after it."""
+    where = [i for i, operation in enumerate(found) if isinstance(operation, Product)]
+    if not where:
+        return (), (), found
+    return found[: where[0]], found[where[0] : where[-1] + 1], found[where[-1] + 1 :]

@@ -1,0 +1,135 @@
+"""What every action of a schedule adds to its rank's memory and takes from it, as arrays over all actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.action import ActionArray, Kind
+from ..core.errors import PlanError
+from ..core.plan import Plan
+from ..core.reduction import sibling
+from ..core.schedule import Schedule
+from .memory_profiles import MemoryProfile
+from .memory_sizes import stage_sizes
+from .memory_states import stages_of_ranks
+
+MOST_BYTES = 2**62
+"""Bytes of a rank over a step whose running sums are exact in 64 bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """Per action, in bytes: what it adds when it begins and, negative, when it ends; what its rank has `kept` while it runs, and all
+    that its rank holds `during` it, both beside what is static."""
+
+    begins: np.ndarray
+    ends: np.ndarray
+    kept: np.ndarray
+    during: np.ndarray
+
+
+def all_changes(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> tuple[Changes, Changes, Changes]:
+    """Activations, gathered weights, and sums of gradients."""
+    return _activations(plan, schedule), _gathers(plan, schedule), _sums(plan, schedule, profile)
+
+
+def _activations(plan: Plan, schedule: Schedule) -> Changes:
+    """A forward holds its most while it runs and leaves what is kept; a backward needs that and more, and leaves nothing, or, where it
+    is split, what the weight gradients need."""
+    actions, sizes = schedule.actions, stage_sizes(plan)
+    kept, forward, backward, deferred = (
+        countable([getattr(size.tape, name) for size in sizes], schedule)
+        for name in ("kept_bytes", "forward_bytes", "backward_bytes", "deferred_bytes")
+    )
+    kind, stage = actions.kind, actions.stage
+    pair = np.where(kind == Kind.OVERLAP_F_B, actions.pair_stage, stage)
+    forwards = np.isin(kind, (Kind.F, Kind.OVERLAP_F_B))
+    backwards = np.isin(kind, (Kind.B, Kind.I, Kind.OVERLAP_F_B))
+    begins = np.where(forwards, forward[stage], 0) + np.where(backwards, backward[pair] - kept[pair], 0)
+    leaves = np.where(forwards, kept[stage], 0) - np.where(backwards, kept[pair], 0)
+    leaves += np.where(kind == Kind.I, deferred[stage], 0) - np.where(kind == Kind.W, deferred[stage], 0)
+    step = [sum(sizes[stage].step_bytes for stage in owned) for owned in stages_of_ranks(schedule.placement)]
+    rank = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
+    begins = np.where(kind == Kind.STEP, np.asarray(step, dtype=np.int64)[rank], begins)
+    before = _before(schedule, leaves)
+    return Changes(begins, leaves - begins, before + np.where(forwards, kept[stage], 0), before + begins)
+
+
+def _gathers(plan: Plan, schedule: Schedule) -> Changes:
+    """Weights of whole stages that UNSHARD brings and RESHARD takes."""
+    kind = schedule.actions.kind
+    nothing = np.zeros(len(kind), dtype=np.int64)
+    if not (kind == Kind.UNSHARD).any():
+        return Changes(nothing, nothing, nothing, nothing)
+    size = countable([size.gathered_bytes for size in stage_sizes(plan)], schedule)[schedule.actions.stage]
+    begins, ends = np.where(kind == Kind.UNSHARD, size, 0), np.where(kind == Kind.RESHARD, -size, 0)
+    before = _before(schedule, begins + ends)
+    return Changes(begins, ends, before + begins, before + begins)
+
+
+def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
+    """Gradients that grow with the first backward and go with the step. Exact numerics hold one sum per finished node of the batch tree."""
+    actions = schedule.actions
+    change = np.zeros(len(actions.kind), dtype=np.int64)
+    if not profile.growing_gradients:
+        return Changes(change, change, change, change)
+    stage = np.where(actions.kind == Kind.OVERLAP_F_B, actions.pair_stage, actions.stage)
+    finishes = np.isin(actions.kind, (Kind.B, Kind.W, Kind.OVERLAP_F_B))
+    rank = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
+    of_rank = np.zeros(schedule.num_ranks, dtype=np.int64)
+    ranks = enumerate(stages_of_ranks(schedule.placement))
+    for pp_rank, owned in ((pp_rank, owned) for pp_rank, stages in ranks for owned in stages):
+        size, where = stage_sizes(plan)[owned].gradients_bytes, np.flatnonzero(finishes & (rank == pp_rank) & (stage == owned))
+        counts = _num_sums(plan, actions, where)
+        change[where] = size * np.diff(counts, prepend=0)
+        of_rank[pp_rank] += size * (counts[-1] if len(counts) else 0)
+    steps = actions.kind == Kind.STEP
+    change[steps] -= of_rank[rank[steps]]
+    before = _before(schedule, change)
+    return Changes(np.zeros_like(change), change, before, before)
+
+
+def _num_sums(plan: Plan, actions: ActionArray, where: np.ndarray) -> np.ndarray:
+    """How many sums of each gradient there are after every backward of a stage: one, or the finished nodes of the tree over the batch."""
+    if plan.numerics.mode == "fast":
+        return np.ones(len(where), dtype=np.int64)
+    paired = actions.kind[where] == Kind.OVERLAP_F_B
+    microbatches = np.where(paired, actions.pair_microbatch[where], actions.microbatch[where])
+    micro, total = plan.batch.micro_size, plan.batch.global_size
+    held: set[tuple[int, int]] = set()
+    counts = []
+    for first in (microbatches * micro).tolist():
+        for sample in range(first, first + micro):
+            node = (sample, sample + 1)
+            while (other := sibling(total, node)) in held:
+                assert other is not None
+                held.remove(other)
+                node = (min(node[0], other[0]), max(node[1], other[1]))
+            held.add(node)
+        counts.append(len(held))
+    return np.asarray(counts, dtype=np.int64)
+
+
+def _before(schedule: Schedule, leaves: np.ndarray) -> np.ndarray:
+    """Per action what the actions before it in its row have left."""
+    before = np.cumsum(leaves) - leaves
+    rows = schedule.offsets[:-1].clip(max=max(0, len(leaves) - 1))
+    return before - np.repeat(before[rows], np.diff(schedule.offsets)) if len(leaves) else before
+
+
+def countable(sizes: Sequence[int], schedule: Schedule) -> np.ndarray:
+    """Sizes whose sums over a schedule stay exact in 64 bits. Raises `PlanError` where they would not."""
+    check_countable(max(sizes), schedule)
+    return np.asarray(sizes, dtype=np.int64)
+
+
+def check_countable(largest: int, schedule: Schedule) -> None:
+    """Raises `PlanError` where so many bytes at every action would not be counted exactly."""
+    if largest * len(schedule) > MOST_BYTES:
+        raise PlanError(
+            f"a step allocates up to {largest * len(schedule):.2g} bytes of activations or gathered weights, more than "
+            f"{MOST_BYTES:.2g} bytes, which is all that is counted. Use a smaller batch.sequence, batch.micro or model.hidden_size."
+        )

@@ -1,0 +1,293 @@
+"""The tapes of embedding, transformer layer and output head: which tensors each operation keeps for its backward.
+
+Letters: T tokens of a microbatch on this rank, h hidden, e bytes per element, t tensor parallelism; H = T*h*e is a hidden state, cut
+over t with sequence parallelism where a rank only holds its own tokens. Megatron-Core with Transformer Engine was read at Megatron
+core_r0.14.0 (23e00ed) and Transformer Engine 2.11:
+- `LayerNormLinear` keeps its input and the normalised input, each rank its own tokens, and gathers the latter again in the backward
+  (transformer_engine/pytorch/module/layernorm_linear.py); `Linear` keeps its input, which after the attention core is the core's own
+  output and after the activation the activation's (module/linear.py);
+- rotary embedding, the split of q, k, v and the residual sum keep nothing; a fused attention keeps q, k, v, its output and one fp32
+  number per query and head (attention/dot_product_attention); the activation keeps its input (megatron/core/fusions/fused_bias_swiglu.py);
+- latent attention normalises and projects up from two low-rank vectors (megatron/core/transformer/multi_latent_attention.py);
+- experts: the router's tables, the permuted input, the gate and up-projections and the activation of the experts; permutation,
+  all-to-all and sorting hold their input and output while they run (megatron/core/transformer/moe/{router,token_dispatcher,experts}.py).
+Without fusion (Korthikanti et al. 2022, section 4.1) the attention core keeps softmax output, dropout output and mask: 5as^2b bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .memory_tape import Node
+from .memory_tensors import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, LayerTensors
+
+
+def layer_nodes(tensors: LayerTensors, *, moe: bool) -> tuple[Node, ...]:
+    """One transformer layer in forward order, with the plan's selective recomputation."""
+    attention = _latent_attention(tensors) if tensors.plan.model.is_mla else _attention(tensors)
+    nodes = (*attention, *(_experts(tensors) if moe else _mlp(tensors)))
+    recompute = tensors.plan.recompute
+    if recompute.mode == "selective" and tensors.profile.selective_operators:
+        return tuple(_operators_kept(tensors, nodes))
+    return tuple(_selective(nodes, recompute.modules if recompute.mode == "selective" else ()))
+
+
+def full_recompute(nodes: tuple[Node, ...], input_bytes: int) -> tuple[Node, ...]:
+    """A layer of which only the input is kept: everything else is dropped and comes back when the backward starts, with its output."""
+    first, *rest = (
+        replace(node, dropped_bytes=node.saved_bytes, recompute="layer", beside_bytes=node.beside_bytes + input_bytes) for node in nodes
+    )
+    return (replace(first, dropped_bytes=first.saved_bytes - input_bytes), *rest)
+
+
+def _selective(nodes: tuple[Node, ...], modules: tuple[str, ...]) -> Iterator[Node]:
+    """The nodes without what the recomputed modules give up."""
+    for node in nodes:
+        given_up = [(module, num_bytes) for module, num_bytes in node.drops if module in modules and num_bytes]
+        if given_up:
+            dropped = min(node.saved_bytes, sum(num_bytes for _, num_bytes in given_up))
+            yield replace(node, dropped_bytes=dropped, recompute=given_up[0][0])
+        else:
+            yield node
+
+
+def _operators_kept(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Iterator[Node]:
+    """A layer that keeps its input, the attention core's output and every second product's (query, value, gate, down) and computes the
+    rest again from them when its backward starts."""
+    units = tensors.tokens * tensors.ffn * tensors.element
+    kept = {
+        nodes[0].name: tensors.hidden,
+        "attention.core": tensors.queries + tensors.values + tensors.attended + STATISTIC_BYTES * tensors.tokens * tensors.heads,
+        "mlp.activation": units,
+        "mlp.down": tensors.hidden,
+        "experts.up": tensors.routed_tokens * tensors.expert_ffn * tensors.element if tensors.plan.model.is_moe else 0,
+        "experts.down": tensors.hidden,
+    }
+    for node in nodes:
+        yield replace(node, dropped_bytes=node.saved_bytes - min(node.saved_bytes, kept.get(node.name, 0)), recompute="layer")
+
+
+def mtp_nodes(tensors: LayerTensors) -> Iterator[Node]:
+    """A module of multi-token prediction without its transformer layer: both norms, the projection of the two, the norm and a head of
+    its own (megatron/core/transformer/multi_token_prediction.py)."""
+    hidden, normal = tensors.hidden, tensors.normalised
+    yield Node("mtp.norms", 2 * (hidden + tensors.statistics), hidden, hidden)
+    yield Node(
+        "mtp.projection", 2 * normal, 2 * hidden, hidden, forward_bytes=hidden, backward_bytes=2 * tensors.gathered,
+        weight_input_bytes=2 * normal, weight_gradient_bytes=hidden,
+    )  # fmt: skip
+    yield from head_nodes(tensors)
+
+
+def embedding_nodes(tensors: LayerTensors) -> Iterator[Node]:
+    """Token lookup: keeps token numbers; its weight gradient is a whole table in the format of the weights, added to the gradients."""
+    hidden, table = tensors.hidden, tensors.vocabulary * tensors.plan.model.hidden_size * tensors.element
+    dense = table if tensors.profile.dense_embedding_gradient else 0
+    saved = INDEX_BYTES * tensors.tokens + (MASK_BYTES * hidden // tensors.element if tensors.profile.dropout else 0)
+    yield Node("embedding.tokens", saved, beside_bytes=hidden, forward_bytes=2 * tensors.whole, backward_bytes=dense + tensors.gathered)
+
+
+def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
+    """Final norm, output product and cross-entropy.
+
+    A cross-entropy in place writes the gradient over the logits (transformer_engine/pytorch/cross_entropy.py). Otherwise the softmax is
+    kept in fp32 and its gradient cast to the format of the logits (megatron/core/tensor_parallel/cross_entropy.py).
+    """
+    hidden, elements = tensors.hidden, tensors.tokens * tensors.vocabulary
+    logits, in_place = elements * tensors.element, tensors.profile.cross_entropy_in_place
+    rows = tensors.tokens * (2 * STATISTIC_BYTES + INDEX_BYTES + MASK_BYTES)
+    yield Node("head.norm", hidden + tensors.statistics, hidden, forward_bytes=0)
+    yield Node(
+        "head.output",
+        hidden,
+        hidden,
+        forward_bytes=logits,
+        backward_bytes=tensors.whole if tensors.gathered else 0,
+        weight_input_bytes=hidden,
+        weight_gradient_bytes=logits,
+    )
+    if in_place:
+        yield Node("head.loss", logits, logits, forward_bytes=rows, backward_bytes=-logits)  # the gradient lies where the logits did
+        return
+    softmax = elements * STATISTIC_BYTES
+    if tensors.profile.eager_loss:  # beside the softmax its gradient and that of the loss, both fp32
+        yield Node("head.loss", softmax + rows, logits, forward_bytes=logits + softmax, backward_bytes=2 * softmax - logits)
+        return
+    yield Node("head.loss", softmax + rows, logits if tensors.element < STATISTIC_BYTES else 0, forward_bytes=logits)
+
+
+def _attention(tensors: LayerTensors) -> Iterator[Node]:
+    """Norm and qkv product, split and rotation, attention core, output product."""
+    hidden, mixed, eager = tensors.hidden, tensors.queries + tensors.keys + tensors.values, tensors.profile.eager
+    yield _norm_linear(tensors, "attention.qkv", hidden, tensors.normalised, mixed, module="norm")
+    rotates, model = tensors.plan.model.position == "rope", tensors.plan.model
+    tables = 2 * tensors.plan.batch.sequence // tensors.plan.layout.cp * model.head_dim * STATISTIC_BYTES if rotates and eager else 0
+    rotated = tensors.queries + tensors.keys if rotates else 0
+    yield Node("attention.rotary", tables, mixed, hidden, forward_bytes=mixed + rotated)
+    kept = tensors.queries * 3 if eager else mixed  # keys and values repeated for every query head
+    yield from _core(tensors, kept)
+
+
+def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
+    """The attention core, which keeps its operands, and the output product, whose input is the core's output."""
+    hidden, attended = tensors.hidden, tensors.attended
+    scores = tensors.tokens * tensors.plan.batch.sequence * tensors.heads
+    if tensors.profile.fused_attention:
+        rows = STATISTIC_BYTES * tensors.tokens * tensors.heads
+        dropped, work = rows, (0, _kernel_sums(tensors) + rows)
+    else:
+        dropped = scores * (2 * tensors.element + MASK_BYTES if tensors.profile.dropout else tensors.element)
+        work = (scores * tensors.element, 2 * scores * tensors.element)
+    yield Node(
+        "attention.core",
+        mixed + attended + dropped,
+        mixed,
+        hidden,
+        forward_bytes=work[0],
+        backward_bytes=work[1],
+        drops=(("core_attn", dropped), ("mla_up_proj", mixed if tensors.plan.model.is_mla else 0)),
+    )
+    mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout else 0
+    copied = attended if tensors.profile.eager else 0  # heads side by side again, as the product reads them
+    yield Node(  # the gradient that comes from the MLP is that of the residual
+        "attention.output",
+        mask + copied,
+        attended,
+        forward_bytes=tensors.gathered + hidden,
+        backward_bytes=tensors.gathered,
+        weight_input_bytes=attended,
+        weight_gradient_bytes=hidden,
+    )
+
+
+def _kernel_sums(tensors: LayerTensors) -> int:
+    """fp32 sums of the gradients of queries, keys and values, one of each per query head, that the backward of a fused kernel holds.
+
+    Modelled: FlashAttention-2 documents that of the queries alone. On Blackwell the peaks of the DeepSeek-V2 rows of SimuMax, which lie
+    in this backward, need 1,000 to 1,040 MiB beside q, k, v and their gradients; this gives 1,024. No other published peak lies here.
+    """
+    model = tensors.plan.model
+    return STATISTIC_BYTES * tensors.tokens * tensors.heads * (2 * model.head_dim + model.value_head_dim)
+
+
+def _latent_attention(tensors: LayerTensors) -> Iterator[Node]:
+    """Multi-head latent attention: down to two low-rank vectors, norms, up to heads, core, output product."""
+    model, hidden, own = tensors.plan.model, tensors.hidden, tensors.own_tokens
+    low_q, low_kv = own * model.q_lora_rank, own * model.kv_lora_rank
+    rope = own * model.qk_rope_head_dim
+    e = tensors.element
+    keys_values = tensors.tokens * tensors.heads * (model.qk_nope_head_dim + model.v_head_dim) * e
+    keys = tensors.tokens * tensors.heads * model.head_dim * e
+    mixed = tensors.queries + keys + tensors.values
+    down = (low_q + low_kv + rope) * e
+    yield Node("attention.norm", hidden + tensors.statistics, hidden, hidden)
+    yield Node(
+        "attention.down",
+        tensors.normalised,
+        hidden,
+        hidden,
+        forward_bytes=down,
+        backward_bytes=hidden,
+        drops=(("norm", tensors.normalised),),
+        weight_input_bytes=tensors.normalised,
+        weight_gradient_bytes=down,
+    )
+    if model.q_lora_rank:
+        yield _norm_linear(
+            tensors, "attention.q_up", low_q * e, low_q * tensors.operand, tensors.queries, module="mla_up_proj", beside=hidden + down
+        )
+    else:
+        yield Node("attention.q", 0, hidden, hidden, backward_bytes=hidden, weight_input_bytes=0, weight_gradient_bytes=tensors.queries)
+    latent, normal = (low_kv + rope) * e, low_kv * tensors.operand
+    yield _norm_linear(tensors, "attention.kv_up", latent, normal, keys_values, module="mla_up_proj", beside=hidden + tensors.queries)
+    yield Node("attention.rotary", 0, keys_values, hidden + tensors.queries, forward_bytes=keys_values)
+    yield from _core(tensors, mixed)
+
+
+def _norm_linear(
+    tensors: LayerTensors, name: str, kept: int, normalised: int, output: int, *, module: str, beside: int | None = None
+) -> Node:
+    """A norm fused with the column-parallel linear layer after it: input and normalised input are kept, the latter can be recomputed."""
+    full = tensors.gathered * kept // tensors.hidden if tensors.hidden else 0
+    return Node(
+        name,
+        kept + normalised + tensors.statistics,
+        kept,
+        tensors.hidden if beside is None else beside,
+        forward_bytes=full + output,
+        backward_bytes=(2 * full) or kept,
+        drops=((module, normalised),),
+        weight_input_bytes=normalised,
+        weight_gradient_bytes=output,
+    )
+
+
+def _mlp(tensors: LayerTensors) -> Iterator[Node]:
+    """Norm and up-product, activation, down-product."""
+    hidden, up = tensors.hidden, tensors.tokens * tensors.ffn * tensors.halves * tensors.element
+    yield _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module="mlp")
+    yield from _activated(tensors, "mlp", tensors.tokens * tensors.ffn, hidden, work=tensors.gathered, modules=("mlp",))
+
+
+def _activated(tensors: LayerTensors, name: str, units: int, beside: int, *, work: int, modules: tuple[str, ...]) -> Iterator[Node]:
+    """The activation, which keeps its input, and the down-product, which keeps the activation's output.
+
+    Eager operations keep the activated gate too. `modules` recompute both; `moe_act` only the activation's output.
+    """
+    up, out = units * tensors.halves * tensors.element, units * tensors.operand
+    mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout and name == "mlp" else 0
+    gate = units * tensors.element if tensors.profile.eager and tensors.plan.model.gated else 0
+    drops = tuple((module, up + gate) for module in modules)
+    yield Node(f"{name}.activation", up + gate, up, beside, forward_bytes=units * tensors.element, drops=drops)
+    yield Node(
+        f"{name}.down",
+        out + mask,
+        units * tensors.element,
+        beside,
+        forward_bytes=work + tensors.hidden,
+        backward_bytes=work,
+        drops=(*((module, out) for module in modules), *((("moe_act", out),) if name == "experts" else ())),
+        weight_input_bytes=out,
+        weight_gradient_bytes=tensors.hidden,
+    )
+
+
+def _experts(tensors: LayerTensors) -> Iterator[Node]:
+    """Norm, router, permutation and all-to-all, shared expert, experts, and the way back.
+
+    The router keeps, per token and expert, softmax outputs of the routing and of the balancing loss (fp32 each), the mask of chosen
+    experts, the mask within capacity and that of the balancing loss (a byte each) and the probabilities (moe/router.py), and the
+    permutation its row map: two int32 a token and expert (transformer_engine/common/triton/permutation.py).
+    """
+    plan, model, hidden, e = tensors.plan, tensors.plan.model, tensors.hidden, tensors.element
+    routed = tensors.routed_tokens
+    permuted = routed * model.hidden_size * e
+    sent = permuted // plan.layout.expert_tp
+    tables = tensors.own_tokens * model.num_experts * (2 * STATISTIC_BYTES + 3 * MASK_BYTES + e)
+    row_map = tensors.own_tokens * (2 * model.num_experts + 1) * 4
+    yield Node("experts.norm", hidden + tensors.statistics, hidden, hidden)
+    drops = (("moe", tables), ("norm", tensors.normalised))
+    yield Node("experts.router", tensors.normalised + tables, hidden, 2 * hidden, drops=drops)
+    yield Node("experts.permute", row_map, hidden, 2 * hidden, forward_bytes=sent, drops=(("moe", row_map),))
+    exchange = 2 * sent if plan.layout.ep > 1 else 0
+    yield Node("experts.dispatch", 0, sent, 2 * hidden, forward_bytes=exchange)
+    if model.shared_expert_width:
+        units = tensors.tokens * tensors.shared_ffn
+        shared_up = units * tensors.halves * e
+        yield Node(
+            "shared.up", 0, hidden, hidden + permuted, forward_bytes=sent + shared_up, backward_bytes=2 * tensors.gathered,
+            weight_gradient_bytes=shared_up,
+        )  # fmt: skip
+        yield from _activated(tensors, "shared", units, hidden + permuted, work=tensors.gathered, modules=("moe", "shared_experts"))
+    yield Node("experts.sort", 0, permuted, hidden, forward_bytes=sent + permuted)
+    up = routed * tensors.expert_ffn * tensors.halves * e
+    kept = routed * model.hidden_size * tensors.operand
+    yield Node(
+        "experts.up", kept, permuted, hidden, forward_bytes=up, drops=(("moe", kept),), weight_input_bytes=kept, weight_gradient_bytes=up
+    )
+    units = routed * tensors.expert_ffn
+    yield from _activated(tensors, "experts", units, hidden, work=permuted, modules=("moe",))
+    yield Node("experts.unsort", 0, permuted, hidden, forward_bytes=2 * permuted)
+    yield Node("experts.combine", 0, sent, hidden, forward_bytes=exchange)
+    yield Node("experts.unpermute", 0, sent, hidden, forward_bytes=sent + hidden)

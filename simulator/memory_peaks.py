@@ -1,0 +1,93 @@
+"""When each rank of a schedule holds most, and what it holds then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ..core.plan import Plan
+from ..core.schedule import Schedule
+from .memory_changes import all_changes, check_countable
+from .memory_profiles import MemoryProfile
+from .memory_sizes import stage_sizes
+from .memory_states import states_of
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one rank when it holds most, beside what is static, and the most that ever outlives an action."""
+
+    during: int
+    kept: int
+    working: int
+    gathered: int
+    summed: int
+    lasting: int
+    action: str
+
+
+def peaks(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> list[Peak]:
+    """The peak of every rank. Exact numerics hold more sums of gradients the longer the step runs, so every action is looked at."""
+    if profile.growing_gradients and plan.numerics.mode == "exact":
+        return peaks_by_action(plan, profile, schedule)
+    return peaks_by_state(plan, profile, schedule)
+
+
+def peaks_by_action(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> list[Peak]:
+    """The peak of every rank, from what each action changes."""
+    activations, gathers, sums = all_changes(plan, schedule, profile)
+    parts = (activations.kept, activations.during - activations.kept, gathers.during, sums.during)
+    return _highest(schedule, schedule.offsets, np.arange(len(schedule)), *parts)
+
+
+def peaks_by_state(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> list[Peak]:
+    """The peak of every rank: counts of its states times the plan's sizes."""
+    states, sizes = states_of(schedule), stage_sizes(plan)
+    check_countable(max(max(size.tape.backward_bytes, size.tape.forward_bytes) for size in sizes), schedule)
+    tapes, none = [size.tape for size in sizes], np.zeros(len(sizes) + 1, dtype=np.int64)
+    names = ("kept_bytes", "forward_bytes", "backward_bytes", "deferred_bytes")
+    kept, forward, backward, deferred = (np.array([*(getattr(tape, name) for tape in tapes), 0]) for name in names)
+    whole = np.array([*(size.gathered_bytes for size in sizes), 0])
+    sums = np.array([*(size.gradients_bytes for size in sizes), 0]) if profile.growing_gradients else none
+    step = np.array([*(size.step_bytes for size in sizes), 0])
+    left = (states.kept * kept[states.stages] + states.deferred * deferred[states.stages]).sum(axis=1)
+    held = left + kept[states.forward]
+    working = forward[states.forward] - kept[states.forward] + backward[states.backward] - kept[states.backward]
+    working += np.where(states.step, step[states.stages].sum(axis=1), 0)
+    gathered = (states.gathered * whole[states.stages]).sum(axis=1)
+    summed = (states.summed * sums[states.stages]).sum(axis=1)
+    return _highest(schedule, states.offsets, states.action, held, working, gathered, summed)
+
+
+def _highest(
+    schedule: Schedule,
+    offsets: np.ndarray,
+    action: np.ndarray,
+    kept: np.ndarray,
+    working: np.ndarray,
+    gathered: np.ndarray,
+    summed: np.ndarray,
+) -> list[Peak]:
+    """Per rank the first moment of the most bytes, of moments that are given rank by rank."""
+    lasting = kept + gathered + summed
+    during = lasting + working
+    found = []
+    for lo, hi in pairwise(offsets.tolist()):
+        if lo == hi:
+            found.append(Peak(0, 0, 0, 0, 0, 0, ""))
+            continue
+        at = lo + int(during[lo:hi].argmax())
+        found.append(
+            Peak(
+                during=int(during[at]),
+                kept=int(kept[at]),
+                working=int(working[at]),
+                gathered=int(gathered[at]),
+                summed=int(summed[at]),
+                lasting=int(lasting[lo:hi].max()),
+                action=str(schedule.actions[int(action[at])]) if during[at] else "",
+            )
+        )
+    return found

@@ -1,0 +1,140 @@
+"""What a pipeline rank holds throughout the step: weights, gradients, optimizer state, and buffers that never go away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ..core.layout import Layout
+from ..core.leaves import LeafSizes
+from ..core.model import ModelSpec
+from ..core.parameters import Parameter, layer_parameters, mtp_parameters
+from ..core.plan import Plan
+from ..core.program import Held, held_elements, held_gradients, num_shards, weight_bytes
+from .memory_profiles import MemoryProfile
+from .memory_tensors import LayerTensors
+
+MOMENT_BYTES = 8
+"""Two fp32 moments of Adam."""
+
+MASTER_BYTES = 4
+"""An fp32 copy of the weights, where weights are 16 bits."""
+
+LAYERS_IN_FLIGHT = 2
+"""Layers whose gathered weights or unreduced gradients a ZeRO-3 (or 2) rank holds: the one in use and its neighbour."""
+
+
+def weights_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+    """Weights of a stage as they rest: 16 bits (fp32 where they are, or where ZeRO-3 keeps them so), cut with ZeRO-3.
+
+    With fp8 also 16 bits: a weight by rows and by columns for the two products that read it (fp8_param_gather, which NeMo's recipes
+    turn on: nemo/collections/llm/recipes/precision/mixed_precision.py).
+    """
+    width = MASTER_BYTES if profile.fp32_weights else weight_bytes(plan.precision.dtype)
+    return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), width, cut=plan.layout.zero == 3)
+
+
+def gradients_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+    """Accumulated gradients of a stage, cut with ZeRO-2 and 3."""
+    padding = padded_elements(plan, profile, stage).dense - held_elements(plan, stage).dense
+    dense, expert = held_gradients(plan, stage)
+    width = profile.gradient_bytes(plan.precision.dtype)
+    return _cut(Held(dense + padding, expert), num_shards(plan, stage), width, cut=plan.layout.zero >= 2)
+
+
+def optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+    """Adam's moments and the fp32 master weights of a stage, cut with ZeRO."""
+    master = 0 if plan.precision.dtype == "fp32" or profile.fp32_weights else MASTER_BYTES
+    return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), MOMENT_BYTES + master, cut=plan.layout.zero >= 1)
+
+
+def step_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+    """What the optimizer step holds beside: fp32 copies of 16-bit gradients (Megatron's Float16OptimizerWithFloat16Params)."""
+    if profile.gradient_bytes(plan.precision.dtype) >= MASTER_BYTES or plan.layout.zero >= 2:
+        return 0
+    return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), MASTER_BYTES, cut=plan.layout.zero >= 1)
+
+
+def gathered_bytes(plan: Plan, stage: int) -> int:
+    """Weights of a stage that UNSHARD brings; a stage without copies is never cut, so nothing comes."""
+    shards, held = num_shards(plan, stage), held_elements(plan, stage)
+    return weight_bytes(plan.precision.dtype) * sum(count for count, parts in zip(held, shards, strict=True) if parts > 1)
+
+
+@lru_cache(maxsize=1024)
+def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *, gathers: bool) -> int:
+    """ZeRO's gathered layers and buckets, scratch of the product libraries, and placeholders for gradients."""
+    contents = [plan.stages[stage] for stage in stages]
+    total = 0
+    if any(max(num_shards(plan, stage)) > 1 for stage in stages):
+        layer = max((_unit_elements(plan, stage) for stage in stages), default=0)
+        total += LAYERS_IN_FLIGHT * layer * weight_bytes(plan.precision.dtype) if gathers else 0
+        total += LAYERS_IN_FLIGHT * layer * profile.gradient_bytes(plan.precision.dtype) if plan.layout.zero >= 2 else 0
+    if profile.workspace_bytes:
+        moe = any(plan.model.layer_is_moe(layer) for content in contents for layer in content.layers)
+        total += profile.workspace_bytes * (1 + (profile.grouped_workspaces if moe else 0))
+    if any(content.head for content in contents):
+        total += profile.head_workspace_bytes + (LayerTensors(plan, profile).gathered if profile.head_gather_buffer else 0)
+    if profile.placeholder_gradients:
+        shapes = {shape for content in contents for shape in _stage_shapes(plan, profile, content.stage)}
+        total += weight_bytes(plan.precision.dtype) * sum(rows * columns for rows, columns in shapes)
+    return total
+
+
+def padded_elements(plan: Plan, profile: MemoryProfile, stage: int) -> Held:
+    """Parameter elements of a stage on tensor-parallel rank 0, with the rows that pad the tables."""
+    dense, expert = held_elements(plan, stage)
+    content, model = plan.stages[stage], plan.model
+    extra = LayerTensors(plan, profile).vocabulary - plan.leaf_sizes.vocab.owned_items(plan.layout.tp, 0)[1]
+    if not extra:
+        return Held(dense, expert)
+    shared = model.tied_embeddings and content.embedding and content.head
+    return Held(dense + extra * model.hidden_size * (content.embedding + content.head - shared), expert)
+
+
+def _cut(held: Held, shards: Held, width: int, *, cut: bool) -> int:
+    return sum(-(-count * width // (parts if cut else 1)) for count, parts in zip(held, shards, strict=True))
+
+
+def _unit_elements(plan: Plan, stage: int) -> int:
+    """Elements of the heaviest layer of a stage, which is gathered and reduced as one."""
+    model, kinds = plan.model, {plan.model.layer_is_moe(layer) for layer in plan.stages[stage].layers}
+    return max((_layer_elements(model, plan.leaf_sizes, plan.layout, moe=moe) for moe in kinds), default=0)
+
+
+@lru_cache(maxsize=256)
+def _layer_elements(model: ModelSpec, leaf_sizes: LeafSizes, layout: Layout, *, moe: bool) -> int:
+    """Elements of one layer on tensor-parallel rank 0. Experts are cut evenly over ep*etp."""
+    return sum(
+        parameter.num_elements // (layout.ep * layout.expert_tp)
+        if parameter.expert
+        else math.prod(part.stop - part.start for part in leaf_sizes.local_slices(parameter, layout.tp, 0))
+        for parameter in layer_parameters(model, model.first_dense_layers if moe else 0)
+    )
+
+
+def _stage_shapes(plan: Plan, profile: MemoryProfile, stage: int) -> Iterator[tuple[int, int]]:
+    """Local shapes of the weights whose gradients products add in place: every linear layer's but the router's."""
+    content, model = plan.stages[stage], plan.model
+    for moe in {model.layer_is_moe(layer) for layer in content.layers}:
+        yield from _shapes(plan, tuple(layer_parameters(model, model.first_dense_layers if moe else 0)))
+    if content.head:
+        if model.num_mtp_layers:
+            yield from _shapes(plan, tuple(mtp_parameters(model, 0)))
+        yield LayerTensors(plan, profile).vocabulary, model.hidden_size
+
+
+def _shapes(plan: Plan, parameters: tuple[Parameter, ...]) -> Iterator[tuple[int, int]]:
+    for parameter in parameters:
+        if len(parameter.shape) < 2 or parameter.name.endswith(".bias") or ".router." in parameter.name:
+            continue
+        if parameter.expert:
+            _, rows, columns = parameter.shape
+            local = [rows, columns]
+            if parameter.cut is not None:
+                local[parameter.cut[0] - 1] //= plan.layout.expert_tp
+            yield local[0], local[1]
+        else:
+            rows_of, columns_of = plan.leaf_sizes.local_slices(parameter, plan.layout.tp, 0)
+            yield rows_of.stop - rows_of.start, columns_of.stop - columns_of.start

@@ -1,0 +1,139 @@
+"""Sizes of the tensors of one microbatch on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..core.plan import Plan
+from .memory_profiles import MemoryProfile
+
+MASK_BYTES = 1
+"""A dropout mask holds one byte per element."""
+
+STATISTIC_BYTES = 4
+"""Softmax statistics, norm statistics, and whatever else is one number a row, are fp32."""
+
+INDEX_BYTES = 8
+"""Token numbers and indices are int64."""
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """Sizes of a plan's tensors on tensor-parallel rank 0, in bytes of one microbatch."""
+
+    plan: Plan
+    profile: MemoryProfile
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of one activation element."""
+        return 4 if self.plan.precision.dtype == "fp32" else 2
+
+    @cached_property
+    def operand(self) -> int:
+        """Bytes of one element of a linear layer's kept input: 1 where it is kept in fp8, as its product read it."""
+        return 1 if self.plan.precision.dtype == "fp8" and self.profile.keeps_fp8_operands else self.element
+
+    @cached_property
+    def tokens(self) -> int:
+        """T: tokens of a microbatch on a context-parallel rank."""
+        return self.plan.batch.micro_size * self.plan.batch.sequence // self.plan.layout.cp
+
+    @cached_property
+    def own_tokens(self) -> int:
+        """Tokens whose hidden state this rank holds between the cut layers."""
+        return self.tokens // self.plan.layout.tp if self.plan.layout.sequence_parallel else self.tokens
+
+    @cached_property
+    def hidden(self) -> int:
+        """H of this rank's own tokens."""
+        return self.own_tokens * self.plan.model.hidden_size * self.element
+
+    @cached_property
+    def normalised(self) -> int:
+        """A norm's output as the linear layer after it keeps it."""
+        return self.own_tokens * self.plan.model.hidden_size * self.operand
+
+    @cached_property
+    def whole(self) -> int:
+        """H of all tokens."""
+        return self.tokens * self.plan.model.hidden_size * self.element
+
+    @cached_property
+    def gathered(self) -> int:
+        """What a gather before a cut layer brings; 0 where nothing is gathered."""
+        return self.whole if self.own_tokens < self.tokens else 0
+
+    @cached_property
+    def heads(self) -> int:
+        """Query heads of this rank."""
+        return self.plan.leaf_sizes.heads.owned_items(self.plan.layout.tp, 0)[1] * self.plan.model.query_heads_per_group
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """Key/value heads of this rank."""
+        return self.plan.leaf_sizes.heads.owned_items(self.plan.layout.tp, 0)[1]
+
+    @cached_property
+    def queries(self) -> int:
+        """All query heads of this rank."""
+        return self.tokens * self.heads * self.plan.model.head_dim * self.element
+
+    @cached_property
+    def keys(self) -> int:
+        """All key heads of this rank."""
+        return self.tokens * self.kv_heads * self.plan.model.head_dim * self.element
+
+    @cached_property
+    def values(self) -> int:
+        """All value heads of this rank."""
+        return self.tokens * self.kv_heads * self.plan.model.value_head_dim * self.element
+
+    @cached_property
+    def attended(self) -> int:
+        """The attention core's output."""
+        return self.tokens * self.heads * self.plan.model.value_head_dim * self.element
+
+    @cached_property
+    def statistics(self) -> int:
+        """Norm statistics of the rank's own tokens: mean and deviation, or the deviation alone."""
+        return STATISTIC_BYTES * self.own_tokens * (2 if self.plan.model.norm == "layernorm" else 1)
+
+    @cached_property
+    def ffn(self) -> int:
+        """Units of the dense MLP on this rank."""
+        return self.plan.leaf_sizes.ffn.owned_items(self.plan.layout.tp, 0)[1]
+
+    @cached_property
+    def halves(self) -> int:
+        """Products before the activation: two where it is gated."""
+        return 2 if self.plan.model.gated else 1
+
+    @cached_property
+    def routed_tokens(self) -> int:
+        """Tokens that arrive at this rank's experts when all experts get equally many, each padded to whole tokens.
+
+        Megatron's capacity: ceil(T * k / E) a source rank and expert (megatron/core/transformer/moe/moe_utils.py, get_capacity).
+        """
+        model, layout = self.plan.model, self.plan.layout
+        capacity = -(-self.own_tokens * model.experts_per_token // model.num_experts)
+        return capacity * model.num_experts * layout.expert_tp
+
+    @cached_property
+    def expert_ffn(self) -> int:
+        """Units of one expert on this rank."""
+        return -(-self.plan.model.expert_width // self.plan.layout.expert_tp)
+
+    @cached_property
+    def shared_ffn(self) -> int:
+        """Units of the shared expert on this rank."""
+        return -(-self.plan.model.shared_expert_width // self.plan.layout.tp)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the output table on this rank."""
+        tp = self.plan.layout.tp
+        if (multiple := self.profile.vocabulary_multiple) > 1:
+            return -(-self.plan.model.vocab_size // (multiple * tp)) * multiple
+        return self.plan.leaf_sizes.vocab.owned_items(tp, 0)[1]

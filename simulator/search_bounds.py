@@ -1,0 +1,176 @@
+"""Lower bounds that decide most layouts of a search without simulating them: on the time of a step, and on the memory of its worst rank.
+
+The cheap bound on time has computation and the collectives inside layers only, the sharp one what REDUCE_GRAD, ZeRO and STEP add.
+For 1F1B with equal stages and free messages either is the makespan itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..core.action import Kind
+from ..core.plan import Plan
+from ..core.schedule import Placement
+from .memory_profiles import memory_profile
+from .memory_sizes import StageSizes, stage_sizes
+from .memory_states import stages_of_ranks
+from .pricing import Pricing
+from .seconds import Seconds
+
+WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "Combined1F1B"})
+"""Schedules that never split a backward: after a rank's last action the backwards of the stages before it are still to come."""
+
+WITHOUT_PAIRS = frozenset({"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBH1", "ZBH2", "ZBAuto"}) | frozenset(
+    {"ZBVZeroBubble", "VHalf", "VMin"}
+)
+"""Schedules that never run a forward and a backward as one, hiding the exchange of tokens between experts."""
+
+ALL_IN_FLIGHT = frozenset({"GPipe", "LoopedBFS"})
+"""Schedules whose ranks hold every microbatch when the first backward starts."""
+
+FILLED_IN_FLIGHT = frozenset({"1F1B", "Interleaved1F1B", "Combined1F1B", "InterleavedZeroBubble", "ZBH1", "ZBH2", "ZBAuto"})
+"""Schedules whose first rank holds pp microbatches of each of its stages when they are under way."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Slots:
+    """Who runs what of a placement: a slot is a stage on one of its ranks, with the microbatches it runs there; sorted by stage.
+
+    `first` is where each stage starts, `by_rank` sorts the slots by rank, and `rank_first` is where each rank starts then.
+    """
+
+    stage: np.ndarray
+    replica: np.ndarray
+    rank: np.ndarray
+    count: np.ndarray
+    first: np.ndarray
+    by_rank: np.ndarray
+    rank_first: np.ndarray
+
+
+def chain_bound_s(plan: Plan, schedule: str, pricing: Pricing) -> float:
+    """Seconds that no run of the plan in the order of a schedule can beat, from what its stages compute and send inside layers.
+
+    Before a rank's first forward those of the lower stages have to run once, after its last backward those of its lower stages; in
+    between it computes all its microbatches. Where backwards are split, a rank may fill the time after its last input gradient with
+    weight gradients, so nothing is counted then.
+    """
+    slots, whole, pairs = _slots_of(plan.placement), schedule in WHOLE_BACKWARDS, schedule not in WITHOUT_PAIRS
+    forward_s, backward_s = _columns([_passes_s(*pricing.unsharded(*place), whole=whole, pairs=pairs) for place in _places(slots)])
+    ends_s, drains_s = _chains(slots, forward_s, backward_s)
+    return float((ends_s + drains_s if whole else ends_s).max())
+
+
+def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
+    """The same with what ZeRO sends inside forwards and backwards, with the reduction of the last stage's gradients, and with the
+    optimizer step: after clipping the slowest of all ranks, else each rank's own."""
+    slots, schedule = _slots_of(plan.placement), "" if plan.schedule.file else plan.schedule.name
+    whole, pairs = schedule in WHOLE_BACKWARDS, schedule not in WITHOUT_PAIRS
+    places = _places(slots)
+    forward_s, backward_s = _columns([_passes_s(*_sharded(pricing, *place, whole=whole), whole=whole, pairs=pairs) for place in places])
+    ends_s, drains_s = _chains(slots, forward_s, backward_s)
+    after_s = np.array([_after_s(pricing, *place) for place in places])
+    done_s = ends_s + np.minimum.reduceat(after_s[slots.by_rank], slots.rank_first)
+    step_s = np.array([pricing.seconds(Kind.STEP, *places[i]).total_s for i in slots.by_rank[slots.rank_first].tolist()])
+    drained_s = float((ends_s + drains_s).max() + after_s[: slots.first[1]].min()) if whole and len(slots.first) > 1 else 0.0
+    if plan.optimizer.clip_grad_norm:
+        return max(float(done_s.max()), drained_s) + float(step_s.max())
+    return max(float((done_s + step_s).max()), drained_s + float(step_s.min()) if drained_s else 0.0)
+
+
+def memory_bound_bytes(plan: Plan) -> int:
+    """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on the first rank, or
+    on the rank of the last stage, which keeps the logits."""
+    sizes, profile = stage_sizes(plan), memory_profile(plan)
+    owned = stages_of_ranks(plan.placement)
+    found = 0
+    for stage, own in ((0, owned[plan.placement.ranks[0][0]]), (len(sizes) - 1, owned[plan.placement.ranks[-1][0]])):
+        held = [sizes[each] for each in own]
+        resting = sum(size.weights_bytes + size.optimizer_bytes for size in held)
+        summed = sum(size.gradients_bytes for size in held)
+        count = _in_flight(plan, stage)
+        steady = not profile.growing_gradients or plan.num_microbatches >= 3 * plan.layout.pp
+        found = max(found, resting + summed, resting + _running(held, sizes[stage], count) + (summed if steady and _fills(plan) else 0))
+    return found
+
+
+def _running(held: list[StageSizes], running: StageSizes, count: int) -> int:
+    """Activations of a rank that holds so many microbatches of each stage; the backward of the only one needs more than it keeps."""
+    kept = count * sum(size.tape.kept_bytes for size in held)
+    return kept + running.tape.backward_bytes - running.tape.kept_bytes if count == 1 else kept
+
+
+def _in_flight(plan: Plan, stage: int) -> int:
+    """Microbatches of each of its stages that the rank of a stage holds at least at some time."""
+    if plan.schedule.name in ALL_IN_FLIGHT:
+        return plan.num_microbatches
+    return min(plan.layout.pp, plan.num_microbatches) if stage == 0 and plan.schedule.name in FILLED_IN_FLIGHT else 1
+
+
+def _fills(plan: Plan) -> bool:
+    return plan.schedule.name in FILLED_IN_FLIGHT
+
+
+def _sharded(pricing: Pricing, stage: int, replica: int, *, whole: bool) -> tuple[Seconds, Seconds, Seconds]:
+    """Forward, whole backward and split backward; where none is split, that of the whole again."""
+    forward, backward = pricing.seconds(Kind.F, stage, replica), pricing.seconds(Kind.B, stage, replica)
+    if whole:
+        return forward, backward, backward
+    return forward, backward, pricing.seconds(Kind.I, stage, replica) + pricing.seconds(Kind.W, stage, replica)
+
+
+def _passes_s(forward: Seconds, backward: Seconds, split: Seconds, *, whole: bool, pairs: bool) -> tuple[float, float]:
+    """Seconds of a forward and of a backward, in one or in two, less what a pair of them could hide."""
+    backward_s = _unhidden_s(backward, pairs)
+    return _unhidden_s(forward, pairs), backward_s if whole else min(backward_s, _unhidden_s(split, pairs))
+
+
+def _unhidden_s(seconds: Seconds, pairs: bool) -> float:
+    return seconds.total_s - (seconds.ep_comm if pairs else 0.0)
+
+
+def _after_s(pricing: Pricing, stage: int, replica: int) -> float:
+    """Seconds of a stage's reduction that remain after its last backward."""
+    reduce_s, lead_s, tail_s = pricing.reduction_s(stage, replica)
+    return max(tail_s, reduce_s - lead_s)
+
+
+def _chains(slots: _Slots, forward_s: np.ndarray, backward_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of every rank: when its own work can have ended, and how long the backwards of lower stages take after it."""
+    before_s, after_s = (_below(np.minimum.reduceat(column, slots.first))[slots.stage] for column in (forward_s, backward_s))
+    busy_s = np.add.reduceat((slots.count * (forward_s + backward_s))[slots.by_rank], slots.rank_first)
+    begins_s, drains_s = (np.minimum.reduceat(column[slots.by_rank], slots.rank_first) for column in (before_s, after_s))
+    return begins_s + busy_s, drains_s
+
+
+def _below(per_stage: np.ndarray) -> np.ndarray:
+    """Sums over the stages below each one."""
+    return np.cumsum(per_stage) - per_stage
+
+
+def _places(slots: _Slots) -> list[tuple[int, int]]:
+    """Stage and replica of every slot."""
+    return list(zip(slots.stage.tolist(), slots.replica.tolist(), strict=True))
+
+
+def _columns(rows: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    table = np.array(rows)
+    return table[:, 0], table[:, 1]
+
+
+@lru_cache(maxsize=512)
+def _slots_of(placement: Placement) -> _Slots:
+    rows = [
+        (stage, replica, rank, hi - lo)
+        for stage, owners in enumerate(placement.ranks)
+        for replica, rank in enumerate(owners)
+        for lo, hi in (placement.microbatches_of(stage, replica),)
+        if hi > lo
+    ]
+    stage, replica, rank, count = np.array(rows).T
+    by_rank = np.argsort(rank, kind="stable")
+    first = np.flatnonzero(np.diff(stage, prepend=-1))
+    return _Slots(stage, replica, rank, count, first, by_rank, np.flatnonzero(np.diff(rank[by_rank], prepend=-1)))

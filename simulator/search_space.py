@@ -1,0 +1,241 @@
+"""Which layouts a search looks at: degrees, microbatch, schedule, sequence parallelism, recomputation and ZeRO, as far as they are free.
+
+A `Cut` is a layout up to its ZeRO stage; `cuts` lists all that obey the rules of a plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from ..core.divisors import divisors
+from ..core.errors import LayoutError, PlanError
+from ..core.layout import DEFAULT_ORDER, Layout
+from ..core.options import SearchSpace
+from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
+from ..core.plan_rules import broken_rules
+from ..core.schedules import CATALOG
+
+MICRO_SIZES = (1, 2, 4, 8, 16)
+"""Microbatch sizes tried unless one is pinned."""
+
+_ALL = tuple(name for name in CATALOG if name != "ZBAuto")
+
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "shardproof": _ALL,
+    "torchtitan": ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+    "megatron-te": ("1F1B", "Interleaved1F1B", "Combined1F1B"),
+    "megatron-2021": ("GPipe", "1F1B", "Interleaved1F1B"),
+}
+"""Schedules tried unless one is pinned, by `runtime.profile`: those that the stack runs. Ours runs the whole catalog, of which ZBAuto, itself
+a search over orders, is tried only when it is pinned; torch.distributed.pipelining has `get_schedule_class` (schedules.py);
+Megatron-Core `get_forward_backward_func` (pipeline_parallel/schedules.py) and `--overlap-moe-expert-parallel-comm`; Megatron-LM of 2021
+had GPipe until PipeDream-flush replaced it (Narayanan et al. 2021, section 2.2)."""
+
+MAX_CHUNKS = 8
+"""Most stages per pipeline rank tried unless vpp is pinned."""
+
+MIN_CONTEXT_TOKENS = 4096
+"""Fewest tokens that context parallelism leaves a rank unless cp is pinned: the ring's exchange hides behind attention, which grows with
+the square, and shorter parts were never worth a cut (Llama 3, arXiv 2407.21783, section 3.3.2: cp=16 at 131,072 tokens, 1 at 8,192)."""
+
+RECOMPUTE_MODES = ("none", "selective", "full")
+
+DEGREES = ("layout.tp", "layout.cp", "layout.pp", "layout.dp", "layout.ep", "layout.etp")
+
+
+@dataclass
+class Tally:
+    """What became of the combinations so far."""
+
+    rejected: Counter[str] = field(default_factory=Counter)
+    evaluated: int = 0
+    simulated: int = 0
+
+    def reject(self, reason: str, count: int = 1) -> None:
+        """So many more combinations are decided."""
+        self.rejected[reason] += count
+        self.evaluated += count
+
+
+class Cut(NamedTuple):
+    """Layouts that differ in their ZeRO stage only: the plan of the first one, the schedule's name, and the stages."""
+
+    plan: Plan
+    schedule: str
+    zeros: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Values fixed by the user take the place of those a search would try."""
+
+    space: SearchSpace
+
+    def __post_init__(self) -> None:
+        if "schedule.file" in self.space.pinned:
+            raise PlanError("a search chooses among schedules by name, and a CSV file fits one layout only. Give --schedule NAME, or none.")
+
+    def values(self, key: str, otherwise: Any) -> tuple[Any, ...]:
+        """The pinned value alone, or what a search tries."""
+        return (self.space.pinned[key],) if key in self.space.pinned else tuple(otherwise)
+
+    def one(self, key: str, otherwise: Any = None) -> Any:
+        """The pinned value or the default."""
+        return self.space.pinned.get(key, otherwise)
+
+
+def cuts(space: SearchSpace, tally: Tally) -> Iterator[list[Cut]]:
+    """All cuts that obey the rules, those together that differ in their schedule's order only. Counts what breaks a rule: where the
+    degrees, the chunks or the microbatch do, all combinations with them once."""
+    pinned = Pinned(space)
+    found = False
+    for degrees in _degrees(space, pinned):
+        found = True
+        chunks = range(1, MAX_CHUNKS + 1) if degrees["pp"] > 1 else (1,)
+        for vpp, micro in product(pinned.values("layout.vpp", chunks), pinned.values("batch.micro", MICRO_SIZES)):
+            yield from _cuts_of(space, pinned, tally, {**degrees, "vpp": vpp}, micro)
+    if not found:
+        raise PlanError(_no_degrees(space))
+
+
+def variants(cut: Cut, space: SearchSpace) -> Iterator[Plan]:
+    """The plans of a cut, one for every ZeRO stage."""
+    pinned = Pinned(space)
+    for zero in cut.zeros:
+        yield _with_zero(cut.plan, space, pinned, cut.schedule, zero)
+
+
+def _with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, zero: int) -> Plan:
+    """The plan with another schedule and ZeRO stage."""
+    data_parallel = space.data_parallel if zero else replace(space.data_parallel, shard=None, overlap_param_gather=None)
+    choice = ScheduleChoice(schedule, max_active_stages=pinned.one("schedule.max_active_stages") if zero == 3 else None)
+    if (plan.layout.zero, plan.data_parallel, plan.schedule) == (zero, data_parallel, choice):
+        return plan
+    return replace(plan, layout=replace(plan.layout, zero=zero), data_parallel=data_parallel, schedule=choice)
+
+
+def _degrees(space: SearchSpace, pinned: Pinned) -> Iterator[dict[str, Any]]:
+    """Degrees, of which tp*cp*pp*dp is the number of devices; experts are spread in every way."""
+    devices, model = space.cluster.num_devices, space.model
+    for tp in pinned.values("layout.tp", divisors(devices)):
+        for cp in pinned.values("layout.cp", _context_degrees(space, devices // tp)):
+            for pp in pinned.values("layout.pp", [n for n in divisors(devices // (tp * cp)) if n <= model.num_layers]):
+                for dp in pinned.values("layout.dp", [devices // (tp * cp * pp)]):
+                    if tp * cp * pp * dp == devices:
+                        for ep, etp in _expert_degrees(space, pinned, tp, tp * cp * dp):
+                            yield {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
+
+
+def _context_degrees(space: SearchSpace, devices: int) -> list[int]:
+    """Degrees of context parallelism that leave a rank enough tokens; exact numerics have none yet."""
+    if space.numerics.mode == "exact":
+        return [1]
+    sequence = space.batch.sequence
+    return [cp for cp in divisors(devices) if cp == 1 or (sequence // cp >= MIN_CONTEXT_TOKENS and sequence % (2 * cp) == 0)]
+
+
+def _expert_degrees(space: SearchSpace, pinned: Pinned, tp: int, ranks: int) -> Iterator[tuple[int, int | None]]:
+    """(ep, etp): experts over the ranks of a pipeline stage, each cut as attention is, or whole."""
+    model = space.model
+    spread = pinned.values("layout.ep", divisors(model.num_experts) if model.is_moe else (1,))
+    cut = pinned.values("layout.etp", (None, 1) if model.is_moe and tp > 1 else (None,))
+    for ep, etp in product(spread, cut):
+        if ranks % (ep * (etp or tp)) == 0:
+            yield ep, etp
+
+
+def _no_degrees(space: SearchSpace) -> str:
+    """Why no degrees are left to decide: the pinned ones do not make the number of devices."""
+    devices, model = space.cluster.num_devices, space.model
+    pinned = {key.removeprefix("layout."): value for key, value in space.pinned.items() if key in DEGREES}
+    given = "*".join(pinned) + "=" + "*".join(map(str, pinned.values()))
+    return (
+        f"{given} does not divide {devices} devices, or leaves no pp of at most num_layers={model.num_layers}, so there is no layout to "
+        f"choose from. Leave these degrees to the search, or use divisors of {devices}: {', '.join(map(str, divisors(devices)))}."
+    )
+
+
+def _cuts_of(space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], micro: int) -> Iterator[list[Cut]]:
+    """The cuts with these degrees and microbatch, schedules of one placement together."""
+    names = pinned.values("schedule.name", _names(space, degrees["pp"], degrees["vpp"]))
+    try:
+        layout = Layout(**degrees, order=pinned.one("layout.order", DEFAULT_ORDER), stages=pinned.one("layout.stages"))
+        layout = replace(layout, sequence_parallel=_must_cut_sequence(layout))
+    except LayoutError:
+        tally.reject("illegal-layout")
+        return
+    batch = replace(space.batch, micro_size=micro)
+    if broken := broken_rules({**_shared_nouns(space), "layout": layout, "batch": batch}):
+        tally.reject(broken[0].rule.name)
+        return
+    legal: dict[object, list[str]] = {}
+    for name in names:
+        if broken := broken_rules({"layout": layout, "batch": batch, "schedule": ScheduleChoice(name)}):
+            tally.reject(broken[0].rule.name)
+        else:
+            legal.setdefault(CATALOG[name].placement, []).append(name)
+    zeros = _zeros(space, pinned, tally, layout)
+    for alike in legal.values():
+        for plan in _recomputed(space, pinned, replace(layout, zero=zeros[0]), batch, alike[0]) if zeros else ():
+            yield [Cut(plan, name, zeros) for name in alike]
+
+
+def _names(space: SearchSpace, pp: int, vpp: int) -> list[str]:
+    """Schedules for so many ranks and chunks; on one rank all orders of whole passes are plain gradient accumulation."""
+    if pp == 1:
+        return ["1F1B"]
+    return [name for name in SCHEDULES[space.runtime.profile] if CATALOG[name].nearest_vpp(vpp) == vpp]
+
+
+def _shared_nouns(space: SearchSpace) -> dict[str, Any]:
+    names = ("model", "cluster", "runtime", "precision", "numerics", "optimizer")
+    return {name: getattr(space, name) for name in names}
+
+
+def _zeros(space: SearchSpace, pinned: Pinned, tally: Tally, layout: Layout) -> tuple[int, ...]:
+    """The ZeRO stages to try; groups of `data_parallel.shard` ranks must divide the data-parallel ranks."""
+    zeros = pinned.values("layout.zero", (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0,))
+    if space.data_parallel.shard is None:
+        return zeros
+    broken = broken_rules({"data_parallel": DataParallel(shard=space.data_parallel.shard), "layout": replace(layout, zero=1)})
+    if not broken:
+        return zeros
+    tally.reject(broken[0].rule.name)
+    return tuple(zero for zero in zeros if zero == 0)
+
+
+def _recomputed(space: SearchSpace, pinned: Pinned, layout: Layout, batch: Batch, schedule: str) -> Iterator[Plan]:
+    """The plan with every choice of sequence parallelism and recomputation."""
+    can, must = _can_cut_sequence(layout, batch), _must_cut_sequence(layout)
+    first: Plan | None = None
+    for split in pinned.values("layout.sequence_parallel", (True, False) if can else (False,)):
+        if not (can if split else not must):
+            continue
+        for mode in pinned.values("recompute.mode", RECOMPUTE_MODES):
+            nouns = {"layout": replace(layout, sequence_parallel=split), "recompute": _recompute(mode, pinned)}
+            if first is None:
+                plan = Plan(**_shared_nouns(space), batch=batch, schedule=ScheduleChoice(schedule), **nouns)
+                first = _with_zero(plan, space, pinned, schedule, layout.zero)
+                yield first
+            else:
+                yield replace(first, **nouns)
+
+
+def _recompute(mode: Any, pinned: Pinned) -> Recompute:
+    """The mode with what the user fixed about it."""
+    if mode == "full":
+        return Recompute(mode, num_layers=pinned.one("recompute.num_layers"))
+    return Recompute(mode, modules=tuple(pinned.one("recompute.modules", Recompute().modules))) if mode == "selective" else Recompute(mode)
+
+
+def _can_cut_sequence(layout: Layout, batch: Batch) -> bool:
+    return layout.tp > 1 and batch.sequence // layout.cp % layout.tp == 0
+
+
+def _must_cut_sequence(layout: Layout) -> bool:
+    """True where every tensor-parallel rank sends tokens of its own to the experts."""
+    return layout.tp > 1 and layout.expert_tp != layout.tp

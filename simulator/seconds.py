@@ -1,0 +1,81 @@
+"""`Seconds`: how long something takes, split by cause, and the grid on which such times add up exactly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from ..core.errors import PlanError
+
+GRID = 2.0**40
+"""Prices are rounded to 1/GRID seconds (0.9 ps), so that sums of them are exact in float64 up to 8,192 s, in any order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds by the components of `time_s` of the report; of communication only what no compute hides.
+
+    `other` is what a device waits for its host to launch kernels.
+    """
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    tp_comm: float = 0.0
+    cp_comm: float = 0.0
+    ep_comm: float = 0.0
+    pp_comm: float = 0.0
+    dp_comm: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.compute + other.compute,
+            self.recompute + other.recompute,
+            self.tp_comm + other.tp_comm,
+            self.cp_comm + other.cp_comm,
+            self.ep_comm + other.ep_comm,
+            self.pp_comm + other.pp_comm,
+            self.dp_comm + other.dp_comm,
+            self.optimizer + other.optimizer,
+            self.other + other.other,
+        )
+
+    def times(self, count: float) -> Seconds:
+        """The same work `count` times."""
+        return Seconds(*(getattr(self, name) * count for name in COMPONENTS))
+
+    def on_grid(self) -> Seconds:
+        """Every component rounded to the grid."""
+        return Seconds(*(on_grid(getattr(self, name)) for name in COMPONENTS))
+
+    def recomputed(self) -> Seconds:
+        """The same work done a second time: what was compute counts as recompute."""
+        return Seconds(0.0, self.compute + self.recompute, self.tp_comm, self.cp_comm, self.ep_comm, self.pp_comm, self.dp_comm)
+
+    @property
+    def total_s(self) -> float:
+        """All components together."""
+        return (
+            self.compute
+            + self.recompute
+            + self.tp_comm
+            + self.cp_comm
+            + self.ep_comm
+            + self.pp_comm
+            + self.dp_comm
+            + self.optimizer
+            + self.other
+        )
+
+
+COMPONENTS = tuple(field.name for field in fields(Seconds))
+
+NOTHING = Seconds()
+
+
+def on_grid(seconds: float) -> float:
+    """Seconds rounded to the grid on which sums are exact. Raises `PlanError` for a duration that is no finite number."""
+    if not math.isfinite(seconds * GRID):
+        raise PlanError("an action takes longer than can be counted. Use larger rates in [cluster], or a smaller model and batch.")
+    return round(seconds * GRID) / GRID

@@ -1,0 +1,94 @@
+"""Which ranks a collective of a pipeline rank joins, and how they lie over the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..core.cluster import ClusterSpec
+from ..core.layout import AXES, Layout
+from ..core.plan import Plan
+from ..core.program import num_shards, tied_ends
+from .network import Spread, spread_of
+
+DENSE_AXES: Mapping[str, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("cp", "dp")}
+"""Axis of a collective -> axes of the dense rank grid that its group spans; gradients of dense layers are added over cp too."""
+
+EXPERT_AXES: Mapping[str, tuple[str, ...]] = {"ep": ("ep",), "etp": ("tp",), "edp": ("dp",)}
+"""The same for the grid in which experts see the ranks."""
+
+
+class Spreads:
+    """The groups of a plan's tensor- and data-parallel rank 0 on every pipeline rank, each looked at once.
+
+    Groups that are shifted copies of each other lie alike where the shift is a whole number of leaf switches; only one of them is laid
+    out.
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._alike = plan.cluster.devices_per_node * max(1, plan.cluster.nodes_per_leaf)
+        self._known: dict[tuple[object, ...], Spread] = {}
+        self._dense = strides(plan.layout, plan.layout.sizes)
+        self._expert = strides(plan.layout, plan.layout.expert_sizes)
+
+    def spread(self, axis: str, stage: int, pp_rank: int) -> Spread:
+        """How the group over `axis` of a stage on its pipeline rank lies over nodes.
+
+        Axes are those of `core.program.Collective`.
+        """
+        ranks = self.members(axis, stage, pp_rank)
+        key = (axis, len(ranks), int(ranks[0]) % self._alike, int(ranks[-1] - ranks[0]))
+        if key not in self._known:
+            self._known[key] = spread_of(self._plan.cluster, ranks.tolist())
+        return self._known[key]
+
+    def between(self, pp_rank: int, peer: int) -> ClusterSpec:
+        """The cluster as messages between two pipeline ranks find it: here, whichever they are, as it is."""
+        return self._plan.cluster
+
+    def shift(self, pp_rank: int) -> int:
+        """Equal for pipeline ranks whose groups lie alike: how far their first rank is into a leaf switch's nodes."""
+        return pp_rank * self._dense["pp"] % self._alike
+
+    def members(self, axis: str, stage: int, pp_rank: int) -> np.ndarray:
+        """Global ranks of the group."""
+        plan, dense = self._plan, self._dense
+        here = np.array([pp_rank * dense["pp"]])
+        if axis in DENSE_AXES:
+            return _span(here, [(plan.layout.sizes[name], dense[name]) for name in DENSE_AXES[axis]])
+        if axis in EXPERT_AXES:
+            return _span(here, [(plan.layout.expert_sizes[name], self._expert[name]) for name in EXPERT_AXES[axis]])
+        if axis in ("replica", "expert_replica"):
+            each = "dp" if axis == "replica" else "edp"
+            return np.sort(np.concatenate([self.members(each, stage, owner) for owner in plan.placement.ranks[stage]]))
+        if axis.endswith(("_shard", "_replicate")):
+            whole, _, part = axis.rpartition("_")
+            shards = getattr(num_shards(plan, stage), "dense" if whole in ("dp", "replica") else "expert")
+            copies = self.members(whole, stage, pp_rank)
+            return copies[:shards] if part == "shard" else copies[::shards]
+        match axis:
+            case "embedding":
+                return np.array(tied_ends(plan, pp_rank)) * dense["pp"]
+            case "model":
+                return _span(np.zeros(1, dtype=np.int64), [(plan.layout.tp, dense["tp"]), (plan.layout.pp, dense["pp"])])
+        raise AssertionError(f"no group is known over {axis!r}")
+
+
+def strides(layout: Layout, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Axis -> distance of neighbouring ranks along it, in the grid of the given axis sizes."""
+    named = layout.order.split("-")
+    found, stride = {}, 1
+    for axis in [*named, *(axis for axis in AXES if axis not in named)]:
+        found[axis] = stride
+        stride *= sizes[axis]
+    return found
+
+
+def _span(start: np.ndarray, axes: list[tuple[int, int]]) -> np.ndarray:
+    """All ranks reached from `start` by steps along (size, stride) axes, ascending."""
+    for size, stride in axes:
+        if size > 1:
+            start = np.add.outer(np.arange(size) * stride, start).ravel()
+    return np.sort(start)

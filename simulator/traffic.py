@@ -1,0 +1,211 @@
+"""Memory-bound work of every block: what its kernels other than products read and write, for one microbatch on one rank.
+
+Each function returns the traffic of one piece of a block, in the units of Korthikanti et al. 2022, section 4: tensors are tokens times
+width, and every kernel reads its inputs and writes its outputs once. What a stack fuses is in `simulator.profiles`. All modelled:
+a kernel that is fused otherwise, or cached in part, moves less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..core.plan import Plan
+from ..core.program import Group
+from .compute import ELEMENT_BYTES
+from .profiles import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that the kernels of one piece move, and how many kernels there are, forward and backward."""
+
+    forward_bytes: float = 0.0
+    forward_kernels: int = 0
+    backward_bytes: float = 0.0
+    backward_kernels: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.forward_bytes + other.forward_bytes,
+            self.forward_kernels + other.forward_kernels,
+            self.backward_bytes + other.backward_bytes,
+            self.backward_kernels + other.backward_kernels,
+        )
+
+
+    def times(self, elements: float) -> Traffic:
+        """Traffic given per element, for so many elements; the kernels are those of one call."""
+        return Traffic(self.forward_bytes * elements, self.forward_kernels, self.backward_bytes * elements, self.backward_kernels)
+
+
+EAGER_RMSNORM = Traffic(36, 14, 60, 28)
+"""Bytes per 16-bit element of an RMSNorm whose steps are kernels of PyTorch: to fp32 (2 + 4), square (4 + 4), mean (4), product with
+the inverse root (4 + 4), to 16 bits (4 + 2), product with the weight (2 + 2) and what they hand on; backward each step's gradient,
+two operands read and one written. Counted (aten/src/ATen/native/layer_norm.cpp, rms_norm); kernels of two calls."""
+
+EAGER_ROTATION = Traffic(20, 6, 20, 6)
+"""Bytes per 16-bit element of a rotation by complex products in fp32: to fp32 (2 + 4), product (4 + 4), back (4 + 2)
+(torchtitan/models/llama3/model.py, apply_rotary_emb); kernels for queries and keys."""
+
+EAGER_GATE = Traffic(10, 2, 18, 3)
+"""Bytes per 16-bit element of silu(gate) * up in two kernels: (2 + 2) and (4 + 2); backward (4 + 2) twice and (4 + 2)."""
+
+ROUTER_KERNELS = 8
+"""Kernels of a router beside its product: scores, top-k, normalisation, token counts, auxiliary loss, index maps (Megatron-Core
+moe_utils.py, unfused). Counted, approximately."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the tables multiply: tokens of a rank inside and outside the cut layers, and bytes per element."""
+
+    plan: Plan
+
+    @property
+    def element(self) -> int:
+        return ELEMENT_BYTES[self.plan.precision.dtype]
+
+    @property
+    def tokens(self) -> float:
+        return self.plan.batch.micro_size * self.plan.batch.sequence / self.plan.layout.cp
+
+    @property
+    def own_tokens(self) -> float:
+        return self.tokens / (self.plan.layout.tp if self.plan.layout.sequence_parallel else 1)
+
+    @property
+    def hidden_bytes(self) -> float:
+        """One hidden state as it lies between cut layers."""
+        return self.own_tokens * self.plan.model.hidden_size * self.element
+
+
+def group_traffic(plan: Plan, profile: Profile, group: Group) -> Mapping[str, Traffic]:
+    """The pieces of one part of a stage."""
+    match group.kind:
+        case "embedding":
+            return {"embedding": embedding_traffic(plan, profile)}
+        case "head":
+            return {"head": head_traffic(plan, profile)}
+        case "mtp":
+            return {
+                **layer_traffic(plan, profile, moe=plan.model.is_moe),
+                "embedding": embedding_traffic(plan, profile) + _norms(plan, profile),
+                "head": head_traffic(plan, profile),
+            }
+        case _:
+            return layer_traffic(plan, profile, moe=group.kind == "moe")
+
+
+def layer_traffic(plan: Plan, profile: Profile, *, moe: bool) -> Mapping[str, Traffic]:
+    """The pieces of one transformer layer by the names of `recompute.modules`, with `residual` and `attention` for the rest."""
+    pieces = {
+        "norm": _norms(plan, profile),
+        "residual": _residuals(plan, profile),
+        "attention": _attention(plan, profile),
+    }
+    if moe:
+        pieces |= {"moe_act": _activation(plan, profile, _routed_tokens(plan) * plan.model.expert_width), "moe": _routing(plan)}
+        if plan.model.num_shared_experts:
+            pieces["shared_experts"] = _mlp(plan, profile, plan.model.shared_expert_width)
+    else:
+        pieces["mlp"] = _mlp(plan, profile, plan.model.ffn_hidden_size)
+    return pieces
+
+
+def _norms(plan: Plan, profile: Profile) -> Traffic:
+    """Two norms: read and write; backward reads the input and the gradient and writes one, then sums the weights' gradients. An RMSNorm
+    in steps goes through `EAGER_RMSNORM`."""
+    hidden, element = _Sizes(plan).hidden_bytes, ELEMENT_BYTES[plan.precision.dtype]
+    if profile.fused_elementwise or plan.model.norm == "layernorm":
+        return Traffic(2 * 2 * hidden, 2, 2 * 3 * hidden, 4)
+    return EAGER_RMSNORM.times(2 * hidden / element)
+
+
+def _residuals(plan: Plan, profile: Profile) -> Traffic:
+    """Two additions (bias and dropout in the same kernel); backward adds the two gradients that meet, and passes the dropout's mask."""
+    sizes = _Sizes(plan)
+    mask = sizes.hidden_bytes / sizes.element if profile.dropout else 0.0
+    dropped = (2 * sizes.hidden_bytes + mask) if profile.dropout else 0.0
+    return Traffic(2 * (3 * sizes.hidden_bytes + mask), 2, 2 * (3 * sizes.hidden_bytes + dropped), 4 if profile.dropout else 2)
+
+
+def _attention(plan: Plan, profile: Profile) -> Traffic:
+    """Rotation of queries and keys and norms of heads (read and write), the copy of the context where scores are unfused; backward
+    the same, the gradients of queries, keys and values put together, and the sums of bias gradients."""
+    sizes, model, tp = _Sizes(plan), plan.model, plan.layout.tp
+    unit = sizes.tokens * sizes.element / tp
+    queries, values = unit * model.num_heads * model.head_dim, unit * model.num_heads * model.value_head_dim
+    keys = unit * model.num_kv_heads * (model.head_dim + model.value_head_dim)
+    rotated = queries + keys / 2
+    if model.is_mla:  # position parts only, but head by head they are put together with the rest in new tensors
+        latent = sizes.own_tokens * sizes.element * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim)
+        return Traffic(2 * (queries + keys) + 2 * latent, 6, 2 * (queries + keys) + 3 * latent + 2 * (queries + keys), 8)
+    eager = model.position == "rope" and not profile.fused_elementwise
+    extra = EAGER_ROTATION.times(rotated / sizes.element) if eager else Traffic()
+    passes = int(model.position == "rope" and not eager) + int(model.qk_norm)
+    copied = 0.0 if profile.fused_attention else 2 * values
+    biased = queries + keys + sizes.hidden_bytes if model.bias else 0.0
+    return extra + Traffic(
+        2 * passes * rotated + copied,
+        passes + int(not profile.fused_attention),
+        (2 + int(model.qk_norm)) * passes * rotated + copied + 2 * (queries + keys) + biased,
+        passes + int(not profile.fused_attention) + 1 + 2 * int(model.bias),
+    )
+
+
+def _mlp(plan: Plan, profile: Profile, width: int) -> Traffic:
+    """The activation of a dense MLP, and backward the sums of its bias gradients."""
+    sizes = _Sizes(plan)
+    activation = _activation(plan, profile, sizes.tokens * width / plan.layout.tp)
+    if not plan.model.bias:
+        return activation
+    biased = sizes.tokens * width * sizes.element / plan.layout.tp + sizes.hidden_bytes
+    return activation + Traffic(backward_bytes=biased, backward_kernels=2)
+
+
+def _activation(plan: Plan, profile: Profile, elements: float) -> Traffic:
+    """One kernel: reads the product's output (gate and up), writes the activation; backward reads all of them and writes as many."""
+    if plan.model.gated and not profile.fused_elementwise:
+        return EAGER_GATE.times(elements)
+    inputs, num_bytes = 2 if plan.model.gated else 1, elements * ELEMENT_BYTES[plan.precision.dtype]
+    return Traffic((inputs + 1) * num_bytes, 1, (2 * inputs + 1) * num_bytes, 1)
+
+
+def _routed_tokens(plan: Plan) -> float:
+    """Copies of tokens that the experts of a rank see when all are equally busy; the width of an expert cut over etp is made up for
+    by the tokens gathered from the etp ranks."""
+    return _Sizes(plan).own_tokens * plan.model.experts_per_token
+
+
+def _routing(plan: Plan) -> Traffic:
+    """Router scores in fp32; tokens put in the order of experts and back, on either side of the exchange: two reorderings forward
+    (each read and written), the weighted sum of the copies, and the same backward (Megatron-Core token_dispatcher.py, all-to-all)."""
+    sizes, model = _Sizes(plan), plan.model
+    copies = _routed_tokens(plan) * model.hidden_size * sizes.element
+    local = model.num_experts // plan.layout.ep > 1
+    permuted = sizes.hidden_bytes + copies
+    moved = 2 * permuted + (4 * copies if local else 0.0)
+    scores = 4 * sizes.own_tokens * model.num_experts * ROUTER_KERNELS
+    return Traffic(moved + scores, ROUTER_KERNELS + (4 if local else 2), moved + scores, ROUTER_KERNELS + (4 if local else 2))
+
+
+def embedding_traffic(plan: Plan, profile: Profile) -> Traffic:
+    """Forward reads and writes each token's row (and adds its position's); backward adds rows into an fp32 table."""
+    sizes = _Sizes(plan)
+    hidden = sizes.tokens * plan.model.hidden_size
+    mask = hidden / plan.layout.tp if profile.dropout else 0.0
+    return Traffic(4 * hidden * sizes.element + mask, 3, hidden * (sizes.element + 8) + mask, 3)
+
+
+def head_traffic(plan: Plan, profile: Profile) -> Traffic:
+    """Final norm, and the cross-entropy over local logits.
+
+    Step by step in fp32 (Megatron-Core cross_entropy.py): cast (6 bytes a logit), maximum (4), difference, exponentials, their sum,
+    quotient (28); backward the gradient in place (8) and its cast (6). Fused: cast with maximum, exponentials with their sum,
+    quotient (22); backward one pass that reads fp32 and writes 16 bits (6).
+    """
+    sizes = _Sizes(plan)
+    logits = sizes.tokens * plan.model.vocab_size / plan.layout.tp
+    forward, backward, kernels = (22, 6, 4) if profile.fused_loss else (38, 14, 8)
+    return Traffic(2 * sizes.hidden_bytes + forward * logits, 1 + kernels, 3 * sizes.hidden_bytes + backward * logits, 3)

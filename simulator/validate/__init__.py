@@ -1,0 +1,7 @@
+"""Every published measurement predicted again, and how far off: `python -m shardproof.simulator.validate`."""
+
+from __future__ import annotations
+
+from .predictions import Prediction, predict_row
+
+__all__ = ["Prediction", "predict_row"]

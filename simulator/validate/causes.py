@@ -1,0 +1,131 @@
+"""Named causes of errors beyond 12%: what in the data, or outside the model, explains a whole class of rows.
+
+A cause is a property of a class of rows that can be checked without their prediction. It excuses nothing by itself: the page prints it
+beside every outlier, and outliers without a cause are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..published import Row
+from .predictions import Prediction
+
+OUTLIER = 0.12
+"""Errors beyond this share are listed."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A class of rows, and why they are off; `evidence` is what in the data says so."""
+
+    name: str
+    holds: Callable[[Row], bool]
+    why: str
+    evidence: str
+
+
+def _of(source: str, *, when: Callable[[Row], bool] = lambda row: True) -> Callable[[Row], bool]:
+    return lambda row: row.source.startswith(source) and when(row)
+
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "suspect-row",
+        lambda row: bool(row["flags.suspect"]),
+        "the collection marks the row as suspect",
+        "flags.suspect",
+    ),
+    Cause(
+        "unpublished-layout",
+        lambda row: row["tier"] == "D",
+        "a layout or batch field is unknown and was assumed",
+        "tier D",
+    ),
+    Cause(
+        "zero3-of-2021",
+        _of("SC21", when=lambda row: "ZeRO-3" in str(row["parallel.sharding"])),
+        "DeepSpeed's first ZeRO-3 gathered parameter by parameter without prefetching",
+        "the step takes the same 67 s with 768 and 1,536 devices: nothing but communication is left",
+    ),
+    Cause(
+        "vtrain-cut-two-or-four",
+        _of("vTrain", when=lambda row: row.family == "vtrain_multi" and row["parallel.tp"] in (2, 4) and row["hardware.count"] > 64),
+        "rows with several replicas in one node do not follow their own series",
+        "tp2 pp8: 21.9, 19.1, 23.1 s for micro 2, 3, 6, where the bubble grows; Calculon and SimuMax miss the same rows by 40%",
+    ),
+    Cause(
+        "vtrain-two-samples",
+        _of("vTrain", when=lambda row: row.family == "vtrain_multi" and row["batch.micro"] == 2 and row["hardware.count"] == 64),
+        "the smallest microbatch breaks its series",
+        "tp8: 5.0, 5.2, 5.6, then 8.9 s for micro 16, 8, 4, 2",
+    ),
+    Cause(
+        "vtrain-one-microbatch",
+        _of("vTrain", when=lambda row: row["batch.micro"] == 64),
+        "the largest microbatch breaks its series",
+        "9.8 s against 5.0 s with half of it; the README names it",
+    ),
+    Cause(
+        "vtrain-composed",
+        _of("vTrain", when=lambda row: row.family == "vtrain_single"),
+        "the seconds of these rows are put together from 32 times of a layer and 32 of the rest, which carry the noise of the host",
+        "they are affine in microbatches to the last bit (180 series) and their slopes equal over dp to the last bit; a layer "
+        "takes 3.6, then 3.2 ms for twice the samples (hidden 1024, tp2, micro 2 and 4), 5.0, 4.0, 3.7 ms at tp8",
+    ),
+    Cause(
+        "single-snapshot",
+        _of("BLOOM"),
+        "one iteration, read off a log; the machine was tuned meanwhile",
+        "the same layout takes 130.4 and 119.2 s (18B), 121.5 to 114.0 s on four days (72 layers, pp6)",
+    ),
+    Cause(
+        "release-drift",
+        _of("Megatron-Bridge", when=lambda row: bool(row["model.moe"])),
+        "kernels for experts changed between releases",
+        "rows equal in every published field differ by 77%; Qwen3 30B on eight GB200 takes 11.5, 10.0, 6.4 s from release to release",
+    ),
+    Cause(
+        "first-recipe",
+        lambda row: row.family == "dgxc_dsv3_gb200",
+        "a first recipe for this model and machine",
+        "249 TFLOP/s a device in bf16; Megatron-Bridge 25.11 prints 782 for the same model and device",
+    ),
+    Cause(
+        "rowwise-fp8",
+        lambda row: "rowwise" in str(row["precision"]),
+        "row-wise scaling ran kernels slower than the bf16 ones",
+        "3,915 tokens a second and device, against 4,809 in bf16 in the same table",
+    ),
+    Cause(
+        "unprinted-remat",
+        lambda row: row.family in ("dgxc_maxtext", "dgxc_paxml"),
+        "what the compiler recomputes is not printed",
+        "notes of the rows",
+    ),
+    Cause(
+        "flat-zero1",
+        _of("InternEvo", when=lambda row: "all DP ranks" in str(row["parallel.sharding"])),
+        "the optimizer broadcasts parameter by parameter over all ranks",
+        "with 1,024 devices 7.2 s, against 4.5 s where groups of eight shard",
+    ),
+    Cause(
+        "one-microbatch",
+        lambda row: row.source.startswith("MLPerf") and row["batch.num_microbatches"] == 1,
+        "nothing hides what a step costs once: data, norms, launches",
+        "notes of the rows",
+    ),
+)
+"""Checked in order; every cause that holds is printed."""
+
+
+def causes_of(prediction: Prediction) -> list[Cause]:
+    """The named causes that hold for a row."""
+    return [cause for cause in CAUSES if cause.holds(prediction.row)]
+
+
+def outliers(predictions: list[Prediction]) -> list[Prediction]:
+    """Rows whose step time is off by more than `OUTLIER`, the worst first."""
+    found = [one for one in predictions if one.error is not None and abs(one.error) > OUTLIER]
+    return sorted(found, key=lambda one: -abs(one.error or 0.0))

@@ -1,0 +1,64 @@
+"""What is asked of the predictions, as a table, and what other tools reach on the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..published import Row
+from .predictions import Prediction
+
+
+@dataclass(frozen=True)
+class Target:
+    """A group of rows and the largest mean absolute error asked for; `peers` is what others reach (see `simulator_anchors`)."""
+
+    name: str
+    holds: Callable[[Row], bool]
+    mape: float
+    peers: str
+    memory: bool = False
+
+    def errors(self, predictions: list[Prediction]) -> list[float]:
+        """Errors of the group's rows."""
+        chosen = [one for one in predictions if self.holds(one.row)]
+        found = (one.memory_error if self.memory else one.error for one in chosen)
+        return [error for error in found if error is not None]
+
+
+def _family(*names: str) -> Callable[[Row], bool]:
+    return lambda row: any(row.family.startswith(name) for name in names)
+
+
+def _h100(row: Row) -> bool:
+    named = row.source.startswith(("dgxc-benchmarking", "MLPerf"))
+    return named and "H100" in str(row["hardware.gpu"]) and not row.family.startswith("dgxc_")
+
+
+TARGETS: tuple[Target, ...] = (
+    Target("SC21 Table 1", _family("sc21_t1"), 0.06, "Calculon 10.4%, SimuMax 9.7%"),
+    Target("Korthikanti Table 5", _family("korthikanti_t5"), 0.03, "Calculon 3.7%, SimuMax 4.6%"),
+    Target("vTrain multi-node", _family("vtrain_multi"), 0.09, "SimuMax 11.5%, Calculon 19.7%, vTrain 14.7%"),
+    Target("vTrain single-node", _family("vtrain_single"), 0.12, "Calculon 39.0%, vTrain 8.4%"),
+    Target("H100: dgxc and MLPerf", _h100, 0.08, "Calculon -25% to -37% on MLPerf"),
+    Target("SimuMax B200, time", _family("simumax_"), 0.05, "SimuMax 5.6%"),
+    Target("SimuMax B200, allocated memory", _family("simumax_"), 0.006, "SimuMax 0.46%", memory=True),
+    Target("Vocabulary Parallelism, peak", _family("vocabpar_"), 0.06, "", memory=True),
+    Target("Zero Bubble, peak", _family("zb_t4", "zb_t8"), 0.06, "", memory=True),
+)
+"""In the order of the issue."""
+
+
+def vtrain_group(row: Row) -> Mapping[str, object] | None:
+    """Layouts of one model on one machine with one global batch."""
+    if not row.source.startswith("vTrain"):
+        return None
+    return {name: row[name] for name in ("family", "model.name", "hardware.count", "batch.global")}
+
+
+def bloom_group(row: Row) -> Mapping[str, object] | None:
+    """Layouts of one model on one machine on one day (the machine was tuned meanwhile); global batches differ by up to 2%."""
+    if not row.source.startswith("BLOOM") or row["flags.suspect"] or (row["batch.global"] or 0) < 2000 or not row["model.layers"]:
+        return None
+    names = ("source_ref", "model.layers", "model.hidden", "model.heads", "hardware.count")
+    return {name: row[name] for name in names}

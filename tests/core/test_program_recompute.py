@@ -1,0 +1,120 @@
+"""Recomputation by mode, by module and by layer, and the groups of equal parts that a stage consists of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardproof.core.action import Kind
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.plan import Batch, Plan, Recompute
+from shardproof.core.program import Group, Product, group_work, operations, recomputes_whole, stage_groups, stage_work
+
+DENSE = ModelSpec("d", 6, 64, 128, 8, 4, 8, 96, 64)
+LATENT = {"num_kv_heads": 8, "head_dim": 24, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+MIXED = replace(DENSE, num_experts=4, experts_per_token=2, num_shared_experts=1, expert_ffn_hidden_size=16, first_dense_layers=2)
+ALL = replace(MIXED, **LATENT, v_head_dim=20, num_mtp_layers=2)
+
+
+def plan_of(model=ALL, recompute=Recompute(), *, stages=None, **layout) -> Plan:  # noqa: B008 - frozen
+    chosen = Layout(stages=stages, **layout)
+    return Plan(model, cluster_preset("this-host", chosen.world_size), chosen, Batch(8, 2, 32), recompute=recompute)
+
+
+def flops(found):
+    return sum(operation.flops for operation in found if isinstance(operation, Product))
+
+
+def repeated(plan, stage=0):
+    """Names of the parts that a backward repeats, without their layer's."""
+    return {work.layer.partition(".")[2].partition(".")[2] for work in stage_work(plan, stage) if work.recomputed}
+
+
+@pytest.mark.parametrize(
+    ("modules", "parts"),
+    [
+        (("core_attn",), {"attention.core"}),
+        (("mlp",), {"mlp.up", "mlp.down"}),
+        (("mla_up_proj", "core_attn"), {"attention.q_up", "attention.kv_up", "attention.core"}),
+        (("shared_experts",), {"mlp.shared.up", "mlp.shared.down"}),
+        (("norm", "moe_act"), set()),
+    ],
+)
+def test_selective_recomputation_repeats_the_parts_of_its_modules(modules, parts):
+    assert repeated(plan_of(recompute=Recompute("selective", modules=modules))) == parts
+
+
+def test_recomputing_experts_repeats_their_exchange_too():
+    plan = plan_of(recompute=Recompute("selective", modules=("moe",)), dp=2, ep=2)
+    names = ("router", "dispatch", "experts.up", "experts.down", "combine", "shared.up", "shared.down")
+    assert repeated(plan) == {f"mlp.{name}" for name in names}
+    more = Counter(operations(plan, Kind.I, 0)) - Counter(operations(plan_of(dp=2, ep=2), Kind.I, 0))
+    assert sum(count for each, count in more.items() if getattr(each, "axis", "") == "ep") == 2 * (4 + 2)
+
+
+def test_what_is_recomputed_is_the_forward_of_the_part_and_changes_nothing_else():
+    none, full = plan_of(), plan_of(recompute=Recompute("full"))
+    assert operations(none, Kind.F, 0) == operations(full, Kind.F, 0) and operations(none, Kind.W, 0) == operations(full, Kind.W, 0)
+    outside = {"embedding.tokens", "head.output", "head.loss"}
+    outside |= {f"mtp.{depth}.{part}" for depth in range(2) for part in ("embedding.tokens", "projection", "head.output", "head.loss")}
+    for work in stage_work(full, 0):
+        assert work.recomputed == (() if work.layer in outside else work.forward)
+
+
+@pytest.mark.parametrize(("limit", "layers"), [(0, []), (1, [0, 3]), (2, [0, 1, 3, 4]), (3, [0, 1, 2, 3, 4, 5]), (9, [0, 1, 2, 3, 4, 5])])
+def test_full_recomputation_of_so_many_layers_takes_the_first_of_each_stage(limit, layers):
+    """Megatron-LM's `--recompute-method block --recompute-num-layers`; prediction modules keep what they need."""
+    plan = plan_of(recompute=Recompute("full", num_layers=limit), pp=2)
+    assert [layer for layer in range(8) if recomputes_whole(plan, layer)] == layers
+
+
+def test_limited_recomputation_counts_from_the_first_layer_of_uneven_and_empty_stages():
+    plan = plan_of(recompute=Recompute("full", num_layers=2), pp=4, stages="Et||tttt|tL")
+    assert [layer for layer in range(6) if recomputes_whole(plan, layer)] == [0, 1, 2, 5]
+
+
+def test_a_stage_is_its_groups():
+    plan = plan_of(recompute=Recompute("full", num_layers=3))
+    assert stage_groups(plan, 0) == (
+        Group("embedding"),
+        Group("dense", 2, 0, recomputed=True),
+        Group("moe", 1, 2, recomputed=True),
+        Group("moe", 3, 3),
+        Group("mtp", 2),
+        Group("head"),
+    )
+
+
+@given(
+    model=st.sampled_from([DENSE, MIXED, ALL]),
+    stages=st.sampled_from(["Et*6L", "Ett|ttttL", "E|t*6|L", "Ettt||tttL", "Et|tttt|tL"]),
+    recompute=st.sampled_from([Recompute(), Recompute("selective"), Recompute("full"), Recompute("full", 1), Recompute("full", 4)]),
+    tp=st.sampled_from([1, 2, 4]),
+)
+def test_the_groups_of_a_stage_do_what_its_layers_do(model, stages, recompute, tp):
+    plan = plan_of(model, recompute, stages=stages, pp=stages.count("|") + 1, tp=tp, sequence_parallel=tp == 4)
+    for stage in range(plan.layout.pp):
+        for part in ("forward", "input_gradient", "weight_gradient", "recomputed"):
+            one_by_one = Counter(nameless(each) for work in stage_work(plan, stage) for each in getattr(work, part))
+            grouped: Counter[object] = Counter()
+            for group in stage_groups(plan, stage):
+                for work in group_work(plan, group):
+                    for each in getattr(work, part):
+                        grouped[nameless(each)] += group.count
+            assert grouped == one_by_one
+
+
+def nameless(operation):
+    return replace(operation, layer="")
+
+
+def test_layers_without_experts_are_dense_groups():
+    assert stage_groups(plan_of(DENSE), 0) == (Group("embedding"), Group("dense", 6), Group("head"))
+    assert stage_groups(plan_of(MIXED, stages="Ett|ttttL", pp=2), 0) == (Group("embedding"), Group("dense", 2))
+    assert stage_groups(plan_of(MIXED, stages="E|t*6|L", pp=3), 1) == (Group("dense", 2), Group("moe", 4, 2))

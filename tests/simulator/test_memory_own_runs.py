@@ -1,0 +1,49 @@
+"""Predicted memory of this backend's own runs against what its meter counts (`backend.pipeline.activations`), to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice, Train
+from shardproof.simulator.simulate import simulate
+
+SIZES = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "head_dim": 16, "vocab_size": 512, "max_positions": 64}
+MODELS = {
+    "gpt": ModelSpec(
+        "gpt", ffn_hidden_size=256, num_kv_heads=4, activation="gelu_tanh", norm="layernorm", position="learned", bias=True, **SIZES
+    ),
+    "llama": ModelSpec("llama", ffn_hidden_size=192, num_kv_heads=2, **SIZES),
+}
+RUNS = [
+    ("gpt", "fast", Layout(tp=2), "1F1B"),
+    ("gpt", "fast", Layout(pp=2), "GPipe"),
+    ("gpt", "exact", Layout(), "1F1B"),
+    ("gpt", "exact", Layout(pp=2), "ZBH1"),
+    ("llama", "fast", Layout(pp=2, vpp=2), "Interleaved1F1B"),
+    ("llama", "exact", Layout(tp=2, pp=2), "1F1B"),
+]
+
+
+@pytest.mark.parametrize(("model", "mode", "layout", "schedule"), RUNS, ids=lambda value: getattr(value, "degrees", value))
+def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode, layout, schedule):
+    from shardproof.backend.trainer import Trainer
+
+    plan = Plan(
+        model=MODELS[model],
+        cluster=cluster_preset("this-host", layout.world_size),
+        layout=layout,
+        batch=Batch(8, 1, 64),
+        precision=Precision("fp32"),
+        numerics=Numerics(mode),
+        schedule=ScheduleChoice(schedule),
+        train=Train(steps=2),
+    )
+    simulation = simulate(plan)
+    timeline = Trainer(plan, transport="memory").fit().timeline
+    assert timeline is not None
+    for rank, memory in zip(simulation.global_ranks, simulation.memory, strict=True):
+        measured = max(sample.num_bytes for sample in timeline.memory if sample.global_rank == rank)
+        assert memory.lasting_bytes == pytest.approx(measured, abs=512)  # masks of one byte a token

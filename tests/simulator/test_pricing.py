@@ -1,0 +1,261 @@
+"""Prices of actions: published layer times, what overlaps hide and what they cannot, and lower bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardproof.core.action import Kind
+from shardproof.core.cluster import ClusterSpec
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, DataParallel, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.program import held_elements
+from shardproof.simulator.attribution import Sort, busy_s, sorts_of
+from shardproof.simulator.pricing import Place, Pricing
+from shardproof.simulator.profiles import PROFILES
+from shardproof.simulator.search import lower_bound_s
+from shardproof.simulator.seconds import COMPONENTS, GRID, Seconds
+from shardproof.simulator.simulate import simulate
+
+GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-70b")
+
+
+def plan(layout: Layout, runtime: Runtime, *, model=LLAMA, cluster="dgx-h100", micro=1, microbatches=4, sequence=8192, **more) -> Plan:
+    machine = cluster if isinstance(cluster, ClusterSpec) else cluster_preset(cluster, layout.world_size)
+    return Plan(model, machine, layout, Batch(micro * microbatches * layout.dp, micro, sequence), runtime=runtime, **more)
+
+
+def layer_of(plan: Plan):
+    pricing = Pricing(plan)
+    (group,) = [group for group in pricing._groups[0] if group.kind in ("dense", "moe")]
+    return pricing._block(group, Place(0, 0))
+
+
+TABLE_4 = {
+    "baseline": (False, "none", 7.7, 11.9),
+    "sequence parallelism": (True, "none", 7.2, 11.8),
+    "full recomputation": (False, "full", 7.7, 19.5),
+    "selective recomputation": (False, "selective", 7.7, 13.2),
+    "both": (True, "selective", 7.2, 13.1),
+}
+"""Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model on 8 A100, microbatch 4, forward and backward."""
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_a_layer_takes_what_korthikanti_measured_within_6_percent(name):
+    sequence_parallel, mode, forward_ms, backward_ms = TABLE_4[name]
+    size = {"num_layers": 1, "hidden_size": 6144, "ffn_hidden_size": 24576, "num_heads": 64, "num_kv_heads": 64, "head_dim": 96}
+    block = layer_of(
+        plan(
+            Layout(tp=8, sequence_parallel=sequence_parallel),
+            Runtime("megatron-2021", tp_comm_overlap=True),
+            model=replace(GPT, name="gpt-22b", **size),
+            cluster="dgx-a100-80g",
+            micro=4,
+            sequence=2048,
+            precision=Precision("fp16"),
+            recompute=Recompute(mode),
+        )
+    )
+    assert block.forward.seconds.total_s * 1e3 == pytest.approx(forward_ms, rel=0.06)
+    assert block.backward.seconds.total_s * 1e3 == pytest.approx(backward_ms, rel=0.06)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_without_tensor_parallel_overlap_a_backward_is_its_two_gradients(zero):
+    pricing = Pricing(plan(Layout(tp=8, dp=2, zero=zero), Runtime("torchtitan")))
+    block = pricing._block(pricing._groups[0][1], Place(0, 0))
+    both = block.input_gradient.seconds + block.weight_gradient.seconds
+    assert block.backward.seconds.total_s == pytest.approx(both.total_s, rel=1e-12)
+
+
+def test_overlap_exposes_less_tensor_parallel_communication_and_never_beats_the_products():
+    layout = Layout(tp=8, sequence_parallel=True)
+    shown = []
+    for runtime in (Runtime("torchtitan"), Runtime("megatron-te"), Runtime("megatron-te", tp_comm_overlap=True)):
+        block = layer_of(plan(layout, runtime))
+        shown.append((block.forward.seconds.tp_comm, block.backward.seconds.tp_comm))
+        assert block.forward.seconds.compute > 0 <= block.backward.seconds.tp_comm
+    (none_f, none_b), (backward_f, backward_b), (all_f, all_b) = shown
+    assert none_f == backward_f > all_f and none_b > backward_b > all_b
+
+
+def test_the_first_or_last_chunk_of_an_overlapped_collective_is_always_exposed():
+    """One of tp chunks, and what the products lose while the others run beside them."""
+    layout = Layout(tp=8, sequence_parallel=True)
+    none = layer_of(plan(layout, Runtime("torchtitan"))).forward.seconds.tp_comm
+    overlapped = layer_of(plan(layout, Runtime("torchtitan", tp_comm_overlap=True))).forward.seconds.tp_comm
+    assert none / 8 < overlapped < none / 2
+
+
+def test_an_action_takes_at_least_what_its_host_needs_unless_a_graph_replays_it():
+    small = replace(LLAMA, name="small", hidden_size=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_hidden_size=1024)
+    cluster = replace(cluster_preset("dgx-h100", 1), host_dispatch_s=50e-6)
+    launched, replayed = (
+        Pricing(plan(Layout(), Runtime("megatron-te", cuda_graphs=graphs), model=small, cluster=cluster, sequence=512)).seconds(Kind.F, 0)
+        for graphs in (False, True)
+    )
+    assert replayed.other == 0 < launched.other and launched.compute == replayed.compute
+    kernels = sum(group.count * layer.forward.num_kernels for group, layer in blocks_of(small, cluster))
+    assert launched.total_s == pytest.approx(kernels * 50e-6 * PROFILES["megatron-te"].host_calls, rel=1e-6)
+
+
+def blocks_of(model: ModelSpec, cluster: ClusterSpec):
+    pricing = Pricing(plan(Layout(), Runtime("megatron-te"), model=model, cluster=cluster, sequence=512))
+    return [(group, pricing._block(group, Place(0, 0))) for group in pricing._groups[0]]
+
+
+def test_gradients_are_reduced_under_the_last_backward_but_for_their_last_bucket():
+    layout = Layout(tp=8, dp=16)
+    early, late = (plan(layout, Runtime("megatron-te"), data_parallel=DataParallel(overlap_grad_reduce=on)) for on in (True, False))
+    shown, hidden = (simulate(each).report["time_s"]["dp_comm"] for each in (late, early))
+    reduce_s = Pricing(late).seconds(Kind.REDUCE_GRAD, 0).total_s
+    sort = Sort(Kind.REDUCE_GRAD, 0, -1, 0)
+    lead_s, tail_s = Pricing(early).reduction_overlap(sort)
+    backward_s = Pricing(early).seconds(Kind.B, 0).total_s
+    assert Pricing(late).reduction_overlap(sort) == (0.0, 0.0)
+    assert 0.9 * backward_s < lead_s < backward_s
+    assert reduce_s / 82 < tail_s and shown - hidden > 0.5 * reduce_s
+
+
+def test_weights_are_gathered_under_the_next_forward_but_for_the_first_bucket():
+    layout = Layout(tp=8, dp=16, zero=1)
+    early, late = (plan(layout, Runtime("megatron-te"), data_parallel=DataParallel(overlap_param_gather=on)) for on in (True, False))
+    hidden, shown = (Pricing(each).seconds(Kind.STEP, 0).dp_comm for each in (early, late))
+    assert shown / 82 < hidden < shown / 2
+
+
+def test_a_stack_that_reduces_after_the_pipeline_does_it_in_its_step():
+    at_once = Pricing(plan(Layout(tp=8, pp=2, dp=4), Runtime("megatron-2021"), cluster="dgx-a100-80g", precision=Precision("fp16")))
+    assert at_once.seconds(Kind.REDUCE_GRAD, 0) == Seconds() and at_once.seconds(Kind.STEP, 0).dp_comm > 0
+
+
+def test_unfused_attention_computes_the_whole_square_and_moves_all_scores():
+    fused, unfused = (layer_of(plan(Layout(tp=8), Runtime("megatron-te", attention=kind))) for kind in ("fused", "unfused"))
+    assert unfused.forward.seconds.compute > 1.5 * fused.forward.seconds.compute
+    assert unfused.backward.seconds.compute > 1.2 * fused.backward.seconds.compute
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_fp8_shortens_the_products_and_not_the_rest(part):
+    wide, narrow = (layer_of(plan(Layout(tp=8), Runtime("megatron-te"), precision=Precision(dtype))) for dtype in ("bf16", "fp8"))
+    ratio = getattr(narrow, part).seconds.compute / getattr(wide, part).seconds.compute
+    assert 0.5 < ratio < 0.9
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallel_exchange_hides_behind_attention_where_the_stack_overlaps_it(cp):
+    hidden, shown = (layer_of(plan(Layout(cp=cp), Runtime(name))).forward.seconds.cp_comm for name in ("megatron-te", "shardproof"))
+    assert 0 <= hidden < shown / 2
+
+
+def test_an_overlapped_pair_hides_the_exchange_of_tokens():
+    layout = Layout(tp=1, ep=8, dp=16, pp=2, vpp=2)
+    model = replace(model_preset("mixtral-8x7b"), num_layers=8)
+    moe = plan(layout, Runtime("megatron-te"), model=model, sequence=4096, schedule=ScheduleChoice("Combined1F1B"))
+    pricing = Pricing(moe)
+    pair = pricing.price(Sort(Kind.OVERLAP_F_B, 2, 0, 0))
+    apart = pricing.seconds(Kind.F, 2) + pricing.seconds(Kind.B, 0)
+    assert apart.ep_comm > 0 and pair.ep_comm < apart.ep_comm / 2
+    assert pair.total_s >= apart.total_s - apart.ep_comm
+    report = simulate(moe).report
+    assert sum(report["time_s"].values()) == report["step_time_s"]
+
+
+def test_reports_of_expert_and_context_parallel_plans_name_their_communication():
+    layout = Layout(tp=2, cp=2, ep=8, dp=8, sequence_parallel=True, zero=1)
+    model = replace(model_preset("mixtral-8x7b"), num_layers=4)
+    times = simulate(plan(layout, Runtime("torchtitan"), model=model, sequence=4096)).report["time_s"]
+    assert times["ep_comm"] > 0 and times["tp_comm"] > 0 and times["cp_comm"] >= 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["shardproof", "megatron-te", "torchtitan", "megatron-2021"]),
+    st.sampled_from(
+        [Layout(tp=8, dp=4), Layout(tp=2, dp=16, zero=1), Layout(tp=4, pp=4, dp=2), Layout(dp=32, zero=3), Layout(tp=8, cp=2, dp=2)]
+    ),
+    st.sampled_from(["node_link_bytes_per_s", "node_network_bytes_per_s", "device_memory_bytes_per_s"]),
+    st.floats(1.01, 8),
+    st.booleans(),
+)
+def test_more_bandwidth_never_slows_a_step(profile, layout, field, factor, asked):
+    runtime = Runtime(profile, tp_comm_overlap=asked)
+    cluster = cluster_preset("dgx-h100", layout.world_size)
+    faster = replace(cluster, **{field: getattr(cluster, field) * factor})
+    model = replace(LLAMA, num_layers=8)
+    slow_s, fast_s = (
+        simulate(plan(layout, runtime, model=model, cluster=each, sequence=2048)).report["step_time_s"] for each in (cluster, faster)
+    )
+    assert fast_s <= slow_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("profile", ["shardproof", "megatron-te", "torchtitan", "megatron-2021"])
+def test_prices_lie_on_the_grid_and_are_not_negative(profile):
+    pricing = Pricing(plan(Layout(tp=4, pp=2, dp=4, zero=1), Runtime(profile)))
+    for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.SEND_F, Kind.SEND_B, Kind.REDUCE_GRAD, Kind.STEP):
+        seconds = pricing.seconds(kind, 1)
+        for name in COMPONENTS:
+            value = getattr(seconds, name)
+            assert value >= 0 and value * GRID == int(value * GRID)
+
+
+def test_plans_of_one_family_share_prices_and_another_stack_does_not():
+    one = plan(Layout(tp=8, pp=2), Runtime("megatron-te"))
+    shared: dict = {}
+    first = Pricing(one, shared=shared).seconds(Kind.F, 0)
+    kept = {key: dict(value) for key, value in shared.items()}
+    assert Pricing(replace(one, schedule=ScheduleChoice("GPipe")), shared=shared).seconds(Kind.F, 0) is first
+    assert {key: dict(value) for key, value in shared.items()} == kept
+    assert Pricing(replace(one, runtime=Runtime("torchtitan"))).seconds(Kind.F, 0) != first
+
+
+def test_products_of_one_group_are_launched_by_the_library_and_cost_the_host_less_each():
+    model = replace(model_preset("mixtral-8x7b"), num_layers=2)
+    together = layer_of(plan(Layout(), Runtime("megatron-te"), model=model, sequence=2048)).forward.num_kernels
+    alone = layer_of(plan(Layout(ep=8, dp=8), Runtime("megatron-te"), model=model, sequence=2048)).forward.num_kernels
+    exchanges, permutations = 2, 2  # dispatch and combine; tokens are put in order once more where a rank has several experts
+    calls = PROFILES["megatron-te"].host_calls
+    assert together == pytest.approx(alone - exchanges + permutations + 2 * 7 / calls)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipe", "ZBVZeroBubble"])
+def test_sorts_of_action_price_every_action_and_count_every_compute_lane(schedule):
+    vpp = {"Interleaved1F1B": 2, "ZBVZeroBubble": 2}.get(schedule, 1)
+    chosen = plan(Layout(tp=8, pp=4, vpp=vpp, dp=2), Runtime("shardproof"), microbatches=8, schedule=ScheduleChoice(schedule))
+    simulation = simulate(chosen)
+    graph = simulation.run.graph
+    found = sorts_of(graph)
+    actions = graph.schedule.actions
+    for i in range(0, len(actions), 7):
+        action, sort = actions[i], found.sorts[found.of_action[i]]
+        assert (sort.kind, sort.stage, sort.pp_rank) == (action.kind, action.stage, graph.rank[i])
+        assert sort.pair_stage == (-1 if action.pair_stage is None else action.pair_stage)
+    assert found.counts.sum() == graph.is_compute.sum()
+    prices = Pricing(chosen).of_graph(found).prices
+    spans = simulation.run.end_s - simulation.run.start_s
+    for pp_rank in range(4):
+        lane = graph.is_compute & (graph.rank == pp_rank)
+        assert busy_s(graph, prices)[pp_rank] == pytest.approx(spans[lane].sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("Combined1F1B", 2), ("DualPipeV", 2), ("1F1B", 1)])
+def test_no_step_with_experts_beats_its_lower_bound(schedule, vpp):
+    model = replace(model_preset("mixtral-8x7b"), num_layers=8)
+    chosen = plan(Layout(ep=8, dp=16, pp=2, vpp=vpp), Runtime("megatron-te"), model=model, sequence=4096, schedule=ScheduleChoice(schedule))
+    assert lower_bound_s(chosen, Pricing(chosen)) <= simulate(chosen).report["step_time_s"]
+
+
+def test_the_optimizer_updates_the_part_of_its_rank_experts_among_fewer_copies():
+    model = replace(model_preset("mixtral-8x7b"), num_layers=2)
+    chosen = plan(Layout(ep=8, dp=16, zero=1), Runtime("megatron-te"), model=model, sequence=4096)
+    held = held_elements(chosen, 0)
+    assert Pricing(chosen)._updated_elements(Place(0, 0)) == pytest.approx(held.dense / 16 + held.expert / 2)
+    whole = replace(chosen, layout=replace(chosen.layout, zero=0))
+    assert Pricing(whole)._updated_elements(Place(0, 0)) == sum(held)

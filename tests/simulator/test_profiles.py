@@ -1,0 +1,86 @@
+"""Profiles: what a stack does by default, and what a plan's own switches change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, DataParallel, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.simulator.profiles import FLASH_ATTENTION_1_SHARE, PROFILES, Profile, profile_of
+
+
+def plan(runtime: Runtime, layout: Layout | None = None, **more) -> Plan:
+    layout = layout or Layout(tp=8, pp=4)
+    return Plan(
+        model=model_preset("llama3-70b"),
+        cluster=cluster_preset("dgx-h100", layout.world_size),
+        layout=layout,
+        batch=Batch(32, 1, 8192),
+        runtime=runtime,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_without_switches_a_plan_runs_as_its_profile(name):
+    chosen = profile_of(plan(Runtime(name), Layout(tp=8, pp=4, vpp=2), schedule=ScheduleChoice("Interleaved1F1B")))
+    assert chosen == PROFILES[name]
+
+
+def test_megatron_overlaps_messages_with_interleaving_only():
+    assert profile_of(plan(Runtime("megatron-te"))).send_rule == "blocking"
+    interleaved = plan(Runtime("megatron-te"), Layout(tp=8, pp=4, vpp=2), schedule=ScheduleChoice("Interleaved1F1B"))
+    assert profile_of(interleaved).send_rule == "rendezvous"
+    assert profile_of(plan(Runtime("megatron-te", p2p_overlap=True))).send_rule == "rendezvous"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "overlap"),
+    [
+        ("megatron-2021", None, "none"),
+        ("megatron-2021", True, "backward"),
+        ("megatron-te", None, "backward"),
+        ("megatron-te", True, "all"),
+        ("megatron-te", False, "backward"),
+        ("torchtitan", True, "all"),
+        ("shardproof", True, "none"),
+    ],
+)
+def test_tensor_parallel_overlap_is_what_the_stack_can_do_of_what_is_asked(name, asked, overlap):
+    assert profile_of(plan(Runtime(name, tp_comm_overlap=asked))).tensor_overlap == overlap
+
+
+def test_switches_of_the_plan_win():
+    chosen = profile_of(
+        plan(
+            Runtime("megatron-te", attention="unfused", compile=False, cuda_graphs=True),
+            data_parallel=DataParallel(overlap_grad_reduce=False, bucket_bytes=4_000_000),
+            precision=Precision("bf16", "bf16"),
+        )
+    )
+    assert (chosen.fused_attention, chosen.fused_elementwise, chosen.cuda_graphs, chosen.overlap_grad_reduce) == (False, False, True, False)
+    assert chosen.overlap_param_gather and chosen.bucket_of(copies=512) == 1e6 and chosen.gradient_bytes("bf16") == 2
+
+
+def test_buckets_grow_with_the_copies_in_megatron_from_40_on():
+    megatron = PROFILES["megatron-te"]
+    assert [megatron.bucket_of(copies) for copies in (1, 40, 41, 512)] == [40e6, 40e6, 41e6, 512e6]
+
+
+def test_flash_attention_by_generation_is_slower_on_hopper_and_the_second_is_native_on_ampere():
+    kernels = {name: replace(Profile("x"), attention_kernel=name) for name in ("best", "flash-2", "flash-1")}
+    hopper, ampere = cluster_preset("dgx-h100", 8), cluster_preset("dgx-a100-80g", 8)
+    assert [kernels[name].attention_share(ampere) for name in kernels] == [1.0, 1.0, FLASH_ATTENTION_1_SHARE]
+    best, second, first = (kernels[name].attention_share(hopper) for name in kernels)
+    assert best == 1.0 and second == 0.62 and first == second * FLASH_ATTENTION_1_SHARE
+    assert profile_of(plan(Runtime("shardproof", attention="flash-1"))).attention_kernel == "flash-1"
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
+def test_megatron_of_2021_reduces_gradients_in_the_format_of_the_weights(dtype, expected):
+    assert PROFILES["megatron-2021"].gradient_bytes(dtype) == expected
+    assert PROFILES["megatron-te"].gradient_bytes(dtype) == 4

@@ -1,0 +1,90 @@
+"""Memory-bound kernels: closed forms of Korthikanti et al. 2022 for the tensors they read and write, and what a stack fuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Plan
+from shardproof.core.program import stage_groups
+from shardproof.simulator.profiles import PROFILES
+from shardproof.simulator.traffic import Traffic, group_traffic, layer_traffic
+
+MEGATRON, OLD, EAGER = PROFILES["megatron-te"], PROFILES["megatron-2021"], PROFILES["torchtitan"]
+
+
+def plan(model: ModelSpec, layout: Layout | None = None, micro: int = 1) -> Plan:
+    layout = layout or Layout()
+    return Plan(model, cluster_preset("dgx-a100-80g", layout.world_size), layout, Batch(micro * layout.dp, micro, 2048))
+
+
+GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-8b")
+
+
+def total(plan: Plan, profile) -> Traffic:
+    return sum(layer_traffic(plan, profile, moe=plan.model.is_moe).values(), Traffic())
+
+
+def test_a_gpt_layer_moves_ten_hidden_states_and_two_mlp_states_forward():
+    sbh = 2048 * 12288 * 2
+    found = layer_traffic(plan(GPT), MEGATRON, moe=False)
+    assert found["norm"].forward_bytes == 2 * 2 * sbh
+    assert found["residual"].forward_bytes == 2 * 3 * sbh
+    assert found["mlp"].forward_bytes == 2 * 4 * sbh
+    assert found["attention"].forward_bytes == 0  # positions are learned, and a fused core is priced with its products
+
+
+def test_dropout_adds_one_byte_a_mask_element_and_its_backward():
+    sbh = 2048 * 12288
+    plain, dropped = (layer_traffic(plan(GPT), profile, moe=False)["residual"] for profile in (MEGATRON, OLD))
+    assert dropped.forward_bytes - plain.forward_bytes == 2 * sbh
+    assert dropped.backward_bytes - plain.backward_bytes == 2 * 5 * sbh
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_sequence_parallelism_divides_norms_and_residuals_by_tp_and_nothing_else(tp):
+    whole, cut = (layer_traffic(plan(GPT, Layout(tp=tp, sequence_parallel=on)), OLD, moe=False) for on in (False, True))
+    for name in ("norm", "residual"):
+        assert cut[name].forward_bytes == whole[name].forward_bytes / tp
+    assert cut["mlp"].forward_bytes == whole["mlp"].forward_bytes
+
+
+@pytest.mark.parametrize("profile", [MEGATRON, OLD, EAGER], ids=lambda profile: profile.name)
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+def test_traffic_grows_with_the_tokens_and_kernels_do_not(profile, model):
+    one, four = (total(plan(model, micro=micro), profile) for micro in (1, 4))
+    assert four.forward_bytes == pytest.approx(4 * one.forward_bytes) and four.backward_bytes == pytest.approx(4 * one.backward_bytes)
+    assert (four.forward_kernels, four.backward_kernels) == (one.forward_kernels, one.backward_kernels)
+
+
+def test_an_eager_llama_layer_moves_several_times_what_a_fused_one_does():
+    eager, fused = total(plan(LLAMA), EAGER), total(plan(LLAMA), replace(EAGER, fused_elementwise=True))
+    assert 2 < eager.forward_bytes / fused.forward_bytes < 5 and 2 < eager.backward_bytes / fused.backward_bytes < 5
+    assert eager.forward_kernels > 2 * fused.forward_kernels
+
+
+def test_context_parallelism_divides_all_traffic():
+    whole, cut = total(plan(LLAMA), MEGATRON), total(plan(LLAMA, Layout(cp=4)), MEGATRON)
+    assert cut.forward_bytes == whole.forward_bytes / 4 and cut.backward_bytes == whole.backward_bytes / 4
+
+
+def test_a_moe_layer_permutes_every_copy_of_a_token():
+    mixtral = plan(model_preset("mixtral-8x7b"))
+    moe = layer_traffic(mixtral, MEGATRON, moe=True)["moe"].forward_bytes
+    sbh, copies = 2048 * 4096 * 2, 2
+    scores = 4 * 2048 * 8 * 8
+    assert moe == 2 * (sbh + copies * sbh) + 4 * copies * sbh + scores
+
+
+def test_a_stage_prices_its_ends_by_tokens_and_local_vocabulary():
+    first = plan(GPT, Layout(tp=8))
+    kinds = {group.kind: group_traffic(first, MEGATRON, group) for group in stage_groups(first, 0)}
+    assert set(kinds) == {"embedding", "dense", "head"}
+    logits = 2048 * GPT.vocab_size / 8
+    fused, plain = (group_traffic(first, profile, stage_groups(first, 0)[-1])["head"].forward_bytes for profile in (MEGATRON, OLD))
+    assert plain - fused == pytest.approx((38 - 22) * logits)
