@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .training_rank import StepResult
 
 TIMELINE_SUFFIX = ".timeline.json"
-STATE_BYTES_PER_PARAMETER = 16
-"""fp32 weight, gradient and AdamW's two moments."""
+STATE_BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 18}
+"""fp32 weight, gradient and AdamW's two moments, and a copy of the weight in the format that layers compute with."""
 ACTIONS_SHOWN = 6
 
 
@@ -109,7 +109,7 @@ def dry_run_text(plan: Plan, schedule: Schedule) -> str:
         first, last = rank["samples"]
         lines.append(
             f"rank {rank['global_rank']} ({where}): {'; '.join(rank['stages'])}; {format_count(rank['num_parameters'])} parameters, "
-            f"{format_bytes(rank['num_parameters'] * STATE_BYTES_PER_PARAMETER)} with gradients and optimizer; "
+            f"{format_bytes(rank['num_parameters'] * STATE_BYTES_PER_PARAMETER[plan.precision.dtype])} with gradients and optimizer; "
             f"samples {first} to {last - 1}; {rank['num_actions']} actions: {' '.join(rank['first_actions'])} ..."
         )
     return "\n".join(lines)

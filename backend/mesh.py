@@ -1,8 +1,8 @@
 """`Mesh`: the groups and channels of one rank, from a layout and a lowered schedule.
 
-Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups, data groups, replica groups,
-model groups, embedding groups, then channels. Each rank opens its own share of that order, so no two ranks can wait for each other in
-a circle.
+Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups (twice with sequence
+parallelism), data groups, replica groups, model groups, embedding groups, then channels. Each rank opens its own share of that order, so
+no two ranks can wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ Link = tuple[Direction, int, int]
 class Mesh:
     """What one rank communicates through.
 
-    `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `dp` cuts the batch; `copies(stage)` joins all copies of
-    a stage; `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas); `embedding`
-    joins the ranks that hold the first and the last stage of the same slice (first stage first), and is None where that is one rank,
-    or on ranks between. Channels come from `channel`.
+    `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `tp_gradients` joins the same ranks for gradients of their
+    own tokens, which are reduced beside the compute lane (None without sequence parallelism); `dp` cuts the batch; `copies(stage)` joins
+    all copies of a stage; `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas);
+    `embedding` joins the ranks that hold the first and the last stage of the same slice (first stage first), and is None where that is
+    one rank, or on ranks between. Channels come from `channel`.
     Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
     """
 
     tp: Group
+    tp_gradients: Group | None
     dp: Group
     model: Group
     embedding: Group | None
@@ -44,6 +46,10 @@ class Mesh:
         here = transport.global_rank
         self.coordinates = layout.coordinates(here)
         self.tp = _open(transport, "tp", layout.group_of(here, "tp"))
+        self.tp_gradients = None
+        if layout.sequence_parallel:
+            members = layout.group_of(here, "tp")
+            self.tp_gradients = transport.group(f"tp-gradients/{members[0]}", "tp", members)
         self.dp = _open(transport, "dp", layout.group_of(here, "dp"))
         self._replicas = {
             stage: transport.group(f"replica{stage}/{ranks[0]}", "replica", ranks)

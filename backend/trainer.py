@@ -170,6 +170,10 @@ class Trainer:
         )
 
 
+RUN_DTYPES = ("fp32", "bf16")
+"""Formats of hidden states that layers compute with (`backend.tensor_parallel.context.DTYPES`, which needs torch)."""
+
+
 def _check_devices(needed: int) -> None:
     """Raises `PlanError` where this machine has fewer GPUs than ranks would take."""
     import torch
@@ -184,11 +188,9 @@ def unsupported(plan: Plan) -> list[str]:
     problems = [
         f"the backend does not run {what} yet. Use {instead}."
         for wrong, what, instead in (
-            (plan.precision.dtype != "fp32", f"precision.dtype={plan.precision.dtype!r}", 'precision.dtype="fp32"'),
+            (plan.precision.dtype not in RUN_DTYPES, f"precision.dtype={plan.precision.dtype!r}", 'precision.dtype="bf16" or "fp32"'),
             (plan.precision.gradient_dtype == "bf16", 'precision.gradient_dtype="bf16"', 'precision.gradient_dtype="fp32"'),
-            (plan.recompute.mode != "none", f"recompute.mode={plan.recompute.mode!r}", 'recompute.mode="none"'),
             (layout.zero > 0, f"layout.zero={layout.zero}", "layout.zero=0"),
-            (layout.sequence_parallel, "layout.sequence_parallel=true", "layout.sequence_parallel=false"),
             (layout.cp > 1, f"layout.cp={layout.cp}", "layout.cp=1"),
             (layout.ep > 1, f"layout.ep={layout.ep}", "layout.ep=1"),
             *_unsupported_layers(plan.model),
@@ -196,8 +198,10 @@ def unsupported(plan: Plan) -> list[str]:
         )
         if wrong
     ]
-    if plan.model.vocab_size < BYTE_VOCABULARY:
-        problems.append(f"model.vocab_size={plan.model.vocab_size} is too small for bytes as tokens. Use {BYTE_VOCABULARY} or more.")
+    if plan.model.vocab_size - plan.model.padding_rows < BYTE_VOCABULARY:
+        padding = f" with model.padding_rows={plan.model.padding_rows}" if plan.model.padding_rows else ""
+        least = BYTE_VOCABULARY + plan.model.padding_rows
+        problems.append(f"model.vocab_size={plan.model.vocab_size}{padding} is too small for bytes as tokens. Use {least} or more.")
     return problems + _unsupported_schedule(plan)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -28,6 +28,8 @@ from .optimizer import Held, ShardedAdamW, clip_coefficient
 from .pipeline.activations import ActivationMeter, MemoryMeter
 from .pipeline.executor import Executor
 from .pipeline.messages import Clock
+from .tensor_parallel.context import DTYPES
+from .tensor_parallel.data import TensorSpec, broadcast, context_part
 from .transport.base import Transport
 
 
@@ -66,7 +68,7 @@ class TrainingRank:
         schedule = lower(schedule_for(plan))
         self.mesh = Mesh(transport, plan.layout, schedule)
         self.numerics = make_numerics(plan, transport.device) if numerics is None else numerics
-        pp_rank = self.mesh.coordinates["pp"]
+        pp_rank, (first, last) = self.mesh.coordinates["pp"], plan.tokens_of(self.mesh.coordinates["tp"])
         self.stages = {
             stage: Stage(
                 plan,
@@ -80,18 +82,20 @@ class TrainingRank:
             for stage in schedule.placement.stages_of(pp_rank)
         }
         self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
-        self.corpus = Corpus.load(plan.train.data)
+        # one rank of a tensor-parallel group opens the data and gives the others theirs
+        self.corpus = Corpus.load(plan.train.data) if self.mesh.coordinates["tp"] == 0 else None
         self.clock = Clock(transport.device)
         self.executor = Executor(
             schedule,
             pp_rank,
             self.stages,
             channel=lambda direction, peer, sending: self.mesh.channel(direction, *((pp_rank, peer) if sending else (peer, pp_rank))),
-            message_shape=(plan.batch.micro_size, plan.batch.sequence, plan.model.hidden_size),
-            dtype=torch.float32,
+            message_shape=(plan.batch.micro_size, last - first, plan.model.hidden_size),
+            dtype=DTYPES[plan.precision.dtype],
             global_rank=transport.global_rank,
             recorder=transport.recorder,
         )
+        self._num_counted = self.num_tokens  # of the batch that was read last
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
 
     def step(self, step: int, *, meter: MemoryMeter | None = None) -> tuple[StepResult, list[Span]]:
@@ -121,7 +125,9 @@ class TrainingRank:
 
     def evaluate(self) -> float:
         """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
-        trace = self.executor.evaluate(self._validation_batch(), clock=self.clock)
+        batch = self._validation_batch()
+        with self._evaluating():
+            trace = self.executor.evaluate(batch, clock=self.clock)
         loss = self._mean_loss(trace.token_losses)
         if not math.isfinite(loss):
             raise DivergedError(
@@ -129,18 +135,34 @@ class TrainingRank:
             )
         return loss
 
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside, the stages are in `eval()` mode: no dropout of a user's own block, and losses as they are compared."""
+        for stage in self.stages.values():
+            stage.eval()
+        try:
+            yield
+        finally:
+            for stage in self.stages.values():
+                stage.train()
+
     def live_meter(self) -> LiveMeter:
         """A meter for `step` that counts every tensor storage of this rank while it lives; it costs some microseconds an operation."""
         meter = LiveMeter(self.transport.global_rank)
-        meter.hold(held.tensor for held in self.optimizer.held)
+        meter.hold(self._weights)
         meter.hold(self.optimizer.state_tensors)
         return meter
 
     def meter(self) -> ActivationMeter:
         """A meter for `step` that counts weights and optimizer state as always there, and partial sums of gradients as they grow."""
-        weights = [held.tensor for held in self.optimizer.held]
-        base_bytes = sum(tensor.nbytes for tensor in weights) + self.optimizer.state_bytes
-        return ActivationMeter(self.transport.global_rank, weights, base_bytes, self._gradient_bytes)
+        base_bytes = sum(tensor.nbytes for tensor in self._weights) + self.optimizer.state_bytes
+        return ActivationMeter(self.transport.global_rank, self._weights, base_bytes, self._gradient_bytes)
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        """The fp32 weights, and the copies that layers compute with."""
+        shards = [shard for stage in self.stages.values() for shard in stage.shards.values()]
+        return [shard.storage for shard in shards] + [shard.operand for shard in shards if shard.operand is not shard.storage]
 
     def _gradient_bytes(self) -> int:
         return sum(stage.gradients.num_bytes for stage in self.stages.values())
@@ -166,33 +188,54 @@ class TrainingRank:
         return self.plan.model.tied_embeddings and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
 
     def _training_batch(self, step: int) -> list[Microbatch]:
-        plan, (lo, hi) = self.plan, self._samples
-        return self._microbatches(*self.corpus.batch(step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size))
+        plan = self.plan
+
+        def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+            return corpus.batch(step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size)
+
+        return self._batch(read, step)
 
     def _validation_batch(self) -> list[Microbatch]:
-        return self._microbatches(*self.corpus.validation_batch(*self._samples, self.plan.batch.sequence))
+        return self._batch(lambda corpus, lo, hi: corpus.validation_batch(lo, hi, self.plan.batch.sequence))
+
+    def _batch(self, read: Callable[[Corpus, int, int], tuple[Tensor, Tensor]], step: int | None = None) -> list[Microbatch]:
+        """This rank's microbatches, from the rank of its group that reads the samples `[lo, hi)` of the global batch."""
+        (lo, hi), cp, cp_rank = self._samples, self.plan.layout.cp, self.mesh.coordinates["cp"]
+        spec = TensorSpec((hi - lo, self.plan.batch.sequence // cp), torch.int64)
+        specs, own = {"tokens": spec, "targets": spec}, None
+        if self.corpus is not None:
+            whole = zip(specs, read(self.corpus, lo, hi), strict=True)
+            own = {name: context_part(each, cp, cp_rank) for name, each in whole}
+        if (ignored := self.plan.train.ignore_token) is not None:  # every group counts for itself, from the data of all
+            specs["counted"] = TensorSpec((), torch.int64)
+            if own is not None and self.corpus is not None:
+                own["counted"] = (read(self.corpus, 0, self.plan.batch.global_size)[1] != ignored).sum()
+        with self.transport.recorder.layer("data"):
+            batch = broadcast(own, self.mesh.tp, specs=specs, device=self.transport.device)
+        self._num_counted = max(1, int(batch["counted"])) if "counted" in batch else self.num_tokens
+        return self._microbatches(batch["tokens"], batch["targets"], step)
 
     @property
     def _samples(self) -> tuple[int, int]:
         """The samples of the global batch that are this rank's."""
         return self.plan.samples_of(self.mesh.coordinates["dp"])
 
-    def _microbatches(self, tokens: Tensor, targets: Tensor) -> list[Microbatch]:
+    def _microbatches(self, tokens: Tensor, targets: Tensor, step: int | None = None) -> list[Microbatch]:
         """This data-parallel rank's samples, cut into microbatches in order."""
-        (lo, hi), size, device = self._samples, self.plan.batch.micro_size, self.transport.device
+        (lo, hi), size = self._samples, self.plan.batch.micro_size
         return [
-            Microbatch(index, lo + first, tokens[first : first + size].to(device), targets[first : first + size].to(device))
+            Microbatch(index, lo + first, tokens[first : first + size], targets[first : first + size], step)
             for index, first in enumerate(range(0, hi - lo, size))
         ]
 
     def _reduce_gradients(self, stage: int) -> None:
         """REDUCE_GRAD: sums over the global batch; runs on the executor's `dp` lane."""
         samples_of = functools.partial(self.plan.copy_samples, stage)
-        self._reduced[stage] = self.stages[stage].gradients.reduce(self.mesh.copies(stage), samples_of)
+        self._reduced[stage] = self.stages[stage].gradients.reduce(self.mesh.copies(stage), samples_of, self.mesh.tp_gradients)
 
     def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float]:
         """STEP: the loss and the gradient norm of the global batch, and the update."""
-        gradients = [gradient / self.num_tokens for gradient in self._finished_gradients()]
+        gradients = [gradient / self._num_counted for gradient in self._finished_gradients()]
         norm = self._norm(gradients)
         loss = self._mean_loss(token_losses)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -201,6 +244,9 @@ class TrainingRank:
                 f"Lower train.learning_rate={self.plan.train.learning_rate} or set optimizer.clip_grad_norm."
             )
         self.optimizer.step(gradients, clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
+        for stage in self.stages.values():
+            for shard in stage.shards.values():
+                shard.refresh()
         if self.observer is not None:
             self._show(self.observer, gradients, loss, norm)
         return loss, norm
@@ -235,10 +281,10 @@ class TrainingRank:
             return math.sqrt(float(self.numerics.sum_of_squares(counted).over(self.mesh.model)))
 
     def _mean_loss(self, token_losses: Mapping[int, Tensor]) -> float:
-        """The mean over the tokens of a global batch, on every rank; tensor-parallel ranks hold the same losses, one of them counts."""
+        """The mean over the tokens of a global batch that count, on every rank. Tensor-parallel ranks hold the same losses: one enters."""
         counted = token_losses.values() if self.mesh.coordinates["tp"] == 0 else ()
         with self.transport.recorder.layer("loss"):
-            return float(self.numerics.sum(counted).over(self.mesh.dp).over(self.mesh.model)) / self.num_tokens
+            return float(self.numerics.sum(counted).over(self.mesh.dp).over(self.mesh.model)) / self._num_counted
 
     def _show(self, observer: Observer, gradients: list[Tensor], loss: float, norm: float) -> None:
         """Everything STEP computed, to the observer: gradients as backward finishes them, last layer first."""

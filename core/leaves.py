@@ -62,6 +62,10 @@ class LeafSizes:
         assert leaves is not None, f"the model has no {feature}"
         return leaves
 
+    def tokens(self, sequence: int) -> Leaves:
+        """The blocks of a sequence that norms and biases sum over."""
+        return Leaves(sequence, self.reduction_token_block)
+
     def local_slices(self, parameter: Parameter, tp: int, tp_rank: int) -> tuple[slice, ...]:
         """The slice of the full parameter, which is no expert's, that a tensor-parallel rank holds."""
         slices = [slice(0, size) for size in parameter.shape]
@@ -102,7 +106,8 @@ def leaf_sizes(
     max_degree: int = MAX_DEGREE,
 ) -> LeafSizes:
     """Leaf sizes with defaults filled in: one key/value group per head leaf, ffn and vocabulary blocks that admit every degree up to
-    `max_degree` that divides the key/value heads, and blocks of experts that admit every such degree that divides their width."""
+    `max_degree` that divides the key/value heads, blocks of experts that admit every such degree that divides their
+    width, and blocks of tokens for sums over them that leave eight or more in a sequence."""
 
     def parts(number: int) -> int:
         return math.lcm(*(degree for degree in range(1, max_degree + 1) if number % degree == 0))
@@ -116,7 +121,7 @@ def leaf_sizes(
         ffn=blocks(model.ffn_hidden_size, ffn_block),
         vocab=blocks(model.vocab_size, vocab_block),
         gradient_token_block=gradient_block,
-        reduction_token_block=reduction_token_block or min(32, gradient_block),
+        reduction_token_block=reduction_token_block or min(32, gradient_block, max(1, sequence // MAX_DEGREE)),
         expert_ffn=Leaves(model.expert_width, model.expert_width // parts(model.expert_width)) if model.is_moe else None,
         shared_ffn=blocks(model.shared_expert_width, None) if model.num_shared_experts else None,
     )

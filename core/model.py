@@ -16,16 +16,18 @@ POSITIONS = ("learned", "rope")
 _COUNTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_positions")
 _EXPERT_FIELDS = ("experts_per_token", "num_shared_experts", "expert_ffn_hidden_size", "first_dense_layers")
 _LATENT_FIELDS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_OPTIONAL_COUNTS = ("num_experts", *_EXPERT_FIELDS, "kv_lora_rank", *_LATENT_FIELDS, "num_mtp_layers")
+_OPTIONAL_COUNTS = ("num_experts", *_EXPERT_FIELDS, "kv_lora_rank", *_LATENT_FIELDS, "num_mtp_layers", "padding_rows")
 
 REFINEMENTS = ("qkv_bias", "qk_norm", *_OPTIONAL_COUNTS)
-"""What a plain decoder does without: finer biases and norms, experts, latent attention, multi-token prediction."""
+"""What a plain decoder does without: finer biases and norms, experts, latent attention, multi-token prediction,
+padding of the token table."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A decoder. `ffn_hidden_size` is the width after the activation (a SwiGLU has two products of that width before it).
 
+    The last `padding_rows` of the `vocab_size` rows of the token table are no ids: they are never predicted.
     `bias` puts a bias on every linear layer but the router and the output head, `qkv_bias` one on query, key and value alone;
     `qk_norm` normalises every query and key head. `max_positions` is the length of a learned position table.
 
@@ -35,6 +37,9 @@ class ModelSpec:
     2.1): keys and values come from one low-rank vector a token, queries from another one if `q_lora_rank` is given; `head_dim` is
     then `qk_nope_head_dim + qk_rope_head_dim`. `num_mtp_layers` multi-token-prediction modules (DeepSeek-V3, arXiv 2412.19437,
     section 2.2) follow the last layer, beside the output head.
+
+    In training, `hidden_dropout` of the elements behind the embedding and every attention and MLP are dropped, and `attention_dropout` of
+    the attention probabilities.
 
     Raises `ModelError` with every rule that is broken.
     """
@@ -68,6 +73,9 @@ class ModelSpec:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     num_mtp_layers: int = 0
+    padding_rows: int = 0
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in _COUNTS}
@@ -77,6 +85,8 @@ class ModelSpec:
                 value = getattr(self, name)
                 problems.append(f"{name}={value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}")
         problems += [f"{name}={value!r} must be above 0." for name in ("norm_eps", "rope_theta") if not (value := getattr(self, name)) > 0]
+        shares = {name: getattr(self, name) for name in ("hidden_dropout", "attention_dropout")}
+        problems += [f"{name}={share!r} must be at least 0 and below 1." for name, share in shares.items() if not 0 <= share < 1]
         if _is_count(self.num_heads) and _is_count(self.num_kv_heads) and self.num_heads % self.num_kv_heads:
             problems.append(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}, so query heads cannot share them evenly. "
@@ -87,6 +97,9 @@ class ModelSpec:
         optional = {name: value for name in _OPTIONAL_COUNTS if (value := getattr(self, name)) is not None}
         bad = [f"{name}={value!r} must be a whole number of at least 0." for name, value in optional.items() if not _is_number(value)]
         problems += bad or [*self._expert_problems(), *self._latent_problems()]
+        if _is_count(self.vocab_size) and _is_number(self.padding_rows) and self.padding_rows >= self.vocab_size:
+            most = self.vocab_size - 1
+            problems.append(f"padding_rows={self.padding_rows} leaves no id of vocab_size={self.vocab_size}. Use {most} at most.")
         if problems:
             raise ModelError(problems)
 

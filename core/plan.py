@@ -12,6 +12,7 @@ from .layout import Layout
 from .leaves import LeafSizes, degree_to_admit, leaf_sizes
 from .microbatches import constant_microbatches
 from .model import ModelSpec
+from .reduction import cut
 from .schedule import Placement
 from .stages import StageLayers, assign_layers
 from .variation import Variation
@@ -132,12 +133,19 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class Train:
-    """What `train` and `verify --dynamic` run. `data` is a text file, a folder, or `python-stdlib`."""
+    """What `train` and `verify --dynamic` run. `data` is a text file, a folder, or `python-stdlib`.
+
+    `label_smoothing` and `z_loss` change what is minimised (`backend.tensor_parallel.cross_entropy.LossChoice`), not held-out losses.
+    Tokens whose target is `ignore_token` count for nothing, also in the mean: a batch then has as many tokens as have other targets.
+    """
 
     steps: int = 20
     data: str = "python-stdlib"
     seed: int = 1234
     learning_rate: float = 3e-4
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore_token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,19 @@ class Plan:
             reduction_token_block=self.numerics.reduction_token_block,
             max_degree=degree_to_admit(self.numerics.mode, self.layout),
         )
+
+    def tokens_of(self, tp_rank: int) -> tuple[int, int]:
+        """The tokens `[lo, hi)` of each sequence (of a context-parallel rank's part of it) whose hidden states a tensor-parallel rank holds
+        between the cut layers: all of them, or with sequence parallelism its own.
+
+        Exact numerics cut between blocks of `reduction_token_block` tokens, the leaves of sums over tokens; fast ones cut evenly.
+        """
+        sequence = self.batch.sequence // self.layout.cp
+        if not self.layout.sequence_parallel:
+            return 0, sequence
+        if self.numerics.mode == "exact":
+            return self.leaf_sizes.tokens(sequence).owned_items(self.layout.tp, tp_rank)
+        return cut(sequence, self.layout.tp, tp_rank)
 
     def samples_of(self, dp_rank: int) -> tuple[int, int]:
         """The contiguous interval of the global batch that a data-parallel rank owns."""

@@ -112,7 +112,8 @@ class Key:
 def _model() -> tuple[Key, ...]:
     count: dict[str, Any] = {"section": "model", "type": "int", "minimum": 1}
     number: dict[str, Any] = {"section": "model", "type": "int", "minimum": 0}
-    here, parameters = "core.plan_build", "core.parameters"
+    share: dict[str, Any] = {"section": "model", "type": "float", "minimum": 0, "below": 1, "read_by": "backend.tensor_parallel.dropout"}
+    here, parameters, loss = "core.plan_build", "core.parameters", "backend.tensor_parallel.cross_entropy"
     return (
         Key("model", "preset", "str", "name of a known model; other keys override its fields", here, attribute=None),
         Key("model", "config", "path", "path of a Hugging Face config.json", here, attribute=None),
@@ -144,7 +145,10 @@ def _model() -> tuple[Key, ...]:
         Key(name="qk_nope_head_dim", doc="latent attention: width of a head without positions", read_by=parameters, **number),
         Key(name="qk_rope_head_dim", doc="latent attention: width of a head with rotary positions", read_by=parameters, **number),
         Key(name="v_head_dim", doc="latent attention: width of a value head", read_by="core.model", **number),
+        Key(name="padding_rows", doc="last rows of the token table that are no ids and get no probability", read_by=loss, **number),
         Key(name="num_mtp_layers", doc="multi-token-prediction modules after the last layer", read_by=parameters, **number),
+        Key(name="hidden_dropout", doc="share of hidden-state elements dropped in training", **share),
+        Key(name="attention_dropout", doc="share of attention probabilities dropped in training", **share),
     )
 
 
@@ -332,7 +336,7 @@ def _choices() -> tuple[Key, ...]:
 
 
 def _training() -> tuple[Key, ...]:
-    adamw, rank = "backend.optimizer", "backend.training_rank"
+    adamw, rank, loss = "backend.optimizer", "backend.training_rank", "backend.tensor_parallel.cross_entropy"
     return (
         Key("optimizer", "name", "str", "the optimizer", adamw, choices=("adamw",)),
         Key("optimizer", "betas", "two floats", "decay of the moment estimates", adamw, minimum=0, below=1),
@@ -343,6 +347,17 @@ def _training() -> tuple[Key, ...]:
         Key("train", "data", "path", "a text file, a folder, or python-stdlib", rank),
         Key("train", "seed", "int", "seed of weights and data order", rank, minimum=0),
         Key("train", "learning_rate", "float", "constant learning rate", rank, minimum=0),
+        Key(
+            "train",
+            "ignore_token",
+            "int",
+            "an id that is not learned: tokens with this target count for nothing",
+            loss,
+            minimum=0,
+            default_note="all count",
+        ),
+        Key("train", "label_smoothing", "float", "share of the target spread over the whole vocabulary", loss, minimum=0, below=1),
+        Key("train", "z_loss", "float", "factor of (log Z)^2 in every token's loss, Z the sum of exp(logits)", loss, minimum=0),
     )
 
 

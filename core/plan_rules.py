@@ -178,19 +178,33 @@ def _nodes_are_whole(cluster: ClusterSpec) -> Iterator[str]:
         yield f"num_devices={cluster.num_devices} does not fill nodes of devices_per_node={per_node}. Use {below} or {below + per_node}."
 
 
-def _sequence_divides(layout: Layout, batch: Batch) -> Iterator[str]:
+def _sequence_divides(layout: Layout, batch: Batch, numerics: Numerics) -> Iterator[str]:
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     if batch.sequence % chunks:
         yield (
             f"cp={layout.cp} gives every rank an early and a late chunk of the sequence, 2*cp={chunks} chunks in all, which do not "
             f"divide sequence={batch.sequence}. Use sequence={batch.sequence // chunks * chunks or chunks}."
         )
-    elif layout.sequence_parallel and batch.sequence // layout.cp % layout.tp:
+    elif layout.sequence_parallel and numerics.mode == "fast" and batch.sequence // layout.cp % layout.tp:
         unit = math.lcm(chunks, layout.cp * layout.tp)
         part = f"the {batch.sequence // layout.cp} tokens that cp={layout.cp} leaves" if layout.cp > 1 else f"sequence={batch.sequence}"
         yield (
             f"sequence_parallel=true cuts {part} over tp={layout.tp}, which does not divide it. "
             f"Use sequence={batch.sequence // unit * unit or unit}, or sequence_parallel=false."
+        )
+
+
+def _token_blocks_admit_tp(layout: Layout, batch: Batch, numerics: Numerics, model: ModelSpec) -> Iterator[str]:
+    if numerics.mode != "exact" or not layout.sequence_parallel:
+        return
+    blocks = {name: getattr(numerics, name) for name in ("gradient_token_block", "reduction_token_block")}
+    leaves = leaf_sizes(model, batch.sequence, **blocks).tokens(batch.sequence)
+    if leaves.num_leaves < layout.tp:
+        finer = f"reduction_token_block <= {batch.sequence // layout.tp}, " if batch.sequence >= layout.tp else ""
+        yield (
+            f"sequence_parallel=true with exact numerics gives every rank whole blocks of reduction_token_block={leaves.block} tokens, but "
+            f"sequence={batch.sequence} has {leaves.num_leaves} of them for tp={layout.tp}. "
+            f"Use {finer}sequence >= {leaves.block * (layout.tp - 1) + 1}, or sequence_parallel=false."
         )
 
 
@@ -336,9 +350,15 @@ RULES: tuple[Rule, ...] = (
     Rule("nodes-are-whole", ("cluster.num_devices", "cluster.devices_per_node"), "several nodes are whole nodes", _nodes_are_whole),
     Rule(
         "sequence-divides",
-        ("layout.sequence_parallel", "batch.sequence", "layout.tp", "layout.cp"),
-        "2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part",
+        ("layout.sequence_parallel", "batch.sequence", "layout.tp", "layout.cp", "numerics.mode"),
+        "2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part, where numerics are fast",
         _sequence_divides,
+    ),
+    Rule(
+        "token-blocks-admit-tp",
+        ("layout.sequence_parallel", "batch.sequence", "layout.tp", "numerics.reduction_token_block", "model.num_kv_heads"),
+        "with sequence parallelism and exact numerics every tp rank owns at least one whole block of tokens",
+        _token_blocks_admit_tp,
     ),
     Rule(
         "experts-divide",

@@ -96,7 +96,9 @@ def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
     """
     hidden, elements = tensors.hidden, tensors.tokens * tensors.vocabulary
     logits, in_place = elements * tensors.element, tensors.profile.cross_entropy_in_place
-    rows = tensors.tokens * (2 * STATISTIC_BYTES + INDEX_BYTES + MASK_BYTES)
+    train = tensors.plan.train  # the sums over the vocabulary and the target's logit are one tensor; z-loss keeps log Z
+    num_statistics = 2 + (train.label_smoothing > 0) + (train.z_loss > 0)
+    rows = tensors.tokens * (num_statistics * STATISTIC_BYTES + INDEX_BYTES + MASK_BYTES)
     yield Node("head.norm", hidden + tensors.statistics, hidden, forward_bytes=0)
     yield Node(
         "head.output",
@@ -136,9 +138,12 @@ def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
     if tensors.profile.fused_attention:
         rows = STATISTIC_BYTES * tensors.tokens * tensors.heads
         dropped, work = rows, (0, _kernel_sums(tensors) + rows)
+    elif tensors.profile.counted_masks and tensors.plan.model.attention_dropout:  # not its own output, which the product copies
+        dropped, work = scores * STATISTIC_BYTES - attended, (scores * STATISTIC_BYTES, 2 * scores * STATISTIC_BYTES)
     else:
         dropped = scores * (2 * tensors.element + MASK_BYTES if tensors.profile.dropout else tensors.element)
         work = (scores * tensors.element, 2 * scores * tensors.element)
+    again = attended if tensors.profile.eager else 0  # the output product keeps a copy of its own
     yield Node(
         "attention.core",
         mixed + attended + dropped,
@@ -146,7 +151,7 @@ def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
         hidden,
         forward_bytes=work[0],
         backward_bytes=work[1],
-        drops=(("core_attn", dropped), ("mla_up_proj", mixed if tensors.plan.model.is_mla else 0)),
+        drops=(("core_attn", dropped + again), ("mla_up_proj", mixed if tensors.plan.model.is_mla else 0)),
     )
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout else 0
     copied = attended if tensors.profile.eager else 0  # heads side by side again, as the product reads them
@@ -226,7 +231,8 @@ def _norm_linear(
 def _mlp(tensors: LayerTensors) -> Iterator[Node]:
     """Norm and up-product, activation, down-product."""
     hidden, up = tensors.hidden, tensors.tokens * tensors.ffn * tensors.halves * tensors.element
-    yield _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module="mlp")
+    module = "norm" if tensors.profile.eager else "mlp"  # a fused norm and product are one module, of which the input is kept
+    yield _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module=module)
     yield from _activated(tensors, "mlp", tensors.tokens * tensors.ffn, hidden, work=tensors.gathered, modules=("mlp",))
 
 

@@ -15,6 +15,7 @@ MIB = 2**20
 class MemoryProfile:
     """Memory behaviour of a stack. `fused_attention`, `dropout` and `fp32_gradients` are the plan's choices (`simulator.profiles`).
 
+    `counted_masks`: dropout masks are made again from a counter instead of kept, and attention with dropout keeps fp32 probabilities.
     `eager`: operations are not fused, so that rotation, attention and a gated activation keep copies. `growing_gradients`: sums of
     gradients exist from the first backward to the optimizer step only. `fp16_gradients`: gradients of fp16 weights are fp16.
     `vocabulary_multiple`: tables are padded to so many rows times tp. `cross_entropy_in_place`: the loss writes its gradient over the
@@ -32,6 +33,7 @@ class MemoryProfile:
 
     name: str
     fused_attention: bool = True
+    counted_masks: bool = False
     dropout: bool = False
     fp32_gradients: bool = True
     eager: bool = False
@@ -74,7 +76,7 @@ CONTEXT_BYTES = 1_500_000_000
 _PROFILES: Mapping[str, MemoryProfile] = {
     profile.name: profile
     for profile in (
-        MemoryProfile("shardproof", eager=True, growing_gradients=True),  # backend.model, backend.tensor_parallel.gradients
+        MemoryProfile("shardproof", eager=True, growing_gradients=True, counted_masks=True),  # backend.{model,tensor_parallel}
         MemoryProfile(
             "megatron-te",
             fp16_gradients=True,
@@ -133,4 +135,5 @@ def memory_profile(plan: Plan) -> MemoryProfile:
         fp32_gradients = runtime.gradient_dtype == "fp32"
     if (fused_loss := plan.runtime.fused_loss) is not None:
         profile = replace(profile, cross_entropy_in_place=fused_loss, eager_loss=profile.eager_loss and not fused_loss)
-    return replace(profile, fused_attention=runtime.fused_attention, dropout=runtime.dropout, fp32_gradients=fp32_gradients)
+    dropout = runtime.dropout and not profile.counted_masks
+    return replace(profile, fused_attention=runtime.fused_attention, dropout=dropout, fp32_gradients=fp32_gradients)

@@ -43,7 +43,8 @@ class LayerTensors:
     @cached_property
     def own_tokens(self) -> int:
         """Tokens whose hidden state this rank holds between the cut layers."""
-        return self.tokens // self.plan.layout.tp if self.plan.layout.sequence_parallel else self.tokens
+        lo, hi = self.plan.tokens_of(0)
+        return self.plan.batch.micro_size * (hi - lo)
 
     @cached_property
     def hidden(self) -> int:

@@ -179,7 +179,11 @@ PROFILES: Mapping[str, Profile] = {
 
 def profile_of(plan: Plan) -> Profile:
     """The stack that a plan runs on, with the plan's own switches in place of the stack's defaults."""
-    return _resolved(plan.runtime, plan.data_parallel, plan.precision.gradient_dtype, plan.layout.vpp)
+    profile, model = _resolved(plan.runtime, plan.data_parallel, plan.precision.gradient_dtype, plan.layout.vpp), plan.model
+    if not (model.hidden_dropout or model.attention_dropout):
+        return profile
+    unfused = profile.name == "shardproof" and model.attention_dropout > 0  # backend.tensor_parallel.dropout
+    return replace(profile, dropout=True, fused_attention=profile.fused_attention and not unfused)
 
 
 @lru_cache(maxsize=256)

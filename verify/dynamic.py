@@ -20,7 +20,7 @@ from ..core.errors import MissingExtraError, PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout
 from ..core.parameters import parameters
-from ..core.plan import Batch, Plan, ScheduleChoice
+from ..core.plan import Batch, Plan, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
 from .compare import Difference, action_of, compare, explain
 from .digest import to_hex
@@ -113,13 +113,14 @@ def prove(
 
 
 def one_device(plan: Plan) -> Plan:
-    """The same problem on one device: layout 1, one sample per microbatch, one after the other."""
+    """The same problem on one device: layout 1, one sample per microbatch, one after the other, every activation kept."""
     return replace(
         plan,
         layout=Layout(),
         cluster=replace(plan.cluster, num_devices=1),
         batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
         schedule=ScheduleChoice("1F1B"),
+        recompute=Recompute("none"),
         variation=NO_VARIATION,
     )
 

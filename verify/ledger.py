@@ -96,12 +96,11 @@ class LedgerWriter:
         """All that follows belongs to `step`."""
         self.step = step
 
-    def activation(self, name: str, microbatch: Any, tensor: Any) -> None:
-        """A tensor [samples, ...] of one microbatch, and, once backward reaches it, its gradient."""
-        first = microbatch.first_sample
-        self._samples(ACTIVATION, name, first, tensor)
+    def activation(self, name: str, microbatch: Any, tokens: slice, tensor: Any) -> None:
+        """A tensor [samples, tokens, ...] of one microbatch, and, once backward reaches it, its gradient."""
+        self._samples(ACTIVATION, name, microbatch, tokens, tensor)
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, first, gradient))
+            tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient))
 
     def gradient(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
         """The reduced gradient of a parameter's shard."""
@@ -126,9 +125,12 @@ class LedgerWriter:
         """What was seen so far."""
         return RankLedger(tuple(self.entries))
 
-    def _samples(self, phase: str, name: str, first: int, tensor: Any) -> None:
+    def _samples(self, phase: str, name: str, microbatch: Any, tokens: slice, tensor: Any) -> None:
+        sequence = microbatch.tokens.shape[1]
         for offset, values in enumerate(_values(tensor)):
-            self._enter(Key(self.step, phase, name, first + offset), values, values.shape, full_region(values.shape))
+            shape = (sequence, *values.shape[1:])
+            region = ((tokens.start, tokens.stop), *full_region(values.shape[1:]))
+            self._enter(Key(self.step, phase, name, microbatch.first_sample + offset), values, shape, region)
 
     def _shard(self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any) -> None:
         region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))
@@ -144,4 +146,4 @@ class LedgerWriter:
 
 
 def _values(tensor: Any) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().numpy()
+    return tensor.detach().cpu().float().contiguous().numpy()  # bf16, which numpy lacks, is exact in fp32

@@ -67,9 +67,10 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
     """A copy of a rank's `backend.numerics.Numerics` that has the fault. `current_layer` tells for which layer it is called."""
     faulty = copy.copy(numerics)
 
-    def contract(x_BSC: Any, weight_CF: Any, leaves: Any, group: Any) -> Any:
-        total = numerics.contract(x_BSC, weight_CF, leaves, group)
-        return x_BSC @ weight_CF if current_layer() == fault.tensor else total
+    def contract(x_BSC: Any, weight_CF: Any, leaves: Any, group: Any, tokens: Any) -> Any:
+        total = numerics.contract(x_BSC, weight_CF, leaves, group, tokens)
+        own = slice(None) if tokens is None else slice(*tokens.own)
+        return (x_BSC @ weight_CF)[:, own] if current_layer() == fault.tensor else total
 
     def reduce_gradients(gradients: Mapping[str, Any], group: Any, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
         own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name.partition("@")[0] == fault.tensor}

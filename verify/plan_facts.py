@@ -39,10 +39,8 @@ def plan_facts(plan: Plan, schedule: Schedule) -> Facts:
 
 def message_formats(plan: Plan) -> MessageFormats:
     """Hidden states of one microbatch on rank 0 of tensor and context parallelism: its own tokens with sequence parallelism."""
-    tokens = plan.batch.sequence // plan.layout.cp
-    if plan.layout.sequence_parallel:
-        tokens = -(-tokens // plan.layout.tp)
-    text = f"{'fp32' if plan.precision.dtype == 'fp32' else 'bf16'}[{plan.batch.micro_size},{tokens},{plan.model.hidden_size}]"
+    lo, hi = plan.tokens_of(0)
+    text = f"{'fp32' if plan.precision.dtype == 'fp32' else 'bf16'}[{plan.batch.micro_size},{hi - lo},{plan.model.hidden_size}]"
     return MessageFormats((text,) * plan.layout.num_stages, (text,) * plan.layout.num_stages)
 
 

@@ -42,10 +42,6 @@ _HINTS = {
     SCOPE_RULE: "The schedule and its collectives were checked; --dynamic proves the plan without what is not known.",
 }
 _EXACT_HINT = "Exact numerics promise one device's bits, so this sum needs its canonical order."
-_SEQUENCE_HINT = (
-    "Exact numerics do not cover sequence parallelism yet: the sums of norms and biases over tensor-parallel ranks are the library's. "
-    "The backend refuses such a plan, and --dynamic proves it without sequence parallelism."
-)
 _MAX_PLACES = 20
 
 
@@ -54,8 +50,8 @@ class SymbolicProof:
     """What was compared and what was found.
 
     `num_values` counts the comparisons of digests; `findings` are errors for other mathematics (and, in exact numerics, another order),
-    infos for another order in fast numerics. Exact numerics with sequence parallelism, which nothing runs yet, get warnings. `beyond`
-    names what of the plan the proof does not know; then nothing was compared, and a warning says so.
+    infos for another order in fast numerics. `beyond` names what of the plan the proof does not know; then nothing was compared, and a
+    warning says so.
     """
 
     findings: tuple[Finding, ...]
@@ -155,8 +151,6 @@ class _Prover:
     def _finding(self, kind: str, where: str, what: str) -> Finding:
         if kind == "value":
             return Finding(VALUE_RULE, "error", where, f"{what}.", _HINTS[VALUE_RULE])
-        if self.exact and self.plan.layout.sequence_parallel:
-            return Finding(ORDER_RULE, "warning", where, f"{what}.", _SEQUENCE_HINT)
         if self.exact:
             return Finding(ORDER_RULE, "error", where, f"{what}.", _EXACT_HINT)
         return Finding(ORDER_RULE, "info", where, f"{what}.", _HINTS[ORDER_RULE])

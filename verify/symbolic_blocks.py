@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..core.parameters import (
     Parameter,
@@ -111,8 +112,9 @@ def _head(ranks: Ranks, works: Works) -> Gradients:
     return {**gradients, **_norm_gradients(ranks, norm, dnormed, x)}
 
 
-def _loss(ranks: Ranks, operations: Sequence[Operations], logits: list[Part], num_leaves: int) -> tuple[Expression, Expression]:
-    """The first collective completes the maximum, the others the sum of exponentials together with the target's logit."""
+def _loss(ranks: Ranks, operations: Sequence[Operations], logits: list[Part], num_leaves: int) -> list[Expression]:
+    """The first collective completes the maximum, the others the sum of exponentials (with label smoothing of logits too) together with
+    the target's logit."""
     first = [[each for each in own if isinstance(each, Collective)][:1] for own in operations]
     rest = [own[len(head) :] for own, head in zip(operations, first, strict=True)]
     tokens = (0, ranks.sequence)
@@ -122,19 +124,22 @@ def _loss(ranks: Ranks, operations: Sequence[Operations], logits: list[Part], nu
     maximum = [Part(apply("maximum", logits[0].value, *sorted(part.maximum or ())), part.tokens) for part in maximum]
     maximum = ranks.settle("forward", "head.loss maximum", maximum, [Part(symbol("maximum"), tokens)] * ranks.tp)
 
-    def exponentials(tp_rank: int) -> Part:
-        terms = {leaf: apply("exponentials", logits[tp_rank].value, maximum[tp_rank].value, leaf) for leaf in own[tp_rank]}
+    def over_vocabulary(what: str, tp_rank: int) -> Part:
+        terms = {leaf: apply(what, logits[tp_rank].value, maximum[tp_rank].value, leaf) for leaf in own[tp_rank]}
         return replace(summed_leaves(ranks, tokens, terms, num_leaves, (len(terms),)), per_token=True)
 
     def target(tp_rank: int) -> Part:
         terms = (apply("target", logits[tp_rank].value, maximum[tp_rank].value, leaf) for leaf in own[tp_rank])
         return Part(exactly_summed(terms), tokens, exactly=True, per_token=True)
 
+    sums: list[tuple[str, Callable[[int], Part]]] = [("head.loss", partial(over_vocabulary, "exponentials"))]
+    if ranks.plan.train.label_smoothing:
+        sums.append(("head.loss logits", partial(over_vocabulary, "shifted logits")))
     results = []
-    for name, make in (("head.loss", exponentials), ("head.loss target", target)):
+    for name, make in (*sums, ("head.loss target", target)):
         _, parts = ranks.walk(rest, [make(tp_rank) for tp_rank in range(ranks.tp)], [])
         results.append(ranks.settle("forward", name, parts, [Part(symbol("sum"), tokens)] * ranks.tp)[0].value)
-    return results[0], results[1]
+    return results
 
 
 class _TransformerLayer:

@@ -78,7 +78,13 @@ class Ranks:
 
     def own_tokens(self, tp_rank: int) -> tuple[int, int]:
         """The tokens whose hidden states a rank holds between blocks."""
-        return cut(self.sequence, self.tp, tp_rank) if self.plan.layout.sequence_parallel else (0, self.sequence)
+        return self.plan.tokens_of(tp_rank)
+
+    def token_cut(self, num_ranks: int) -> list[tuple[int, int]]:
+        """The tokens of every member of a group; one that is not over tensor parallelism would cut them evenly."""
+        if num_ranks == self.tp and self.plan.layout.sequence_parallel:
+            return [self.own_tokens(tp_rank) for tp_rank in range(num_ranks)]
+        return [cut(self.sequence, num_ranks, member) for member in range(num_ranks)]
 
     def hidden(self, value: Expression) -> list[Part]:
         """A complete hidden state."""
@@ -150,9 +156,10 @@ class Ranks:
         by_tokens = layout.sequence_parallel
         try:
             if axis == "tp":
-                return collective(operation.op, parts, self.sequence, by_tokens=by_tokens)
+                return collective(operation.op, parts, self.token_cut(len(parts)), by_tokens=by_tokens)
             groups = [[part, *(on_another_copy(part, axis, index) for index in range(1, size))] for part in parts]
-            return [collective(operation.op, group, self.sequence, by_tokens=by_tokens)[0] for group in groups if len(group) > 1] or parts
+            cuts = self.token_cut(size)
+            return [collective(operation.op, group, cuts, by_tokens=by_tokens)[0] for group in groups if len(group) > 1] or parts
         except MisfitError as error:
             return self._spoiled(parts, str(error))
 

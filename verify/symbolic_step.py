@@ -97,10 +97,21 @@ def reduced_gradients(
         what = "every copy keeps whole gradients" if in_parts else "every copy keeps a part of the gradients only"
         differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", f"{what}, and zero={plan.layout.zero} wants it otherwise"))
     gradients.is_part = in_parts and bool(usages)  # a stage without layers has no parts
+    if split := _split_blocks(plan, [tokens for usage in usages if usage.parameter.name in covered for tokens in states[usage.key]]):
+        differences.append(StepDifference("order", f"{stage}REDUCE_GRAD", split))
     if gradients.reordered:
         what = "gradients are added over ranks in the library's order"
         differences.append(StepDifference("order", f"{stage}REDUCE_GRAD", what))
     return gradients, differences
+
+
+def _split_blocks(plan: Plan, bounds: Sequence[tuple[int, int]]) -> str:
+    """What is wrong with tokens that are cut inside a leaf of exact sums over tokens."""
+    block = plan.leaf_sizes.reduction_token_block
+    split = [end for tokens in bounds for end in tokens if end % block and end != plan.batch.sequence]
+    if plan.numerics.mode == "fast" or not split:
+        return ""
+    return f"sums over tokens are cut at token {split[0]}, inside a block of reduction_token_block={block}"
 
 
 def _treatment(usage: Usage, states: States, covered: set[str]) -> tuple[object, ...]:

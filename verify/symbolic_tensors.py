@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..core.reduction import Node, cut
+from ..core.reduction import Node
 from .expressions import Expression, apply, digest, exactly_summed, summed, tree
 
 
@@ -40,21 +40,21 @@ class Part:
         return self.tokens, self.features, self.elements
 
 
-def collective(op: str, members: Sequence[Part], sequence: int, *, by_tokens: bool) -> list[Part]:
+def collective(op: str, members: Sequence[Part], cuts: Sequence[tuple[int, int]], *, by_tokens: bool) -> list[Part]:
     """What every member of a group holds after one collective over `members`, in the group's order.
 
-    An all_to_all cuts the tokens with `by_tokens` (sequence parallelism), else the flat elements. Raises `MisfitError` where the parts
-    cannot be added or put together.
+    `cuts` are the tokens of each member where tokens are cut. An all_to_all cuts them with `by_tokens` (sequence parallelism), else the
+    flat elements. Raises `MisfitError` where the parts cannot be added or put together.
     """
     match op:
         case "all_reduce":
             return [_added(members, "all_reduce")] * len(members)
         case "reduce_scatter":
-            return _scattered(_added(members, "reduce_scatter"), len(members), sequence)
+            return _scattered(_added(members, "reduce_scatter"), cuts)
         case "all_to_all":
-            return _exchanged(members, sequence, by_tokens)
+            return _exchanged(members, cuts, by_tokens)
         case _:
-            return [_gathered(members, sequence)] * len(members)
+            return [_gathered(members, cuts)] * len(members)
 
 
 def on_another_copy(part: Part, axis: str, index: int) -> Part:
@@ -85,23 +85,23 @@ def _union(members: Sequence[Part]) -> frozenset[int] | None:
     return frozenset().union(*seen) if len(seen) == len(members) else None
 
 
-def _scattered(part: Part, size: int, sequence: int) -> list[Part]:
-    if part.tokens != (0, sequence):
+def _scattered(part: Part, cuts: Sequence[tuple[int, int]]) -> list[Part]:
+    if part.tokens != (0, cuts[-1][1]):
         raise MisfitError(f"a scatter cuts tokens that are cut already ({_extents_text(part)})")
-    return [replace(part, tokens=cut(sequence, size, member)) for member in range(size)]
+    return [replace(part, tokens=tokens) for tokens in cuts]
 
 
-def _exchanged(members: Sequence[Part], sequence: int, by_tokens: bool) -> list[Part]:
+def _exchanged(members: Sequence[Part], cuts: Sequence[tuple[int, int]], by_tokens: bool) -> list[Part]:
     """Every member finishes an even part."""
     part = _added(members, "all_to_all")
     if by_tokens:
-        return _scattered(part, len(members), sequence)
+        return _scattered(part, cuts)
     if part.elements is not None:
         raise MisfitError("all_to_all is given the finished parts of an earlier one")
     return [replace(part, elements=(member, len(members))) for member in range(len(members))]
 
 
-def _gathered(members: Sequence[Part], sequence: int) -> Part:
+def _gathered(members: Sequence[Part], cuts: Sequence[tuple[int, int]]) -> Part:
     """Parts put together, or sums that every rank finishes for itself."""
     first, size = members[0], len(members)
     if first.per_token and (first.nodes or first.exactly or first.maximum is not None):
@@ -110,8 +110,9 @@ def _gathered(members: Sequence[Part], sequence: int) -> Part:
         raise MisfitError("all_gather puts together parts of different tensors")
     if [member.elements for member in members] == [(index, size) for index in range(size)]:
         return replace(first, elements=None)
-    if [member.tokens for member in members] == [cut(sequence, size, index) for index in range(size)] and first.tokens != (0, sequence):
-        return replace(first, tokens=(0, sequence))
+    whole = 0, cuts[-1][1]
+    if [member.tokens for member in members] == list(cuts) and first.tokens != whole:
+        return replace(first, tokens=whole)
     if first.leaves is not None:
         raise MisfitError("all_gather is given sums that no rank has finished")
     raise MisfitError(f"all_gather is given no parts that make a whole: the first rank holds {_extents_text(first)}")

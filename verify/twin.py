@@ -41,6 +41,7 @@ SHRUNK_MODEL_FIELDS = (
     "num_kv_heads",
     "head_dim",
     "vocab_size",
+    "padding_rows",
     "max_positions",
 )
 
@@ -71,10 +72,11 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
     layout, model = _supported_layout(plan.layout, changes), _supported_model(plan.model, changes)
     if plan.numerics.mode != "exact":
         changes.append("numerics.mode fast -> exact: only exact numerics promise bits.")
-    if plan.precision.dtype != "fp32":
-        changes.append(f"precision.dtype {plan.precision.dtype} -> fp32: the backend computes in fp32.")
-    if plan.recompute.mode != "none":
-        changes.append(f"recompute.mode {plan.recompute.mode} -> none: the backend keeps activations; recomputing repeats the same sums.")
+    dtype = plan.precision.dtype if plan.precision.dtype == "fp32" else "bf16"
+    if plan.precision.dtype != dtype:
+        changes.append(f"precision.dtype {plan.precision.dtype} -> {dtype}: the backend computes in fp32 and bf16.")
+    if plan.precision.gradient_dtype == "bf16":
+        changes.append("precision.gradient_dtype bf16 -> none: the backend adds up gradients in fp32.")
     if plan.schedule.max_active_stages is not None:
         changes.append(f"schedule.max_active_stages {plan.schedule.max_active_stages} -> none: whole parameters need no gathers.")
     if plan.data_parallel != DataParallel():
@@ -84,8 +86,8 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
         changes.append("[runtime] overlap, graphs and compile -> none: the backend launches every kernel itself, one after another.")
     if layout.cp != plan.layout.cp:
         cluster = cluster_preset("this-host", layout.world_size)
-    if "fp32" not in cluster.peak_flops_per_s:
-        changes.append(f"cluster {cluster.name} -> this-host: it has no rate for fp32.")
+    if dtype not in cluster.peak_flops_per_s:
+        changes.append(f"cluster {cluster.name} -> this-host: it has no rate for {dtype}.")
         cluster = cluster_preset("this-host", layout.world_size)
     return (
         replace(
@@ -96,32 +98,55 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
             runtime=replace(plan.runtime, tp_comm_overlap=None, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None),
             data_parallel=DataParallel(),
             schedule=replace(plan.schedule, max_active_stages=None),
-            precision=Precision("fp32"),
-            recompute=Recompute("none"),
-            numerics=replace(plan.numerics, mode="exact"),
+            precision=Precision(dtype),
+            recompute=_supported_recompute(plan, model, changes),
+            numerics=_exact(plan, changes),
             variation=NO_VARIATION,
         ),
         changes,
     )
 
 
+def _supported_recompute(plan: Plan, model: ModelSpec, changes: list[str]) -> Recompute:
+    """What is recomputed of the parts that the twin's layers have; adds why to `changes`."""
+    recompute = plan.recompute
+    if recompute.mode != "selective":
+        return recompute
+    gone = {"moe", "moe_act", "shared_experts"} if plan.model.is_moe and not model.is_moe else set()
+    gone |= {"mla_up_proj"} if plan.model.is_mla and not model.is_mla else set()
+    modules = tuple(name for name in recompute.modules if name not in gone)
+    if modules == recompute.modules:
+        return recompute
+    changes.append(f"recompute.modules {list(recompute.modules)} -> {list(modules)}: the twin's layers have no others.")
+    return replace(recompute, modules=modules) if modules else Recompute("none")
+
+
+def _exact(plan: Plan, changes: list[str]) -> Numerics:
+    """Exact numerics, with blocks of tokens that sequence parallelism can cut."""
+    sequence, tp, block = plan.batch.sequence, plan.layout.tp, plan.leaf_sizes.reduction_token_block
+    numerics = replace(plan.numerics, mode="exact")
+    if not plan.layout.sequence_parallel or plan.leaf_sizes.tokens(sequence).num_leaves >= tp:
+        return numerics
+    finer = max(1, sequence // tp)
+    changes.append(f"numerics.reduction_token_block {block} -> {finer}: {tp} ranks cut sums over tokens between blocks.")
+    return replace(numerics, reduction_token_block=finer)
+
+
 def _supported_layout(layout: Layout, changes: list[str]) -> Layout:
     """The axes that the backend runs; adds why to `changes`."""
     if layout.zero:
         changes.append(f"layout.zero {layout.zero} -> 0: the backend keeps whole optimizer states.")
-    if layout.sequence_parallel:
-        changes.append("layout.sequence_parallel true -> false: the backend keeps whole sequences between tensor-parallel blocks.")
     if layout.cp > 1:
         changes.append(f"layout.cp {layout.cp} -> 1: the backend keeps whole sequences, so context parallelism is not proved.")
     if layout.ep > 1 or layout.expert_tp != layout.tp:
         changes.append(f"layout.ep {layout.ep} -> 1, etp {layout.expert_tp} -> none: the backend has no experts.")
     stages = None if layout.stages is None else re.sub(r"m(\*\d+)?", "", layout.stages)
-    return replace(layout, zero=0, sequence_parallel=False, cp=1, ep=1, etp=None, stages=stages)
+    return replace(layout, zero=0, cp=1, ep=1, etp=None, stages=stages)
 
 
 def _supported_model(model: ModelSpec, changes: list[str]) -> ModelSpec:
     """The layers that the backend runs: dense, with whole queries, keys and values; adds why to `changes`."""
-    off = {field.name: field.default for field in fields(ModelSpec) if field.name in REFINEMENTS}
+    off = {field.name: field.default for field in fields(ModelSpec) if field.name in REFINEMENTS and field.name != "padding_rows"}
     changed: dict[str, Any] = {name: default for name, default in off.items() if getattr(model, name) != default}
     for name in filter(changed.__contains__, _SAID):
         changes.append(f"model.{name} {getattr(model, name)} -> {changed[name]}: {_SAID[name]}, so they are not proved.")
@@ -202,6 +227,7 @@ def _small_model(plan: Plan, layout: Layout) -> ModelSpec:
     heads = groups * per_group
     square = model.hidden_size == model.num_heads * model.head_dim
     hidden = heads * HEAD_DIM if square else heads * HEAD_DIM + 8
+    padding_rows = min(model.padding_rows, 1)
     return replace(
         model,
         name=f"{model.name}-twin",
@@ -211,7 +237,8 @@ def _small_model(plan: Plan, layout: Layout) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=groups,
         head_dim=HEAD_DIM,
-        vocab_size=_like(model.vocab_size, tp, small_tp, at_least=NUM_BYTES),
+        vocab_size=_like(model.vocab_size, tp, small_tp, at_least=NUM_BYTES + padding_rows),
+        padding_rows=padding_rows,
     )
 
 

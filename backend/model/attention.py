@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...core.parameters import layer_prefix
-from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear
+from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, attention_with_dropout, recomputed
 
 
 class Attention(nn.Module):
@@ -25,22 +25,24 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         model = self.context.model
-        samples, sequence, _ = x_BSH.shape
-        qkv = self.qkv(x_BSH).view(samples, sequence, -1, model.query_heads_per_group + 2, model.head_dim)
+        qkv = self.qkv(x_BSH).unflatten(-1, (-1, model.query_heads_per_group + 2, model.head_dim))
         q, k, v = qkv.split([model.query_heads_per_group, 1, 1], dim=3)
         q, k, v = (part.flatten(2, 3).transpose(1, 2).contiguous() for part in (q, k, v))
         if model.position == "rope":
-            cos, sin = rope_table(sequence, model.head_dim, model.rope_theta, q.device)
+            cos, sin = rope_table(qkv.shape[1], model.head_dim, model.rope_theta, q.device)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if model.query_heads_per_group > 1:
             k, v = (_RepeatHeads.apply(part, model.query_heads_per_group) for part in (k, v))
-        return self.output(self.core(q, k, v).transpose(1, 2).flatten(2))
+        again = "core_attn" in self.context.recomputed_modules
+        attended = recomputed(self.context, self.core, q, k, v) if again else self.core(q, k, v)
+        return self.output(attended.transpose(1, 2).flatten(2))
 
 
 class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(d)) v, causal. All arguments and the result are [b, heads, s, d], contiguous.
 
     The library's kernel works per sample and head, so cutting heads or samples does not change its bits (`numerics.probe` measures it).
+    In training with `attention_dropout` it is ours, which keeps the probabilities.
     """
 
     def __init__(self, context: LayerContext, name: str):
@@ -53,7 +55,14 @@ class AttentionCore(nn.Module):
         with self.context.recorder.layer(self.name):
             self.context.recorder.product(s, s, d, samples * heads)
             self.context.recorder.product(s, d, s, samples * heads)
-        return _RecordBackward.apply(F.scaled_dot_product_attention(q, k, v, is_causal=True), self)
+        return _RecordBackward.apply(self._attend(q, k, v), self)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context = self.context
+        if not context.model.attention_dropout or context.microbatch is None or context.microbatch.step is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        first_head = context.plan.leaf_sizes.heads.owned_items(context.tp.size, context.tp.rank)[0] * context.model.query_heads_per_group
+        return attention_with_dropout(context, self.name, q, k, v, first_head)
 
 
 class _RecordBackward(torch.autograd.Function):
@@ -85,10 +94,10 @@ class _RepeatHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         first, *rest = dy.unflatten(1, (-1, ctx.times)).unbind(2)
-        total = first.clone()
+        total = first.to(torch.float32, copy=True)
         for head in rest:
             total.add_(head)
-        return total, None
+        return total.to(dy.dtype), None
 
 
 def rope_table(sequence: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -103,6 +112,6 @@ def rope_table(sequence: int, head_dim: int, theta: float, device: torch.device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + d/2) of the last dimension by their angles."""
+    """Turns the pairs (i, i + d/2) of the last dimension by their angles, which are fp32: the result is rounded once."""
     low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
+    return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)

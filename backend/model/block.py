@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...core.model import ModelSpec
 from ...core.parameters import layer_prefix
-from ..tensor_parallel import ColumnParallelLinear, LayerContext, Norm, RowParallelLinear
+from ..tensor_parallel import ColumnParallelLinear, LayerContext, Norm, RowParallelLinear, hidden_dropout
 from .attention import Attention
 from .mlp import MLP
 
@@ -49,6 +49,11 @@ class BlockContext:
         """An elementwise function of a contiguous tensor, with bits that do not depend on its length."""
         return self._layers.numerics.elementwise(function, x)
 
+    def dropout(self, operation: str, x_BSH: Tensor) -> Tensor:
+        """A hidden state with the model's share of elements dropped in training. Every use needs an `operation` name of its own, e.g.
+        `layers.0.mlp`, which with the step and an element's place in the whole tensor says whether it is dropped."""
+        return hidden_dropout(self._layers, operation, x_BSH)
+
     def observe(self, name: str, tensor_BSH: Tensor) -> None:
         """Shows a hidden state to whoever compares runs."""
         self._layers.observe(name, tensor_BSH)
@@ -75,9 +80,9 @@ class TransformerBlock(nn.Module):
         self.context.observe(f"{self.prefix}.attention.norm", normed)
         attended = self.attention(normed)
         self.context.observe(f"{self.prefix}.attention", attended)
-        x_BSH = x_BSH + attended
+        x_BSH = x_BSH + self.context.dropout(f"{self.prefix}.attention", attended)
         normed = self.mlp_norm(x_BSH)
         self.context.observe(f"{self.prefix}.mlp.norm", normed)
         transformed = self.mlp(normed)
         self.context.observe(f"{self.prefix}.mlp", transformed)
-        return x_BSH + transformed
+        return x_BSH + self.context.dropout(f"{self.prefix}.mlp", transformed)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from ...core.parameters import layer_prefix
 from ..numerics import Numerics
-from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear
+from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, recomputed
 
 
 class MLP(nn.Module):
@@ -21,6 +21,9 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(context, f"{prefix}.down")
 
     def forward(self, x_BSH: Tensor) -> Tensor:
+        return recomputed(self.context, self._forward, x_BSH) if "mlp" in self.context.recomputed_modules else self._forward(x_BSH)
+
+    def _forward(self, x_BSH: Tensor) -> Tensor:
         return self.down(activate(self.up(x_BSH), self.context.model.activation, self.context.numerics))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...core.parameters import TOKEN_TABLE, layer_prefix
 from ...core.plan import Plan
+from ...core.program import recomputes_whole
 from ...core.stages import StageLayers
 from ..numerics import Numerics
 from ..observe import Observer
@@ -18,12 +19,13 @@ from ..tensor_parallel import (
     LayerContext,
     Microbatch,
     Norm,
-    PositionEmbedding,
     Shard,
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     WeightWork,
     finish_tied,
+    hidden_dropout,
+    recomputed,
 )
 from ..transport.base import Group
 from .block import BlockContext, BlockFactory, TransformerBlock
@@ -77,12 +79,13 @@ class Stage(nn.Module):
     def forward(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
         """Hidden states [b, s, h] for the next stage, or on the last stage the loss of every token, [b, s] fp32, not yet summed.
 
-        `hidden_BSH` is the previous stage's output, None on the first stage, which reads `microbatch.tokens`.
+        With sequence parallelism hidden states are those of this rank's tokens. `hidden_BSH` is the previous stage's output, None on the
+        first stage, which reads `microbatch.tokens`.
         """
         with self.context.running(microbatch):
             x_BSH = hidden_BSH if self.embedding is None else self.embedding(microbatch.tokens)
             for layer, block in zip(self.stage.layers, self.blocks, strict=True):
-                x_BSH = block(x_BSH)
+                x_BSH = recomputed(self.context, block, x_BSH) if recomputes_whole(self.context.plan, layer) else block(x_BSH)
                 self.context.observe(f"{layer_prefix(layer)}.output", x_BSH)
             return x_BSH if self.head is None else self.head(x_BSH, microbatch.targets)
 
@@ -102,18 +105,15 @@ class Stage(nn.Module):
 
 
 class Embedding(nn.Module):
-    """int64 [b, s] -> [b, s, h]."""
+    """int64 [b, s] -> [b, s, h], of this rank's tokens."""
 
     def __init__(self, context: LayerContext):
         super().__init__()
         self.context = context
         self.tokens = VocabParallelEmbedding(context)
-        self.positions = PositionEmbedding(context) if context.model.position == "learned" else None
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        x_BSH = self.tokens(tokens_BS)
-        if self.positions is not None:
-            x_BSH = self.positions(x_BSH)
+        x_BSH = hidden_dropout(self.context, "embedding", self.tokens(tokens_BS))
         self.context.observe("embedding.output", x_BSH)
         return x_BSH
 

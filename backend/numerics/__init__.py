@@ -8,8 +8,9 @@ from ...core.plan import Plan
 from .base import Contribution, Numerics, OwnedLeaves, Scalar
 from .exact import ExactNumerics
 from .fast import FastNumerics
+from .summands import Summands
 
-__all__ = ["Contribution", "ExactNumerics", "FastNumerics", "Numerics", "OwnedLeaves", "Scalar", "make_numerics"]
+__all__ = ["Contribution", "ExactNumerics", "FastNumerics", "Numerics", "OwnedLeaves", "Scalar", "Summands", "make_numerics"]
 
 
 def make_numerics(plan: Plan, device: torch.device | str = "cpu") -> Numerics:

@@ -22,6 +22,8 @@ from torch import Tensor
 from ...core.leaves import Leaves
 from ...core.reduction import Node, maximal_nodes
 from ..transport.base import Group
+from .summands import Summands
+from .tokens import OwnedTokens
 
 Contribution = Tensor | Sequence[Tensor]
 """What one microbatch adds to a gradient: one tensor (fast), or one tensor per sample (exact). Whoever receives it owns it."""
@@ -89,7 +91,8 @@ class Accumulator(Protocol):
 class Numerics(ABC):
     """The operations; `ExactNumerics` and `FastNumerics` say in which order they add. Stateless and free to share between ranks.
 
-    `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group holds the copies of a stage.
+    `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group holds the copies of a stage. `tokens` says
+    which tokens of each sequence the ranks hold between the cut layers; None means all (no sequence parallelism).
     """
 
     mode: Literal["exact", "fast"]
@@ -102,8 +105,8 @@ class Numerics(ABC):
         """x W^T, [b, s, c]."""
 
     @abstractmethod
-    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group) -> Tensor:
-        """x W summed over all ranks, [b, s, f]."""
+    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
+        """x W summed over all ranks, [b, s, f], or this rank's tokens of it."""
 
     @abstractmethod
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
@@ -114,8 +117,8 @@ class Numerics(ABC):
         """`function(x)` for an elementwise function of a contiguous tensor; gradients flow."""
 
     @abstractmethod
-    def token_sums(self, x_BSN: Tensor) -> Contribution:
-        """Sums over tokens, [n], for biases and norms."""
+    def token_sums(self, x_BSN: Tensor, tokens: OwnedTokens | None = None) -> Contribution:
+        """Sums over tokens, [n], for biases and norms. With `tokens`, `x` has this rank's own and the sums wait for the other ranks."""
 
     @abstractmethod
     def sample_sums(self, x_BSN: Tensor) -> Contribution:
@@ -126,20 +129,37 @@ class Numerics(ABC):
         """Rows of `gradient` added to the row of their token, [num_rows, h]. An id of `num_rows` belongs to another rank."""
 
     @abstractmethod
-    def sum_lookups(self, rows_BSH: Tensor, group: Group) -> Tensor:
-        """The sum over ranks of embedding rows of which one rank has the row and the others zeros."""
+    def sum_lookups(self, rows_BSH: Tensor, group: Group, tokens: OwnedTokens | None) -> Tensor:
+        """The sum over ranks of embedding rows of which one rank has the row and the others zeros, or this rank's tokens of it."""
 
     @abstractmethod
     def row_maximum(self, x_BS: Tensor, group: Group) -> Tensor:
         """The maximum over ranks."""
 
     @abstractmethod
-    def softmax_sums(self, exp_BSV: Tensor, target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> tuple[Tensor, Tensor]:
-        """Over all ranks: the sum of exponentials over the vocabulary, and the sum of `target`, zero on all ranks but one. Both [b, s]."""
+    def leaf_sums(self, x_BSV: Tensor, leaves: OwnedLeaves) -> Tensor:
+        """What this rank brings to a sum over the vocabulary, [n, b, s]; `vocabulary_sums` finishes it."""
 
     @abstractmethod
-    def accumulator(self, num_samples: int) -> Accumulator:
-        """An empty gradient over a global batch of `num_samples`."""
+    def vocabulary_sums(self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> list[Tensor]:
+        """Over all ranks, in one exchange: every sum over the vocabulary that `leaf_sums` has begun, then the sum of `target`, which is
+        zero on all ranks but one. All [b, s]."""
+
+    @abstractmethod
+    def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
+        """[n, ...], a value for each of this member's nodes -> [...], the sum over all members, the same on every one."""
+
+    @abstractmethod
+    def sum_members_part(self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This member's `sizes[rank]` items of `sum_members` along a dimension of [...]."""
+
+    @abstractmethod
+    def accumulator(self, num_samples: int, *, own_tokens: bool = False) -> Accumulator:
+        """An empty gradient over a global batch of `num_samples`; with `own_tokens` of contributions that `token_sums` makes from them."""
+
+    @abstractmethod
+    def finish_tokens(self, gradients: Mapping[str, Accumulator], group: Group, tokens: OwnedTokens) -> dict[str, Accumulator]:
+        """Sums over all tokens, from what each rank has of its own; all gradients together. The accumulators are used up."""
 
     @abstractmethod
     def reduce_gradients(

@@ -3,22 +3,28 @@
 Products run on tiles whose shapes follow from the leaf sizes: a block of tokens inside one sample, a whole feature leaf, a whole
 uncut dimension. The bits of a library product change with the shape and strides of its operands, so every tile is a contiguous
 tensor: rows of activations and weights already are, features are copied. Sums over tiles are elementwise additions.
+
+Everything is computed in fp32, from operands in bf16 too (torch's CPU has no product of bf16 with an fp32 result), partial sums travel in
+fp32, and a result is rounded to the format of its operands once, when it is finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.leaves import LeafSizes
-from ...core.reduction import CarryTree, maximal_nodes, split
+from ...core.reduction import CarryTree, Node, maximal_nodes, split
 from ..transport.base import Group
 from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
+from .exact_gradients import ExactAccumulator, TokenNodes, finished_tokens
 from .exact_sum import ExactSum, exact_sum
-from .tree import add_in_place, fold, sum_over, token_sums
+from .summands import Summands, canonical_part, canonical_sum
+from .tokens import OwnedTokens
+from .tree import add_in_place, finished_part, fold, sum_over, token_nodes, token_sums
 
 VECTOR_ELEMENTS = 64
 """Elementwise functions run on multiples of this: four AVX512 registers of fp32, two of which one library step takes."""
@@ -37,7 +43,7 @@ class ExactNumerics(Numerics):
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         """One product per (token block, leaf)."""
         samples, sequence, features = x_BSF.shape
-        x = x_BSF.reshape(samples * sequence, features)
+        x, weight_CF = x_BSF.reshape(samples * sequence, features).float(), weight_CF.float()
         blocks = list(self._token_blocks(samples, sequence))
         columns = []
         for lo, hi in leaves.bounds:
@@ -46,12 +52,12 @@ class ExactNumerics(Numerics):
             for first, last in blocks:
                 torch.mm(x[first:last], weight_t, out=column[first:last])
             columns.append(column)
-        return torch.cat(columns, 1).view(samples, sequence, -1)
+        return torch.cat(columns, 1).view(samples, sequence, -1).to(x_BSF.dtype)
 
-    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group) -> Tensor:
+    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
         """One product per (token block, leaf), whole leaves as K; the tree over leaves spans the ranks."""
         samples, sequence, _ = x_BSC.shape
-        x = x_BSC.reshape(samples * sequence, -1)
+        x, weight_CF = x_BSC.reshape(samples * sequence, -1).float(), weight_CF.float()
         bounds, first_leaf = leaves.bounds, leaves.first_leaf
         nodes = [leaves.nodes(rank) for rank in range(group.size)]
         values = [x.new_empty(samples * sequence, weight_CF.shape[1]) for _ in nodes[group.rank]]
@@ -63,12 +69,12 @@ class ExactNumerics(Numerics):
 
             for node, value in zip(nodes[group.rank], values, strict=True):
                 _tree(leaf, node, value[first:last])
-        total = sum_over(group, [value.view(-1) for value in values], nodes, leaves.num_leaves)
-        return total.view(samples, sequence, -1)
+        partial = [value.view(samples, sequence, -1) for value in values]
+        return _over_ranks(group, partial, nodes, leaves.num_leaves, tokens, x_BSC.dtype)
 
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
         """Per sample: one product per (token block, leaf), the tree over token blocks."""
-        return [self._sample_weight_gradient(x_SC, y_SF, leaves) for x_SC, y_SF in zip(x_BSC, y_BSF, strict=True)]
+        return [self._sample_weight_gradient(x_SC, y_SF, leaves) for x_SC, y_SF in zip(x_BSC.float(), y_BSF.float(), strict=True)]
 
     def _sample_weight_gradient(self, x_SC: Tensor, y_SF: Tensor, leaves: OwnedLeaves) -> Tensor:
         blocks = list(self._token_blocks(1, len(x_SC)))
@@ -88,52 +94,68 @@ class ExactNumerics(Numerics):
         missing = -x.numel() % VECTOR_ELEMENTS
         return function(F.pad(x.flatten(), (0, missing)))[: x.numel()].view_as(x) if missing else function(x)
 
-    def token_sums(self, x_BSN: Tensor) -> Contribution:
-        """Per sample, by elementwise additions only: the width of a slice cannot matter."""
+    def token_sums(self, x_BSN: Tensor, tokens: OwnedTokens | None = None) -> Contribution:
+        """Per sample, by elementwise additions only: the width of a slice cannot matter. Of own tokens the tree nodes, [nodes, n]."""
+        x_BSN = x_BSN.float()
+        if tokens is not None:
+            return list(token_nodes(x_BSN, self.reduction_block, tokens.nodes(tokens.tp_rank)))
         return list(token_sums(x_BSN, self.reduction_block))
 
     def sample_sums(self, x_BSN: Tensor) -> Contribution:
-        return [sample.clone() for sample in x_BSN]
+        return [sample.to(torch.float32, copy=True) for sample in x_BSN]
 
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
         """Per sample, rows in the order of their positions."""
         return [
             torch.ops.aten.embedding_dense_backward(gradient_SH, ids_S, num_rows + 1, -1, False)[:num_rows]
-            for ids_S, gradient_SH in zip(ids_BS, gradient_BSH, strict=True)
+            for ids_S, gradient_SH in zip(ids_BS, gradient_BSH.float(), strict=True)
         ]
 
-    def sum_lookups(self, rows_BSH: Tensor, group: Group) -> Tensor:
+    def sum_lookups(self, rows_BSH: Tensor, group: Group, tokens: OwnedTokens | None) -> Tensor:
         """One of the summands is not zero, so any order is exact; adding zero makes -0.0 into 0.0 on one rank as on many."""
         if group.size == 1:
             return rows_BSH + 0.0
         nodes = [((rank, rank + 1),) for rank in range(group.size)]
-        return sum_over(group, [rows_BSH.reshape(-1)], nodes, group.size).view(rows_BSH.shape)
+        return _over_ranks(group, [rows_BSH.float()], nodes, group.size, tokens, rows_BSH.dtype)
 
     def row_maximum(self, x_BS: Tensor, group: Group) -> Tensor:
         if group.size == 1:
             return x_BS
         return torch.stack(group.all_gather(x_BS)).amax(0)
 
-    def softmax_sums(self, exp_BSV: Tensor, target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> tuple[Tensor, Tensor]:
-        """Block sums inside each vocabulary leaf, then the tree over leaves across the ranks; small, so every rank takes all nodes."""
-        sums = [fold(exp_BSV[..., lo:hi], 2).clone() for lo, hi in leaves.bounds]
+    def leaf_sums(self, x_BSV: Tensor, leaves: OwnedLeaves) -> Tensor:
+        """Block sums inside each vocabulary leaf."""
+        return torch.stack([fold(x_BSV[..., lo:hi], 2) for lo, hi in leaves.bounds])
+
+    def vocabulary_sums(self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> list[Tensor]:
+        """The tree over leaves across the ranks; small, so every rank takes all nodes."""
+        by_leaf = torch.stack(list(sums), 1)
         nodes = [leaves.nodes(rank) for rank in range(group.size)]
 
         def leaf(index: int, out: Tensor | None) -> Tensor:
             assert out is None
-            return sums[index - leaves.first_leaf]
+            return by_leaf[index - leaves.first_leaf]
 
-        values = [_tree(leaf, node) for node in nodes[group.rank]]
-        shape = tuple(target_BS.shape)
-        gathered = group.all_gather(torch.stack([*values, target_BS]), [(len(theirs) + 1, *shape) for theirs in nodes])
+        own = [_tree(leaf, node) for node in nodes[group.rank]]
+        shapes = [(len(sums) * len(theirs) + 1, *target_BS.shape) for theirs in nodes]
+        gathered = group.all_gather(torch.cat([*own, target_BS.unsqueeze(0)]), shapes)
         tree: CarryTree = CarryTree(leaves.num_leaves, add_in_place)
         for theirs, rows in zip(nodes, gathered, strict=True):
-            for node, row in zip(theirs, rows[:-1], strict=True):
-                tree.insert(node, row)
-        return tree.root(), fold(torch.stack([rows[-1] for rows in gathered]), 0)
+            for node, values in zip(theirs, rows[:-1].split(len(sums)), strict=True):
+                tree.insert(node, values)
+        return [*tree.root(), fold(torch.stack([rows[-1] for rows in gathered]), 0)]
 
-    def accumulator(self, num_samples: int) -> Accumulator:
-        return ExactAccumulator(num_samples)
+    def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
+        return canonical_sum(values, summands, group)
+
+    def sum_members_part(self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        return canonical_part(values, summands, group, dim, sizes)
+
+    def accumulator(self, num_samples: int, *, own_tokens: bool = False) -> Accumulator:
+        return TokenNodes(num_samples) if own_tokens else ExactAccumulator(num_samples)
+
+    def finish_tokens(self, gradients: Mapping[str, Accumulator], group: Group, tokens: OwnedTokens) -> dict[str, Accumulator]:
+        return finished_tokens({name: each for name, each in gradients.items() if isinstance(each, TokenNodes)}, group, tokens)
 
     def reduce_gradients(
         self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
@@ -163,21 +185,19 @@ class ExactNumerics(Numerics):
                 yield sample * sequence + first, sample * sequence + last
 
 
-class ExactAccumulator:
-    """A gradient as a carry tree over the samples of the global batch."""
-
-    def __init__(self, num_samples: int):
-        self.tree: CarryTree = CarryTree(num_samples, add_in_place)
-
-    def add(self, first_sample: int, contribution: Contribution) -> None:
-        """Each sample's sum is a leaf."""
-        for offset, value in enumerate(contribution):
-            self.tree.insert((first_sample + offset, first_sample + offset + 1), value)
-
-    @property
-    def held(self) -> list[Tensor]:
-        """At most log2 n + 1 partial sums when samples arrive in order."""
-        return [self.tree.value(node) for node in self.tree.nodes]
+def _over_ranks(
+    group: Group,
+    values: Sequence[Tensor],
+    nodes: Sequence[Sequence[Node]],
+    num_leaves: int,
+    tokens: OwnedTokens | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The finished sum of hidden states [b, s, n] whose leaves lie on the members, rounded to `dtype`: whole, or this rank's tokens."""
+    if tokens is None:
+        return sum_over(group, [value.reshape(-1) for value in values], nodes, num_leaves, dtype).view(values[0].shape)
+    samples, _, features = values[0].shape
+    return finished_part(group, values, nodes, num_leaves, tokens.parts).view(samples, -1, features).to(dtype)
 
 
 def _tree(leaf: Callable[[int, Tensor | None], Tensor], node: tuple[int, int], out: Tensor | None = None) -> Tensor:

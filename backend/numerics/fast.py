@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from ..transport.base import Group
 from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
+from .summands import Summands
+from .tokens import OwnedTokens
 
 
 class FastNumerics(Numerics):
@@ -21,36 +23,55 @@ class FastNumerics(Numerics):
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         return F.linear(x_BSF, weight_CF)
 
-    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group) -> Tensor:
-        return _all_reduce(group, x_BSC @ weight_CF)
+    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
+        return _summed(group, x_BSC @ weight_CF, tokens)
 
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
-        return x_BSC.flatten(0, 1).t() @ y_BSF.flatten(0, 1)
+        return (x_BSC.flatten(0, 1).t() @ y_BSF.flatten(0, 1)).float()
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
 
-    def token_sums(self, x_BSN: Tensor) -> Contribution:
-        return x_BSN.sum((0, 1))
+    def token_sums(self, x_BSN: Tensor, tokens: OwnedTokens | None = None) -> Contribution:
+        return x_BSN.sum((0, 1), dtype=torch.float32)
 
     def sample_sums(self, x_BSN: Tensor) -> Contribution:
-        return x_BSN.sum(0)
+        return x_BSN.sum(0, dtype=torch.float32)
 
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
-        return torch.ops.aten.embedding_dense_backward(gradient_BSH, ids_BS, num_rows + 1, -1, False)[:num_rows]
+        return torch.ops.aten.embedding_dense_backward(gradient_BSH.float(), ids_BS, num_rows + 1, -1, False)[:num_rows]
 
-    def sum_lookups(self, rows_BSH: Tensor, group: Group) -> Tensor:
-        return _all_reduce(group, rows_BSH)
+    def sum_lookups(self, rows_BSH: Tensor, group: Group, tokens: OwnedTokens | None) -> Tensor:
+        return _summed(group, rows_BSH, tokens)
 
     def row_maximum(self, x_BS: Tensor, group: Group) -> Tensor:
         return group.all_reduce(x_BS, "max") if group.size > 1 else x_BS
 
-    def softmax_sums(self, exp_BSV: Tensor, target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> tuple[Tensor, Tensor]:
-        sums, target = _all_reduce(group, torch.stack([exp_BSV.sum(-1), target_BS]))
-        return sums, target
+    def leaf_sums(self, x_BSV: Tensor, leaves: OwnedLeaves) -> Tensor:
+        return x_BSV.sum(-1).unsqueeze(0)
 
-    def accumulator(self, num_samples: int) -> Accumulator:
+    def vocabulary_sums(self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> list[Tensor]:
+        return list(_summed(group, torch.cat([*sums, target_BS.unsqueeze(0)]), None))
+
+    def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
+        return _summed(group, values.sum(0), None)
+
+    def sum_members_part(self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        parts = values.sum(0).split(list(sizes), dim)
+        own = parts[group.rank]
+        if len(set(sizes)) == 1:
+            return group.reduce_scatter([part.reshape(-1) for part in parts]).view(own.shape)
+        # no library adds up uneven parts
+        return torch.stack(group.all_to_all(parts, [tuple(own.shape)] * group.size)).sum(0)
+
+    def accumulator(self, num_samples: int, *, own_tokens: bool = False) -> Accumulator:
         return FastAccumulator()
+
+    def finish_tokens(self, gradients: Mapping[str, Accumulator], group: Group, tokens: OwnedTokens) -> dict[str, Accumulator]:
+        finished: dict[str, Accumulator] = {name: FastAccumulator() for name in gradients}
+        for name, total in self.reduce_gradients(gradients, group, lambda _: (0, 0)).items():
+            finished[name].add(0, total)
+        return finished
 
     def reduce_gradients(
         self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
@@ -108,5 +129,10 @@ class FastSum:
         return FastSum(group.all_reduce(torch.tensor([self.value], dtype=torch.float64, device=self.device), "sum").item(), self.device)
 
 
-def _all_reduce(group: Group, tensor: Tensor) -> Tensor:
-    return group.all_reduce(tensor, "sum") if group.size > 1 else tensor
+def _summed(group: Group, tensor: Tensor, tokens: OwnedTokens | None) -> Tensor:
+    """The sum over the members: whole, or this rank's tokens of it."""
+    if group.size == 1:
+        return tensor
+    if tokens is None:
+        return group.all_reduce(tensor, "sum")
+    return group.reduce_scatter(tokens.parts(tensor)).view(len(tensor), -1, tensor.shape[-1])

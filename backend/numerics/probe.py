@@ -47,6 +47,11 @@ def _random(seed: int, device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
+def _dtype(plan: Plan) -> torch.dtype:
+    """The format of hidden states, in which attention and elementwise functions run."""
+    return torch.bfloat16 if plan.precision.dtype == "bf16" else torch.float32
+
+
 def _count(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
@@ -72,8 +77,8 @@ def _products(plan: Plan, device: torch.device) -> int:
 
 def _attention(plan: Plan, device: torch.device) -> int:
     """Forward and backward of 2 samples x 3 heads against each (sample, head) alone."""
-    shape = (2, 3, plan.batch.sequence, plan.model.head_dim)
-    inputs = [_random(seed, device, *shape) for seed in range(4)]
+    shape, dtype = (2, 3, plan.batch.sequence, plan.model.head_dim), _dtype(plan)
+    inputs = [_random(seed, device, *shape).to(dtype) for seed in range(4)]
     whole = _attention_and_gradients(*inputs)
     return sum(
         _count(alone, together[sample : sample + 1, head : head + 1])
@@ -114,7 +119,7 @@ def _norm_rows(plan: Plan, device: torch.device) -> int:
 def _elementwise(plan: Plan, device: torch.device) -> int:
     """Activations, exponentials and roots with their gradients, through `ExactNumerics.elementwise`, on slices of odd lengths."""
     numerics = ExactNumerics(plan.leaf_sizes, device)
-    x, dy = _random(0, device, 40 * VECTOR_ELEMENTS), _random(1, device, 40 * VECTOR_ELEMENTS)
+    x, dy = (_random(seed, device, 40 * VECTOR_ELEMENTS).to(_dtype(plan)) for seed in (0, 1))
 
     def run(function: NormFunction, x: Tensor, dy: Tensor) -> list[Tensor]:
         x = x.clone().requires_grad_()

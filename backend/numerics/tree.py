@@ -5,7 +5,7 @@ Only elementwise additions are used, whose bits depend on nothing but the two nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ def tree_fold(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim)
 
 
-def token_sums(x_BSN: Tensor, block: int) -> Tensor:
-    """Sums over the tokens of each sample, [b, n]: `fold` inside blocks of tokens, the canonical tree over the blocks."""
+def block_sums(x_BSN: Tensor, block: int) -> Tensor:
+    """Sums over blocks of tokens, [b, blocks, n], the last block shorter where `block` does not divide s: `fold` inside each."""
     samples, sequence, features = x_BSN.shape
     whole = sequence - sequence % block
     blocks = []
@@ -49,26 +49,57 @@ def token_sums(x_BSN: Tensor, block: int) -> Tensor:
         blocks.append(fold(x_BSN[:, :whole].reshape(samples, whole // block, block, features), 2))
     if whole < sequence:
         blocks.append(fold(x_BSN[:, whole:], 1).unsqueeze(1))
-    sums = tree_fold(torch.cat(blocks, 1), 1)
-    return sums.clone() if sequence == 1 else sums  # one token is its own sum, but the result must not share its memory
+    return torch.cat(blocks, 1)
 
 
-def sum_over(group: Group, values: Sequence[Tensor], nodes: Sequence[Sequence[Node]], num_leaves: int) -> Tensor:
+def token_sums(x_BSN: Tensor, block: int) -> Tensor:
+    """Sums over the tokens of each sample, [b, n]: those of blocks, then the canonical tree over the blocks."""
+    sums = tree_fold(block_sums(x_BSN, block), 1)
+    return sums.clone() if x_BSN.shape[1] == 1 else sums  # one token is its own sum, but the result must not share its memory
+
+
+def token_nodes(x_BSN: Tensor, block: int, nodes: Sequence[Node]) -> Tensor:
+    """The tree nodes of a rank that has only the tokens of `nodes`, in order: [b, nodes, n]."""
+    sums, first = block_sums(x_BSN, block), nodes[0][0]
+    return torch.stack([tree_fold(sums[:, lo - first : hi - first], 1) for lo, hi in nodes], 1)
+
+
+def finished_part(
+    group: Group,
+    values: Sequence[Tensor],
+    nodes: Sequence[Sequence[Node]],
+    num_leaves: int,
+    parts_of: Callable[[Tensor], Sequence[Tensor]],
+) -> Tensor:
+    """The finished sum of this member's part of the elements, flat: the first half of `sum_over`.
+
+    `parts_of` cuts a value into the members' parts, flat ones.
+    """
+    cuts = [parts_of(value) for value in values]
+    outgoing = [torch.stack(parts) for parts in zip(*cuts, strict=True)]
+    own = outgoing[group.rank].shape[1]
+    arrived = group.all_to_all(outgoing, [(len(theirs), own) for theirs in nodes])
+    pairs = [pair for theirs, rows in zip(nodes, arrived, strict=True) for pair in zip(theirs, rows, strict=True)]
+    return _finish(pairs, num_leaves)
+
+
+def sum_over(
+    group: Group,
+    values: Sequence[Tensor],
+    nodes: Sequence[Sequence[Node]],
+    num_leaves: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """The finished sum over `num_leaves` leaves that lie on the members of a group, flat, the same on every member.
 
     `nodes[i]` are the tree nodes that member i holds; `values` are this member's, one flat tensor per node, and are used up. Each
     member finishes the tree for an even part of the elements (all-to-all), then all take all parts (all-gather): 2(n-1)/n of the data
-    leaves each rank when cuts are aligned.
+    leaves each rank when cuts are aligned. The finished sum is rounded to `dtype`.
     """
     if group.size == 1:
-        return _finish(zip(nodes[0], values, strict=True), num_leaves)
-    num_elements = values[0].numel()
-    parts = [cut(num_elements, group.size, member) for member in range(group.size)]
-    lo, hi = parts[group.rank]
-    outgoing = [torch.stack([value[first:last] for value in values]) for first, last in parts]
-    arrived = group.all_to_all(outgoing, [(len(theirs), hi - lo) for theirs in nodes])
-    pairs = [pair for theirs, rows in zip(nodes, arrived, strict=True) for pair in zip(theirs, rows, strict=True)]
-    own = _finish(pairs, num_leaves)
+        return _finish(zip(nodes[0], values, strict=True), num_leaves).to(dtype)
+    parts = [cut(values[0].numel(), group.size, member) for member in range(group.size)]
+    own = finished_part(group, values, nodes, num_leaves, lambda value: [value[first:last] for first, last in parts]).to(dtype)
     return torch.cat(group.all_gather(own, [(last - first,) for first, last in parts]))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core.parameters import Usage
 from ..numerics import Contribution, Numerics
 from ..numerics.base import Accumulator
+from ..numerics.tokens import OwnedTokens
 from ..transport.base import Group
 from .parameter import canonical
 
@@ -50,35 +51,47 @@ class WeightWork:
 class Gradients:
     """The gradient sums of one stage over a step. They are sums over tokens: divide by the global token count when finished.
 
-    `add` may come in any order of microbatches. `reduce` finishes the step and starts the next one empty.
+    `add` may come in any order of microbatches. `reduce` finishes the step and starts the next one empty. `tokens` is the cut of the
+    sequence over tensor-parallel ranks, where there is one.
     """
 
-    def __init__(self, numerics: Numerics, num_samples: int):
+    def __init__(self, numerics: Numerics, num_samples: int, tokens: OwnedTokens | None = None):
         self._numerics = numerics
         self._num_samples = num_samples
+        self._tokens = tokens
         self._usages: dict[str, Usage] = {}
         self._sums: dict[str, Accumulator] = {}
+        self._by_tokens: set[str] = set()
 
-    def register(self, usage: Usage) -> None:
-        """Starts a sum for one use of a parameter."""
+    def register(self, usage: Usage, *, own_tokens: bool = False) -> None:
+        """Starts a sum for one use of a parameter; with `own_tokens` this rank contributes its own tokens' part of it."""
         assert usage.key not in self._usages, f"{usage.key} is used twice"
         self._usages[usage.key] = usage
-        self._sums[usage.key] = self._numerics.accumulator(self._num_samples)
+        if own_tokens:
+            self._by_tokens.add(usage.key)
+        self._sums[usage.key] = self._empty(usage.key)
 
     def add(self, usage: Usage, first_sample: int, contribution: Contribution) -> None:
         """Takes one microbatch's contribution, in storage orientation; it belongs to this object now."""
         self._sums[usage.key].add(first_sample, contribution)
 
-    def reduce(self, copies: Group, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Tensor]:
+    def reduce(self, copies: Group, samples_of: Callable[[int], tuple[int, int]], tp: Group | None = None) -> dict[str, Tensor]:
         """Finished sums of this rank's slices by `Usage.key`, in the parameter's orientation, the same on every copy of the stage.
 
         The key is the parameter's name, but for a tied table, whose uses end in `@embedding` and `@output`: `finish_tied` adds them.
-        `samples_of(copy)` is the interval of the global batch that a member has seen (`plan.copy_samples`). Raises ValueError while a
-        microbatch has not contributed.
+        `samples_of(copy)` is the interval of the global batch that a member has seen (`plan.copy_samples`); `tp` joins the ranks that
+        know different tokens, and is needed with sequence parallelism only. Raises ValueError while a microbatch has not contributed.
         """
+        if self._tokens is not None and self._by_tokens:
+            assert tp is not None, "sequence parallelism sums norms and biases over tensor-parallel ranks"
+            own = {key: each for key, each in self._sums.items() if key in self._by_tokens}
+            self._sums.update(self._numerics.finish_tokens(own, tp, self._tokens))
         sums = self._numerics.reduce_gradients(self._sums, copies, samples_of)
-        self._sums = {key: self._numerics.accumulator(self._num_samples) for key in self._usages}
+        self._sums = {key: self._empty(key) for key in self._usages}
         return {key: canonical(self._usages[key].parameter, total) for key, total in sums.items()}
+
+    def _empty(self, key: str) -> Accumulator:
+        return self._numerics.accumulator(self._num_samples, own_tokens=key in self._by_tokens)
 
     @property
     def num_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from .context import LayerContext
 
 class ParallelLinear(nn.Module):
     """What both kinds share: the three products (see `numerics.base`), recorded under the layer's name.
+
+    With sequence parallelism a whole-feature side has this rank's tokens outside of the layer, and all of them inside.
 
     `weight` and `bias` name the parameters; the bias is left out where the model has none.
     """
@@ -26,19 +29,24 @@ class ParallelLinear(nn.Module):
         self.shard, self.usage = context.shard(weight, role)
         self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.has(f"{name}.bias") else (None, None)
 
+    def gather(self, x_BSF: Tensor) -> Tensor:
+        """All tokens of the whole-feature side."""
+        with self.context.recorder.layer(self.name):
+            return self.context.gather(x_BSF)
+
     def project(self, x_BSF: Tensor) -> Tensor:
-        """[b, s, f] -> [b, s, c]: whole features to this rank's part of the cut ones."""
+        """[b, s, f] of all tokens -> [b, s, c]: whole features to this rank's part of the cut ones."""
         cut_size, full_size = self.shard.storage.shape
         with self.context.recorder.layer(self.name):
             self.context.recorder.product(_tokens(x_BSF), cut_size, full_size)
-            return self.context.numerics.project(x_BSF, self.shard.storage, self.leaves)
+            return self.context.numerics.project(x_BSF, self.shard.operand, self.leaves)
 
     def contract(self, x_BSC: Tensor) -> Tensor:
-        """[b, s, c] -> [b, s, f]: summed over all ranks' parts."""
+        """[b, s, c] -> [b, s, f]: summed over all ranks' parts; this rank's tokens of it."""
         cut_size, full_size = self.shard.storage.shape
         with self.context.recorder.layer(self.name):
             self.context.recorder.product(_tokens(x_BSC), full_size, cut_size)
-            return self.context.numerics.contract(x_BSC, self.shard.storage, self.leaves, self.context.tp)
+            return self.context.numerics.contract(x_BSC, self.shard.operand, self.leaves, self.context.tp, self.context.tokens)
 
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor) -> Contribution:
         """The contribution of one microbatch, in storage orientation."""
@@ -46,11 +54,11 @@ class ParallelLinear(nn.Module):
         self.context.recorder.product(cut_size, full_size, _tokens(x_BSC))
         return self.context.numerics.weight_gradient(x_BSC, y_BSF, self.leaves)
 
-    def submit(self, ctx: Any, x_BSC: Tensor, y_BSF: Tensor, output_gradient: Tensor) -> None:
+    def submit(self, ctx: Any, weight: Callable[[], Contribution], bias: Callable[[], Contribution]) -> None:
         """Leaves the gradients of weight and bias to the stage."""
-        work = [(self.usage, lambda: self.weight_gradient(x_BSC, y_BSF))]
+        work = [(self.usage, weight)]
         if self.bias is not None:
-            work.append((self.bias_usage, lambda: self.context.numerics.token_sums(output_gradient)))
+            work.append((self.bias_usage, bias))
         self.context.submit(self.name, work, ctx.microbatch)
 
 
@@ -58,7 +66,7 @@ class ColumnParallelLinear(ParallelLinear):
     """[b, s, f] -> [b, s, c], the same input on every rank, each rank its own output features."""
 
     def forward(self, x_BSF: Tensor) -> Tensor:
-        return _Column.apply(x_BSF, self)
+        return _Column.apply(x_BSF, self, self.context.source_of(x_BSF))
 
 
 class RowParallelLinear(ParallelLinear):
@@ -70,19 +78,19 @@ class RowParallelLinear(ParallelLinear):
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear) -> Tensor:
-        ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        ctx.save_for_backward(x_BSF)
-        y_BSC = layer.project(x_BSF)
-        return y_BSC if layer.bias is None else y_BSC.add_(layer.bias.storage)
+    def forward(ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Callable[[], Tensor] | None) -> Tensor:
+        ctx.layer, ctx.microbatch, ctx.source = layer, layer.context.microbatch, source
+        ctx.save_for_backward(*([x_BSF] if source is None else []))
+        y_BSC = layer.project(layer.gather(x_BSF))
+        return y_BSC if layer.bias is None else y_BSC.add_(layer.bias.operand)
 
     @staticmethod
-    def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None]:
-        (x_BSF,) = ctx.saved_tensors
-        dy_BSC = dy_BSC.contiguous()
-        dx_BSF = ctx.layer.contract(dy_BSC)
-        ctx.layer.submit(ctx, dy_BSC, x_BSF, dy_BSC)
-        return dx_BSF, None
+    def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None, None]:
+        x_BSF = ctx.source() if ctx.source is not None else ctx.saved_tensors[0]
+        layer, dy_BSC = ctx.layer, dy_BSC.contiguous()
+        dx_BSF = layer.contract(dy_BSC)
+        layer.submit(ctx, lambda: layer.weight_gradient(dy_BSC, layer.gather(x_BSF)), lambda: layer.context.numerics.token_sums(dy_BSC))
+        return dx_BSF, None, None
 
 
 class _Row(torch.autograd.Function):
@@ -91,14 +99,15 @@ class _Row(torch.autograd.Function):
         ctx.layer, ctx.microbatch = layer, layer.context.microbatch
         ctx.save_for_backward(x_BSC)
         y_BSF = layer.contract(x_BSC)
-        return y_BSF if layer.bias is None else y_BSF.add_(layer.bias.storage)
+        return y_BSF if layer.bias is None else y_BSF.add_(layer.bias.operand)
 
     @staticmethod
     def backward(ctx: Any, dy_BSF: Tensor) -> tuple[Tensor, None]:
         (x_BSC,) = ctx.saved_tensors
-        dy_BSF = dy_BSF.contiguous()
-        dx_BSC = ctx.layer.project(dy_BSF)
-        ctx.layer.submit(ctx, x_BSC, dy_BSF, dy_BSF)
+        layer, own_dy_BSF, tokens = ctx.layer, dy_BSF.contiguous(), ctx.layer.context.tokens
+        dy_BSF = layer.gather(own_dy_BSF)
+        dx_BSC = layer.project(dy_BSF)
+        layer.submit(ctx, lambda: layer.weight_gradient(x_BSC, dy_BSF), lambda: layer.context.numerics.token_sums(own_dy_BSF, tokens))
         return dx_BSC, None
 
 

@@ -1,4 +1,5 @@
-"""LayerNorm and RMSNorm. Rows are whole on every rank, so only their weights' gradients need the canonical sums."""
+"""LayerNorm and RMSNorm, computed in fp32 and rounded once. Rows are whole on every rank, so only their weights' gradients need the
+canonical sums."""
 
 from __future__ import annotations
 
@@ -7,22 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..numerics import Contribution
 from .context import LayerContext
 
 
 class Norm(nn.Module):
-    """[b, s, h] -> [b, s, h]: the model's norm with parameters `name.weight` and, for LayerNorm, `name.bias`."""
+    """[b, s, h] -> [b, s, h]: the model's norm with parameters `name.weight` and, for LayerNorm, `name.bias`.
+
+    Where the plan recomputes norms, a layer's norm keeps its input, and who uses its result in a backward makes it again.
+    """
 
     def __init__(self, context: LayerContext, name: str):
         super().__init__()
         self.name = name
         self.context = context
+        self.recomputed = "norm" in context.recomputed_modules and name.startswith("layers.")
         self.eps = context.model.norm_eps
         self.weight, self.weight_usage = context.shard(f"{name}.weight")
         self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.model.norm == "layernorm" else (None, None)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return (_RmsNorm if self.bias is None else _LayerNorm).apply(x_BSH, self)
+        y_BSH = (_RmsNorm if self.bias is None else _LayerNorm).apply(x_BSH, self)
+        if not self.recomputed:
+            return y_BSH
+        kept = x_BSH.detach()
+        return self.context.can_repeat(y_BSH, lambda: self._again(kept))
+
+    def _again(self, x_BSH: Tensor) -> Tensor:
+        with torch.no_grad():
+            return (_RmsNorm if self.bias is None else _LayerNorm).apply(x_BSH, self)
+
+    def token_sums(self, x_BSH: Tensor) -> Contribution:
+        """The sums over the tokens that this rank has."""
+        return self.context.numerics.token_sums(x_BSH, self.context.tokens)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -30,20 +48,25 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
         assert layer.bias is not None
         ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        y, mean, rstd = torch.native_layer_norm(x_BSH, x_BSH.shape[-1:], layer.weight.storage, layer.bias.storage, layer.eps)
+        weight, bias = layer.weight.operand.float(), layer.bias.operand.float()
+        y_BSH, mean, rstd = torch.native_layer_norm(x_BSH.float(), x_BSH.shape[-1:], weight, bias, layer.eps)
         ctx.save_for_backward(x_BSH, mean, rstd)
-        return y
+        return y_BSH.to(x_BSH.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
-        x_BSH, mean, rstd = ctx.saved_tensors
-        layer, dy_BSH, sums = ctx.layer, dy_BSH.contiguous(), ctx.layer.context.numerics.token_sums
+        (x_BSH, mean, rstd), layer, dtype = ctx.saved_tensors, ctx.layer, dy_BSH.dtype
+        weight, bias = layer.weight.operand.float(), layer.bias.operand.float()
+        dy_BSH, x_BSH = dy_BSH.contiguous().float(), x_BSH.float()
         dx_BSH, _, _ = torch.ops.aten.native_layer_norm_backward(
-            dy_BSH, x_BSH, x_BSH.shape[-1:], mean, rstd, layer.weight.storage, layer.bias.storage, [True, False, False]
+            dy_BSH, x_BSH, x_BSH.shape[-1:], mean, rstd, weight, bias, [True, False, False]
         )
-        work = [(layer.weight_usage, lambda: sums((x_BSH - mean) * rstd * dy_BSH)), (layer.bias_usage, lambda: sums(dy_BSH))]
+        work = [
+            (layer.weight_usage, lambda: layer.token_sums((x_BSH - mean) * rstd * dy_BSH)),
+            (layer.bias_usage, lambda: layer.token_sums(dy_BSH)),
+        ]
         layer.context.submit(layer.name, work, ctx.microbatch)
-        return dx_BSH, None
+        return dx_BSH.to(dtype), None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -52,19 +75,21 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
         ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        rstd = layer.context.numerics.elementwise(torch.rsqrt, x_BSH.square().mean(-1, keepdim=True) + layer.eps)
+        wide = x_BSH.float()
+        rstd = layer.context.numerics.elementwise(torch.rsqrt, wide.square().mean(-1, keepdim=True) + layer.eps)
         ctx.save_for_backward(x_BSH, rstd)
-        return (x_BSH * rstd).mul_(layer.weight.storage)
+        return (wide * rstd).mul_(layer.weight.operand).to(x_BSH.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         x_BSH, rstd = ctx.saved_tensors
-        layer, normed = ctx.layer, x_BSH * rstd
-        g = dy_BSH * layer.weight.storage
+        layer, normed, dtype = ctx.layer, x_BSH.float() * rstd, dy_BSH.dtype
+        dy_BSH = dy_BSH.float()
+        g = dy_BSH * layer.weight.operand
         dx_BSH = (g - normed * (g * normed).mean(-1, keepdim=True)).mul_(rstd)
 
         def gradient():
-            return layer.context.numerics.token_sums(normed * dy_BSH)
+            return layer.token_sums(normed * dy_BSH)
 
         layer.context.submit(layer.name, [(layer.weight_usage, gradient)], ctx.microbatch)
-        return dx_BSH, None
+        return dx_BSH.to(dtype), None

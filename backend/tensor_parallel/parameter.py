@@ -15,13 +15,14 @@ from ..numerics.random import normal
 class Shard:
     """The `slices` part of a parameter.
 
-    `storage` is contiguous with the cut dimension first, so that a feature leaf is a run of whole rows; `tensor` is the same memory
-    in the parameter's own orientation.
+    `storage` is fp32 and contiguous with the cut dimension first, so that a feature leaf is a run of whole rows; `tensor` is the same
+    memory in the parameter's own orientation. Layers compute with `operand`: the storage itself, or its copy in the plan's precision.
     """
 
     parameter: Parameter
     slices: tuple[slice, ...]
     storage: Tensor
+    operand: Tensor
 
     @property
     def tensor(self) -> Tensor:
@@ -32,6 +33,12 @@ class Shard:
         """Takes this rank's part of a full tensor."""
         with torch.no_grad():
             self.tensor.copy_(full[self.slices])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Rounds the fp32 weights into `operand`, after they have changed."""
+        if self.operand is not self.storage:
+            self.operand.copy_(self.storage)
 
 
 def canonical(parameter: Parameter, stored: Tensor) -> Tensor:
@@ -39,14 +46,15 @@ def canonical(parameter: Parameter, stored: Tensor) -> Tensor:
     return stored.t() if _columns_cut(parameter) else stored
 
 
-def initial_shard(parameter: Parameter, slices: tuple[slice, ...], seed: int, device: torch.device) -> Shard:
-    """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw."""
+def initial_shard(parameter: Parameter, slices: tuple[slice, ...], seed: int, device: torch.device, dtype: torch.dtype) -> Shard:
+    """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw. Layers compute in `dtype`."""
     if parameter.constant is not None:
         values = torch.full([part.stop - part.start for part in slices], parameter.constant)
     else:
         values = normal(seed, parameter.name, parameter.shape, slices, parameter.init_std)
     storage = values.t() if _columns_cut(parameter) else values
-    return Shard(parameter, slices, storage.contiguous().to(device))
+    storage = storage.contiguous().to(device)
+    return Shard(parameter, slices, storage, storage.to(dtype))
 
 
 def _columns_cut(parameter: Parameter) -> bool:

@@ -1,6 +1,7 @@
 """What moves tensors between ranks: `Group`, `Channel` and `Transport`, the same for threads, gloo and NCCL.
 
-A transport moves bytes; the order of every sum is the caller's (`all_reduce` is the one exception, and only fast numerics use it).
+A transport moves bytes; the order of every sum is the caller's (`all_reduce` and `reduce_scatter` are the exceptions, and only fast
+numerics use them).
 Groups and channels are explicit objects: nothing here is global, so one process can hold several worlds.
 
 What a caller may rely on, whatever the transport:
@@ -55,6 +56,11 @@ class Group(ABC):
         self._global_rank = global_rank
         self._recorder = recorder
 
+    @property
+    def recorder(self) -> Recorder:
+        """What this group reports its calls to."""
+        return self._recorder
+
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """The tensors that the members sent here, in member order: `parts[i]` goes to member i, one of shape `shapes[i]` comes from it.
 
@@ -100,6 +106,21 @@ class Group(ABC):
         self._recorder.collective("all_reduce", self.axis, self.size, ring_all_reduce_bytes(tensor.nbytes, self.size))
         return self._all_reduce(tensor, op)
 
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over the members of the part that each has for this one, in the order the library chooses: for fast numerics only.
+
+        `parts[i]` is added up on member i; all have one shape. Recorded as a ring: (n-1)/n of the payload leaves each rank, rounded up.
+        """
+        parts = [part.detach() for part in parts]
+        self._check("reduce_scatter", len(parts))
+        if len({(part.shape, part.dtype) for part in parts}) > 1:
+            raise ValueError(f"{self}: reduce_scatter adds parts of one shape and dtype, but was given {[tuple(p.shape) for p in parts]}.")
+        if self.size == 1:
+            return contiguous_copy(parts[0])
+        payload_bytes = sum(part.nbytes for part in parts)
+        self._recorder.collective("reduce_scatter", self.axis, self.size, -(-(self.size - 1) * payload_bytes // self.size))
+        return self._reduce_scatter(parts)
+
     def barrier(self) -> None:
         """Returns once every member has called it. Not recorded: it moves no data."""
         if self.size > 1:
@@ -120,6 +141,9 @@ class Group(ABC):
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, parts: list[Tensor]) -> Tensor: ...
 
     @abstractmethod
     def _barrier(self) -> None: ...

@@ -132,6 +132,12 @@ class MemoryGroup(Group):
             result = result + other if op == "sum" else torch.maximum(result, other)
         return result
 
+    def _reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        first, *others = self._all_to_all(parts, [tuple(parts[0].shape)] * self.size)
+        for other in others:
+            first = first + other
+        return first
+
     def _barrier(self) -> None:
         self._exchange("barrier", None)
 

@@ -144,6 +144,15 @@ class ProcessGroup(Group):
             self._process_group.allreduce([result], options).wait()
         return result
 
+    def _reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        flat = torch.cat([part.reshape(-1) for part in parts])  # gloo compares the first dimensions
+        result = flat.new_empty(parts[0].numel())
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        with _named(f"{self}: reduce_scatter"):
+            self._process_group._reduce_scatter_base(result, flat, options).wait()
+        return result.view(parts[0].shape)
+
     def _barrier(self) -> None:
         if self._device.type == "cuda":
             # NCCL's own barrier picks a device by itself; a reduction of one number on ours, awaited by the host, is the same thing

@@ -9,6 +9,7 @@ rotations and softmax are elementwise or row-wise work without products; they ar
 """
 
 from .actions import message_bytes, operations
+from .batch import load_batch
 from .gradients import copies_axis, gradient_bytes, own_token_parameters, tied_ends
 from .holdings import (
     Held,
@@ -61,6 +62,7 @@ __all__ = [
     "head_work",
     "held_elements",
     "held_gradients",
+    "load_batch",
     "local_elements",
     "message_bytes",
     "mtp_work",

@@ -65,7 +65,7 @@ def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
     """
     layout = plan.layout
     if layout.tp > 1 and (replicated := own_token_elements(plan, stage)):
-        yield Collective("", "all_reduce", "tp", layout.tp, -(-2 * (layout.tp - 1) * replicated * PARTIAL_BYTES // layout.tp))
+        yield from _over_tokens(plan, replicated, tp_rank, plan.copy_samples(stage, copy))
     if plan.numerics.mode == "exact":
         yield from _exactly_reduced(plan, stage, tp_rank, copy)
         return
@@ -124,6 +124,23 @@ def _copied(plan: Plan, stage: int, held: tuple[int, int]) -> Iterator[tuple[str
     for axis, elements, size, parts in zip(axes, held, num_copies(plan, stage), num_shards(plan, stage), strict=True):
         if size > 1 and elements:
             yield axis, elements, size, parts
+
+
+def _over_tokens(plan: Plan, elements: int, tp_rank: int, samples: tuple[int, int]) -> Iterator[Operation]:
+    """The sum over tensor-parallel ranks of what each knows for its own tokens.
+
+    Exact numerics nest the tokens' tree in the batch's: a rank keeps the nodes of its tokens for every sample, and here each rank finishes
+    the samples, and the batch's tree over them, for an even part of the elements.
+    """
+    tp = plan.layout.tp
+    if plan.numerics.mode == "fast":
+        yield Collective("", "all_reduce", "tp", tp, -(-2 * (tp - 1) * elements * PARTIAL_BYTES // tp))
+        return
+    (lo, hi), leaves = cut(elements, tp, tp_rank), plan.leaf_sizes.tokens(plan.batch.sequence)
+    num_rows = (samples[1] - samples[0]) * len(maximal_nodes(leaves.num_leaves, *leaves.owned(tp, tp_rank)))
+    yield Collective("", "all_to_all", "tp", tp, num_rows * (elements - (hi - lo)) * PARTIAL_BYTES)
+    num_nodes = len(maximal_nodes(plan.batch.global_size, *samples))
+    yield Collective("", "all_gather", "tp", tp, num_nodes * (hi - lo) * PARTIAL_BYTES * (tp - 1))
 
 
 def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterator[Operation]:

@@ -43,9 +43,7 @@ class Tensors:
     @cached_property
     def own_tokens(self) -> int:
         """Tokens whose hidden states this rank holds outside the cut layers: a part of each sequence with sequence parallelism."""
-        if not self.plan.layout.sequence_parallel:
-            return self.tokens
-        lo, hi = cut(self.sequence, self.tp, self.tp_rank)
+        lo, hi = self.plan.tokens_of(self.tp_rank)
         return self.plan.batch.micro_size * (hi - lo)
 
     @cached_property
@@ -85,14 +83,15 @@ class Tensors:
         return (self._gather(layer, self.own_tokens * width),)
 
     def softmax(self, layer: str, leaves: Leaves) -> Operations:
-        """The global maximum, then block sums of exponentials together with the target's logit, one number per token each."""
+        """The global maximum, then block sums of exponentials together with the target's logit, one number per token each; with label
+        smoothing those of the logits too."""
         if self.tp == 1:
             return ()
-        column = self.tokens * PARTIAL_BYTES
+        column, num_sums = self.tokens * PARTIAL_BYTES, 2 if self.plan.train.label_smoothing else 1
         if self.plan.numerics.mode == "fast":
             maximum = self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * column, divisor=self.tp)
-            return (maximum, self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * 2 * column, divisor=self.tp))
-        sums = self.tp_collective(layer, "all_gather", (self.num_nodes(leaves) + 1) * column * (self.tp - 1))
+            return (maximum, self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * (num_sums + 1) * column, divisor=self.tp))
+        sums = self.tp_collective(layer, "all_gather", (num_sums * self.num_nodes(leaves) + 1) * column * (self.tp - 1))
         return (self.tp_collective(layer, "all_gather", column * (self.tp - 1)), sums)
 
     def tp_collective(self, layer: str, op: CollectiveOp, sent_bytes: int, divisor: int = 1) -> Collective:

@@ -137,7 +137,7 @@ class Names:
     def __init__(self):
         self.seen = []
 
-    def activation(self, name, microbatch, tensor):
+    def activation(self, name, microbatch, tokens, tensor):
         assert tensor.requires_grad  # in the graph, so that an observer may ask for its gradient
         self.seen.append((name, microbatch.first_sample, tuple(tensor.shape)))
 

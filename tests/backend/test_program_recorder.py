@@ -17,18 +17,21 @@ from shardproof.core.action import Action, Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
-from shardproof.core.program import operations
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.program import load_batch, operations
 from shardproof.core.schedules import schedule_for
 
+KEEP = Recompute()
 
-def plan_of(layout: Layout, mode: str, *, model="tiny-gpt", samples=8, micro=1, schedule="1F1B") -> Plan:
+
+def plan_of(layout: Layout, mode: str, *, model="tiny-gpt", samples=8, micro=1, schedule="1F1B", recompute=KEEP, dtype="fp32") -> Plan:
     return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages)),
+        replace(model_preset(model), num_layers=layout.stages.count("t") if layout.stages else max(2, layout.num_stages)),
         cluster_preset("this-host", layout.world_size),
         layout,
         Batch(samples, micro, 20),
-        precision=Precision("fp32"),
+        precision=Precision(dtype),
+        recompute=recompute,
         schedule=ScheduleChoice(schedule),
         numerics=Numerics(mode, gradient_token_block=8),
     )
@@ -51,11 +54,30 @@ LAYOUTS = [
     pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2-pp2-dp2"),
     pytest.param(Layout(pp=3, dp=2, stages="Ett||tL"), {}, id="pp3-dp2-with-an-empty-stage"),
     pytest.param(Layout(pp=2, vpp=2), {"schedule": "Interleaved1F1B"}, id="pp2-vpp2"),
+    pytest.param(Layout(tp=4, sequence_parallel=True), {"micro": 2}, id="tp4-sp-micro2"),
+    pytest.param(Layout(tp=2, pp=2, dp=2, sequence_parallel=True), {"model": "tiny-llama"}, id="tp2-pp2-dp2-sp-gqa"),
+    pytest.param(Layout(tp=2, dp=3, sequence_parallel=True), {"samples": 15}, id="tp2-dp3-sp-of-15-samples"),
 ]
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize(("layout", "choices"), LAYOUTS)
+MODULES = Recompute("selective", modules=("core_attn", "mlp", "norm"))
+LAYOUTS += [
+    pytest.param(Layout(tp=2, pp=2), {"recompute": Recompute("full")}, id="full-recomputation"),
+    pytest.param(Layout(pp=2, stages="Ettt|tL"), {"recompute": Recompute("full", num_layers=2)}, id="two-layers-of-a-stage"),
+    pytest.param(Layout(tp=2, sequence_parallel=True), {"recompute": MODULES, "model": "tiny-llama"}, id="selective-sp"),
+    pytest.param(Layout(pp=2, vpp=2), {"recompute": MODULES, "schedule": "ZBVZeroBubble"}, id="selective-split-backward"),
+]
+LAYOUTS += [
+    pytest.param(Layout(tp=4, pp=2), {"dtype": "bf16", "micro": 2}, id="bf16-tp4-pp2"),
+    pytest.param(Layout(tp=2, dp=2, sequence_parallel=True), {"dtype": "bf16", "model": "tiny-llama"}, id="bf16-sp"),
+]
+UNEVEN = [pytest.param(Layout(tp=3, sequence_parallel=True), {"model": "tiny-gpt-6h", "micro": 2}, "exact", id="tp3-sp-uneven-exact")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "choices", "mode"),
+    [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in LAYOUTS for mode in ("exact", "fast")] + UNEVEN,
+)
 def test_every_action_of_a_step_records_the_program(layout, choices, mode):
     plan = plan_of(layout, mode, **choices)
     schedule = lower(schedule_for(plan))
@@ -65,6 +87,7 @@ def test_every_action_of_a_step_records_the_program(layout, choices, mode):
         for action, operation in events:
             recorded[action][operation] += 1
         row = list(schedule.row(here["pp"]))
+        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
         assert recorded.keys() <= set(row), "something was computed or sent outside of the schedule's actions"
         for action in row:
             expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"]))

@@ -18,7 +18,7 @@ from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.parameters import parameters
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.core.program import operations
+from shardproof.core.program import load_batch, operations
 from shardproof.core.schedules import schedule_for
 
 STEPS = 2
@@ -63,7 +63,7 @@ class Collect:
     def begin_step(self, step):
         self.pieces.clear()
 
-    def activation(self, name, microbatch, tensor):
+    def activation(self, name, microbatch, tokens, tensor):
         pass
 
     def scalar(self, name, value):
@@ -173,6 +173,7 @@ def test_every_action_records_the_program_of_its_replica(plan, mode):
         for action, operation in events:
             recorded[action][operation] += 1
         row = [part for action in schedule.row(here["pp"]) for part in action.parts]
+        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
         assert recorded.keys() <= set(row), "something was computed or sent outside of the schedule's actions"
         for action in row:
             replica = plan.placement.replica_of(action.stage, here["pp"])

@@ -95,7 +95,7 @@ class Seen:
     def begin_step(self, step):
         self.activations, self.gradients = {}, {}
 
-    def activation(self, name, microbatch, tensor):
+    def activation(self, name, microbatch, tokens, tensor):
         self.activations[name, microbatch.first_sample] = tensor.detach().clone()
 
     def gradient(self, name, slices, tensor):

@@ -157,6 +157,24 @@ def test_collectives_of_3_ranks_record_the_bytes_that_leave_each(workers, transp
     assert workers(1, transport).run(recorded_job) == [[]]
 
 
+def reduce_scatter_job(transport, _):
+    group = transport.group("world", "tp", range(transport.world_size))
+    transport.recorder.enabled = True
+    parts = [torch.arange(6.0).view(2, 3) + 10 * group.rank + 100 * i for i in range(group.size)]
+    sums = [group.reduce_scatter([part.to(dtype) for part in parts]).tolist() for dtype in (torch.float32, torch.bfloat16)]
+    return sums, parts[0][0, 0].item(), [operation for _, operation in transport.recorder.events]
+
+
+@every_transport
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reduce_scatter_gives_each_member_the_sum_of_its_parts_and_records_a_ring(workers, transport, world_size):
+    for rank, (sums, first, recorded) in enumerate(workers(world_size, transport).run(reduce_scatter_job)):
+        whole = world_size * (torch.arange(6.0).view(2, 3) + 100 * rank) + 10 * sum(range(world_size))
+        assert sums == [whole.tolist(), whole.bfloat16().tolist()] and first == 10 * rank
+        sent = [Collective("", "reduce_scatter", "tp", world_size, (world_size - 1) * size) for size in (24, 12)]
+        assert recorded == (sent if world_size > 1 else [])
+
+
 def test_ring_all_reduce_bytes_round_up():
     assert [ring_all_reduce_bytes(100, n) for n in (1, 2, 3, 4, 8)] == [0, 100, 134, 150, 175]
 

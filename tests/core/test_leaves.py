@@ -66,7 +66,7 @@ def test_the_slices_of_all_tensor_ranks_cover_each_cut_parameter_once(name, tp):
 
 def test_leaf_sizes_depend_on_model_and_sequence_only():
     sizes = leaf_sizes(model_of(kv_heads=6), sequence=64)
-    assert (sizes.gradient_token_block, sizes.reduction_token_block) == (64, 32)
+    assert (sizes.gradient_token_block, sizes.reduction_token_block) == (64, 8)
     assert sizes.ffn == Leaves(192, 32) and sizes.vocab == Leaves(256, 43)
 
 

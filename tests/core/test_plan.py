@@ -287,6 +287,7 @@ BROKEN = {
     "positions-suffice": (("sequence = 2048", "sequence = 4096"), "sequence=4096 is longer than the learned position table"),
     "cluster-is-filled": (("dp = 16", "dp = 8"), "512 ranks, but num_devices=1024. Use dp=16"),
     "nodes-are-whole": (("num_devices = 1024", "num_devices = 1020"), "does not fill nodes of devices_per_node=8. Use 1016 or 1024"),
+    "token-blocks-admit-tp": (('mode = "fast"', 'mode = "exact"\nreduction_token_block = 512'), "reduction_token_block <= 256"),
     "sequence-divides": (("sequence = 2048", "sequence = 2044"), "Use sequence=2040"),
     "experts-divide": (("ep = 1", "ep = 2"), "ep=2 spreads experts, but model gpt3-175b has none (num_experts=0). Use ep=1"),
     "experts-share-tokens": ((MODEL_TO_LAYOUT, EXPERTS), "etp=1 differs from tp=8, so every rank must send tokens of its own"),

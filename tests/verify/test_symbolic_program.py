@@ -80,6 +80,7 @@ def layer_mutants(plan: Plan, layers: tuple[str, ...], only_rank: int | None = N
         pytest.param(
             {"mode": "fast", "model": "tiny-gpt-6h", "tp": 3, "dp": 2, "sequence_parallel": True, "recompute": "selective"}, id="fast-sp"
         ),
+        pytest.param({"mode": "exact", "tp": 4, "sequence_parallel": True}, id="exact-sp"),
     ],
 )
 def test_every_product_and_collective_of_every_layer_counts(choices):
@@ -166,6 +167,7 @@ def step_program(change) -> Program:
     [
         pytest.param({"mode": "exact", "tp": 2, "pp": 2, "dp": 3}, id="exact"),
         pytest.param({"mode": "fast", "tp": 2, "pp": 2, "dp": 3, "sequence_parallel": True}, id="fast-sp"),
+        pytest.param({"mode": "exact", "tp": 2, "pp": 2, "dp": 3, "sequence_parallel": True}, id="exact-sp"),
         pytest.param({"mode": "fast", "tp": 2, "pp": 2, "dp": 3, "zero": 1}, id="fast-zero1"),
         pytest.param({"mode": "exact", "tp": 2, "pp": 2, "dp": 3, "zero": 2, "model": "tiny-llama"}, id="exact-zero2"),
         pytest.param({"mode": "fast", "pp": 2, "dp": 2, "schedule": "DualPipe", "per_copy": 8}, id="fast-dualpipe"),
@@ -269,12 +271,13 @@ def test_exact_numerics_with_a_library_all_reduce_are_another_order_and_nothing_
     assert finding.where == "layers.1" and "mlp.down (forward)" in finding.what
 
 
-def test_exact_numerics_with_sequence_parallelism_are_not_canonical_yet_and_a_warning_says_so():
-    """A warning, because nothing runs such a plan: the backend refuses it and the dynamic proof leaves sequence parallelism out."""
-    proof = proof_of(plan_of(mode="exact", tp=2, dp=2, sequence_parallel=True))
-    (finding,) = proof.findings
-    assert (finding.rule, finding.severity) == (ORDER_RULE, "warning") and "REDUCE_GRAD" in finding.where
-    assert proof.ok and not proof.same_order
+def test_exact_numerics_with_sequence_parallelism_keep_every_order_and_say_where_a_cut_would_not(monkeypatch):
+    plan = plan_of(mode="exact", tp=2, dp=3, pp=2, sequence_parallel=True)
+    assert proof_of(plan).findings == ()
+    monkeypatch.setattr(Plan, "tokens_of", lambda plan, tp_rank: (0, 24) if plan.layout.tp == 1 else ((0, 13), (13, 24))[tp_rank])
+    wrong = [finding for finding in proof_of(plan).findings if "REDUCE_GRAD" in finding.where]
+    assert {finding.what for finding in wrong} == {"sums over tokens are cut at token 13, inside a block of reduction_token_block=3."}
+    assert {finding.severity for finding in wrong} == {"error"}
 
 
 def test_unshard_must_gather_over_all_copies():

@@ -1,0 +1,37 @@
+"""Dropout masks by counter: whether element i is kept is a function of (seed, operation, step, i), so every layout drops the same elements.
+
+Only 64-bit integer operations are used, which have the same bits on every device; a rank makes the mask of just the elements it holds,
+and makes it again for the backward instead of keeping it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_SHIFTS = (30, 27)
+_BITS = 24
+"""A probability is compared with so many random bits."""
+
+
+def dropout_mask(seed: int, operation: str, step: int, index: Tensor, probability: float) -> Tensor:
+    """fp32 of the shape of `index`: 0 where an element is dropped, 1/(1-p) where it is kept.
+
+    `index` is int64, the place of each element in the whole tensor of a step. A key is added to it, and the finalizer of splitmix64 mixes
+    the sum (Steele, Lea & Flood 2014, figure 17, variant 13 of Stafford).
+    """
+    key = int.from_bytes(hashlib.blake2b(f"{seed}:{operation}:{step}".encode(), digest_size=8).digest(), "little", signed=True)
+    words = index.mul(_GOLDEN).add_(key)
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
+        words.bitwise_xor_(_shifted(words, shift)).mul_(multiplier)
+    kept = _shifted(words.bitwise_xor_(_shifted(words, 31)), 64 - _BITS) >= round(probability * (1 << _BITS))
+    return kept.to(torch.float32).mul_(1.0 / (1.0 - probability))
+
+
+def _shifted(words: Tensor, shift: int) -> Tensor:
+    """A logical shift to the right: the arithmetic one without the copies of the sign."""
+    return (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
