@@ -1,12 +1,16 @@
 """What this machine takes for the pieces of a training step: products, kernels, collectives and messages, measured.
 
 Cases take turns, round after round, so that a machine that is slower for a while is slower for all of them alike; each case is timed
-in short bursts over operands that do not stay in the nearest cache, and the result is a quantile over the rounds, the median unless
+in short bursts over operands from all over a large pool, and the result is a quantile over the rounds, the median unless
 asked otherwise. Ranks are those of training: processes with one thread each, MKL in its reproducible mode, our groups and channels.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -31,13 +35,33 @@ TRANSFER_BYTES, TRANSFER_BYTES_QUICK = (8, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
-BURST_S = 1.5e-3
+BURST_S = 0.6e-3
 """A burst has as many calls as fill about this time: long beside the clock's resolution, short beside what else a machine does."""
 
-MOST_CALLS = 64
+MOST_CALLS = 5
+"""Calls of a burst: the first finds its code and scratch pushed out of the caches by other kernels, as in a step."""
+
+MOST_TRANSFERS = 8
+"""The same of collectives and messages."""
+
+WORK = (256, 512, 256)
+"""A product before every collective: in a step ranks come to it from work of their own, never quite at the same moment."""
+
 ROUNDS, ROUNDS_QUICK = 25, 5
-CACHE_BYTES = 8 << 20
-"""Operands of a case alternate over about so many bytes: more than a core's own cache, as in a step, where weights come from farther."""
+NEAR_BYTES, FAR_BYTES = 4 << 20, 96 << 20
+"""Operands of a case lie all over so many bytes: near ones, which the kernel before has just made, outside a core's own caches at most;
+far ones (weights, sums of gradients, optimizer state, activations kept for the backward) in main memory."""
+
+KEPT_BYTES = 32 << 20
+"""Results stay until so many bytes came after them, as activations do, so that new ones are written where no cache has been lately."""
+
+MOST_SETS = 64
+
+HEAD_TOKENS, HEAD_WIDTH = 64, 32
+"""Tokens and elements of a head of the kernels that work head by head."""
+
+ADAMW_TENSORS = 8
+"""Tensors of one measured update, whose seconds are given per tensor."""
 
 NORM_WIDTH = 256
 """Columns of the rows that norms and sums are measured on."""
@@ -46,12 +70,13 @@ NORM_WIDTH = 256
 @dataclass(frozen=True)
 class Measurement:
     """Seconds of one call: `kind` is product, kernel, collective or message, `sizes` its sizes (m n k; elements; bytes of the tensor).
+    `alone` and `together` are products and kernels on one rank while the others wait, and on all ranks at once.
 
     `name` says which: `nt`, `nn`, `tn` of products (which operand lies transposed), the kernel, the collective. `seconds` is the
     quantile that was asked for, `spread` the distance of the quartiles over the median, `ranks` how many processes took part.
     """
 
-    kind: Literal["product", "kernel", "collective", "message"]
+    kind: Literal["product", "kernel", "collective", "message", "alone", "together"]
     name: str
     sizes: tuple[int, ...]
     ranks: int
@@ -66,9 +91,10 @@ Case = tuple[Literal["product", "kernel", "collective", "message"], str, tuple[i
 
 @dataclass(frozen=True)
 class MeasureJob:
-    """What the ranks are told."""
+    """What the ranks are told: `compute` measures products and kernels on one rank, `sharing` on one rank and on all at once, `transfers`
+    collectives and messages."""
 
-    compute: bool
+    part: Literal["compute", "sharing", "transfers"]
     rounds: int
     quick: bool
     quantile: float
@@ -83,44 +109,96 @@ def measure_machine(
     transport: Literal["gloo", "nccl"] = "gloo",
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Measurement]:
-    """Everything measured: one rank alone for products and kernels, then groups of ranks for collectives and messages.
+    """Everything measured: one rank for products and kernels, as many ranks as cores for what they lose to each other, then groups of
+    ranks for collectives and messages.
 
     `quick` takes fewer sizes, two ranks and fewer rounds: seconds instead of minutes. `report` hears of the progress.
     """
     rounds = rounds or (ROUNDS_QUICK if quick else ROUNDS)
     found: list[Measurement] = []
-    for size in (1, *((2,) if quick else groups)):
-        report(f"{'products and kernels' if size == 1 else 'collectives and messages'} on {size} rank{'s' * (size > 1)}")
+    cores = os.cpu_count() or 1
+    jobs: list[tuple[int, Literal["compute", "sharing", "transfers"]]] = [(1, "compute")]
+    jobs += [(cores, "sharing")] if cores > 1 and transport == "gloo" else []
+    for size, part in (*jobs, *((size, "transfers") for size in ((2,) if quick else groups))):
+        report(f"{_PARTS[part]} on {size} rank{'s' * (size > 1)}")
         with Workers(size, transport) as workers:
-            found += workers.run(measure_rank, MeasureJob(size == 1, rounds, quick, quantile))[0]
+            found += workers.run(measure_rank, MeasureJob(part, rounds, quick or part == "sharing", quantile))[0]
     return found
+
+
+_PARTS = {
+    "compute": "products and kernels",
+    "sharing": "what ranks that compute at once lose to each other",
+    "transfers": "collectives and messages",
+}
 
 
 def measure_rank(transport: Any, job: MeasureJob) -> list[Measurement]:
     """The job of one rank; global rank 0 has the result."""
-    import torch
-
-    if job.compute:
-        cases = [*_products(transport.device, quick=job.quick), *_kernels(transport.device, quick=job.quick)]
+    if job.part == "sharing":
+        return _sharing(transport, job)
+    if job.part == "compute":
+        pools = _Pools(transport.device)
+        cases = [*_products(pools, quick=job.quick), *_kernels(pools, quick=job.quick)]
         seconds = _measured(cases, job.rounds, lambda: None, transport.device)
     else:
         world = transport.group("measure", "tp", range(transport.world_size))
         cases = [*_collectives(transport, world, quick=job.quick), *_messages(transport, quick=job.quick)]
-        seconds = _measured(cases, job.rounds, world.barrier, transport.device, together=world)
+        work = _product((WORK[2], WORK[1]), (WORK[0], WORK[2]), lambda weight, x: x @ weight, _Pools(transport.device))()
+        turns = itertools.cycle(work)
+        seconds = _measured(cases, job.rounds, world.barrier, transport.device, together=world, before=lambda: next(turns)())
+    return _measurements(cases, seconds, transport.world_size, job.quantile)
+
+
+def _measurements(
+    cases: Sequence[Case], seconds: Sequence[Sequence[float]], ranks: int, quantile: float, kind: Any = None
+) -> list[Measurement]:
+    import torch
+
     table = torch.tensor(seconds, dtype=torch.float64)
     quartiles = torch.quantile(table, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=1)
-    chosen = torch.quantile(table, job.quantile, dim=1).tolist()
+    chosen = torch.quantile(table, quantile, dim=1).tolist()
     spreads = ((quartiles[2] - quartiles[0]) / quartiles[1]).tolist()
     return [
-        Measurement(kind, name, sizes, transport.world_size, value / per, spread)
-        for (kind, name, sizes, _, per), value, spread in zip(cases, chosen, spreads, strict=True)
+        Measurement(kind or own, name, sizes, ranks, value / per, spread)
+        for (own, name, sizes, _, per), value, spread in zip(cases, chosen, spreads, strict=True)
+    ]
+
+
+def _sharing(transport: Any, job: MeasureJob) -> list[Measurement]:
+    """Products and kernels on global rank 0 while the others wait, and on all ranks at once, by turns."""
+    world = transport.group("measure", "tp", range(transport.world_size))
+    pools = _Pools(transport.device)
+    cases = [*_products(pools, quick=job.quick), *_kernels(pools, quick=job.quick)]
+    alone: list[list[float]] = [[] for _ in cases]
+    together: list[list[float]] = [[] for _ in cases]
+    for _ in range(job.rounds):
+        for found, at_once in ((alone, False), (together, True)):
+            world.barrier()
+            if at_once or transport.global_rank == 0:
+                for seconds, new in zip(found, _measured(cases, 1, lambda: None, transport.device), strict=True):
+                    seconds += new
+            world.barrier()
+    if transport.global_rank:
+        return []
+    ranks = transport.world_size
+    return [
+        *_measurements(cases, alone, ranks, job.quantile, "alone"),
+        *_measurements(cases, together, ranks, job.quantile, "together"),
     ]
 
 
 def _measured(
-    cases: Sequence[Case], rounds: int, barrier: Callable[[], None], device: Any, *, together: Any = None
+    cases: Sequence[Case],
+    rounds: int,
+    barrier: Callable[[], None],
+    device: Any,
+    *,
+    together: Any = None,
+    before: Callable[[], Any] | None = None,
 ) -> list[list[float]]:
-    """Seconds of one call of each case, round by round."""
+    """Seconds of one call of each case, round by round. A `together` group makes equally many calls on all ranks; `before` is work of
+    its own that comes before every call and does not count."""
     import torch
 
     def finish() -> None:
@@ -129,6 +207,7 @@ def _measured(
 
     seconds: list[list[float]] = [[] for _ in cases]
     made = [list(make()) for _, _, _, make, _ in cases]
+    kept = _Kept()
     counts = []
     for calls in made:
         barrier()
@@ -139,61 +218,128 @@ def _measured(
         calls[-1]()
         finish()
         once_s = perf_counter() - start_s
-        counts.append(max(1, min(MOST_CALLS, int(BURST_S / once_s))))
+        counts.append(max(1, min(MOST_CALLS if together is None else MOST_TRANSFERS, int(BURST_S / once_s))))
     if together is not None:  # every rank makes as many calls
         counts = together.all_reduce(torch.tensor(counts, device=device), "max").tolist()
-    for _ in range(rounds):
+    for turns in range(rounds):
         for number, (calls, count) in enumerate(zip(made, counts, strict=True)):
+            first = turns * count
             barrier()
-            calls[0]()
-            finish()
-            start_s = perf_counter()
-            for turn in range(count):
-                calls[turn % len(calls)]()
-            finish()
-            seconds[number].append((perf_counter() - start_s) / count)
+            results: list[Any] = []
+            if before is None:
+                start_s = perf_counter()
+                for turn in range(count):
+                    results.append(calls[(first + turn) % len(calls)]())
+                finish()
+                total_s = perf_counter() - start_s
+            else:
+                total_s = 0.0
+                for turn in range(count):
+                    before()
+                    finish()
+                    start_s = perf_counter()
+                    results.append(calls[(first + turn) % len(calls)]())
+                    finish()
+                    total_s += perf_counter() - start_s
+            seconds[number].append(total_s / count)
+            kept.add(results)
     return seconds
 
 
-def _copies(num_bytes: int) -> int:
-    """How many operand sets keep a case out of the nearest cache."""
-    return max(1, min(8, CACHE_BYTES // max(1, num_bytes)))
+class _Kept:
+    """The last results, the oldest of which go first."""
+
+    def __init__(self) -> None:
+        self._results: deque[Any] = deque()
+        self._num_bytes = 0
+
+    def add(self, results: Sequence[Any]) -> None:
+        """Keeps the tensors among some results, and lets go of what is too old."""
+        for result in results:
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if hasattr(tensor, "nbytes"):
+                    self._results.append(tensor)
+                    self._num_bytes += tensor.nbytes
+        while self._num_bytes > KEPT_BYTES:
+            self._num_bytes -= self._results.popleft().nbytes
 
 
-def _products(device: Any, *, quick: bool) -> Iterator[Case]:
+class _Pool:
+    """Random numbers of which operands are views, one after the other and round again."""
+
+    def __init__(self, num_bytes: int, device: Any):
+        import torch
+
+        self.flat = torch.randn(num_bytes // 4, device=device)
+        self._next = 0
+
+    def take(self, *shape: int) -> Any:
+        """The next tensor of a shape."""
+        size = math.prod(shape)
+        if self._next + size > len(self.flat):
+            self._next = 0
+        start, self._next = self._next, self._next + -(-size // 64) * 64
+        return self.flat[start : start + size].view(shape)
+
+
+class _Pools:
+    """Where operands come from: `near` and `far`."""
+
+    def __init__(self, device: Any):
+        import torch
+
+        self.device = device
+        self.far = _Pool(FAR_BYTES, device)
+        self.near = _Pool(NEAR_BYTES, device)
+        self._largest = torch.randn(2 * max(KERNEL_SIZES), device=device)
+
+    def just_made(self, *shape: int) -> Any:
+        """A near operand; of those larger than that part of memory there is one."""
+        size = math.prod(shape)
+        return self.near.take(*shape) if size <= len(self.near.flat) else self._largest[:size].view(shape)
+
+    def sets(self, elements: int) -> int:
+        """How many operand sets of so many elements a case alternates over: as many as lie side by side."""
+        return max(1, min(MOST_SETS, len(self.far.flat) // max(1, elements)))
+
+
+def _products(pools: _Pools, *, quick: bool) -> Iterator[Case]:
     rows = PRODUCT_ROWS_QUICK if quick else PRODUCT_ROWS
     widths = PRODUCT_SIZES_QUICK if quick else PRODUCT_SIZES
     for m in rows:
         for n in widths:
             for k in widths:
-                yield "product", "nt", (m, n, k), _product((m, k), (n, k), lambda a, b: a @ b.t(), device), 1.0
-                yield "product", "nn", (m, n, k), _product((m, k), (k, n), lambda a, b: a @ b, device), 1.0
+                yield "product", "nt", (m, n, k), _product((n, k), (m, k), lambda weight, x: x @ weight.t(), pools), 1.0
+                yield "product", "nn", (m, n, k), _product((k, n), (m, k), lambda weight, x: x @ weight, pools), 1.0
     for k in rows:  # of a weight gradient the tokens are what is summed over
         for m in widths:
             for n in widths:
-                yield "product", "tn", (m, n, k), _product((k, m), (k, n), lambda a, b: a.t() @ b, device), 1.0
+                yield "product", "tn", (m, n, k), _product((k, m), (k, n), lambda kept, dy: kept.t() @ dy, pools), 1.0
 
 
-def _product(one: tuple[int, int], two: tuple[int, int], multiply: Callable[..., Any], device: Any) -> Callable[[], Sequence[Call]]:
-    import torch
-
+def _product(far: tuple[int, int], near: tuple[int, int], multiply: Callable[..., Any], pools: _Pools) -> Callable[[], Sequence[Call]]:
     def make() -> Sequence[Call]:
-        sets = _copies(4 * (one[0] * one[1] + two[0] * two[1]))
-        operands = [(torch.randn(*one, device=device), torch.randn(*two, device=device)) for _ in range(sets)]
+        operands = [(pools.far.take(*far), pools.just_made(*near)) for _ in range(pools.sets(math.prod(far)))]
         return [lambda a=a, b=b: multiply(a, b) for a, b in operands]
 
     return make
 
 
-def _kernels(device: Any, *, quick: bool) -> Iterator[Case]:
+def _kernels(pools: _Pools, *, quick: bool) -> Iterator[Case]:
     import torch
 
     from .model.attention import rope_table
 
-    sizes = KERNEL_SIZES_QUICK if quick else KERNEL_SIZES
-    for name, make in _elementwise(device).items():
+    sizes, device = KERNEL_SIZES_QUICK if quick else KERNEL_SIZES, pools.device
+    for name, make in _elementwise(pools).items():
         for elements in sizes:
-            yield "kernel", name, (elements,), lambda make=make, elements=elements: [make(elements) for _ in range(_copies(8 * elements))], 1.0
+            sets = pools.sets(4 * ADAMW_TENSORS * elements if name == "adamw" else 2 * elements)
+            several = lambda make=make, elements=elements, sets=sets: [make(elements) for _ in range(sets)]  # noqa: E731
+            yield "kernel", name, (elements,), several, float(ADAMW_TENSORS) if name == "adamw" else 1.0
+    for name, operation in _heads().items():
+        for elements in (size for size in sizes if size >= HEAD_WIDTH * HEAD_TOKENS):
+            several = lambda operation=operation, elements=elements: [operation(pools, elements) for _ in range(4)]  # noqa: E731
+            yield "kernel", name, (elements,), several, 1.0
     for elements in sizes[:4]:
         call = lambda elements=elements: rope_table(elements // 16, 16, 1e4, device)  # noqa: E731
         yield "kernel", "rope_table", (elements,), lambda call=call: [call], 1.0
@@ -203,7 +349,8 @@ def _kernels(device: Any, *, quick: bool) -> Iterator[Case]:
         for s in ATTENTION_SEQUENCES_QUICK if quick else ATTENTION_SEQUENCES:
             for name in ("attention", "attention_backward"):
                 shape = (1, ATTENTION_HEADS, s, head_dim)
-                make = lambda name=name, shape=shape: [_attention(torch, name, shape, device)]  # noqa: E731
+                sets = min(4, pools.sets(8 * math.prod(shape)))
+                make = lambda name=name, shape=shape, sets=sets: [_attention(torch, name, shape, device) for _ in range(sets)]  # noqa: E731
                 yield "kernel", f"{name}_{head_dim}", (s,), make, float(ATTENTION_HEADS)
 
 
@@ -216,61 +363,102 @@ def _attention(torch: Any, name: str, shape: tuple[int, ...], device: Any) -> Ca
     return lambda: torch.autograd.grad(output, (q, k, v), gradient, retain_graph=True)
 
 
-def _elementwise(device: Any) -> dict[str, Callable[[int], Call]]:
+def _elementwise(pools: _Pools) -> dict[str, Callable[[int], Call]]:
     """Name -> a call on so many elements: kernels of which the backend's layers and optimizer are made."""
     import torch
     from torch.nn import functional as F
 
-    def pair(operation: Callable[..., Any]) -> Callable[[int], Call]:
+    device = pools.device
+
+    def near(operation: Callable[..., Any]) -> Callable[[int], Call]:
         def make(elements: int) -> Call:
-            a, b = torch.randn(elements, device=device), torch.randn(elements, device=device)
+            a, b = pools.just_made(elements), pools.just_made(elements)
+            return lambda: operation(a, b)
+
+        return make
+
+    def far(operation: Callable[..., Any]) -> Callable[[int], Call]:
+        def make(elements: int) -> Call:
+            a, b = pools.far.take(elements), pools.just_made(elements)
             return lambda: operation(a, b)
 
         return make
 
     def rows(operation: Callable[..., Any]) -> Callable[[int], Call]:
         def make(elements: int) -> Call:
-            x = torch.randn(1, elements // NORM_WIDTH, NORM_WIDTH, device=device)
+            x = pools.just_made(1, elements // NORM_WIDTH, NORM_WIDTH)
             return lambda: operation(x)
 
         return make
 
     def transposed(elements: int) -> Call:
-        x = torch.randn(1, elements // 64, 2, 32, device=device).transpose(1, 2)
+        x = pools.just_made(1, elements // 64, 2, 32).transpose(1, 2)
         return lambda: x.contiguous()
 
     def norm_backward(elements: int) -> Call:
-        x = torch.randn(elements // NORM_WIDTH, NORM_WIDTH, device=device)
+        x, dy = pools.far.take(elements // NORM_WIDTH, NORM_WIDTH), pools.just_made(elements // NORM_WIDTH, NORM_WIDTH)
         weight = torch.ones(NORM_WIDTH, device=device)
         _, mean, rstd = torch.native_layer_norm(x, (NORM_WIDTH,), weight, weight, 1e-5)
         backward = torch.ops.aten.native_layer_norm_backward
-        return lambda: backward(x, x, (NORM_WIDTH,), mean, rstd, weight, weight, [True, False, False])
+        return lambda: backward(dy, x, (NORM_WIDTH,), mean, rstd, weight, weight, [True, False, False])
 
     def adamw(elements: int) -> Call:
-        parameter = torch.randn(elements, device=device)
-        optimizer = torch.optim.AdamW([parameter], lr=1e-4, foreach=False)
-        parameter.grad = torch.randn(elements, device=device)
+        parameters = [pools.far.take(elements).clone() for _ in range(ADAMW_TENSORS)]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=False)
+        for parameter in parameters:
+            parameter.grad = pools.far.take(elements)
         return lambda: optimizer.step()
+
+    def every_second(elements: int) -> Call:
+        x = pools.just_made(elements, 2)
+        return lambda: x.unbind(-1)[1].contiguous()
 
     weight = torch.ones(NORM_WIDTH, device=device)
     return {
-        "add": pair(lambda a, b: a + b),
-        "add_": pair(lambda a, b: a.add_(b, alpha=1e-9)),
-        "gelu": pair(lambda a, _: F.gelu(a)),
-        "gelu_backward": pair(lambda a, b: torch.ops.aten.gelu_backward(b, a)),
-        "gelu_tanh": pair(lambda a, _: F.gelu(a, approximate="tanh")),
-        "gelu_tanh_backward": pair(lambda a, b: torch.ops.aten.gelu_backward(b, a, approximate="tanh")),
-        "silu": pair(lambda a, _: F.silu(a)),
-        "silu_backward": pair(lambda a, b: torch.ops.aten.silu_backward(b, a)),
-        "exp": pair(lambda a, _: a.exp()),
+        "add": near(lambda a, b: a + b),
+        "add_": far(lambda a, b: a.add_(b, alpha=1e-9)),
+        "gelu": near(lambda a, _: F.gelu(a)),
+        "gelu_backward": far(lambda a, b: torch.ops.aten.gelu_backward(b, a)),
+        "gelu_tanh": near(lambda a, _: F.gelu(a, approximate="tanh")),
+        "gelu_tanh_backward": far(lambda a, b: torch.ops.aten.gelu_backward(b, a, approximate="tanh")),
+        "silu": near(lambda a, _: F.silu(a)),
+        "silu_backward": far(lambda a, b: torch.ops.aten.silu_backward(b, a)),
+        "exp": near(lambda a, _: a.exp()),
         "transpose": transposed,
+        "take_second": every_second,
+        "interleave": near(lambda a, b: torch.stack((a, b), -1)),
         "row_mean": rows(lambda x: x.mean(-1, keepdim=True)),
         "token_sum": rows(lambda x: x.sum((0, 1))),
         "layer_norm": rows(lambda x: torch.native_layer_norm(x, (NORM_WIDTH,), weight, weight, 1e-5)),
         "layer_norm_backward": norm_backward,
-        "square_sum": pair(lambda a, _: a.double().square().sum().item()),
+        "square_sum": far(lambda a, _: a.double().square().sum().item()),
         "adamw": adamw,
     }
+
+
+def _heads() -> dict[str, Callable[[_Pools, int], Call]]:
+    """Name -> a call on heads of `HEAD_WIDTH` elements and `HEAD_TOKENS` tokens: rotation, its backward, and repetition."""
+    import torch
+
+    from .model.attention import rope_table, rotate
+
+    def heads(pools: _Pools, elements: int) -> Any:
+        return pools.just_made(1, elements // (HEAD_TOKENS * HEAD_WIDTH), HEAD_TOKENS, HEAD_WIDTH)
+
+    def rotated(pools: _Pools, elements: int) -> Call:
+        x, (cos, sin) = heads(pools, elements), rope_table(HEAD_TOKENS, HEAD_WIDTH, 1e4, pools.device)
+        return lambda: rotate(x, cos, sin)
+
+    def rotated_back(pools: _Pools, elements: int) -> Call:
+        x, dy = heads(pools, elements).requires_grad_(), heads(pools, elements).clone()
+        y = rotate(x, *rope_table(HEAD_TOKENS, HEAD_WIDTH, 1e4, pools.device))
+        return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+
+    def repeated(pools: _Pools, elements: int) -> Call:
+        x = heads(pools, max(elements // 2, HEAD_TOKENS * HEAD_WIDTH))
+        return lambda: x.repeat_interleave(2, dim=1)
+
+    return {"rotate": rotated, "rotate_backward": rotated_back, "repeat": repeated}
 
 
 def _function_calls(device: Any) -> dict[str, Call]:
