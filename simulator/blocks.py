@@ -87,11 +87,15 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockPricer:
-    """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question."""
+    """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question.
+
+    `sums_gradients` is False where weight gradients leave for their owners microbatch by microbatch, and only shards are summed.
+    """
 
     plan: Plan
     profile: Profile
     collective_s: Callable[[Collective], float]
+    sums_gradients: bool = True
 
     def block(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
         """The price of a block from the work of its layers and its memory-bound pieces."""
@@ -200,7 +204,7 @@ class BlockPricer:
 
     def _gradient_sum(self, work: LayerWork) -> Part:
         """The sum over microbatches of a layer's weight gradients, where the products do not make it themselves."""
-        if self.profile.fused_gradients or (self.plan.layout.zero >= 2 and self.profile.reduce_copy_bytes):  # then shards are summed
+        if self.profile.fused_gradients or not self.sums_gradients:
             return Part()
         elements = sum(op.count * op.m * op.n for op in work.weight_gradient if isinstance(op, Product))
         width = self.profile.gradient_bytes(self.plan.precision.dtype)

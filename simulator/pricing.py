@@ -118,6 +118,8 @@ class Pricing:
         self._owners = plan.placement.ranks
         self._replicated = any(len(owners) > 1 for owners in self._owners)
         layout = plan.layout
+        self._may_sum_shards = bool(self.profile.reduce_copy_bytes)
+        self._sums_gradients = not (layout.zero >= 2 and self._may_sum_shards)
         if spreads is not None or expert_load != 1:
             shared = {}
         elif shared is None:
@@ -142,7 +144,8 @@ class Pricing:
         place = Place(stage, self._owners[stage][replica])
         key = ("unsharded", _alike(self._groups[stage]), self._inner_spreads(place), self._of_host)
         if key not in self._blocks:
-            forward, backward, *split = (self._work(kind, place).on_grid() for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+            sums = not self._may_sum_shards
+            forward, backward, *split = (self._work(kind, place, sums).on_grid() for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
             self._blocks[key] = (forward, backward, split[0] + split[1])
         found: tuple[Seconds, Seconds, Seconds] = self._blocks[key]
         return found
@@ -268,16 +271,16 @@ class Pricing:
         """Those of the axes over which layers communicate."""
         return self._spreads.of_rank(self._inner_axes, *place)
 
-    def _work(self, kind: Kind, place: Place) -> Seconds:
+    def _work(self, kind: Kind, place: Place, sums_gradients: bool) -> Seconds:
         """A pass of a stage without what ZeRO sends inside it."""
-        work = self._stage(place, PARTS[kind])
+        work = self._stage(place, PARTS[kind], sums_gradients)
         return self._beside_other(work, place) if kind in (Kind.F, Kind.B) else work
 
     def _price(self, kind: Kind, place: Place) -> Seconds:
         match kind:
             case Kind.F | Kind.B | Kind.I | Kind.W:
-                reduces = kind in (Kind.B, Kind.W)
-                return self._with_sharding(self._work(kind, place), place, gathers=kind is not Kind.W, reduces=reduces)
+                reduces, work = kind in (Kind.B, Kind.W), self._work(kind, place, self._sums_gradients)
+                return self._with_sharding(work, place, gathers=kind is not Kind.W, reduces=reduces)
             case Kind.REDUCE_GRAD:
                 return NOTHING if self._reduces_in_step else self._reduction(place)
             case Kind.UNSHARD:
@@ -299,12 +302,12 @@ class Pricing:
             seconds += Seconds(other=host_flatten_s(self.plan, self._elements(place.stage)))
         return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if self.plan.layout.zero >= 2 else 1))
 
-    def _stage(self, place: Place, part: str) -> Seconds:
+    def _stage(self, place: Place, part: str, sums_gradients: bool = True) -> Seconds:
         """One part of all blocks of a stage; what the host takes longer to launch it than the device to run it is `other`; all of
         it where the host waits for every kernel."""
         total = Part()
         for group in self._groups[place.stage]:
-            total += getattr(self._block(group, place), part).times(group.count)
+            total += getattr(self._block(group, place, sums_gradients), part).times(group.count)
         if self.profile.engine_share:
             total += Part(Seconds(other=self.profile.engine_share * total.seconds.total_s))
         if self.profile.cuda_graphs or self._is_host:
@@ -313,18 +316,18 @@ class Pricing:
         waited_s = launching_s if self.profile.launch_blocking else launching_s - total.seconds.total_s
         return total.seconds + Seconds(other=waited_s) if waited_s > 0 else total.seconds
 
-    def _block(self, group: Group, place: Place) -> Block:
-        key: tuple[object, ...] = (group.kind, group.recomputed, self._inner_spreads(place), self._of_host)
+    def _block(self, group: Group, place: Place, sums_gradients: bool = True) -> Block:
+        key: tuple[object, ...] = (group.kind, group.recomputed, sums_gradients, self._inner_spreads(place), self._of_host)
         if key not in self._blocks:
-            self._blocks[key] = self._price_block(group, place)
+            self._blocks[key] = self._price_block(group, place, sums_gradients)
         found: Block = self._blocks[key]
         return found
 
-    def _price_block(self, group: Group, place: Place) -> Block:
+    def _price_block(self, group: Group, place: Place, sums_gradients: bool) -> Block:
         plan = self.plan
         if self._is_host:
             return host_block(plan, group, lambda operation: self._collective_s(operation, place))
-        pricer = BlockPricer(plan, self.profile, lambda operation: self._collective_s(operation, place))
+        pricer = BlockPricer(plan, self.profile, lambda operation: self._collective_s(operation, place), sums_gradients)
         works, pieces = group_work(plan, group), group_traffic(plan, self.profile, group)
         works, pieces = loaded_work(works, self._expert_load), loaded_traffic(pieces, self._expert_load)
         return pricer.block(works, pieces, recomputes_all=group.recomputed)

@@ -309,6 +309,8 @@ def _cluster(told: _Told) -> ClusterSpec:
     injection = next((rate for words, rate in NETWORKS if words in network), None)
     base = cluster_preset(machine.preset, told.need("hardware.count"))
     changed = {**machine.fields, **({"node_network_bytes_per_s": injection} if injection else {})}
+    if (cards := re.match(r"(\d+)x", network)) and base.devices_per_node == 8:  # racks of NVL72 count cards per tray
+        changed["nics_per_node"] = int(cards[1])
     if (power_share := machine.power_share * told.stack.power_share) < 1:
         slower = power_share**POWER_EXPONENT
         changed["sustained_share"] = base.sustained_share * slower

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.backend.measure_machine import COLLECTIVES, MeasureJob, measure_rank
+from shardproof.backend.measure_cases import COLLECTIVES
+from shardproof.backend.measure_machine import MeasureJob, measure_rank
 from shardproof.backend.transport.memory import MemoryWorld
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset

@@ -17,7 +17,7 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Plan, Precision, Recompute, Runtime, ScheduleChoice
 from shardproof.core.program import held_elements
 from shardproof.simulator.attribution import Sort, busy_s, sorts_of
-from shardproof.simulator.pricing import Place, Pricing
+from shardproof.simulator.pricing import Place, Pricing, forget
 from shardproof.simulator.profiles import PROFILES
 from shardproof.simulator.search import lower_bound_s
 from shardproof.simulator.seconds import COMPONENTS, GRID, Seconds
@@ -299,3 +299,20 @@ def test_the_optimizer_updates_the_part_of_its_rank_experts_among_fewer_copies()
     assert Pricing(chosen)._updated_elements(Place(0, 0)) == pytest.approx(held.dense / 16 + held.expert / 2)
     whole = replace(chosen, layout=replace(chosen.layout, zero=0))
     assert Pricing(whole)._updated_elements(Place(0, 0)) == sum(held)
+
+
+@pytest.mark.parametrize("stack", sorted(PROFILES))
+def test_what_was_priced_before_changes_no_price(stack):
+    """Plans share prices: a plan priced after its sharded, wider and uneven relatives costs what it costs alone."""
+    layouts = [Layout(tp=2, pp=2, dp=4, sequence_parallel=sp, zero=zero) for zero in (3, 2, 1, 0) for sp in (True, False)]
+    relatives = [plan(layout, Runtime(stack), sequence=2048) for layout in layouts]
+    kinds = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE_GRAD, Kind.STEP)
+
+    def prices(one: Plan) -> list[Seconds]:
+        pricing = Pricing(one)
+        return [pricing.seconds(kind, stage) for kind in kinds for stage in range(2)]
+
+    together = [prices(one) for one in relatives]
+    for one, found in zip(relatives, together, strict=True):
+        forget()
+        assert prices(one) == found

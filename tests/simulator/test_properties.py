@@ -24,7 +24,8 @@ from shardproof.simulator.attribution import sorts_of
 from shardproof.simulator.engine import run_schedule
 from shardproof.simulator.fit import fit
 from shardproof.simulator.flops import step_flops
-from shardproof.simulator.pricing import Place, Pricing
+from shardproof.simulator.pricing import Pricing
+from shardproof.simulator.profiles import profile_of
 from shardproof.simulator.search import search
 from shardproof.simulator.simulate import plan_graph, simulate
 
@@ -33,6 +34,9 @@ DENSE = replace(model_preset("llama3-8b"), num_layers=12, vocab_size=32000)
 EXPERTS = replace(model_preset("mixtral-8x7b"), num_layers=12)
 LATENT = replace(model_preset("deepseek-v2-lite"), num_layers=12)
 RATES = ("node_link_bytes_per_s", "node_network_bytes_per_s", "device_memory_bytes_per_s", "channel_bytes_per_s")
+LINK_ANOMALY = 1e-4
+"""Where messages and overlapped reductions share links, one that ends earlier may make another meet a busier link (Graham 1966, bounds
+for certain multiprocessing anomalies); 17 ns of 0.5 s were seen."""
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
@@ -76,24 +80,13 @@ def step_s(plan: Plan) -> float:
     return found
 
 
-def lies_on_two_nodes(plan: Plan) -> bool:
-    """Whether a group has members on exactly two nodes. There NCCL takes its tree while links limit it and its slower ring when the
-    network does (`simulator.nccl`, after measurements), so a faster link may cost what its misjudgement costs."""
-    pricing, placement = Pricing(plan), plan.placement
-    axes = ("tp", "cp", "dp", *(("ep", "etp", "edp") if plan.model.is_moe else ()))
-    places = [Place(stage, owner) for stage, owners in enumerate(placement.ranks) for owner in owners]
-    copies = ["replica", *(["expert_replica"] if plan.model.is_moe else [])] if len(placement.ranks[0]) > 1 else []
-    spread = (pricing.spread(axis, place) for place in places for axis in (*axes, *copies, "model"))
-    return any(each.num_nodes == 2 for each in spread)
-
-
 @many
 @given(plans(), st.sampled_from(RATES), st.sampled_from((1.01, 1.5, 2.0, 10.0)))
 def test_more_bandwidth_never_slows_a_plan(plan, rate, factor):
     assume(getattr(plan.cluster, rate) > 0)
-    assume(rate != "node_link_bytes_per_s" or not lies_on_two_nodes(plan))
     faster = replace(plan, cluster=replace(plan.cluster, **{rate: getattr(plan.cluster, rate) * factor}))
-    assert step_s(faster) <= step_s(plan) * (1 + 1e-9)
+    slack = LINK_ANOMALY if profile_of(plan).overlap_grad_reduce else 1e-9
+    assert step_s(faster) <= step_s(plan) * (1 + slack)
 
 
 @many
@@ -228,8 +221,7 @@ def test_unit_costs_reproduce_the_closed_forms(p, rounds, v, f, b, w):
 @few
 @given(st.sampled_from((DENSE, EXPERTS)), st.sampled_from((4, 6)), st.sampled_from(RATES[:3]), st.sampled_from((1.2, 4.0)))
 def test_a_search_on_a_better_machine_never_finds_a_slower_best(model, devices, rate, factor):
-    per_node = devices if rate == "node_link_bytes_per_s" else 2  # on two nodes a faster link may not help: see lies_on_two_nodes
-    cluster = replace(cluster_preset("dgx-h100", devices), devices_per_node=per_node)
+    cluster = replace(cluster_preset("dgx-h100", devices), devices_per_node=2)
     batch, pinned = Batch(12, 1, 2048), {"batch.micro": 1, "recompute.mode": "none", "layout.zero": 1, "layout.tp": 1}
     machines = (cluster, replace(cluster, **{rate: getattr(cluster, rate) * factor}), replace(cluster, device_memory_bytes=factor * 80e9))
     base, faster, larger = (search(SearchSpace(model, machine, batch, pinned=pinned)).report["candidates"] for machine in machines)
