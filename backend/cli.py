@@ -40,6 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="gloo",
         help="gloo: processes on CPUs (default); nccl: one GPU per rank; memory: all ranks as threads of one process",
     )
+    parser.add_argument(
+        "--live-memory",
+        action="store_true",
+        help="count every tensor's bytes in the last step (slower), so that the timeline and the result tell the peak of every rank",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what every rank would run, and start nothing")
     add_output(parser)
 
@@ -59,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     _check_writable(args.output)
     if plan.train.steps == 0 and args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
         raise PlanError(f"train.steps=0 measures no step, so there is no timeline for -o {args.output}. Use train.steps=1 or more.")
-    result = Trainer(plan, transport=args.transport, on_step=functools.partial(print_step, plan.train.steps)).fit()
+    report_step = functools.partial(print_step, plan.train.steps)
+    result = Trainer(plan, transport=args.transport, on_step=report_step, live_memory=args.live_memory).fit()
     if os.environ.get("RANK", "0") == "0":
         _write(args, result)
     return 0
@@ -92,6 +98,10 @@ def result_text(result: TrainResult) -> str:
         f"trained {result.steps} steps on {result.world_size} ranks at {result.tokens_per_s:,.0f} tokens/s\n"
         + (f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}\n" if result.losses else "")
         + f"validation loss {validation} steps"
+        + "".join(
+            f"\nrank {peak.global_rank} held at most {format_bytes(peak.num_bytes)} of tensors" + f" in {peak.action}" * bool(peak.action)
+            for peak in result.peak_memory
+        )
     )
 
 

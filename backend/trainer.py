@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ..core.action import Kind
@@ -99,6 +99,7 @@ class TrainResult:
             "checkpoint": None,
             "validation_steps": list(self.validation_steps),
             "grad_norms": list(self.grad_norms),
+            **({"peak_memory": [asdict(peak) for peak in self.peak_memory]} if self.peak_memory else {}),
         }
 
 

@@ -1,21 +1,25 @@
 """Own runs against their predictions: actions and their order, bytes of every collective and message, peak memory.
 
-Run: python benchmarks/own_runs.py [--cluster cluster.toml] [--json]; with a cluster file of `shardproof calibrate` also seconds of a step.
+Run: python benchmarks/own_runs.py [--steps] [--json]; with --steps also seconds of a step, calibrated in between.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardproof import simulate
 from shardproof.backend.launch import Workers
+from shardproof.backend.measure_machine import Measurement, measure_machine
 from shardproof.core.action import Action
 from shardproof.core.cluster import ClusterSpec
 from shardproof.core.cluster_presets import cluster_preset
@@ -25,6 +29,7 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
 from shardproof.core.program import Collective, Message, operations
 from shardproof.core.schedules import lower, schedule_for
+from shardproof.simulator.calibrate import calibrated, cluster_toml
 
 
 def gpt(**changes: int) -> ModelSpec:
@@ -87,7 +92,10 @@ class Recorded:
 
 
 def record_rank(transport: Any, plan: Plan) -> Recorded:
-    """The job of one rank: a first step that is recorded, a second whose memory is metered (by then the optimizer has its state)."""
+    """The job of one rank: a first step that is recorded, then two whose memory is metered (by then the optimizer has its state).
+
+    The lower peak counts: gloo's own thread may let go of a message a little after it was received, and so add it to a later one.
+    """
     from shardproof.backend.training_rank import TrainingRank
 
     recorder = transport.recorder
@@ -103,10 +111,13 @@ def record_rank(transport: Any, plan: Plan) -> Recorded:
     lanes = defaultdict(list)
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
         lanes[span.lane].append(str(span.action))
-    meter = rank.live_meter()
-    world.barrier()
-    rank.step(1, meter=meter)
-    return Recorded(dict(lanes), dict(sent), meter.peak_bytes, meter.peak_action)
+    peaks = []
+    for step in (1, 2):
+        meter = rank.live_meter()
+        world.barrier()
+        rank.step(step, meter=meter)
+        peaks.append((meter.peak_bytes, meter.peak_action))
+    return Recorded(dict(lanes), dict(sent), *min(peaks))
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,7 @@ def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
     simulation, schedule = simulate(plan), lower(schedule_for(plan))
     differences: list[str] = []
     peaks = []
+    everything = [one for rank in ranks for sent in rank.sent.values() for one in sent]
     for global_rank, recorded in enumerate(ranks):
         here = plan.layout.coordinates(global_rank)
         pp_rank = here["pp"]
@@ -151,8 +163,8 @@ def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
         plan.schedule.name,
         plan.layout.world_size,
         sum(len(lane) for rank in ranks for lane in rank.lanes.values()),
-        sum(len(sent) for rank in ranks for sent in rank.sent.values()),
-        sum(one.sent_bytes if isinstance(one, Collective) else one.num_bytes for rank in ranks for sent in rank.sent.values() for one in sent),
+        len(everything),
+        sum(one.sent_bytes if isinstance(one, Collective) else one.num_bytes for one in everything),
         differences,
         predicted,
         measured,
@@ -211,7 +223,9 @@ CROWDED: Sequence[Plan] = (
 )
 """More ranks than cores."""
 
-WARM_STEPS, STEPS = 2, 6
+WARM_STEPS, STEPS = 2, 4
+CALIBRATION_ROUNDS = 3
+"""Turns of every kernel in the calibration before a round of steps."""
 
 
 @dataclass(frozen=True)
@@ -244,28 +258,46 @@ def time_rank(transport: Any, plan: Plan) -> list[float]:
     return seconds[WARM_STEPS:]
 
 
-def timed(plans: Sequence[Plan], cluster_file: str, *, rounds: int, quantile: float) -> list[TimedRow]:
-    """Every plan's step beside its prediction on the calibrated cluster; plans take turns, round after round."""
-    found: list[list[float]] = [[] for _ in plans]
-    pools = {size: Workers(size, "gloo", timeout_s=300) for size in sorted({plan.layout.world_size for plan in plans})}
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of steps of every plan, and what the machine took for single kernels meanwhile."""
+
+    seconds: list[list[float]]
+    rows: list[Measurement]
+
+
+def timed(plans: Sequence[Plan], *, rounds: int, quantile: float, pause_s: float, calibrate: bool) -> Timing:
+    """Rounds in which every plan takes its steps, one plan after the other, each round after a short calibration of its own.
+
+    So whatever slows the machine for a while slows kernels and steps alike. `pause_s` lets others work between rounds.
+    """
+    seconds: list[list[float]] = [[] for _ in plans]
+    measured: list[list[Measurement]] = []
     for _ in range(rounds):
-        for seconds, plan in zip(found, plans, strict=True):
-            ranks = pools[plan.layout.world_size].run(time_rank, plan)
-            seconds += [max(of_step) for of_step in zip(*ranks, strict=True)]
-    for pool in pools.values():
-        pool.close()
-    return [_timed_row(plan, seconds, cluster_file, quantile) for plan, seconds in zip(plans, found, strict=True)]
+        if calibrate:
+            measured.append(measure_machine(groups=(2, 4), rounds=CALIBRATION_ROUNDS, quantile=quantile))
+        for found, plan in zip(seconds, plans, strict=True):
+            with Workers(plan.layout.world_size, "gloo", timeout_s=300) as workers:
+                ranks = workers.run(time_rank, plan)
+            found += [max(of_step) for of_step in zip(*ranks, strict=True)]
+        time.sleep(pause_s)
+    rows = [
+        replace(same[0], seconds=float(np.median([row.seconds for row in same])), spread=float(np.median([row.spread for row in same])))
+        for same in zip(*measured, strict=True)
+    ]
+    return Timing(seconds, rows)
 
 
-def calibrated_cluster(path: str, num_devices: int) -> ClusterSpec:
-    """The cluster in a file of `shardproof calibrate`, with so many ranks."""
+def calibrated_cluster(path: str) -> ClusterSpec:
+    """The cluster in a file of `shardproof calibrate`."""
     smallest = '[model]\npreset = "tiny-gpt"\n[batch]\nglobal = 8\nsequence = 8\n[layout]\ndp = 1\n'
-    told = Plan.from_toml(f'{smallest}[cluster]\nfile = "{path}"\nnum_devices = 1\n')
-    return replace(told.cluster, num_devices=num_devices)
+    return Plan.from_toml(f'{smallest}[cluster]\nfile = "{path}"\nnum_devices = 1\n').cluster
 
 
-def _timed_row(plan: Plan, seconds: list[float], cluster_file: str, quantile: float) -> TimedRow:
-    predicted_s = simulate(replace(plan, cluster=calibrated_cluster(cluster_file, plan.layout.world_size))).report["step_time_s"]
+def timed_row(plan: Plan, seconds: list[float], cluster: ClusterSpec, quantile: float) -> TimedRow:
+    """The seconds of a plan beside its prediction on the calibrated cluster."""
+    cluster = replace(cluster, num_devices=plan.layout.world_size)
+    predicted_s = simulate(replace(plan, cluster=cluster)).report["step_time_s"]
     low, middle, high = (float(np.quantile(seconds, part)) for part in (0.25, 0.5, 0.75))
     measured_s = float(np.quantile(seconds, quantile))
     batch = plan.batch
@@ -290,31 +322,42 @@ def timed_lines(title: str, rows: Sequence[TimedRow]) -> list[str]:
     for row in rows:
         lines.append(
             f"  {row.model:9}  h{row.hidden:<4} s{row.sequence:<4} b{row.micro} {row.layout:20} {row.schedule:16} {row.ranks} ranks  "
-            f"measured {row.measured_s * 1e3:7.1f} ms (spread {row.spread:4.0%})  predicted {row.predicted_s * 1e3:7.1f} ms {row.error:+6.1%}"
+            f"measured {row.measured_s * 1e3:7.1f} ms (spread {row.spread:4.0%})  "
+            f"predicted {row.predicted_s * 1e3:7.1f} ms {row.error:+6.1%}"
         )
-    errors = sorted(abs(row.error) for row in rows)
+    errors = sorted(abs(row.error) for row in rows) or [0.0]
     return [*lines, f"  median error {float(np.median(errors)):.1%}, worst {errors[-1]:.1%}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--cluster", help="a cluster file of `shardproof calibrate`: then step times are measured too")
+    parser.add_argument("--steps", action="store_true", help="also measure seconds of steps, and calibrate in between")
+    parser.add_argument("--cluster", help="a cluster file of `shardproof calibrate`, instead of calibrating in between")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every timed plan")
     parser.add_argument("--quantile", type=float, default=0.5, help="which of the measured steps counts; the median unless said otherwise")
-    parser.add_argument("--timed-only", action="store_true", help="leave actions, bytes and memory out")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between the turns")
+    parser.add_argument("--steps-only", action="store_true", help="leave actions, bytes and memory out")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the timed plans to take, for a short look")
+    parser.add_argument("--write-cluster", help="where to leave the cluster file that was calibrated in between")
     args = parser.parse_args()
-    if args.cluster:
-        calibrated_cluster(args.cluster, 1)  # what is wrong with the file is said before the long part
-    rows = [] if args.timed_only else [compare(plan, record(plan)) for plan in RUNS]
+    cluster = calibrated_cluster(args.cluster) if args.cluster else None  # what is wrong with the file is said before the long part
+    rows = [] if args.steps_only else [compare(plan, record(plan)) for plan in RUNS]
     times = {}
-    if args.cluster:
-        for name, plans in (("as many ranks as cores", TIMED), ("more ranks than cores", CROWDED)):
-            plans = plans if args.only is None else [plan for number, plan in enumerate(plans) if number in args.only]
-            times[name] = timed(plans, args.cluster, rounds=args.rounds, quantile=args.quantile)
+    if args.steps or args.steps_only:
+        chosen = [plan for number, plan in enumerate((*TIMED, *CROWDED)) if args.only is None or number in args.only]
+        timing = timed(chosen, rounds=args.rounds, quantile=args.quantile, pause_s=args.pause, calibrate=cluster is None)
+        if cluster is None:
+            cores = os.cpu_count() or 1
+            cluster = calibrated(timing.rows, name="this-host-measured", num_cores=cores, memory_bytes=16e9, when="between these runs")
+        if args.write_cluster:
+            Path(args.write_cluster).write_text(cluster_toml(cluster))
+        found = [timed_row(plan, seconds, cluster, args.quantile) for plan, seconds in zip(chosen, timing.seconds, strict=True)]
+        few = [row for row in found if row.ranks <= cluster.num_cores]
+        times = {"as many ranks as cores": few, "more ranks than cores": [row for row in found if row not in few]}
     if args.json:
-        print(json.dumps({"runs": [asdict(row) for row in rows], "times": {name: [asdict(row) for row in found] for name, found in times.items()}}))
+        tables = {name: [asdict(row) for row in found] for name, found in times.items()}
+        print(json.dumps({"runs": [asdict(row) for row in rows], "times": tables}))
         return
     for name, found in times.items():
         print("\n".join(timed_lines(name, found)))

@@ -27,6 +27,7 @@ _SHARES = (
     "sustained_share",
     "overlap_compute_share",
     "flash_attention_2_share",
+    "busy_core_share",
     "link_efficiency",
     "network_efficiency",
 )
@@ -55,7 +56,8 @@ class ClusterSpec:
     `peak_flops_per_s` maps dtype (`fp32 tf32 bf16 fp16 fp8`) to the dense peak. Efficiencies are shares of a peak that large kernels
     or transfers reach; `..._by_dtype` override a share for single dtypes. `simulator.compute` says what the
     other numbers of a device mean. Curves are measured rates by size: FLOPs of one product -> FLOP/s, bytes of one transfer -> bytes/s;
-    `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can compute at once where they share cores, 0 is all.
+    `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can compute at once where they share cores, 0 is all;
+    `busy_core_share` of its rate is what one keeps when all cores compute.
     `sources` maps a field name to where its number comes from. Raises `ClusterError` with every rule that is broken.
     """
 
@@ -89,6 +91,7 @@ class ClusterSpec:
     memory_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
     kernel_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
     num_cores: int = 0
+    busy_core_share: float = 1.0
     network_efficiency: float = 0.92
     collective_library: str = "nccl"
     collective_launch_s: float = 6.6e-6

@@ -18,6 +18,7 @@ QUESTIONS = {
     "verify": "is it right? static rules; --dynamic proves bits against one device",
     "draw": "show me: a Gantt chart in the terminal, as SVG or PNG",
     "train": "run it: real processes, here or under torchrun",
+    "calibrate": "what does this machine take? measures products, kernels and collectives into a cluster file",
     "presets": "which models, clusters and schedules are known by name?",
 }
 """Verb -> the question it answers, so that `--help` needs to import no verb."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from .cluster import ClusterSpec
 from .errors import PlanError
@@ -17,9 +17,27 @@ from .schedule import Placement
 from .stages import StageLayers, assign_layers
 from .variation import Variation
 
-PROFILES = ("shardproof", "megatron-te", "torchtitan", "megatron-2021", "megatron-deepspeed")
-"""Software stacks whose memory and overlap can be modelled: our own; Megatron-Core with Transformer Engine; torchtitan; and Megatron-LM as
-it was from 2021 to 2022, before flash attention, with its own pipeline or DeepSpeed's."""
+PROFILES = (
+    "shardproof",
+    "megatron-te",
+    "nemo-24.05",
+    "torchtitan",
+    "fsdp",
+    "xla",
+    "nanotron",
+    "megatron-2021",
+    "megatron-2022",
+    "megatron-2023",
+    "megatron-deepspeed",
+    "deepspeed-zero3",
+    "zero-bubble",
+    "zero-bubble-te",
+    "zero-bubble-flash",
+)
+"""Software stacks whose memory and overlap can be modelled: our own; Megatron-Core with Transformer Engine, and as it was in NVIDIA's
+container of May 2024; torchtitan (FSDP2); FSDP of 2023; compiled JAX; nanotron; Megatron-LM before flash attention, of 2021, of 2022, of
+2023 (with fused gradient sums) and under DeepSpeed; and the zero-bubble forks of Megatron-LM, with Transformer Engine, and with flash
+attention only."""
 
 RECOMPUTE_MODULES = ("core_attn", "norm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """What selective recomputation can choose, as Megatron-Core's `--recompute-modules` (there `norm` is `layernorm`): the attention core,
@@ -31,15 +49,33 @@ experts."""
 class Runtime:
     """Whose memory and overlap behaviour is modelled, and what of it the run does differently; None is as the profile.
 
-    `attention` is one fused kernel (the best there is, or FlashAttention 1 or 2) or products with all scores in memory; `compile` fuses
-    elementwise kernels; `tp_comm_overlap` and `p2p_overlap` run tensor-parallel collectives and messages between stages beside
-    products; `cuda_graphs` launches a stage's kernels as one; `scatter_gather` sends messages that all tensor-parallel ranks hold in
+    `attention` is one fused kernel (the best there is, FlashAttention 1 or 2, or Triton's) or products with all scores in memory;
+    `compile` fuses elementwise kernels; `tp_comm_overlap` and `p2p_overlap` run tensor-parallel collectives and messages between stages
+    beside products; `cuda_graphs` launches a stage's kernels as one; `scatter_gather` sends messages that all tensor-parallel ranks hold in
     parts; with `launch_blocking` the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1); `fused_loss` writes the gradient of the
-    loss over the logits instead of keeping an fp32 softmax.
+    loss over the logits instead of keeping an fp32 softmax. `ep_comm_overlap` runs the exchanges of tokens between experts beside the
+    computation of another microbatch; `dispatch_once` sends a token once to each node, inside a node once to each device, and not once
+    to each of its experts (DeepEP, HybridEP).
     """
 
-    profile: Literal["shardproof", "megatron-te", "torchtitan", "megatron-2021", "megatron-deepspeed"] = "shardproof"
-    attention: Literal["fused", "flash-1", "flash-2", "unfused"] | None = None
+    profile: Literal[
+        "shardproof",
+        "megatron-te",
+        "nemo-24.05",
+        "torchtitan",
+        "fsdp",
+        "xla",
+        "nanotron",
+        "megatron-2021",
+        "megatron-2022",
+        "megatron-2023",
+        "megatron-deepspeed",
+        "deepspeed-zero3",
+        "zero-bubble",
+        "zero-bubble-te",
+        "zero-bubble-flash",
+    ] = "shardproof"
+    attention: Literal["fused", "flash-1", "flash-2", "triton", "unfused"] | None = None
     compile: bool | None = None
     tp_comm_overlap: bool | None = None
     p2p_overlap: bool | None = None
@@ -47,6 +83,8 @@ class Runtime:
     scatter_gather: bool | None = None
     launch_blocking: bool | None = None
     fused_loss: bool | None = None
+    ep_comm_overlap: bool | None = None
+    dispatch_once: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +233,11 @@ class Plan:
     def num_microbatches(self) -> int:
         """Microbatches per step on each data-parallel rank: global / (micro * dp)."""
         return constant_microbatches(self.batch.global_size, self.batch.micro_size, self.layout.dp).num_microbatches
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What functions of this plan have worked out already, each under a key of its own."""
+        return {}
 
     @cached_property
     def stages(self) -> tuple[StageLayers, ...]:

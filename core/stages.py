@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .divisors import divisors
 from .errors import LayoutError
@@ -34,12 +35,17 @@ def assign_layers(num_layers: int, layout: Layout) -> tuple[StageLayers, ...]:
 
     Without `layout.stages` the layers are cut evenly and pp*vpp must divide them. Raises `LayoutError` otherwise.
     """
-    counts = _parse(layout.stages) if layout.stages is not None else _even(num_layers, layout)
+    return _assigned(num_layers, layout.num_stages, layout.stages)
+
+
+@lru_cache(maxsize=4096)
+def _assigned(num_layers: int, num_stages: int, written: str | None) -> tuple[StageLayers, ...]:
+    counts = _parse(written) if written is not None else _even(num_layers, num_stages)
     problems = []
-    if len(counts) != layout.num_stages:
-        problems.append(f"stages={layout.stages!r} describes {len(counts)} stages, but pp*vpp={layout.num_stages}.")
+    if len(counts) != num_stages:
+        problems.append(f"stages={written!r} describes {len(counts)} stages, but pp*vpp={num_stages}.")
     if sum(counts) != num_layers:
-        problems.append(f"stages={layout.stages!r} holds {sum(counts)} layers, but the model has {num_layers}.")
+        problems.append(f"stages={written!r} holds {sum(counts)} layers, but the model has {num_layers}.")
     if problems:
         raise LayoutError(problems)
     stages, first = [], 0
@@ -54,13 +60,28 @@ def to_string(stages: tuple[StageLayers, ...]) -> str:
     return "|".join(f"{'E' if s.embedding else ''}{'t' * len(s.layers)}{'L' if s.head else ''}" for s in stages)
 
 
-def _even(num_layers: int, layout: Layout) -> list[int]:
-    if num_layers % layout.num_stages:
+def balanced_stages(num_layers: int, num_stages: int) -> str | None:
+    """The layout string of a cut for which embedding and head count as a layer each, the last stages before the head having one less
+    where it does not come out even (Llama 3, arXiv 2407.21783, section 3.3.2); None where a stage would have no layer.
+
+    >>> balanced_stages(61, 16)
+    'Ettt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|ttL'
+    """
+    size, larger = divmod(num_layers + 2, num_stages)
+    if size < 2 or num_stages < 2:
+        return None
+    counts = [size + (stage < larger) for stage in range(num_stages)]
+    cells = ["t" * (count - (stage in (0, num_stages - 1))) for stage, count in enumerate(counts)]
+    return f"E{'|'.join(cells)}L"
+
+
+def _even(num_layers: int, num_stages: int) -> list[int]:
+    if num_layers % num_stages:
         raise LayoutError(
-            f"pp*vpp={layout.num_stages} does not divide num_layers={num_layers}. Use pp*vpp among {divisors(num_layers)}, "
+            f"pp*vpp={num_stages} does not divide num_layers={num_layers}. Use pp*vpp among {divisors(num_layers)}, "
             'or give an uneven cut such as stages = "Ett|tttL".'
         )
-    return [num_layers // layout.num_stages] * layout.num_stages
+    return [num_layers // num_stages] * num_stages
 
 
 def _parse(text: str) -> list[int]:

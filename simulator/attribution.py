@@ -69,9 +69,10 @@ def critical_pp_rank(run: Run) -> int:
 def attribute(run: Run, pp_rank: int, prices: Sequence[Seconds]) -> dict[str, float]:
     """Seconds of the step by cause on one pipeline rank's compute lane; `prices` are those of the graph's sorts of action.
 
-    An action's time splits as its price does. Idle time before an action is `pp_comm` while the message it waits for is in flight,
-    `dp_comm` while the reduction or gather it waits for runs, else `bubble`. What passes between a rank's last action and the end of
-    the step is `bubble` too. All times lie on the grid of `seconds`, so the parts sum to the step exactly.
+    An action's time splits as its price does; what it lasts beyond that, because ranks share cores, is `other`. Idle time before an
+    action is `pp_comm` while the message it waits for is in flight, `dp_comm` while the reduction or gather it waits for runs, else
+    `bubble`. What passes between a rank's last action and the end of the step is `bubble` too. All times lie on the grid of
+    `seconds`, so the parts sum to the step exactly.
     """
     graph = run.graph
     lo, hi = graph.schedule.offsets[pp_rank : pp_rank + 2].tolist()
@@ -81,6 +82,7 @@ def attribute(run: Run, pp_rank: int, prices: Sequence[Seconds]) -> dict[str, fl
     for i in np.flatnonzero(counts).tolist():
         for name in COMPONENTS:
             totals[name] += getattr(prices[i], name) * int(counts[i])
+    totals["other"] += float((run.end_s[lane] - run.start_s[lane]).sum()) - sum(totals.values())
     idle_from, idle_until = np.append(0.0, run.end_s[lane][:-1]), run.start_s[lane]
     idle = idle_until > idle_from
     for cause, seconds in _causes(run, lane[idle], idle_from[idle], idle_until[idle]).items():

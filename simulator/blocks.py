@@ -47,6 +47,10 @@ AFTER_NORM = ("attention.qkv", "mlp.up")
 CAST_BYTES = 4
 """fp8: a 16-bit operand is read and written twice in 8 bits, as it is and transposed (Transformer Engine, cast_transpose)."""
 
+CHUNK_CALLS = 6
+"""Calls with which the library launches a chunk of a product beside its collective: the product, a send, a receive, an event and two
+waits for it (Transformer Engine, comm_gemm_overlap.cpp, split_overlap_ag)."""
+
 ACCUMULATION_BYTES = 8
 """An fp32 sum over microbatches read and written."""
 
@@ -83,11 +87,15 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockPricer:
-    """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question."""
+    """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question.
+
+    `sums_gradients` is False where weight gradients leave for their owners microbatch by microbatch, and only shards are summed.
+    """
 
     plan: Plan
     profile: Profile
     collective_s: Callable[[Collective], float]
+    sums_gradients: bool = True
 
     def block(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
         """The price of a block from the work of its layers and its memory-bound pieces."""
@@ -120,7 +128,7 @@ class BlockPricer:
     def _forward(self, found: Iterable[Operation], layer: str) -> Part:
         """Products, and collectives that hide behind them where the stack cuts both into chunks."""
         found = tuple(found)
-        if self.profile.tensor_overlap == "all" and self.plan.layout.sequence_parallel:
+        if self.profile.tensor_overlap in ("forward", "all") and self.plan.layout.sequence_parallel:
             return self._chunked(found, layer, of="forward")
         return self._parts(found, layer, of="forward")
 
@@ -128,7 +136,7 @@ class BlockPricer:
         """The whole backward of one layer. What precedes the weight gradient's product runs beside the input gradient's, and what
         follows that beside the weight gradient's (Korthikanti et al. 2022, section 4.2.2; Megatron's asynchronous linear layer)."""
         first, second = work.input_gradient, work.weight_gradient
-        if self.profile.tensor_overlap == "none" or not any(isinstance(op, Product) for op in second):
+        if self.profile.tensor_overlap in ("none", "forward") or not any(isinstance(op, Product) for op in second):
             return self._parts(first, work.layer, of="input") + self._parts(second, work.layer, of="weight")
         before, products, after = _split(first)
         gathers, weight_products, rest = _split(second)
@@ -159,7 +167,8 @@ class BlockPricer:
         if not comm_s or not compute_s:
             return part
         exposed_s = max(slowed_s(self.plan.cluster, compute_s, comm_s), comm_s) - compute_s + comm_s / tp
-        return Part(part.seconds + Seconds(tp_comm=min(comm_s, exposed_s) - comm_s), part.num_kernels + tp)
+        kernels = part.num_kernels + tp * CHUNK_CALLS / self.profile.host_calls
+        return Part(part.seconds + Seconds(tp_comm=min(comm_s, exposed_s) - comm_s), kernels)
 
     def _parts(self, found: Iterable[Operation], layer: str, *, of: Pass) -> Part:
         """Operations one after the other; an attention core with the exchange of its keys and values."""
@@ -188,12 +197,14 @@ class BlockPricer:
         launches = 1 + (product_kernels(product, grouped=grouped) - 1) / self.profile.host_calls
         total = Part(Seconds(compute=seconds), launches)
         if dtype == "fp8" and (of == "input" or (of == "forward" and not product.layer.endswith(AFTER_NORM))):
-            total += self._elementwise(CAST_BYTES * product.count * product.m * product.k, 1)
+            casts = product.count if grouped else 1  # an expert's tokens have a scale of their own
+            cast = self._elementwise(CAST_BYTES * product.count * product.m * product.k, casts)
+            total += Part(cast.seconds, 1 + (casts - 1) / self.profile.host_calls)
         return total
 
     def _gradient_sum(self, work: LayerWork) -> Part:
         """The sum over microbatches of a layer's weight gradients, where the products do not make it themselves."""
-        if self.profile.fused_gradients:
+        if self.profile.fused_gradients or not self.sums_gradients:
             return Part()
         elements = sum(op.count * op.m * op.n for op in work.weight_gradient if isinstance(op, Product))
         width = self.profile.gradient_bytes(self.plan.precision.dtype)
@@ -211,7 +222,7 @@ class BlockPricer:
         while attention works on those before."""
         cluster, fused, backward = self.plan.cluster, self.profile.fused_attention, of == "input"
         seconds = attention_s(cluster, self.plan.precision.dtype, self.attention_shape, backward=backward, fused=fused)
-        seconds /= self.profile.attention_share(cluster) if fused else 1.0
+        seconds /= self.profile.attention_share(cluster, backward=backward) if fused else 1.0
         total = Part(Seconds(compute=seconds), attention_kernels(backward=backward, fused=fused))
         exchange = self._parts(tuple(op for op in found if isinstance(op, Collective)), "", of=of)
         cp, comm_s = self.plan.layout.cp, exchange.seconds.cp_comm

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..core.action import SENDS, Kind
+from .attribution import sorts_of
 from .engine import Run
+from .seconds import Seconds
 
 CAUSES = {
-    "warm-up": "before its first action, for {longest}",
-    "waiting": "for {of} of other ranks, longest for {longest}",
-    "message": "for messages under way, longest for that of {longest}",
-    "sending": "while its own messages leave, longest {longest}",
-    "dp-sync": "for gradients or weights of other replicas, longest {longest}",
-    "norm": "for the last rank's gradients, before the step",
-    "replicas": "for other replicas that do the same action, longest {longest}",
+    "warm-up": "warm-up: before its first action, for {longest}",
+    "waiting": "waiting for {of} of other ranks, longest for {longest}",
+    "message": "messages under way, longest that of {longest}",
+    "sending": "its own messages leaving, longest {longest}",
+    "dp-sync": "DP sync: gradients or weights of other replicas, longest {longest}",
+    "norm": "DP sync: the last rank's gradients, before the step",
+    "replicas": "other replicas at the same action, longest {longest}",
+    "sharing": "its own actions lasting longer, as ranks share cores, most {longest}",
     "end": "after its step, until the last rank ends",
 }
 """Cause -> what people read. `waiting` is told apart by the kind and stage of what is waited for."""
@@ -50,10 +53,14 @@ class Idle:
         return CAUSES[self.cause].format(of=self.of, longest=self.longest)
 
 
-def idle_of(run: Run, pp_rank: int) -> tuple[Idle, ...]:
-    """The idle seconds of a pipeline rank's compute lane, longest first; together the step less the rank's busy seconds."""
+def idle_of(run: Run, pp_rank: int, prices: Sequence[Seconds] | None = None) -> tuple[Idle, ...]:
+    """The idle seconds of a pipeline rank's compute lane, longest first; together the step less the rank's busy seconds.
+
+    With the prices of the graph's sorts of action also what actions last beyond their price.
+    """
     parts: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    for cause, of, seconds, token in _parts(run, pp_rank):
+    longer = _sharing(run, pp_rank, prices) if prices is not None else ()
+    for cause, of, seconds, token in (*_parts(run, pp_rank), *longer):
         if seconds > 0:
             parts.setdefault((cause, of), []).append((seconds, token))
     found = []
@@ -75,6 +82,14 @@ def _parts(run: Run, pp_rank: int) -> Iterator[tuple[str, str, float, str]]:
         free_s = float(run.end_s[i])
     step_s = float(run.end_s.max())
     yield "end", "", step_s - free_s, str(graph.schedule.actions[int(run.end_s.argmax())])
+
+
+def _sharing(run: Run, pp_rank: int, prices: Sequence[Seconds]) -> Iterator[tuple[str, str, float, str]]:
+    """What actions last longer than they take alone."""
+    lane, sorts = compute_lane(run, pp_rank), sorts_of(run.graph)
+    longer_s = (run.end_s - run.start_s)[lane] - np.array([seconds.total_s for seconds in prices])[sorts.of_action[lane]]
+    for i in np.flatnonzero(longer_s > 0).tolist():
+        yield "sharing", "", float(longer_s[i]), str(run.graph.schedule.actions[int(lane[i])])
 
 
 def compute_lane(run: Run, pp_rank: int) -> np.ndarray:

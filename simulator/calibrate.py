@@ -28,6 +28,10 @@ ADD_TRAFFIC_BYTES = 3 * ELEMENT_BYTES
 """What a sum of two tensors reads and writes per element."""
 
 
+LEAST_SHARE = 0.1
+"""Share of the largest message's time that must be more than latency for its rate to be seen."""
+
+
 class Row(Protocol):
     """A measurement of `backend.measure_machine`."""
 
@@ -66,6 +70,7 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
         "host_dispatch_s": (0.0, "in the measured seconds: a kernel is finished when its call returns"),
         "kernel_curve": (kernels, measured),
         "num_cores": (num_cores, "counted by the operating system"),
+        "busy_core_share": (_busy_share(rows), f"{measured}: median over products and kernels on one rank and on all cores at once"),
         "node_link_bytes_per_s": (bytes_per_s, f"{measured}: slope of messages over their bytes"),
         "node_link_latency_s": (latency_s, f"{measured}: the smallest message"),
         "node_network_bytes_per_s": (bytes_per_s, "as inside the node: there is only one"),
@@ -82,10 +87,19 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Latency and rate of messages: the time of the smallest, and the bytes that the largest moves more in its time more."""
+    """Latency and rate of messages: the time of the smallest, and the bytes that the largest moves more in its time more; all that it
+    moves in all its time, where it takes hardly longer (few sizes, or a busy machine)."""
     points = sorted(points)
-    (_, least_s), (most, most_s) = points[0], points[-1]
-    return least_s, (most - points[0][0]) / max(most_s - least_s, 1e-9)
+    (least, least_s), (most, most_s) = points[0], points[-1]
+    longer_s = most_s - least_s
+    return least_s, (most - least) / longer_s if longer_s > LEAST_SHARE * most_s else most / most_s
+
+
+def _busy_share(rows: Sequence[Row]) -> float:
+    """Share of its rate that a rank keeps while all cores compute: caches and memory are the cores' together."""
+    alone = {(row.name, row.sizes): row.seconds for row in rows if row.kind == "alone"}
+    shares = [alone[row.name, row.sizes] / row.seconds for row in rows if row.kind == "together"]
+    return min(1.0, median(shares)) if shares else 1.0
 
 
 def _attention_share(rows: Sequence[Row], kind: str, rate: float) -> float:

@@ -148,12 +148,19 @@ def plan_text(title: str, report: Mapping[str, Any]) -> str:
         choices = (sequence, str(layout["zero"]), str(candidate["batch"]["micro"]), candidate["recompute"], candidate["schedule"])
         peak = format_bytes(candidate["peak_memory_bytes"])
         rows.append((str(place), format_s(candidate["step_time_s"]), f"{candidate['mfu']:.1%}", *degrees, *choices, peak))
-    lines = [title, "", *(_columns(rows) if report["candidates"] else ["no layout fits"]), ""]
+    lines = [title, "", *(_columns(rows) if report["candidates"] else ["no layout fits"]), *_uneven(layouts), ""]
     counts = f"{report['evaluated']} layouts decided, {report['simulated']} of them simulated, in {format_s(report['elapsed_s'])}"
     lines.append(f"{counts}. The others lost because:")
     docs = {**{rule.name: f"not so: {rule.doc}" for rule in RULES}, **REASONS}
     lost = [(str(count), reason, docs[reason]) for reason, count in _most_first(report["rejected"])]
     return "\n".join([*lines, *_columns(lost)])
+
+
+def _uneven(layouts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How the stages of the first layout are cut where pp*vpp does not divide the layers."""
+    if not layouts or layouts[0]["stages"] is None:
+        return []
+    return ["", f"stages of the first: {layouts[0]['stages']} (E embedding, t layer, L head)"]
 
 
 def _title(plan: Plan, num_parameters: int) -> str:

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that differ: the price of every action on each of them, given slow devices, other devices and slow links.
+"""Data-parallel ranks that differ: the price of every action on each of them, given slow devices, other devices, slow links and nodes.
 
 A column is one data-parallel rank's pipeline. Tensor- and context-parallel ranks of a column and a pipeline rank wait for each other in
 every layer, so together they are as slow as the slowest. Columns that differ in nothing share their prices.
@@ -20,8 +20,10 @@ from ..core.plan import Plan
 from ..core.variation import NO_VARIATION, devices_named
 from .attribution import Sorts
 from .link_shares import DegradedSpreads, LinkShares, rank_index
+from .placement import replicas_lie_alike, shift_of
 from .pricing import Pricing
 from .seconds import Seconds
+from .spreads import Spreads
 
 DEVICE_FIELDS = tuple(field.name for field in fields(ClusterSpec) if field.name in H100)
 """Fields of a cluster that belong to its devices, not to what joins them."""
@@ -78,13 +80,18 @@ class _Conditions:
         self._present = np.stack([(kinds == number).any(axis=(0, 1)) for number in range(len(self._classes))], axis=-1)
         has_faults = bool(variation.slow_links or variation.failed_links)
         self._links = LinkShares(plan) if has_faults else None
+        self._lies_alike = replicas_lie_alike(plan)
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._gathers_scheduled = any(sort.kind is Kind.UNSHARD for sort in sorts.sorts)
 
     def key(self, dp_rank: int) -> object:
         """Equal for data-parallel ranks that do everything in the same time."""
+        return self._factor[dp_rank].tobytes(), self._present[dp_rank].tobytes(), *self._place(dp_rank)
+
+    def _place(self, dp_rank: int) -> tuple[bytes, int]:
+        """Equal for data-parallel ranks whose groups lie alike and have equally slow links."""
         links = self._links.signature(dp_rank) if self._links else b""
-        return self._factor[dp_rank].tobytes(), self._present[dp_rank].tobytes(), links
+        return links, 0 if self._lies_alike else shift_of(self._plan, dp_rank)
 
     def prices(self, dp_rank: int) -> tuple[Seconds, ...]:
         """Seconds of every sort of action: of the slowest kind of device that a cell has, and its slowest device."""
@@ -96,12 +103,15 @@ class _Conditions:
         return tuple(found)
 
     def _pricing(self, kind: int, dp_rank: int) -> Pricing:
-        links = self._links.signature(dp_rank) if self._links else b""
-        key = (kind, links)
+        key = (kind, *self._place(dp_rank))
         if key not in self._pricings:
             name = self._classes[kind]
             plan = self._plain if name is None else replace(self._plain, cluster=as_device(self._plan.cluster, name))
-            spreads = DegradedSpreads(replace(plan, variation=self._plan.variation), self._links, dp_rank) if self._links else None
+            spreads: Spreads | None = None
+            if self._links:
+                spreads = DegradedSpreads(plan, self._links, dp_rank)
+            elif not self._lies_alike:
+                spreads = Spreads(plan, dp_rank)
             self._pricings[key] = Pricing(plan, gathers_scheduled=self._gathers_scheduled, spreads=spreads, expert_load=self._load)
         return self._pricings[key]
 
@@ -121,6 +131,17 @@ def as_device(cluster: ClusterSpec, preset: str) -> ClusterSpec:
     return replace(cluster, **{name: getattr(other, name) for name in DEVICE_FIELDS})
 
 
+def capacities_bytes(plan: Plan) -> list[int]:
+    """Memory of the smallest device of every pipeline rank."""
+    found = [int(plan.cluster.device_memory_bytes)] * plan.layout.pp
+    if plan.variation.device_classes:
+        of_rank = np.full(plan.cluster.num_devices, plan.cluster.device_memory_bytes)
+        for name, names in plan.variation.device_classes.items():
+            of_rank[devices_named(names, plan.cluster)] = as_device(plan.cluster, name).device_memory_bytes
+        found = of_rank[rank_index(plan.layout, "dense")].min(axis=(0, 1, 2)).astype(np.int64).tolist()
+    return found
+
+
 def couplings_of(plan: Plan) -> tuple[dict[Kind, int], np.ndarray]:
     """How many data-parallel ranks run a kind of action together, and an order of the ranks in which those are neighbours.
 
@@ -138,6 +159,7 @@ def couplings_of(plan: Plan) -> tuple[dict[Kind, int], np.ndarray]:
         shard = dp if plan.data_parallel.shard is None else max(1, plan.data_parallel.shard // layout.cp)
         sharded = shard if layout.zero == 3 else dp
         kinds = SHARED_BY_EXPERTS if layout.zero == 3 else (Kind.B, Kind.OVERLAP_F_B)
+        couplings[Kind.UNSHARD] = sharded
         for kind in (*kinds, Kind.W):
             larger, smaller = max(tied.get(kind, 1), sharded), min(tied.get(kind, 1), sharded)
             tied[kind] = larger if larger % smaller == 0 else dp

@@ -115,9 +115,8 @@ def product_s(cluster: ClusterSpec, dtype: str, product: Product, *, output_byte
     rate = full_clock_rate(cluster, dtype)
     if cluster.num_compute_units > 1:
         rate *= aligned_share(product.m, product.n, product.k)
-    work_s = _product_work_s(cluster, dtype, product, rate, output_bytes=output_bytes)
-    if not cluster.product_curve:
-        work_s += throttled_s(cluster, dtype, product.flops)
+    held_s = 0.0 if cluster.product_curve else throttled_s(cluster, dtype, product.flops)
+    work_s = _product_work_s(cluster, dtype, product, rate, output_bytes=output_bytes, held_s=held_s)
     return max(work_s, cluster.kernel_floor_s) + cluster.kernel_launch_s
 
 
@@ -165,9 +164,17 @@ def throttled_s(cluster: ClusterSpec, dtype: str, flops: float) -> float:
 
 
 def _product_work_s(
-    cluster: ClusterSpec, dtype: str, product: Product, rate: float, *, output_bytes: int | None, exposed: float = EXPOSED_OUTPUT
+    cluster: ClusterSpec,
+    dtype: str,
+    product: Product,
+    rate: float,
+    *,
+    output_bytes: int | None,
+    exposed: float = EXPOSED_OUTPUT,
+    held_s: float = 0.0,
 ) -> float:
-    """Seconds of a product without launch, at `rate` FLOP/s of endlessly large ones: the longer of its tiles and its traffic."""
+    """Seconds of a product without launch, at `rate` FLOP/s of endlessly large ones: the longer of its tiles, with the seconds that
+    power adds to them, and its traffic."""
     output_bytes = output_bytes or ELEMENT_BYTES[dtype]
     m, n, k, count = product.m, product.n, product.k, product.count
     num_bytes = count * ((m * k + k * n) * OPERAND_BYTES[dtype] + m * n * output_bytes)
@@ -178,13 +185,22 @@ def _product_work_s(
     else:
         bytes_per_s = cluster.device_memory_bytes_per_s * cluster.memory_efficiency
         arithmetic_s = _tiled_s(m, n, k, count, cluster.num_compute_units, rate, exposed * output_bytes / bytes_per_s)
-    return max(arithmetic_s, traffic_s(cluster, num_bytes))
+    return max(arithmetic_s + held_s, traffic_s(cluster, num_bytes))
 
 
-ALIGNED_SHARES = (0.4, 0.53, 0.67, 0.8, 0.87, 0.93, 1.0)
-"""Share of its rate that a product keeps when its rows begin at multiples of 1, 2, 4, ... 64 elements (2 to 128 bytes in 16 bits). The
-order is NVIDIA's (Matrix Multiplication Background User's Guide: 16 bytes wanted, 128 bytes on an A100). Fitted: 0.8 at 8 elements
-(BLOOM chronicles, 14400 against 14336 wide), 0.4 at one (vTrain single-node, 50,257 tokens on one device); straight between."""
+def aligned_shares(single: float, eight: float) -> tuple[float, ...]:
+    """Shares of the rate for rows that begin at multiples of 1, 2, 4, ... 64 elements, from those for 1 and for 8: straight between."""
+    return (*(single + (eight - single) * step / 3 for step in range(3)), *(eight + (1 - eight) * step / 3 for step in range(4)))
+
+
+ALIGNED_AT_2_BYTES, ALIGNED_AT_16_BYTES = 0.4, 0.71
+"""Share of its rate that a product of 16-bit operands keeps when its rows begin at any element, and at multiples of 8. NVIDIA's order
+(Matrix Multiplication Background User's Guide: 16 bytes wanted, 128 bytes on an A100). The first from the output head of vTrain's
+single-node rows on one device, 50,257 wide (three heads of the calibration half, 0.37 to 0.44); the second fitted to the calibration
+half of the BLOOM chronicles (14,400 against 13,824 and 14,336 wide; +- 0.1, `--refit`). A refit of whole vTrain steps wants 0.33 at 2
+bytes: layers are predicted short there."""
+
+ALIGNED_SHARES = aligned_shares(ALIGNED_AT_2_BYTES, ALIGNED_AT_16_BYTES)
 
 
 def aligned_share(m: int, n: int, k: int) -> float:
@@ -220,8 +236,8 @@ def attention_s(cluster: ClusterSpec, dtype: str, shape: AttentionShape, *, back
     if not fused:
         return _unfused_attention_s(cluster, dtype, shape, backward=backward)
     rate = cluster.peak_flops_per_s[dtype] * _attention_efficiency(cluster, shape, backward=backward)
-    work_s = max(shape.flops(backward=backward) / rate, traffic_s(cluster, shape.operand_bytes(dtype, backward=backward)))
-    work_s += throttled_s(cluster, dtype, shape.flops(backward=backward))
+    flops = shape.flops(backward=backward)
+    work_s = max(flops / rate + throttled_s(cluster, dtype, flops), traffic_s(cluster, shape.operand_bytes(dtype, backward=backward)))
     num_kernels = attention_kernels(backward=backward, fused=True)
     return max(work_s, num_kernels * cluster.kernel_floor_s) + num_kernels * cluster.kernel_launch_s
 
@@ -275,9 +291,10 @@ def host_s(cluster: ClusterSpec, num_kernels: float) -> float:
     return num_kernels * cluster.host_dispatch_s
 
 
-def slowed_s(cluster: ClusterSpec, compute_s: float, communication_s: float) -> float:
-    """Seconds of compute while a collective runs beside it for `communication_s`: until that ends, compute keeps a share of its rate."""
-    share = cluster.overlap_compute_share
+def slowed_s(cluster: ClusterSpec, compute_s: float, communication_s: float, *, share: float | None = None) -> float:
+    """Seconds of compute while a collective runs beside it for `communication_s`: until that ends, compute keeps a share of its rate,
+    the cluster's `overlap_compute_share` unless another is given."""
+    share = cluster.overlap_compute_share if share is None else share
     return compute_s / share if compute_s <= communication_s * share else compute_s + communication_s * (1 - share)
 
 

@@ -15,9 +15,9 @@ from .seconds import COMPONENTS, Seconds
 
 
 class Segment(NamedTuple):
-    """A part of the path: action `index` of the graph from `start_s` to `end_s`; -1 is another replica, which is not simulated here."""
+    """A part of the path: an action of the graph from `start_s` to `end_s`; -1 is another replica, which is not simulated here."""
 
-    index: int
+    action: int
     start_s: float
     end_s: float
 
@@ -35,12 +35,13 @@ class CriticalPath:
         """Seconds of the path by the keys of `time_s` of the report; an action's part splits as its price does."""
         totals = dict.fromkeys(TIME_KEYS, 0.0)
         sorts = sorts_of(self.run.graph)
-        for index, start_s, end_s in self.segments:
-            kind = Kind(int(self.run.graph.schedule.actions.kind[index]))
-            price = self.prices[int(sorts.of_action[index])]
-            if index < 0:
+        for action, start_s, end_s in self.segments:
+            if action < 0:
                 totals["bubble"] += end_s - start_s
-            elif kind in SENDS or kind in (Kind.REDUCE_GRAD, Kind.UNSHARD) or not price.total_s:
+                continue
+            kind = Kind(int(self.run.graph.schedule.actions.kind[action]))
+            price = self.prices[int(sorts.of_action[action])]
+            if kind in SENDS or kind in (Kind.REDUCE_GRAD, Kind.UNSHARD) or not price.total_s:
                 totals["pp_comm" if kind in SENDS else "dp_comm"] += end_s - start_s
             else:
                 share = (end_s - start_s) / price.total_s
@@ -52,10 +53,10 @@ class CriticalPath:
         """Seconds and number of segments by pipeline rank, kind and stage, longest first."""
         actions, ranks = self.run.graph.schedule.actions, self.run.graph.rank
         found: dict[tuple[int, str], list[float]] = {}
-        for index, start_s, end_s in self.segments:
-            kind, stage = Kind(int(actions.kind[index])), int(actions.stage[index])
-            name = "other replica" if index < 0 else kind.name if kind is Kind.STEP else f"{stage}{kind.name}"
-            found.setdefault((-1 if index < 0 else int(ranks[index]), name), []).append(end_s - start_s)
+        for action, start_s, end_s in self.segments:
+            kind, stage = Kind(int(actions.kind[action])), int(actions.stage[action])
+            name = "other replica" if action < 0 else kind.name if kind is Kind.STEP else f"{stage}{kind.name}"
+            found.setdefault((-1 if action < 0 else int(ranks[action]), name), []).append(end_s - start_s)
         rows = [{"pp_rank": rank, "of": name, "seconds": sum(parts), "count": len(parts)} for (rank, name), parts in found.items()]
         return sorted(rows, key=lambda row: (-float(row["seconds"]), row["pp_rank"], row["of"]))
 
@@ -66,13 +67,18 @@ class CriticalPath:
 
 def critical_path(run: Run, prices: Sequence[Seconds]) -> CriticalPath:
     """The path that ends with the last action to end; of several predecessors that end at once the first."""
+    sorts = sorts_of(run.graph)
     index = _evaluated(run, int(run.end_s.argmax()))
     end_s, segments = float(run.end_s[index]), []
     while index >= 0 and end_s > 0:
         start_s = float(run.start_s[index])
+        before = _before(run, index, start_s)
+        lasts_s = prices[int(sorts.of_action[index])].total_s
+        if before >= 0 and start_s < run.end_s[before] <= end_s and end_s > start_s + lasts_s:
+            start_s = float(run.end_s[before])  # it began beside that, but it is what follows that which ends last
         if end_s > start_s:
             segments.append(Segment(index, start_s, end_s))
-        index, end_s = _before(run, index, start_s), start_s
+        index, end_s = before, start_s
     if end_s > 0:
         segments.append(Segment(-1, 0.0, end_s))
     return CriticalPath(run, prices, tuple(reversed(segments)))

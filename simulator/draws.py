@@ -10,8 +10,6 @@ import math
 
 import numpy as np
 
-from ..core.action import Kind
-
 _CENTRAL = (
     (
         3.3871328727963666080e0,
@@ -140,7 +138,3 @@ def add_pauses(rng: np.random.Generator, duration_s: np.ndarray, *, per_s: float
     at = np.searchsorted(ends, rng.random(number) * ends[-1], side="right").clip(max=len(ends) - 1)
     lengths = least_s * (1 + rng.pareto(exponent, number))
     np.add.at(duration_s.reshape(-1), at, lengths)
-
-
-TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.REDUCE_GRAD, Kind.UNSHARD)
-"""Actions whose time `comm_jitter` spreads; `jitter` spreads those of the compute lane."""

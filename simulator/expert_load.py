@@ -3,13 +3,14 @@
 In each layer experts expect shares of the tokens that are Dirichlet distributed, with equal parameters; the tokens of a microbatch are
 then drawn from them (multinomial). The relative standard deviation c of the expected tokens fixes the parameter: for E experts
 c^2 = (E - 1) / (E a + 1). What is published is often the largest load over the mean, less one (MaxVio: Wang et al. 2024, arXiv
-2408.15664, section 2: 0.04 with bias-based balancing, 0.72 with an auxiliary loss, of the whole batch); `max_violation` gives it.
+2408.15664, table 2: 0.04 with bias-based balancing, 0.72 with an auxiliary loss, of the whole batch); `max_violation` gives it. Tokens
+are drawn one by one; that a token's experts are different ones narrows the counts a little and is not modelled.
 Expert layers end with an exchange among the ranks of an ep group, so all of them take as long as the rank with the most tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,45 +22,45 @@ from .traffic import Traffic
 EXPERT_AXES = ("ep", "etp")
 """Axes whose collectives carry tokens to experts and back."""
 
-LARGEST_DRAW = 1 << 22
-"""Numbers drawn at a time."""
+
+LEAST_IMBALANCE = 1e-6
+"""Below this experts expect equal shares: no number of tokens would tell the difference."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loads:
-    """Drawn loads. `of_layers` is [samples, MoE layers]: tokens of the busiest rank of an ep group over those of the average one, after
-    drops; `dropped_share` and `max_violation` are means over all draws."""
+    """Drawn loads. `of_layers` is [draws, MoE layers]: tokens of the busiest rank of an ep group over those of the average one, after
+    drops; `dropped_share` and `max_violation` are means over all of them."""
 
     of_layers: np.ndarray
     dropped_share: float
     max_violation: float
 
 
-def draw_loads(plan: Plan, num_layers: int, rng: np.random.Generator, samples: int) -> Loads:
-    """Loads of every MoE layer in every sample. An expert's place in the group is its number (Megatron-Core: consecutive experts)."""
-    model, variation, ep = plan.model, plan.variation, plan.layout.ep
+def joined(draws: Sequence[Loads]) -> Loads:
+    """Several draws as one."""
+    means = [float(np.mean([getattr(loads, name) for loads in draws])) for name in ("dropped_share", "max_violation")]
+    return Loads(np.concatenate([loads.of_layers for loads in draws]), *means)
+
+
+def draw_loads(plan: Plan, num_layers: int, rng: np.random.Generator) -> Loads:
+    """One draw of the load of `num_layers` MoE layers. Consecutive experts lie on one rank (Megatron-Core)."""
+    model, variation = plan.model, plan.variation
     assert variation.expert_imbalance is not None
     tokens = _group_tokens(plan) * model.experts_per_token
-    rows = samples * num_layers
-    loads, dropped, violation = np.ones(rows), 0.0, 0.0
-    chunk = max(1, LARGEST_DRAW // model.num_experts)
-    for first in range(0, rows, chunk):
-        last = min(rows, first + chunk)
-        counts = draw_counts(rng, last - first, model.num_experts, tokens, variation.expert_imbalance)
-        fair = tokens / model.num_experts
-        violation += float((counts.max(axis=1) / fair - 1).sum())
-        if variation.expert_capacity is not None:
-            kept = np.minimum(counts, variation.expert_capacity * fair)
-            dropped += float((counts - kept).sum() / tokens)
-            counts = kept
-        ranks = counts.reshape(last - first, ep, -1).sum(axis=2)
-        loads[first:last] = ranks.max(axis=1) * ep / tokens
-    return Loads(loads.reshape(samples, num_layers), dropped / max(1, rows), violation / max(1, rows))
+    fair, dropped = tokens / model.num_experts, 0.0
+    counts = draw_counts(rng, num_layers, model.num_experts, tokens, variation.expert_imbalance)
+    violation = float((counts.max(axis=1, initial=0.0) / fair - 1).mean()) if num_layers else 0.0
+    if variation.expert_capacity is not None and num_layers:
+        kept = np.minimum(counts, variation.expert_capacity * fair)
+        dropped, counts = float((counts - kept).sum() / (tokens * num_layers)), kept
+    ranks = counts.reshape(num_layers, plan.layout.ep, model.num_experts // plan.layout.ep).sum(axis=2)
+    return Loads(ranks.max(axis=1)[None] * plan.layout.ep / tokens, dropped, violation)
 
 
 def draw_counts(rng: np.random.Generator, rows: int, num_experts: int, tokens: int, imbalance: float) -> np.ndarray:
     """[rows, experts] copies of tokens that each expert is sent."""
-    if imbalance:
+    if imbalance > LEAST_IMBALANCE:
         shape = dirichlet_parameter(num_experts, imbalance)
         expected = rng.standard_gamma(shape, size=(rows, num_experts))
         # parameters far below one leave all weights at zero in rare rows: then one expert has all tokens

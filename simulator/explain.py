@@ -20,7 +20,7 @@ def explanation(simulation: Simulation) -> dict[str, Any]:
     """The JSON keys `idle_s`, of the rank with the largest bubble, and `critical_path`."""
     pp_rank = simulation.global_ranks.index(simulation.report["bubble_rank"])
     path = critical_path(simulation.run, simulation.prices)
-    return {"idle_s": [idle.report() for idle in idle_of(simulation.run, pp_rank)], "critical_path": path.report()}
+    return {"idle_s": [idle.report() for idle in idle_of(simulation.run, pp_rank, simulation.prices)], "critical_path": path.report()}
 
 
 def idle_rows(report: Mapping[str, Any]) -> list[Row]:
@@ -34,7 +34,7 @@ def idle_rows(report: Mapping[str, Any]) -> list[Row]:
 def path_rows(report: Mapping[str, Any]) -> list[Row]:
     """The critical path by rank, kind and stage."""
     rows = report["critical_path"]["by_action"]
-    shown = [
+    shown: list[Row] = [
         (format_s(row["seconds"]), _share(row["seconds"], report), f"{row['count']} x {row['of']}", _of_rank(row["pp_rank"]))
         for row in rows[:MOST_SHOWN]
     ]
@@ -51,7 +51,7 @@ def variation_rows(report: Mapping[str, Any]) -> list[Row]:
 
 def sensitivity_rows(gains: list[dict[str, Any]]) -> list[Row]:
     """What a tenth of improvement of each number gains, most first, of those that gain anything that can be read."""
-    rows = [
+    rows: list[Row] = [
         (f"{gain['gained_share']:.2%}", format_s(gain["gained_s"]), gain["name"], _change(gain))
         for gain in gains
         if gain["gained_share"] >= 5e-5

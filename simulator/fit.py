@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.plan import Plan
-from ..core.schedules import schedule_for
+from .columns import capacities_bytes
 from .memory import rank_memories
 from .profiles import profile_of
-from .simulate import representatives, worst
+from .simulate import lowered_schedule, representatives
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,15 @@ class Fit:
 
 
 def fit(plan: Plan) -> Fit:
-    """Peak memory of every pipeline rank against the capacity of the cluster's devices.
+    """Peak memory of every pipeline rank against the capacity of the cluster's devices, of the smallest where it has several classes.
 
-    A plan fits when the tensors of its worst rank do: what the allocator holds beyond them it gives back when it must.
+    A plan fits when the tensors of its worst rank do, the one with the least to spare: what the allocator holds beyond them it gives
+    back when it must.
     """
-    memory = rank_memories(plan, schedule_for(plan), profile_of(plan).recv_buffers)
-    ranks, capacity, heaviest = representatives(plan), int(plan.cluster.device_memory_bytes), worst(memory)
+    memory = rank_memories(plan, lowered_schedule(plan), profile_of(plan).recv_buffers)
+    ranks, capacities = representatives(plan), capacities_bytes(plan)
+    heaviest = max(memory, key=lambda rank: (rank.peak_bytes - capacities[rank.pp_rank], -rank.pp_rank))
+    capacity = capacities[heaviest.pp_rank]
     return Fit(
         {
             "fits": heaviest.peak_bytes <= capacity,

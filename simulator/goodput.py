@@ -1,7 +1,7 @@
 """Goodput: what failures and checkpoints leave of the time. Exponential failures of single devices, any of which stops the whole run.
 
 Young 1974, "A first order approximation to the optimum checkpoint interval" (CACM 17); Daly 2006, "A higher order estimate of the
-optimum checkpoint interval for restart dumps" (FGCS 22): equation 20 for the expected time, 37 for the interval.
+optimum checkpoint interval for restart dumps" (FGCS 22): its complete cost function for the time, equation 37 for the interval.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Work between checkpoints that loses least, to higher order (Daly 2006, equation 37): within 0.2% of the best time for checkpoints
-    shorter than twice the time between failures, and that time beyond."""
+    """Work between checkpoints that loses least, to higher order (Daly 2006, equation 37), for checkpoints shorter than twice the time
+    between failures; that time beyond."""
     if checkpoint_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = checkpoint_s / (2 * mtbf_s)
@@ -68,7 +68,7 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def expected_s(work_s: float, *, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Expected time of one interval of work and its checkpoint, failures during restarts included (Daly 2006, equation 20)."""
+    """Expected time of one interval of work and its checkpoint, failures during restarts included (Daly 2006)."""
     try:
         return mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((work_s + checkpoint_s) / mtbf_s)
     except OverflowError:

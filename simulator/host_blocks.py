@@ -1,8 +1,8 @@
 """What our own backend's actions cost on the machine that `calibrate` measured, kernel by kernel.
 
-The kernels are those of `backend.model`, `backend.tensor_parallel` and `backend.optimizer` with fast numerics, counted from their code;
-each layer is one autograd function more. A device of a calibrated host is one rank process with one thread: its kernels follow each
-other, and nothing is launched ahead.
+The kernels are those of `backend.model`, `backend.tensor_parallel` and `backend.optimizer` with fast numerics, counted from their code
+(exact numerics are priced as fast ones); each layer is one autograd function more. A device of a calibrated host is one rank process
+with one thread: its kernels follow each other, and nothing is launched ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..core.parameters import Parameter, stage_parameters
 from ..core.plan import Plan
 from ..core.program import Collective, Group, LayerWork, Operation, Product, group_work
 from .blocks import COMPONENT_OF_AXIS, Block, Part
-from .host_kernels import Variant, host_product_s, kernel_s
+from .host_kernels import Variant, attention_head_s, host_product_s, kernel_s
 from .seconds import NOTHING, Seconds
 
 Kernels = Iterable[tuple[str, float, float]]
@@ -30,8 +30,22 @@ ROW_LAYERS = (".attention.output", ".mlp.down")
 
 
 def is_host(plan: Plan) -> bool:
-    """True when a plan runs our own backend on a calibrated host."""
-    return bool(plan.cluster.kernel_curve) and plan.runtime.profile == "shardproof"
+    """True when a plan runs our own backend on a calibrated host, with layers and switches whose kernels are counted here.
+
+    Everything else that names a calibrated cluster is priced from its rates, as on any device.
+    """
+    if not plan.cluster.kernel_curve or plan.runtime.profile != "shardproof":
+        return False
+    model, layout = plan.model, plan.layout
+    plain = not (model.is_moe or model.is_mla or model.num_mtp_layers or model.qk_norm or model.qkv_bias)
+    whole = not (layout.sequence_parallel or layout.zero) and layout.cp == layout.ep == 1
+    return plain and whole and plan.precision.dtype == "fp32" and plan.recompute.mode == "none"
+
+
+def rate_share(plan: Plan) -> float:
+    """Share of the measured rates that a rank keeps: less than 1 where all cores have one at work."""
+    cluster = plan.cluster
+    return cluster.busy_core_share if plan.layout.world_size >= cluster.num_cores > 1 else 1.0
 
 
 def host_block(plan: Plan, group: Group, collective_s: Callable[[Collective], float]) -> Block:
@@ -56,12 +70,12 @@ def host_step_s(plan: Plan, stages: tuple[int, ...]) -> float:
         elements = _local(plan, parameter)
         total_s += 2 * kernel_s(cluster, "add", elements) + kernel_s(cluster, "square_sum", elements) + kernel_s(cluster, "adamw", elements)
     losses = plan.num_microbatches * sum(plan.stages[stage].head for stage in stages)
-    return total_s + losses * kernel_s(cluster, "square_sum", plan.batch.micro_size * plan.batch.sequence)
+    return (total_s + losses * kernel_s(cluster, "square_sum", plan.batch.micro_size * plan.batch.sequence)) / rate_share(plan)
 
 
 def host_flatten_s(plan: Plan, elements: int) -> float:
     """Seconds to lay the gradients of a stage side by side before they are reduced."""
-    return kernel_s(plan.cluster, "add", elements)
+    return kernel_s(plan.cluster, "add", elements) / rate_share(plan)
 
 
 def _local(plan: Plan, parameter: Parameter) -> float:
@@ -84,10 +98,13 @@ class _HostPricer:
         """Kernels one after the other."""
         cluster, total_s, calls = self.plan.cluster, 0.0, 0.0
         for name, elements, count in found:
-            each_s = kernel_s(cluster, name, elements)
+            if name.startswith("attention"):
+                each_s = attention_head_s(cluster, name, self.plan.model.head_dim, elements)
+            else:
+                each_s = kernel_s(cluster, name, elements)
             total_s += count * (each_s / BACKWARD_FUNCTIONS if name == "function_backward_16" else each_s)
             calls += count
-        return Part(Seconds(compute=total_s), round(calls))
+        return Part(Seconds(compute=total_s / rate_share(self.plan)), round(calls))
 
     def part(self, work: LayerWork, of: str) -> Part:
         """Products and collectives of one layer in a pass, with the sum over microbatches of its weight gradient."""
@@ -104,7 +121,8 @@ class _HostPricer:
             return Part(Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self.collective_s(operation)}), 1)
         assert isinstance(operation, Product)
         m, n, k = operation.m, operation.n, operation.k
-        total = self.kernels(()) + Part(Seconds(compute=host_product_s(self.plan.cluster, _variant(layer, of), m, n, k)), 1)
+        product_s = host_product_s(self.plan.cluster, _variant(layer, of), m, n, k) / rate_share(self.plan)
+        total = Part(Seconds(compute=product_s), 1)
         if of == "weight":
             total += self.kernels([("add_", m * n, self.tokens.sums)])
         return total
@@ -211,7 +229,8 @@ class _Kernels:
     def _norm(self) -> Kernels:
         if self.model.norm == "layernorm":
             return [("layer_norm", self.hidden, 1), ("function", 1, 1)]
-        return [("add", self.hidden, 2), ("row_mean", self.hidden, 1), ("add", self.tokens, 2), ("add_", self.hidden, 1), ("function", 1, 1)]
+        steps = [("add", self.hidden, 2), ("row_mean", self.hidden, 1), ("add", self.tokens, 2), ("add_", self.hidden, 1)]
+        return [*steps, ("function", 1, 1)]
 
     def _norm_backward(self) -> Kernels:
         if self.model.norm == "layernorm":
@@ -239,11 +258,9 @@ class _Kernels:
         model, s = self.model, self.plan.batch.sequence
         yield from [("transpose", self.queries, 2), ("transpose", self.keys, 2)]
         if model.position == "rope":
-            yield "rope_table", s * model.head_dim, 1
-            for size in (self.queries, self.keys):
-                yield from [("add", size, 4), ("add", size / 2, 1)]
+            yield from [("rope_table", s * model.head_dim, 1), ("rotate", self.queries, 1), ("rotate", self.keys, 1)]
         if model.query_heads_per_group > 1:
-            yield from [("transpose", self.queries, 2), ("function", 1, 2)]
+            yield from [("repeat", self.queries, 2), ("function", 1, 2)]
         yield from self._core("attention")
 
     def _attention_backward(self) -> Iterator[tuple[str, float, float]]:
@@ -251,21 +268,21 @@ class _Kernels:
         yield from self._core("attention_backward")
         yield "transpose", self.queries, 1
         if model.query_heads_per_group > 1:
-            yield from [("transpose", self.keys, 2), ("add_", self.keys, 2.0 * (model.query_heads_per_group - 1)), ("function_backward_16", 1, 2)]
+            added = 2.0 * (model.query_heads_per_group - 1)
+            yield from [("transpose", self.keys, 2), ("add_", self.keys, added), ("function_backward_16", 1, 2)]
         if model.position == "rope":
-            for size in (self.queries, self.keys):
-                yield from [("add", size, 4), ("add", size / 2, 1)]
+            yield from [("rotate_backward", self.queries, 1), ("rotate_backward", self.keys, 1)]
         yield "transpose", self.queries + 2 * self.keys, 1
 
     def _core(self, name: str) -> Kernels:
         heads = self.plan.batch.micro_size * self.groups * self.model.query_heads_per_group
-        return [(f"{name}_{self.model.head_dim}", self.plan.batch.sequence, heads)]
+        return [(name, self.plan.batch.sequence, heads)]
 
     def _activation(self) -> Kernels:
         match self.model.activation:
             case "swiglu" | "geglu":
                 kernel = "silu" if self.model.activation == "swiglu" else "gelu"
-                return [("transpose", self.units, 2), (kernel, self.units, 1), ("add", self.units, 1)]
+                return [("take_second", self.units, 2), (kernel, self.units, 1), ("add", self.units, 1)]
             case "relu_squared":
                 return [("add", self.units, 2)]
             case name:
@@ -275,7 +292,7 @@ class _Kernels:
         match self.model.activation:
             case "swiglu" | "geglu":
                 kernel = "silu_backward" if self.model.activation == "swiglu" else "gelu_backward"
-                return [("add", self.units, 2), (kernel, self.units, 1), ("transpose", 2 * self.units, 1)]
+                return [("add", self.units, 2), (kernel, self.units, 1), ("interleave", self.units, 1)]
             case "relu_squared":
                 return [("add", self.units, 3)]
             case name:

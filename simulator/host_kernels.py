@@ -54,6 +54,16 @@ def kernel_s(cluster: ClusterSpec, name: str, elements: float) -> float:
     return line.seconds(max(elements, 1.0))
 
 
+def attention_head_s(cluster: ClusterSpec, name: str, head_dim: int, sequence: float) -> float:
+    """Seconds of one causal head of an attention core, `attention` or `attention_backward`. A width that was not measured takes in
+    proportion to the nearest one. Raises `ClusterError` where none was measured."""
+    widths = [int(known.rpartition("_")[2]) for known in _curves(cluster)[0] if known.rpartition("_")[0] == name]
+    if not widths:
+        raise _unknown(cluster, f"{name}_{head_dim}")
+    nearest = min(widths, key=lambda width: (abs(math.log(width / head_dim)), width))
+    return kernel_s(cluster, f"{name}_{nearest}", sequence) * head_dim / nearest
+
+
 def host_product_s(cluster: ClusterSpec, variant: Variant, m: int, n: int, k: int) -> float:
     """Seconds of one product [m, k] x [k, n]. Raises `ClusterError` where none was measured."""
     grid = _curves(cluster)[1].get(variant)

@@ -55,7 +55,8 @@ def _device_shares(cluster: ClusterSpec, cards: np.ndarray) -> np.ndarray:
     own = np.array([card_of(cluster, device) for device in range(devices_in_node(cluster))])
     used = working[np.abs(own[:, None] - working).argmin(axis=1)]
     users = np.bincount(used, minlength=len(cards))
-    return cards[used] * np.bincount(own, minlength=len(cards))[used] / users[used]
+    before = np.maximum(1, np.bincount(own, minlength=len(cards)))  # a card that nobody used is a whole one
+    return cards[used] * before[used] / users[used]
 
 
 def _apply_rails(cluster: ClusterSpec, group: int, left: np.ndarray, leaf: np.ndarray) -> None:
@@ -121,15 +122,18 @@ def rank_index(layout: Layout, grid: str) -> np.ndarray:
     """The global rank at every place of a grid."""
     sizes = layout.sizes if grid == "dense" else layout.expert_sizes
     step = strides(layout, sizes)
-    return sum(np.ix_(*(np.arange(sizes[axis]) * step[axis] for axis in _GRIDS[grid])), start=np.int64(0))  # type: ignore[return-value]
+    found = np.zeros((1,) * len(_GRIDS[grid]), dtype=np.int64)
+    for along in np.ix_(*(np.arange(sizes[axis]) * step[axis] for axis in _GRIDS[grid])):
+        found = found + along
+    return found
 
 
 class DegradedSpreads(Spreads):
     """The groups of one data-parallel rank as slow and failed links leave them."""
 
     def __init__(self, plan: Plan, shares: LinkShares, dp_rank: int):
-        super().__init__(plan)
-        self._shares, self._dp_rank = shares, dp_rank
+        super().__init__(plan, dp_rank)
+        self._shares = shares
 
     def spread(self, axis: str, stage: int, pp_rank: int) -> Spread:
         """As `Spreads.spread`, with what is left of the links."""

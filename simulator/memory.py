@@ -145,13 +145,14 @@ def memory_samples(run: Run, memories: Sequence[RankMemory], plan: Plan, global_
 def _messages(plan: Plan, placement: Placement, profile: MemoryProfile, pp_rank: int, recv_buffers: int) -> int:
     """Hidden states that a rank holds outside its activations.
 
-    Ours: for each peer and direction the receives posted ahead, and one send. Megatron: the gradient last sent back; with several
-    stages a rank also an output that is sent only after the next backward (megatron/core/pipeline_parallel/schedules.py,
-    forward_backward_pipelining_with_interleaving), and, where messages overlap compute, one receive ahead in each direction.
+    Ours: for each peer and direction the receives posted ahead, and one send; and the gradient that a backward starts from.
+    Megatron: the gradient last sent back; with several stages a rank also an output that is sent only after the next backward
+    (megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving), and, where messages overlap compute,
+    one receive ahead in each direction.
     """
     lanes = _lanes(placement)[pp_rank]
     if not profile.previous_gradient:
-        return sum(1 if sending else 1 + recv_buffers for _, sending, _ in lanes)
+        return bool(lanes) + sum(1 if sending else recv_buffers for _, sending, _ in lanes)
     sends_back = any(sending and direction == "B" for _, sending, direction in lanes)
     interleaved = bool(lanes) and len(stages_of_ranks(placement)[pp_rank]) > 1
     ahead = 2 if interleaved and profile_of(plan).p2p_overlap else 0

@@ -13,7 +13,7 @@ from ..core.plan import Plan
 from ..core.reduction import sibling
 from ..core.schedule import Schedule
 from .memory_profiles import MemoryProfile
-from .memory_sizes import stage_sizes
+from .memory_sizes import rank_step_bytes, stage_sizes
 from .memory_states import stages_of_ranks
 
 MOST_BYTES = 2**62
@@ -33,25 +33,31 @@ class Changes:
 
 def all_changes(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> tuple[Changes, Changes, Changes]:
     """Activations, gathered weights, and sums of gradients."""
-    return _activations(plan, schedule), _gathers(plan, schedule), _sums(plan, schedule, profile)
+    return _activations(plan, schedule, profile), _gathers(plan, schedule), _sums(plan, schedule, profile)
 
 
-def _activations(plan: Plan, schedule: Schedule) -> Changes:
+def _activations(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
     """A forward holds its most while it runs and leaves what is kept; a backward needs that and more, and leaves nothing, or, where it
     is split, what the weight gradients need."""
     actions, sizes = schedule.actions, stage_sizes(plan)
-    kept, forward, backward, deferred = (
+    kept, forward, backward, deferred, split, weight = (
         countable([getattr(size.tape, name) for size in sizes], schedule)
-        for name in ("kept_bytes", "forward_bytes", "backward_bytes", "deferred_bytes")
+        for name in ("kept_bytes", "forward_bytes", "backward_bytes", "deferred_bytes", "split_bytes", "weight_bytes")
     )
+    reduce = countable([size.reduce_bytes for size in sizes], schedule)
     kind, stage = actions.kind, actions.stage
     pair = np.where(kind == Kind.OVERLAP_F_B, actions.pair_stage, stage)
     forwards = np.isin(kind, (Kind.F, Kind.OVERLAP_F_B))
     backwards = np.isin(kind, (Kind.B, Kind.I, Kind.OVERLAP_F_B))
-    begins = np.where(forwards, forward[stage], 0) + np.where(backwards, backward[pair] - kept[pair], 0)
+    whole = np.where(kind == Kind.I, split[pair], backward[pair])
+    begins = np.where(forwards, forward[stage], 0) + np.where(backwards, whole - kept[pair], 0)
+    if profile.pairs_in_turn:
+        in_turn = kept[stage] + np.maximum(forward[stage] - kept[stage], whole - kept[pair])
+        begins = np.where(kind == Kind.OVERLAP_F_B, in_turn, begins)
+    begins += np.where(kind == Kind.W, weight[stage], 0) + np.where(kind == Kind.REDUCE_GRAD, reduce[stage], 0)
     leaves = np.where(forwards, kept[stage], 0) - np.where(backwards, kept[pair], 0)
     leaves += np.where(kind == Kind.I, deferred[stage], 0) - np.where(kind == Kind.W, deferred[stage], 0)
-    step = [sum(sizes[stage].step_bytes for stage in owned) for owned in stages_of_ranks(schedule.placement)]
+    step = rank_step_bytes(plan, stages_of_ranks(schedule.placement))
     rank = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
     begins = np.where(kind == Kind.STEP, np.asarray(step, dtype=np.int64)[rank], begins)
     before = _before(schedule, leaves)

@@ -114,7 +114,8 @@ def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
         return
     softmax = elements * STATISTIC_BYTES
     if tensors.profile.eager_loss:  # beside the softmax its gradient and that of the loss, both fp32
-        yield Node("head.loss", softmax + rows, logits, forward_bytes=logits + softmax, backward_bytes=2 * softmax - logits)
+        copies = 2 + (tensors.profile.loss_copies if tensors.plan.layout.tp > 1 else 0)
+        yield Node("head.loss", softmax + rows, logits, forward_bytes=logits + softmax, backward_bytes=copies * softmax - logits)
         return
     yield Node("head.loss", softmax + rows, logits if tensors.element < STATISTIC_BYTES else 0, forward_bytes=logits)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ..core.parameters import stage_parameters
 from ..core.plan import Plan
@@ -65,14 +66,16 @@ def own_step_bytes(plan: Plan, pp_rank: int, stages: Sequence[int], gradients_by
 
     First the divided gradients come while the sums are still there, and a tied table's two sums are put together (exchanged where they
     lie on two ranks). When the sums are gone the largest tensor's squares are added up; then the clipped gradients come and the
-    largest tensor's root and quotient (torch.optim.adamw, one tensor at a time).
+    root and quotient of one tensor beside the quotient of the one before (torch.optim.adamw, `_single_tensor_adamw`).
     """
     parameters = [parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])]
     sizes = [FP32_BYTES * local_elements(plan, parameter, 0) for parameter in parameters]
     held, largest = sum(sizes), max(sizes, default=0)
+    decayed = [size for size, parameter in zip(sizes, parameters, strict=True) if parameter.decay]
+    updated = max((before + 2 * size for before, size in pairwise([0, *decayed])), default=2 * largest)
     tables = [size for size, parameter in zip(sizes, parameters, strict=True) if parameter.name.startswith("embedding.tokens")]
     tied = 0
     if plan.model.tied_embeddings and tables:
         tied = 2 * tables[0] if tied_ends(plan, pp_rank) else tables[0]
     squares = SQUARE_BYTES // FP32_BYTES * largest if plan.numerics.mode == "fast" else 0
-    return max(held + tied, held + squares - gradients_bytes, 2 * held + 2 * largest - gradients_bytes)
+    return max(held + tied, held + squares - gradients_bytes, 2 * held + updated - gradients_bytes)

@@ -11,8 +11,8 @@ from ..core.plan import Plan
 from ..core.schedule import Schedule
 from .memory_changes import all_changes, check_countable
 from .memory_profiles import MemoryProfile
-from .memory_sizes import stage_sizes
-from .memory_states import states_of
+from .memory_sizes import rank_step_bytes, stage_sizes
+from .memory_states import stages_of_ranks, states_of
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,17 @@ def peaks_by_state(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> li
     states, sizes = states_of(schedule), stage_sizes(plan)
     check_countable(max(max(size.tape.backward_bytes, size.tape.forward_bytes) for size in sizes), schedule)
     tapes, none = [size.tape for size in sizes], np.zeros(len(sizes) + 1, dtype=np.int64)
-    names = ("kept_bytes", "forward_bytes", "backward_bytes", "deferred_bytes")
-    kept, forward, backward, deferred = (np.array([*(getattr(tape, name) for tape in tapes), 0]) for name in names)
+    names = ("kept_bytes", "forward_bytes", "backward_bytes", "deferred_bytes", "split_bytes", "weight_bytes")
+    kept, forward, backward, deferred, split, weight = (np.array([*(getattr(tape, name) for tape in tapes), 0]) for name in names)
     whole = np.array([*(size.gathered_bytes for size in sizes), 0])
     sums = np.array([*(size.gradients_bytes for size in sizes), 0]) if profile.growing_gradients else none
-    step = np.array([*(size.step_bytes for size in sizes), 0])
+    step = np.repeat(rank_step_bytes(plan, stages_of_ranks(schedule.placement)), np.diff(states.offsets))
+    reduce = np.array([*(size.reduce_bytes for size in sizes), 0])
     left = (states.kept * kept[states.stages] + states.deferred * deferred[states.stages]).sum(axis=1)
     held = left + kept[states.forward]
-    working = forward[states.forward] - kept[states.forward] + backward[states.backward] - kept[states.backward]
-    working += np.where(states.step, step[states.stages].sum(axis=1), 0)
+    both = forward[states.forward] - kept[states.forward], backward[states.backward] - kept[states.backward]
+    working = np.maximum(*both) if profile.pairs_in_turn else both[0] + both[1]
+    working += split[states.split] - kept[states.split] + weight[states.weight] + reduce[states.reduce] + np.where(states.step, step, 0)
     gathered = (states.gathered * whole[states.stages]).sum(axis=1)
     summed = (states.summed * sums[states.stages]).sum(axis=1)
     return _highest(schedule, states.offsets, states.action, held, working, gathered, summed)

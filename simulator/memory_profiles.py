@@ -17,9 +17,13 @@ class MemoryProfile:
 
     `counted_masks`: dropout masks are made again from a counter instead of kept, and attention with dropout keeps fp32 probabilities.
     `eager`: operations are not fused, so that rotation, attention and a gated activation keep copies. `growing_gradients`: sums of
-    gradients exist from the first backward to the optimizer step only. `fp16_gradients`: gradients of fp16 weights are fp16.
+    gradients exist from the first backward to the optimizer step only. `separate_gradients`: weight gradients are tensors of their own
+    before they are added to those sums (`simulator.memory_own`). `pairs_in_turn`: the forward of an overlapped pair ends before
+    its backward starts. `weight_gradients`: beside fp32 sums gradients also exist in the format of the weights. `fp16_gradients`:
+    gradients of fp16 weights are fp16.
     `vocabulary_multiple`: tables are padded to so many rows times tp. `cross_entropy_in_place`: the loss writes its gradient over the
-    logits; `eager_loss`: logits are cast to fp32, and softmax and loss are operations of their own. `selective_operators`: selective
+    logits; `eager_loss`: logits are cast to fp32, and softmax and loss are operations of their own; where
+    logits are cut over tp, with `loss_copies` more fp32 tensors. `selective_operators`: selective
     recomputation keeps the outputs of the attention core and of every other product instead of leaving out modules.
     `dense_embedding_gradient`: the lookup's gradient is a table of its own before it is added. `placeholder_gradients`: one tensor per
     shape of weight stands for the gradients that were added in place. `workspace_bytes`: scratch of the product library;
@@ -38,10 +42,14 @@ class MemoryProfile:
     fp32_gradients: bool = True
     eager: bool = False
     growing_gradients: bool = False
+    separate_gradients: bool = False
+    pairs_in_turn: bool = False
     fp16_gradients: bool = False
+    weight_gradients: bool = False
     vocabulary_multiple: int = 1
     cross_entropy_in_place: bool = False
     eager_loss: bool = False
+    loss_copies: int = 0
     selective_operators: bool = False
     dense_embedding_gradient: bool = False
     placeholder_gradients: bool = False
@@ -58,7 +66,7 @@ class MemoryProfile:
 
     def gradient_bytes(self, dtype: str) -> int:
         """Bytes of one accumulated gradient element."""
-        return 4 if self.fp32_gradients or dtype == "fp32" else 2
+        return (6 if self.weight_gradients else 4) if self.fp32_gradients or dtype == "fp32" else 2
 
 
 TE_WORKSPACE_BYTES = 32 * MIB + 1024
@@ -73,10 +81,34 @@ ALLOCATOR_FACTOR = 1.04
 CONTEXT_BYTES = 1_500_000_000
 """CUDA context, kernels and communicators, which nvidia-smi shows and the allocator does not: measured, README of the published runs."""
 
+DEEPSPEED_CONTEXT_BYTES = 11_800_000_000
+"""The same under DeepSpeed of 2022: communicators of the world, of each axis, of each pair of stages and of ZeRO, ZeRO's buckets of 5e8
+elements, and what the allocator keeps of other phases. Fitted: the mean over the ten families of the calibration half of the BLOOM
+chronicles (34 rows), +- 1e9; it does not depend on model, layout or microbatch."""
+
+_MEGATRON_2021 = MemoryProfile(
+    "megatron-2021",
+    fp16_gradients=True,
+    vocabulary_multiple=128,
+    dense_embedding_gradient=True,
+    previous_gradient=True,
+    defers_products=True,  # the zero-bubble forks
+    allocator_factor=ALLOCATOR_FACTOR,
+    context_bytes=CONTEXT_BYTES,
+)
+
 _PROFILES: Mapping[str, MemoryProfile] = {
     profile.name: profile
     for profile in (
-        MemoryProfile("shardproof", eager=True, growing_gradients=True, counted_masks=True),  # backend.{model,tensor_parallel}
+        MemoryProfile(  # backend.model, backend.tensor_parallel
+            "shardproof",
+            eager=True,
+            growing_gradients=True,
+            separate_gradients=True,
+            defers_products=True,
+            pairs_in_turn=True,
+            counted_masks=True,
+        ),
         MemoryProfile(
             "megatron-te",
             fp16_gradients=True,
@@ -98,6 +130,7 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             "torchtitan",
             eager=True,
             eager_loss=True,  # torchtitan/components/loss.py, cross_entropy_loss
+            loss_copies=2,  # torch/distributed/tensor/parallel/loss.py: exponentials and their product with the sum of gradients
             selective_operators=True,  # torchtitan/distributed/activation_checkpoint.py, selective_ac_option = "op"
             dense_embedding_gradient=True,
             fp32_weights=True,  # FSDP2 keeps fp32 shards and casts them as it gathers (MixedPrecisionPolicy)
@@ -106,17 +139,33 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             context_bytes=CONTEXT_BYTES,
         ),
         MemoryProfile(
-            "megatron-2021",
-            fp16_gradients=True,
-            vocabulary_multiple=128,
+            "nanotron",
+            eager=True,  # nanotron/models/llama.py: GLUActivation, keys and values of every query head
+            eager_loss=True,  # nanotron/parallel/tensor_parallel/functional.py, sharded_cross_entropy of fp32 logits
             dense_embedding_gradient=True,
-            previous_gradient=True,
-            defers_products=True,  # the zero-bubble forks
+            weight_gradients=True,  # nanotron/optim/gradient_accumulator.py: bf16 gradients beside the fp32 sums, in DDP's buckets
+            head_workspace_bytes=TORCH_WORKSPACE_BYTES,
             allocator_factor=ALLOCATOR_FACTOR,
             context_bytes=CONTEXT_BYTES,
         ),
+        _MEGATRON_2021,
+        replace(_MEGATRON_2021, name="megatron-deepspeed", context_bytes=DEEPSPEED_CONTEXT_BYTES),
     )
 }
+
+
+_SAME_MEMORY: Mapping[str, str] = {
+    "megatron-2022": "megatron-2021",
+    "fsdp": "torchtitan",
+    "xla": "torchtitan",
+    "megatron-2023": "megatron-2021",
+    "deepspeed-zero3": "megatron-deepspeed",
+    "zero-bubble": "megatron-2021",
+    "zero-bubble-te": "megatron-te",
+    "zero-bubble-flash": "megatron-te",
+    "nemo-24.05": "megatron-te",
+}
+"""Profiles whose memory is that of another."""
 
 
 def memory_profile(plan: Plan) -> MemoryProfile:
@@ -126,13 +175,13 @@ def memory_profile(plan: Plan) -> MemoryProfile:
     accumulate_allreduce_grads_in_fp32).
     """
     name = plan.runtime.profile
-    profile, runtime = _PROFILES["megatron-2021" if name == "megatron-deepspeed" else name], profile_of(plan)
+    profile, runtime = _PROFILES[_SAME_MEMORY.get(name, name)], profile_of(plan)
     if (asked := plan.precision.gradient_dtype) is not None:
         fp32_gradients = asked == "fp32"
     elif profile.fp16_gradients:
         fp32_gradients = plan.precision.dtype != "fp16"
     else:
-        fp32_gradients = runtime.gradient_dtype == "fp32"
+        fp32_gradients = runtime.gradient_bytes(plan.precision.dtype) == 4
     if (fused_loss := plan.runtime.fused_loss) is not None:
         profile = replace(profile, cross_entropy_in_place=fused_loss, eager_loss=profile.eager_loss and not fused_loss)
     dropout = runtime.dropout and not profile.counted_masks

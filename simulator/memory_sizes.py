@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from ..core.plan import Plan
 from ..core.program import Group, stage_groups
 from .memory_layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
+from .memory_own import own_nodes, own_reduce_bytes, own_step_bytes
 from .memory_profiles import memory_profile
 from .memory_static import gathered_bytes, gradients_bytes, optimizer_bytes, step_bytes, weights_bytes
-from .memory_tape import EMPTY, TapeMemory, tape_memory
+from .memory_tape import EMPTY, Node, TapeMemory, tape_memory
 from .memory_tensors import LayerTensors
 
 
@@ -24,6 +25,7 @@ class StageSizes:
     optimizer_bytes: int
     step_bytes: int
     gathered_bytes: int
+    reduce_bytes: int = 0
 
 
 def stage_activation_bytes(plan: Plan) -> list[int]:
@@ -37,12 +39,36 @@ def layer_activation_bytes(plan: Plan, *, moe: bool = False) -> int:
     return _part_memory(tensors, Group("moe" if moe else "dense", recomputed=plan.recompute.mode == "full")).kept_bytes
 
 
-@lru_cache(maxsize=64)
+class _Alike:
+    """A plan as a key: equal to those that differ in the order of their schedule only."""
+
+    def __init__(self, plan: Plan):
+        others = (getattr(plan, entry.name) for entry in fields(plan) if entry.name not in ("schedule", "train"))
+        self.plan, self.key = plan, (*others, plan.schedule.max_active_stages, plan.placement.ranks)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alike) and self.key == other.key
+
+
 def stage_sizes(plan: Plan) -> tuple[StageSizes, ...]:
     """The sizes of every stage; stages of equal content share one object."""
+    if "stage_sizes" not in plan.memo:
+        plan.memo["stage_sizes"] = _sizes(_Alike(plan))
+    found: tuple[StageSizes, ...] = plan.memo["stage_sizes"]
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _sizes(alike_plan: _Alike) -> tuple[StageSizes, ...]:
+    plan = alike_plan.plan
     profile = memory_profile(plan)
     tensors = LayerTensors(plan, profile)
-    parts: dict[Group, TapeMemory] = {}
+    layout = plan.layout
+    cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
+    parts = _tapes_of(profile, plan.model, cut, plan.batch, plan.precision, plan.recompute, plan.numerics)
     alike: dict[tuple[object, ...], StageSizes] = {}
     found = []
     for content in plan.stages:
@@ -54,6 +80,12 @@ def stage_sizes(plan: Plan) -> tuple[StageSizes, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=256)
+def _tapes_of(*_family: object) -> dict[Group, TapeMemory]:
+    """The tapes of parts that plans share whose layers are cut alike, whatever their stages, copies and ZeRO; empty at first."""
+    return {}
+
+
 def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: dict[Group, TapeMemory]) -> StageSizes:
     """The sizes of one stage; `parts` collects the tapes of its parts for the stages that follow."""
     tape, profile = EMPTY, tensors.profile
@@ -63,24 +95,40 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: dict[Group, 
             parts[part] = _part_memory(tensors, part)
         tape = tape + parts[part].times(group.count)
     return StageSizes(
-        tape=tape if profile.defers_products else replace(tape, deferred_bytes=tape.kept_bytes),
+        tape=tape if profile.defers_products else replace(tape, deferred_bytes=tape.kept_bytes, split_bytes=tape.backward_bytes),
         weights_bytes=weights_bytes(plan, profile, stage),
         gradients_bytes=gradients_bytes(plan, profile, stage),
         optimizer_bytes=optimizer_bytes(plan, profile, stage),
         step_bytes=step_bytes(plan, profile, stage),
         gathered_bytes=gathered_bytes(plan, stage),
+        reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage)) if profile.separate_gradients else 0,
+    )
+
+
+@lru_cache(maxsize=64)
+def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """What the optimizer step of every rank, which holds the stages `owned`, holds beside all else."""
+    sizes = stage_sizes(plan)
+    if not memory_profile(plan).separate_gradients:
+        return tuple(sum(sizes[stage].step_bytes for stage in stages) for stages in owned)
+    return tuple(
+        own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages)) for pp_rank, stages in enumerate(owned)
     )
 
 
 def _part_memory(tensors: LayerTensors, group: Group) -> TapeMemory:
     match group.kind:
         case "embedding":
-            return tape_memory(tuple(embedding_nodes(tensors)))
+            return _tape(tensors, tuple(embedding_nodes(tensors)))
         case "head":
-            return tape_memory(tuple(head_nodes(tensors)))
+            return _tape(tensors, tuple(head_nodes(tensors)))
         case "mtp":
             layer = Group("moe" if tensors.plan.model.is_moe else "dense", recomputed=group.recomputed)
-            return tape_memory(tuple(mtp_nodes(tensors))) + _part_memory(tensors, layer)
+            return _tape(tensors, tuple(mtp_nodes(tensors))) + _part_memory(tensors, layer)
         case _:
             nodes = layer_nodes(tensors, moe=group.kind == "moe")
-            return tape_memory(full_recompute(nodes, tensors.hidden) if group.recomputed else nodes)
+            return _tape(tensors, full_recompute(nodes, tensors.hidden) if group.recomputed else nodes)
+
+
+def _tape(tensors: LayerTensors, nodes: tuple[Node, ...]) -> TapeMemory:
+    return tape_memory(own_nodes(nodes, tensors) if tensors.profile.separate_gradients else nodes)

@@ -16,7 +16,7 @@ import numpy as np
 from ..core.action import Kind
 from ..core.schedule import Placement, Schedule
 
-COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.STEP, Kind.UNSHARD)
+COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.STEP, Kind.UNSHARD, Kind.REDUCE_GRAD)
 """Actions that can be at a peak; the others hold what is left by those before them."""
 
 
@@ -24,15 +24,19 @@ COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.STEP, Kind.UN
 class States:
     """State `i` of rank `r` for `offsets[r] <= i < offsets[r + 1]`; `num_stages` stands for no stage, and fills up `stages`.
 
-    `action` is the first action of the schedule in that state. `forward` and `backward` are the stages that run, `step` is true for the
-    optimizer step. The others have one column per stage of the rank: microbatches `kept` and `deferred` (between input and weight
-    gradient) by earlier actions, whether weights are `gathered`, and whether gradients are `summed`.
+    `action` is the first action of the schedule in that state. `forward` and `backward` are the stages that run, `split` the one whose
+    input gradient, `weight` whose weight gradient runs, `reduce` whose gradients are reduced; `step` is true for the optimizer step.
+    The others have one column per stage of the rank: microbatches `kept` and `deferred` (between input and weight gradient) by earlier
+    actions, whether weights are `gathered`, and whether gradients are `summed`.
     """
 
     offsets: np.ndarray
     action: np.ndarray
     forward: np.ndarray
     backward: np.ndarray
+    split: np.ndarray
+    weight: np.ndarray
+    reduce: np.ndarray
     step: np.ndarray
     stages: np.ndarray
     kept: np.ndarray
@@ -86,7 +90,9 @@ def _rank_states(schedule: Schedule, first: int, last: int, owned: Sequence[int]
     pair = np.where(kind == Kind.OVERLAP_F_B, actions.pair_stage[first:last], stage)
     forwards, backwards = np.isin(kind, (Kind.F, Kind.OVERLAP_F_B)), np.isin(kind, (Kind.B, Kind.I, Kind.OVERLAP_F_B))
     finishes = np.isin(kind, (Kind.B, Kind.W, Kind.OVERLAP_F_B))
-    columns = [np.where(forwards, stage, nowhere), np.where(backwards, pair, nowhere), (kind == Kind.STEP).astype(np.int64)]
+    columns = [np.where(forwards, stage, nowhere), np.where(backwards & (kind != Kind.I), pair, nowhere)]
+    columns += [np.where(kind == one, stage, nowhere) for one in (Kind.I, Kind.W, Kind.REDUCE_GRAD)]
+    columns.append((kind == Kind.STEP).astype(np.int64))
     for own in owned:
         here, paired = stage == own, pair == own
         gathers = here & (kind == Kind.UNSHARD)
@@ -101,10 +107,10 @@ def _rank_states(schedule: Schedule, first: int, last: int, owned: Sequence[int]
     distinct = np.sort(_first_of_each(table))
     table, index = table[distinct], first + seen[distinct]
     counts = np.zeros((4, len(table), width), dtype=np.int64)
-    counts[:, :, : len(owned)] = table[:, 3:].reshape(len(table), len(owned), 4).transpose(2, 0, 1)
+    counts[:, :, : len(owned)] = table[:, len(columns) - 4 * len(owned) :].reshape(len(table), len(owned), 4).transpose(2, 0, 1)
     stages = np.full((len(table), width), nowhere)
     stages[:, : len(owned)] = owned
-    return index, table[:, 0], table[:, 1], table[:, 2].astype(bool), stages, *counts
+    return index, *table[:, :5].T, table[:, 5].astype(bool), stages, *counts
 
 
 def _left_before(change: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..core.cluster import ClusterSpec
-from .topology import Spread, link_bytes_per_s, neighbour_bytes_per_s, network_share_bytes_per_s
+from .topology import Spread, cards_in_node, devices_in_node, link_bytes_per_s, neighbour_bytes_per_s, network_share_bytes_per_s
 
 LINK_HOP_S, NETWORK_HOP_S, LAUNCH_S = 3.4e-6, 14.0e-6, 6.6e-6
 """The hops and the launch that the tables below are written for: one step of a ring with Simple, and the base of LL (tuning.cc)."""
@@ -227,10 +227,10 @@ class _Group:
         if self.nodes > 1:
             inside = rate * self.local / max(1.0, self.local - 1)
             network = self.boundary * TREE_NETWORK_SHARE[protocol][self.nodes > 2]
-            # NCCL counts a tree's payload twice on two nodes as well (tuning.cc, ratio *= .5), so where the network is what limits it
-            # there, it takes the ring: vTrain's 16-way tensor parallelism over two nodes of four cards takes a ring's time.
-            load = 1 if protocol != "LL128" and inside * self.tree_load <= network else 2
-            rate = min(inside, network / load)
+            shares_cards = cards_in_node(self.cluster) < devices_in_node(self.cluster)
+            # NCCL counts a tree's payload twice on two nodes as well (tuning.cc, ratio *= .5), so where devices share cards it takes the
+            # ring there: vTrain's 16-way tensor parallelism over two nodes of eight devices on four cards takes a ring's time.
+            rate = min(inside, network / (2 if shares_cards or protocol == "LL128" or self.nodes > 2 else 1))
         elif protocol == "LL128":
             rate *= TREE_LL128_LINK_SHARE
         if protocol == "LL":

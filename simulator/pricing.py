@@ -32,10 +32,10 @@ from ..core.program import (
 )
 from .attribution import Sort, Sorts
 from .blocks import CAST_BYTES, COMPONENT_OF_AXIS, Block, BlockPricer, Part
-from .compute import elementwise_s, host_s, slowed_s
+from .compute import elementwise_s, host_s, slowed_s, traffic_s
 from .contention import Traffic
 from .expert_load import loaded_traffic, loaded_work
-from .host_blocks import host_block, host_flatten_s, host_step_s, is_host
+from .host_blocks import host_block, host_flatten_s, host_step_s, is_host, rate_share
 from .host_cores import core_loads
 from .network import Spread, collective_s, message_s
 from .profiles import profile_of
@@ -43,6 +43,7 @@ from .seconds import COMPONENTS, GRID, NOTHING, Seconds, on_grid
 from .shared_links import shared_links
 from .spreads import Spreads
 from .traffic import group_traffic
+from .zero import alone_s, table_share
 
 __all__ = ["COMPONENTS", "GRID", "Pricing", "Seconds", "on_grid"]
 
@@ -50,8 +51,11 @@ OPTIMIZER_KERNELS = 12
 """Launches of a multi-tensor optimizer step. Modelled."""
 
 
-PARTS = ("forward", "backward", "input_gradient", "weight_gradient")
-"""The parts of a block."""
+PARTS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_gradient", Kind.W: "weight_gradient"}
+"""Kind of action -> part of a block."""
+
+DISPATCH_PROCESSORS = 32
+"""Processors that DeepEP and HybridEP take for the exchange of tokens, and no more (Megatron-Bridge, `moe_hybridep_num_sms`)."""
 
 MOST_SHARED = 4096
 """Layouts whose prices a process keeps for one model, cluster and stack."""
@@ -61,6 +65,11 @@ MOST_SHARED = 4096
 def _prices_of(*_family: object) -> dict[tuple[object, ...], Any]:
     """The prices that plans of one model, cluster, stack, sharding, precision and numerics share; empty at first."""
     return {}
+
+
+def forget() -> None:
+    """Lets go of the prices that a process keeps, for whoever changes a constant that they depend on."""
+    _prices_of.cache_clear()
 
 
 class Place(NamedTuple):
@@ -102,12 +111,15 @@ class Pricing:
         self.plan = plan
         self.profile = profile_of(plan)
         self._is_host = is_host(plan)
+        self._of_host = (plan.num_microbatches, rate_share(plan)) if self._is_host else ()  # what prices of a host depend on beside
         self._gathers_scheduled = gathers_scheduled
         self._cache: dict[tuple[object, ...], Seconds] = {}
         self._expert_load = expert_load
         self._owners = plan.placement.ranks
         self._replicated = any(len(owners) > 1 for owners in self._owners)
         layout = plan.layout
+        self._may_sum_shards = bool(self.profile.reduce_copy_bytes)
+        self._sums_gradients = not (layout.zero >= 2 and self._may_sum_shards)
         if spreads is not None or expert_load != 1:
             shared = {}
         elif shared is None:
@@ -120,22 +132,28 @@ class Pricing:
         self._blocks: dict[tuple[object, ...], Any] = shared.setdefault(block_key, {})
         self._shared: dict[object, Any] = shared.setdefault((block_key, layout, self._owners, gathers_scheduled), {})
         self._groups = [stage_groups(plan, stage) for stage in range(len(self._owners))]
-        self._axes = ("tp", "dp", *(axis for axis, size in (("cp", layout.cp), ("ep", layout.ep)) if size > 1))
-        self._axes += ("etp", "edp") if plan.model.is_moe else ()
+        inner = ("tp", *(axis for axis, size in (("cp", layout.cp), ("ep", layout.ep)) if size > 1))
+        self._inner_axes = (*inner, "etp") if plan.model.is_moe else inner
+        self._axes = (*self._inner_axes, "dp", "edp") if plan.model.is_moe else (*inner, "dp")
         self._messages: dict[tuple[int, int], float] = {}
-        self._alike: dict[Place, tuple[object, ...]] = {}
-        self._by_shift: dict[int, tuple[Spread, ...]] = {}
+        self._alike: dict[Place, int] = {}
 
     def unsharded(self, stage: int, replica: int = 0) -> tuple[Seconds, Seconds, Seconds]:
         """Forward, whole backward and split backward of a stage without what ZeRO sends inside them: no less than this is in `seconds`
         whatever the ZeRO stage."""
         place = Place(stage, self._owners[stage][replica])
-        key = ("unsharded", _alike(self._groups[stage]), self._inner_spreads(place), self.plan.num_microbatches if self._is_host else 0)
+        key = ("unsharded", _alike(self._groups[stage]), self._inner_spreads(place), self._of_host)
         if key not in self._blocks:
-            forward, backward, *split = (self._stage(place, part).on_grid() for part in PARTS)
+            sums = not self._may_sum_shards
+            forward, backward, *split = (self._work(kind, place, sums).on_grid() for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
             self._blocks[key] = (forward, backward, split[0] + split[1])
         found: tuple[Seconds, Seconds, Seconds] = self._blocks[key]
         return found
+
+    def lies_alike(self) -> bool:
+        """Whether the groups over which layers communicate lie alike on all pipeline ranks."""
+        first, *others = (self._spreads.of_rank(self._inner_axes, 0, pp_rank) for pp_rank in range(self.plan.layout.pp))
+        return all(each == first for each in others)
 
     def reduction_s(self, stage: int, replica: int = 0) -> tuple[float, float, float]:
         """Seconds of a stage's REDUCE_GRAD, and its lead and tail (`reduction_overlap`)."""
@@ -184,8 +202,19 @@ class Pricing:
         hidden_s, compute_s = both.ep_comm, both.compute + both.recompute
         if not hidden_s:
             return both
-        exposed_s = max(slowed_s(self.plan.cluster, compute_s, hidden_s), hidden_s) - compute_s
+        units = self.plan.cluster.num_compute_units
+        share = max(1 - DISPATCH_PROCESSORS / units, self.plan.cluster.overlap_compute_share) if self.profile.dispatch_once else None
+        exposed_s = max(slowed_s(self.plan.cluster, compute_s, hidden_s, share=share), hidden_s) - compute_s
         return (both + Seconds(ep_comm=min(exposed_s - hidden_s, 0.0))).on_grid()
+
+    def _beside_other(self, work: Seconds, place: Place) -> Seconds:
+        """A forward or backward that runs beside the other of another microbatch, where a stack does that without a schedule that says
+        so: what remains of the pair's exchanges is shared out by their lengths (Megatron-Core, `--overlap-moe-expert-parallel-comm`)."""
+        if not self.profile.expert_overlap or not work.ep_comm:
+            return work
+        forward, backward = self._stage(place, "forward"), self._stage(place, "backward")
+        share = self._pair(forward, backward).ep_comm / (forward.ep_comm + backward.ep_comm)
+        return work + Seconds(ep_comm=work.ep_comm * (share - 1))
 
     def reduction_overlap(self, sort: Sort) -> tuple[float, float]:
         """(lead, tail) of a REDUCE_GRAD: how long before the end of its stage's last backward it may start, and how long after that
@@ -211,12 +240,12 @@ class Pricing:
     def _priced(self, kind: Kind, place: Place) -> Seconds:
         if kind in (Kind.SEND_F, Kind.SEND_B):
             return Seconds(pp_comm=on_grid(self._message_s(kind, place)))
-        key = (kind, *self._likeness(kind, place))
+        key = (kind, self._likeness(kind, place))
         if key not in self._shared:
             self._shared[key] = self._price(kind, place).on_grid()
         return self._shared[key]
 
-    def _likeness(self, kind: Kind, place: Place) -> tuple[object, ...]:
+    def _likeness(self, kind: Kind, place: Place) -> object:
         """Equal for stages whose actions cost the same: they hold as many layers of each kind, on groups that lie alike."""
         if kind is not Kind.STEP:
             return self._stage_likeness(place)
@@ -225,36 +254,33 @@ class Pricing:
         first = place.pp_rank if self.profile.overlap_param_gather else 0
         return (first, tied, *(self._stage_likeness(Place(stage, place.pp_rank)) for stage in stages))
 
-    def _stage_likeness(self, place: Place) -> tuple[object, ...]:
+    def _stage_likeness(self, place: Place) -> int:
         if place not in self._alike:
             alike: tuple[object, ...] = (_alike(self._groups[place.stage]), self._rank_spreads(place))
             if self._replicated:
                 alike = (*alike, self.spread(copies_axis(self.plan, place.stage), place))
-            self._alike[place] = alike
+            numbers = self._shared.setdefault("likenesses", {})
+            self._alike[place] = numbers.setdefault(alike, len(numbers))
         return self._alike[place]
 
     def _rank_spreads(self, place: Place) -> tuple[Spread, ...]:
         """The spreads of the axes that do not depend on the stage, in the order of `_axes`."""
-        shift = self._spreads.shift(place.pp_rank)
-        if shift not in self._by_shift:
-            self._by_shift[shift] = tuple(self.spread(axis, place) for axis in self._axes)
-        return self._by_shift[shift]
+        return self._spreads.of_rank(self._axes, *place)
 
     def _inner_spreads(self, place: Place) -> tuple[Spread, ...]:
         """Those of the axes over which layers communicate."""
-        return tuple(spread for axis, spread in zip(self._axes, self._rank_spreads(place), strict=True) if axis not in ("dp", "edp"))
+        return self._spreads.of_rank(self._inner_axes, *place)
+
+    def _work(self, kind: Kind, place: Place, sums_gradients: bool) -> Seconds:
+        """A pass of a stage without what ZeRO sends inside it."""
+        work = self._stage(place, PARTS[kind], sums_gradients)
+        return self._beside_other(work, place) if kind in (Kind.F, Kind.B) else work
 
     def _price(self, kind: Kind, place: Place) -> Seconds:
         match kind:
-            case Kind.F:
-                return self._with_sharding(self._stage(place, "forward"), place, gathers=True, reduces=False)
-            case Kind.B:
-                return self._with_sharding(self._stage(place, "backward"), place, gathers=True, reduces=True)
-            case Kind.I:
-                work = self._stage(place, "input_gradient")
-                return self._with_sharding(work, place, gathers=True, reduces=False)
-            case Kind.W:
-                return self._with_sharding(self._stage(place, "weight_gradient"), place, gathers=False, reduces=True)
+            case Kind.F | Kind.B | Kind.I | Kind.W:
+                reduces, work = kind in (Kind.B, Kind.W), self._work(kind, place, self._sums_gradients)
+                return self._with_sharding(work, place, gathers=kind is not Kind.W, reduces=reduces)
             case Kind.REDUCE_GRAD:
                 return NOTHING if self._reduces_in_step else self._reduction(place)
             case Kind.UNSHARD:
@@ -276,44 +302,46 @@ class Pricing:
             seconds += Seconds(other=host_flatten_s(self.plan, self._elements(place.stage)))
         return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if self.plan.layout.zero >= 2 else 1))
 
-    def _stage(self, place: Place, part: str) -> Seconds:
+    def _stage(self, place: Place, part: str, sums_gradients: bool = True) -> Seconds:
         """One part of all blocks of a stage; what the host takes longer to launch it than the device to run it is `other`; all of
         it where the host waits for every kernel."""
         total = Part()
         for group in self._groups[place.stage]:
-            total += getattr(self._block(group, place), part).times(group.count)
+            total += getattr(self._block(group, place, sums_gradients), part).times(group.count)
         if self.profile.engine_share:
             total += Part(Seconds(other=self.profile.engine_share * total.seconds.total_s))
-        if self.profile.cuda_graphs:
+        if self.profile.cuda_graphs or self._is_host:
             return total.seconds
         launching_s = host_s(self.plan.cluster, total.num_kernels) * self.profile.host_calls
         waited_s = launching_s if self.profile.launch_blocking else launching_s - total.seconds.total_s
         return total.seconds + Seconds(other=waited_s) if waited_s > 0 else total.seconds
 
-    def _block(self, group: Group, place: Place) -> Block:
-        key: tuple[object, ...] = (group.kind, group.recomputed, self._inner_spreads(place))
-        if self._is_host:  # what is added to a sum depends on how many microbatches there are
-            key = (*key, self.plan.num_microbatches)
+    def _block(self, group: Group, place: Place, sums_gradients: bool = True) -> Block:
+        key: tuple[object, ...] = (group.kind, group.recomputed, sums_gradients, self._inner_spreads(place), self._of_host)
         if key not in self._blocks:
-            self._blocks[key] = self._price_block(group, place)
+            self._blocks[key] = self._price_block(group, place, sums_gradients)
         found: Block = self._blocks[key]
         return found
 
-    def _price_block(self, group: Group, place: Place) -> Block:
+    def _price_block(self, group: Group, place: Place, sums_gradients: bool) -> Block:
         plan = self.plan
         if self._is_host:
             return host_block(plan, group, lambda operation: self._collective_s(operation, place))
-        pricer = BlockPricer(plan, self.profile, lambda operation: self._collective_s(operation, place))
+        pricer = BlockPricer(plan, self.profile, lambda operation: self._collective_s(operation, place), sums_gradients)
         works, pieces = group_work(plan, group), group_traffic(plan, self.profile, group)
         works, pieces = loaded_work(works, self._expert_load), loaded_traffic(pieces, self._expert_load)
         return pricer.block(works, pieces, recomputes_all=group.recomputed)
 
     def _collective_s(self, operation: Collective, place: Place) -> float:
-        return collective_s(self.plan.cluster, self.spread(operation.axis, place), operation)
+        spread = self.spread(operation.axis, place)
+        if self.profile.dispatch_once and operation.axis == "ep" and operation.op == "all_to_all":
+            share = distinct_share(spread.num_nodes if spread.num_nodes > 1 else spread.size, self.plan.model.experts_per_token)
+            operation = replace(operation, sent_bytes=round(operation.sent_bytes * share))
+        return collective_s(self.plan.cluster, spread, operation)
 
     def _communication(self, kind: Kind, place: Place) -> Seconds:
         """Seconds of the collectives of REDUCE_GRAD, UNSHARD or STEP."""
-        key = ("communication", kind, *self._likeness(kind, place))
+        key = ("communication", kind, self._likeness(kind, place))
         if key not in self._shared:
             total, width = Seconds(), self.profile.gradient_bytes(self.plan.precision.dtype)
             replica = self.plan.placement.replica_of(*place)
@@ -337,7 +365,7 @@ class Pricing:
             return 0.0
         key = (place.pp_rank, peer)
         if key not in self._messages:
-            ranks = (layout.global_rank(pp=place.pp_rank), layout.global_rank(pp=peer))
+            ranks = (self._spreads.global_rank(place.pp_rank), self._spreads.global_rank(peer))
             num_bytes, gather_s = message_bytes(self.plan), 0.0
             if self.profile.scatter_gather and layout.tp > 1 and not layout.sequence_parallel:
                 gather = Collective("", "all_gather", "tp", layout.tp, num_bytes * (layout.tp - 1) // layout.tp)
@@ -349,10 +377,12 @@ class Pricing:
         return max(1, sum(group.count for group in self._groups[stage]))
 
     def _with_sharding(self, work: Seconds, place: Place, *, gathers: bool, reduces: bool) -> Seconds:
-        """Adds what ZeRO-2 and 3 communicate inside a forward or backward, layer by layer beside the computation of the next layer.
+        """Adds what ZeRO-2 and 3 communicate inside a forward or backward, layer by layer beside the computation of the next layer, and
+        the copies around it.
 
         ZeRO-3 gathers weights before every forward and every backward (Rajbhandari et al. 2020, section 7.2.2), ZeRO-2 and 3 reduce
-        gradients after every backward. What does not hide, and the one layer that has no neighbour to hide behind, is exposed.
+        gradients after every backward. What does not hide, and the one unit that has no neighbour to hide behind (a layer, or the
+        tables, gathered first and reduced last), is exposed.
         """
         zero, communicated_s = self.plan.layout.zero, 0.0
         if zero == 3 and gathers and not self._gathers_scheduled:
@@ -361,11 +391,26 @@ class Pricing:
             communicated_s += self._communication(Kind.REDUCE_GRAD, place).dp_comm
         if not communicated_s:
             return work
-        blocks = self._num_blocks(place.stage)
-        beside_s = work.total_s * (blocks - 1) / blocks
-        hidden_s = communicated_s * (blocks - 1) / blocks
+        copied = (gathers and zero == 3) * self.profile.gather_copy_bytes + reduces * self.profile.reduce_copies(self.plan.precision.dtype)
+        if copied:
+            work += Seconds(other=traffic_s(self.plan.cluster, copied * self._elements(place.stage)))
+        if self.profile.gathers_by_tensor:
+            return work + self._by_tensor(place, communicated_s, gathers=gathers, reduces=reduces)
+        first = table_share(self.plan, place.stage, self._elements(place.stage)) if self.profile.tables_together else 0.0
+        covered = 1 - max(1 / self._num_blocks(place.stage), first)
+        beside_s, hidden_s = work.total_s * covered, communicated_s * covered
         exposed_s = max(slowed_s(self.plan.cluster, beside_s, hidden_s), hidden_s) - beside_s
         return work + Seconds(dp_comm=communicated_s - hidden_s + exposed_s)
+
+    def _by_tensor(self, place: Place, communicated_s: float, *, gathers: bool, reduces: bool) -> Seconds:
+        """What ZeRO-3 communicates when every tensor goes alone and nothing runs beside it; what is computed again gathers again.
+        `communicated_s` is what all tensors take as one."""
+        again = reduces and gathers and self.plan.recompute.mode == "full"
+        if again:
+            communicated_s += self._communication(Kind.UNSHARD, place).total_s
+        size = num_shards(self.plan, place.stage).dense
+        ring_s = self._collective_s(Collective("", "all_gather", copies_axis(self.plan, place.stage), size, size), place)
+        return Seconds(dp_comm=communicated_s + (gathers + reduces + again) * alone_s(self.plan, place.stage, ring_s))
 
     def _held(self, stage: int) -> Held:
         key = ("held", *_alike(self._groups[stage]))
@@ -423,3 +468,8 @@ def _spreads_of(plan: Plan, known: dict[tuple[object, ...], Spreads]) -> Spreads
 def _alike(groups: tuple[Group, ...]) -> tuple[object, ...]:
     """Equal for stages that hold as many parts of each kind."""
     return tuple((group.kind, group.count, group.recomputed) for group in groups)
+
+
+def distinct_share(places: int, choices: int) -> float:
+    """Distinct places that so many even choices hit on average, as a share of the choices."""
+    return places * (1 - (1 - 1 / places) ** choices) / choices

@@ -15,16 +15,22 @@ from ..core.cluster import ClusterSpec
 from ..core.plan import DataParallel, Plan, Runtime
 from .graph import Sends
 
-TensorOverlap = Literal["none", "backward", "all"]
+TensorOverlap = Literal["none", "backward", "forward", "all"]
 """Which tensor-parallel collectives run beside products: none; those of the backward, launched beside the weight-gradient product
-(Megatron's asynchronous all-reduce); or, cut into chunks, those of the forward too (Transformer Engine's userbuffers, async TP)."""
+(Megatron's asynchronous all-reduce); those of the forward, cut into chunks (async TP: 20% less time for the forward of Llama 3 70B and
+8% for all of the step; discuss.pytorch.org/t/209487); or both (Transformer Engine's userbuffers)."""
 
 
-AttentionKernel = Literal["best", "flash-2", "flash-1"]
-"""Which fused attention: the best for the device (what its efficiencies are of), FlashAttention-2, or the first FlashAttention."""
+AttentionKernel = Literal["best", "flash-2", "flash-1", "triton"]
+"""Which fused attention: the best for the device (what its efficiencies are of), FlashAttention-2, the first FlashAttention, or that in
+Triton."""
 
 FLASH_ATTENTION_1_SHARE = 0.53
 """Rate of FlashAttention as a share of FlashAttention-2: 25-40% against 50-73% of the peak (Dao 2023, abstract)."""
+
+TRITON_SHARES = {False: 1 / 1.4, True: 1 / 2}
+"""Rates of FlashAttention in Triton, forward and backward, as shares of FlashAttention-2, which is 1.3 to 1.5 times as fast forward and
+about twice backward (Dao 2023, section 4.1)."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,17 @@ class Profile:
     `fused_elementwise`: norms, rotation and gated activations are one kernel each; without, each of their steps is one.
     `fused_loss`: the cross-entropy runs in few passes over the logits. `fused_gradients`: weight-gradient products add to the sum over
     microbatches themselves. `context_overlap`: keys and values travel while attention works on those that are there.
+    `tables_together`: under ZeRO-3 embedding and head are gathered and reduced as one unit, before the first layer and after the last.
+    `gathers_by_tensor`: ZeRO-3 gathers weights and scatters gradients tensor by tensor, each in a list with a part for every rank, and
+    nothing runs beside it.
+    `gather_copy_bytes`, `reduce_copy_bytes`: what a device moves per parameter to unpack gathered weights, and to pack and scale 16-bit
+    gradients before they are reduced and scattered; `reduce_cast_bytes` more where they are reduced in fp32.
     `dropout`: residuals and attention probabilities pass a dropout. `gradient_dtype`: what gradients are reduced in; "weights" is the
-    format of the weights. `optimizer_bytes`: memory traffic of the step per parameter. `cuda_graphs`: launches cost the host nothing.
+    format of the weights, "fp32-of-bf16" that of fp16 weights only (megatron/training/arguments.py, accumulate_allreduce_grads_in_fp32).
+    `optimizer_bytes`: memory traffic of the step per parameter. `cuda_graphs`: launches cost the host nothing.
     `launch_blocking`: the host launches nothing before the last kernel has ended.
+    `expert_overlap`: a forward's exchanges of tokens between experts run beside the backward of another microbatch, and the reverse.
+    `dispatch_once`: a token is sent once to each node that has some of its experts (inside a node: to each device), not to each expert.
     `router_dtype`: number format of the operands of routers' products; scores are fp32 in either case.
     `engine_share`: what the runtime takes beside, as a share of the seconds of a stage.
     `host_calls`: host time per kernel in units of the cluster's `host_dispatch_s`: Python modules, autograd nodes, views and small
@@ -70,19 +84,36 @@ class Profile:
     fused_gradients: bool = False
     context_overlap: bool = False
     dropout: bool = False
-    gradient_dtype: Literal["fp32", "bf16", "weights"] = "fp32"
+    gradient_dtype: Literal["fp32", "bf16", "weights", "fp32-of-bf16"] = "fp32"
     optimizer_bytes: float = 42.0
     cuda_graphs: bool = False
     launch_blocking: bool = False
     host_calls: float = 1.0
     engine_share: float = 0.0
+    tables_together: bool = False
+    gathers_by_tensor: bool = False
+    gather_copy_bytes: float = 0.0
+    reduce_copy_bytes: float = 0.0
+    reduce_cast_bytes: float = 0.0
     router_dtype: Literal["fp32", "weights"] = "fp32"
+    expert_overlap: bool = False
+    dispatch_once: bool = False
 
-    def attention_share(self, cluster: ClusterSpec) -> float:
+    def attention_share(self, cluster: ClusterSpec, *, backward: bool = False) -> float:
         """Rate of the stack's fused attention as a share of the best one on a device."""
-        if self.attention_kernel == "best":
-            return 1.0
-        return cluster.flash_attention_2_share * (FLASH_ATTENTION_1_SHARE if self.attention_kernel == "flash-1" else 1.0)
+        match self.attention_kernel:
+            case "best":
+                return 1.0
+            case "flash-2":
+                return cluster.flash_attention_2_share
+            case "flash-1":
+                return cluster.flash_attention_2_share * FLASH_ATTENTION_1_SHARE
+            case "triton":
+                return cluster.flash_attention_2_share * TRITON_SHARES[backward]
+
+    def reduce_copies(self, dtype: str) -> float:
+        """Bytes per parameter that a device moves to get gradients ready to be reduced, for weights of a number format."""
+        return self.reduce_copy_bytes + (self.reduce_cast_bytes if self.gradient_bytes(dtype) == 4 else 0.0)
 
     @property
     def send_rule(self) -> Sends:
@@ -91,7 +122,8 @@ class Profile:
 
     def gradient_bytes(self, dtype: str) -> int:
         """Bytes of one gradient element as it is reduced, for weights of a number format."""
-        return 4 if self.gradient_dtype == "fp32" or dtype == "fp32" else 2
+        in_fp32 = self.gradient_dtype == "fp32" or (self.gradient_dtype == "fp32-of-bf16" and dtype != "fp16")
+        return 4 if in_fp32 or dtype == "fp32" else 2
 
     def bucket_of(self, copies: int) -> float:
         """Parameters of one bucket where so many copies add up their gradients."""
@@ -107,13 +139,24 @@ FP16_OPTIMIZER_BYTES = 58.0
 """The same for Megatron's fp16 optimizer with dynamic loss scale (megatron/optimizer/optimizer.py, v2.5): gradients copied to fp32
 (2 + 4), unscaled while looked through for overflow (8), read for the norm (4), clipped (8), Adam (28), weights copied back (4)."""
 
-MEGATRON_HOST_CALLS = 9.75
-"""Fitted: on the vTrain single-node rows a layer takes at least 3.0 ms forward and backward at tp=1 and 3.3 ms at tp=2 and 4, whatever
-its size, for 39 to 43 counted kernels: 78 us a kernel. One number for the stack, from 32
-independent measurements (see docs/validation.md)."""
+MEGATRON_HOST_CALLS = 10.0
+"""Fitted: the calibration half of vTrain's single-node rows, 16 of the 32 times of a layer that they are put together from: 9.4 to 10.5,
++- 1, by how many rows of each are drawn (`--refit`). A layer takes at least 3.0 ms forward and backward, whatever its
+size, for 39 to 43 counted kernels: 80 us a kernel."""
+
+TRANSFORMER_ENGINE_HOST_CALLS = 14.0
+"""The same for Megatron-Core with Transformer Engine, whose modules do more in Python (recipes, workspaces, the choice of an attention
+backend). Fitted: calibration halves of dgxc-benchmarking, MLPerf and SimuMax, where 13 to 16 do as well; 9.75 leaves GPT-3 175B in fp8
+on H100s and a 70B layer cut 8 ways on B200s up to 19% too fast. Against it: the three rows of the Nemotron-4 15B report want 10."""
+
+MEGATRON_2021_SHARE = 0.04
+"""What Megatron-LM of early 2021 takes longer than that of 2022. Fitted: the mean over the four families of the calibration half of SC21,
++- 0.01 (`--refit`: 0.05 does as well). Without any fit the same model in the same cut says so: 530B with 280 microbatches takes 54.1 s in
+SC21, table 1, and 49.1 s in Korthikanti et al. 2022, table 5, of which all-reduces beside weight gradients explain 1.1 s and data
+parallelism 0.3 s. Between the two, norms became persistent kernels (Megatron-LM a2fdcdf06, 2021-10) and cuBLAS and NCCL moved on."""
 
 _MEGATRON_2021 = Profile(
-    # Megatron-LM v2.x to v3.x and its forks: p2p_communication.py waits for every message; the "local" data parallelism reduces one
+    # Megatron-LM v2.x and its forks: p2p_communication.py waits for every message; the "local" data parallelism reduces one
     # flat buffer after the pipeline has drained; scores pass through memory with a fused scale-mask-softmax; dropout 0.1.
     # `tp_comm_overlap` stands for async-tensor-model-parallel-allreduce of v3 (Korthikanti et al. 2022, section 6.1).
     name="megatron-2021",
@@ -128,12 +171,25 @@ _MEGATRON_2021 = Profile(
     gradient_dtype="weights",
     optimizer_bytes=FP16_OPTIMIZER_BYTES,
     host_calls=MEGATRON_HOST_CALLS,
+    engine_share=MEGATRON_2021_SHARE,
 )
 
-DEEPSPEED_ENGINE_SHARE = 0.18
-"""What DeepSpeed's pipeline engine takes longer than Megatron-LM's own, whatever the microbatch. Fitted: the mean over the seven families
-of the calibration half of the BLOOM chronicles (29 rows), +- 0.03. Without any fit the same model on the same machine says so: 530B on
-Selene takes 0.214 s a microbatch in MT-NLG (arXiv 2201.11990) and 0.181 s in SC21, table 1."""
+_MEGATRON_2022 = replace(_MEGATRON_2021, name="megatron-2022", engine_share=0.0)
+"""Megatron-LM of 2022 (v3.0) and forks of that time."""
+
+DEEPSPEED_ENGINE_SHARE = 0.20
+"""What DeepSpeed's pipeline engine takes longer than Megatron-LM's own, whatever the microbatch. Fitted: the mean over the calibration
+half of the BLOOM chronicles with a published layout (29 rows of seven families), +- 0.02. Without any fit the same model on the same
+machine says so: 530B on Selene takes 0.214 s a microbatch in MT-NLG (arXiv 2201.11990) and 0.181 s in SC21, table 1."""
+
+_DEEPSPEED_ZERO3 = replace(
+    # DeepSpeed of 2021 (runtime/zero/partition_parameters.py, _allgather_params and _reduce_scatter_gradient): blocking, no prefetch.
+    _MEGATRON_2021,
+    name="deepspeed-zero3",
+    gathers_by_tensor=True,
+    gather_copy_bytes=4.0,
+    reduce_copy_bytes=4.0,
+)
 
 _MEGATRON_DEEPSPEED = replace(_MEGATRON_2021, name="megatron-deepspeed", engine_share=DEEPSPEED_ENGINE_SHARE)
 
@@ -144,13 +200,14 @@ _MEGATRON_TE = Profile(
     # gradient_accumulation_fusion and cross_entropy_loss_fusion; TE's ring attention posts the next keys and values before it works
     # on the present ones (attention/dot_product_attention/context_parallel.py).
     name="megatron-te",
+    gradient_dtype="fp32-of-bf16",
     tensor_overlap="backward",
     tensor_overlap_asked="all",
     reduces_last=True,
     overlap_grad_reduce=True,
     overlap_param_gather=True,
     bucket_elements_per_copy=1e6,
-    host_calls=MEGATRON_HOST_CALLS,
+    host_calls=TRANSFORMER_ENGINE_HOST_CALLS,
     fused_elementwise=True,
     fused_loss=True,
     fused_gradients=True,
@@ -158,21 +215,130 @@ _MEGATRON_TE = Profile(
     router_dtype="weights",  # transformer/moe/router.py: bf16 by default; with --moe-router-dtype fp32 16-bit operands, fp32 result
 )
 
+NEMO_2405_SHARE = 0.06
+"""What Megatron-Core and Transformer Engine took longer in NVIDIA's container 24.05 than in those of 24.12 and later. Not fitted: GPT-3
+175B in bf16 on 128 H100 takes 8.91 s in the tables of dgxc-benchmarking v24.11.1 (container 24.05) and 8.31 s in those of v25.04 (24.12),
+7.2% more, of which FlashAttention 2 explains 1.2%."""
+
+_NEMO_2405 = replace(_MEGATRON_TE, name="nemo-24.05", engine_share=NEMO_2405_SHARE)
+
+ZERO_BUBBLE_SHARE = 0.06
+"""What the zero-bubble fork of Megatron-LM takes beside what is counted. Fitted: the mean over the four families of the calibration half
+of its tables (25 rows), +- 0.012. By stages (its table 6) the forward takes longer than counted, the weight gradient less."""
+
+ZERO_BUBBLE_TE_SHARE = 0.115
+"""The same of its fork with Transformer Engine. Fitted: the mean over the calibration half of Vocabulary Parallelism's 1F1B rows (16 rows
+of one family), +- 0.02. Heads take what is counted, by the growth with the vocabulary; layers take longer."""
+
+_MEGATRON_2023 = replace(_MEGATRON_2022, name="megatron-2023", fused_gradients=True, gradient_dtype="fp32-of-bf16")
+"""Megatron-LM of 2023 without flash attention: as before, with gradient_accumulation_fusion on (megatron/arguments.py)."""
+
+_ZERO_BUBBLE = replace(_MEGATRON_2023, name="zero-bubble", engine_share=ZERO_BUBBLE_SHARE)
+"""sail-sg/zero-bubble-pipeline-parallelism at its first version."""
+
+_ZERO_BUBBLE_TE = replace(
+    # sail-sg/VocabularyParallelism, a fork of 2024 (pretrain_gpt.sh): Transformer Engine, without --cross-entropy-loss-fusion.
+    _MEGATRON_TE,
+    name="zero-bubble-te",
+    fused_loss=False,
+    optimizer_bytes=FP16_OPTIMIZER_BYTES,
+    engine_share=ZERO_BUBBLE_TE_SHARE,
+)
+
+_ZERO_BUBBLE_FLASH = replace(_ZERO_BUBBLE_TE, name="zero-bubble-flash", engine_share=0.0)
+"""Its V-shaped schedules, which run without Transformer Engine (--use-legacy-models --transformer-impl local --use-flash-attn)."""
+
+_NANOTRON = replace(
+    # nanotron (src/nanotron/nn/layer_norm.py: norms in Triton; models/llama.py: gates in steps; parallel/pipeline_parallel/p2p.py waits).
+    _MEGATRON_TE,
+    name="nanotron",
+    fused_loss=False,
+    fused_gradients=False,
+)
+
+FSDP2_GATHER_COPY_BYTES, FSDP2_REDUCE_COPY_BYTES, FSDP2_REDUCE_CAST_BYTES = 4.0, 4.0, 2.0
+"""FSDP2 copies 16-bit weights out of the buffer of an all-gather (2 + 2) and packs 16-bit gradients for the reduce-scatter (2 + 2, or 4
+for fp32), on the computing stream (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: split_with_sizes_copy, chunk_cat)."""
+
+FSDP1_REDUCE_COPY_BYTES, FSDP1_REDUCE_CAST_BYTES = 8.0, 10.0
+"""FSDP1 gathers into one flat weight, of which layers have views; autograd puts the gradients of the views together (2 + 2), which are
+divided (2 + 2), for fp32 after a cast (2 + 4, and 4 more for the division) (torch/distributed/fsdp/_flat_param.py,
+_use_unsharded_views; _runtime_utils.py, _reduce_grad)."""
+
+FOREACH_ADAMW_BYTES = 92.0
+"""Traffic per parameter of an AdamW whose steps are kernels of their own, in fp32 (torch/optim/adamw.py, _multi_tensor_adamw): decay (8),
+first moment (12), second (8 + 12), root (8), two corrections (8 + 8), update (16), and norm and scaling of the gradient (4 + 8)."""
+
+TORCHTITAN_SHARE = 0.04
+"""What torchtitan takes beside what is counted. Fitted: the mean over the four families of the calibration half of its A100 and H100
+tables (7 rows), +- 0.01."""
+
+FSDP_SHARE = 0.025
+"""What FSDP with Composer takes beside what is counted. Fitted: the mean over the calibration half of llm-foundry on three devices (56
+rows), +- 0.015."""
+
 _TORCHTITAN = Profile(
     # torchtitan: FSDP2 gathers and reduces per transformer block on its own streams (torchtitan/models/llama3/infra/parallelize.py);
     # async TP is asked for; batched p2p of torch.distributed.pipelining waits where its list says so; scaled_dot_product_attention
-    # takes FlashAttention-2 (torch/nn/functional.py).
+    # takes FlashAttention-2 (torch/nn/functional.py); the loss is F.cross_entropy of fp32 logits, compiled since 2025.
     name="torchtitan",
-    tensor_overlap_asked="all",
+    tensor_overlap_asked="forward",
     overlap_grad_reduce=True,
     overlap_param_gather=True,
     attention_kernel="flash-2",
-    fused_loss=True,
     context_overlap=True,
+    tables_together=True,
+    gather_copy_bytes=FSDP2_GATHER_COPY_BYTES,
+    reduce_copy_bytes=FSDP2_REDUCE_COPY_BYTES,
+    reduce_cast_bytes=FSDP2_REDUCE_CAST_BYTES,
+    engine_share=TORCHTITAN_SHARE,
 )
 
+_FSDP = replace(
+    _TORCHTITAN,
+    name="fsdp",
+    tensor_overlap_asked="none",
+    gather_copy_bytes=0.0,
+    reduce_copy_bytes=FSDP1_REDUCE_COPY_BYTES,
+    reduce_cast_bytes=FSDP1_REDUCE_CAST_BYTES,
+    optimizer_bytes=FOREACH_ADAMW_BYTES,
+    engine_share=FSDP_SHARE,
+)
+"""PyTorch's FullyShardedDataParallel of 2023 under Composer or a plain training loop."""
+
+_XLA = replace(
+    _TORCHTITAN,
+    name="xla",
+    tensor_overlap_asked="all",
+    fused_elementwise=True,
+    fused_loss=True,
+    tables_together=False,
+    gather_copy_bytes=0.0,
+    reduce_copy_bytes=0.0,
+    reduce_cast_bytes=0.0,
+    engine_share=0.0,
+)
+"""JAX: a compiled step that gathers and scatters weights cut over data-parallel ranks (MaxText, PaxML)."""
+
 PROFILES: Mapping[str, Profile] = {
-    profile.name: profile for profile in (Profile(name="shardproof"), _MEGATRON_TE, _TORCHTITAN, _MEGATRON_2021, _MEGATRON_DEEPSPEED)
+    profile.name: profile
+    for profile in (
+        Profile(name="shardproof"),
+        _MEGATRON_TE,
+        _NEMO_2405,
+        _TORCHTITAN,
+        _FSDP,
+        _XLA,
+        _NANOTRON,
+        _MEGATRON_2023,
+        _ZERO_BUBBLE,
+        _ZERO_BUBBLE_TE,
+        _ZERO_BUBBLE_FLASH,
+        _MEGATRON_2021,
+        _MEGATRON_2022,
+        _MEGATRON_DEEPSPEED,
+        _DEEPSPEED_ZERO3,
+    )
 }
 """`runtime.profile` -> behaviour. `shardproof` is our own backend (`backend.pipeline.messages`, `backend.data_parallel`)."""
 
@@ -186,6 +352,11 @@ def profile_of(plan: Plan) -> Profile:
     return replace(profile, dropout=True, fused_attention=profile.fused_attention and not unfused)
 
 
+def forget() -> None:
+    """Lets go of the stacks that plans were resolved to, for whoever changes `PROFILES`."""
+    _resolved.cache_clear()
+
+
 @lru_cache(maxsize=256)
 def _resolved(runtime: Runtime, data_parallel: DataParallel, gradient_dtype: str | None, vpp: int) -> Profile:
     profile = PROFILES[runtime.profile]
@@ -193,7 +364,10 @@ def _resolved(runtime: Runtime, data_parallel: DataParallel, gradient_dtype: str
         "p2p_overlap": runtime.p2p_overlap,
         "cuda_graphs": runtime.cuda_graphs,
         "scatter_gather": runtime.scatter_gather,
+        "expert_overlap": runtime.ep_comm_overlap,
+        "dispatch_once": runtime.dispatch_once,
         "launch_blocking": runtime.launch_blocking,
+        "fused_loss": runtime.fused_loss,
         "fused_elementwise": runtime.compile,
         "overlap_grad_reduce": data_parallel.overlap_grad_reduce,
         "overlap_param_gather": data_parallel.overlap_param_gather,
@@ -209,6 +383,6 @@ def _resolved(runtime: Runtime, data_parallel: DataParallel, gradient_dtype: str
         given |= {"bucket_elements": data_parallel.bucket_bytes / 4, "bucket_elements_per_copy": 0.0}
     if gradient_dtype is not None:
         given["gradient_dtype"] = gradient_dtype
-    if profile.name == "megatron-te" and vpp == 1 and "p2p_overlap" not in given:
+    if profile.name in ("megatron-te", "nemo-24.05", "nanotron", "zero-bubble-te") and vpp == 1 and "p2p_overlap" not in given:
         given["p2p_overlap"] = False
     return replace(profile, **given)

@@ -58,7 +58,10 @@ class Row:
 
     @cached_property
     def likeness(self) -> tuple[Any, ...]:
-        """Rows that share it are near-duplicates: same source, model and cut of the model."""
+        """Rows that share it are near-duplicates: same source, model and cut of the model. vTrain's single-node rows are put together
+        from one time per hidden size, tp and microbatch (`validate.noise.layer_seconds`), which is what they share."""
+        if self.family == "vtrain_single":
+            return (self.source, *(self[name] for name in ("family", "model.hidden", "parallel.tp", "batch.micro")))
         names = ("model.name", "model.layers", "model.hidden", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep")
         return (self.source, *(self[name] for name in names))
 

@@ -15,6 +15,7 @@ from ..core.model import ModelSpec
 from ..core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice
 from ..core.stages import StageLayers, to_string
 from .published import Row, RowError
+from .published_recipes import recipe_of
 from .published_stacks import MACHINES, MLA, NETWORKS, POST_VALIDATED, POWER_EXPONENT, SCHEDULES, STACKS, ZERO, Stack, conventions
 
 
@@ -104,6 +105,8 @@ def _refuse_unmodelled(told: _Told) -> None:
         raise RowError("state-space layers are not modelled")
     if told.flag("parallel_block") or told.flag("sliding_window_attention"):
         raise RowError("parallel blocks and sliding windows are not modelled")
+    if told.row.family == "megascale_ablation" and told.text("notes").startswith("+"):
+        raise RowError("parallel blocks and sliding windows are not modelled; every row of the ablation adds to those before")
     if told.text("flags.vocab_method") in ("Vocab-1", "Vocab-2", "Interlaced"):
         raise RowError("a vocabulary cut over pipeline ranks is not modelled")
     if told.row["kind"] == "finetune_step":
@@ -114,6 +117,8 @@ def _model(told: _Told, layout: Layout) -> ModelSpec:
     name, hidden, heads, vocab = (told.need(f"model.{field}") for field in ("name", "hidden", "heads", "vocab"))
     if told.stack.pads_vocabulary:
         vocab = -(-vocab // (128 * layout.tp)) * 128 * layout.tp
+    if told.stack.cuts_vocabulary:
+        vocab = vocab // layout.tp * layout.tp
     if told.row.source.startswith("Vocabulary Parallelism"):
         vocab = vocab // 1024 * 1000  # the rows infer 2^15 from "32K"; sail-sg/VocabularyParallelism, artifact/exp_one_host.csv: 32,000
     fields: dict[str, Any] = {**conventions(str(name)), **told.stack.model, **_experts(told)}
@@ -195,6 +200,8 @@ def _cut(told: _Told, model: ModelSpec, layout: Layout) -> Layout:
     stages, layers = layout.num_stages, model.num_layers
     if told.text("flags.vocab_method") == "Redis":
         counts = _balanced(model, stages, told.need("model.seq"))
+    elif told.stack.profile == "nanotron" and stages > 1:
+        counts = _by_cost(model, stages)
     elif layers % stages == 0:
         return layout
     elif (layers + 2) % stages == 0:
@@ -211,6 +218,16 @@ def _cut(told: _Told, model: ModelSpec, layout: Layout) -> Layout:
     return replace(layout, stages=to_string(tuple(content)))
 
 
+def _by_cost(model: ModelSpec, stages: int) -> list[int]:
+    """Layers per stage such that each ends where the weights of the products so far, the head's included, reach its share of all
+    (nanotron/helpers.py, get_block_compute_costs; models/base.py, build_model)."""
+    hidden = model.hidden_size
+    layer = 4 * hidden**2 + (3 if model.gated else 2) * hidden * model.ffn_hidden_size
+    share = (model.num_layers * layer + model.vocab_size * hidden) / stages
+    ends = [min(model.num_layers, int((stage + 1) * share // layer)) for stage in range(stages - 1)] + [model.num_layers]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
 def _balanced(model: ModelSpec, stages: int, sequence: int) -> list[int]:
     """Layers per stage such that the largest stage computes least, the head counted by its FLOPs (`Redis` of arXiv 2411.05288); what does
     not divide goes to the stages before the last (sail-sg/VocabularyParallelism, transformer_block.py, get_num_layers_to_build)."""
@@ -221,9 +238,15 @@ def _balanced(model: ModelSpec, stages: int, sequence: int) -> list[int]:
     return [*(each + (stage >= stages - 1 - more) for stage in range(stages - 1)), last]
 
 
+SLOW_ROWWISE = "bf16"
+"""What fp8 products with a scale per row ran like in 2025: 5,189 tokens a second against 5,378 in bf16 (Llama 3 8B, 4 H100, torchtitan
+issue 1207; narrow key and value projections lose what wide products gain, pytorch/ao pull request 2410)."""
+
+
 def _precision(told: _Told) -> Precision:
     said = told.need("precision")
-    dtype = next((ours for word, ours in (("nvfp4", ""), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16")) if word in str(said)), "")
+    formats = (("nvfp4", ""), ("rowwise", SLOW_ROWWISE), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"))
+    dtype = next((ours for word, ours in formats if word in str(said)), "")
     if not dtype:
         raise RowError(f"precision {said!r} is not modelled")
     # Composer: `mixed_precision: PURE` reduces in the format of the weights, `DEFAULT` in fp32.
@@ -234,15 +257,18 @@ def _precision(told: _Told) -> Precision:
 def _recompute(told: _Told, model: ModelSpec, layout: Layout) -> Recompute:
     """torchtitan's `selective` by layer recomputes every second layer. By operation it keeps attention's result and every second product
     (wq, wv, w1, w2), and computes what lies between again: norms and MLP are the modules that come nearest
-    (torchtitan, distributed/activation_checkpoint.py)."""
+    (torchtitan, distributed/activation_checkpoint.py). XLA's policies of saving projections repeat the core as well; of the MLP they
+    repeat the first products only, and attention's output instead of the last."""
     said = str(told.need("recompute"))
+    if told.row["recompute"] is None and (modules := recipe_of(told.row).modules):
+        return Recompute("selective", modules=modules)
     if not said.startswith("selective"):
         return Recompute("full" if said.startswith("full") else "none")
-    if told.stack.profile != "torchtitan":
+    if told.stack.profile not in ("torchtitan", "xla"):
         return Recompute("selective")
     if "(layer)" in said:
         return Recompute("full", num_layers=max(1, model.num_layers // layout.num_stages // 2))
-    return Recompute("selective", modules=("norm", "mlp"))
+    return Recompute("selective", modules=("core_attn", "norm", "mlp") if "save_qkv" in said else ("norm", "mlp"))
 
 
 def _runtime(told: _Told) -> Runtime:
@@ -254,15 +280,17 @@ def _runtime(told: _Told) -> Runtime:
         "compile": told.flag("torch_compile"),
         "scatter_gather": False if "without scatter/gather" in told.text("notes") else None,
         "cuda_graphs": True if "CUDA graphs" in told.text("notes") else told.flag("cuda_graphs"),
+        **recipe_of(told.row).runtime,
         **told.stack.runtime,
     }
-    return Runtime(profile=told.stack.profile, **fields)  # type: ignore[arg-type]
+    by_tensor = told.stack.profile == "megatron-2021" and "ZeRO-3" in told.text("parallel.sharding")
+    return Runtime(profile="deepspeed-zero3" if by_tensor else told.stack.profile, **fields)  # type: ignore[arg-type]
 
 
 def _data_parallel(told: _Told, layout: Layout) -> DataParallel:
     sharding = told.text("parallel.sharding")
     group = re.search(r"over (\d+) GPUs|HSDP FSDP(\d+)", sharding)
-    shard = int(group[1] or group[2]) if group and layout.zero else None
+    shard = int(group[1] or group[2]) if group and layout.zero else told.stack.defaults.get("shard")
     overlap = told.flag("grad_reduce_overlap")
     fields = {
         "overlap_grad_reduce": overlap,
@@ -281,8 +309,10 @@ def _cluster(told: _Told) -> ClusterSpec:
     injection = next((rate for words, rate in NETWORKS if words in network), None)
     base = cluster_preset(machine.preset, told.need("hardware.count"))
     changed = {**machine.fields, **({"node_network_bytes_per_s": injection} if injection else {})}
-    if machine.power_share < 1:
-        slower = machine.power_share**POWER_EXPONENT
+    if (cards := re.match(r"(\d+)x", network)) and base.devices_per_node == 8:  # racks of NVL72 count cards per tray
+        changed["nics_per_node"] = int(cards[1])
+    if (power_share := machine.power_share * told.stack.power_share) < 1:
+        slower = power_share**POWER_EXPONENT
         changed["sustained_share"] = base.sustained_share * slower
         changed["sustained_share_by_dtype"] = {dtype: share * slower for dtype, share in base.sustained_share_by_dtype.items()}
     return replace(base, **changed, sources={**base.sources, **dict.fromkeys(changed, f"{told.row.source}: {gpu}; {network}")})

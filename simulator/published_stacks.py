@@ -42,19 +42,22 @@ class Stack:
     """What one source's software does: a runtime profile, and values for fields that its tables leave null.
 
     `pads_vocabulary`: Megatron pads the vocabulary to a multiple of 128*tp (`--make-vocab-size-divisible-by`) and the source gives the
-    tokenizer's size. `model`, `runtime` and `data_parallel` hold fields of those sections. `corrections` replace fields that the
-    rows mark as inferred. `gradient_dtype` is what gradients are kept and reduced in, where it is not the profile's.
+    tokenizer's size. `cuts_vocabulary`: a rank holds the tokenizer's size // tp and no more. `model`, `runtime` and `data_parallel` hold
+    fields of those sections. `corrections` replace fields that the rows mark as inferred. `power_share`: as in `Machine`, where the source
+    says it of all its machines. `gradient_dtype` is what gradients are kept and reduced in, where it is not the profile's.
     """
 
     profile: str
     note: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     pads_vocabulary: bool = False
+    cuts_vocabulary: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, Any] = field(default_factory=dict)
     data_parallel: Mapping[str, Any] = field(default_factory=dict)
     corrections: Mapping[str, Any] = field(default_factory=dict)
     gradient_dtype: str | None = None
+    power_share: float = 1.0
 
 
 _NEMO = Stack(
@@ -64,12 +67,22 @@ _NEMO = Stack(
     gradient_dtype="bf16",  # nemo/collections/llm/recipes: pretrain_performance_optimizations sets grad_reduce_in_fp32 = False
 )
 _VTRAIN = Stack(
-    "megatron-2021",
+    "megatron-2022",
     "Megatron-DeepSpeed; 50,257 tokens as in vTrain's src/config.py at f8dda84; half precision as there (ParamInfo)",
     {"model.vocab": 50257, "precision": "fp16"},
     pads_vocabulary=True,
 )
+_VOCABULARY = Stack(
+    "zero-bubble-te",
+    "a fork of Megatron-LM of 2024; --fp16 as in its pretrain_gpt.sh",
+    model={"tied_embeddings": False},
+    corrections={"precision": "fp16"},
+)
 _TITAN = Stack("torchtitan", "torchtitan", {"recompute": "selective"})
+_TITAN_2025 = replace(_TITAN, note="torchtitan, whose loss is compiled with the model since 2025", runtime={"fused_loss": True})
+
+_XLA: Mapping[str, Any] = {"attention": "fused", "compile": True, "fused_loss": True}
+"""Compiled steps with attention of cuDNN."""
 
 STACKS: Mapping[str, Stack] = {
     "SC21 Narayanan": Stack(
@@ -78,17 +91,19 @@ STACKS: Mapping[str, Stack] = {
         {"layers_per_chunk": 2},
     ),
     "Korthikanti 2022": Stack(
-        "megatron-2021",
+        "megatron-2022",
         "Megatron-LM of 2022; backward all-reduces run beside the weight gradients (section 6.2, on table 4)",
         runtime={"tp_comm_overlap": True},
     ),
     "vTrain (MICRO24)": _VTRAIN,
     "vtrain_single": replace(
         _VTRAIN,
-        note=f"{_VTRAIN.note}; no recomputation: 'full' is inferred from other configurations there, and the marginal seconds of a "
-        "sequence are those of three passes (2.0 ms a layer at hidden 2048; four would need 71% of the peak over all kernels); the "
-        "vocabulary is not padded: on one device the head takes 4.1 times as long as on two",
+        note=f"{_VTRAIN.note}; no recomputation, against use_checkpoint of all its configurations: the marginal seconds of a sequence are "
+        "those of three passes (2.0 ms a layer at hidden 2048; four would need 71% of the peak over all kernels), and its own predictor "
+        "repeats nothing on the last rank (src/predictor.py), which with pp=1 is the only one; a rank holds 50,257 // tp tokens, as in "
+        "src/predictor.py and src/model/gpt_modeling.py: on one device, where that is odd, the head takes 4.1 times as long as on two",
         pads_vocabulary=False,
+        cuts_vocabulary=True,
         corrections={"recompute": "none"},
     ),
     "BLOOM chronicles-prequel": Stack(
@@ -97,47 +112,77 @@ STACKS: Mapping[str, Stack] = {
     "MT-NLG 530B (2201.11990)": Stack("megatron-deepspeed", "Megatron-DeepSpeed of 2021"),
     "Megatron-LM README 2020": Stack("megatron-2021", "Megatron-LM of 2020", {"recompute": "full"}),
     "Zero Bubble PP (ICLR24)": Stack(
-        "megatron-2021",
+        "zero-bubble",
         "a fork of Megatron-LM of 2023; sizes of the models fit a tied table of 32,000 tokens (c4 with a sentencepiece tokenizer)",
         {"model.vocab": 32000},
         pads_vocabulary=True,
     ),
     "PP with Controllable Memory": Stack(
-        "megatron-2021", "as Zero Bubble PP, by the same authors", {"model.vocab": 32000, "precision": "fp16"}, pads_vocabulary=True
+        "zero-bubble", "as Zero Bubble PP, by the same authors", {"model.vocab": 32000, "precision": "fp16"}, pads_vocabulary=True
     ),
-    "Vocabulary Parallelism (2411.05288)": Stack(
-        "megatron-te",
-        "a fork of Megatron-LM of 2024; --fp16 as in its pretrain_gpt.sh",
-        model={"tied_embeddings": False},
-        corrections={"precision": "fp16"},
+    "Vocabulary Parallelism (2411.05288)": _VOCABULARY,
+    "vocabpar_vhalf": replace(
+        _VOCABULARY, profile="zero-bubble-flash", note=f"{_VOCABULARY.note}; V-Half in its zero-bubble branch, without Transformer Engine"
     ),
     "MegaScale NSDI24": Stack(
-        "megatron-te",
-        "Megatron-LM of early 2023, before it overlapped data parallelism (section 3.2 names that as MegaScale's own)",
-        {"batch.micro": 1, "recompute": "selective"},
-        data_parallel={"overlap_grad_reduce": False, "overlap_param_gather": False},
+        "megatron-2023",
+        "Megatron-LM of early 2023 with selective recomputation: overlap of data and pipeline parallelism, flash attention and fused norms "
+        "are named as MegaScale's own (sections 3.2 and 3.3)",
+        {"batch.micro": 1, "recompute": "selective", "parallel.sp": True},
+        runtime={"tp_comm_overlap": True},
     ),
     "MegaScale-MoE": Stack("megatron-te", "Megatron-LM and MegaScale of 2025", {"batch.micro": 1}),
     "dgxc-benchmarking": _NEMO,
-    "dgxc_maxtext": Stack("torchtitan", "MaxText; remat_policy full is its default", {"recompute": "full"}),
-    "dgxc_paxml": Stack("torchtitan", "PaxML; saves nothing but layer inputs", {"recompute": "full"}),
-    "dgxc2411_gpt3": Stack("megatron-te", "NeMo recipe; chunks of the next release", {**_NEMO.defaults, "parallel.vpp": 6}),
+    "dgxc_maxtext": Stack(
+        "xla",
+        "MaxText: XLA fuses elementwise kernels, attention=cudnn_flash_te, remat_policy=save_qkv_proj, whole copies over 16 nodes "
+        "(tag v25.04.01, maxtext/configure.sh)",
+        {"recompute": "selective (save_qkv_proj)", "shard": 128},
+        runtime=_XLA,
+    ),
+    "dgxc_paxml": Stack(
+        "xla",
+        "PaxML: XLA fuses elementwise kernels, attention of Transformer Engine, SAVE_QKV_OUT_PROJ, whole copies over 16 nodes "
+        "(tag v24.11.1, paxml/configure.sh and paxml_mod_configs.py)",
+        {"recompute": "selective (save_qkv_out_proj)", "shard": 128},
+        runtime=_XLA,
+    ),
+    "dgxc2411_gpt3": replace(
+        _NEMO,
+        profile="nemo-24.05",
+        note="NeMo 24.05 with NVTE_FUSED_ATTN=0, which leaves FlashAttention 2, and 12 chunks (tag v24.11.1, nemo_megatron/launch.sh "
+        "and gpt3_175b_hydra.yaml)",
+        defaults={**_NEMO.defaults, "parallel.vpp": 12},
+        runtime={"attention": "flash-2"},
+    ),
     "MLPerf Training v4.1": _NEMO,
     "MLPerf Training v5.0": _NEMO,
     "MLPerf Training v5.1": _NEMO,
-    "Megatron-LM examples/llama": _NEMO,
+    "Megatron-LM examples/llama": replace(
+        _NEMO,
+        note="settings of NeMo's performance scripts (its README, section 4): overlapped tensor parallelism",
+        runtime={"tp_comm_overlap": True},
+    ),
     "Megatron-Bridge perf summary": _NEMO,
-    "NeMo-Framework-Launcher 24.05": _NEMO,
+    "NeMo-Framework-Launcher 24.05": replace(
+        _NEMO,
+        profile="nemo-24.05",
+        note="ub_tp_comm_overlap: true in its configurations of GPT-3 and Llama (launcher_scripts/conf/training)",
+        runtime={"tp_comm_overlap": True},
+    ),
     "Nemotron-4 15B report": Stack("megatron-te", "Megatron-LM of 2024", {"recompute": "none", "batch.micro": 1}),
     "Llama 3 herd": Stack("megatron-te", "text: no recomputation at 8K", {"recompute": "none", "batch.micro": 1}),
     "MoE Parallel Folding (2504.14960)": Stack(
         "megatron-te",
-        "Megatron-Core of 2025, which wants sequence parallelism for experts under tensor parallelism; one sequence a microbatch",
-        {"recompute": "none", "batch.micro": 1, "parallel.sp": True},
+        "Megatron-Core of 2025, which wants sequence parallelism for experts under tensor parallelism; one sequence a microbatch, one "
+        "layer a chunk and overlapped tensor parallelism as in the authors' benchmarks (yanring/Megatron-MoE-ModelZoo, "
+        "runtime_configs/benchmarking/runtime.conf and model_configs/benchmarking/Mixtral-8x22B.yaml)",
+        {"recompute": "none", "batch.micro": 1, "parallel.sp": True, "schedule": "interleaved 1F1B", "layers_per_chunk": 1},
+        runtime={"tp_comm_overlap": True},
     ),
     "SimuMax B200 (MooreThreads)": Stack("megatron-te", "Megatron-LM 23e00ed with TE 2.11"),
     "nanotron v0.5 (HF)": Stack(
-        "megatron-te",
+        "nanotron",
         "nanotron; 131,072 tokens as in scripts/scaling_benchmarks.py at 0e0a27e, which the printed sizes confirm; no recomputation there",
         {"recompute": "none", "model.vocab": 131072},
     ),
@@ -145,14 +190,22 @@ STACKS: Mapping[str, Stack] = {
         "megatron-te", "InternEvo of 2023: flash-attn 1, gates and norms in steps", runtime={"attention": "flash-1", "compile": False}
     ),
     "llm-foundry (MosaicML)": Stack(
-        "torchtitan", "Composer with FSDP, of 2023: flash-attn 1 and its loss", runtime={"attention": "flash-1", "fused_loss": True}
+        "fsdp",
+        "Composer with FSDP, of 2023: attention in Triton (scripts/train/benchmarking/submit_benchmarks.py), loss of flash-attn",
+        runtime={"attention": "triton", "fused_loss": True},
     ),
-    "IBM/PyTorch FSDP blog": Stack("torchtitan", "PyTorch FSDP"),
+    "IBM/PyTorch FSDP blog": Stack("fsdp", "PyTorch FSDP"),
     "torchtitan benchmarks": _TITAN,
-    "torchtitan async-TP": _TITAN,
+    "torchtitan async-TP": _TITAN_2025,
     "torchtitan docs A100": _TITAN,
-    "torchtitan mxfp8 doc": _TITAN,
-    "Sailor (SOSP25)": Stack("megatron-2021", "Megatron-DeepSpeed", {"precision": "fp16", "recompute": "none"}),
+    "torchtitan mxfp8 doc": replace(
+        _TITAN_2025,
+        note="torchtitan at 6fc499f, compiled, with cuDNN's attention (models/attention.py); devices limited in power (its docs/mxfp8.md), "
+        "by the same authors to 750 W (pytorch/ao, pull request 3566)",
+        runtime={"compile": True, "fused_loss": True, "attention": "fused"},
+        power_share=750 / 1000,
+    ),
+    "Sailor (SOSP25)": Stack("megatron-2022", "Megatron-DeepSpeed", {"precision": "fp16", "recompute": "none"}),
 }
 """Series or source -> what its software does; a series has precedence."""
 

@@ -1,8 +1,9 @@
 """`search`: which layout of a model on a cluster is fastest, and why the others lost.
 
 Every combination of degrees, microbatch, recompute, ZeRO stage and schedule is decided: by a rule of the plan, by a lower bound on its
-time, by memory, or by a full simulation. What has the lowest bound is looked at next, first with a cheap bound, then a sharp one, then
-simulated, until no bound is below the slowest of the best ones found: so the ranking is that of simulating everything.
+time, by memory, or by a full simulation. What has the lowest bound is looked at next: a family is split into cuts, these into plans, each
+with a sharper bound than before, and plans are simulated, until no bound is below the slowest of the best ones found. So the ranking is
+that of simulating everything.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
+from ..core.errors import ScheduleError
 from ..core.options import SearchSpace
 from ..core.plan import Plan
 from ..core.schedule import Schedule
-from ..core.schedules import add_unshard, build
+from ..core.schedules import build, lower
 from .memory import RankMemory, rank_memories
 from .pricing import Pricing
 from .profiles import profile_of
-from .search_bounds import chain_bound_s, lower_bound_s, memory_bound_bytes
-from .search_space import Cut, Tally, cuts, variants
+from .search_bounds import chain_bounds_s, family_bound_s, lower_bound_s, memory_bound_bytes
+from .search_space import Cut, Family, Tally, cuts, families, variants
 from .simulate import Simulation, simulate, worst
 
 __all__ = ["REASONS", "SearchResult", "lower_bound_s", "search"]
@@ -80,9 +82,12 @@ def search(space: SearchSpace | Plan) -> SearchResult:
 
 
 def _best(space: SearchSpace, tally: Tally) -> list[Simulation]:
-    """The fastest plans that fit, best first: branch and bound over cuts, then plans, by their bounds (Land & Doig 1960)."""
-    capacity, place = space.cluster.device_memory_bytes, count()
-    queue: list[tuple[float, int, Cut | Plan]] = [(bound_s, next(place), cut) for bound_s, cut in _bounded(space, tally)]
+    """The fastest plans that fit, best first: branch and bound over families, cuts and plans (Land & Doig 1960)."""
+    place = count()
+    shared: dict[tuple[object, ...], Any] = {}
+    queue: list[tuple[float, int, Family | Cut | Plan]] = [
+        (family_bound_s(family, Pricing(family.plan, shared=shared)), next(place), family) for family in families(space, tally)
+    ]
     heapq.heapify(queue)
     ranked: list[tuple[float, int, Simulation]] = []
     while queue:
@@ -91,11 +96,14 @@ def _best(space: SearchSpace, tally: Tally) -> list[Simulation]:
             tally.reject("bound-above-best", _size(queue))
             break
         heapq.heappop(queue)
-        if isinstance(entry, Cut):
+        if isinstance(entry, Family):
+            for cheap_s, cut in _bounded(entry, shared):
+                heapq.heappush(queue, (max(bound_s, cheap_s), next(place), cut))
+        elif isinstance(entry, Cut):
             for sharp_s, plan in _fitting(entry, space, tally):
                 heapq.heappush(queue, (max(bound_s, sharp_s), next(place), plan))
-        elif worst(_memories(entry)).peak_bytes > capacity:
-            tally.reject("out-of-memory")
+        elif (reason := _misfit(entry)) is not None:
+            tally.reject(reason)
         elif tally.simulated == MAX_SIMULATIONS:
             tally.reject("not-simulated", 1 + _size(queue))
             break
@@ -109,18 +117,16 @@ def _best(space: SearchSpace, tally: Tally) -> list[Simulation]:
     return [simulation for _, _, simulation in best]
 
 
-def _size(queue: list[tuple[float, int, Cut | Plan]]) -> int:
+def _size(queue: list[tuple[float, int, Family | Cut | Plan]]) -> int:
     """Plans that are left."""
-    return sum(len(entry.zeros) if isinstance(entry, Cut) else 1 for _, _, entry in queue)
+    return sum(1 if isinstance(entry, Plan) else entry.size for _, _, entry in queue)
 
 
-def _bounded(space: SearchSpace, tally: Tally) -> Iterator[tuple[float, Cut]]:
-    """Every cut with its cheap bound."""
-    shared: dict[tuple[object, ...], Any] = {}
-    for alike in cuts(space, tally):
-        pricing = Pricing(alike[0].plan, shared=shared)
-        for cut in alike:
-            yield chain_bound_s(cut.plan, cut.schedule, pricing), cut
+def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[tuple[float, Cut]]:
+    """Every cut of a family with its cheap bound."""
+    for alike in cuts(family):
+        plan = alike[0].plan
+        yield from zip(chain_bounds_s(plan, [cut.schedule for cut in alike], Pricing(plan, shared=shared)), alike, strict=True)
 
 
 def _fitting(cut: Cut, space: SearchSpace, tally: Tally) -> Iterator[tuple[float, Plan]]:
@@ -132,19 +138,27 @@ def _fitting(cut: Cut, space: SearchSpace, tally: Tally) -> Iterator[tuple[float
         yield lower_bound_s(plan, Pricing(plan, gathers_scheduled=plan.schedule.max_active_stages is not None)), plan
 
 
+def _misfit(plan: Plan) -> str | None:
+    """Why a plan cannot run: its worst rank holds too much, or its order needs more stages gathered at a time than are pinned."""
+    try:
+        heaviest = worst(_memories(plan))
+    except ScheduleError:
+        return "schedule-can-be-built"
+    return "out-of-memory" if heaviest.peak_bytes > plan.cluster.device_memory_bytes else None
+
+
 def _memories(plan: Plan) -> tuple[RankMemory, ...]:
     """Peaks of the pipeline ranks. After two rounds of warm-up 1F1B holds no more, so few microbatches tell all."""
     layout, microbatches = plan.layout, plan.num_microbatches
     if plan.schedule.name in ("1F1B", "Interleaved1F1B") and plan.numerics.mode == "fast":
         microbatches = min(microbatches, 2 * layout.num_stages + microbatches % layout.pp)
-    schedule = _compute_schedule(plan.schedule.name, layout.pp, layout.vpp, microbatches, plan.schedule.max_active_stages)
+    schedule = _lowered(plan.schedule.name, layout.pp, layout.vpp, microbatches, plan.schedule.max_active_stages)
     return rank_memories(plan, schedule, profile_of(plan).recv_buffers)
 
 
 @lru_cache(maxsize=256)
-def _compute_schedule(name: str, pp: int, vpp: int, num_microbatches: int, max_active_stages: int | None) -> Schedule:
-    schedule = build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-    return schedule if max_active_stages is None else add_unshard(schedule, max_active_stages)
+def _lowered(name: str, pp: int, vpp: int, num_microbatches: int, max_active_stages: int | None) -> Schedule:
+    return lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), max_active_stages=max_active_stages)
 
 
 def _candidate(simulation: Simulation) -> dict[str, Any]:
@@ -161,6 +175,7 @@ def _candidate(simulation: Simulation) -> dict[str, Any]:
             "etp": layout.expert_tp,
             "sequence_parallel": layout.sequence_parallel,
             "zero": layout.zero,
+            "stages": layout.stages,
         },
         "batch": {"global": batch.global_size, "micro": batch.micro_size, "sequence": batch.sequence},
         "recompute": plan.recompute.mode,

@@ -1,24 +1,29 @@
 """Lower bounds that decide most layouts of a search without simulating them: on the time of a step, and on the memory of its worst rank.
 
-The cheap bound on time has computation and the collectives inside layers only, the sharp one what REDUCE_GRAD, ZeRO and STEP add.
+The bound of a family has computation and the collectives inside layers only, that of a cut the ramps of the pipeline too, and the sharp one
+of a plan what REDUCE_GRAD, ZeRO and STEP add.
 For 1F1B with equal stages and free messages either is the makespan itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from ..core.action import Kind
 from ..core.plan import Plan
 from ..core.schedule import Placement
+from .compute import slowed_s
 from .memory_profiles import memory_profile
 from .memory_sizes import StageSizes, stage_sizes
 from .memory_states import stages_of_ranks
 from .pricing import Pricing
-from .seconds import Seconds
+from .search_space import Family
+from .seconds import COMPONENTS, GRID, Seconds
 
 WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "Combined1F1B"})
 """Schedules that never split a backward: after a rank's last action the backwards of the stages before it are still to come."""
@@ -51,27 +56,71 @@ class _Slots:
     rank_first: np.ndarray
 
 
-def chain_bound_s(plan: Plan, schedule: str, pricing: Pricing) -> float:
-    """Seconds that no run of the plan in the order of a schedule can beat, from what its stages compute and send inside layers.
+class _Passes(NamedTuple):
+    """Prices of a slot's passes: forward, and backward in one or in two."""
+
+    forward: Seconds
+    backward: Seconds
+    split: Seconds
+
+    def columns(self, *, whole: bool) -> tuple[float, float, float, float]:
+        """Seconds of the forward and of the shorter backward, and the most that both exchange between experts and compute."""
+        one, two = self.backward, self.backward if whole else self.split
+        exchange_s = self.forward.ep_comm + max(one.ep_comm, two.ep_comm)
+        compute_s = self.forward.compute + self.forward.recompute + max(one.compute + one.recompute, two.compute + two.recompute)
+        return self.forward.total_s, min(one.total_s, two.total_s), exchange_s, compute_s
+
+
+def family_bound_s(family: Family, pricing: Pricing) -> float:
+    """Seconds that no plan of a family can beat: the work of all its layers, shared evenly by the pipeline ranks.
+
+    However layers are cut into stages their kernels take as long, but for what the host needs longer to launch those of a stage, which
+    is left out. 0 where that is not so: where groups of ranks lie differently on different pipeline ranks, or where the first layers
+    of every stage only are recomputed.
+    """
+    plan = family.plan
+    if plan.recompute.num_layers is not None or not pricing.lies_alike():
+        return 0.0
+    stages = [_Passes(*pricing.unsharded(stage)) for stage in range(plan.placement.num_stages)]
+    work_s, exchange_s, compute_s = 0.0, 0.0, 0.0
+    for passes in stages:
+        _, _, exchanged_s, computed_s = passes.columns(whole=False)
+        launched_s = passes.forward.other + max(passes.backward.other, passes.split.other)
+        work_s += passes.forward.total_s + min(passes.backward.total_s, passes.split.total_s) - launched_s
+        exchange_s, compute_s = exchange_s + exchanged_s, compute_s + computed_s
+    if exchange_s and not pricing.profile.expert_overlap:  # where a stack overlaps all passes, what is exposed depends on the stages
+        exchange_s = float(_hidden_s(plan, np.array([exchange_s]), np.array([compute_s]))[0])
+    work_s -= exchange_s
+    rounding_s = len(COMPONENTS) * (plan.model.num_layers + 2) / GRID
+    return plan.num_microbatches * max(0.0, work_s - rounding_s) / plan.layout.pp
+
+
+def chain_bounds_s(plan: Plan, schedules: Sequence[str], pricing: Pricing) -> Iterator[float]:
+    """For schedules of one placement seconds that no run of the plan in their order can beat, from what its stages compute and send
+    inside layers.
 
     Before a rank's first forward those of the lower stages have to run once, after its last backward those of its lower stages; in
     between it computes all its microbatches. Where backwards are split, a rank may fill the time after its last input gradient with
     weight gradients, so nothing is counted then.
     """
-    slots, whole, pairs = _slots_of(plan.placement), schedule in WHOLE_BACKWARDS, schedule not in WITHOUT_PAIRS
-    forward_s, backward_s = _columns([_passes_s(*pricing.unsharded(*place), whole=whole, pairs=pairs) for place in _places(slots)])
-    ends_s, drains_s = _chains(slots, forward_s, backward_s)
-    return float((ends_s + drains_s if whole else ends_s).max())
+    slots = _slots_of(plan.placement)
+    passes = [_Passes(*pricing.unsharded(*place)) for place in _places(slots)]
+    found: dict[tuple[bool, bool], float] = {}
+    for schedule in schedules:
+        whole, pairs = key = schedule in WHOLE_BACKWARDS, schedule not in WITHOUT_PAIRS
+        if key not in found:
+            ends_s, drains_s = _chains(plan, slots, passes, whole=whole, pairs=pairs)
+            found[key] = float((ends_s + drains_s if whole else ends_s).max())
+        yield found[key]
 
 
 def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
     """The same with what ZeRO sends inside forwards and backwards, with the reduction of the last stage's gradients, and with the
     optimizer step: after clipping the slowest of all ranks, else each rank's own."""
     slots, schedule = _slots_of(plan.placement), "" if plan.schedule.file else plan.schedule.name
-    whole, pairs = schedule in WHOLE_BACKWARDS, schedule not in WITHOUT_PAIRS
-    places = _places(slots)
-    forward_s, backward_s = _columns([_passes_s(*_sharded(pricing, *place, whole=whole), whole=whole, pairs=pairs) for place in places])
-    ends_s, drains_s = _chains(slots, forward_s, backward_s)
+    whole, places = schedule in WHOLE_BACKWARDS, _places(slots)
+    passes = [_sharded(pricing, *place, whole=whole) for place in places]
+    ends_s, drains_s = _chains(plan, slots, passes, whole=whole, pairs=schedule not in WITHOUT_PAIRS)
     after_s = np.array([_after_s(pricing, *place) for place in places])
     done_s = ends_s + np.minimum.reduceat(after_s[slots.by_rank], slots.rank_first)
     step_s = np.array([pricing.seconds(Kind.STEP, *places[i]).total_s for i in slots.by_rank[slots.rank_first].tolist()])
@@ -114,22 +163,12 @@ def _fills(plan: Plan) -> bool:
     return plan.schedule.name in FILLED_IN_FLIGHT
 
 
-def _sharded(pricing: Pricing, stage: int, replica: int, *, whole: bool) -> tuple[Seconds, Seconds, Seconds]:
-    """Forward, whole backward and split backward; where none is split, that of the whole again."""
+def _sharded(pricing: Pricing, stage: int, replica: int, *, whole: bool) -> _Passes:
+    """What a stage's passes cost; where no backward is split, the whole one stands for the split one."""
     forward, backward = pricing.seconds(Kind.F, stage, replica), pricing.seconds(Kind.B, stage, replica)
     if whole:
-        return forward, backward, backward
-    return forward, backward, pricing.seconds(Kind.I, stage, replica) + pricing.seconds(Kind.W, stage, replica)
-
-
-def _passes_s(forward: Seconds, backward: Seconds, split: Seconds, *, whole: bool, pairs: bool) -> tuple[float, float]:
-    """Seconds of a forward and of a backward, in one or in two, less what a pair of them could hide."""
-    backward_s = _unhidden_s(backward, pairs)
-    return _unhidden_s(forward, pairs), backward_s if whole else min(backward_s, _unhidden_s(split, pairs))
-
-
-def _unhidden_s(seconds: Seconds, pairs: bool) -> float:
-    return seconds.total_s - (seconds.ep_comm if pairs else 0.0)
+        return _Passes(forward, backward, backward)
+    return _Passes(forward, backward, pricing.seconds(Kind.I, stage, replica) + pricing.seconds(Kind.W, stage, replica))
 
 
 def _after_s(pricing: Pricing, stage: int, replica: int) -> float:
@@ -138,12 +177,34 @@ def _after_s(pricing: Pricing, stage: int, replica: int) -> float:
     return max(tail_s, reduce_s - lead_s)
 
 
-def _chains(slots: _Slots, forward_s: np.ndarray, backward_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _chains(plan: Plan, slots: _Slots, passes: list[_Passes], *, whole: bool, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
     """Of every rank: when its own work can have ended, and how long the backwards of lower stages take after it."""
+    forward_s, backward_s, exchange_s, compute_s = np.array([each.columns(whole=whole) for each in passes]).T
+    busy_s = _per_rank(slots, slots.count * (forward_s + backward_s))
+    if pairs and exchange_s.any():
+        busy_s -= _hidden_s(plan, _per_rank(slots, slots.count * exchange_s), _per_rank(slots, slots.count * compute_s))
+        busy_s -= _per_rank(slots, slots.count) / GRID
+        forward_s, backward_s = (column - exchange_s for column in (forward_s, backward_s))
     before_s, after_s = (_below(np.minimum.reduceat(column, slots.first))[slots.stage] for column in (forward_s, backward_s))
-    busy_s = np.add.reduceat((slots.count * (forward_s + backward_s))[slots.by_rank], slots.rank_first)
     begins_s, drains_s = (np.minimum.reduceat(column[slots.by_rank], slots.rank_first) for column in (before_s, after_s))
     return begins_s + busy_s, drains_s
+
+
+def _hidden_s(plan: Plan, exchange_s: np.ndarray, compute_s: np.ndarray) -> np.ndarray:
+    """The most that pairs of a rank can hide of all its exchanges of tokens behind all its computation.
+
+    What a pair hides is concave in both and grows in proportion to them (`Pricing.price`), so it is no more for all pairs together
+    than for one pair of their sums, and each pair's price is rounded once.
+    """
+    cluster = plan.cluster
+    pairs = zip(exchange_s.tolist(), compute_s.tolist(), strict=True)
+    return np.array([each_s - (max(slowed_s(cluster, work_s, each_s), each_s) - work_s) for each_s, work_s in pairs])
+
+
+def _per_rank(slots: _Slots, column: np.ndarray) -> np.ndarray:
+    """The sum of every rank."""
+    found: np.ndarray = np.add.reduceat(column[slots.by_rank], slots.rank_first)
+    return found
 
 
 def _below(per_stage: np.ndarray) -> np.ndarray:
@@ -154,11 +215,6 @@ def _below(per_stage: np.ndarray) -> np.ndarray:
 def _places(slots: _Slots) -> list[tuple[int, int]]:
     """Stage and replica of every slot."""
     return list(zip(slots.stage.tolist(), slots.replica.tolist(), strict=True))
-
-
-def _columns(rows: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    table = np.array(rows)
-    return table[:, 0], table[:, 1]
 
 
 @lru_cache(maxsize=512)

@@ -1,39 +1,47 @@
 """Which layouts a search looks at: degrees, microbatch, schedule, sequence parallelism, recomputation and ZeRO, as far as they are free.
 
-A `Cut` is a layout up to its ZeRO stage; `cuts` lists all that obey the rules of a plan.
+They come in families, whose layers cost the same; a family has cuts, which differ in more than the ZeRO stage, and a cut has plans.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from ..core.divisors import divisors
 from ..core.errors import LayoutError, PlanError
 from ..core.layout import DEFAULT_ORDER, Layout
+from ..core.microbatches import constant_microbatches
 from ..core.options import SearchSpace
 from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
 from ..core.plan_rules import broken_rules
 from ..core.schedules import CATALOG
+from ..core.stages import balanced_stages
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
 """Microbatch sizes tried unless one is pinned."""
 
 _ALL = tuple(name for name in CATALOG if name != "ZBAuto")
 
+_ZERO_BUBBLE = ("1F1B", "Interleaved1F1B", "ZBH1", "ZBH2", "ZBVZeroBubble", "VHalf", "VMin")
+
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "shardproof": _ALL,
     "torchtitan": ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
-    "megatron-te": ("1F1B", "Interleaved1F1B", "Combined1F1B"),
-    "megatron-2021": ("GPipe", "1F1B", "Interleaved1F1B"),
+    **dict.fromkeys(("megatron-te", "nemo-24.05"), ("1F1B", "Interleaved1F1B", "Combined1F1B")),
+    **dict.fromkeys(("megatron-2021", "megatron-2022", "megatron-2023"), ("GPipe", "1F1B", "Interleaved1F1B")),
+    **dict.fromkeys(("megatron-deepspeed", "deepspeed-zero3", "fsdp", "xla"), ("1F1B",)),
+    "nanotron": ("GPipe", "1F1B"),
+    **dict.fromkeys(("zero-bubble", "zero-bubble-te", "zero-bubble-flash"), _ZERO_BUBBLE),
 }
-"""Schedules tried unless one is pinned, by `runtime.profile`: those that the stack runs. Ours runs the whole catalog, of which ZBAuto, itself
-a search over orders, is tried only when it is pinned; torch.distributed.pipelining has `get_schedule_class` (schedules.py);
+"""Schedules tried unless one is pinned, by `runtime.profile`: those that the stack runs. Ours runs the whole catalog, of which ZBAuto,
+itself a search over orders, is tried only when it is pinned; torch.distributed.pipelining has `get_schedule_class` (schedules.py);
 Megatron-Core `get_forward_backward_func` (pipeline_parallel/schedules.py) and `--overlap-moe-expert-parallel-comm`; Megatron-LM of 2021
-had GPipe until PipeDream-flush replaced it (Narayanan et al. 2021, section 2.2)."""
+had GPipe until PipeDream-flush replaced it (Narayanan et al. 2021, section 2.2); DeepSpeed's `TrainSchedule` is 1F1B, nanotron has
+all-forward-all-backward beside it; stacks without pipelines have one stage."""
 
 MAX_CHUNKS = 8
 """Most stages per pipeline rank tried unless vpp is pinned."""
@@ -61,12 +69,38 @@ class Tally:
         self.evaluated += count
 
 
+class Skeleton(NamedTuple):
+    """Degrees and chunks, and the schedules of one placement that can be built for them."""
+
+    layout: Layout
+    schedules: tuple[str, ...]
+
+
+class Family(NamedTuple):
+    """Layouts that differ in chunks, schedule and ZeRO stage only, so that their layers cost the same: one plan of them, and what
+    makes the others."""
+
+    plan: Plan
+    skeletons: tuple[Skeleton, ...]
+    zeros: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Plans of the family."""
+        return len(self.zeros) * sum(len(skeleton.schedules) for skeleton in self.skeletons)
+
+
 class Cut(NamedTuple):
     """Layouts that differ in their ZeRO stage only: the plan of the first one, the schedule's name, and the stages."""
 
     plan: Plan
     schedule: str
     zeros: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Plans of the cut."""
+        return len(self.zeros)
 
 
 @dataclass(frozen=True)
@@ -88,18 +122,33 @@ class Pinned:
         return self.space.pinned.get(key, otherwise)
 
 
-def cuts(space: SearchSpace, tally: Tally) -> Iterator[list[Cut]]:
-    """All cuts that obey the rules, those together that differ in their schedule's order only. Counts what breaks a rule: where the
-    degrees, the chunks or the microbatch do, all combinations with them once."""
+def families(space: SearchSpace, tally: Tally) -> Iterator[Family]:
+    """All families that obey the rules. Counts what breaks a rule: where the degrees, the chunks or the microbatch do, all combinations
+    with them once."""
     pinned = Pinned(space)
+    _check_recompute(space, pinned)
     found = False
     for degrees in _degrees(space, pinned):
         found = True
-        chunks = range(1, MAX_CHUNKS + 1) if degrees["pp"] > 1 else (1,)
-        for vpp, micro in product(pinned.values("layout.vpp", chunks), pinned.values("batch.micro", MICRO_SIZES)):
-            yield from _cuts_of(space, pinned, tally, {**degrees, "vpp": vpp}, micro)
+        chunks = pinned.values("layout.vpp", range(1, MAX_CHUNKS + 1) if degrees["pp"] > 1 else (1,))
+        for micro in pinned.values("batch.micro", MICRO_SIZES):
+            batch = replace(space.batch, micro_size=micro)
+            skeletons = [each for vpp in chunks for each in _skeletons(space, pinned, tally, {**degrees, "vpp": vpp}, batch)]
+            zeros = _zeros(space, pinned, tally, skeletons[0].layout) if skeletons else ()
+            if zeros:
+                for plan in _recomputed(space, pinned, skeletons[0], batch, zeros[0]):
+                    yield Family(plan, tuple(skeletons), zeros)
     if not found:
         raise PlanError(_no_degrees(space))
+
+
+def cuts(family: Family) -> Iterator[list[Cut]]:
+    """The cuts of a family, those together that differ in the order of their schedule only."""
+    plan, layout = family.plan, family.plan.layout
+    for skeleton in family.skeletons:
+        cut = replace(skeleton.layout, sequence_parallel=layout.sequence_parallel, zero=layout.zero)
+        first = _changed(plan, layout=cut, schedule=replace(plan.schedule, name=skeleton.schedules[0]))
+        yield [Cut(first, name, family.zeros) for name in skeleton.schedules]
 
 
 def variants(cut: Cut, space: SearchSpace) -> Iterator[Plan]:
@@ -115,7 +164,17 @@ def _with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, ze
     choice = ScheduleChoice(schedule, max_active_stages=pinned.one("schedule.max_active_stages") if zero == 3 else None)
     if (plan.layout.zero, plan.data_parallel, plan.schedule) == (zero, data_parallel, choice):
         return plan
-    return replace(plan, layout=replace(plan.layout, zero=zero), data_parallel=data_parallel, schedule=choice)
+    return _changed(plan, layout=replace(plan.layout, zero=zero), data_parallel=data_parallel, schedule=choice)
+
+
+def _changed(plan: Plan, **nouns: Any) -> Plan:
+    """The plan with nouns that are known to obey the rules: as `dataclasses.replace`, which would check all of them every time."""
+    made = object.__new__(Plan)
+    made.__dict__.update({name: nouns[name] if name in nouns else getattr(plan, name) for name in _NOUNS})
+    return made
+
+
+_NOUNS = tuple(entry.name for entry in fields(Plan))
 
 
 def _degrees(space: SearchSpace, pinned: Pinned) -> Iterator[dict[str, Any]]:
@@ -159,29 +218,36 @@ def _no_degrees(space: SearchSpace) -> str:
     )
 
 
-def _cuts_of(space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], micro: int) -> Iterator[list[Cut]]:
-    """The cuts with these degrees and microbatch, schedules of one placement together."""
+def _skeletons(space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], batch: Batch) -> list[Skeleton]:
+    """Which schedules can run with these degrees and microbatch, those of one placement together."""
     names = pinned.values("schedule.name", _names(space, degrees["pp"], degrees["vpp"]))
     try:
-        layout = Layout(**degrees, order=pinned.one("layout.order", DEFAULT_ORDER), stages=pinned.one("layout.stages"))
+        layout = Layout(**degrees, order=pinned.one("layout.order", DEFAULT_ORDER), stages=_stages(space, pinned, degrees))
         layout = replace(layout, sequence_parallel=_must_cut_sequence(layout))
     except LayoutError:
         tally.reject("illegal-layout")
-        return
-    batch = replace(space.batch, micro_size=micro)
+        return []
     if broken := broken_rules({**_shared_nouns(space), "layout": layout, "batch": batch}):
         tally.reject(broken[0].rule.name)
-        return
+        return []
     legal: dict[object, list[str]] = {}
+    num_microbatches = constant_microbatches(batch.global_size, batch.micro_size, layout.dp).num_microbatches
     for name in names:
-        if broken := broken_rules({"layout": layout, "batch": batch, "schedule": ScheduleChoice(name)}):
-            tally.reject(broken[0].rule.name)
+        if CATALOG[name].vpp_problem(layout.pp, layout.vpp):
+            tally.reject("interleaving-matches")
+        elif CATALOG[name].condition(layout.pp, num_microbatches):
+            tally.reject("schedule-can-be-built")
         else:
             legal.setdefault(CATALOG[name].placement, []).append(name)
-    zeros = _zeros(space, pinned, tally, layout)
-    for alike in legal.values():
-        for plan in _recomputed(space, pinned, replace(layout, zero=zeros[0]), batch, alike[0]) if zeros else ():
-            yield [Cut(plan, name, zeros) for name in alike]
+    return [Skeleton(layout, tuple(alike)) for alike in legal.values()]
+
+
+def _stages(space: SearchSpace, pinned: Pinned, degrees: dict[str, Any]) -> str | None:
+    """The layout string that is pinned, or a balanced one where the stages do not divide the layers."""
+    num_layers, num_stages = space.model.num_layers, degrees["pp"] * degrees["vpp"]
+    otherwise = balanced_stages(num_layers, num_stages) if num_layers % num_stages else None
+    found: str | None = pinned.one("layout.stages", otherwise)
+    return found
 
 
 def _names(space: SearchSpace, pp: int, vpp: int) -> list[str]:
@@ -208,21 +274,22 @@ def _zeros(space: SearchSpace, pinned: Pinned, tally: Tally, layout: Layout) -> 
     return tuple(zero for zero in zeros if zero == 0)
 
 
-def _recomputed(space: SearchSpace, pinned: Pinned, layout: Layout, batch: Batch, schedule: str) -> Iterator[Plan]:
+def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: Batch, zero: int) -> Iterator[Plan]:
     """The plan with every choice of sequence parallelism and recomputation."""
+    layout, schedule = skeleton.layout, skeleton.schedules[0]
     can, must = _can_cut_sequence(layout, batch), _must_cut_sequence(layout)
     first: Plan | None = None
     for split in pinned.values("layout.sequence_parallel", (True, False) if can else (False,)):
         if not (can if split else not must):
             continue
         for mode in pinned.values("recompute.mode", RECOMPUTE_MODES):
-            nouns = {"layout": replace(layout, sequence_parallel=split), "recompute": _recompute(mode, pinned)}
+            nouns: dict[str, Any] = {"layout": replace(layout, sequence_parallel=split, zero=zero), "recompute": _recompute(mode, pinned)}
             if first is None:
                 plan = Plan(**_shared_nouns(space), batch=batch, schedule=ScheduleChoice(schedule), **nouns)
-                first = _with_zero(plan, space, pinned, schedule, layout.zero)
+                first = _with_zero(plan, space, pinned, schedule, zero)
                 yield first
             else:
-                yield replace(first, **nouns)
+                yield _changed(first, **nouns)
 
 
 def _recompute(mode: Any, pinned: Pinned) -> Recompute:
@@ -230,6 +297,13 @@ def _recompute(mode: Any, pinned: Pinned) -> Recompute:
     if mode == "full":
         return Recompute(mode, num_layers=pinned.one("recompute.num_layers"))
     return Recompute(mode, modules=tuple(pinned.one("recompute.modules", Recompute().modules))) if mode == "selective" else Recompute(mode)
+
+
+def _check_recompute(space: SearchSpace, pinned: Pinned) -> None:
+    """Raises `PlanError` where what is pinned about recomputation does not suit the model or the mode."""
+    for mode in pinned.values("recompute.mode", RECOMPUTE_MODES):
+        if broken := broken_rules({"recompute": _recompute(mode, pinned), "model": space.model}):
+            raise PlanError([problem.sentence for problem in broken])
 
 
 def _can_cut_sequence(layout: Layout, batch: Batch) -> bool:

@@ -21,6 +21,7 @@ from .engine import Run, execute
 from .flops import step_flops
 from .graph import Graph, Sends, build_graph
 from .memory import RankMemory, memory_samples, rank_memories
+from .placement import replicas_lie_alike
 from .pricing import Pricing
 from .profiles import profile_of
 from .provenance import report_provenance
@@ -48,6 +49,15 @@ class Simulation:
         return representatives(self.plan, self.dp_rank)
 
     @cached_property
+    def period_s(self) -> float:
+        """Seconds from one step to the next when steps follow each other: the step's, or, where no rank waits for a global norm, those
+        from the first to the last action of the rank that is occupied longest (Qi et al. 2024, section 4: post-validation)."""
+        if self.plan.optimizer.clip_grad_norm:
+            return float(self.report["step_time_s"])
+        lanes = self.run.graph.schedule.offsets[:-1]
+        return float((np.maximum.reduceat(self.run.end_s, lanes) - np.minimum.reduceat(self.run.start_s, lanes)).max())
+
+    @cached_property
     def timeline(self) -> Timeline:
         """The spans of one representative rank per pipeline rank, with memory over time."""
         spans = self.run.timeline(global_ranks=self.global_ranks).spans
@@ -65,13 +75,18 @@ class Simulation:
 def simulate(plan: Plan) -> Simulation:
     """The predicted step of a plan. Raises `ScheduleError` when its schedule does not fit or cannot run.
 
-    One rank per pipeline rank is simulated: tensor- and data-parallel rank 0. Its peers run the same actions at the same time, unless
-    the plan's `variation` says that they differ (`simulator.variation`).
+    One rank per pipeline rank is simulated: tensor- and data-parallel rank 0. Its peers run the same actions at the same time. Where
+    replicas lie differently over nodes, or the plan's `variation` says that they differ, all are simulated, and the slowest is told.
     """
-    if not plan.variation.is_nothing:
+    if not (plan.variation.is_nothing and replicas_lie_alike(plan)):
         from .variation import simulate_varied  # which calls this for the plan without differences
 
         return simulate_varied(plan)
+    return simulate_first(plan)
+
+
+def simulate_first(plan: Plan) -> Simulation:
+    """The step of data-parallel rank 0, which stands for all where replicas are alike; what `variation` says is not read."""
     graph = plan_graph(plan)
     pricing = Pricing(plan, gathers_scheduled=any(sort.kind is Kind.UNSHARD for sort in sorts_of(graph).sorts))
     run = run_plan(graph, pricing)
@@ -87,13 +102,19 @@ def plan_graph(plan: Plan) -> Graph:
         layout = plan.layout
         shape = (layout.pp, layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages)
         return _named_graph(plan.schedule.name, shape, profile.send_rule, profile.recv_buffers)
-    schedule = lower(schedule_for(plan))
-    return build_graph(schedule, sends=profile.send_rule, recv_buffers=profile.recv_buffers)
+    return build_graph(lowered_schedule(plan), sends=profile.send_rule, recv_buffers=profile.recv_buffers)
 
 
 @lru_cache(maxsize=64)
 def _named_graph(name: str, shape: tuple[int, int, int, int | None], sends: Sends, recv_buffers: int) -> Graph:
     return build_graph(named_schedule(name, *shape), sends=sends, recv_buffers=recv_buffers)
+
+
+def lowered_schedule(plan: Plan) -> Schedule:
+    """The schedule of a plan with its communication, reductions and optimizer step."""
+    if plan.schedule.file is not None:
+        return lower(schedule_for(plan))
+    return named_schedule(plan.schedule.name, plan.layout.pp, plan.layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages)
 
 
 @lru_cache(maxsize=64)

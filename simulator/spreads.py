@@ -20,16 +20,18 @@ EXPERT_AXES: Mapping[str, tuple[str, ...]] = {"ep": ("ep",), "etp": ("tp",), "ed
 
 
 class Spreads:
-    """The groups of a plan's tensor- and data-parallel rank 0 on every pipeline rank, each looked at once.
+    """The groups of a plan's tensor-parallel rank 0 of one data-parallel rank (0) on every pipeline rank, each looked at once.
 
     Groups that are shifted copies of each other lie alike where the shift is a whole number of leaf switches; only one of them is laid
     out.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, dp_rank: int = 0):
         self._plan = plan
+        self._dp_rank = dp_rank
         self._alike = plan.cluster.devices_per_node * max(1, plan.cluster.nodes_per_leaf)
         self._known: dict[tuple[object, ...], Spread] = {}
+        self._of_ranks: dict[tuple[tuple[str, ...], int], tuple[Spread, ...]] = {}
         self._dense = strides(plan.layout, plan.layout.sizes)
         self._expert = strides(plan.layout, plan.layout.expert_sizes)
 
@@ -44,22 +46,32 @@ class Spreads:
             self._known[key] = spread_of(self._plan.cluster, ranks.tolist())
         return self._known[key]
 
+    def of_rank(self, axes: tuple[str, ...], stage: int, pp_rank: int) -> tuple[Spread, ...]:
+        """The spreads over several axes that do not depend on the stage."""
+        key = (axes, self.shift(pp_rank))
+        if key not in self._of_ranks:
+            self._of_ranks[key] = tuple(self.spread(axis, stage, pp_rank) for axis in axes)
+        return self._of_ranks[key]
+
     def between(self, pp_rank: int, peer: int) -> ClusterSpec:
         """The cluster as messages between two pipeline ranks find it: here, whichever they are, as it is."""
         return self._plan.cluster
 
     def shift(self, pp_rank: int) -> int:
         """Equal for pipeline ranks whose groups lie alike: how far their first rank is into a leaf switch's nodes."""
-        return pp_rank * self._dense["pp"] % self._alike
+        return self.global_rank(pp_rank) % self._alike
+
+    def global_rank(self, pp_rank: int) -> int:
+        """The rank that stands for a pipeline rank."""
+        return self._dp_rank * self._dense["dp"] + pp_rank * self._dense["pp"]
 
     def members(self, axis: str, stage: int, pp_rank: int) -> np.ndarray:
         """Global ranks of the group."""
-        plan, dense = self._plan, self._dense
-        here = np.array([pp_rank * dense["pp"]])
+        plan, dense, here = self._plan, self._dense, self.global_rank(pp_rank)
         if axis in DENSE_AXES:
-            return _span(here, [(plan.layout.sizes[name], dense[name]) for name in DENSE_AXES[axis]])
+            return _group(here, [(plan.layout.sizes[name], dense[name]) for name in DENSE_AXES[axis]])
         if axis in EXPERT_AXES:
-            return _span(here, [(plan.layout.expert_sizes[name], self._expert[name]) for name in EXPERT_AXES[axis]])
+            return _group(here, [(plan.layout.expert_sizes[name], self._expert[name]) for name in EXPERT_AXES[axis]])
         if axis in ("replica", "expert_replica"):
             each = "dp" if axis == "replica" else "edp"
             return np.sort(np.concatenate([self.members(each, stage, owner) for owner in plan.placement.ranks[stage]]))
@@ -67,12 +79,13 @@ class Spreads:
             whole, _, part = axis.rpartition("_")
             shards = getattr(num_shards(plan, stage), "dense" if whole in ("dp", "replica") else "expert")
             copies = self.members(whole, stage, pp_rank)
-            return copies[:shards] if part == "shard" else copies[::shards]
+            place = int(np.searchsorted(copies, here))
+            return copies[place // shards * shards :][:shards] if part == "shard" else copies[place % shards :: shards]
         match axis:
             case "embedding":
-                return np.array(tied_ends(plan, pp_rank)) * dense["pp"]
+                return np.array([self.global_rank(end) for end in tied_ends(plan, pp_rank)])
             case "model":
-                return _span(np.zeros(1, dtype=np.int64), [(plan.layout.tp, dense["tp"]), (plan.layout.pp, dense["pp"])])
+                return _group(here, [(plan.layout.tp, dense["tp"]), (plan.layout.pp, dense["pp"])])
         raise AssertionError(f"no group is known over {axis!r}")
 
 
@@ -86,9 +99,10 @@ def strides(layout: Layout, sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _span(start: np.ndarray, axes: list[tuple[int, int]]) -> np.ndarray:
-    """All ranks reached from `start` by steps along (size, stride) axes, ascending."""
+def _group(rank: int, axes: list[tuple[int, int]]) -> np.ndarray:
+    """All ranks that differ from one only along (size, stride) axes, ascending."""
+    found = np.array([rank - sum(rank // stride % size * stride for size, stride in axes)])
     for size, stride in axes:
         if size > 1:
-            start = np.add.outer(np.arange(size) * stride, start).ravel()
-    return np.sort(start)
+            found = np.add.outer(np.arange(size) * stride, found).ravel()
+    return np.sort(found)

@@ -17,34 +17,46 @@ from ..core.plan import Plan
 from ..core.variation import NO_VARIATION, devices_named
 from .attribution import sorts_of
 from .columns import Columns, as_device, columns_of
-from .draws import TRANSFERS, add_pauses, slowest
-from .engine import Run
-from .expert_load import Loads, draw_loads
+from .draws import add_pauses, slowest
+from .engine import Run, execute
+from .expert_load import Loads, draw_loads, joined
 from .goodput import goodput_of
 from .graph import Graph
 from .memory import RankMemory
 from .pricing import GraphPrices, Pricing
+from .provenance import Origin
 from .replicas import ReplicaRun, execute_replicas
 from .seconds import GRID, Seconds
-from .simulate import Simulation, report_of, simulate
+from .simulate import Simulation, report_of, simulate, simulate_first
 
 LARGEST_BLOCK = 1 << 21
 """Actions times columns that are drawn and run at a time."""
 
-NUM_LOADS = 5
-"""Loads of the busiest experts at which actions are priced; between them seconds are taken to be straight."""
+PRICED_LOADS = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
+"""Loads of the busiest experts at which actions are priced, where they occur; between them seconds are taken to be straight."""
+
+TRANSFERS = (Kind.REDUCE_GRAD, Kind.UNSHARD)
+"""Collectives whose time `comm_jitter` spreads beside that of messages, once for all their members; `jitter` spreads computing."""
+
+ORIGINS: dict[str, Origin] = {
+    "variation": {"kind": "modelled", "source": "simulator.variation: every replica simulated with the differences that the plan gives"},
+    "goodput": {"kind": "modelled", "source": "Daly 2006 (FGCS 22), for failures at a constant rate that the plan gives"},
+}
+"""Where the keys come from that plans with a variation add to the report."""
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 
 
 def simulate_varied(plan: Plan) -> Simulation:
-    """`simulate` for a plan whose `variation` says something.
+    """`simulate` for a plan whose replicas lie differently over nodes, or whose `variation` says something.
 
     The report is that of the slowest replica; its entry `variation` compares it with the plan without differences and tells the
     percentiles of the drawn steps, `goodput` what failures leave of them.
     """
+    if plan.variation.is_nothing:
+        return _with_differences(plan)
     nominal = simulate(replace(plan, variation=NO_VARIATION))
-    found = _with_differences(plan, nominal) if plan.variation.has_differences else _again(plan, nominal)
+    found = _with_differences(plan) if plan.variation.has_differences else _again(plan, nominal)
     step_s = found.report["step_time_s"]
     if plan.variation.has_differences or plan.variation.is_random:
         told: dict[str, Any] = {"nominal_step_time_s": nominal.report["step_time_s"], "replica": found.dp_rank}
@@ -58,6 +70,7 @@ def simulate_varied(plan: Plan) -> Simulation:
         found.report["variation"] = told
     if plan.variation.device_mtbf_s is not None:
         found.report["goodput"] = goodput_of(plan, step_s).report()
+    found.report["provenance"] = {**found.report["provenance"], **{name: ORIGINS[name] for name in ORIGINS if name in found.report}}
     return found
 
 
@@ -66,8 +79,8 @@ def _again(plan: Plan, nominal: Simulation) -> Simulation:
     return replace(nominal, plan=plan, report=dict(nominal.report))
 
 
-def _with_differences(plan: Plan, nominal: Simulation) -> Simulation:
-    """The slowest replica of the run in which devices and links differ as the plan says."""
+def _with_differences(plan: Plan) -> Simulation:
+    """The slowest replica of the run in which devices and links differ as the plan says, and nodes as its layout has it."""
     base = _Base(plan)
     columns = columns_of(plan, base.sorts)
     if all(size == plan.layout.dp for size in columns.couplings.values()):  # equal columns need no more than one of them each
@@ -80,8 +93,8 @@ def _with_differences(plan: Plan, nominal: Simulation) -> Simulation:
     one = run.run(column)
     on_grid = Run(one.graph, np.round(one.start_s * GRID) / GRID, np.round(one.end_s * GRID) / GRID)
     prices = _coupled_prices(columns, base, column)
-    dp_rank = int(columns.order[column])
-    return Simulation(plan, on_grid, nominal.memory, report_of(plan, on_grid, prices, nominal.memory, dp_rank), prices, dp_rank)
+    dp_rank, memory = int(columns.order[column]), base.first.memory
+    return Simulation(plan, on_grid, memory, report_of(plan, on_grid, prices, memory, dp_rank), prices, dp_rank)
 
 
 def _coupled_prices(columns: Columns, base: _Base, column: int) -> tuple[Seconds, ...]:
@@ -148,15 +161,16 @@ def sample_steps(plan: Plan) -> Sampled:
 
 
 def _load_tables(plan: Plan, base: _Base) -> tuple[Loads | None, list[tuple[float, Columns]]]:
-    """Loads of every sample, and the prices at some loads from 1 to the largest that a stage has on average."""
+    """Loads of every sample, and the prices at the loads around those that stages have on average."""
     variation = plan.variation
     if variation.expert_imbalance is None:
         return None, [(1.0, columns_of(plan, base.sorts))]
     num_layers = sum(map(len, _moe_layers(plan)))
-    loads = draw_loads(plan, num_layers, np.random.default_rng([variation.seed, variation.samples]), variation.samples)
+    loads = joined([draw_loads(plan, num_layers, np.random.default_rng([variation.seed, i, 1])) for i in range(variation.samples)])
     per_stage = np.stack([_stage_load(plan, loads, i) for i in range(variation.samples)])
-    points = np.linspace(min(1.0, per_stage.min()), max(per_stage.max(), 1.0 + 1e-6), NUM_LOADS)
-    return loads, [(float(load), columns_of(plan, base.sorts, expert_load=float(load))) for load in points]
+    first, last = (int(np.searchsorted(PRICED_LOADS, load, side="right")) for load in (per_stage.min(), per_stage.max()))
+    points = PRICED_LOADS[first - 1 : last + 1]
+    return loads, [(load, columns_of(plan, base.sorts, expert_load=load)) for load in points]
 
 
 def _moe_layers(plan: Plan) -> list[list[int]]:
@@ -230,21 +244,19 @@ class _Base:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        nominal = simulate(replace(plan, variation=NO_VARIATION))
-        self.graph: Graph = nominal.run.graph
+        self.first = simulate_first(replace(plan, variation=NO_VARIATION))
+        self.graph: Graph = self.first.run.graph
         self.sorts = sorts_of(self.graph)
         gathers = any(sort.kind is Kind.UNSHARD for sort in self.sorts.sorts)
-        prices: GraphPrices = Pricing(nominal.plan, gathers_scheduled=gathers).of_graph(self.sorts)
+        prices: GraphPrices = Pricing(self.first.plan, gathers_scheduled=gathers).of_graph(self.sorts)
         self.overlap = prices.overlap
         action_kind = self.graph.schedule.actions.kind
+        self.stretched_s = _stretched_s(self.first.run, prices)
         sends = np.isin(action_kind, [int(kind) for kind in SENDS])
-        lasted_s = nominal.run.end_s - nominal.run.start_s
-        self.stretched_s = np.where(sends, np.maximum(0.0, lasted_s - prices.duration_s), 0.0)
         takes_time = prices.duration_s > 0
         self.computing = np.flatnonzero(self.graph.is_compute & takes_time)
         self.messages = np.flatnonzero(sends & takes_time)
-        collectives = [int(kind) for kind in TRANSFERS if kind not in SENDS]
-        self.collectives = np.flatnonzero(np.isin(action_kind, collectives) & takes_time)
+        self.collectives = np.flatnonzero(np.isin(action_kind, [int(kind) for kind in TRANSFERS]) & takes_time)
         self.steps = np.flatnonzero(action_kind == Kind.STEP)
 
     def seconds(self, columns: Columns) -> _Seconds:
@@ -267,3 +279,12 @@ class _Base:
             run.start_s[self.steps] = np.repeat(ready_s, width)
             run.end_s[self.steps] = run.start_s[self.steps] + lasting_s
         return run
+
+
+def _stretched_s(run: Run, prices: GraphPrices) -> np.ndarray:
+    """[actions] seconds that transfers last longer because they share links with others."""
+    if prices.links is None:
+        return np.zeros(len(run.graph.rank))
+    alone = execute(run.graph, prices.duration_s, **prices.overlap)
+    longer_s = (run.end_s - run.start_s) - (alone.end_s - alone.start_s)
+    return np.where((prices.links.route >= 0) & ~run.graph.is_receive, np.maximum(0.0, longer_s), 0.0)

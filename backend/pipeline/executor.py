@@ -188,6 +188,8 @@ class Executor:
         assert current.step is not None
         with self._span(action, current), self._recorder.action(action):
             current.step(current.trace.token_losses)
+        if current.meter is not None:
+            current.meter.sample(current.clock.now_s())
 
     def _compute(self, action: Action, current: Pass) -> None:
         """An action of the compute lane: waits for its inputs, then works inside one span."""

@@ -30,6 +30,14 @@ def local_elements(plan: Plan, parameter: Parameter, tp_rank: int = 0) -> int:
 
 def held_elements(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
     """Parameter elements that a tensor-parallel rank of a stage holds, before any ZeRO cut; a shared table once per stage."""
+    key = ("held_elements", stage, tp_rank)
+    if key not in plan.memo:
+        plan.memo[key] = _held(plan, stage, tp_rank)
+    found: Held = plan.memo[key]
+    return found
+
+
+def _held(plan: Plan, stage: int, tp_rank: int) -> Held:
     content, model = plan.stages[stage], plan.model
     dense = expert = 0
     for group in stage_groups(plan, stage):

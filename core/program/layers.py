@@ -33,6 +33,14 @@ class Group:
 
 def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     """What a stage holds, in forward order, with equal parts counted together: what prices one part has priced the stage."""
+    key = ("stage_groups", stage)
+    if key not in plan.memo:
+        plan.memo[key] = _groups(plan, stage)
+    found: tuple[Group, ...] = plan.memo[key]
+    return found
+
+
+def _groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     content, model = plan.stages[stage], plan.model
     first, last = content.first_layer, content.last_layer
     groups = [Group("embedding")] if content.embedding else []

@@ -35,6 +35,10 @@ PCIE_SHARE, PCIE_MEMORY_BYTES_PER_S = 0.80, 1.935e12
 """An A100 on a PCIe card has the same chip, 300 W rather than 400, and slower memory (A100 80GB PCIe product brief). Its sustained
 share is fitted to its own rows: long products stay at 0.74 of the peak."""
 
+B200_ALONE_SHARE = 0.56
+"""Sustained share of a B200 that runs one product over and over: long ones stay at 0.49 of the peak. In training, where memory and links
+draw power too, the device is given less."""
+
 PRODUCT_CALL_S, GROUPED_CALL_S, ATTENTION_CALL_S = 15e-6, 8.8e-6, 95e-6
 """Least time between two calls from the host: one GEMM of Transformer Engine, one expert's product inside its grouped GEMM, and one
 forward of flash-attn from Python. Read off the smallest kernels of the B200 rows, whose times stop falling with their size."""
@@ -97,6 +101,8 @@ def predict_kernel(row: Row) -> KernelPrediction:
 def device_of(name: str) -> ClusterSpec:
     """The device of a row."""
     cluster = cluster_preset(PRESETS[name], 8)
+    if name == "B200":
+        return replace(cluster, sustained_share=B200_ALONE_SHARE)
     if name != "A100-PCIe":
         return cluster
     return replace(cluster, sustained_share=PCIE_SHARE, device_memory_bytes_per_s=PCIE_MEMORY_BYTES_PER_S)

@@ -80,7 +80,7 @@ def _predicted(row: Row, published: PublishedPlan) -> Prediction:
         row,
         measured,
         layout=f"{plan.layout.degrees}, micro {plan.batch.micro_size} x {plan.num_microbatches}",
-        predicted_s=report["step_time_s"],
+        predicted_s=simulation.period_s,
         predicted_bytes=sizes.get(measured.memory_kind, heaviest.peak_bytes),
         capacity_bytes=plan.cluster.device_memory_bytes,
         peak_rank=report["peak_memory_rank"],

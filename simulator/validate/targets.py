@@ -31,8 +31,7 @@ def _family(*names: str) -> Callable[[Row], bool]:
 
 
 def _h100(row: Row) -> bool:
-    named = row.source.startswith(("dgxc-benchmarking", "MLPerf"))
-    return named and "H100" in str(row["hardware.gpu"]) and not row.family.startswith("dgxc_")
+    return row.source.startswith(("dgxc-benchmarking", "MLPerf")) and "H100" in str(row["hardware.gpu"])
 
 
 TARGETS: tuple[Target, ...] = (

@@ -67,11 +67,11 @@ def test_waves_of_a_product_agree_with_a_search_written_out():
 
 
 @pytest.mark.parametrize(
-    ("width", "share"), [(14336, 1.0), (14400, 1.0), (14400 // 8, 0.8), (50257, 0.4), (144, 0.87), (96, 0.93), (108, 0.67)]
+    ("width", "share"), [(14336, 1.0), (14400, 1.0), (14400 // 8, 0.71), (50257, 0.4), (144, 0.807), (96, 0.903), (108, 0.607)]
 )
 def test_rows_that_begin_off_128_bytes_cost_products_their_rate(width, share):
     """64 elements of 16 bits are 128 bytes: 1800 is a multiple of 8 elements only, 50,257 of one."""
-    assert aligned_share(4096, 1024, width) == share
+    assert aligned_share(4096, 1024, width) == pytest.approx(share, abs=1e-3)
     at_rate, odd = (product_s(bare(A100), "bf16", Product("", 16384, 16384, k)) / (k + TILE_RAMP) for k in (16384, width))
     assert odd / at_rate == pytest.approx(1 / share, rel=0.01)
 
@@ -114,7 +114,7 @@ def test_fp8_products_are_faster_than_bf16_by_their_peak_and_share():
     ratio = product_s(H100, "bf16", product) / product_s(H100, "fp8", product)
     assert 1.7 < ratio < 2.0
     assert full_clock_rate(H100, "fp8") == pytest.approx(1978.9e12 * 0.815)
-    assert sustained_rate(H100, "fp8") == pytest.approx(1978.9e12 * 0.815 * 0.81)
+    assert sustained_rate(H100, "fp8") == pytest.approx(1978.9e12 * 0.815 * 0.778)
 
 
 def test_adding_to_an_fp32_buffer_costs_time_and_never_saves_any():

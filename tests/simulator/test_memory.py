@@ -14,6 +14,9 @@ from shardproof.core.program import gradient_elements, stage_elements
 from shardproof.core.schedules import build, schedule_for
 from shardproof.simulator.fit import fit
 from shardproof.simulator.memory import layer_activation_bytes, peak_in_flight, rank_memories
+from shardproof.simulator.memory_layers import head_nodes
+from shardproof.simulator.memory_profiles import memory_profile
+from shardproof.simulator.memory_tensors import LayerTensors
 from shardproof.simulator.simulate import simulate
 
 
@@ -141,3 +144,39 @@ def test_vpp_raises_the_peak_by_the_factor_of_korthikanti():
     one = peak_in_flight(build("1F1B", pp=4, num_microbatches=16))[0]
     three = peak_in_flight(build("Interleaved1F1B", pp=4, vpp=3, num_microbatches=16))[0] / 3
     assert three / one == pytest.approx(1 + 3 / 12)
+
+
+def stack(profile: str, layout: Layout, **more) -> Plan:
+    return Plan(
+        model=model_preset("llama3-8b"),
+        cluster=cluster_preset("dgx-h100", layout.world_size),
+        layout=layout,
+        batch=Batch(layout.dp, 1, 8192),
+        runtime=Runtime(profile),
+        **more,
+    )
+
+
+def heaviest(plan: Plan):
+    return max(rank_memories(plan, schedule_for(plan)), key=lambda rank: rank.peak_bytes)
+
+
+def test_nanotron_holds_gradients_in_bf16_beside_their_fp32_sums():
+    memory = heaviest(stack("nanotron", Layout(tp=8)))
+    assert memory.gradients_bytes == pytest.approx(6 / 2 * memory.weights_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(("tp", "held"), [(1, 2), (8, 4)])
+def test_loss_over_logits_cut_by_torch_holds_two_fp32_tensors_more(tp, held):
+    chosen = stack("torchtitan", Layout(tp=tp, sequence_parallel=tp > 1))
+    (loss,) = [node for node in head_nodes(LayerTensors(chosen, memory_profile(chosen))) if node.name == "head.loss"]
+    logits = 8192 * 128256 // tp
+    assert loss.backward_bytes == (4 * held - 2) * logits
+
+
+def test_deepspeed_leaves_10_gb_less_of_a_device_than_megatron():
+    layout = Layout(tp=8, pp=4)
+    plans = [replace(gpt3(layout, dtype="fp16"), runtime=Runtime(name)) for name in ("megatron-deepspeed", "megatron-2022")]
+    deepspeed, megatron = map(heaviest, plans)
+    assert deepspeed.reserved_bytes == megatron.reserved_bytes
+    assert deepspeed.device_bytes - megatron.device_bytes == 10_300_000_000

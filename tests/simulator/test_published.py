@@ -186,3 +186,33 @@ def test_seconds_derived_here_agree_with_those_of_the_collection():
             pairs.append((seconds, row["measured.derived_step_s"]))
     assert len(pairs) > 300
     assert all(mine == pytest.approx(theirs, rel=0.01) for mine, theirs in pairs)
+
+
+def test_products_scaled_by_row_run_like_bf16():
+    assert plan_of(published(precision="fp8 rowwise")).plan.precision.dtype == "bf16"
+
+
+def test_ablation_rows_of_megascale_after_the_baseline_have_no_plan():
+    ablation = {"source": "MegaScale NSDI24", "family": "megascale_ablation"}
+    assert plan_of(published(**ablation, notes="baseline Megatron-LM")).plan.runtime.profile == "megatron-2023"
+    with pytest.raises(RowError, match="every row of the ablation adds"):
+        plan_of(published(**ablation, notes="+DP overlap"))
+
+
+def test_nanotron_cuts_16_layers_with_a_head_of_four_into_10_and_6():
+    model = {
+        "name": "Llama-style 1.34B",
+        "layers": 16,
+        "hidden": 2048,
+        "ffn": 8192,
+        "heads": 32,
+        "kv_heads": 32,
+        "vocab": 131072,
+        "seq": 4096,
+    }
+    parallel = {"tp": 1, "pp": 2, "dp": 4, "vpp": 1, "sharding": "ZeRO-1"}
+    row = published(
+        source="nanotron v0.5 (HF)", family="nanotron", model=model, parallel=parallel, hardware={"gpu": "H100-80GB", "count": 8},
+        batch={"micro": 1, "global": 64, "num_microbatches": 16}, precision="bf16", recompute="none", schedule="1F1B",
+    )  # fmt: skip
+    assert [len(stage.layers) for stage in plan_of(row).plan.stages] == [10, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,37 +13,56 @@ from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.options import SearchSpace
-from shardproof.core.plan import Batch, Plan, Recompute, ScheduleChoice
-from shardproof.core.schedules import schedule_for
-from shardproof.simulator.memory import rank_memories
+from shardproof.core.plan import PROFILES, Batch, DataParallel, Numerics, Optimizer, Plan, Recompute, Runtime, ScheduleChoice
+from shardproof.core.schedules import CATALOG
+from shardproof.core.stages import balanced_stages
+from shardproof.simulator.memory_sizes import _sizes, _tapes_of, stage_sizes
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.search import NUM_RANKED, _memories, lower_bound_s, search
+from shardproof.simulator.search_bounds import ALL_IN_FLIGHT, FILLED_IN_FLIGHT, WHOLE_BACKWARDS, chain_bounds_s, memory_bound_bytes
+from shardproof.simulator.search_space import SCHEDULES
 from shardproof.simulator.simulate import simulate
 
+BATCH = Batch(24, 1, 4096)
 MODEL = replace(model_preset("llama3-8b"), num_layers=6)
+MIXTRAL = replace(model_preset("mixtral-8x7b"), num_layers=2)
+TWELVE, EXPERTS = replace(MODEL, num_layers=12), replace(MIXTRAL, num_layers=12)
+BUILT_FAST = tuple(name for name in CATALOG if name != "ZBAuto")
 
 
-def space(devices=6, memory=80e9, **pinned) -> SearchSpace:
+def space(devices=6, memory=80e9, model=MODEL, batch=BATCH, profile="shardproof", **pinned) -> SearchSpace:
     cluster = replace(cluster_preset("dgx-h100", devices), devices_per_node=devices, device_memory_bytes=memory)
-    return SearchSpace(MODEL, cluster, Batch(24, 1, 4096), pinned=pinned)
+    return SearchSpace(model, cluster, batch, runtime=Runtime(profile), pinned=pinned)
 
 
-def everything(given: SearchSpace) -> list[tuple[float, Plan]]:
-    """Every legal plan that fits, simulated without bounds."""
-    found = []
-    devices = given.cluster.num_devices
-    degrees, modes = (1, 2, 3, 6), ("none", "selective", "full")
-    choices = itertools.product(degrees, degrees, degrees, (1, 2, 4, 8, 16), (False, True), range(4), modes)
-    for tp, pp, vpp, micro, sequence, zero, mode in choices:
-        dp, rest = divmod(devices, tp * pp)
-        names = ["Interleaved1F1B"] if vpp > 1 else ["1F1B", "GPipe"] if pp > 1 else ["1F1B"]
-        if rest or (pp == 1 and vpp > 1) or (dp == 1 and zero) or (tp == 1 and sequence):
+def layouts(devices: int, cps: tuple[int, ...], eps: tuple[int, ...]) -> Iterator[Layout]:
+    """Every layout there is of so many devices, legal or not for a model."""
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    etps = (None, 1) if len(eps) > 1 else (None,)
+    for tp, cp, pp, vpp, ep, etp, split, zero in itertools.product(
+        divisors, cps, divisors, range(1, 9), eps, etps, (False, True), range(4)
+    ):
+        dp, rest = divmod(devices, tp * cp * pp)
+        if rest or (pp == 1 and vpp > 1) or (dp * cp == 1 and zero) or (tp == 1 and (split or etp is not None)):
             continue
-        for name in names:
+        try:
+            yield Layout(tp=tp, cp=cp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=etp, sequence_parallel=split, zero=zero)
+        except PlanError:
+            continue
+
+
+def everything(given: SearchSpace, micros=(1,), cps=(1,), eps=(1,), modes=("none", "selective", "full")) -> list[tuple[float, Plan]]:
+    """Every legal plan that fits, simulated without bounds, fastest first."""
+    found = []
+    for layout, micro, mode in itertools.product(layouts(given.cluster.num_devices, cps, eps), micros, modes):
+        names = [name for name in SCHEDULES[given.runtime.profile] if CATALOG[name].nearest_vpp(layout.vpp) == layout.vpp]
+        for name in names if layout.pp > 1 else ["1F1B"]:
+            if given.model.num_layers % layout.num_stages:
+                layout = replace(layout, stages=balanced_stages(given.model.num_layers, layout.num_stages))
+            nouns = {entry: getattr(given, entry) for entry in ("model", "cluster", "runtime", "optimizer")}
+            batch, choice = replace(given.batch, micro_size=micro), ScheduleChoice(name)
             try:
-                layout = Layout(tp=tp, pp=pp, vpp=vpp, dp=dp, sequence_parallel=sequence, zero=zero)
-                batch = replace(given.batch, micro_size=micro)
-                plan = Plan(given.model, given.cluster, layout, batch, recompute=Recompute(mode), schedule=ScheduleChoice(name))
+                plan = Plan(layout=layout, batch=batch, recompute=Recompute(mode), schedule=choice, **nouns)
             except PlanError:
                 continue
             report = simulate(plan).report
@@ -51,23 +71,78 @@ def everything(given: SearchSpace) -> list[tuple[float, Plan]]:
     return sorted(found, key=lambda entry: entry[0])
 
 
-@pytest.mark.parametrize("memory", [80e9, 24e9])
-def test_ranking_is_that_of_simulating_everything(memory):
-    given = space(memory=memory)
-    result, expected = search(given), everything(given)
+def check_ranking(given: SearchSpace, expected: list[tuple[float, Plan]]) -> None:
+    result = search(given)
     assert len(expected) > 30
     assert [c["step_time_s"] for c in result.report["candidates"]] == [time_s for time_s, _ in expected[:NUM_RANKED]]
-    assert result.report["simulated"] < len(expected)
+    assert [simulate(plan).report["step_time_s"] for plan in result.plans] == [time_s for time_s, _ in expected[:NUM_RANKED]]
+    assert result.report["simulated"] < len(expected) / 2
     assert result.report["evaluated"] == len(result.report["candidates"]) + sum(result.report["rejected"].values())
 
 
-def test_no_run_beats_its_lower_bound_and_memory_needs_few_microbatches():
-    layouts = [Layout(tp=2, pp=3), Layout(pp=6), Layout(pp=3, dp=2, zero=1), Layout(pp=2, vpp=3, dp=3), Layout(tp=2, dp=3, zero=3)]
-    for layout, mode, size in itertools.product(layouts, ("none", "full"), (6, 24, 96)):
-        name = "Interleaved1F1B" if layout.vpp > 1 else "1F1B"
-        plan = Plan(MODEL, space().cluster, layout, Batch(size, 1, 4096), recompute=Recompute(mode), schedule=ScheduleChoice(name))
-        assert lower_bound_s(plan, Pricing(plan)) <= simulate(plan).report["step_time_s"]
-        assert _memories(plan) == rank_memories(plan, schedule_for(plan))
+@pytest.mark.parametrize(("memory", "profile"), [(80e9, "shardproof"), (40e9, "shardproof"), (80e9, "megatron-te"), (44e9, "torchtitan")])
+def test_ranking_of_four_devices_is_that_of_simulating_everything(memory, profile):
+    given = space(4, memory, replace(MODEL, num_layers=4), Batch(16, 1, 4096), profile, **{"batch.micro": 1})
+    check_ranking(given, everything(given))
+
+
+def test_ranking_of_six_ranks_and_five_microbatch_sizes_is_that_of_simulating_everything():
+    given = space(6, 80e9, MODEL, Batch(48, 1, 2048), "megatron-2021", **{"recompute.mode": "none", "layout.tp": 1})
+    found = everything(given, micros=(1, 2, 4, 8, 16), modes=("none",))
+    check_ranking(given, [(time_s, plan) for time_s, plan in found if plan.layout.tp == 1])
+
+
+def test_long_sequences_are_cut_and_the_ranking_is_that_of_simulating_everything():
+    given = space(4, 80e9, replace(MODEL, num_layers=4), Batch(4, 1, 16384), **{"batch.micro": 1})
+    check_ranking(given, everything(given, cps=(1, 2, 4)))
+    (best, *_) = search(space(8, 80e9, MODEL, Batch(1, 1, 131072))).plans
+    assert best.layout.cp > 1
+
+
+@pytest.mark.parametrize("profile", ["shardproof", "megatron-te"])
+def test_experts_are_spread_in_every_legal_way_and_the_ranking_is_that_of_simulating_everything(profile):
+    given = space(4, 80e9, MIXTRAL, Batch(16, 1, 4096), profile, **{"batch.micro": 1})
+    check_ranking(given, everything(given, eps=(1, 2, 4, 8)))
+    assert {plan.layout.ep for plan in search(given).plans} - {1}
+
+
+def test_without_clipping_the_ranking_is_that_of_simulating_everything():
+    pinned = {"batch.micro": 1, "recompute.mode": "none", "layout.tp": 1}
+    given = replace(space(4, 80e9, replace(MODEL, num_layers=4), Batch(8, 1, 4096), **pinned), optimizer=Optimizer(clip_grad_norm=0))
+    check_ranking(given, [(s, plan) for s, plan in everything(given, modes=("none",)) if plan.layout.tp == 1])
+
+
+@pytest.mark.parametrize("profile", ["shardproof", "megatron-te", "torchtitan", "megatron-2021"])
+@pytest.mark.parametrize("name", BUILT_FAST)
+def test_no_run_beats_its_bounds_and_memory_needs_few_microbatches(name, profile):
+    vpps = [vpp for vpp in (1, 2, 3) if CATALOG[name].nearest_vpp(vpp) == vpp]
+    for vpp, micros, zero, model in itertools.product(vpps, (1, 2, 5, 8, 24), (1, 3), (TWELVE, EXPERTS)):
+        if CATALOG[name].condition(2, micros):
+            continue
+        layout = Layout(pp=2, vpp=vpp, dp=2, ep=2 if model.is_moe else 1, zero=zero)
+        cluster = replace(cluster_preset("dgx-h100", 4), devices_per_node=4)
+        plan = Plan(model, cluster, layout, Batch(2 * micros, 1, 4096), Runtime(profile), schedule=ScheduleChoice(name))
+        simulation, pricing = simulate(plan), Pricing(plan)
+        (cheap_s,) = chain_bounds_s(plan, [name], pricing)
+        assert cheap_s <= lower_bound_s(plan, pricing) <= simulation.report["step_time_s"]
+        assert memory_bound_bytes(plan) <= simulation.report["peak_memory_bytes"]
+        assert _memories(plan) == simulation.memory
+
+
+def test_schedules_are_known_by_what_bounds_need():
+    assert set(CATALOG) >= WHOLE_BACKWARDS | ALL_IN_FLIGHT | FILLED_IN_FLIGHT
+    assert set().union(*SCHEDULES.values()) == set(BUILT_FAST)
+
+
+def test_bounds_are_the_makespan_itself_for_1f1b_on_one_node_without_messages():
+    plan = Plan(MODEL, space(1).cluster, Layout(), Batch(8, 1, 4096))
+    assert lower_bound_s(plan, Pricing(plan)) == simulate(plan).report["step_time_s"]
+
+
+def test_exact_numerics_hold_sums_that_few_microbatches_do_not_tell():
+    model = replace(model_preset("tiny-gpt"), num_layers=2)
+    plan = Plan(model, cluster_preset("this-host", 2), Layout(pp=2), Batch(13, 1, 64), numerics=Numerics("exact"))
+    assert _memories(plan) == simulate(plan).memory
 
 
 def test_report_has_the_keys_of_the_interface_and_best_plan_round_trips():
@@ -76,6 +151,7 @@ def test_report_has_the_keys_of_the_interface_and_best_plan_round_trips():
     best = result.report["candidates"][0]
     assert list(best) == ["layout", "batch", "recompute", "schedule", "step_time_s", "mfu", "peak_memory_bytes"]
     again = Plan.from_toml(result.plans[0].to_toml())
+    assert again == result.plans[0]
     assert simulate(again).report["step_time_s"] == best["step_time_s"]
 
 
@@ -107,24 +183,15 @@ def test_a_schedule_file_cannot_be_pinned():
         search(space(**{"schedule.file": "x.csv"}))
 
 
-def test_experts_are_spread_in_every_legal_way_and_the_best_is_that_of_simulating_everything():
-    model = replace(model_preset("mixtral-8x7b"), num_layers=2)
-    cluster = replace(cluster_preset("dgx-h100", 4), devices_per_node=4)
-    pinned = {"layout.pp": 1, "layout.zero": 1, "batch.micro": 1, "recompute.mode": "none"}
-    result = search(SearchSpace(model, cluster, Batch(8, 1, 4096), pinned=pinned))
-    found = []
-    for tp, ep, etp, sequence in itertools.product((1, 2, 4), (1, 2, 4), (None, 1), (False, True)):
-        if tp == 1 and (sequence or etp is not None):
-            continue
-        try:
-            layout = Layout(tp=tp, dp=4 // tp, ep=ep, etp=etp, sequence_parallel=sequence, zero=1)
-            report = simulate(Plan(model, cluster, layout, Batch(8, 1, 4096))).report
-        except PlanError:
-            continue
-        found += [report["step_time_s"]] if report["peak_memory_bytes"] <= cluster.device_memory_bytes else []
-    assert len(found) > 5
-    assert [candidate["step_time_s"] for candidate in result.report["candidates"]] == sorted(found)[:NUM_RANKED]
-    assert {candidate["layout"]["ep"] for candidate in result.report["candidates"]} > {1, 2}
+def test_modules_that_the_model_does_not_have_cannot_be_recomputed():
+    with pytest.raises(PlanError, match="no experts"):
+        search(space(**{"recompute.mode": "selective", "recompute.modules": ["moe"]}))
+
+
+def test_a_shard_group_that_does_not_divide_the_copies_leaves_them_whole():
+    result = search(replace(space(devices=6), data_parallel=DataParallel(shard=2)))
+    assert result.report["rejected"]["shards-divide"] > 0
+    assert {(plan.layout.dp * plan.layout.cp) % 2 for plan in result.plans if plan.layout.zero} == {0}
 
 
 def test_a_pinned_context_parallelism_and_recomputed_modules_are_kept():
@@ -132,3 +199,20 @@ def test_a_pinned_context_parallelism_and_recomputed_modules_are_kept():
     result = search(space(devices=4, **pinned, **{"recompute.modules": ["core_attn", "mlp"]}))
     assert result.plans
     assert {(plan.layout.cp, plan.recompute.modules) for plan in result.plans} == {(2, ("core_attn", "mlp"))}
+
+
+def test_every_stack_has_schedules_to_try():
+    assert set(SCHEDULES) == set(PROFILES)
+    assert all(name in CATALOG for names in SCHEDULES.values() for name in names)
+
+
+def test_tapes_shared_by_plans_of_other_stages_copies_and_zero_are_their_own():
+    plans = [
+        Plan(model, cluster_preset("dgx-h100", 8), Layout(tp=2, pp=pp, dp=4 // pp, zero=zero), Batch(16, 1, 2048), Runtime(profile))
+        for model, pp, zero, profile in itertools.product((TWELVE, EXPERTS), (1, 2), (0, 1, 2, 3), SCHEDULES)
+    ]
+    for given in plans:
+        shared = stage_sizes(replace(given))
+        _tapes_of.cache_clear()
+        _sizes.cache_clear()
+        assert stage_sizes(replace(given)) == shared

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardproof.core.action import Kind
@@ -15,9 +16,10 @@ from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Optimizer, Plan, Precision, Recompute, ScheduleChoice
 from shardproof.core.schedules import CATALOG, build
+from shardproof.simulator.engine import execute
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.search import lower_bound_s
-from shardproof.simulator.simulate import _named_graph, named_schedule, simulate
+from shardproof.simulator.simulate import Simulation, _named_graph, named_schedule, simulate
 
 KEYS = [
     "step_time_s",
@@ -114,6 +116,17 @@ def test_no_rank_steps_before_the_global_norm_is_known():
     assert len(steps) == 1 and steps.pop() >= max(reductions)
     free = simulate(replace(llama(Layout(tp=8, pp=4)), optimizer=Optimizer(clip_grad_norm=0.0))).timeline
     assert len({span.start_s for span in free.spans if span.action.kind is Kind.STEP}) == 4
+
+
+def test_steps_that_wait_for_no_norm_follow_each_other_rank_by_rank():
+    # ZB-H2 with F = I = W = 1 on 4 ranks, 8 microbatches: every rank is busy for 24 in a row, the last from 3 to 27.
+    free = replace(llama(Layout(tp=8, pp=4)), schedule=ScheduleChoice("ZBH2"), optimizer=Optimizer(clip_grad_norm=0.0))
+    graph = _named_graph("ZBH2", (4, 1, 8, None), "rendezvous", 2)
+    run = execute(graph, np.isin(graph.schedule.actions.kind, (Kind.F, Kind.I, Kind.W)).astype(float))
+    report = {"step_time_s": float(run.end_s.max())}
+    assert Simulation(free, run, (), report, ()).period_s == 24.0
+    clipped = replace(free, optimizer=Optimizer(clip_grad_norm=1.0))
+    assert Simulation(clipped, run, (), report, ()).period_s == report["step_time_s"] == 27.0
 
 
 def test_rank_order_decides_who_shares_a_node():

@@ -1,0 +1,117 @@
+"""`calibrate`: measurements in, a cluster file out that plans can name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from shardproof.core.cli import main
+from shardproof.core.errors import PlanError
+from shardproof.core.plan import Plan
+from shardproof.simulator import calibrate
+from shardproof.simulator.calibrate import calibrated, cluster_toml
+from shardproof.simulator.network import collective_s, spread_of
+from shardproof.simulator.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    name: str
+    sizes: tuple[int, ...]
+    ranks: int
+    seconds: float
+    spread: float = 0.1
+
+
+SIZES = (16, 64, 256)
+# fmt: off
+KERNELS = [
+    "add", "add_", "transpose", "row_mean", "token_sum", "layer_norm", "layer_norm_backward", "gelu_tanh", "gelu_tanh_backward",
+    "exp", "square_sum", "adamw", "function", "function_backward_16",
+]
+# fmt: on
+
+
+def rows() -> list[Row]:
+    """A machine of 40 GFLOP/s, 10 GB/s and messages of 50 us and 2 GB/s, whose two cores keep 0.9 of their rate together."""
+    found = [Row("product", v, (m, n, k), 1, 2 * m * n * k / 40e9) for v in ("nt", "nn", "tn") for m in SIZES for n in SIZES for k in SIZES]
+    found += [Row("kernel", name, (size,), 1, 12 * size / 10e9) for name in KERNELS for size in (1000, 1000000)]
+    found += [Row("kernel", f"{name}_16", (64,), 1, 1e-5) for name in ("attention", "attention_backward")]
+    for size in (10, 20, 30):
+        found += [Row("alone", "add", (size,), 2, 9e-6), Row("together", "add", (size,), 2, 1e-5)]
+    found += [Row("message", "message", (size,), 2, 50e-6 + size / 2e9) for size in (0 + 8, 1 << 20)]
+    return found + [Row("collective", op, (size,), 2, 2e-4) for op in ("all_reduce", "all_gather", "all_to_all") for size in (64, 1 << 20)]
+
+
+def cluster():
+    return calibrated(rows(), name="here", num_cores=2, memory_bytes=8e9, when="2026-11-21")
+
+
+def test_the_numbers_of_a_machine_come_back_from_its_measurements():
+    found = cluster()
+    assert found.peak_flops_per_s["fp32"] == pytest.approx(40e9)
+    assert found.device_memory_bytes_per_s == pytest.approx(10e9)
+    assert found.node_link_latency_s == pytest.approx(50e-6, rel=1e-3)
+    assert found.node_link_bytes_per_s == pytest.approx(2e9)
+    assert (found.busy_core_share, found.num_cores) == (pytest.approx(0.9), 2)
+    assert found.kernel_curve["nn-16-64-256"] == pytest.approx(2 * 16 * 64 * 256 / 40e9)
+    assert found.collective_curve["all_reduce-2-64"] == 2e-4
+    assert all(found.sources[name] for name in ("kernel_curve", "collective_curve", "busy_core_share"))
+    assert found.sources["kernel_curve"] == "measured: shardproof calibrate, 2026-11-21"
+
+
+def test_messages_that_take_no_longer_when_they_are_larger_give_the_rate_of_their_whole_time():
+    noisy = [row for row in rows() if row.kind != "message"] + [Row("message", "message", (size,), 2, 2e-3) for size in (4096, 524288)]
+    found = calibrated(noisy, name="here", num_cores=2, memory_bytes=8e9, when="now")
+    assert found.node_link_bytes_per_s == pytest.approx(524288 / 2e-3)
+
+
+def test_a_cluster_file_read_by_a_plan_gives_the_same_prediction(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_toml(cluster()))
+    text = '[model]\npreset = "tiny-gpt"\n[layout]\ntp = 2\npp = 1\ndp = 1\n[batch]\nglobal = 4\nsequence = 32\n'
+    text += '[precision]\ndtype = "fp32"\n'
+    plan = Plan.from_toml(f'{text}[cluster]\nfile = "{path}"\nnum_devices = 2\n')
+    assert dict(plan.cluster.kernel_curve) == dict(cluster().kernel_curve)
+    direct = replace(plan, cluster=replace(cluster(), num_devices=2))
+    assert simulate(plan).report["step_time_s"] == simulate(direct).report["step_time_s"] > 0
+    assert Plan.from_toml(plan.to_toml()).cluster == plan.cluster
+
+
+def test_measured_collectives_replace_the_ring():
+    from shardproof.core.program import Collective
+
+    operation = Collective("", "all_reduce", "tp", 2, 64)
+    assert collective_s(cluster(), spread_of(cluster(), [0, 1]), operation) == pytest.approx(2e-4)
+
+
+def test_measurements_without_a_kind_are_refused():
+    with pytest.raises(PlanError, match="no collective and no message"):
+        calibrated([row for row in rows() if row.kind not in ("collective", "message")], name="x", num_cores=1, memory_bytes=1e9, when="")
+
+
+def test_the_verb_writes_a_cluster_file_and_json(tmp_path, monkeypatch, capsys):
+    asked = {}
+
+    def measure(**options):
+        asked.update(options)
+        return rows()
+
+    monkeypatch.setattr(calibrate, "service", lambda name: {"measure_machine": measure}[name])
+    path = tmp_path / "here.toml"
+    assert main(["calibrate", "--quick", "--name", "here", "-o", str(path)]) == 0
+    assert 'name = "here"' in path.read_text() and "[cluster.kernel_curve]" in path.read_text()
+    assert asked["quick"] is True
+    assert f'file = "{path}"' in capsys.readouterr().out
+    assert main(["calibrate", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["peak_flops_per_s"] == pytest.approx(40e9)
+    assert len(report["measurements"]) == len(rows())
+
+
+def test_a_quantile_outside_0_to_1_is_wrong_usage(capsys):
+    assert main(["calibrate", "--quantile", "2"]) == 2
+    assert "--quantile 2.0 must lie between 0 and 1" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""What our backend holds in REDUCE_GRAD, STEP and split backwards, by hand; the runs themselves: tests/backend/test_own_runs.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.parameters import stage_parameters
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.schedules import lower, schedule_for
+from shardproof.simulator.memory import rank_memories
+from shardproof.simulator.memory_own import own_step_bytes
+from shardproof.simulator.memory_peaks import peaks_by_action, peaks_by_state
+from shardproof.simulator.memory_profiles import memory_profile
+from shardproof.simulator.memory_sizes import stage_sizes
+from shardproof.simulator.memory_tape import Node, split_peak_bytes, tape_memory
+
+LLAMA = replace(model_preset("tiny-llama"), num_layers=4)
+
+
+def plan_of(layout: Layout, schedule: str = "1F1B", *, mode: str = "fast", sequence: int = 8, model=LLAMA) -> Plan:
+    cluster, batch = cluster_preset("this-host", layout.world_size), Batch(8, 1, sequence)
+    return Plan(model, cluster, layout, batch, precision=Precision("fp32"), schedule=ScheduleChoice(schedule), numerics=Numerics(mode))
+
+
+def test_with_copies_fast_numerics_hold_gradients_three_times_while_they_are_reduced_and_exact_ones_six_times():
+    weights = 4 * LLAMA.num_parameters
+    for mode, times in (("fast", 3), ("exact", 6)):
+        plan = plan_of(Layout(dp=2), mode=mode)
+        (memory,) = rank_memories(plan, lower(schedule_for(plan)))
+        assert memory.peak_action == "0REDUCE_GRAD"
+        assert memory.peak_bytes == (3 + times) * weights  # weights and two moments; nothing is kept any more
+
+
+def test_without_copies_the_step_holds_two_gradients_and_the_roots_of_two_tensors():
+    plan = plan_of(Layout())
+    (memory,) = rank_memories(plan, lower(schedule_for(plan)))
+    sizes = [4 * parameter.num_elements for parameter in stage_parameters(LLAMA, plan.stages[0]) if parameter.decay]
+    roots = max(before + 2 * size for before, size in zip([0, *sizes], sizes, strict=False))
+    assert memory.peak_action == "0STEP"
+    assert memory.peak_bytes == 5 * 4 * LLAMA.num_parameters + roots
+
+
+def test_a_tied_table_is_held_twice_more_where_its_ends_lie_on_two_ranks():
+    model = replace(LLAMA, tied_embeddings=True, vocab_size=65536)  # the table is all there is
+    plan = plan_of(Layout(pp=2), model=model)
+    table = 4 * model.vocab_size * model.hidden_size
+    sizes = stage_sizes(plan)
+    held = own_step_bytes(plan, 0, (0,), sizes[0].gradients_bytes) + sizes[0].gradients_bytes
+    assert held >= sizes[0].weights_bytes + sizes[0].gradients_bytes + 2 * table
+
+
+def test_a_split_backward_keeps_inputs_and_output_gradients_until_the_weight_gradients_run():
+    first = Node("first", 10, gradient_bytes=4, weight_input_bytes=10, weight_gradient_bytes=6, backward_bytes=5, weight_bytes=5)
+    second = Node("second", 20, gradient_bytes=6, weight_input_bytes=15, weight_gradient_bytes=8, backward_bytes=7, weight_bytes=7)
+    # starts with 30 kept; second: + 6; then 10 + 15 + 8 = 33 are held, the gradient of 6, and first's of 4
+    assert split_peak_bytes([first, second]) == 33 + 6 + 4
+    tape = tape_memory([first, second])
+    assert (tape.deferred_bytes, tape.split_bytes, tape.weight_bytes) == (39, 43, 7)
+    assert tape.backward_bytes == 30 + 6 + 7
+
+
+def test_two_tapes_split_as_one_tape_of_all_their_nodes_when_nothing_lives_across():
+    nodes = [Node(str(i), 10 + i, 0, weight_input_bytes=5, weight_gradient_bytes=i, backward_bytes=3 * i, weight_bytes=i) for i in range(5)]
+    whole, parts = tape_memory(nodes), tape_memory(nodes[:2]) + tape_memory(nodes[2:])
+    assert whole == replace(parts, backward_peak=whole.backward_peak)
+
+
+@pytest.mark.parametrize("schedule", ["ZBH1", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B", "1F1B"])
+def test_peaks_by_state_are_those_of_every_action(schedule):
+    vpp = 1 if schedule in ("ZBH1", "1F1B") else 2
+    plan = plan_of(Layout(pp=2, vpp=vpp, dp=2), schedule, sequence=64, model=replace(LLAMA, num_layers=8))
+    lowered = lower(schedule_for(plan))
+    assert peaks_by_state(plan, memory_profile(plan), lowered) == peaks_by_action(plan, memory_profile(plan), lowered)
