@@ -293,7 +293,7 @@ def collectives(transport: Any, group: Any, *, quick: bool) -> Iterator[Case]:
 
 
 def messages(transport: Any, *, quick: bool) -> Iterator[Case]:
-    """Messages by bytes, between two ranks; none in larger worlds. Each case is a message from rank 0 to rank 1 and one back; the others wait at the barrier."""
+    """Messages by bytes, between two ranks; none in larger worlds. Each case is a message from rank 0 to rank 1 and one back."""
     import torch
 
     if transport.world_size != 2:
