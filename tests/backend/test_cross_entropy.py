@@ -262,7 +262,7 @@ def test_the_memory_model_knows_what_the_loss_keeps(z_loss):
     plan = plan_of("fast", steps=2, z_loss=z_loss, label_smoothing=0.1)
     timeline = run_threads(MemoryWorld(1), train_rank, TrainJob(plan))[0].timeline
     measured = max(sample.num_bytes for sample in timeline.memory)
-    assert simulate(plan).memory[0].lasting_bytes == pytest.approx(measured, abs=16)  # a mask of one byte for each of 16 tokens
+    assert simulate(plan).memory[0].lasting_bytes == pytest.approx(measured, abs=80)  # 16 tokens: a mask of a byte, a number in fp32
 
 
 def test_the_symbolic_proof_walks_the_sum_of_logits_too():
