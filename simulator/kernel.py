@@ -1,6 +1,6 @@
 """The compiled loops (`csrc`), where they were built: arrays in, arrays out, or None when the plain loops have to do the work.
 
-The extension is optional. Without it everything works, some twenty times slower; with it every number is the same to the last bit. A
+The extension is optional. Without it everything works, some forty times slower; with it every number is the same to the last bit. A
 schedule that cannot run is left to the plain loops too, because they know the words for what is wrong.
 """
 

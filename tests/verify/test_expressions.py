@@ -73,20 +73,23 @@ def part_of(member: int, size: int) -> Part:
     return Part(A, cut(12, size, member))
 
 
+THIRDS = [cut(12, 3, member) for member in range(3)]
+
+
 def test_an_all_gather_puts_3_parts_of_12_tokens_together_and_refuses_anything_else():
     parts = [part_of(member, 3) for member in range(3)]
-    assert collective("all_gather", parts, 12, by_tokens=True) == [Part(A, (0, 12))] * 3
+    assert collective("all_gather", parts, THIRDS, by_tokens=True) == [Part(A, (0, 12))] * 3
     for wrong in ([parts[0]] * 3, [parts[1], parts[0], parts[2]], parts[:2], [Part(A, (0, 12))] * 3, [*parts[:2], Part(B, (8, 12))]):
         with pytest.raises(MisfitError, match="all_gather"):
-            collective("all_gather", wrong, 12, by_tokens=True)
+            collective("all_gather", wrong, THIRDS, by_tokens=True)
 
 
 def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce():
     parts = [Part(symbol("term", rank), (0, 12), leaves=(rank, rank + 1, 3)) for rank in range(3)]
-    scattered = collective("reduce_scatter", parts, 12, by_tokens=True)
+    scattered = collective("reduce_scatter", parts, THIRDS, by_tokens=True)
     assert [part.tokens for part in scattered] == [(0, 4), (4, 8), (8, 12)]
     (whole, *_), (reduced, *_) = (
-        collective("all_gather", scattered, 12, by_tokens=True),
-        collective("all_reduce", parts, 12, by_tokens=True),
+        collective("all_gather", scattered, THIRDS, by_tokens=True),
+        collective("all_reduce", parts, THIRDS, by_tokens=True),
     )
     assert whole.value.unordered == reduced.value.unordered and whole.extents == reduced.extents
