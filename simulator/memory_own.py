@@ -24,8 +24,9 @@ NORM_BEFORE = ("attention.qkv", "mlp.up")
 FAST_REDUCE = 2
 """Copies of the gradients that fast numerics hold while they are reduced, beside the sums: flat, and the result."""
 
-EXACT_REDUCE = 5
-"""The same of exact numerics (`backend.numerics.tree.sum_over`): flat, cut, arrived, gathered, and the result."""
+EXACT_REDUCE = 4
+"""The same of exact numerics (`backend.numerics.tree.sum_over`): flat and by node; beside them cut and arrived, later gathered and the
+result."""
 
 SQUARE_BYTES = 16
 """fp64 copy and fp64 square of an element while fast numerics add up squares."""
