@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .cluster import ClusterSpec
 from .errors import PlanError
@@ -17,7 +17,7 @@ from .schedule import Placement
 from .stages import StageLayers, assign_layers
 from .variation import Variation
 
-PROFILES = (
+ProfileName = Literal[
     "shardproof",
     "megatron-te",
     "nemo-24.05",
@@ -33,7 +33,8 @@ PROFILES = (
     "zero-bubble",
     "zero-bubble-te",
     "zero-bubble-flash",
-)
+]
+PROFILES: tuple[str, ...] = get_args(ProfileName)
 """Software stacks whose memory and overlap can be modelled: our own; Megatron-Core with Transformer Engine, and as it was in NVIDIA's
 container of May 2024; torchtitan (FSDP2); FSDP of 2023; compiled JAX; nanotron; Megatron-LM before flash attention, of 2021, of 2022, of
 2023 (with fused gradient sums) and under DeepSpeed; and the zero-bubble forks of Megatron-LM, with Transformer Engine, and with flash
@@ -58,23 +59,7 @@ class Runtime:
     to each of its experts (DeepEP, HybridEP).
     """
 
-    profile: Literal[
-        "shardproof",
-        "megatron-te",
-        "nemo-24.05",
-        "torchtitan",
-        "fsdp",
-        "xla",
-        "nanotron",
-        "megatron-2021",
-        "megatron-2022",
-        "megatron-2023",
-        "megatron-deepspeed",
-        "deepspeed-zero3",
-        "zero-bubble",
-        "zero-bubble-te",
-        "zero-bubble-flash",
-    ] = "shardproof"
+    profile: ProfileName = "shardproof"
     attention: Literal["fused", "flash-1", "flash-2", "triton", "unfused"] | None = None
     compile: bool | None = None
     tp_comm_overlap: bool | None = None

@@ -1,0 +1,80 @@
+"""The machine one is on, as one node: what is known of it without measuring. `shardproof calibrate` measures the rest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+
+from .cluster import ClusterSpec
+from .devices import Facts
+
+CORE_FLOPS_PER_S = 96e9
+"""Nominal fp32 peak of one CPU core: 3 GHz and two 256-bit fused multiply-adds per cycle."""
+
+CORE_MEMORY_BYTES_PER_S = 10e9
+"""Nominal memory bandwidth of one busy CPU core."""
+
+NOMINAL = "nominal, not measured: "
+
+GLOO = "measured on a 2-core EPYC machine: gloo point to point between two processes, 50-95 us at 4 KB, 2.0-2.9 GB/s at 64 MB"
+
+_ABSENT = ("nvls_efficiency", "sharp", "nics_per_node", "nodes_per_leaf", "rails", "oversubscription", "leaf_latency_s")
+"""Fields of a fabric that one machine has not: they keep their defaults."""
+
+_DEFAULTS = {field.name: field.default for field in fields(ClusterSpec)}
+
+_CORE: Facts = {
+    "matmul_efficiency": (0.7, f"{NOMINAL}single-threaded products"),
+    "memory_efficiency": (0.8, f"{NOMINAL}large streaming loops"),
+    "kernel_launch_s": (5e-6, f"{NOMINAL}dispatch of one torch operation on a CPU"),
+    "node_link_bytes_per_s": (2.3e9, GLOO),
+    "node_link_latency_s": (60e-6, GLOO),
+    "node_network_bytes_per_s": (2.3e9, "as inside the node: there is only one"),
+    "network_latency_s": (60e-6, "as inside the node: there is only one"),
+    "link_efficiency": (1.0, "the link rate is a measured one"),
+    "num_compute_units": (1, "one thread computes"),
+    "sustained_share": (1.0, "in the efficiency"),
+    "matmul_efficiency_by_dtype": ({}, f"{NOMINAL}half formats are no better"),
+    "sustained_share_by_dtype": ({}, f"{NOMINAL}half formats are no better"),
+    "product_curve": ({}, f"{NOMINAL}none measured"),
+    "memory_curve": ({}, f"{NOMINAL}none measured"),
+    "kernel_curve": ({}, f"{NOMINAL}none measured"),
+    "num_cores": (0, "in the rates, which are those of a rank's share of the cores"),
+    "busy_core_share": (1.0, f"{NOMINAL}cores do not disturb each other"),
+    "attention_half_head_dim": (0.0, f"{NOMINAL}width does not matter to a scalar core"),
+    "network_efficiency": (1.0, "the link rate is a measured one"),
+    "collective_library": ("gloo", "the backend's transport between processes of one machine"),
+    "collective_launch_s": (0.0, "in the link latency"),
+    "collective_ramp_bytes": (0.0, "in the link rate"),
+    "ll128_ramp_share": (0.0, "no such protocol between host processes"),
+    "channel_bytes_per_s": (0.0, "in the link rate"),
+    "collective_curve": ({}, f"{NOMINAL}none measured"),
+    "grouped_matmul_efficiency": (1.0, f"{NOMINAL}single-threaded kernels"),
+    "attention_forward_efficiency": (0.5, f"{NOMINAL}single-threaded kernels"),
+    "attention_backward_efficiency": (0.5, f"{NOMINAL}single-threaded kernels"),
+    "kernel_floor_s": (0.0, f"{NOMINAL}single-threaded kernels"),
+    "host_dispatch_s": (5e-6, f"{NOMINAL}single-threaded kernels"),
+    "overlap_compute_share": (1.0, f"{NOMINAL}single-threaded kernels"),
+    "flash_attention_2_share": (1.0, "there is one kernel"),
+    **{name: (_DEFAULTS[name], "there is only one node") for name in _ABSENT},
+}
+"""What does not depend on how many ranks there are."""
+
+
+def host_facts(num_devices: int) -> Facts:
+    """This machine for so many ranks: a device is one rank process with one thread, and ranks share the cores there are."""
+    cores = os.cpu_count() or 1
+    memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    share = min(1.0, cores / num_devices)
+    rate = CORE_FLOPS_PER_S * share
+    counted = f"counted by the operating system: {cores} cores, {memory_bytes:.0f} bytes, shared by {num_devices} ranks"
+    return {
+        **_CORE,
+        "devices_per_node": (num_devices, "all ranks run on this one machine"),
+        "device_memory_bytes": (memory_bytes / num_devices, counted),
+        "device_memory_bytes_per_s": (CORE_MEMORY_BYTES_PER_S * share, f"{NOMINAL}10 GB/s per core, cores shared by the ranks"),
+        "peak_flops_per_s": (
+            {"fp32": rate, "bf16": rate, "fp16": rate},
+            f"{NOMINAL}3 GHz x 32 FLOPs per cycle and core; half formats are no faster",
+        ),
+    }
