@@ -20,6 +20,7 @@ from ..core.schedule import Schedule
 from ..core.schedules import lower, schedule_for
 from ..core.stages import StageLayers
 from ..core.units import format_bytes, format_count
+from .huggingface.config import check_load, check_save
 from .trainer import Trainer, TrainResult, unsupported
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="count every tensor's bytes in the last step (slower), so that the timeline and the result tell the peak of every rank",
     )
+    parser.add_argument(
+        "--save-huggingface",
+        metavar="DIR",
+        help="write the trained weights as safetensors with a config.json to a new or empty folder; train.load reads such folders",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what every rank would run, and start nothing")
     add_output(parser)
 
@@ -54,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
     plan = read_plan(args)
     if problems := unsupported(plan):
         raise PlanError(problems)
+    check_load(plan)
+    if args.save_huggingface is not None:
+        check_save(plan, args.save_huggingface)
     schedule = lower(schedule_for(plan))
     _refuse_broken(plan, schedule)
     if args.dry_run:
@@ -65,9 +74,14 @@ def run(args: argparse.Namespace) -> int:
     if plan.train.steps == 0 and args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
         raise PlanError(f"train.steps=0 measures no step, so there is no timeline for -o {args.output}. Use train.steps=1 or more.")
     report_step = functools.partial(print_step, plan.train.steps)
-    result = Trainer(plan, transport=args.transport, on_step=report_step, live_memory=args.live_memory).fit()
+    trainer = Trainer(
+        plan, transport=args.transport, on_step=report_step, live_memory=args.live_memory, save_huggingface=args.save_huggingface
+    )
+    result = trainer.fit()
     if os.environ.get("RANK", "0") == "0":
         _write(args, result)
+        if args.save_huggingface is not None:
+            print(f"written: {args.save_huggingface}", file=sys.stderr)
     return 0
 
 
@@ -82,8 +96,9 @@ TRAIN = Command(
 def print_step(num_steps: int, result: StepResult) -> None:
     """One progress line on standard error; called on global rank 0."""
     validation = "" if result.validation_loss is None else f"  validation loss {result.validation_loss:.4f}"
+    aux = f"  aux loss {result.aux_loss:.4f}" if result.aux_loss else ""
     print(
-        f"step {result.step + 1}/{num_steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
+        f"step {result.step + 1}/{num_steps}  loss {result.loss:.4f}{aux}  grad norm {result.grad_norm:.3f}  "
         f"{result.num_tokens / result.elapsed_s:,.0f} tokens/s{validation}",
         file=sys.stderr,
         flush=True,

@@ -45,12 +45,15 @@ STDLIB_SOURCES = (
 class Corpus:
     """Text as bytes, cut into training and validation parts that share nothing. `name` is what the plan called it.
 
-    `train` and `validation` are read-only uint8 arrays of shape [num_tokens].
+    `train` and `validation` are read-only uint8 arrays of shape [num_tokens]; `train_starts` and `validation_starts` are the places in them
+    at which documents (files, or the parts of the standard library's reference) begin, ascending from 0.
     """
 
     name: str
     train: np.ndarray
     validation: np.ndarray
+    train_starts: np.ndarray
+    validation_starts: np.ndarray
 
     @classmethod
     def load(cls, data: str) -> Corpus:
@@ -62,7 +65,8 @@ class Corpus:
         documents = _stdlib_documents() if data == STDLIB else _documents(Path(data))
         if not any(documents):
             raise PlanError(f"train.data={data!r} holds no text: {len(documents)} files, 0 bytes. Use a text file, or {STDLIB!r}.")
-        return cls(data, *(_frozen(part) for part in _split(documents)))
+        train, validation = _split(documents)
+        return cls(data, *(_frozen(b"".join(part)) for part in (train, validation)), _starts(train), _starts(validation))
 
     def batch(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> tuple[Tensor, Tensor]:
         """`(tokens, targets)`, each int64 [last_sample - first_sample, sequence]: samples `first_sample <= i < last_sample` of a step.
@@ -70,6 +74,14 @@ class Corpus:
         Sample i of step t is number `t * global_size + i` of the run. The text is cut into windows of `sequence` tokens (targets are
         one token ahead); each pass over them is a permutation of its own. Raises `PlanError` when the text holds no window.
         """
+        return _windows(self.train, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence)
+
+    def documents(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> Tensor:
+        """For every token of `batch` the place in its sample at which its document begins: int64 [last_sample - first_sample, sequence].
+        A document that began before the sample begins at its first token."""
+        return _documents_of(self.train_starts, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence)
+
+    def _chosen(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> list[int]:
         num_windows = self.num_windows(sequence)
         if not 0 <= first_sample <= last_sample <= global_size:
             raise ValueError(f"samples {first_sample} to {last_sample} are outside the global batch of {global_size}.")
@@ -77,7 +89,7 @@ class Corpus:
         for number in range(step * global_size + first_sample, step * global_size + last_sample):
             epoch, position = divmod(number, num_windows)
             windows.append(int(_permutation(num_windows, seed, epoch)[position]))
-        return _windows(self.train, windows, sequence)
+        return windows
 
     def validation_batch(self, first_sample: int, last_sample: int, sequence: int) -> tuple[Tensor, Tensor]:
         """`(tokens, targets)` of validation windows in text order, int64 [last_sample - first_sample, sequence].
@@ -86,6 +98,11 @@ class Corpus:
         """
         num_windows = self.num_validation_windows(sequence)
         return _windows(self.validation, [number % num_windows for number in range(first_sample, last_sample)], sequence)
+
+    def validation_documents(self, first_sample: int, last_sample: int, sequence: int) -> Tensor:
+        """As `documents`, for `validation_batch`."""
+        num_windows = self.num_validation_windows(sequence)
+        return _documents_of(self.validation_starts, [number % num_windows for number in range(first_sample, last_sample)], sequence)
 
     def num_windows(self, sequence: int) -> int:
         """Windows of one pass over the training text. Raises `PlanError` when there is none."""
@@ -121,14 +138,34 @@ def _windows(part: np.ndarray, windows: Sequence[int], sequence: int) -> tuple[T
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
 
-def _split(documents: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Training and validation text: every tenth document to validation, or the tail of few documents."""
+def _documents_of(starts: np.ndarray, windows: Sequence[int], sequence: int) -> Tensor:
+    first = np.asarray(windows, dtype=np.int64)[:, None] * sequence
+    index = first + np.arange(sequence)
+    return torch.from_numpy(np.maximum(starts[np.searchsorted(starts, index, side="right") - 1] - first, 0))
+
+
+def _split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Training and validation documents, each but a part's last with a line end: every tenth to validation, or the tail of few."""
     if len(documents) >= 10:
-        validation = documents[9::10]
-        return b"\n".join(text for i, text in enumerate(documents) if i % 10 != 9), b"\n".join(validation)
-    text = b"\n".join(documents)
-    cut = len(text) - int(len(text) * VALIDATION_FRACTION)
-    return text[:cut], text[cut:]
+        return _ended([text for i, text in enumerate(documents) if i % 10 != 9]), _ended(documents[9::10])
+    ended = _ended(documents)
+    length = sum(map(len, ended))
+    cut = length - int(length * VALIDATION_FRACTION)
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    for text in ended:
+        for part, piece in zip(parts, (text[:cut], text[cut:]), strict=True):
+            part += [piece] if piece else []
+        cut = max(0, cut - len(text))
+    return parts
+
+
+def _ended(documents: Sequence[bytes]) -> list[bytes]:
+    return [*(text + b"\n" for text in documents[:-1]), documents[-1]]
+
+
+def _starts(documents: Sequence[bytes]) -> np.ndarray:
+    """Where each document that holds something begins."""
+    return np.cumsum([0, *(len(text) for text in documents if text)][: max(1, sum(map(bool, documents)))], dtype=np.int64)
 
 
 def _documents(path: Path) -> list[bytes]:

@@ -112,7 +112,7 @@ def kernels(pools: Pools, *, quick: bool) -> Iterator[Case]:
     """Every other kernel of the backend's layers and optimizer, by elements; attention cores by tokens, per head."""
     import torch
 
-    from .model.attention import rope_table
+    from .model.rotary import rope_table
 
     sizes, device = KERNEL_SIZES_QUICK if quick else KERNEL_SIZES, pools.device
     for name, make in _elementwise(pools).items():
@@ -125,7 +125,7 @@ def kernels(pools: Pools, *, quick: bool) -> Iterator[Case]:
             several = lambda operation=operation, elements=elements: [operation(pools, elements) for _ in range(4)]  # noqa: E731
             yield "kernel", name, (elements,), several, 1.0
     for elements in sizes[:4]:
-        call = lambda elements=elements: rope_table(elements // 16, 16, 1e4, device)  # noqa: E731
+        call = lambda elements=elements: rope_table(elements // 16, [1.0] * 8, device)  # noqa: E731
         yield "kernel", "rope_table", (elements,), lambda call=call: [call], 1.0
     for name, call in _function_calls(device).items():
         yield "kernel", name, (1,), lambda call=call: [call], 1.0

@@ -1,12 +1,14 @@
 """`Mesh`: the groups and channels of one rank, from a layout and a lowered schedule.
 
-Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups (twice with sequence
-parallelism), data groups, replica groups, model groups, embedding groups, then channels. Each rank opens its own share of that order, so
-no two ranks can wait for each other in a circle.
+Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups (twice), data groups,
+replica groups, model groups, embedding groups, those of experts, then channels. Each rank opens its own share of that order, so no two ranks can wait for
+each other in a circle.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -25,20 +27,25 @@ class Mesh:
     """What one rank communicates through.
 
     `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `tp_gradients` joins the same ranks for gradients of their
-    own tokens, which are reduced beside the compute lane (None without sequence parallelism); `dp` cuts the batch; `copies(stage)` joins
-    all copies of a stage; `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas);
+    own tokens or heads, which are reduced beside the compute lane (None in a group of one), and `tp_cp_gradients` those of all parts of a
+    sequence; `cp` cuts sequences; `dp` cuts the batch and, as its fastest axis, sequences; `copies(stage)` joins all copies of a stage; `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas);
     `embedding` joins the ranks that hold the first and the last stage of the same slice (first stage first), and is None where that is
-    one rank, or on ranks between. Channels come from `channel`.
+    one rank, or on ranks between. With `experts`, `etp` and `ep` cut and spread them, and `expert_copies(stage)` joins their copies.
+    Channels come from `channel`.
     Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
     """
 
     tp: Group
+    cp: Group
     tp_gradients: Group | None
+    tp_cp_gradients: Group | None
     dp: Group
     model: Group
     embedding: Group | None
+    etp: Group
+    ep: Group
 
-    def __init__(self, transport: Transport, layout: Layout, schedule: Schedule):
+    def __init__(self, transport: Transport, layout: Layout, schedule: Schedule, *, experts: bool = False):
         if layout.world_size != transport.world_size:
             raise ValueError(f"the layout has {layout.world_size} ranks, but {transport.world_size} were started.")
         if layout.pp != schedule.num_ranks:
@@ -46,11 +53,15 @@ class Mesh:
         here = transport.global_rank
         self.coordinates = layout.coordinates(here)
         self.tp = _open(transport, "tp", layout.group_of(here, "tp"))
-        self.tp_gradients = None
-        if layout.sequence_parallel:
+        self.cp = _open(transport, "cp", layout.group_of(here, "cp"))
+        self.tp_gradients = self.tp_cp_gradients = None
+        if layout.tp > 1:
             members = layout.group_of(here, "tp")
-            self.tp_gradients = transport.group(f"tp-gradients/{members[0]}", "tp", members)
-        self.dp = _open(transport, "dp", layout.group_of(here, "dp"))
+            self.tp_gradients = self.tp_cp_gradients = transport.group(f"tp-gradients/{members[0]}", "tp", members)
+        if layout.tp > 1 and layout.cp > 1:
+            members = _ranks(layout, self.coordinates, cp=range(layout.cp), tp=range(layout.tp))
+            self.tp_cp_gradients = transport.group(f"tp_cp-gradients/{members[0]}", "tp_cp", members)
+        self.dp = _open(transport, "dp", _ranks(layout, self.coordinates, dp=range(layout.dp), cp=range(layout.cp)))
         self._replicas = {
             stage: transport.group(f"replica{stage}/{ranks[0]}", "replica", ranks)
             for stage, ranks in _replica_ranks(layout, schedule.placement, self.coordinates).items()
@@ -58,6 +69,16 @@ class Mesh:
         self.model = _open(transport, "model", layout.group_of(here, "tp-pp"))
         ends = [layout.global_rank(**{**self.coordinates, "pp": end}) for end in schedule.placement.ends_of(self.coordinates["pp"])]
         self.embedding = _open(transport, "embedding", ends) if ends else None
+        self._expert_replicas: dict[int, Group] = {}
+        self._edp: Group | None = None
+        if experts:
+            self.etp, self.ep, self._edp = (
+                _open(transport, axis, layout.expert_group_of(here, grid)) for axis, grid in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"))
+            )
+            self._expert_replicas = {
+                stage: transport.group(f"expert_replica{stage}/{ranks[0]}", "expert_replica", ranks)
+                for stage, ranks in _expert_replica_ranks(layout, schedule.placement, here).items()
+            }
         links = links_of(schedule, self.coordinates["pp"])
         self._channels = {link: _open_channel(transport, layout, self.coordinates, link) for link in links}
 
@@ -65,6 +86,11 @@ class Mesh:
         """The ranks that add up the gradients of one of this rank's stages, in the order of the samples they see: `dp`, or where the
         stage has replicas those of every data-parallel rank (`Plan.copy_of`)."""
         return self._replicas.get(stage, self.dp)
+
+    def expert_copies(self, stage: int) -> Group:
+        """The ranks that add up the gradients of this rank's experts of one of its stages: `edp`, or those of all replicas of the stage."""
+        assert self._edp is not None, "the mesh was made without experts"
+        return self._expert_replicas.get(stage, self._edp)
 
     def channel(self, direction: Direction, source_pp: int, destination_pp: int) -> Channel:
         """The channel for forward (`F`) or backward (`B`) messages between two pipeline ranks, one of which is this one.
@@ -107,10 +133,29 @@ def links_of(schedule: Schedule, pp_rank: int | None = None) -> tuple[Link, ...]
 def _replica_ranks(layout: Layout, placement: Placement, coordinates: dict[str, int]) -> dict[int, list[int]]:
     """Global ranks of all copies of each of this rank's stages that have replicas."""
     return {
-        stage: [layout.global_rank(**{**coordinates, "dp": dp_rank, "pp": owner}) for dp_rank in range(layout.dp) for owner in owners]
+        stage: _ranks(layout, coordinates, dp=range(layout.dp), pp=owners, cp=range(layout.cp))
         for stage, owners in enumerate(placement.ranks)
         if len(owners) > 1 and coordinates["pp"] in owners
     }
+
+
+def _expert_replica_ranks(layout: Layout, placement: Placement, global_rank: int) -> dict[int, list[int]]:
+    """Global ranks of all copies of this rank's experts in each of its stages that have replicas."""
+    here = layout.coordinates(global_rank)["pp"]
+    by_pp: dict[int, list[int]] = {}
+    for rank in layout.expert_group_of(global_rank, "dp-pp"):
+        by_pp.setdefault(layout.coordinates(rank)["pp"], []).append(rank)
+    return {
+        stage: [rank for copy in zip(*(by_pp[owner] for owner in owners), strict=True) for rank in copy]
+        for stage, owners in enumerate(placement.ranks)
+        if len(owners) > 1 and here in owners
+    }
+
+
+def _ranks(layout: Layout, coordinates: dict[str, int], **axes: Sequence[int]) -> list[int]:
+    """The global ranks at all combinations of some coordinates, the last axis varying fastest; the others are this rank's."""
+    combinations = itertools.product(*axes.values())
+    return [layout.global_rank(**{**coordinates, **dict(zip(axes, each, strict=True))}) for each in combinations]
 
 
 def _open(transport: Transport, axis: str, ranks: list[int] | tuple[int, ...]) -> Group:

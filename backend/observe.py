@@ -24,10 +24,11 @@ class Observer(Protocol):
     def begin_step(self, step: int) -> None:
         """A new optimizer step, counted from 0."""
 
-    def activation(self, name: str, microbatch: Microbatch, tokens: slice, tensor_BSH: Tensor) -> None:
+    def activation(self, name: str, microbatch: Microbatch, tokens: tuple[slice, ...], tensor_BSH: Tensor) -> None:
         """Hidden states `[samples, tokens, hidden]` of one microbatch; `microbatch.first_sample` is its place in the global batch.
 
-        `tokens` are those of each sequence that this rank holds: all of them, but for sequence parallelism.
+        `tokens` are those of each sequence that this rank holds, one run after the other: all of them, but for sequence and context
+        parallelism.
         """
 
     def scalar(self, name: str, value: float) -> None:

@@ -25,7 +25,8 @@ from typing import NoReturn
 
 from .rank_messages import RANK_ENDED
 
-PRELOAD = ("numpy", "torch", "torch.distributed", "shardproof.backend.rank", "shardproof.backend.training_rank")
+PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "shardproof.backend.rank", "shardproof.backend.training_rank")
+"""torch._dynamo takes a second, and every optimizer loads it (`torch.optim` asks it to stay away from them)."""
 
 
 def main(control_fd: int, folder: str) -> NoReturn:

@@ -55,10 +55,27 @@ class Recorder:
         """The layer this thread is working on; empty outside all layers."""
         return self._scope.layer
 
-    def product(self, m: int, n: int, k: int, count: int = 1) -> None:
-        """`count` products [m, k] x [k, n]."""
+    @property
+    def scope(self) -> tuple[Action | None, str]:
+        """What this thread is working on, for a thread that goes on with it."""
+        return self._scope.action, self._scope.layer
+
+    @contextmanager
+    def within(self, scope: tuple[Action | None, str]) -> Iterator[None]:
+        """Everything inside belongs to the `scope` of another thread."""
+        before = self.scope
+        self._scope.action, self._scope.layer = scope
+        try:
+            yield
+        finally:
+            self._scope.action, self._scope.layer = before
+
+    def product(
+        self, m: int, n: int, k: int, count: int = 1, *, dtype: Literal["fp32"] | None = None, grouped: bool = False
+    ) -> None:
+        """`count` products [m, k] x [k, n], with `grouped` on average; `dtype` where the operands are not in the plan's precision."""
         if self.enabled:
-            self.events.append((self._scope.action, Product(self._scope.layer, m, n, k, count)))
+            self.events.append((self._scope.action, Product(self._scope.layer, m, n, k, count, grouped, dtype)))
 
     def collective(self, op: CollectiveOp, axis: str, group_size: int, sent_bytes: int) -> None:
         """One collective call; `sent_bytes` left this rank."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from ..core.action import Kind
 from ..core.errors import DivergedError, PlanError, RankFailure
-from ..core.model import ModelSpec
 from ..core.plan import Plan
 from ..core.schedules import lower, schedule_for
 from ..core.timeline import MemorySample, Span, Timeline
+from .huggingface.config import check_load, check_save
 from .launch import run_ranks, torchrun_transport, under_torchrun
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class TrainJob:
     """What every rank of a run is told. Everything in it can be pickled; functions are those of modules.
 
     `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out losses;
-    `live_memory` counts every tensor storage of the last step, which slows that step down.
+    `live_memory` counts every tensor storage of the last step, which slows that step down; `save_huggingface` is the folder that the
+    trained weights are written to.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class TrainJob:
     observer: Callable[[int], Observer | None] | None = None
     validate: bool = True
     live_memory: bool = False
+    save_huggingface: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class TrainResult:
 
     `validation_losses[i]` is the held-out loss after `validation_steps[i]` steps. `tokens_per_s` is that of all ranks together,
     without the first step where there are more. `timeline` is the measured last step; `peak_memory` that of every rank in it, where
-    `Trainer` was asked for it.
+    `Trainer` was asked for it. `aux_losses` are what routers add to the loss that is minimised, where the plan has such losses.
     """
 
     steps: int
@@ -86,6 +88,7 @@ class TrainResult:
     world_size: int
     timeline: Timeline | None
     peak_memory: tuple[MeasuredPeak, ...] = ()
+    aux_losses: tuple[float, ...] = ()
 
     @property
     def report(self) -> dict[str, object]:
@@ -99,6 +102,7 @@ class TrainResult:
             "checkpoint": None,
             "validation_steps": list(self.validation_steps),
             "grad_norms": list(self.grad_norms),
+            **({"aux_losses": list(self.aux_losses)} if self.aux_losses else {}),
             **({"peak_memory": [asdict(peak) for peak in self.peak_memory]} if self.peak_memory else {}),
         }
 
@@ -110,7 +114,8 @@ class Trainer:
     `on_step` hears of every step on global rank 0. Both are functions of a module, because ranks are other processes. Started by
     torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine, over `transport`. `live_memory` counts
     every tensor storage in the last step (which takes longer for it), so that the timeline's memory is all that was held.
-    Raises `PlanError` at once for a plan that the backend does not run.
+    `save_huggingface` is a new or empty folder, seen by all ranks, for the trained weights and their `config.json`.
+    Raises `PlanError` at once for a plan that the backend does not run, or that loads or saves what Hugging Face files do not hold.
     """
 
     def __init__(
@@ -121,12 +126,16 @@ class Trainer:
         transport: TransportName = "gloo",
         on_step: Callable[[StepResult], None] | None = None,
         live_memory: bool = False,
+        save_huggingface: str | None = None,
     ):
         if problems := unsupported(plan):
             raise PlanError(problems)
+        check_load(plan)
+        if save_huggingface is not None:
+            check_save(plan, save_huggingface)
         self.plan = plan
         self.transport = transport
-        self._job = TrainJob(plan, model, on_step, live_memory=live_memory)
+        self._job = TrainJob(plan, model, on_step, live_memory=live_memory, save_huggingface=save_huggingface)
 
     def fit(self) -> TrainResult:
         """Trains `plan.train.steps` steps. Raises `RankFailure` that names the rank when one ends before its work is done."""
@@ -168,6 +177,7 @@ class Trainer:
             world_size=self.plan.layout.world_size,
             timeline=rank.timeline,
             peak_memory=rank.peaks,
+            aux_losses=tuple(step.aux_loss for step in rank.steps) if self.plan.train.adds_router_losses else (),
         )
 
 
@@ -192,9 +202,6 @@ def unsupported(plan: Plan) -> list[str]:
             (plan.precision.dtype not in RUN_DTYPES, f"precision.dtype={plan.precision.dtype!r}", 'precision.dtype="bf16" or "fp32"'),
             (plan.precision.gradient_dtype == "bf16", 'precision.gradient_dtype="bf16"', 'precision.gradient_dtype="fp32"'),
             (layout.zero > 0, f"layout.zero={layout.zero}", "layout.zero=0"),
-            (layout.cp > 1, f"layout.cp={layout.cp}", "layout.cp=1"),
-            (layout.ep > 1, f"layout.ep={layout.ep}", "layout.ep=1"),
-            *_unsupported_layers(plan.model),
             *_unsupported_overlap(plan),
         )
         if wrong
@@ -218,18 +225,10 @@ def _check_travels(job: TrainJob) -> None:
             ) from error
 
 
-def _unsupported_layers(model: ModelSpec) -> Iterator[tuple[bool, str, str]]:
-    """`(wrong, what, instead)` of the layers: those without experts and with whole queries, keys and values run."""
-    for name in ("num_experts", "kv_lora_rank", "num_mtp_layers"):
-        yield getattr(model, name) > 0, f"model.{name}={getattr(model, name)}", f"model.{name}=0"
-    for name in ("qkv_bias", "qk_norm"):
-        yield getattr(model, name), f"model.{name}=true", f"model.{name}=false"
-
-
 def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """`(wrong, what, instead)` of what runs beside products, messages between stages alone, and of fused launches."""
     for section, names in (
-        ("runtime", ("compile", "tp_comm_overlap", "cuda_graphs", "launch_blocking", "fused_loss")),
+        ("runtime", ("compile", "cuda_graphs", "launch_blocking", "fused_loss")),
         ("data_parallel", ("overlap_grad_reduce", "overlap_param_gather", "bucket_bytes")),
     ):
         for name in names:
@@ -240,11 +239,11 @@ def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
 
 def _unsupported_schedule(plan: Plan) -> list[str]:
     if plan.schedule.file is None:
-        return []
+        return _unsupported_counts(plan)
     schedule = lower(schedule_for(plan))
     problems = []
     first, last = schedule.placement.ranks[0], schedule.placement.ranks[-1]
-    if plan.model.tied_embeddings and set(first) != set(last) and not schedule.placement.ends_of(first[0]):
+    if plan.model.shares_table and set(first) != set(last) and not schedule.placement.ends_of(first[0]):
         problems.append(
             f"the backend adds up a tied table between ranks that hold one end each, or on ranks that hold both, but in "
             f"{plan.schedule.file} the first stage lies on ranks {first} and the last on {last}. Place the ends alike, or use "
@@ -253,6 +252,25 @@ def _unsupported_schedule(plan: Plan) -> list[str]:
     if gathers := [str(action) for action in schedule.actions if action.kind in (Kind.UNSHARD, Kind.RESHARD)]:
         problems.append(f"the backend does not run UNSHARD and RESHARD yet; {plan.schedule.file} has {gathers[0]}. Remove those cells.")
     return problems
+
+
+def _unsupported_counts(plan: Plan) -> list[str]:
+    """Data-parallel ranks with one microbatch less than others must reduce the gradients of their stages in the same order."""
+    if len(plan.microbatch_counts) == 1:
+        return []
+    orders = []
+    for count in plan.microbatch_counts:
+        schedule = lower(schedule_for(plan, count))
+        rows = (schedule.row(pp_rank) for pp_rank in range(schedule.num_ranks))
+        orders.append([row.stage[row.kind == Kind.REDUCE_GRAD].tolist() for row in rows])
+    if orders[0] == orders[1]:
+        return []
+    (most, least), per_round = plan.microbatch_counts, plan.batch.micro_size * plan.layout.dp
+    return [
+        f"schedule {plan.schedule.name} reduces the gradients of a rank's stages in one order with {most} microbatches and in another with "
+        f"{least}, and global={plan.batch.global_size} gives some of the dp={plan.layout.dp} ranks {most} and others {least}. "
+        f"Use global = {least * per_round} or {most * per_round}."
+    ]
 
 
 def validation_points(steps: int) -> tuple[int, ...]:
@@ -275,6 +293,7 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
         on_step=job.on_step,
         validate=job.validate,
         live_memory=job.live_memory,
+        save_huggingface=job.save_huggingface,
     )
 
 
@@ -288,8 +307,11 @@ def run_steps(
     on_step: Callable[[StepResult], None] | None = None,
     validate: bool = False,
     live_memory: bool = False,
+    save_huggingface: str | None = None,
 ) -> RankResult:
-    """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together."""
+    """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. The weights then go
+    to the folder `save_huggingface`, if it is given."""
+    from .huggingface.save import check_complete, save_weights
     from .live_memory import LiveMeter
     from .measure import gather_objects, measured_timeline
     from .training_rank import TrainingRank
@@ -297,6 +319,8 @@ def run_steps(
     steps = plan.train.steps if steps is None else steps
     world = transport.group("world", "world", range(transport.world_size))
     rank = TrainingRank(transport, plan, model=model, observer=observer)
+    if save_huggingface is not None:
+        check_complete(plan, rank.saved_shards, world, transport.device)
     validate_at = validation_points(steps) if validate else ()
     validation_losses = {0: rank.evaluate()} if 0 in validate_at else {}
     results: list[StepResult] = []
@@ -318,6 +342,8 @@ def run_steps(
         results.append(result)
         if on_step is not None and transport.global_rank == 0:
             on_step(result)
+    if save_huggingface is not None:
+        save_weights(plan, save_huggingface, rank.saved_shards, world, transport.device)
     everyone = gather_objects(world, recorded, transport.device)
     timeline = None
     if transport.global_rank == 0:

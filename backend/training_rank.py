@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from ..core.errors import DivergedError
-from ..core.parameters import TOKEN_TABLE, stage_usages
+from ..core.expert_tokens import expert_nodes
+from ..core.parameters import TOKEN_TABLE, expert_biases, stage_usages
 from ..core.plan import Plan
+from ..core.program import EXPERT_BIAS
 from ..core.schedules import lower, schedule_for
 from ..core.timeline import Span
 from .data import Corpus
+from .huggingface.load import load_weights
 from .live_memory import LiveMeter
 from .mesh import Mesh
 from .model.block import BlockFactory
+from .model.multi_token import later_targets
+from .model.router import Router, reduce_counts
 from .model.transformer import Microbatch, Stage, finish_tied
 from .numerics import Numerics, make_numerics
 from .observe import Observer
@@ -29,7 +34,11 @@ from .pipeline.activations import ActivationMeter, MemoryMeter
 from .pipeline.executor import Executor
 from .pipeline.messages import Clock
 from .tensor_parallel.context import DTYPES
+from .tensor_parallel.cross_entropy import ignored_target
 from .tensor_parallel.data import TensorSpec, broadcast, context_part
+from .tensor_parallel.exchange import ExpertGroups
+from .tensor_parallel.gradients import ExpertCopies
+from .tensor_parallel.parameter import Shard
 from .transport.base import Transport
 
 
@@ -38,7 +47,9 @@ class StepResult:
     """One optimizer step as every rank knows it.
 
     `loss` is the mean per token before the update, `grad_norm` the norm before clipping, `elapsed_s` the seconds on this rank;
-    `validation_loss` is the held-out loss after the update, where it was taken.
+    `validation_loss` is the held-out loss after the update, where it was taken; `aux_loss` what routers add to the loss that is minimised
+    (load balance and z-losses times their factors, over all layers), which `loss` does not contain; `mtp_loss` the mean over the modules of
+    multi-token prediction, per token of the batch too, which neither contains.
     """
 
     step: int
@@ -47,6 +58,8 @@ class StepResult:
     elapsed_s: float
     num_tokens: int
     validation_loss: float | None = None
+    aux_loss: float = 0.0
+    mtp_loss: float = 0.0
 
 
 class TrainingRank:
@@ -65,22 +78,27 @@ class TrainingRank:
         self.plan = plan
         self.transport = transport
         self.observer = observer
-        schedule = lower(schedule_for(plan))
-        self.mesh = Mesh(transport, plan.layout, schedule)
-        self.numerics = make_numerics(plan, transport.device) if numerics is None else numerics
+        dp_rank = plan.layout.coordinates(transport.global_rank)["dp"]
+        schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
+        self.mesh = Mesh(transport, plan.layout, schedule, experts=plan.model.is_moe)
+        self.numerics = make_numerics(plan, transport.device, global_rank=transport.global_rank) if numerics is None else numerics
         pp_rank, (first, last) = self.mesh.coordinates["pp"], plan.tokens_of(self.mesh.coordinates["tp"])
         self.stages = {
             stage: Stage(
                 plan,
                 plan.stages[stage],
                 tp=self.mesh.tp,
+                cp=self.mesh.cp,
                 numerics=self.numerics,
                 recorder=transport.recorder,
                 block=model,
+                experts=ExpertGroups(self.mesh.etp, self.mesh.ep) if plan.model.is_moe else None,
                 observer=observer,
             )
             for stage in schedule.placement.stages_of(pp_rank)
         }
+        if plan.train.load is not None:
+            load_weights(plan.model, plan.train.load, self.saved_shards)
         self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
         # one rank of a tensor-parallel group opens the data and gives the others theirs
         self.corpus = Corpus.load(plan.train.data) if self.mesh.coordinates["tp"] == 0 else None
@@ -115,8 +133,9 @@ class TrainingRank:
                 clock=self.clock,
                 meter=meter,
             )
-        loss, norm = numbers
-        return StepResult(step, loss, norm, perf_counter() - start_s, self.num_tokens), trace.spans
+        loss, norm, aux_loss, mtp_loss = numbers
+        result = StepResult(step, loss, norm, perf_counter() - start_s, self.num_tokens, aux_loss=aux_loss, mtp_loss=mtp_loss)
+        return result, trace.spans
 
     @property
     def num_tokens(self) -> int:
@@ -159,10 +178,25 @@ class TrainingRank:
         return ActivationMeter(self.transport.global_rank, self._weights, base_bytes, self._gradient_bytes)
 
     @property
+    def shards(self) -> list[Shard]:
+        """This rank's parts of the parameters of all its stages."""
+        return [shard for stage in self.stages.values() for shard in stage.shards.values()]
+
+    @property
+    def saved_shards(self) -> list[Shard]:
+        """What this rank has of a saved model: `shards`, and the biases of experts, which training changes without a gradient and every
+        rank holds whole."""
+        known = {parameter.name: parameter for parameter in expert_biases(self.plan.model)}
+        whole = (slice(0, self.plan.model.num_experts),)
+        routers = [router for stage in self.stages.values() for router in stage.routers]
+        biases = [(router.bias_name, router.expert_bias) for router in routers if router.expert_bias is not None]
+        return self.shards + [Shard(known[name], whole, bias, bias) for name, bias in biases]
+
+    @property
     def _weights(self) -> list[Tensor]:
         """The fp32 weights, and the copies that layers compute with."""
-        shards = [shard for stage in self.stages.values() for shard in stage.shards.values()]
-        return [shard.storage for shard in shards] + [shard.operand for shard in shards if shard.operand is not shard.storage]
+        copies = [shard.operand for shard in self.shards if shard.operand is not shard.storage]
+        return [shard.storage for shard in self.shards] + copies
 
     def _gradient_bytes(self) -> int:
         return sum(stage.gradients.num_bytes for stage in self.stages.values())
@@ -176,36 +210,45 @@ class TrainingRank:
                 shard.parameter,
                 shard.slices,
                 shard.tensor,
-                counts=(shard.parameter.cut is not None or here["tp"] == 0)
+                counts=(shard.parameter.cut is not None or (self.mesh.etp.rank if shard.parameter.expert else here["tp"]) == 0)
                 and placement.replica_of(stage, here["pp"]) == 0
                 and not self._is_second_table(stage, name),
             )
             for stage, module in self.stages.items()
-            for name, shard in module.shards.items()
+            for name, shard in module.trained.items()
         ]
 
     def _is_second_table(self, stage: int, name: str) -> bool:
-        return self.plan.model.tied_embeddings and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
+        return self.plan.model.shares_table and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
 
     def _training_batch(self, step: int) -> list[Microbatch]:
         plan = self.plan
 
-        def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-            return corpus.batch(step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size)
+        def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
+            samples = step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size
+            return (*corpus.batch(*samples), *([corpus.documents(*samples)] if plan.train.packed else []))
 
         return self._batch(read, step)
 
     def _validation_batch(self) -> list[Microbatch]:
-        return self._batch(lambda corpus, lo, hi: corpus.validation_batch(lo, hi, self.plan.batch.sequence))
+        def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
+            samples = lo, hi, self.plan.batch.sequence
+            return (*corpus.validation_batch(*samples), *([corpus.validation_documents(*samples)] if self.plan.train.packed else []))
 
-    def _batch(self, read: Callable[[Corpus, int, int], tuple[Tensor, Tensor]], step: int | None = None) -> list[Microbatch]:
+        return self._batch(read)
+
+    def _batch(self, read: Callable[[Corpus, int, int], tuple[Tensor, ...]], step: int | None = None) -> list[Microbatch]:
         """This rank's microbatches, from the rank of its group that reads the samples `[lo, hi)` of the global batch."""
         (lo, hi), cp, cp_rank = self._samples, self.plan.layout.cp, self.mesh.coordinates["cp"]
         spec = TensorSpec((hi - lo, self.plan.batch.sequence // cp), torch.int64)
-        specs, own = {"tokens": spec, "targets": spec}, None
+        specs, own = dict.fromkeys(("tokens", "targets", *(["documents"] if self.plan.train.packed else [])), spec), None
+        if num_later := self.plan.model.num_mtp_layers:
+            specs["later"] = TensorSpec((*spec.shape, num_later), torch.int64)
         if self.corpus is not None:
-            whole = zip(specs, read(self.corpus, lo, hi), strict=True)
-            own = {name: context_part(each, cp, cp_rank) for name, each in whole}
+            whole = dict(zip(("tokens", "targets", "documents"), read(self.corpus, lo, hi), strict=False))
+            if num_later:
+                whole["later"] = later_targets(whole["targets"], num_later, ignored_target(self.plan.train), whole.get("documents"))
+            own = {name: context_part(each, cp, cp_rank) for name, each in whole.items()}
         if (ignored := self.plan.train.ignore_token) is not None:  # every group counts for itself, from the data of all
             specs["counted"] = TensorSpec((), torch.int64)
             if own is not None and self.corpus is not None:
@@ -213,31 +256,49 @@ class TrainingRank:
         with self.transport.recorder.layer("data"):
             batch = broadcast(own, self.mesh.tp, specs=specs, device=self.transport.device)
         self._num_counted = max(1, int(batch["counted"])) if "counted" in batch else self.num_tokens
-        return self._microbatches(batch["tokens"], batch["targets"], step)
+        return self._microbatches(batch, step)
 
     @property
     def _samples(self) -> tuple[int, int]:
         """The samples of the global batch that are this rank's."""
         return self.plan.samples_of(self.mesh.coordinates["dp"])
 
-    def _microbatches(self, tokens: Tensor, targets: Tensor, step: int | None = None) -> list[Microbatch]:
+    def _microbatches(self, batch: Mapping[str, Tensor], step: int | None = None) -> list[Microbatch]:
         """This data-parallel rank's samples, cut into microbatches in order."""
-        (lo, hi), size = self._samples, self.plan.batch.micro_size
+        (lo, hi), size, counted_share = self._samples, self.plan.batch.micro_size, self._num_counted / self.num_tokens
         return [
-            Microbatch(index, lo + first, tokens[first : first + size], targets[first : first + size], step)
-            for index, first in enumerate(range(0, hi - lo, size))
+            Microbatch(
+                index,
+                lo + rows.start,
+                batch["tokens"][rows],
+                batch["targets"][rows],
+                step,
+                counted_share,
+                **{name: batch[name][rows] for name in ("later", "documents") if name in batch},
+            )
+            for index, rows in enumerate(slice(first, first + size) for first in range(0, hi - lo, size))
         ]
 
     def _reduce_gradients(self, stage: int) -> None:
         """REDUCE_GRAD: sums over the global batch; runs on the executor's `dp` lane."""
         samples_of = functools.partial(self.plan.copy_samples, stage)
-        self._reduced[stage] = self.stages[stage].gradients.reduce(self.mesh.copies(stage), samples_of, self.mesh.tp_gradients)
+        parts = self.mesh.tp_cp_gradients if self.numerics.mode == "exact" else self.mesh.tp_gradients
+        self._reduced[stage] = self.stages[stage].gradients.reduce(self.mesh.copies(stage), samples_of, parts, self._expert_copies(stage))
+        own_tokens = [self.mesh.tp_gradients] if self.mesh.tp_gradients and self.plan.layout.sequence_parallel else []
+        with self.transport.recorder.layer(EXPERT_BIAS):
+            reduce_counts(self.stages[stage].routers, [*own_tokens, self.mesh.copies(stage)])
 
-    def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float]:
-        """STEP: the loss and the gradient norm of the global batch, and the update."""
+    def _expert_copies(self, stage: int) -> ExpertCopies | None:
+        if not self.plan.model.is_moe:
+            return None
+        group = self.mesh.expert_copies(stage)
+        return ExpertCopies(group, tuple(expert_nodes(self.plan, stage, rank) for rank in group.ranks))
+
+    def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float, float, float]:
+        """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update."""
         gradients = [gradient / self._num_counted for gradient in self._finished_gradients()]
         norm = self._norm(gradients)
-        loss = self._mean_loss(token_losses)
+        loss, aux_loss, mtp_loss = self._mean_loss(token_losses), self._mean_aux_loss(), self._mean_mtp_loss()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
                 f"step {step}: the loss is {loss} and the gradient norm {norm}, which are no finite numbers. "
@@ -247,9 +308,15 @@ class TrainingRank:
         for stage in self.stages.values():
             for shard in stage.shards.values():
                 shard.refresh()
+        for router in self._routers:
+            router.update_bias(self.plan.train.expert_bias_rate)
         if self.observer is not None:
             self._show(self.observer, gradients, loss, norm)
-        return loss, norm
+            if self.plan.train.adds_router_losses:
+                self.observer.scalar("aux_loss", aux_loss)
+            if self.plan.model.num_mtp_layers:
+                self.observer.scalar("mtp_loss", mtp_loss)
+        return loss, norm, aux_loss, mtp_loss
 
     def _finished_gradients(self) -> list[Tensor]:
         """Gradients summed over the global batch, in the order of the optimizer's `held`. A tied table's two sums are added here."""
@@ -257,7 +324,7 @@ class TrainingRank:
         gradients = [
             table if table is not None and name == TOKEN_TABLE else self._reduced[stage][name]
             for stage, module in self.stages.items()
-            for name in module.shards
+            for name in module.trained
         ]
         self._reduced.clear()
         return gradients
@@ -276,15 +343,43 @@ class TrainingRank:
 
     def _norm(self, gradients: list[Tensor]) -> float:
         """The norm of the whole gradient, every element of the model once."""
-        counted = [gradient for one, gradient in zip(self.optimizer.held, gradients, strict=True) if one.counts]
+        counted = [(one, gradient) for one, gradient in zip(self.optimizer.held, gradients, strict=True) if one.counts]
+        total = self.numerics.sum_of_squares(gradient for one, gradient in counted if not one.parameter.expert)
         with self.transport.recorder.layer("grad_norm"):
-            return math.sqrt(float(self.numerics.sum_of_squares(counted).over(self.mesh.model)))
+            if self.plan.model.is_moe:
+                of_experts = self.numerics.sum_of_squares(gradient for one, gradient in counted if one.parameter.expert)
+                of_experts = of_experts.over(self.mesh.ep).over(self.mesh.etp)
+                total = total + of_experts if self.mesh.coordinates["tp"] == 0 else total
+            return math.sqrt(float(total.over(self.mesh.model)))
 
     def _mean_loss(self, token_losses: Mapping[int, Tensor]) -> float:
         """The mean over the tokens of a global batch that count, on every rank. Tensor-parallel ranks hold the same losses: one enters."""
         counted = token_losses.values() if self.mesh.coordinates["tp"] == 0 else ()
         with self.transport.recorder.layer("loss"):
             return float(self.numerics.sum(counted).over(self.mesh.dp).over(self.mesh.model)) / self._num_counted
+
+    def _mean_aux_loss(self) -> float:
+        """What routers add to the loss, per token of the global batch; 0 where the plan has no such losses."""
+        if not self.plan.train.adds_router_losses:
+            return 0.0
+        losses = [loss for router in self._routers for loss in router.take_losses()]
+        counted = losses if self.plan.layout.sequence_parallel or self.mesh.coordinates["tp"] == 0 else ()
+        with self.transport.recorder.layer("aux_loss"):
+            return float(sum(counted, self.numerics.sum(())).over(self.mesh.dp).over(self.mesh.model)) / self.num_tokens
+
+    def _mean_mtp_loss(self) -> float:
+        """The losses of multi-token prediction per token that counts, the mean over the modules; 0 where there are none."""
+        if not self.plan.model.num_mtp_layers:
+            return 0.0
+        losses = [loss for stage in self.stages.values() if stage.multi_token is not None for loss in stage.multi_token.take_losses()]
+        counted = losses if self.mesh.coordinates["tp"] == 0 else ()
+        with self.transport.recorder.layer("mtp_loss"):
+            total = float(sum(counted, self.numerics.sum(())).over(self.mesh.dp).over(self.mesh.model))
+        return total / self._num_counted / self.plan.model.num_mtp_layers
+
+    @property
+    def _routers(self) -> list[Router]:
+        return [router for stage in self.stages.values() for router in stage.routers]
 
     def _show(self, observer: Observer, gradients: list[Tensor], loss: float, norm: float) -> None:
         """Everything STEP computed, to the observer: gradients as backward finishes them, last layer first."""
@@ -297,3 +392,6 @@ class TrainingRank:
             observer.optimizer_state(one.name, one.slices, *self.optimizer.moments(one))
         for one in held:
             observer.weight(one.name, one.slices, one.tensor)
+        for router in self._routers:
+            if router.expert_bias is not None:
+                observer.weight(router.bias_name, (slice(0, len(router.expert_bias)),), router.expert_bias)

@@ -1,17 +1,24 @@
-"""Seconds per step of exact and fast numerics on one device: hidden 512, sequence 256, a Llama-style model of two layers.
+"""What exact numerics cost: training steps of a 4-layer model, exact and fast in turn in one process, and where the time goes.
 
-    python benchmarks/exact_vs_fast.py [--micro 2] [--rounds 8]
+    python benchmarks/exact_vs_fast.py [--hidden 768 2048] [--tp 1 4] [--dtype fp32] [--rounds 3] [--parts] [--json]
 
-Both run the same layers on the same batch, in turn; the best of several rounds counts, because the machine is shared.
-Measured on 2 cores of an AMD EPYC (AVX512), torch 2.13: exact takes 1.1 to 1.2 times as long as fast.
+Both modes run the same layers, schedule, transport and optimizer on the same batch. The ranks are threads of this process, on one core
+each, and what counts is the processor time of the process, so waiting and other programs do not enter; of several rounds the least one.
+`--parts` says where it goes: seconds inside each operation of `Numerics`, summed over ranks, and all the rest, to which belong weight
+gradients that fast numerics add straight to their sums. Hidden 2048 with four layers takes 13 GB. Numbers are in docs/measurements.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable
-from time import perf_counter
+from dataclasses import dataclass, field, replace
+from time import process_time, thread_time
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -19,60 +26,166 @@ import shardproof.backend  # noqa: F401 - sets MKL_CBWR before torch is loaded
 
 import torch  # isort: skip
 
-from shardproof.backend.model.transformer import Microbatch, Stage
 from shardproof.backend.numerics import make_numerics
+from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.plan import Batch, Numerics, Plan, Precision
 
-MODEL = ModelSpec("mid", 2, 512, 1408, 8, 8, 64, 4096, 512)
-SAMPLES, SEQUENCE = 4, 256
+MODELS = {
+    768: ModelSpec(
+        "gpt-768", 4, 768, 3072, 12, 12, 64, 8192, 1024,
+        activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True,
+    ),
+    2048: ModelSpec("llama-2048", 4, 2048, 5632, 16, 8, 128, 8192, 1024),
+}  # fmt: skip
+MODES = ("fast", "exact")
 
 
-def step_of(mode: str, micro: int) -> Callable[[], None]:
-    """A function that runs forward and backward of one global batch."""
-    plan = Plan(
-        MODEL,
-        cluster_preset("this-host", 1),
-        Layout(),
-        Batch(SAMPLES, micro, SEQUENCE),
-        precision=Precision("fp32"),
+@dataclass
+class Parts:
+    """Processor seconds of a rank's threads by operation."""
+
+    seconds: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose time is added under `name`."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start_s = thread_time()
+            result = function(*args, **kwargs)
+            with self.lock:
+                self.seconds[name] += thread_time() - start_s
+            return result
+
+        return run
+
+
+class TimedNumerics:
+    """A `Numerics` whose operations are timed."""
+
+    def __init__(self, numerics: Any, parts: Parts):
+        self._numerics = numerics
+        self._parts = parts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._numerics, name)
+        return self._parts.timed(name, value) if callable(value) else value
+
+
+class Run:
+    """All ranks of one plan as threads of this process, ready to step."""
+
+    def __init__(self, plan: Plan, *, parts: bool):
+        self.parts = Parts()
+        self._world = MemoryWorld(plan.layout.world_size)
+        self._ranks: list[TrainingRank] = self._on_all_ranks(lambda rank: self._rank(plan, rank, parts))
+
+    def step_s(self, step: int) -> float:
+        """Processor seconds of one optimizer step, all ranks together."""
+        self.parts.seconds.clear()
+        start_s = process_time()
+        self._on_all_ranks(lambda rank: self._ranks[rank].step(step))
+        return process_time() - start_s
+
+    def _rank(self, plan: Plan, global_rank: int, parts: bool) -> TrainingRank:
+        numerics: Any = make_numerics(plan)
+        timed = TimedNumerics(numerics, self.parts) if parts else numerics
+        return TrainingRank(self._world.transport(global_rank), plan, numerics=timed)
+
+    def _on_all_ranks(self, job: Callable[[int], Any]) -> list[Any]:
+        results: list[Any] = [None] * self._world.world_size
+
+        def run(rank: int) -> None:
+            try:
+                results[rank] = job(rank)
+            except BaseException as error:
+                self._world.abort(f"rank {rank}: {error}")
+                raise
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(results))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def plan_of(mode: str, options: argparse.Namespace, *, hidden: int, tp: int, dtype: str) -> Plan:
+    """The benchmark's plan."""
+    layout = Layout(tp=tp, sequence_parallel=options.sequence_parallel and tp > 1)
+    return Plan(
+        replace(MODELS[hidden], num_layers=options.layers),
+        cluster_preset("this-host", tp),
+        layout,
+        Batch(options.samples, options.micro, options.sequence),
+        precision=Precision(dtype),
         numerics=Numerics(mode),
     )
-    transport = MemoryWorld(1).transport(0)
-    tp, dp = (transport.group(axis, axis, [0]) for axis in ("tp", "dp"))
-    stage = Stage(plan, plan.stages[0], tp=tp, numerics=make_numerics(plan), recorder=transport.recorder)
-    text = torch.randint(0, MODEL.vocab_size, (SAMPLES, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
 
-    def step() -> None:
-        for index, first in enumerate(range(0, SAMPLES, micro)):
-            rows = text[first : first + micro]
-            losses = stage(Microbatch(index, first, rows[:, :-1], rows[:, 1:]), None)
-            torch.autograd.backward(losses, torch.ones_like(losses))
-        stage.gradients.reduce(dp, plan.samples_of)
 
-    return step
+def measure(options: argparse.Namespace, *, hidden: int, tp: int, dtype: str) -> dict[str, Any]:
+    """Seconds per step of both modes, their ratio, and the parts of the best rounds."""
+    runs = {mode: Run(plan_of(mode, options, hidden=hidden, tp=tp, dtype=dtype), parts=options.parts) for mode in MODES}
+    best_s = dict.fromkeys(MODES, float("inf"))
+    parts: dict[str, dict[str, float]] = {}
+    for step in range(options.rounds + 1):
+        for mode, run in runs.items():
+            step_s = run.step_s(step)
+            if step and step_s < best_s[mode]:  # the first one makes the optimizer's state
+                best_s[mode] = step_s
+                parts[mode] = {**run.parts.seconds, "the rest": step_s - sum(run.parts.seconds.values())}
+    return {
+        "hidden": hidden,
+        "tp": tp,
+        "dtype": dtype,
+        "tokens": options.samples * options.sequence,
+        **{f"{mode}_s": best_s[mode] for mode in MODES},
+        "ratio": best_s["exact"] / best_s["fast"],
+        **({"parts_s": parts} if options.parts else {}),
+    }
+
+
+def table(parts_s: dict[str, dict[str, float]]) -> str:
+    """Both modes' seconds by operation, the most expensive first."""
+    names = sorted({name for mode in MODES for name in parts_s[mode]}, key=lambda name: -parts_s["exact"].get(name, 0.0))
+    rows = [(name, *(parts_s[mode].get(name, 0.0) for mode in MODES)) for name in names]
+    return "\n".join(f"    {name:22} fast {fast:7.3f} s  exact {exact:7.3f} s  {exact - fast:+7.3f} s" for name, fast, exact in rows)
 
 
 def main() -> None:
-    """Prints both times and their ratio."""
+    """Prints seconds of both modes and their ratio for every choice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--micro", type=int, default=2, help="samples per microbatch (1, 2 or 4)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of one step each; the best counts")
+    parser.add_argument("--hidden", type=int, nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--micro", type=int, default=1, help="samples per microbatch")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each mode that count, after one that does not")
+    parser.add_argument("--parts", action="store_true", help="say where the time goes")
+    parser.add_argument("--json", action="store_true", help="one JSON line per choice")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    steps = {mode: step_of(mode, options.micro) for mode in ("fast", "exact")}
-    best_s = dict.fromkeys(steps, float("inf"))
-    for _ in range(options.rounds):
-        for mode, step in steps.items():
-            start_s = perf_counter()
-            step()
-            best_s[mode] = min(best_s[mode], perf_counter() - start_s)
-    for mode, seconds in best_s.items():
-        print(f"{mode:5} {seconds:.3f} s per step, {SAMPLES * SEQUENCE / seconds:,.0f} tokens/s")
-    print(f"exact / fast = {best_s['exact'] / best_s['fast']:.2f}")
+    for hidden in options.hidden:
+        for tp in options.tp:
+            for dtype in options.dtype:
+                found = measure(options, hidden=hidden, tp=tp, dtype=dtype)
+                if options.json:
+                    print(json.dumps(found), flush=True)
+                    continue
+                print(
+                    f"hidden {hidden}, tp {tp}, {dtype}: fast {found['fast_s']:.2f} s, exact {found['exact_s']:.2f} s per step, "
+                    f"exact / fast = {found['ratio']:.3f}",
+                    flush=True,
+                )
+                if options.parts:
+                    print(table(found["parts_s"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def _sent_differently(plan: Plan, global_rank: int, here: dict[str, int], action
     expected: list[Any] = []
     for part in action.parts:
         replica = plan.placement.replica_of(part.stage, here["pp"])
-        found = operations(plan, part.kind, part.stage, here["tp"], here["dp"], replica=replica)
+        found = operations(plan, part.kind, part.stage, here["tp"], here["dp"], cp_rank=here["cp"], replica=replica)
         expected += [operation for operation in found if isinstance(operation, Collective | Message)]
     parts = [operation for part in action.parts for operation in recorded.sent.get(str(part), [])]
     return [] if parts == expected else [f"rank {global_rank} {action}: sent {parts[:3]}, predicted {expected[:3]}"]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ModelError, did_you_mean
-from .model import ModelSpec
+from .model import ROPE_SCALINGS, ModelSpec
+from .rotary import SCALING_FIELDS
 
 Config = Mapping[str, Any]
 
@@ -81,6 +82,7 @@ def _qwen3_moe(config: Config, name: str, source: str) -> ModelSpec:
     if _given(config, "decoder_sparse_step", 1) != 1:
         problems.append(f"decoder_sparse_step={config['decoder_sparse_step']} is not understood; read are experts in every later layer.")
     experts = _experts(config, width=config["moe_intermediate_size"], dense=len(dense))
+    experts["normalized_router_weights"] = bool(_given(config, "norm_topk_prob", False))
     return _rotary(config, name, source, problems, qk_norm=True, **experts)
 
 
@@ -90,6 +92,7 @@ def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
     if _given(config, "moe_layer_freq", 1) != 1:
         problems.append(f"moe_layer_freq={config['moe_layer_freq']} is not understood; read are experts in every later layer.")
     nope, rope = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
+    router = _deepseek_router(config, problems)
     return _rotary(
         config,
         name,
@@ -109,7 +112,32 @@ def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
             shared=_given(config, "n_shared_experts", 0),
             dense=_given(config, "first_k_dense_replace", 0),
         ),
+        **router,
     )
+
+
+def _deepseek_router(config: Config, problems: list[str]) -> dict[str, Any]:
+    """The router of `DeepseekV2Config` (softmax, greedy or limited to the groups with the best expert) and of `DeepseekV3Config` (sigmoid
+    with a bias, limited to the groups with the best two). The first is never normalised."""
+    third = config["model_type"] == "deepseek_v3"
+    scores, method = _given(config, "scoring_func", "sigmoid" if third else "softmax"), config.get("topk_method")
+    known = ("noaux_tc", None) if third else ("greedy", "group_limited_greedy", None)
+    if scores != ("sigmoid" if third else "softmax"):
+        problems.append(f"scoring_func={scores!r} is not understood in {config['model_type']}.")
+    if method not in known:
+        problems.append(f"topk_method={method!r} is not understood; read are {', '.join(filter(None, known))}.")
+    if not third and config.get("norm_topk_prob"):
+        problems.append("norm_topk_prob=true is not understood in deepseek_v2, whose transformers code does not normalise.")
+    router: dict[str, Any] = {
+        "router_scores": scores,
+        "normalized_router_weights": third and bool(_given(config, "norm_topk_prob", True)),
+        "router_scaling": float(_given(config, "routed_scaling_factor", 2.5 if third else 1.0)),
+        "expert_bias": third,
+    }
+    if third or method == "group_limited_greedy":
+        groups = {"num_router_groups": int(_given(config, "n_group", 8)), "router_groups_per_token": int(_given(config, "topk_group", 4))}
+        router |= {**groups, "router_group_scores": "top_two" if third else "max"} if groups["num_router_groups"] > 1 else {}
+    return router
 
 
 def _rotary(config: Config, name: str, source: str, problems: list[str], **more: Any) -> ModelSpec:
@@ -120,11 +148,8 @@ def _rotary(config: Config, name: str, source: str, problems: list[str], **more:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={config['hidden_act']!r} is not understood; read is 'silu' (SwiGLU).")
-    if _is_windowed(config):
-        problems.append(
-            f"sliding_window={config['sliding_window']} is shorter than max_position_embeddings={config['max_position_embeddings']}; "
-            "read is full attention. Set it to null for sequences within the window."
-        )
+    window = _window(config, problems)
+    scaling = _rope_scaling(rope, problems)
     _raise(problems, source)
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
@@ -140,11 +165,36 @@ def _rotary(config: Config, name: str, source: str, problems: list[str], **more:
         "norm_eps": float(_given(config, "rms_norm_eps", 1e-6)),
         "rope_theta": float(_given(config, "rope_theta", _given(rope, "rope_theta", 10000.0))),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "sliding_window": window,
+        **scaling,
     }
     return ModelSpec(name=name, **{**fields, **more})
 
 
-def _experts(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 0) -> dict[str, int | None]:
+def _rope_scaling(rope: Config, problems: list[str]) -> dict[str, Any]:
+    """The fields of `ModelSpec.rope_scaling` from `rope_parameters`, or from `rope_scaling` as files before transformers 5 have it.
+
+    Of `dynamic`, `transformers` takes `max_position_embeddings` for the original length, whatever else is written.
+    """
+    kind = _given(rope, "rope_type", rope.get("type"))
+    if kind in (None, "default"):
+        kind = "none"
+    if kind not in ROPE_SCALINGS:
+        problems.append(f"rope_type={kind!r} is not understood; read are default, {', '.join(ROPE_SCALINGS[1:])}.")
+        return {}
+    if rope.get("truncate") is False:
+        problems.append("truncate=false of yarn is not understood; read is a ramp between whole pairs.")
+    if _given(rope, "partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']} is not understood; read are heads that turn as a whole.")
+    found: dict[str, Any] = {"rope_scaling": kind}
+    for field in SCALING_FIELDS.get(kind, ()):
+        value = rope.get("original_max_position_embeddings" if field == "rope_original_positions" else field.removeprefix("rope_"))
+        if value is not None and (kind, field) != ("dynamic", "rope_original_positions"):
+            found[field] = int(value) if field == "rope_original_positions" else float(value)
+    return found
+
+
+def _experts(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 0) -> dict[str, Any]:
     """The fields of experts; families differ in what they call their number."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     number = next((config[name] for name in names if config.get(name) is not None), None)
@@ -217,10 +267,26 @@ def _given(config: Config, key: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _is_windowed(config: Config) -> bool:
-    """True when attention sees less than the longest sequence; Qwen names a window that `use_sliding_window` turns off."""
-    window = config.get("sliding_window") if _given(config, "use_sliding_window", True) else None
-    return window is not None and window < config["max_position_embeddings"]
+def _window(config: Config, problems: list[str]) -> int:
+    """`ModelSpec.sliding_window`, 0 where it holds the longest sequence or the family has none. Qwen names a window that
+    `use_sliding_window` turns off, and layers before `max_window_layers` that do without."""
+    family, layers = config["model_type"], int(config["num_hidden_layers"])
+    qwen = family.startswith("qwen")
+    window = config.get("sliding_window", 4096 if family == "mistral" else None)
+    if not (qwen or family in ("mistral", "mixtral")) or window is None or not _given(config, "use_sliding_window", not qwen):
+        return 0
+    if window >= config["max_position_embeddings"]:
+        return 0
+    first = min(layers, int(_given(config, "max_window_layers", 28))) if family in ("qwen2", "qwen3") else 0
+    kinds = set(_given(config, "layer_types", ["full_attention"] * first + ["sliding_attention"] * (layers - first)))
+    if kinds == {"full_attention"}:
+        return 0
+    if kinds != {"sliding_attention"}:
+        problems.append(
+            f"sliding_window={window} is that of some layers only; read are configs with a window in all layers or in none. "
+            "Set it to null for sequences within the window."
+        )
+    return int(window)
 
 
 def _raise(problems: list[str], source: str) -> None:

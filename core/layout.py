@@ -152,14 +152,28 @@ class Layout:
         combinations = np.ndindex(*(self.sizes[axis] for axis in reversed(varying)))
         return [self.global_rank(**{**here, **dict(zip(reversed(varying), index, strict=True))}) for index in combinations]
 
+    def expert_group_of(self, global_rank: int, axes: str) -> list[int]:
+        """The one expert group over `axes` that contains a rank."""
+        return next(group for group in self.expert_groups(axes) if global_rank in group)
+
     def coordinates(self, global_rank: int) -> dict[str, int]:
         """Dense coordinates of a rank, e.g. `{"tp": 1, "cp": 0, "dp": 0, "pp": 3}`. The inverse of `global_rank`."""
+        coordinates = self._coordinates(global_rank, self.sizes)
+        del coordinates["ep"]
+        return coordinates
+
+    def expert_coordinates(self, global_rank: int) -> dict[str, int]:
+        """Coordinates of a rank on the expert grid, where `tp` is expert tensor and `dp` expert data parallelism."""
+        coordinates = self._coordinates(global_rank, self.expert_sizes)
+        del coordinates["cp"]
+        return coordinates
+
+    def _coordinates(self, global_rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         if not 0 <= global_rank < self.world_size:
             raise LayoutError(f"global rank {global_rank} is outside the world of {self.world_size} ranks.")
         coordinates = {}
         for axis in self._full_order.split("-"):
-            global_rank, coordinates[axis] = divmod(global_rank, self.sizes[axis])
-        del coordinates["ep"]
+            global_rank, coordinates[axis] = divmod(global_rank, sizes[axis])
         return coordinates
 
     def global_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:

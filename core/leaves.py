@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
+from .chunks import Chunks
 from .errors import LayoutError
 from .layout import Layout
 from .model import ModelSpec
 from .parameters import Feature, Parameter
-from .reduction import cut
+from .reduction import Node, cut, maximal_nodes
 
 MAX_DEGREE = 8
 """Default blocks admit every tensor-parallel degree up to this one that divides the heads."""
@@ -66,12 +68,40 @@ class LeafSizes:
         """The blocks of a sequence that norms and biases sum over."""
         return Leaves(sequence, self.reduction_token_block)
 
+    def head_sums(self, sequence: int) -> int:
+        """Leaves of the sums over heads and tokens that norms of query and key heads have: leaf `head * blocks + block`."""
+        return self.heads.num_leaves * self.tokens(sequence).num_leaves
+
+    def nodes_of(
+        self, known: Literal["tokens", "heads"], sequence: int, tp: int, tp_rank: int, *, cp: int = 1, cp_rank: int = 0
+    ) -> tuple[Node, ...]:
+        """The nodes that a rank computes of the tree over a sequence's blocks of tokens, from its own tokens, or of the tree over heads
+        and tokens, from its own heads. A context-parallel rank has its chunks of the tokens."""
+        blocks = Chunks(self.tokens(sequence).num_leaves, cp, cp_rank)
+        if known == "tokens":
+            return blocks.nodes(*cut(blocks.num_own, tp, tp_rank))
+        spans: list[tuple[int, int]] = []
+        for head in range(*self.heads.owned(tp, tp_rank)):
+            for lo, hi in blocks.spans:
+                first, last = head * blocks.num_items + lo, head * blocks.num_items + hi
+                spans[-1:] = [(spans[-1][0], last)] if spans and spans[-1][1] == first else [*spans[-1:], (first, last)]
+        return tuple(node for span in spans for node in maximal_nodes(self.head_sums(sequence), *span))
+
     def local_slices(self, parameter: Parameter, tp: int, tp_rank: int) -> tuple[slice, ...]:
         """The slice of the full parameter, which is no expert's, that a tensor-parallel rank holds."""
         slices = [slice(0, size) for size in parameter.shape]
         if parameter.cut is not None:
             dim, feature = parameter.cut
             lo, hi = self.feature(feature).owned_items(tp, tp_rank)
+            slices[dim] = slice(lo * parameter.unit, hi * parameter.unit)
+        return tuple(slices)
+
+    def expert_slices(self, parameter: Parameter, *, ep: int, ep_rank: int, etp: int, etp_rank: int) -> tuple[slice, ...]:
+        """The slice of an expert parameter that a rank holds: its experts, and of each its part over expert tensor parallelism."""
+        slices = [slice(*cut(parameter.shape[0], ep, ep_rank)), *(slice(0, size) for size in parameter.shape[1:])]
+        if parameter.cut is not None:
+            dim, feature = parameter.cut
+            lo, hi = self.feature(feature).owned_items(etp, etp_rank)
             slices[dim] = slice(lo * parameter.unit, hi * parameter.unit)
         return tuple(slices)
 

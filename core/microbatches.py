@@ -33,3 +33,16 @@ def constant_microbatches(global_size: int, micro_size: int, dp: int, *, decreas
             f"Use global = {' or '.join(map(str, sorted(nearest)))}, or another micro or dp."
         )
     return Microbatches(num_microbatches, num_microbatches * per_microbatch)
+
+
+def microbatch_counts(global_size: int, micro_size: int, dp: int) -> tuple[int, ...]:
+    """The numbers of microbatches that data-parallel ranks have, the largest first: one, or two that differ by one; none where the
+    batch is no whole microbatches or has fewer than ranks.
+
+    >>> microbatch_counts(12, 2, 3), microbatch_counts(14, 2, 3), microbatch_counts(4, 2, 3)
+    ((2,), (3, 2), ())
+    """
+    count, rest = divmod(global_size // micro_size, dp)
+    if count == 0 or global_size % micro_size:
+        return ()
+    return (count + 1, count) if rest else (count,)

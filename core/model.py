@@ -3,22 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from .divisors import divisors
 from .errors import ModelError, did_you_mean
+from .rotary import rotary_problems
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
+ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
+ROUTER_SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("max", "top_two")
 
 _COUNTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_positions")
 _EXPERT_FIELDS = ("experts_per_token", "num_shared_experts", "expert_ffn_hidden_size", "first_dense_layers")
-_LATENT_FIELDS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_OPTIONAL_COUNTS = ("num_experts", *_EXPERT_FIELDS, "kv_lora_rank", *_LATENT_FIELDS, "num_mtp_layers", "padding_rows")
+ROUTER_FIELDS = (
+    "router_scores",
+    "normalized_router_weights",
+    "router_scaling",
+    "num_router_groups",
+    "router_groups_per_token",
+    "router_group_scores",
+    "expert_bias",
+    "expert_capacity_factor",
+)
+LATENT_FIELDS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_ROUTER_COUNTS = ("num_router_groups", "router_groups_per_token")
+_OPTIONAL_COUNTS = (
+    "num_experts",
+    *_EXPERT_FIELDS,
+    *_ROUTER_COUNTS,
+    "kv_lora_rank",
+    *LATENT_FIELDS,
+    "num_mtp_layers",
+    "padding_rows",
+    "sliding_window",
+)
 
-REFINEMENTS = ("qkv_bias", "qk_norm", *_OPTIONAL_COUNTS)
+ROPE_FIELDS = (
+    "rope_scaling",
+    "rope_factor",
+    "rope_original_positions",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_beta_fast",
+    "rope_beta_slow",
+    "rope_mscale",
+    "rope_mscale_all_dim",
+    "rope_attention_factor",
+)
+
+REFINEMENTS = ("qkv_bias", "qk_norm", *ROPE_FIELDS, *_OPTIONAL_COUNTS, *(name for name in ROUTER_FIELDS if name not in _ROUTER_COUNTS))
 """What a plain decoder does without: finer biases and norms, experts, latent attention, multi-token prediction,
 padding of the token table."""
 
@@ -37,6 +74,18 @@ class ModelSpec:
     2.1): keys and values come from one low-rank vector a token, queries from another one if `q_lora_rank` is given; `head_dim` is
     then `qk_nope_head_dim + qk_rope_head_dim`. `num_mtp_layers` multi-token-prediction modules (DeepSeek-V3, arXiv 2412.19437,
     section 2.2) follow the last layer, beside the output head.
+
+    A token's router makes `router_scores` of its experts, and takes those with the highest. With `num_router_groups` it first takes
+    `router_groups_per_token` groups of neighbouring experts by `router_group_scores`, the best score in a group (DeepSeek-V2, section
+    2.2.2) or the sum of the two best (DeepSeek-V3), and then experts of those only. `expert_bias` is added to the scores where they are
+    compared, not where they weigh (arXiv 2408.15664). `normalized_router_weights` divides the chosen scores by their sum, which makes of
+    a softmax over all experts one over the chosen; `router_scaling` times that weighs the experts' results. An expert takes at most
+    `expert_capacity_factor` times its even share of each sequence's choices; None is any number.
+
+    With `sliding_window` a token attends to so many tokens, itself the last (Mistral 7B, arXiv 2310.06825, section 2); 0 is all before it.
+
+    `rope_scaling` stretches rotary positions for sequences longer than the `rope_original_positions` (by default `max_positions`) of the
+    first training, `rope_factor` times (`core.rotary`, which says what each kind and its further numbers mean).
 
     In training, `hidden_dropout` of the elements behind the embedding and every attention and MLP are dropped, and `attention_dropout` of
     the attention probabilities.
@@ -67,6 +116,14 @@ class ModelSpec:
     num_shared_experts: int = 0
     expert_ffn_hidden_size: int | None = None
     first_dense_layers: int = 0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized_router_weights: bool = True
+    router_scaling: float = 1.0
+    num_router_groups: int = 0
+    router_groups_per_token: int = 0
+    router_group_scores: Literal["max", "top_two"] = "max"
+    expert_bias: bool = False
+    expert_capacity_factor: float | None = None
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -74,13 +131,32 @@ class ModelSpec:
     v_head_dim: int = 0
     num_mtp_layers: int = 0
     padding_rows: int = 0
+    sliding_window: int = 0
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    rope_factor: float = 1.0
+    rope_original_positions: int = 0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_mscale: float = 0.0
+    rope_mscale_all_dim: float = 0.0
+    rope_attention_factor: float | None = None
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in _COUNTS}
         problems = [f"{name}={value!r} must be a whole number of at least 1." for name, value in counts.items() if not _is_count(value)]
-        for name, known in (("activation", ACTIVATIONS), ("norm", NORMS), ("position", POSITIONS)):
+        choices = (
+            ("activation", ACTIVATIONS),
+            ("norm", NORMS),
+            ("position", POSITIONS),
+            ("rope_scaling", ROPE_SCALINGS),
+            ("router_scores", ROUTER_SCORES),
+            ("router_group_scores", GROUP_SCORES),
+        )
+        for name, known in choices:
             if getattr(self, name) not in known:
                 value = getattr(self, name)
                 problems.append(f"{name}={value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}")
@@ -96,7 +172,7 @@ class ModelSpec:
             problems.append(f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}.")
         optional = {name: value for name in _OPTIONAL_COUNTS if (value := getattr(self, name)) is not None}
         bad = [f"{name}={value!r} must be a whole number of at least 0." for name, value in optional.items() if not _is_number(value)]
-        problems += bad or [*self._expert_problems(), *self._latent_problems()]
+        problems += bad or [*self._expert_problems(), *self._router_problems(), *self._latent_problems(), *rotary_problems(self)]
         if _is_count(self.vocab_size) and _is_number(self.padding_rows) and self.padding_rows >= self.vocab_size:
             most = self.vocab_size - 1
             problems.append(f"padding_rows={self.padding_rows} leaves no id of vocab_size={self.vocab_size}. Use {most} at most.")
@@ -106,6 +182,8 @@ class ModelSpec:
     def _expert_problems(self) -> Iterator[str]:
         if not self.is_moe:
             given = [f"{name}={value}" for name in _EXPERT_FIELDS if (value := getattr(self, name))]
+            defaults = {field.name: field.default for field in fields(self)}
+            given += [f"{name}={value}" for name in ROUTER_FIELDS if (value := getattr(self, name)) != defaults[name]]
             if given:
                 yield f"{', '.join(given)} describe experts, but num_experts=0. Set num_experts, or leave them out."
             return
@@ -119,9 +197,37 @@ class ModelSpec:
                 f"Use at most {self.num_layers - 1}, or num_experts=0."
             )
 
+    def _router_problems(self) -> Iterator[str]:
+        """What is wrong with the choice of experts, where there are any."""
+        if not self.is_moe:
+            return
+        groups, chosen = self.num_router_groups, self.router_groups_per_token
+        if not self.router_scaling > 0:
+            yield f"router_scaling={self.router_scaling!r} must be above 0."
+        if self.expert_capacity_factor is not None and not self.expert_capacity_factor > 0:
+            yield f"expert_capacity_factor={self.expert_capacity_factor!r} must be above 0. Leave it out for experts that take any number."
+        if not groups:
+            given = {"router_groups_per_token": (chosen, 0), "router_group_scores": (self.router_group_scores, "max")}
+            for name, (value, default) in given.items():
+                if value != default:
+                    yield f"{name}={value} chooses among groups of experts, but num_router_groups=0. Set that, or leave {name} out."
+            return
+        if self.num_experts % groups:
+            yield f"num_router_groups={groups} does not divide num_experts={self.num_experts}. Use one of {divisors(self.num_experts)}."
+            return
+        size = self.num_experts // groups
+        fewest = -(-self.experts_per_token // size)
+        if not fewest <= chosen <= groups:
+            yield (
+                f"router_groups_per_token={chosen} groups of {size} experts must hold experts_per_token={self.experts_per_token} "
+                f"and be at most num_router_groups={groups}. Use {fewest} to {groups}."
+            )
+        if self.router_group_scores == "top_two" and size < 2:
+            yield f'router_group_scores="top_two" needs two experts in a group, but num_router_groups={groups} leaves {size}. Use "max".'
+
     def _latent_problems(self) -> Iterator[str]:
         if not self.is_mla:
-            given = [f"{name}={value}" for name in _LATENT_FIELDS if (value := getattr(self, name))]
+            given = [f"{name}={value}" for name in LATENT_FIELDS if (value := getattr(self, name))]
             if given:
                 yield f"{', '.join(given)} describe latent attention, but kv_lora_rank=0. Set kv_lora_rank, or leave them out."
             return
@@ -140,6 +246,15 @@ class ModelSpec:
         if self.position != "rope":
             yield f'position="{self.position}" does not go with latent attention, which carries rotary positions. Use "rope".'
 
+    def window(self, sequence: int) -> int:
+        """The sliding window where it is shorter than the sequences; 0 where every token sees all before it."""
+        return self.sliding_window if 0 < self.sliding_window < sequence else 0
+
+    @property
+    def original_positions(self) -> int:
+        """Length of the sequences that rotary positions were first trained with."""
+        return self.rope_original_positions or self.max_positions
+
     @property
     def gated(self) -> bool:
         """True when the first MLP product has a gate half (SwiGLU, GeGLU)."""
@@ -154,6 +269,11 @@ class ModelSpec:
     def is_mla(self) -> bool:
         """True for multi-head latent attention."""
         return self.kv_lora_rank > 0
+
+    @property
+    def shares_table(self) -> bool:
+        """True when the last stage uses the token table too: as its output head, or to embed tokens for multi-token prediction."""
+        return self.tied_embeddings or self.num_mtp_layers > 0
 
     def layer_is_moe(self, layer: int) -> bool:
         """True when a layer has experts in the place of the dense MLP. Multi-token-prediction layers count on: `num_layers + i`."""

@@ -115,14 +115,16 @@ def parameters(model: ModelSpec) -> Iterator[Parameter]:
 
 @dataclass(frozen=True)
 class Usage:
-    """One place where a parameter's gradient is summed. `role` is `embedding` or `output` for a tied table, else empty.
+    """One place where a parameter's gradient is summed. `role` is `embedding` or `output` for a shared table, else empty.
 
-    A tied table is used at both ends of the model, possibly on two ranks: each use has a sum of its own, and the finished sums are
-    added, embedding first.
+    A shared table is used at both ends of the model, possibly on two ranks: each end has a sum of its own, and the finished sums are
+    added, embedding first. Layers of one stage that use the same parameter (heads of multi-token prediction) share a sum, in which
+    they are counted by `use`.
     """
 
     parameter: Parameter
     role: Literal["", "embedding", "output"] = ""
+    use: int = 0
 
     @property
     def key(self) -> str:
@@ -140,21 +142,34 @@ def stage_parameters(model: ModelSpec, stage: StageLayers) -> tuple[Parameter, .
         for depth in range(model.num_mtp_layers):
             found += mtp_parameters(model, depth)
         found += head_parameters(model)
-        if (model.tied_embeddings or model.num_mtp_layers) and not stage.embedding:
+        if model.shares_table and not stage.embedding:
             found.append(next(embedding_parameters(model)))
     return tuple(found)
 
 
 def stage_usages(model: ModelSpec, stage: StageLayers) -> tuple[Usage, ...]:
-    """The gradient sums of a stage, in canonical order: one per parameter, two for a tied table used at both ends of one stage."""
+    """The gradient sums of a stage, in canonical order: one per parameter, two for a shared table used at both ends of one stage."""
     usages: list[Usage] = []
     for parameter in stage_parameters(model, stage):
-        if model.tied_embeddings and parameter.name == TOKEN_TABLE:
+        if model.shares_table and parameter.name == TOKEN_TABLE:
             usages += [Usage(parameter, "embedding")] if stage.embedding else []
             usages += [Usage(parameter, "output")] if stage.head else []
         else:
             usages.append(Usage(parameter))
     return tuple(usages)
+
+
+def expert_biases(model: ModelSpec) -> Iterator[Parameter]:
+    """What training changes without a gradient, fp32, whole on every rank: the bias of the experts of every router
+    (`ModelSpec.expert_bias`). They are among no model's `parameters`."""
+    if model.expert_bias:
+        for layer in range(model.first_dense_layers, model.num_layers + model.num_mtp_layers):
+            yield Parameter(expert_bias_name(layer), (model.num_experts,), constant=0.0, decay=False)
+
+
+def expert_bias_name(layer: int) -> str:
+    """`layers.3.mlp.router.expert_bias`."""
+    return f"{layer_prefix(layer)}.mlp.router.expert_bias"
 
 
 def _attention(model: ModelSpec, prefix: str) -> Iterator[Parameter]:

@@ -10,7 +10,7 @@ from .cluster import ClusterSpec
 from .errors import PlanError
 from .layout import Layout
 from .leaves import LeafSizes, degree_to_admit, leaf_sizes
-from .microbatches import constant_microbatches
+from .microbatches import microbatch_counts
 from .model import ModelSpec
 from .reduction import cut
 from .schedule import Placement
@@ -40,10 +40,10 @@ container of May 2024; torchtitan (FSDP2); FSDP of 2023; compiled JAX; nanotron;
 2023 (with fused gradient sums) and under DeepSpeed; and the zero-bubble forks of Megatron-LM, with Transformer Engine, and with flash
 attention only."""
 
-RECOMPUTE_MODULES = ("core_attn", "norm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
+RECOMPUTE_MODULES = ("core_attn", "norm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """What selective recomputation can choose, as Megatron-Core's `--recompute-modules` (there `norm` is `layernorm`): the attention core,
-the norms, a dense layer's MLP, the up-projections of latent attention, the whole MoE layer, the activation of its experts, the shared
-experts."""
+the norms, a dense layer's MLP, the activation of dense MLPs and shared experts (which Megatron-Core has for experts only), the
+up-projections of latent attention, the whole MoE layer, the activation of its experts, the shared experts."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Runtime:
     `compile` fuses elementwise kernels; `tp_comm_overlap` and `p2p_overlap` run tensor-parallel collectives and messages between stages
     beside products; `cuda_graphs` launches a stage's kernels as one; `scatter_gather` sends messages that all tensor-parallel ranks hold in
     parts; with `launch_blocking` the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1); `fused_loss` writes the gradient of the
-    loss over the logits instead of keeping an fp32 softmax. `ep_comm_overlap` runs the exchanges of tokens between experts beside the
+    loss over the logits instead of keeping an fp32 softmax. `context_parallel` says how keys and values reach the other ranks of a
+    sequence: all at once, or from neighbour to neighbour. `ep_comm_overlap` runs the exchanges of tokens between experts beside the
     computation of another microbatch; `dispatch_once` sends a token once to each node, inside a node once to each device, and not once
     to each of its experts (DeepEP, HybridEP).
     """
@@ -68,6 +69,7 @@ class Runtime:
     scatter_gather: bool | None = None
     launch_blocking: bool | None = None
     fused_loss: bool | None = None
+    context_parallel: Literal["all_gather", "ring"] | None = None
     ep_comm_overlap: bool | None = None
     dispatch_once: bool | None = None
 
@@ -96,12 +98,17 @@ class Precision:
 class Recompute:
     """`selective` recomputes `modules` of every layer, `full` keeps only each layer's input.
 
-    `num_layers` limits `full` to the first so many layers of every stage; None is all of them.
+    `num_layers` limits `full` to the first so many layers of every stage, `layers` to those with these numbers, counted from 0 over the
+    model; without either it is all of them. With `distribute` each tensor-parallel
+    rank keeps its part of such an input only, and the ranks gather it for the backward (Megatron-LM's
+    `--distribute-saved-activations`).
     """
 
     mode: Literal["none", "selective", "full"] = "none"
     num_layers: int | None = None
     modules: tuple[str, ...] = ("core_attn",)
+    layers: tuple[int, ...] | None = None
+    distribute: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,14 @@ class Train:
 
     `label_smoothing` and `z_loss` change what is minimised (`backend.tensor_parallel.cross_entropy.LossChoice`), not held-out losses.
     Tokens whose target is `ignore_token` count for nothing, also in the mean: a batch then has as many tokens as have other targets.
+    With `packed` a sequence is made of documents: attention sees no earlier one, and positions begin again with each.
+    Weights start from `seed`, or are those of the Hugging Face folder `load`.
+
+    `mtp_loss_weight` is the share of multi-token prediction in what is minimised, the mean over its modules (DeepSeek-V3, equation 25).
+
+    `router_aux_loss` and `router_z_loss` are factors of what every router adds to the loss, `router_jitter` the largest share by which a
+    router's inputs are scaled at random, and `expert_bias_rate` what a step adds to the bias of an expert that had less than its even
+    share of the tokens, or takes from one that had more (`backend.model.router`).
     """
 
     steps: int = 20
@@ -169,6 +184,18 @@ class Train:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     ignore_token: int | None = None
+    packed: bool = False
+    load: str | None = None
+    mtp_loss_weight: float = 0.1
+    router_aux_loss: float = 0.0
+    router_z_loss: float = 0.0
+    router_jitter: float = 0.0
+    expert_bias_rate: float = 0.001
+
+    @property
+    def adds_router_losses(self) -> bool:
+        """True when routers add to the loss that is minimised."""
+        return self.router_aux_loss > 0 or self.router_z_loss > 0
 
 
 @dataclass(frozen=True)
@@ -216,8 +243,18 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches per step on each data-parallel rank: global / (micro * dp)."""
-        return constant_microbatches(self.batch.global_size, self.batch.micro_size, self.layout.dp).num_microbatches
+        """Microbatches per step on the data-parallel rank that has most: global / (micro * dp), rounded up."""
+        return self.microbatches_of(0)
+
+    def microbatches_of(self, dp_rank: int) -> int:
+        """Microbatches per step on a data-parallel rank. Where dp does not divide those of the global batch, later ranks have one less."""
+        lo, hi = self.samples_of(dp_rank)
+        return (hi - lo) // self.batch.micro_size
+
+    @cached_property
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """The different numbers of microbatches that data-parallel ranks have, the largest first."""
+        return microbatch_counts(self.batch.global_size, self.batch.micro_size, self.layout.dp)
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
@@ -232,9 +269,12 @@ class Plan:
     @cached_property
     def placement(self) -> Placement:
         """Which pipeline ranks hold which stage: that of the schedule. Raises `ScheduleError` for a file that does not fit."""
+        return self._placement_of(self.num_microbatches)
+
+    def _placement_of(self, num_microbatches: int) -> Placement:
         from .schedules import placement_for  # builders are written in terms of the nouns of this folder
 
-        return placement_for(self)
+        return placement_for(self, num_microbatches)
 
     @cached_property
     def leaf_sizes(self) -> LeafSizes:
@@ -264,20 +304,22 @@ class Plan:
 
     def samples_of(self, dp_rank: int) -> tuple[int, int]:
         """The contiguous interval of the global batch that a data-parallel rank owns."""
-        per_rank = self.batch.global_size // self.layout.dp
-        return dp_rank * per_rank, (dp_rank + 1) * per_rank
+        lo, hi = cut(self.batch.global_size // self.batch.micro_size, self.layout.dp, dp_rank)
+        return lo * self.batch.micro_size, hi * self.batch.micro_size
 
     def num_copies(self, stage: int) -> int:
         """Copies of a stage that add up its gradients: dp*cp, times two where the placement has replicas of it."""
         return self.layout.dp * self.layout.cp * len(self.placement.ranks[stage])
 
-    def copy_of(self, stage: int, *, dp_rank: int, pp_rank: int) -> int:
-        """The number of a rank's copy of a stage. Copies are numbered in the order of the samples they see."""
-        return dp_rank * len(self.placement.ranks[stage]) + self.placement.replica_of(stage, pp_rank)
+    def copy_of(self, stage: int, *, dp_rank: int, pp_rank: int, cp_rank: int = 0) -> int:
+        """The number of a rank's copy of a stage. Copies are numbered in the order of the samples they see, those that context parallelism
+        gives parts of the same samples one after the other."""
+        replicas, replica = len(self.placement.ranks[stage]), self.placement.replica_of(stage, pp_rank)
+        return (dp_rank * replicas + replica) * self.layout.cp + cp_rank
 
     def copy_samples(self, stage: int, copy: int) -> tuple[int, int]:
         """The contiguous interval of the global batch that a copy of a stage sees: its data-parallel rank's, or one half of it."""
-        dp_rank, replica = divmod(copy, len(self.placement.ranks[stage]))
+        dp_rank, replica = divmod(copy // self.layout.cp, len(self.placement.ranks[stage]))
         first, _ = self.samples_of(dp_rank)
-        lo, hi = self.placement.microbatches_of(stage, replica)
+        lo, hi = self._placement_of(self.microbatches_of(dp_rank)).microbatches_of(stage, replica)
         return first + lo * self.batch.micro_size, first + hi * self.batch.micro_size

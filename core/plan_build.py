@@ -239,6 +239,7 @@ def key_complaint(key: Key, value: Any) -> str:
         "str": "a text in quotes",
         "path": "a path in quotes",
         "two floats": "a list of two numbers",
+        "list of ints": "a list of whole numbers in square brackets",
         "list of texts": "a list of texts in square brackets",
         "table of rates": "a table of positive numbers such as { bf16 = 3.12e14 }",
         "table of texts": "a table of texts",
@@ -274,6 +275,8 @@ def _has_type(key: Key, value: Any) -> bool:
         return isinstance(value, str) and value != ""
     if key.type == "two floats":
         return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    if key.type == "list of ints":
+        return isinstance(value, list) and all(isinstance(number, int) and not isinstance(number, bool) for number in value)
     if key.type == "list of texts":
         return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
     if not isinstance(value, dict):
@@ -293,7 +296,7 @@ def _converted(key: Key, given: Given) -> Any:
         return float(value)
     if key.type == "two floats":
         return (float(value[0]), float(value[1]))
-    if key.type == "list of texts":
+    if key.type in ("list of ints", "list of texts"):
         return tuple(value)
     if key.type == "table of rates":
         return {name: float(rate) for name, rate in value.items()}

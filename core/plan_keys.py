@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .cluster import COLLECTIVE_LIBRARIES, ClusterSpec
 from .layout import Layout
-from .model import ACTIVATIONS, ModelSpec
+from .model import ACTIVATIONS, GROUP_SCORES, ROPE_SCALINGS, ROUTER_SCORES, ModelSpec
 from .plan import (
     PROFILES,
     RECOMPUTE_MODULES,
@@ -26,7 +26,7 @@ from .plan import (
 from .schedules import CATALOG
 from .variation import DISTRIBUTIONS, Variation
 
-KeyType = Literal["int", "float", "bool", "str", "path", "two floats", "list of texts", "table of rates", "table of texts"]
+KeyType = Literal["int", "float", "bool", "str", "path", "two floats", "list of ints", "list of texts", "table of rates", "table of texts"]
 
 NOUNS: Mapping[str, type] = {
     "model": ModelSpec,
@@ -113,7 +113,8 @@ def _model() -> tuple[Key, ...]:
     count: dict[str, Any] = {"section": "model", "type": "int", "minimum": 1}
     number: dict[str, Any] = {"section": "model", "type": "int", "minimum": 0}
     share: dict[str, Any] = {"section": "model", "type": "float", "minimum": 0, "below": 1, "read_by": "backend.tensor_parallel.dropout"}
-    here, parameters, loss = "core.plan_build", "core.parameters", "backend.tensor_parallel.cross_entropy"
+    here, parameters, rotary, loss = "core.plan_build", "core.parameters", "core.rotary", "backend.tensor_parallel.cross_entropy"
+    router: dict[str, Any] = {"section": "model", "read_by": "backend.model.router"}
     return (
         Key("model", "preset", "str", "name of a known model; other keys override its fields", here, attribute=None),
         Key("model", "config", "path", "path of a Hugging Face config.json", here, attribute=None),
@@ -130,7 +131,21 @@ def _model() -> tuple[Key, ...]:
         Key("model", "norm", "str", "normalisation before attention and MLP", parameters, choices=("layernorm", "rmsnorm")),
         Key("model", "norm_eps", "float", "added to the variance", "backend.tensor_parallel.norm", above=0),
         Key("model", "position", "str", "how positions enter", parameters, choices=("learned", "rope")),
-        Key("model", "rope_theta", "float", "base of the rotary frequencies", "backend.model.attention", above=0),
+        Key("model", "rope_theta", "float", "base of the rotary frequencies", rotary, above=0),
+        Key("model", "rope_scaling", "str", "how rotary positions are stretched for longer sequences", rotary, choices=ROPE_SCALINGS),
+        Key("model", "rope_factor", "float", "times longer than the original sequences", rotary, above=0),
+        Key(
+            name="rope_original_positions",
+            doc="length of the original sequences; 0 is max_positions",
+            **{**number, "read_by": "core.model"},
+        ),
+        Key("model", "rope_low_freq_factor", "float", "llama3: original sequences hold so many turns of a pair that slows down", rotary),
+        Key("model", "rope_high_freq_factor", "float", "llama3: and so many of one that does not", rotary, above=0),
+        Key("model", "rope_beta_fast", "float", "yarn: turns in an original sequence from which pairs keep their speed", rotary, above=0),
+        Key("model", "rope_beta_slow", "float", "yarn: turns up to which they slow down by the factor", rotary, above=0),
+        Key("model", "rope_mscale", "float", "yarn: growth of turned queries and keys", rotary, minimum=0),
+        Key("model", "rope_mscale_all_dim", "float", "yarn: growth of whole queries and keys", rotary, minimum=0),
+        Key("model", "rope_attention_factor", "float", "yarn: the growth itself", rotary, above=0, default_note="from the factor"),
         Key("model", "tied_embeddings", "bool", "output table is the token table", parameters),
         Key("model", "bias", "bool", "bias on every linear layer but router and output head", parameters),
         Key("model", "qkv_bias", "bool", "bias on query, key and value", parameters),
@@ -140,15 +155,35 @@ def _model() -> tuple[Key, ...]:
         Key(name="num_shared_experts", doc="experts that every token takes, beside its own", read_by="core.model", **number),
         Key(name="expert_ffn_hidden_size", doc="width of one expert", read_by="core.model", default_note="ffn_hidden_size", **count),
         Key(name="first_dense_layers", doc="layers before the first with experts", read_by="core.model", **number),
+        Key(name="router_scores", type="str", doc="what a router makes of its logits", choices=ROUTER_SCORES, **router),
+        Key(name="normalized_router_weights", type="bool", doc="a token's chosen scores are divided by their sum", **router),
+        Key(name="router_scaling", type="float", doc="times that the experts' results are weighed", above=0, **router),
+        Key(name="num_router_groups", type="int", doc="groups of experts that a router chooses first; 0 is none", minimum=0, **router),
+        Key(name="router_groups_per_token", type="int", doc="groups whose experts a token may take", minimum=0, **router),
+        Key(name="router_group_scores", type="str", doc="score of a group: best, or sum of two best", choices=GROUP_SCORES, **router),
+        Key(name="expert_bias", type="bool", doc="a bias per expert, in the choice only, balances them", **router),
+        Key(
+            name="expert_capacity_factor",
+            type="float",
+            doc="most of a sequence's choices that an expert takes, over its even share; the others are dropped",
+            above=0,
+            default_note="no limit",
+            **router,
+        ),
         Key(name="q_lora_rank", doc="latent attention: rank of the queries; 0 is full rank", read_by=parameters, **number),
         Key(name="kv_lora_rank", doc="latent attention: rank of keys and values; 0 is ordinary attention", read_by=parameters, **number),
         Key(name="qk_nope_head_dim", doc="latent attention: width of a head without positions", read_by=parameters, **number),
         Key(name="qk_rope_head_dim", doc="latent attention: width of a head with rotary positions", read_by=parameters, **number),
         Key(name="v_head_dim", doc="latent attention: width of a value head", read_by="core.model", **number),
+        Key(name="sliding_window", doc="tokens that a token attends to, itself the last; 0 is all", read_by="core.model", **number),
         Key(name="padding_rows", doc="last rows of the token table that are no ids and get no probability", read_by=loss, **number),
         Key(name="num_mtp_layers", doc="multi-token-prediction modules after the last layer", read_by=parameters, **number),
         Key(name="hidden_dropout", doc="share of hidden-state elements dropped in training", **share),
-        Key(name="attention_dropout", doc="share of attention probabilities dropped in training", **share),
+        Key(
+            name="attention_dropout",
+            doc="share of attention probabilities dropped in training",
+            **{**share, "read_by": "backend.model.attention_core"},
+        ),
     )
 
 
@@ -266,6 +301,12 @@ def _runtime() -> tuple[Key, ...]:
         Key(name="p2p_overlap", doc="messages between stages run beside products", **switch),
         Key(name="cuda_graphs", doc="the kernels of an action are launched as one", **switch),
         Key(name="ep_comm_overlap", doc="tokens travel between experts beside another microbatch's products", **switch),
+        Key(
+            name="context_parallel",
+            doc="how keys and values reach the ranks that have other parts of a sequence",
+            choices=("all_gather", "ring"),
+            **{**switch, "type": "str", "read_by": "core.program.attention"},
+        ),
         Key(name="dispatch_once", doc="a token goes once to each node (or device of a node), not to each of its experts", **switch),
         Key(name="scatter_gather", doc="messages that all tp ranks hold cross nodes in tp parts", **switch),
         Key(name="launch_blocking", doc="the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)", **switch),
@@ -316,6 +357,8 @@ def _choices() -> tuple[Key, ...]:
             minimum=0,
             default_note="all",
         ),
+        Key("recompute", "layers", "list of ints", "with full: only these layers", "core.program.recompute", default_note="all"),
+        Key("recompute", "distribute", "bool", "with full: tensor-parallel ranks keep a part of each input", "core.program.recompute"),
         Key(
             "recompute", "modules", "list of texts", "with selective: parts of a layer", "core.program.recompute", choices=RECOMPUTE_MODULES
         ),
@@ -340,6 +383,7 @@ def _choices() -> tuple[Key, ...]:
 
 def _training() -> tuple[Key, ...]:
     adamw, rank, loss = "backend.optimizer", "backend.training_rank", "backend.tensor_parallel.cross_entropy"
+    router: dict[str, Any] = {"section": "train", "type": "float", "minimum": 0, "read_by": "backend.model.router"}
     return (
         Key("optimizer", "name", "str", "the optimizer", adamw, choices=("adamw",)),
         Key("optimizer", "betas", "two floats", "decay of the moment estimates", adamw, minimum=0, below=1),
@@ -348,8 +392,10 @@ def _training() -> tuple[Key, ...]:
         Key("optimizer", "clip_grad_norm", "float", "largest global gradient norm; 0 turns clipping off", rank, minimum=0),
         Key("train", "steps", "int", "optimizer steps", "backend.trainer", minimum=0),
         Key("train", "data", "path", "a text file, a folder, or python-stdlib", rank),
+        Key("train", "load", "path", "a Hugging Face folder (config.json, safetensors): its weights", rank, default_note="drawn from seed"),
         Key("train", "seed", "int", "seed of weights and data order", rank, minimum=0),
         Key("train", "learning_rate", "float", "constant learning rate", rank, minimum=0),
+        Key("train", "packed", "bool", "attention and positions begin again with every document", "backend.training_rank"),
         Key(
             "train",
             "ignore_token",
@@ -359,8 +405,13 @@ def _training() -> tuple[Key, ...]:
             minimum=0,
             default_note="all count",
         ),
+        Key("train", "mtp_loss_weight", "float", "weight of multi-token prediction's mean loss", "backend.model.multi_token", minimum=0),
         Key("train", "label_smoothing", "float", "share of the target spread over the whole vocabulary", loss, minimum=0, below=1),
         Key("train", "z_loss", "float", "factor of (log Z)^2 in every token's loss, Z the sum of exp(logits)", loss, minimum=0),
+        Key(name="router_aux_loss", doc="factor of the loss for unequally busy experts, per sequence", **router),
+        Key(name="router_z_loss", doc="factor of (log Z)^2 of every router's logits", **router),
+        Key(name="router_jitter", doc="a router's inputs are scaled by up to 1 - and 1 + this", below=1, **router),
+        Key(name="expert_bias_rate", doc="what a step adds to or takes from an expert's bias", **{**router, "read_by": rank}),
     )
 
 

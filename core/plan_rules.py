@@ -10,10 +10,18 @@ from typing import Any
 
 from .cluster import ClusterSpec
 from .divisors import divisors
-from .errors import LayoutError, PlanError, did_you_mean
-from .layout import DEFAULT_ORDER, Layout
+from .errors import LayoutError, did_you_mean
+from .expert_rules import (
+    MAX_NAMED_DEGREE,
+    expert_leaves_admit_etp,
+    experts_divide,
+    experts_see_equal_microbatches,
+    experts_see_whole_blocks,
+    routers_exist,
+)
+from .layout import Layout
 from .leaves import degree_to_admit, leaf_sizes
-from .microbatches import constant_microbatches
+from .microbatches import microbatch_counts
 from .model import ModelSpec
 from .plan import RECOMPUTE_MODULES, Batch, DataParallel, Numerics, Precision, Recompute, ScheduleChoice
 from .schedules import CATALOG, default_name
@@ -26,9 +34,6 @@ from .variation_rules import (
     links_exist,
     stragglers_exist,
 )
-
-MAX_NAMED_DEGREE = 64
-"""Messages offer degrees up to this one; wider tensor parallelism is nowhere in use."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,16 @@ def _leaves_admit_tp(layout: Layout, model: ModelSpec, batch: Batch, numerics: N
 
 
 def _microbatches_divide(batch: Batch, layout: Layout) -> Iterator[str]:
-    try:
-        constant_microbatches(batch.global_size, batch.micro_size, layout.dp)
-    except PlanError as error:
-        yield from error.problems
+    num_microbatches, rest = divmod(batch.global_size, batch.micro_size)
+    if rest:
+        nearest = [number * batch.micro_size for number in (num_microbatches, num_microbatches + 1) if number >= layout.dp]
+        named = " or ".join(map(str, nearest)) or str(batch.micro_size * layout.dp)
+        yield f"global={batch.global_size} is no multiple of micro={batch.micro_size}. Use global = {named}, or another micro."
+    elif num_microbatches < layout.dp:
+        yield (
+            f"global={batch.global_size} has {num_microbatches} microbatches of micro={batch.micro_size} for dp={layout.dp} ranks. "
+            f"Use global >= {batch.micro_size * layout.dp}, or dp <= {num_microbatches}."
+        )
 
 
 def _stages_hold_all_layers(layout: Layout, model: ModelSpec) -> Iterator[str]:
@@ -132,11 +143,15 @@ def _interleaving_matches(schedule: ScheduleChoice, layout: Layout) -> Iterator[
 
 
 def _sizes_are_built(schedule: ScheduleChoice, layout: Layout, batch: Batch) -> Iterator[str]:
-    if schedule.file is not None or schedule.name not in CATALOG or batch.global_size % (batch.micro_size * layout.dp):
-        return
-    num_microbatches = batch.global_size // (batch.micro_size * layout.dp)
-    if problem := CATALOG[schedule.name].condition(layout.pp, num_microbatches):
-        yield problem
+    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp)
+    if schedule.file is None and schedule.name in CATALOG:
+        yield from filter(None, (CATALOG[schedule.name].condition(layout.pp, count) for count in counts))
+    elif schedule.file is not None and len(counts) > 1:
+        per_round = batch.micro_size * layout.dp
+        yield (
+            f"schedule.file={schedule.file!r} has one number of microbatches, but global={batch.global_size} gives some of the "
+            f"dp={layout.dp} ranks {counts[0]} and others {counts[1]}. Use global = {counts[1] * per_round} or {counts[0] * per_round}."
+        )
 
 
 def _name_or_file(schedule: ScheduleChoice) -> Iterator[str]:
@@ -198,68 +213,31 @@ def _token_blocks_admit_tp(layout: Layout, batch: Batch, numerics: Numerics, mod
     if numerics.mode != "exact" or not layout.sequence_parallel:
         return
     blocks = {name: getattr(numerics, name) for name in ("gradient_token_block", "reduction_token_block")}
-    leaves = leaf_sizes(model, batch.sequence, **blocks).tokens(batch.sequence)
+    sequence = batch.sequence // layout.cp
+    leaves = leaf_sizes(model, batch.sequence, **blocks).tokens(sequence)
     if leaves.num_leaves < layout.tp:
-        finer = f"reduction_token_block <= {batch.sequence // layout.tp}, " if batch.sequence >= layout.tp else ""
+        finer = f"reduction_token_block <= {sequence // layout.tp}, " if sequence >= layout.tp else ""
+        longer = "" if layout.cp > 1 else f"sequence >= {leaves.block * (layout.tp - 1) + 1}, "
+        part = f"the part of {sequence} tokens that cp={layout.cp} leaves" if layout.cp > 1 else f"sequence={sequence}"
         yield (
             f"sequence_parallel=true with exact numerics gives every rank whole blocks of reduction_token_block={leaves.block} tokens, but "
-            f"sequence={batch.sequence} has {leaves.num_leaves} of them for tp={layout.tp}. "
-            f"Use {finer}sequence >= {leaves.block * (layout.tp - 1) + 1}, or sequence_parallel=false."
+            f"{part} has {leaves.num_leaves} of them for tp={layout.tp}. Use {finer}{longer}or sequence_parallel=false."
         )
 
 
-def _experts_divide(layout: Layout, model: ModelSpec) -> Iterator[str]:
-    if not model.is_moe:
-        if layout.ep > 1:
-            yield f"ep={layout.ep} spreads experts, but model {model.name} has none (num_experts=0). Use ep=1."
-        if layout.expert_tp != layout.tp:
-            yield f"etp={layout.etp} cuts experts, but model {model.name} has none (num_experts=0). Leave etp out."
+def _token_blocks_admit_cp(layout: Layout, batch: Batch, numerics: Numerics, model: ModelSpec) -> Iterator[str]:
+    chunk, rest = divmod(batch.sequence, 2 * layout.cp)
+    if numerics.mode != "exact" or layout.cp == 1 or rest:
         return
-    if model.num_experts % layout.ep:
-        legal = divisors(model.num_experts)
-        yield f"ep={layout.ep} does not divide num_experts={model.num_experts} (model {model.name}). Use ep among {legal}."
-    if model.expert_width % layout.expert_tp:
-        name = "etp" if layout.etp is not None else "tp"
-        yield (
-            f"{name}={layout.expert_tp} does not divide expert_ffn_hidden_size={model.expert_width} (model {model.name}). "
-            f"Use etp among {[degree for degree in divisors(model.expert_width) if degree <= MAX_NAMED_DEGREE]}."
-        )
-    if model.shared_expert_width % layout.tp:
-        yield f"tp={layout.tp} does not divide the shared experts' width {model.shared_expert_width} (model {model.name}). Use another tp."
-    if _pp_stride(layout, layout.sizes) != _pp_stride(layout, layout.expert_sizes):
-        yield (
-            f"order={layout.order!r} puts pp before axes that experts cut otherwise, so experts of one layer would lie on other pipeline "
-            f"ranks than its attention. Use order={DEFAULT_ORDER!r}."
-        )
-
-
-def _pp_stride(layout: Layout, sizes: Mapping[str, int]) -> int:
-    """Distance of neighbouring pipeline ranks; an axis that the order leaves out varies slowest."""
-    before, _, _ = f"{layout.order}-pp".partition("pp")
-    return math.prod(sizes[axis] for axis in before.split("-") if axis) if layout.pp > 1 else 1
-
-
-def _experts_share_tokens(layout: Layout, model: ModelSpec) -> Iterator[str]:
-    if model.is_moe and layout.expert_tp != layout.tp and not layout.sequence_parallel and layout.tp > 1:
-        yield (
-            f"etp={layout.expert_tp} differs from tp={layout.tp}, so every rank must send tokens of its own to the experts, but "
-            f"sequence_parallel=false gives all {layout.tp} ranks the same. Use sequence_parallel=true, or leave etp out."
-        )
-
-
-def _exact_sums_are_defined(numerics: Numerics, layout: Layout, model: ModelSpec) -> Iterator[str]:
-    if numerics.mode != "exact":
-        return
-    given = {
-        "cp": layout.cp if layout.cp > 1 else 0,
-        "num_experts": model.num_experts,
-        "kv_lora_rank": model.kv_lora_rank,
-        "num_mtp_layers": model.num_mtp_layers,
-        "qk_norm": "true" if model.qk_norm else 0,
-    }
-    for name, value in given.items():
-        if value:
-            yield f'numerics.mode="exact" has no fixed order of sums yet for {name}={value}. Use numerics.mode="fast".'
+    blocks = {name: getattr(numerics, name) for name in ("gradient_token_block", "reduction_token_block")}
+    sizes = leaf_sizes(model, batch.sequence, **blocks)
+    for name in blocks:
+        if chunk % (block := getattr(sizes, name)):
+            legal = [each for each in divisors(chunk) if each <= max(block, MAX_NAMED_DEGREE)]
+            yield (
+                f"cp={layout.cp} cuts sequence={batch.sequence} into chunks of {chunk} tokens, inside a block of {name}={block}, "
+                f"whose sums exact numerics keep whole. Use {name} among {legal}."
+            )
 
 
 def _recompute_is_chosen_once(recompute: Recompute) -> Iterator[str]:
@@ -268,11 +246,38 @@ def _recompute_is_chosen_once(recompute: Recompute) -> Iterator[str]:
             f"num_layers={recompute.num_layers} limits full recomputation to so many layers of each stage, "
             f'but recompute.mode="{recompute.mode}". Set recompute.mode = "full", or leave num_layers out.'
         )
+    if recompute.layers is not None and (recompute.mode != "full" or recompute.num_layers is not None):
+        other = f'recompute.mode="{recompute.mode}"' if recompute.mode != "full" else f"num_layers={recompute.num_layers}"
+        yield (
+            f"layers={list(recompute.layers)} are the only ones that full recomputation repeats, but {other} says otherwise. "
+            'Set recompute.mode = "full" without num_layers, or leave layers out.'
+        )
+    if recompute.distribute and recompute.mode != "full":
+        yield (
+            "distribute=true spreads the inputs that full recomputation keeps over tensor-parallel ranks, "
+            f'but recompute.mode="{recompute.mode}". Set recompute.mode = "full", or leave distribute out.'
+        )
     if recompute.modules != Recompute().modules and recompute.mode != "selective":
         yield (
             f"modules={list(recompute.modules)} chooses what selective recomputation repeats, "
             f'but recompute.mode="{recompute.mode}". Set recompute.mode = "selective", or leave modules out.'
         )
+
+
+def _distributed_inputs_are_whole(recompute: Recompute, layout: Layout) -> Iterator[str]:
+    if recompute.distribute and layout.sequence_parallel:
+        yield (
+            "recompute.distribute=true spreads inputs of layers that all tensor-parallel ranks hold, but with "
+            "layout.sequence_parallel=true each holds its own tokens only. Leave one of the two out."
+        )
+
+
+def _recomputed_layers_exist(recompute: Recompute, model: ModelSpec) -> Iterator[str]:
+    layers = list(recompute.layers or ())
+    if wrong := [layer for layer in layers if not 0 <= layer < model.num_layers]:
+        yield f"layers={layers}: model {model.name} has the layers 0 to {model.num_layers - 1}, and no layer {wrong[0]}."
+    elif layers != sorted(set(layers)):
+        yield f"layers={layers} must name every layer once, in order. Use {sorted(set(layers))}."
 
 
 def _recomputed_modules_exist(recompute: Recompute, model: ModelSpec) -> Iterator[str]:
@@ -314,7 +319,18 @@ RULES: tuple[Rule, ...] = (
         "every tp rank owns at least one whole leaf of each feature axis",
         _leaves_admit_tp,
     ),
-    Rule("microbatches-divide", ("batch.global", "batch.micro", "layout.dp"), "micro*dp divides the global batch", _microbatches_divide),
+    Rule(
+        "microbatches-divide",
+        ("batch.global", "batch.micro", "layout.dp"),
+        "the global batch is whole microbatches, at least one for every data-parallel rank",
+        _microbatches_divide,
+    ),
+    Rule(
+        "experts-see-equal-microbatches",
+        ("layout.ep", "layout.etp", "batch.global", "batch.micro", "layout.dp", "model.num_experts"),
+        "ranks that send tokens to each other's experts have equally many microbatches",
+        experts_see_equal_microbatches,
+    ),
     Rule(
         "stages-hold-all-layers",
         ("layout.stages", "layout.pp", "layout.vpp", "model.num_layers", "model.num_mtp_layers"),
@@ -361,28 +377,65 @@ RULES: tuple[Rule, ...] = (
         _token_blocks_admit_tp,
     ),
     Rule(
+        "token-blocks-admit-cp",
+        (
+            "layout.cp",
+            "batch.sequence",
+            "numerics.gradient_token_block",
+            "numerics.reduction_token_block",
+            "model.num_kv_heads",
+        ),
+        "with context parallelism and exact numerics chunks are made of whole blocks of tokens",
+        _token_blocks_admit_cp,
+    ),
+    Rule(
         "experts-divide",
         ("layout.ep", "layout.etp", "model.num_experts", "model.expert_ffn_hidden_size"),
         "ep divides the experts, and etp the width of one",
-        _experts_divide,
+        experts_divide,
     ),
     Rule(
-        "experts-share-tokens",
-        ("layout.etp", "layout.tp", "layout.sequence_parallel", "model.num_experts"),
-        "experts cut otherwise than attention need tokens that are cut, too",
-        _experts_share_tokens,
+        "experts-see-whole-blocks",
+        ("numerics.gradient_token_block", "layout.etp", "layout.ep", "layout.tp", "model.num_experts", "batch.sequence"),
+        "in exact numerics no block of tokens goes to several copies of the experts",
+        experts_see_whole_blocks,
     ),
     Rule(
-        "exact-sums-are-defined",
-        ("numerics.mode", "layout.cp", "model.num_experts", "model.kv_lora_rank", "model.num_mtp_layers", "model.qk_norm"),
-        "exact numerics run with layers whose sums have a fixed order",
-        _exact_sums_are_defined,
+        "expert-leaves-admit-etp",
+        ("numerics.mode", "layout.etp", "model.expert_ffn_hidden_size"),
+        "in exact numerics every etp rank owns at least one whole leaf of an expert",
+        expert_leaves_admit_etp,
+    ),
+    Rule(
+        "routers-exist",
+        (
+            "train.router_aux_loss",
+            "train.router_z_loss",
+            "train.router_jitter",
+            "train.expert_bias_rate",
+            "model.num_experts",
+            "model.expert_bias",
+        ),
+        "losses, noise and bias of routers need routers",
+        routers_exist,
     ),
     Rule(
         "recompute-is-chosen-once",
-        ("recompute.num_layers", "recompute.modules", "recompute.mode"),
-        "num_layers belongs to full, modules to selective recomputation",
+        ("recompute.num_layers", "recompute.layers", "recompute.distribute", "recompute.modules", "recompute.mode"),
+        "num_layers, layers and distribute belong to full, modules to selective recomputation",
         _recompute_is_chosen_once,
+    ),
+    Rule(
+        "distributed-inputs-are-whole",
+        ("recompute.distribute", "layout.sequence_parallel"),
+        "inputs that are spread over tensor-parallel ranks are not cut already",
+        _distributed_inputs_are_whole,
+    ),
+    Rule(
+        "recomputed-layers-exist",
+        ("recompute.layers", "model.num_layers"),
+        "the model has the layers that are recomputed",
+        _recomputed_layers_exist,
     ),
     Rule(
         "recomputed-modules-exist",

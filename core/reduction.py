@@ -96,6 +96,39 @@ class CarryTree(Generic[Value]):
         return self._held[(0, self.num_leaves)]
 
 
+class NestedTree(Generic[Value]):
+    """A carry tree over samples, each of which is itself the root of a tree over `num_blocks` token blocks."""
+
+    def __init__(self, num_samples: int, num_blocks: int, add: Callable[[Value, Value], Value]):
+        self.samples: CarryTree[Value] = CarryTree(num_samples, add)
+        self._blocks: dict[int, CarryTree[Value]] = {}
+        self.num_blocks = num_blocks
+        self._add = add
+
+    def insert(self, sample: int, node: Node, value: Value) -> None:
+        """Takes the value of a node of one sample's tree; a finished sample becomes a leaf of the tree over samples."""
+        blocks = self._blocks.setdefault(sample, CarryTree(self.num_blocks, self._add))
+        blocks.insert(node, value)
+        if blocks.nodes == ((0, self.num_blocks),):
+            del self._blocks[sample]
+            self.samples.insert((sample, sample + 1), blocks.root())
+
+    @property
+    def parts(self) -> tuple[tuple[int, Node], ...]:
+        """The nodes `(sample, node)` held now of samples that are not finished, in order."""
+        return tuple((sample, node) for sample in sorted(self._blocks) for node in self._blocks[sample].nodes)
+
+    def part(self, sample: int, node: Node) -> Value:
+        """The value of a held node of an unfinished sample."""
+        return self._blocks[sample].value(node)
+
+    def root(self) -> Value:
+        """The finished sum. Raises ValueError while leaves are missing."""
+        if self._blocks:
+            raise ValueError(f"the trees over {self.num_blocks} token blocks of samples {sorted(self._blocks)} are unfinished.")
+        return self.samples.root()
+
+
 def cut(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
     """The interval `[lo, hi)` of `part` when items are cut as evenly as possible, longer parts first.
 

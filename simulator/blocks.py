@@ -34,6 +34,7 @@ COMPONENT_OF_AXIS: Mapping[str, str] = {
     "tp": "tp_comm",
     "etp": "tp_comm",
     "cp": "cp_comm",
+    "tp_cp": "cp_comm",
     "ep": "ep_comm",
     **{f"{axis}{part}": "dp_comm" for axis in ("dp", "edp", "replica", "expert_replica") for part in ("", "_shard", "_replicate")},
     "model": "pp_comm",
@@ -75,6 +76,10 @@ class Part:
         return Part(self.seconds.recomputed(), self.num_kernels)
 
 
+_ELEMENTWISE = {"mlp_act": "mlp"}
+"""Module of selective recomputation -> the memory-bound pieces it repeats, where they have another name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """The parts of a block by action kind: F, I, W, and B, which is I and W with what runs beside each other."""
@@ -110,9 +115,13 @@ class BlockPricer:
             summed = self._gradient_sum(work)
             weight += self._parts(work.weight_gradient, work.layer, of="weight") + summed
             both += chain + summed
-        again = forward if recomputes_all else self._recomputed(works, pieces)
+        again = forward + self._inputs_again(works) if recomputes_all else self._recomputed(works, pieces)
         again = again.recomputed()
         return Block(forward, backward + again, weight, both + again)
+
+    def _inputs_again(self, works: tuple[LayerWork, ...]) -> Part:
+        """What brings back inputs before everything is computed a second time: what a forward does not do itself."""
+        return sum((self._forward(work.recomputed, work.layer) for work in works if not work.forward), Part())
 
     def _recomputed(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic]) -> Part:
         """What is computed a second time when some modules only are."""
@@ -120,7 +129,7 @@ class BlockPricer:
         for work in works:
             again += self._forward(work.recomputed, work.layer)
         if self.plan.recompute.mode == "selective":
-            for name in self.plan.recompute.modules:
+            for name in (_ELEMENTWISE.get(name, name) for name in self.plan.recompute.modules):
                 if name in pieces:
                     again += self._elementwise(pieces[name].forward_bytes, pieces[name].forward_kernels)
         return again

@@ -44,15 +44,19 @@ def joined(draws: Sequence[Loads]) -> Loads:
 
 
 def draw_loads(plan: Plan, num_layers: int, rng: np.random.Generator) -> Loads:
-    """One draw of the load of `num_layers` MoE layers. Consecutive experts lie on one rank (Megatron-Core)."""
+    """One draw of the load of `num_layers` MoE layers. Consecutive experts lie on one rank (Megatron-Core).
+
+    A capacity of the model's own, which it has per sequence, is taken of all tokens that a group sends at a time: a few more pass.
+    """
     model, variation = plan.model, plan.variation
     assert variation.expert_imbalance is not None
     tokens = _group_tokens(plan) * model.experts_per_token
     fair, dropped = tokens / model.num_experts, 0.0
     counts = draw_counts(rng, num_layers, model.num_experts, tokens, variation.expert_imbalance)
     violation = float((counts.max(axis=1, initial=0.0) / fair - 1).mean()) if num_layers else 0.0
-    if variation.expert_capacity is not None and num_layers:
-        kept = np.minimum(counts, variation.expert_capacity * fair)
+    capacities = [each for each in (variation.expert_capacity, model.expert_capacity_factor) if each is not None]
+    if capacities and num_layers:
+        kept = np.minimum(counts, min(capacities) * fair)
         dropped, counts = float((counts - kept).sum() / (tokens * num_layers)), kept
     ranks = counts.reshape(num_layers, plan.layout.ep, model.num_experts // plan.layout.ep).sum(axis=2)
     return Loads(ranks.max(axis=1)[None] * plan.layout.ep / tokens, dropped, violation)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..core.model import ModelSpec
 from ..core.plan import Plan
-from ..core.program import num_recomputed_layers, recomputed_modules
+from ..core.program import recomputed_modules, recomputed_runs, recomputes_all
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def _recomputed_per_token(plan: Plan) -> int:
     model, sequence = plan.model, plan.batch.sequence
     core = core_flops_per_token(model, sequence)
     if plan.recompute.mode == "full":
-        if plan.recompute.num_layers is None:
+        if recomputes_all(plan):
             return sum((layer_flops_per_token(model, layer) + core) * count for layer, count in _layer_counts(model))
-        ends = [(stage.first_layer, num_recomputed_layers(plan, len(stage.layers))) for stage in plan.stages]
-        return sum(layer_flops_per_token(model, layer) + core for first, count in ends for layer in range(first, first + count))
+        runs = [run for stage in plan.stages for run in recomputed_runs(plan, stage.first_layer, stage.last_layer)]
+        return sum(layer_flops_per_token(model, layer) + core for lo, hi in runs for layer in range(lo, hi))
     modules, layers = recomputed_modules(plan), model.num_layers + model.num_mtp_layers
     total = layers * core if "core_attn" in modules else 0
     if "mla_up_proj" in modules:

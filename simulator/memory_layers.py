@@ -33,12 +33,13 @@ def layer_nodes(tensors: LayerTensors, *, moe: bool) -> tuple[Node, ...]:
     return tuple(_selective(nodes, recompute.modules if recompute.mode == "selective" else ()))
 
 
-def full_recompute(nodes: tuple[Node, ...], input_bytes: int) -> tuple[Node, ...]:
-    """A layer of which only the input is kept: everything else is dropped and comes back when the backward starts, with its output."""
+def full_recompute(nodes: tuple[Node, ...], input_bytes: int, kept_bytes: int | None = None) -> tuple[Node, ...]:
+    """A layer of which only the input is kept, or `kept_bytes` of it: everything else is dropped and comes back when the backward starts,
+    with its output."""
     first, *rest = (
         replace(node, dropped_bytes=node.saved_bytes, recompute="layer", beside_bytes=node.beside_bytes + input_bytes) for node in nodes
     )
-    return (replace(first, dropped_bytes=first.saved_bytes - input_bytes), *rest)
+    return (replace(first, dropped_bytes=first.saved_bytes - (input_bytes if kept_bytes is None else kept_bytes)), *rest)
 
 
 def _selective(nodes: tuple[Node, ...], modules: tuple[str, ...]) -> Iterator[Node]:
@@ -240,12 +241,13 @@ def _mlp(tensors: LayerTensors) -> Iterator[Node]:
 def _activated(tensors: LayerTensors, name: str, units: int, beside: int, *, work: int, modules: tuple[str, ...]) -> Iterator[Node]:
     """The activation, which keeps its input, and the down-product, which keeps the activation's output.
 
-    Eager operations keep the activated gate too. `modules` recompute both; `moe_act` only the activation's output.
+    Eager operations keep the activated gate too. `modules` recompute all; `mlp_act` and `moe_act` only what the activation makes.
     """
     up, out = units * tensors.halves * tensors.element, units * tensors.operand
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout and name == "mlp" else 0
     gate = units * tensors.element if tensors.profile.eager and tensors.plan.model.gated else 0
-    drops = tuple((module, up + gate) for module in modules)
+    alone = "moe_act" if name == "experts" else "mlp_act"
+    drops = (*((module, up + gate) for module in modules), (alone, gate))
     yield Node(f"{name}.activation", up + gate, up, beside, forward_bytes=units * tensors.element, drops=drops)
     yield Node(
         f"{name}.down",
@@ -254,7 +256,7 @@ def _activated(tensors: LayerTensors, name: str, units: int, beside: int, *, wor
         beside,
         forward_bytes=work + tensors.hidden,
         backward_bytes=work,
-        drops=(*((module, out) for module in modules), *((("moe_act", out),) if name == "experts" else ())),
+        drops=(*((module, out) for module in modules), (alone, out)),
         weight_input_bytes=out,
         weight_gradient_bytes=tensors.hidden,
     )

@@ -127,7 +127,7 @@ def _part_memory(tensors: LayerTensors, group: Group) -> TapeMemory:
             return _tape(tensors, tuple(mtp_nodes(tensors))) + _part_memory(tensors, layer)
         case _:
             nodes = layer_nodes(tensors, moe=group.kind == "moe")
-            return _tape(tensors, full_recompute(nodes, tensors.hidden) if group.recomputed else nodes)
+            return _tape(tensors, full_recompute(nodes, tensors.hidden, tensors.kept_input) if group.recomputed else nodes)
 
 
 def _tape(tensors: LayerTensors, nodes: tuple[Node, ...]) -> TapeMemory:

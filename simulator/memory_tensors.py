@@ -52,6 +52,11 @@ class LayerTensors:
         return self.own_tokens * self.plan.model.hidden_size * self.element
 
     @cached_property
+    def kept_input(self) -> int:
+        """What a layer that is recomputed whole keeps of its input."""
+        return -(-self.hidden // self.plan.layout.tp) if self.plan.recompute.distribute else self.hidden
+
+    @cached_property
     def normalised(self) -> int:
         """A norm's output as the linear layer after it keeps it."""
         return self.own_tokens * self.plan.model.hidden_size * self.operand

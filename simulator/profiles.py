@@ -323,7 +323,7 @@ _XLA = replace(
 PROFILES: Mapping[str, Profile] = {
     profile.name: profile
     for profile in (
-        Profile(name="shardproof"),
+        Profile(name="shardproof", tensor_overlap_asked="backward"),  # backend/tensor_parallel/linear.py
         _MEGATRON_TE,
         _NEMO_2405,
         _TORCHTITAN,

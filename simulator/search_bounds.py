@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core.action import Kind
 from ..core.plan import Plan
+from ..core.program import recomputes_all
 from ..core.schedule import Placement
 from .compute import slowed_s
 from .memory_profiles import memory_profile
@@ -75,11 +76,11 @@ def family_bound_s(family: Family, pricing: Pricing) -> float:
     """Seconds that no plan of a family can beat: the work of all its layers, shared evenly by the pipeline ranks.
 
     However layers are cut into stages their kernels take as long, but for what the host needs longer to launch those of a stage, which
-    is left out. 0 where that is not so: where groups of ranks lie differently on different pipeline ranks, or where the first layers
-    of every stage only are recomputed.
+    is left out. 0 where that is not so: where groups of ranks lie differently on different pipeline ranks, or where some layers only
+    are recomputed.
     """
     plan = family.plan
-    if plan.recompute.num_layers is not None or not pricing.lies_alike():
+    if (plan.recompute.mode == "full" and not recomputes_all(plan)) or not pricing.lies_alike():
         return 0.0
     stages = [_Passes(*pricing.unsharded(stage)) for stage in range(plan.placement.num_stages)]
     work_s, exchange_s, compute_s = 0.0, 0.0, 0.0

@@ -283,6 +283,8 @@ def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: B
         if not (can if split else not must):
             continue
         for mode in pinned.values("recompute.mode", RECOMPUTE_MODES):
+            if split and _recompute(mode, pinned).distribute:  # tokens that are cut leave nothing to distribute
+                continue
             nouns: dict[str, Any] = {"layout": replace(layout, sequence_parallel=split, zero=zero), "recompute": _recompute(mode, pinned)}
             if first is None:
                 plan = Plan(**_shared_nouns(space), batch=batch, schedule=ScheduleChoice(schedule), **nouns)
@@ -295,7 +297,8 @@ def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: B
 def _recompute(mode: Any, pinned: Pinned) -> Recompute:
     """The mode with what the user fixed about it."""
     if mode == "full":
-        return Recompute(mode, num_layers=pinned.one("recompute.num_layers"))
+        limits = {name: pinned.one(f"recompute.{name}") for name in ("num_layers", "layers")}
+        return Recompute(mode, distribute=bool(pinned.one("recompute.distribute", False)), **limits)
     return Recompute(mode, modules=tuple(pinned.one("recompute.modules", Recompute().modules))) if mode == "selective" else Recompute(mode)
 
 

@@ -57,7 +57,7 @@ def communicators(call: Call) -> Communicators:
     return call.axis, call.action.stage if "replica" in call.axis.split("_") else None
 
 
-DENSE_AXES = {"tp": "tp", "cp": "cp", "dp": "dp-cp", "pp": "pp", "model": "tp-pp"}
+DENSE_AXES = {"tp": "tp", "cp": "cp", "tp_cp": "tp-cp", "dp": "dp-cp", "pp": "pp", "model": "tp-pp"}
 EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}
 """Axis of a collective -> the axes of the dense or the expert grid that it spans; gradients of dense layers are added over cp too."""
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.action import Action, Kind
 from ..core.model import ModelSpec
-from ..core.parameters import parameters
+from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
 from .digest import Region, add, bit_words, region_size, regions_overlap
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
@@ -92,7 +92,7 @@ def _ranks(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 def _position(reference: RunLedger, model: ModelSpec, found: Sequence[Difference]) -> Callable[[Difference], tuple]:
     """A sort key: activations forward, loss, their gradients backward, parameter gradients backward, norm, optimizer, weights."""
-    parameter_position = {parameter.name: i for i, parameter in enumerate(parameters(model))}
+    parameter_position = {each.name: i for i, each in enumerate((*parameters(model), *expert_biases(model)))}
     keys = [*reference.pieces, *(difference.key for difference in found)]
     activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT))
     forward = {name: i for i, name in enumerate(activations)}
@@ -119,7 +119,7 @@ def action_of(plan: Plan, key: Key, global_rank: int) -> Action:
     """The action in which a rank computes a tensor: its F or B, the gradient reduction of its stage, or the optimizer step."""
     block = key.tensor.split(".")
     if block[0] == "layers":
-        stage = next(content.stage for content in plan.stages if int(block[1]) in content.layers)
+        stage = next((content.stage for content in plan.stages if int(block[1]) in content.layers), len(plan.stages) - 1)
     else:
         stage = 0 if block[0] == "embedding" else len(plan.stages) - 1
     if key.sample is not None:

@@ -11,22 +11,28 @@ import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from ..backend.launch import run_ranks
 from ..core.errors import MissingExtraError, PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout
-from ..core.parameters import parameters
+from ..core.parameters import expert_biases, parameters
 from ..core.plan import Batch, Plan, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
 from .compare import Difference, action_of, compare, explain
 from .digest import to_hex
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, Key, LedgerWriter, RankLedger, RunLedger
+from .fast_run import FastCheck, check_fast, state_files
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
 from .mutations import DropReduction, drop_reduction
 from .twin import twin
+
+if TYPE_CHECKING:
+    from ..backend.model.block import BlockFactory
 
 CAPTURE_BYTES = 2**28
 """Values of differing tensors that a second run keeps, over all ranks: the first ones in dataflow order."""
@@ -66,6 +72,8 @@ class Proof:
         else:
             what = "activations and their gradients, loss, parameter gradients, gradient norm, optimizer state and weights of every rank"
             lines.append(f"0 different bits in {compared}: {what}. Fingerprint {report['fingerprint']}.")
+        if report["fast"] is not None:
+            lines.append(_fast_words(report["fast"]))
         lines += map(str, self.findings)
         return "\n".join(lines)
 
@@ -79,11 +87,15 @@ class ProofJob:
     capture: frozenset[Key] = frozenset()
     folder: Path | None = None
     fault: DropReduction | None = None
+    block: BlockFactory | None = None
+    start: Mapping[Key, str] = field(default_factory=dict)
+    """Files of weights and moments that every step but the first starts from; none to go on from the step before."""
 
 
 def prove(
     plan: Plan,
     *,
+    block: BlockFactory | None = None,
     transport: TransportName = "gloo",
     steps: int = 3,
     fault: DropReduction | None = None,
@@ -91,6 +103,9 @@ def prove(
 ) -> Proof:
     """Runs `steps` steps of the plan (or of its twin) and of one device, and compares every tensor of every rank.
 
+    A plan in fast numerics is proved in exact ones first, and then run as it is and held to the derived bounds (`bounds`).
+
+    `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for `Trainer`.
     `fault` is injected into the sharded run only. Raises `PlanError` for a fault that the run cannot have, `RankFailure` when a rank
     dies, `MissingExtraError` without torch.
     """
@@ -102,14 +117,30 @@ def prove(
     one = one_device(small)
     assumptions = run_ranks(probe_rank, one, world_size=1, transport="memory")[0]
     progress(f"one device: {steps} steps")
-    reference = _run(ProofJob(one, steps), "memory")
+    reference = run_ledger(ProofJob(one, steps, block=block), "memory")
     progress(f"{small.layout.world_size} ranks over {transport}: {steps} steps")
-    run = _run(ProofJob(small, steps, fault=fault), transport)
-    differences = compare(reference, run, small.model)
-    if differences:
-        progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
-        differences = _look_closer(differences, reference, ProofJob(one, steps), ProofJob(small, steps, fault=fault), transport)
-    return _proof(small, steps, transport, changes, reference, run, differences, assumptions)
+    run, differences = run_against(reference, ProofJob(small, steps, fault=fault, block=block), transport, progress=progress)
+    proof = _proof(small, steps, transport, changes, reference, run, differences, assumptions)
+    if plan.numerics.mode == "exact" or not proof.ok:
+        return proof
+    progress(f"{small.layout.world_size} ranks over {transport} in fast numerics: {steps} steps, each from the weights of one device")
+    fast = replace(small, numerics=replace(small.numerics, mode="fast"))
+    check = run_fast(ProofJob(fast, steps, frozenset(reference.pieces), block=block), transport)
+    findings = (*proof.findings, *_fast_findings(fast, check))
+    report = {**proof.report, "ok": not findings, "findings": [each.to_dict() for each in findings], "fast": check.report}
+    return Proof(report, findings, proof.changes)
+
+
+def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
+    """A job of a plan in fast numerics against one device in exact ones, which keep all values: every step starts from the weights and
+    moments of one device, so that errors are those of one step."""
+    exact = one_device(replace(job.plan, numerics=replace(job.plan.numerics, mode="exact")))
+    with tempfile.TemporaryDirectory(prefix="shardproof-fast-") as name:
+        one, many = Path(name, "one"), Path(name, "many")
+        for folder in (one, many):
+            folder.mkdir()
+        reference = run_ledger(replace(job, plan=exact, folder=one, fault=None), "memory")
+        return check_fast(job.plan, reference, run_ledger(replace(job, folder=many, start=state_files(reference)), transport))
 
 
 def one_device(plan: Plan) -> Plan:
@@ -119,6 +150,7 @@ def one_device(plan: Plan) -> Plan:
         layout=Layout(),
         cluster=replace(plan.cluster, num_devices=1),
         batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
+        runtime=replace(plan.runtime, tp_comm_overlap=None),
         schedule=ScheduleChoice("1F1B"),
         recompute=Recompute("none"),
         variation=NO_VARIATION,
@@ -138,24 +170,57 @@ def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
     from ..backend.numerics import make_numerics
     from ..backend.training_rank import TrainingRank
 
-    numerics = make_numerics(job.plan, transport.device)
+    numerics = make_numerics(job.plan, transport.device, global_rank=transport.global_rank)
     if job.fault is not None and job.fault.global_rank == transport.global_rank:
         numerics = drop_reduction(numerics, job.fault, lambda: transport.recorder.current_layer)
-    shapes = {parameter.name: parameter.shape for parameter in parameters(job.plan.model)}
-    writer = LedgerWriter(transport.global_rank, shapes, job.capture, job.folder)
-    rank = TrainingRank(transport, job.plan, numerics=numerics, observer=writer)
+    shapes = {each.name: each.shape for each in (*parameters(job.plan.model), *expert_biases(job.plan.model))}
+    writer = LedgerWriter(transport.global_rank, shapes, job.capture, job.folder, cp=job.plan.layout.cp)
+    rank = TrainingRank(transport, job.plan, model=job.block, numerics=numerics, observer=writer)
     for step in range(job.steps):
+        if step and job.start:
+            _restore(rank, job.start, step - 1)
         rank.step(step)
     return writer.finish()
 
 
-def _run(job: ProofJob, transport: TransportName) -> RunLedger:
+def _restore(rank: Any, files: Mapping[Key, str], step: int) -> None:
+    """Gives a training rank the weights and moments that are in `files` as they were after a step."""
+    import torch
+
+    def load(key: Key, target: Any, slices: tuple[slice, ...]) -> None:
+        with torch.no_grad():
+            target.copy_(torch.from_numpy(np.load(files[key])[slices]))
+
+    for held in rank.optimizer.held:
+        load(Key(step, WEIGHT, held.name), held.tensor, held.slices)
+        for moment, tensor in zip(("exp_avg", "exp_avg_sq"), rank.optimizer.moments(held), strict=True):
+            load(Key(step, OPTIMIZER, f"{held.name}.{moment}"), tensor, held.slices)
+    for stage in rank.stages.values():
+        for shard in stage.shards.values():
+            shard.refresh()
+
+
+def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
+    """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what only a rank could find."""
     try:
         return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.layout.world_size, transport=transport))
     except RankFailure as failure:
         if isinstance(failure.__cause__, PlanError):  # the user's problem, found by a rank: no fault of that rank
             raise failure.__cause__ from None
         raise
+
+
+def run_against(
+    reference: RunLedger, job: ProofJob, transport: TransportName, *, progress: Progress = lambda line: None
+) -> tuple[RunLedger, list[Difference]]:
+    """What the ranks of a job's plan computed, and every tensor of it that is not that of the reference, `one_device` of the same plan."""
+    run = run_ledger(job, transport)
+    differences = compare(reference, run, job.plan.model)
+    if differences:
+        progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
+        one = ProofJob(one_device(job.plan), job.steps, block=job.block)
+        differences = _look_closer(differences, reference, one, job, transport)
+    return run, differences
 
 
 def _look_closer(
@@ -169,7 +234,7 @@ def _look_closer(
         for job, run_transport, part in runs:
             folder = Path(name, part)
             folder.mkdir()
-            ledgers.append(_run(replace(job, capture=chosen, folder=folder), run_transport))
+            ledgers.append(run_ledger(replace(job, capture=chosen, folder=folder), run_transport))
         return [explain(d, *ledgers) if d.key in chosen else d for d in differences]
 
 
@@ -212,6 +277,7 @@ def _proof(
         "twin": list(changes),
         "leaf_sizes": asdict(plan.leaf_sizes),
         "fingerprint": _fingerprint(reference),
+        "fast": None,
     }
     return Proof(report, findings, tuple(changes))
 
@@ -248,6 +314,32 @@ def _divergence(plan: Plan, difference: Difference) -> dict[str, Any]:
         "bits_different": values.bits_different if values else None,
         "class": values.kind if values else "unknown",
     }
+
+
+def _fast_words(fast: Mapping[str, Any]) -> str:
+    compared, nearest = _count(fast["tensors"], "tensor"), fast["nearest"]
+    if fast["tensors_outside"]:
+        return f"Fast numerics LEAVE THE BOUND: {fast['tensors_outside']} of {compared} are farther from exact ones than rounding allows."
+    place = f"{nearest['phase']} {nearest['tensor']} of step {nearest['step']}"
+    return f"Fast numerics, {compared}: all within the bound derived from their terms; {place} uses most of it, {nearest['share']:.2%}."
+
+
+def _fast_findings(plan: Plan, check: FastCheck) -> list[Finding]:
+    """The first tensor that leaves its bound, and one line about the rest."""
+    if not check.wrong:
+        return []
+    key, far = check.wrong[0], check.distances[check.wrong[0]]
+    where = ", ".join([f"step {key.step + 1}", *_places(plan, key, (far.global_rank,)), _name(key)])
+    what = f"fast numerics are {far.distance:.3g} from exact ones, where {check.terms(key)} bound the distance by {far.bound:.3g}."
+    hint = "Orders of sums cannot explain it: look at what is summed over ranks here, and how often."
+    if plan.model.is_moe:
+        hint += " With experts also at the router: rounding may have decided which of two equal experts a token goes to."
+    found = [Finding("bound-left", "error", where, what, hint)]
+    if rest := check.wrong[1:]:
+        names = ", ".join(list(dict.fromkeys(_name(each._replace(sample=None)) for each in rest))[:3])
+        later = f"{len(rest)} more tensors leave theirs, first {names}."
+        found.append(Finding("bound-left-later", "info", "later in dataflow order", later))
+    return found
 
 
 def describe(plan: Plan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:

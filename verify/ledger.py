@@ -82,13 +82,15 @@ class RunLedger:
 class LedgerWriter:
     """The observer of one rank (the protocol of `backend.observe`). Tensors come as torch tensors; only their numpy view is used.
 
-    `shapes` maps each parameter to its full shape. `capture` names the tensors whose values are written into `folder`.
+    `shapes` maps each parameter to its full shape. `capture` names the tensors whose values are written into `folder`. Sequences are
+    `cp` times as long as what a microbatch has of them (context parallelism).
     """
 
     global_rank: int
     shapes: Mapping[str, tuple[int, ...]]
     capture: frozenset[Key] = frozenset()
     folder: Path | None = None
+    cp: int = 1
     entries: list[tuple[Key, Piece]] = field(default_factory=list)
     step: int = 0
 
@@ -96,7 +98,7 @@ class LedgerWriter:
         """All that follows belongs to `step`."""
         self.step = step
 
-    def activation(self, name: str, microbatch: Any, tokens: slice, tensor: Any) -> None:
+    def activation(self, name: str, microbatch: Any, tokens: Sequence[slice], tensor: Any) -> None:
         """A tensor [samples, tokens, ...] of one microbatch, and, once backward reaches it, its gradient."""
         self._samples(ACTIVATION, name, microbatch, tokens, tensor)
         if tensor.requires_grad:
@@ -125,12 +127,12 @@ class LedgerWriter:
         """What was seen so far."""
         return RankLedger(tuple(self.entries))
 
-    def _samples(self, phase: str, name: str, microbatch: Any, tokens: slice, tensor: Any) -> None:
-        sequence = microbatch.tokens.shape[1]
+    def _samples(self, phase: str, name: str, microbatch: Any, tokens: Sequence[slice], tensor: Any) -> None:
+        sequence, ends = self.cp * microbatch.tokens.shape[1], np.cumsum([run.stop - run.start for run in tokens])
         for offset, values in enumerate(_values(tensor)):
-            shape = (sequence, *values.shape[1:])
-            region = ((tokens.start, tokens.stop), *full_region(values.shape[1:]))
-            self._enter(Key(self.step, phase, name, microbatch.first_sample + offset), values, shape, region)
+            shape, key = (sequence, *values.shape[1:]), Key(self.step, phase, name, microbatch.first_sample + offset)
+            for run, part in zip(tokens, np.split(values, ends[:-1]), strict=True):
+                self._enter(key, part, shape, ((run.start, run.stop), *full_region(values.shape[1:])))
 
     def _shard(self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any) -> None:
         region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))

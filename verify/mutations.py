@@ -14,6 +14,7 @@ from typing import Any
 from ..core.errors import PlanError, did_you_mean
 from ..core.parameters import Parameter, stage_usages
 from ..core.plan import Plan
+from ..core.program import num_copies
 
 DROP_REDUCTION = "drop-reduction"
 FORM = f"{DROP_REDUCTION}:RANK:TENSOR, such as {DROP_REDUCTION}:1:layers.0.mlp.down"
@@ -24,7 +25,8 @@ class DropReduction:
     """Rank `global_rank` keeps its own partial sum of `tensor` instead of the sum over its group.
 
     A linear layer (`layers.0.mlp.down`) means its tensor-parallel reduction: of the output where it is row-parallel, of the input
-    gradient where it is column-parallel. A parameter (`layers.0.mlp.down.weight`) means its gradient over data parallelism.
+    gradient where it is column-parallel. A parameter (`layers.0.mlp.down.weight`) means its gradient over data parallelism (of experts
+    that of their own).
     """
 
     global_rank: int
@@ -46,6 +48,12 @@ class DropReduction:
         if self.tensor not in axes:
             raise PlanError(f"{self}: rank {self.global_rank} does not hold {self.tensor} (it is pipeline rank {pp_rank} of {layout.pp}).")
         axis, size = axes[self.tensor]
+        if axis == "dp" and layout.cp > 1:
+            layer = next(name for name, (other, _) in axes.items() if other == "tp")
+            raise PlanError(
+                f"{self}: with cp={layout.cp} all gradients of a stage are finished in one exchange, of which no rank can leave out one. "
+                f"Choose a layer, such as {layer}, or cp=1."
+            )
         if size == 1:
             raise PlanError(f"{self}: {self.tensor} is reduced over {axis}, but {axis}=1. Choose a plan with {axis} of at least 2.")
 
@@ -67,17 +75,23 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
     """A copy of a rank's `backend.numerics.Numerics` that has the fault. `current_layer` tells for which layer it is called."""
     faulty = copy.copy(numerics)
 
-    def contract(x_BSC: Any, weight_CF: Any, leaves: Any, group: Any, tokens: Any) -> Any:
-        total = numerics.contract(x_BSC, weight_CF, leaves, group, tokens)
-        own = slice(None) if tokens is None else slice(*tokens.own)
-        return (x_BSC @ weight_CF)[:, own] if current_layer() == fault.tensor else total
+    def finish_contract(partial: Any, leaves: Any, group: Any, tokens: Any, dtype: Any) -> Any:
+        alone = partial.sum(0).to(dtype)[:, slice(None) if tokens is None else slice(*tokens.own)]
+        total = numerics.finish_contract(partial, leaves, group, tokens, dtype)
+        return alone if current_layer() == fault.tensor else total
 
     def reduce_gradients(gradients: Mapping[str, Any], group: Any, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
         own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name.partition("@")[0] == fault.tensor}
         return {**numerics.reduce_gradients(gradients, group, samples_of), **own}
 
-    faulty.contract = contract
+    faulty.finish_contract = finish_contract
+
+    def reduce_experts(gradients: Mapping[str, Any], group: Any, nodes: Any) -> dict[str, Any]:
+        own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name == fault.tensor}
+        return {**numerics.reduce_experts(gradients, group, nodes), **own}
+
     faulty.reduce_gradients = reduce_gradients
+    faulty.reduce_experts = reduce_experts
     return faulty
 
 
@@ -85,12 +99,13 @@ def _reductions(plan: Plan, stages: tuple[int, ...]) -> dict[str, tuple[str, int
     """Every reduction of some stages by name, with its axis and over how many ranks it goes."""
     found = {}
     for stage in stages:
+        copies = num_copies(plan, stage)
         for usage in stage_usages(plan.model, plan.stages[stage]):
-            found[usage.parameter.name] = "dp", plan.num_copies(stage)
+            found[usage.parameter.name] = ("edp", copies.expert) if usage.parameter.expert else ("dp", copies.dense)
             if _is_linear(usage.parameter):
                 found[usage.parameter.name.removesuffix(".weight")] = "tp", plan.layout.tp
     return found
 
 
 def _is_linear(parameter: Parameter) -> bool:
-    return len(parameter.shape) == 2 and parameter.cut is not None and not parameter.name.startswith("embedding.")
+    return len(parameter.shape) == 2 and parameter.cut is not None and not parameter.expert and not parameter.name.startswith("embedding.")

@@ -10,7 +10,7 @@ from ..core.action import Kind
 from ..core.errors import ScheduleError
 from ..core.parameters import layer_prefix, stage_parameters
 from ..core.plan import Plan
-from ..core.program import Collective, num_shards, operations
+from ..core.program import Collective, num_shards, operations, sequences_are_cut
 from ..core.schedule import Schedule
 from ..core.stages import StageLayers
 from .calls import Call, Calls
@@ -81,7 +81,8 @@ def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
     if layout.tp > 1 and (layout.sequence_parallel or plan.model.qk_norm):
         whole = (parameter for parameter in held if parameter.cut is None and not parameter.expert)
         by_tokens = (parameter for parameter in whole if not parameter.name.startswith("embedding."))
-        axes |= {"tp"} if any(layout.sequence_parallel or ".attention." in parameter.name for parameter in by_tokens) else set()
+        axis = "tp_cp" if sequences_are_cut(plan) else "tp"
+        axes |= {axis} if any(layout.sequence_parallel or ".attention." in parameter.name for parameter in by_tokens) else set()
     return frozenset(axes)
 
 

@@ -23,16 +23,15 @@ from ..core.action import Kind
 from ..core.cluster import ClusterSpec
 from ..core.findings import Finding
 from ..core.layout import Layout
-from ..core.parameters import layer_prefix
 from ..core.plan import DataParallel, Plan, ScheduleChoice
 from ..core.program import LayerWork, Product
 from ..core.schedule import Schedule
 from ..core.schedules import lower
 from ..core.variation import NO_VARIATION
 from .rules import View
-from .symbolic_blocks import EMBEDDING, Block, blocks_of, run_block
+from .symbolic_blocks import EMBEDDING, HEAD, Block, blocks_of, run_block
 from .symbolic_layers import Difference, Program
-from .symbolic_step import StageGradients, Step, StepDifference, reduced_gradients, unshard_difference
+from .symbolic_step import StageGradients, Step, StepDifference, exchange_difference, reduced_gradients, unshard_difference
 from .symbolic_sums import Judgement, judge
 
 VALUE_RULE, ORDER_RULE, SCOPE_RULE = "other-mathematics", "other-order", "not-proved"
@@ -115,18 +114,9 @@ def prove(plan: Plan, schedule: Schedule, program: Program | None = None) -> Sym
 
 def beyond_proof(plan: Plan) -> tuple[str, ...]:
     """What of a plan the proof has no expressions for; empty when it knows all of it."""
-    model, layout = plan.model, plan.layout
     return tuple(
         what
-        for there, what in (
-            (model.is_moe, f"experts (model.num_experts={model.num_experts})"),
-            (model.is_mla, f"latent attention (model.kv_lora_rank={model.kv_lora_rank})"),
-            (model.num_mtp_layers > 0, f"multi-token prediction (model.num_mtp_layers={model.num_mtp_layers})"),
-            (model.qk_norm, "norms of queries and keys (model.qk_norm=true)"),
-            (model.qkv_bias, "biases of queries, keys and values alone (model.qkv_bias=true)"),
-            (layout.cp > 1, f"context parallelism (layout.cp={layout.cp})"),
-            (plan.data_parallel.shard is not None, f"hybrid sharding (data_parallel.shard={plan.data_parallel.shard})"),
-        )
+        for there, what in ((plan.data_parallel.shard is not None, f"hybrid sharding (data_parallel.shard={plan.data_parallel.shard})"),)
         if there
     )
 
@@ -158,12 +148,12 @@ class _Prover:
     def _layers(self) -> Iterator[Finding]:
         """Every block of every stage; blocks that differ in their layer's name only are run once."""
         one = _one_device(self.plan)
-        one_works = _by_block(Program().works(one, 0, 0), list(blocks_of(one.stages[0])))
+        one_works = _by_block(Program().works(one, 0, 0), list(blocks_of(one.model, one.stages[0])))
         proved: dict[tuple[object, ...], tuple[Block, list[Difference], dict[str, tuple[tuple[int, int], ...]]]] = {}
         alike: dict[Block, list[int]] = {}
         for content in self.plan.stages:
             works = [self.program.works(self.plan, content.stage, tp_rank) for tp_rank in range(self.plan.layout.tp)]
-            blocks = list(blocks_of(content))
+            blocks = list(blocks_of(self.plan.model, content))
             cut = [_by_block(rank_works, blocks) for rank_works in works]
             for block in blocks:
                 own = [table[block] for table in cut]
@@ -215,10 +205,14 @@ class _Prover:
         for content in self.plan.stages:
             states = self.states[content.stage]
             gradients, differences = reduced_gradients(self.plan, placement, self.program, content.stage, states, judgement.num_reductions)
-            self.num_values += len(states) * self.plan.layout.tp * self.plan.layout.dp * len(placement.ranks[content.stage])
+            self.num_values += (
+                len(states) * self.plan.layout.tp * self.plan.layout.dp * self.plan.layout.cp * len(placement.ranks[content.stage])
+            )
             stages.append(gradients)
             found += differences
         unsharded = np.unique(self.schedule.actions.stage[self.schedule.actions.kind == Kind.UNSHARD]).tolist()
+        exchanges = (exchange_difference(self.plan, self.program, content.stage) for content in self.plan.stages)
+        found += [difference for difference in exchanges if difference is not None]
         by_unshard = (unshard_difference(self.plan, placement, self.program, stage) for stage in unsharded)
         found += [difference for difference in by_unshard if difference is not None]
         found += Step(self.plan, placement, self.program, stages).differences()
@@ -236,7 +230,7 @@ class _Prover:
         size = self.plan.batch.global_size
         by_replicas = {len(ranks): stage for stage, ranks in enumerate(self.schedule.placement.ranks)}
         for stage in by_replicas.values():
-            spans = sorted(self.plan.copy_samples(stage, copy) for copy in range(self.plan.num_copies(stage)))
+            spans = sorted(self.plan.copy_samples(stage, copy) for copy in range(0, self.plan.num_copies(stage), self.plan.layout.cp))
             ends = [0, *(hi for _, hi in spans)]
             if [lo for lo, _ in spans] != ends[:-1] or ends[-1] != size:
                 what = f"its copies see the samples {spans[:8]}, which are not every one of {size} samples once"
@@ -246,7 +240,7 @@ class _Prover:
 def _one_device(plan: Plan) -> Plan:
     """The same problem with every degree 1: model, batch, microbatch size and numerics stay; what a layer recomputes, all layers do."""
     cluster: ClusterSpec = replace(plan.cluster, num_devices=1)
-    recompute = replace(plan.recompute, num_layers=None)
+    recompute = replace(plan.recompute, num_layers=None, layers=None)
     return replace(
         plan,
         cluster=cluster,
@@ -264,14 +258,14 @@ def _by_block(works: Any, blocks: list[Block]) -> dict[Block, list[LayerWork]]:
     by_prefix = {block.prefix: block for block in blocks}
     for work in works:
         parts = work.layer.split(".")
-        prefix = f"{layer_prefix(int(parts[1]))}." if parts[0] == "layers" else f"{parts[0]}."
+        prefix = f"{parts[0]}.{parts[1]}." if parts[0] in ("layers", "mtp") else f"{parts[0]}."
         tables[by_prefix.get(prefix, blocks[0])].append(work)
     return tables
 
 
 def _usage_key(block: Block, name: str) -> str:
-    """The whole key of a gradient from its name inside a block; a tied table belongs to the embedding wherever it is used."""
-    return name if name.startswith(EMBEDDING.prefix) else f"{block.prefix}{name}"
+    """The whole key of a gradient from its name inside a block; a table belongs to the embedding, or the head, wherever it is used."""
+    return name if name.startswith((EMBEDDING.prefix, HEAD.prefix)) else f"{block.prefix}{name}"
 
 
 def _signature(block: Block, works: list[LayerWork]) -> tuple[object, ...]:

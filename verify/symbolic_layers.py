@@ -19,7 +19,7 @@ from ..core.plan import Plan
 from ..core.program import Collective, LayerWork, Message, Operation, Operations, Product, operations, own_token_parameters, stage_work
 from ..core.reduction import cut, maximal_nodes
 from .expressions import MODULUS, Expression, apply, digest, exactly_summed, interval, summed, symbol, tree
-from .symbolic_tensors import MisfitError, Part, collective, on_another_copy
+from .symbolic_tensors import MisfitError, Part, collective, on_another_copy, over_context
 
 Phase = Literal["forward", "recomputation", "input gradient", "weight gradient"]
 
@@ -73,7 +73,13 @@ class Ranks:
 
     @property
     def sequence(self) -> int:
-        """Tokens of a sample."""
+        """Tokens of a sample that a context-parallel rank has. All have equally many, and do the same with theirs: what runs here is the
+        first of them, whose tokens count from 0; what it gets of others counts on."""
+        return self.plan.batch.sequence // self.plan.layout.cp
+
+    @property
+    def keys(self) -> int:
+        """Tokens of a whole sample, which a query may see."""
         return self.plan.batch.sequence
 
     def own_tokens(self, tp_rank: int) -> tuple[int, int]:
@@ -98,7 +104,12 @@ class Ranks:
     def own_leaves(self, parameter: Parameter, tp_rank: int) -> tuple[str, int, int]:
         """The leaves of a cut dimension that a rank holds."""
         assert parameter.cut is not None
-        return (parameter.cut[1], *self.leaves(parameter).owned(self.tp, tp_rank))
+        degree = self.plan.layout.expert_tp if parameter.expert else self.tp
+        return (parameter.cut[1], *self.leaves(parameter).owned(degree, tp_rank % degree))
+
+    def note(self, what: str) -> None:
+        """Says why the next result is wrong; the first reason counts."""
+        self._note = self._note or what
 
     def in_order_of(self, value: Expression, *shape: int) -> Expression:
         """Fast numerics: the library's order of additions is that of a shape."""
@@ -154,6 +165,8 @@ class Ranks:
         if operation.group_size != size:
             self._note = self._note or f"{operation.op} over {axis} names {operation.group_size} ranks of {size}"
         by_tokens = layout.sequence_parallel
+        if axis == "cp":
+            return self.each(lambda _, part: over_context(operation.op, part, self.sequence, layout.cp), parts)
         try:
             if axis == "tp":
                 return collective(operation.op, parts, self.token_cut(len(parts)), by_tokens=by_tokens)

@@ -16,9 +16,11 @@ import numpy as np
 from ..core.action import Kind
 from ..core.parameters import Usage, stage_parameters, stage_usages
 from ..core.plan import Plan
-from ..core.program import Collective, Operations
+from ..core.program import EXPERT_BIAS, Collective, Operations, sequences_are_cut
+from ..core.program.holdings import PART_LAYERS, KnownPart, knows_heads
 from ..core.schedule import Placement
-from .expressions import digest
+from .expressions import MODULUS, digest
+from .symbolic_experts import EXPERT_AXES, ExpertGrid
 from .symbolic_layers import Program
 from .symbolic_tensors import MisfitError
 
@@ -39,7 +41,8 @@ class StepDifference:
 class StageGradients:
     """The gradients of one stage: arrays [tp, dp, replica] of digests by usage, alike for usages that are treated alike.
 
-    `is_part` says that each copy has finished a part of the elements only (ZeRO).
+    `is_part` says that each copy has finished a part of the elements only (ZeRO), `in_turn` that these are parts of a sum over tensor- and
+    context-parallel ranks, which have to come together first.
     """
 
     plan: Plan
@@ -48,12 +51,14 @@ class StageGradients:
     values: dict[str, np.ndarray] = field(default_factory=dict)
     wanted: dict[str, np.ndarray] = field(default_factory=dict)
     is_part: bool = False
+    in_turn: bool = False
     reordered: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[tp, dp, replica]."""
-        return self.plan.layout.tp, self.plan.layout.dp, len(self.placement.ranks[self.stage])
+        """[tp, dp, replica], of which dp counts the context-parallel ranks of every data-parallel rank too, as its fastest axis."""
+        layout = self.plan.layout
+        return layout.tp, layout.dp * layout.cp, len(self.placement.ranks[self.stage])
 
 
 def reduced_gradients(
@@ -75,14 +80,19 @@ def reduced_gradients(
     representatives: dict[tuple[object, ...], Usage] = {}
     for usage in usages:
         representatives.setdefault(_treatment(usage, states, covered), usage)
-    calls = [program.actions(plan, Kind.REDUCE_GRAD, stage, t, d, replica=r) for t, d, r in np.ndindex(gradients.shape)]
+    calls = [program.actions(plan, Kind.REDUCE_GRAD, stage, t, d // plan.layout.cp, replica=r) for t, d, r in np.ndindex(gradients.shape)]
     operations, note = _in_step(calls)
     if note:
         differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", note))
+    counted = [operation for operation in operations if operation.layer == EXPERT_BIAS]
+    operations = [operation for operation in operations if operation.layer != EXPERT_BIAS]
+    differences += _counts_difference(gradients, counted)
     per_holder = [num_reductions.get((rank, stage), ()) for rank in placement.ranks[stage]]
     for usage in representatives.values():
         try:
-            total = _reduce_usage(gradients, usage, states[usage.key], operations, per_holder, usage.parameter.name in covered)
+            own_operations = _operations_for(plan, usage, operations, covered)
+            covering = usage.parameter.name in covered
+            total = _reduce_usage(gradients, usage, states[usage.key], own_operations, per_holder, covering)
         except MisfitError as error:
             differences.append(StepDifference("value", f"{stage}REDUCE_GRAD, {usage.key}", str(error)))
             continue
@@ -97,12 +107,32 @@ def reduced_gradients(
         what = "every copy keeps whole gradients" if in_parts else "every copy keeps a part of the gradients only"
         differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", f"{what}, and zero={plan.layout.zero} wants it otherwise"))
     gradients.is_part = in_parts and bool(usages)  # a stage without layers has no parts
-    if split := _split_blocks(plan, [tokens for usage in usages if usage.parameter.name in covered for tokens in states[usage.key]]):
+    by_tokens = [usage for usage in usages if usage.parameter.name in covered and not knows_heads(usage.parameter)]
+    if split := _split_blocks(plan, [tokens for usage in by_tokens for tokens in states[usage.key]]):
         differences.append(StepDifference("order", f"{stage}REDUCE_GRAD", split))
     if gradients.reordered:
         what = "gradients are added over ranks in the library's order"
         differences.append(StepDifference("order", f"{stage}REDUCE_GRAD", what))
     return gradients, differences
+
+
+def _counts_difference(gradients: StageGradients, operations: Sequence[Collective]) -> Iterator[StepDifference]:
+    """What is wrong with the counts of the experts that the step's tokens chose: every rank needs them over all tokens, once."""
+    plan, stage, shape = gradients.plan, gradients.stage, gradients.shape
+    if not plan.model.expert_bias or not any(usage.parameter.expert for usage in stage_usages(plan.model, plan.stages[stage])):
+        return
+    own, wanted = np.zeros(shape, dtype=np.uint64), 0
+    for t, d, r in np.ndindex(shape):
+        own[t, d, r] = _tokens_digest((EXPERT_BIAS, stage, d, r), *plan.tokens_of(t))
+    for d, r in np.ndindex(shape[1:]):
+        wanted += int(_tokens_digest((EXPERT_BIAS, stage, d, r), 0, plan.batch.sequence // plan.layout.cp))
+    for operation in operations:
+        axes = {"tp": (0,), "dp": (1,), "replica": (1, 2)}.get(operation.axis, ())
+        own = np.broadcast_to(own.sum(axes, keepdims=True, dtype=np.uint64), own.shape)
+    if not (own == np.uint64(wanted % MODULUS)).all():
+        called = _calls_text([(each.op, each.axis, each.layer) for each in operations])
+        what = f"counts of chosen experts are not those of the global batch; REDUCE_GRAD calls {called}"
+        yield StepDifference("value", f"{stage}REDUCE_GRAD, {EXPERT_BIAS}", what)
 
 
 def _split_blocks(plan: Plan, bounds: Sequence[tuple[int, int]]) -> str:
@@ -115,7 +145,17 @@ def _split_blocks(plan: Plan, bounds: Sequence[tuple[int, int]]) -> str:
 
 
 def _treatment(usage: Usage, states: States, covered: set[str]) -> tuple[object, ...]:
-    return usage.role, usage.parameter.cut is None, states[usage.key], usage.parameter.name in covered
+    cut, expert = usage.parameter.cut is None, usage.parameter.expert
+    return usage.role, cut, expert, states[usage.key], usage.parameter.name in covered, knows_heads(usage.parameter)
+
+
+def _operations_for(plan: Plan, usage: Usage, operations: Sequence[Collective], covered: set[str]) -> list[Collective]:
+    """The collectives that a gradient goes through: over tensor parallelism only where a rank knows a part of it, of tokens or of heads,
+    which exact numerics exchange apart."""
+    kind: KnownPart = "heads" if knows_heads(usage.parameter) and plan.numerics.mode == "exact" else "tokens"
+    layer = PART_LAYERS[kind] if usage.parameter.name in covered else None
+    theirs = [each for each in operations if (each.axis in EXPERT_AXES) == usage.parameter.expert]
+    return [each for each in theirs if each.axis not in ("tp", "tp_cp") or each.layer == layer]
 
 
 def _reduce_usage(
@@ -126,8 +166,16 @@ def _reduce_usage(
     per_holder: Sequence[tuple[int, ...]],
     covered: bool,
 ) -> np.ndarray:
-    """The sum over all groups of contributions, each reduced as often as the schedule does it."""
-    shape, sequence = gradients.shape, gradients.plan.batch.sequence
+    """The sum over all groups of contributions, each reduced as often as the schedule does it.
+
+    Where context-parallel ranks finish sequences after every microbatch (`exchange_difference`), each then has a part of the elements.
+    """
+    if usage.parameter.expert:
+        return _reduce_experts(gradients, usage, tokens, operations, per_holder)
+    shape, plan = gradients.shape, gradients.plan
+    local, by_parts = plan.batch.sequence // plan.layout.cp, sequences_are_cut(plan)
+    whole_part = plan.leaf_sizes.heads.num_leaves if knows_heads(usage.parameter) else local
+    tokens = [(0, local) if by_parts and each == (0, plan.batch.sequence) else each for each in tokens]  # gathered, not summed
     total, wanted = np.zeros(shape, dtype=np.uint64), np.zeros(shape, dtype=np.uint64)
     for times in sorted({times for counts in per_holder for times in counts}):
         own, whole = np.zeros(shape, dtype=np.uint64), np.zeros(shape, dtype=np.uint64)
@@ -135,15 +183,56 @@ def _reduce_usage(
             if times in per_holder[r]:
                 name = (gradients.stage, usage.key, t if usage.parameter.cut is not None else "", d, r, times)
                 own[t, d, r] = _tokens_digest(name, *tokens[t])
-                whole[t, d, r] = _tokens_digest(name, 0, sequence)
+                whole[t, d, r] = _tokens_digest(name, 0, whole_part)
         wanted += np.broadcast_to(whole.sum((1, 2), keepdims=True, dtype=np.uint64), shape)
+        gradients.is_part, gradients.in_turn = by_parts and not covered, False
+        if gradients.is_part:
+            own = _over_cp(own, plan.layout.cp)
+        for _ in range(times):
+            over_tokens = [operation for operation in operations if operation.axis not in ("dp", "replica")]
+            for operation in over_tokens:
+                own = _collective(gradients, operation, own)
+            gradients.is_part |= by_parts  # of what has come together each takes its part again
+            for operation in operations[len(over_tokens) :]:
+                own = _collective(gradients, operation, own)
+        total += own
+    gradients.wanted[usage.key] = wanted
+    return total
+
+
+def _over_cp(own: np.ndarray, cp: int) -> np.ndarray:
+    """Summed over the context-parallel ranks of every data-parallel rank."""
+    apart = own.reshape(own.shape[0], -1, cp, own.shape[2])
+    return np.broadcast_to(apart.sum(2, keepdims=True, dtype=np.uint64), apart.shape).reshape(own.shape)
+
+
+def _reduce_experts(
+    gradients: StageGradients,
+    usage: Usage,
+    tokens: Sequence[tuple[int, int]],
+    operations: Sequence[Collective],
+    per_holder: Sequence[tuple[int, ...]],
+) -> np.ndarray:
+    """The same for a parameter of experts, whose copies lie on other ranks."""
+    shape, plan, cut = gradients.shape, gradients.plan, usage.parameter.cut is not None
+    grid, of_dense, local = ExpertGrid(plan.layout), gradients.is_part, plan.batch.sequence // plan.layout.cp
+    total, wanted = np.zeros(shape, dtype=np.uint64), np.zeros(shape, dtype=np.uint64)
+    for times in sorted({times for counts in per_holder for times in counts}):
+        name = (gradients.stage, usage.key, times)
+        replicas = [r for r in range(shape[2]) if times in per_holder[r]]
+        own = grid.contributions(name, shape[2], cut=cut, part=lambda name, t: int(_tokens_digest(name, *tokens[t])))
+        own[:, :, [r for r in range(shape[2]) if r not in replicas]] = 0
+        wanted += grid.wanted(name, replicas, shape, cut=cut, whole=lambda name, _: int(_tokens_digest(name, 0, local)))
         gradients.is_part = False
         for _ in range(times):
             for operation in operations:
-                if operation.axis != "tp" or covered:
-                    own = _collective(gradients, operation, own)
+                own = _collective(gradients, operation, own)
         total += own
     gradients.wanted[usage.key] = wanted
+    in_parts = plan.layout.zero > 0 and plan.layout.expert_dp * shape[2] > 1
+    if gradients.is_part != in_parts and per_holder:
+        raise MisfitError(f"zero={plan.layout.zero}, and every copy keeps {'a part' if gradients.is_part else 'all'} of it")
+    gradients.is_part = of_dense
     return total
 
 
@@ -154,22 +243,35 @@ def _tokens_digest(name: tuple[object, ...], lo: int, hi: int) -> np.uint64:
 
 
 def _collective(gradients: StageGradients, operation: Collective, own: np.ndarray) -> np.ndarray:
-    axes = {"tp": (0,), "dp": (1,), "replica": (1, 2)}.get(operation.axis)
-    if axes is None:
+    axes = {"tp": (0,), "dp": (1,), "replica": (1, 2), "tp_cp": (0,)}.get(operation.axis, ())
+    if not axes and operation.axis not in EXPERT_AXES:
         raise MisfitError(f"{operation.op} over {operation.axis} does not join ranks that hold the same gradients")
-    size = int(np.prod([own.shape[axis] for axis in axes]))
+    layout, by_parts = gradients.plan.layout, sequences_are_cut(gradients.plan) and operation.axis in ("dp", "replica")
+    size = operation.group_size if not axes else int(np.prod([own.shape[axis] for axis in axes]))
+    size *= layout.cp if operation.axis == "tp_cp" else 1
     if operation.group_size != size:
         raise MisfitError(f"{operation.op} over {operation.axis} names {operation.group_size} ranks, but there are {size}")
+    if by_parts and gradients.in_turn:
+        raise MisfitError(f"{operation.op} over {operation.axis} is given parts of a sum over tokens that has not come together")
+    if by_parts and operation.op == "all_to_all":  # between the ranks that have the same part
+        gradients.is_part = True
+        apart = own.reshape(own.shape[0], -1, layout.cp, own.shape[2])
+        added = apart.sum((1, 3) if operation.axis == "replica" else 1, keepdims=True, dtype=np.uint64)
+        return np.broadcast_to(added, apart.shape).reshape(own.shape)
     if operation.op == "all_gather":
         if not gradients.is_part:
             raise MisfitError("all_gather is given gradients that every rank holds whole")
-        gradients.is_part = False
+        gradients.is_part = gradients.in_turn = False
         return own
     if gradients.is_part:
         raise MisfitError(f"{operation.op} adds parts of different elements")
     gradients.is_part = operation.op in ("reduce_scatter", "all_to_all")
+    gradients.in_turn = gradients.is_part and operation.axis == "tp_cp"
     gradients.reordered |= operation.op != "all_to_all"
-    return np.broadcast_to(own.sum(axes, keepdims=True, dtype=np.uint64), own.shape)
+    if not axes:
+        return ExpertGrid(gradients.plan.layout).reduced(operation, own)
+    own = np.broadcast_to(own.sum(axes, keepdims=True, dtype=np.uint64), own.shape)
+    return _over_cp(own, layout.cp) if operation.axis == "tp_cp" else own
 
 
 def _in_step(sequences: Sequence[Sequence[object]]) -> tuple[list[Collective], str]:
@@ -198,13 +300,29 @@ def _how(total: np.ndarray, wanted: np.ndarray, per_holder: Sequence[tuple[int, 
     return f"it is not the sum over all tokens of the global batch; REDUCE_GRAD calls {called}"
 
 
+def exchange_difference(plan: Plan, program: Program, stage: int) -> StepDifference | None:
+    """What is wrong with the end of a microbatch's backward: there context-parallel ranks finish sequences, once."""
+    due = [("all_to_all", "cp", plan.layout.cp)] * (sequences_are_cut(plan) and bool(stage_parameters(plan.model, plan.stages[stage])))
+    for kind, wanted in ((Kind.B, due), (Kind.W, due), (Kind.I, [])):
+        for tp_rank in range(plan.layout.tp):
+            operations = program.actions(plan, kind, stage, tp_rank)
+            calls = [(each.op, each.axis, each.group_size) for each in operations if isinstance(each, Collective) and not each.layer]
+            if calls != wanted:
+                called = ", ".join(f"{op} over {axis} of {size}" for op, axis, size in calls) or "none"
+                what = f"{len(wanted)} exchanges over context-parallel ranks are due after the last weight gradient, and {called} is called"
+                return StepDifference("value", f"{stage}{kind.name}, tp rank {tp_rank}", what)
+    return None
+
+
 def unshard_difference(plan: Plan, placement: Placement, program: Program, stage: int) -> StepDifference | None:
     """What is wrong with UNSHARD of a stage: it has to bring together the parts of all copies (ZeRO-3)."""
-    shape = plan.layout.tp, plan.layout.dp, len(placement.ranks[stage])
-    calls, note = _in_step([program.actions(plan, Kind.UNSHARD, stage, t, d, replica=r) for t, d, r in np.ndindex(shape)])
+    shape = plan.layout.tp, plan.layout.dp * plan.layout.cp, len(placement.ranks[stage])
+    calls, note = _in_step([program.actions(plan, Kind.UNSHARD, stage, t, d // plan.layout.cp, replica=r) for t, d, r in np.ndindex(shape)])
     size = shape[1] * shape[2]
     due = plan.layout.zero == 3 and size > 1 and bool(stage_parameters(plan.model, plan.stages[stage]))
     wanted = [("all_gather", "dp" if shape[2] == 1 else "replica", size)] * due
+    if (copies := plan.layout.expert_dp * shape[2]) > 1 and any(each.expert for each in stage_parameters(plan.model, plan.stages[stage])):
+        wanted += [("all_gather", "edp" if shape[2] == 1 else "expert_replica", copies)] * (plan.layout.zero == 3)
     if note or [(call.op, call.axis, call.group_size) for call in calls] != wanted:
         called = _calls_text([(call.op, call.axis, call.layer) for call in calls])
         return StepDifference(
@@ -219,17 +337,21 @@ class Step:
     def __init__(self, plan: Plan, placement: Placement, program: Program, stages: Sequence[StageGradients]):
         self.plan, self.placement, self.stages = plan, placement, stages
         self.ranks = [rank for rank in range(placement.num_ranks) if placement.stages_of(rank)]
-        self.shape = (len(self.ranks), plan.layout.tp, plan.layout.dp)
+        self.shape = (len(self.ranks), plan.layout.tp, plan.layout.dp * plan.layout.cp)
         self.operations: dict[tuple[int, int, int], Operations] = {}
         for rank, t, d in np.ndindex(self.shape):
             stage = placement.stages_of(self.ranks[rank])[0]
             replica = placement.replica_of(stage, self.ranks[rank])
-            self.operations[rank, t, d] = program.actions(plan, Kind.STEP, stage, t, d, replica=replica)
+            self.operations[rank, t, d] = program.actions(plan, Kind.STEP, stage, t, d // plan.layout.cp, replica=replica)
 
     def differences(self) -> Iterator[StepDifference]:
         """Everything STEP does otherwise than one device."""
-        yield from self._scalar("grad_norm", *self._squares())
+        yield from self._scalar("grad_norm", *self._with_experts(*self._squares()))
         yield from self._scalar("loss", *self._losses())
+        if self.plan.model.num_mtp_layers:
+            yield from self._scalar("mtp_loss", *self._losses())
+        if self.plan.train.adds_router_losses:
+            yield from self._scalar("aux_loss", *self._aux_losses())
         yield from self._tied_table()
         yield from self._parameters()
 
@@ -254,19 +376,47 @@ class Step:
                     own[self.ranks.index(pp_rank)] += squares.sum((1, 2), dtype=np.uint64)[:, None]
         return own, total
 
+    def _with_experts(self, own: np.ndarray, wanted: np.uint64) -> tuple[np.ndarray, np.uint64]:
+        """The squares of experts, which lie on another grid, beside the others; with ZeRO every copy's own part counts them."""
+        if not self.plan.model.is_moe or self.plan.layout.zero:
+            return own, wanted
+        calls = [call for call in self._of_layer("grad_norm")[0] if call.axis in ("ep", "etp")]
+        with_experts = [each for each in self.stages if any(usage.parameter.expert for usage in self._usages(each.stage))]
+        stages = [(each.stage, self.ranks.index(self.placement.ranks[each.stage][0])) for each in with_experts]
+        return ExpertGrid(self.plan.layout).with_squares(calls, own, wanted, stages)
+
+    def _usages(self, stage: int) -> tuple[Usage, ...]:
+        return stage_usages(self.plan.model, self.plan.stages[stage])
+
     def _losses(self) -> tuple[np.ndarray, np.uint64]:
         """The losses of a rank's samples, on the ranks of the last stage, counted by the first tensor-parallel rank."""
         own, total = np.zeros(self.shape, dtype=np.uint64), 0
         for replica, pp_rank in enumerate(self.placement.ranks[-1]):
-            for d in range(self.plan.layout.dp):
+            for d in range(self.shape[2]):
                 loss = digest("losses", d, replica)
                 own[self.ranks.index(pp_rank), 0, d] = loss
                 total += loss
         return own, np.uint64(total % 2**64)
 
+    def _aux_losses(self) -> tuple[np.ndarray, np.uint64]:
+        """What routers add to the loss, on the ranks of their stages: of each rank's own tokens, or counted by the first tensor-parallel
+        rank where all have the same."""
+        own, total = np.zeros(self.shape, dtype=np.uint64), 0
+        for stage, ranks in enumerate(self.placement.ranks):
+            for replica, pp_rank in enumerate(ranks):
+                losses = np.zeros(self.shape[1:], dtype=np.uint64)
+                for t, d in np.ndindex(self.shape[1:]):
+                    if t == 0 or self.plan.layout.sequence_parallel:
+                        losses[t, d] = digest("aux losses", stage, t, d, replica)
+                own[self.ranks.index(pp_rank)] += losses
+                total += int(losses.sum(dtype=np.uint64))
+        return own, np.uint64(total % MODULUS)
+
     def _scalar(self, layer: str, own: np.ndarray, wanted: np.uint64) -> Iterator[StepDifference]:
         calls, note = self._of_layer(layer)
         for call in calls:
+            if call.axis in ("ep", "etp") and layer == "grad_norm" and self.plan.model.is_moe:
+                continue  # of the squares of experts
             axes = {"dp": (2,), "model": (0, 1), "tp": (1,)}.get(call.axis)
             if axes is None:
                 note = note or f"{call.op} over {call.axis} is no sum over the ranks that hold parts of it"
@@ -283,7 +433,7 @@ class Step:
 
     def _tied_table(self) -> Iterator[StepDifference]:
         """First and last stage add the sums of their uses; each rank that holds one of them needs the other's."""
-        if not self.plan.model.tied_embeddings:
+        if not self.plan.model.shares_table:
             return
         first, last = self.placement.ranks[0], self.placement.ranks[-1]
         for rank, pp_rank in enumerate(self.ranks):
@@ -297,6 +447,14 @@ class Step:
                     yield StepDifference("value", where, what)
                     return
 
+    def _expert_copies(self, pp_rank: int) -> list[int]:
+        """Of every stage of a pipeline rank whose experts are updated in parts the number of copies that hold these."""
+        if not self.plan.layout.zero:
+            return []
+        stages = [stage for stage in self.placement.stages_of(pp_rank) if any(usage.parameter.expert for usage in self._usages(stage))]
+        copies = [self.plan.layout.expert_dp * len(self.placement.ranks[stage]) for stage in stages]
+        return [size for size in copies if size > 1]
+
     def _parameters(self) -> Iterator[StepDifference]:
         """Weights whose parts were updated apart must come together again: in STEP, or with ZeRO-3 at UNSHARD."""
         if self.plan.layout.zero == 3:
@@ -308,7 +466,9 @@ class Step:
                 own = self.operations[rank, t, d]
                 gathers = [each for each in own if isinstance(each, Collective) and each.layer == "" and each.op == "all_gather"]
                 sizes = [each.group_size for each in gathers if each.axis in ("dp", "replica")]
-                if sizes != [int(np.prod(by_stage[stage].shape[1:])) for stage in apart]:
+                of_experts = [each.group_size for each in gathers if each.axis in EXPERT_AXES]
+                wanted = [int(np.prod(by_stage[stage].shape[1:])) for stage in apart]
+                if sizes != wanted or of_experts != self._expert_copies(pp_rank):
                     where = f"STEP on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
                     what = f"stages {apart} are updated in parts, which {len(gathers)} all_gather over their copies bring together"
                     yield StepDifference("value", where, what)

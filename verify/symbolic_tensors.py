@@ -57,6 +57,29 @@ def collective(op: str, members: Sequence[Part], cuts: Sequence[tuple[int, int]]
             return [_gathered(members, cuts)] * len(members)
 
 
+def open_over_context(part: Part, cp: int) -> Part:
+    """A sum over the queries of all context-parallel ranks on the first of them, which has added up those of its own."""
+    return replace(part, value=apply("own queries", part.value), leaves=(0, 1, cp), nodes=(((0, cp), part.value),)) if cp > 1 else part
+
+
+def over_context(op: str, part: Part, own: int, cp: int) -> Part:
+    """What the first context-parallel rank holds after one collective over all of them, which have `own` tokens of each sample: tokens of
+    the others as well, from all (all_gather) or from a neighbour (all_to_all); or a finished sum over the queries of all, of its tokens.
+    Exact numerics finish it as a tree (all_to_all)."""
+    lo, hi = part.tokens
+    if part.leaves == (0, 1, cp):
+        if op not in ("reduce_scatter", "all_to_all"):
+            raise MisfitError(f"{op} over cp is given sums over queries that no rank has finished")
+        ((_, total),) = part.nodes
+        value = total if op == "all_to_all" else replace(total, ordered=digest(op, total.ordered, cp))
+        return replace(part, value=value, leaves=None, nodes=())
+    if op == "all_gather" and (lo, hi) == (0, own):
+        return replace(part, tokens=(0, cp * own))
+    if op == "all_to_all" and lo == 0 and hi % own == 0 and hi < cp * own:
+        return replace(part, tokens=(0, hi + own))
+    raise MisfitError(f"{op} over cp is given tokens [{lo}, {hi}) of {cp * own}, of which every rank has {own}")
+
+
 def on_another_copy(part: Part, axis: str, index: int) -> Part:
     """What the rank `index` steps along another axis holds: the same expression of its own samples."""
     value = Expression(digest(axis, index, part.value.ordered), digest(axis, index, part.value.unordered))

@@ -7,16 +7,19 @@ what only costs time (width, depth, vocabulary, sequence, batch). Each change is
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from ..core.cluster_presets import cluster_preset
+from ..core.divisors import divisors
 from ..core.errors import PlanError
+from ..core.expert_tokens import RoutedTokens
 from ..core.layout import Layout
-from ..core.model import REFINEMENTS, ModelSpec
-from ..core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute
+from ..core.model import ModelSpec
+from ..core.plan import Batch, DataParallel, Numerics, Plan, Precision
 from ..core.schedules import CATALOG
 from ..core.stages import StageLayers, to_string
 from ..core.variation import NO_VARIATION
@@ -43,7 +46,23 @@ SHRUNK_MODEL_FIELDS = (
     "vocab_size",
     "padding_rows",
     "max_positions",
+    "num_experts",
+    "experts_per_token",
+    "expert_ffn_hidden_size",
+    "num_shared_experts",
+    "first_dense_layers",
+    "num_router_groups",
+    "router_groups_per_token",
+    "num_mtp_layers",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
+
+DEGREES = ("tp", "cp", "pp", "dp", "ep", "etp", "stages")
+"""What of a layout may shrink."""
 
 HEAD_DIM = 8
 SEQUENCE = 32
@@ -69,7 +88,7 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with everything the backend does not run replaced by what it runs, and why."""
     changes: list[str] = []
     cluster = plan.cluster
-    layout, model = _supported_layout(plan.layout, changes), _supported_model(plan.model, changes)
+    layout = _supported_layout(plan.layout, changes)
     if plan.numerics.mode != "exact":
         changes.append("numerics.mode fast -> exact: only exact numerics promise bits.")
     dtype = plan.precision.dtype if plan.precision.dtype == "fp32" else "bf16"
@@ -82,101 +101,106 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
     if plan.data_parallel != DataParallel():
         changes.append("[data_parallel] -> none: the backend reduces the gradients of a stage whole, after its last backward.")
     runtime = plan.runtime
-    if runtime.tp_comm_overlap or runtime.cuda_graphs or runtime.compile or runtime.launch_blocking or runtime.fused_loss:
-        changes.append("[runtime] overlap, graphs and compile -> none: the backend launches every kernel itself, one after another.")
-    if layout.cp != plan.layout.cp:
-        cluster = cluster_preset("this-host", layout.world_size)
+    if runtime.cuda_graphs or runtime.compile or runtime.launch_blocking or runtime.fused_loss:
+        changes.append("[runtime] graphs and compile -> none: the backend launches every kernel itself, one after another.")
     if dtype not in cluster.peak_flops_per_s:
         changes.append(f"cluster {cluster.name} -> this-host: it has no rate for {dtype}.")
         cluster = cluster_preset("this-host", layout.world_size)
     return (
         replace(
             plan,
-            model=model,
             cluster=cluster,
             layout=layout,
-            runtime=replace(plan.runtime, tp_comm_overlap=None, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None),
+            runtime=replace(plan.runtime, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None),
             data_parallel=DataParallel(),
             schedule=replace(plan.schedule, max_active_stages=None),
             precision=Precision(dtype),
-            recompute=_supported_recompute(plan, model, changes),
-            numerics=_exact(plan, changes),
+            numerics=_exact(plan, layout, changes),
             variation=NO_VARIATION,
         ),
         changes,
     )
 
 
-def _supported_recompute(plan: Plan, model: ModelSpec, changes: list[str]) -> Recompute:
-    """What is recomputed of the parts that the twin's layers have; adds why to `changes`."""
-    recompute = plan.recompute
-    if recompute.mode != "selective":
-        return recompute
-    gone = {"moe", "moe_act", "shared_experts"} if plan.model.is_moe and not model.is_moe else set()
-    gone |= {"mla_up_proj"} if plan.model.is_mla and not model.is_mla else set()
-    modules = tuple(name for name in recompute.modules if name not in gone)
-    if modules == recompute.modules:
-        return recompute
-    changes.append(f"recompute.modules {list(recompute.modules)} -> {list(modules)}: the twin's layers have no others.")
-    return replace(recompute, modules=modules) if modules else Recompute("none")
+def _exact(plan: Plan, layout: Layout, changes: list[str]) -> Numerics:
+    """Exact numerics, with blocks of tokens that context and sequence parallelism and experts can cut."""
+    cp, tp, block = plan.layout.cp, plan.layout.tp, plan.leaf_sizes.reduction_token_block
+    sequence, numerics = plan.batch.sequence // cp, replace(plan.numerics, mode="exact")
+    if cp > 1:
+        gradient, reduction = (_dividing(plan, name, sequence // 2, changes) for name in ("gradient_token_block", "reduction_token_block"))
+        numerics = replace(numerics, gradient_token_block=gradient, reduction_token_block=reduction)
+    block = numerics.reduction_token_block or block
+    if (plan.layout.sequence_parallel or _tokens_part(plan)) and plan.leaf_sizes.tokens(sequence).num_leaves < tp:
+        finer = max(1, sequence // tp)
+        finer = finer if cp == 1 else max(size for size in divisors(sequence // 2) if size <= finer)
+        changes.append(f"numerics.reduction_token_block {block} -> {finer}: {tp} ranks cut sums over tokens between blocks.")
+        numerics = replace(numerics, reduction_token_block=finer)
+    if _splits_blocks(plan, layout, numerics):
+        finer, block = numerics.reduction_token_block or block, plan.leaf_sizes.gradient_token_block
+        if block != finer:
+            changes.append(f"numerics.gradient_token_block {block} -> {finer}: tensor-parallel ranks use different copies of the experts.")
+        numerics = replace(numerics, gradient_token_block=finer, reduction_token_block=finer)
+    return numerics
 
 
-def _exact(plan: Plan, changes: list[str]) -> Numerics:
-    """Exact numerics, with blocks of tokens that sequence parallelism can cut."""
-    sequence, tp, block = plan.batch.sequence, plan.layout.tp, plan.leaf_sizes.reduction_token_block
-    numerics = replace(plan.numerics, mode="exact")
-    if not plan.layout.sequence_parallel or plan.leaf_sizes.tokens(sequence).num_leaves >= tp:
-        return numerics
-    finer = max(1, sequence // tp)
-    changes.append(f"numerics.reduction_token_block {block} -> {finer}: {tp} ranks cut sums over tokens between blocks.")
-    return replace(numerics, reduction_token_block=finer)
+def _dividing(plan: Plan, name: str, chunk: int, changes: list[str]) -> int | None:
+    """A size of blocks of tokens that divides the chunks of context parallelism: the plan's own, or one that is finer."""
+    current: int = getattr(plan.leaf_sizes, name)
+    finer = max(size for size in divisors(chunk) if size <= current)
+    if finer == current:
+        given: int | None = getattr(plan.numerics, name)
+        return given
+    changes.append(f"numerics.{name} {current} -> {finer}: context parallelism cuts sequences into chunks of {chunk} tokens.")
+    return finer
+
+
+def _tokens_part(plan: Plan) -> bool:
+    """True when tensor-parallel ranks send tokens of one sequence to different copies of the experts."""
+    return plan.model.is_moe and plan.layout.expert_tp * plan.layout.ep % plan.layout.tp != 0
+
+
+def _splits_blocks(plan: Plan, layout: Layout, numerics: Numerics) -> bool:
+    """True when copies of the experts would see parts of a block of tokens that is a leaf of their gradients."""
+    sizes = plan.leaf_sizes
+    block = numerics.reduction_token_block or sizes.reduction_token_block
+    tokens = RoutedTokens(plan.batch.sequence, layout.tp, layout.cp, True, sizes.gradient_token_block, block)
+    return plan.model.is_moe and tokens.split_piece(layout) is not None
 
 
 def _supported_layout(layout: Layout, changes: list[str]) -> Layout:
     """The axes that the backend runs; adds why to `changes`."""
     if layout.zero:
         changes.append(f"layout.zero {layout.zero} -> 0: the backend keeps whole optimizer states.")
-    if layout.cp > 1:
-        changes.append(f"layout.cp {layout.cp} -> 1: the backend keeps whole sequences, so context parallelism is not proved.")
-    if layout.ep > 1 or layout.expert_tp != layout.tp:
-        changes.append(f"layout.ep {layout.ep} -> 1, etp {layout.expert_tp} -> none: the backend has no experts.")
     stages = None if layout.stages is None else re.sub(r"m(\*\d+)?", "", layout.stages)
-    return replace(layout, zero=0, cp=1, ep=1, etp=None, stages=stages)
-
-
-def _supported_model(model: ModelSpec, changes: list[str]) -> ModelSpec:
-    """The layers that the backend runs: dense, with whole queries, keys and values; adds why to `changes`."""
-    off = {field.name: field.default for field in fields(ModelSpec) if field.name in REFINEMENTS and field.name != "padding_rows"}
-    changed: dict[str, Any] = {name: default for name, default in off.items() if getattr(model, name) != default}
-    for name in filter(changed.__contains__, _SAID):
-        changes.append(f"model.{name} {getattr(model, name)} -> {changed[name]}: {_SAID[name]}, so they are not proved.")
-    return replace(model, **changed) if changed else model
-
-
-_SAID = {
-    "num_experts": "the backend has no experts",
-    "kv_lora_rank": "the backend has no low-rank keys and values",
-    "num_mtp_layers": "the backend has no multi-token-prediction layers",
-    "qkv_bias": "the backend has no biases on queries, keys and values alone",
-    "qk_norm": "the backend has no norms of queries and keys",
-}
-"""Refinement of a model -> why the twin lacks it; the numbers that only describe it are not said."""
+    return replace(layout, zero=0, stages=stages)
 
 
 def _shrink(plan: Plan) -> Plan:
     layout = _small_layout(plan)
     model = _small_model(plan, layout)
+    parts = model.is_moe and layout.expert_tp * layout.ep % layout.tp != 0
     micro = min(plan.batch.micro_size, 2)
     num_microbatches = _small_microbatches(plan, layout)
     sequence = SEQUENCE if plan.batch.sequence % 2 == 0 else SEQUENCE - 1
+    if layout.cp > 1:  # two blocks of tokens in a chunk
+        parts, sequence = True, 2 * layout.cp * TOKEN_BLOCK
     return replace(
         plan,
         model=replace(model, max_positions=sequence),
         cluster=cluster_preset("this-host", layout.world_size),
         layout=layout,
         batch=Batch(global_size=micro * num_microbatches * layout.dp, micro_size=micro, sequence=sequence),
-        numerics=Numerics("exact", gradient_token_block=TOKEN_BLOCK, reduction_token_block=TOKEN_BLOCK // 2),
+        numerics=Numerics("exact", gradient_token_block=TOKEN_BLOCK // (2 if parts else 1), reduction_token_block=TOKEN_BLOCK // 2),
+        recompute=replace(plan.recompute, layers=_small_layers(plan.recompute.layers, model)),
+        train=replace(plan.train, load=None),
     )
+
+
+def _small_layers(layers: tuple[int, ...] | None, model: ModelSpec) -> tuple[int, ...] | None:
+    """Those of the layers that are recomputed whole which the twin has; one at least, where there was any."""
+    if not layers:
+        return layers
+    return tuple(layer for layer in layers if layer < model.num_layers) or (model.num_layers - 1,)
 
 
 def _small_layout(plan: Plan) -> Layout:
@@ -184,9 +208,10 @@ def _small_layout(plan: Plan) -> Layout:
     layout = plan.layout
     shortest = layout.pp if plan.schedule.file is not None and layout.world_size > MAX_WORLD_SIZE else min(2, layout.pp)
     pipelines = [pp for pp in range(shortest, layout.pp + 1) if pp == layout.pp or _can_be_built(plan, pp)]
-    wanted = (layout.pp, layout.tp, layout.dp)
+    wanted = (layout.pp, layout.tp, layout.cp, layout.dp)
     choices: list[Sequence[int]] = [pipelines, *(range(min(2, degree), min(degree, MAX_WORLD_SIZE) + 1) for degree in wanted[1:])]
-    legal = [degrees for degrees in itertools.product(*choices) if degrees[0] * degrees[1] * degrees[2] <= MAX_WORLD_SIZE]
+    size = max(MAX_WORLD_SIZE, math.prod(min(2, degree) for degree in wanted))
+    legal = [degrees for degrees in itertools.product(*choices) if math.prod(degrees) <= size]
     if not legal:
         raise PlanError(
             f"schedule.file={plan.schedule.file!r} fixes pp={layout.pp}, which leaves no layout of at most {MAX_WORLD_SIZE} ranks with "
@@ -195,10 +220,13 @@ def _small_layout(plan: Plan) -> Layout:
 
     def merit(degrees: tuple[int, ...]) -> tuple:
         same_parity = sum(_is_power_of_two(small) == _is_power_of_two(large) for small, large in zip(degrees, wanted, strict=True))
-        return same_parity, degrees[0] * degrees[1] * degrees[2], degrees
+        return same_parity, math.prod(degrees), degrees
 
-    pp, tp, dp = max(legal, key=merit)
-    small = replace(layout, pp=pp, tp=tp, dp=dp, etp=None, stages=None)
+    pp, tp, cp, dp = max(legal, key=merit)
+    copies = tp * cp * dp
+    etp = None if layout.expert_tp == layout.tp else min(layout.expert_tp, 2 if copies % 2 == 0 else 1)
+    ep = max(degree for degree in divisors(copies // (tp if etp is None else etp)) if degree <= layout.ep)
+    small = replace(layout, pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, stages=None)
     return small if layout.stages is None else replace(small, stages=_small_stages(plan, small.num_stages))
 
 
@@ -239,7 +267,36 @@ def _small_model(plan: Plan, layout: Layout) -> ModelSpec:
         head_dim=HEAD_DIM,
         vocab_size=_like(model.vocab_size, tp, small_tp, at_least=NUM_BYTES + padding_rows),
         padding_rows=padding_rows,
+        num_mtp_layers=min(model.num_mtp_layers, 2),
+        **(_small_experts(model, num_layers, layout) if model.is_moe else {}),
+        **(_small_latent(model) if model.is_mla else {}),
     )
+
+
+def _small_latent(model: ModelSpec) -> dict[str, Any]:
+    """Low ranks that are neither the hidden size nor a head's, and values as wide as a query or narrower, as they were."""
+    turned = HEAD_DIM // 2
+    return {
+        "q_lora_rank": min(model.q_lora_rank, HEAD_DIM + 4),
+        "kv_lora_rank": min(model.kv_lora_rank, HEAD_DIM + 2),
+        "qk_nope_head_dim": HEAD_DIM - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": HEAD_DIM if model.v_head_dim >= model.head_dim else HEAD_DIM - 2,
+    }
+
+
+def _small_experts(model: ModelSpec, num_layers: int, layout: Layout) -> dict[str, Any]:
+    """A few narrow experts, in two groups where there were groups; dense layers, grouped choice and shared experts stay."""
+    grouped = model.num_router_groups > 0
+    return {
+        "num_experts": layout.ep * (4 if layout.ep <= 2 else 2),
+        "experts_per_token": min(model.experts_per_token, 2),
+        "expert_ffn_hidden_size": HEAD_DIM * math.lcm(layout.tp, layout.expert_tp),
+        "num_shared_experts": min(model.num_shared_experts, 1),
+        "first_dense_layers": min(model.first_dense_layers, 1, num_layers - 1),
+        "num_router_groups": 2 if grouped else 0,
+        "router_groups_per_token": 1 if grouped else 0,
+    }
 
 
 def _like(size: int, degree: int, small_degree: int, *, at_least: int) -> int:
@@ -281,13 +338,15 @@ def _sentences(before: Plan, after: Plan) -> list[str]:
     """What shrank, with both numbers."""
     pairs = [
         ("cluster", f"{before.cluster.num_devices} devices of {before.cluster.name}", f"{after.cluster.num_devices} ranks of this-host"),
-        *((f"layout.{name}", getattr(before.layout, name), getattr(after.layout, name)) for name in ("tp", "pp", "dp", "stages")),
+        *((f"layout.{name}", getattr(before.layout, name), getattr(after.layout, name)) for name in DEGREES),
         *((f"model.{name}", getattr(before.model, name), getattr(after.model, name)) for name in SHRUNK_MODEL_FIELDS),
         ("batch.global", before.batch.global_size, after.batch.global_size),
         ("batch.micro", before.batch.micro_size, after.batch.micro_size),
         ("batch.sequence", before.batch.sequence, after.batch.sequence),
         ("microbatches per rank", before.num_microbatches, after.num_microbatches),
         ("leaf sizes", _blocks(before), _blocks(after)),
+        ("recompute.layers", before.recompute.layers, after.recompute.layers),
+        ("train.load", before.train.load, after.train.load),
     ]
     return [f"{name} {old} -> {new}: to fit this host." for name, old, new in pairs if old != new]
 

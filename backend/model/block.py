@@ -8,8 +8,13 @@ from torch import Tensor, nn
 
 from ...core.model import ModelSpec
 from ...core.parameters import layer_prefix
-from ..tensor_parallel import ColumnParallelLinear, LayerContext, Norm, RowParallelLinear, hidden_dropout
+from ..numerics import Numerics
+from ..numerics.tokens import OwnedTokens
+from ..tensor_parallel import ColumnParallelLinear, LayerContext, Norm, RowParallelLinear, WholeLinear, hidden_dropout, recomputed
+from ..transport.base import Group
 from .attention import Attention
+from .experts import MoE
+from .latent_attention import LatentAttention
 from .mlp import MLP
 
 
@@ -18,36 +23,52 @@ class BlockContext:
 
     A block is any `nn.Module` from [b, s, h] to [b, s, h] whose cut layers, norms, attention and MLP come from here: then its
     gradients, cuts and proofs work as for ours. Between them use elementwise operations only, through `elementwise`
-    where they are more than sums and products, so that bits stay independent of the layout.
+    where they are more than sums and products, so that bits stay independent of the layout. What communicates otherwise is built of
+    `backend.tensor_parallel.mappings` over `tp`, the tensor-parallel group, with `numerics`; `tokens` says which tokens of each sequence
+    this rank holds between cut layers, None all.
     """
 
     def __init__(self, layers: LayerContext):
         self._layers = layers
         self.model: ModelSpec = layers.model
+        self.tp: Group = layers.tp
+        self.numerics: Numerics = layers.numerics
+        self.tokens: OwnedTokens | None = layers.tokens
 
     def norm(self, name: str) -> nn.Module:
         """The model's norm, e.g. `layers.0.mlp.norm`."""
         return Norm(self._layers, name)
 
-    def column_linear(self, name: str) -> nn.Module:
-        """A linear layer whose output features are cut, e.g. `layers.0.mlp.up`."""
-        return ColumnParallelLinear(self._layers, name)
+    def column_linear(self, name: str, *, gather_output: bool = False, frozen: bool = False) -> ColumnParallelLinear:
+        """A linear layer whose output features are cut, e.g. `layers.0.mlp.up`. Parts that are fused into one (gate and up-projection)
+        come apart with `backend.tensor_parallel.split_fused`; `frozen` weights are not trained."""
+        return ColumnParallelLinear(self._layers, name, gather_output=gather_output, frozen=frozen)
 
-    def row_linear(self, name: str) -> nn.Module:
-        """A linear layer whose input features are cut, e.g. `layers.0.mlp.down`."""
-        return RowParallelLinear(self._layers, name)
+    def row_linear(self, name: str, *, input_is_parallel: bool = True, frozen: bool = False) -> RowParallelLinear:
+        """A linear layer whose input features are cut, e.g. `layers.0.mlp.down`; `input_is_parallel=False` where they are not yet."""
+        return RowParallelLinear(self._layers, name, input_is_parallel=input_is_parallel, frozen=frozen)
+
+    def whole_linear(self, name: str) -> WholeLinear:
+        """A linear layer that no rank cuts, e.g. `layers.0.attention.kv_down`."""
+        return WholeLinear(self._layers, name)
 
     def attention(self, layer: int) -> nn.Module:
         """The attention of a layer, without its norm."""
-        return Attention(self._layers, layer)
+        return (LatentAttention if self.model.is_mla else Attention)(self._layers, layer)
 
     def mlp(self, layer: int) -> nn.Module:
-        """The MLP of a layer, without its norm."""
-        return MLP(self._layers, layer)
+        """The MLP of a layer, or its router and experts, without its norm."""
+        if self.model.layer_is_moe(layer):
+            return MoE(self._layers, layer)
+        return MLP(self._layers, f"{layer_prefix(layer)}.mlp", recomputed="mlp" in self._layers.recomputed_modules)
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """An elementwise function of a contiguous tensor, with bits that do not depend on its length."""
         return self._layers.numerics.elementwise(function, x)
+
+    def recomputed(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """`function(*tensors)`, which keeps its inputs only and runs again when its backward comes."""
+        return recomputed(self._layers, function, *tensors)
 
     def dropout(self, operation: str, x_BSH: Tensor) -> Tensor:
         """A hidden state with the model's share of elements dropped in training. Every use needs an `operation` name of its own, e.g.

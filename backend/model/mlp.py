@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.parameters import layer_prefix
 from ..numerics import Numerics
-from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, recomputed
+from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, recomputed, split_fused
 
 
 class MLP(nn.Module):
-    """[b, s, h] -> [b, s, h]: up, activation, down. A gated MLP finds gate and up-projection of a unit in neighbouring features."""
+    """[b, s, h] -> [b, s, h]: up, activation, down. A gated MLP finds gate and up-projection of a unit in neighbouring features.
 
-    def __init__(self, context: LayerContext, layer: int):
+    What it computes inside is made again for the backward where it is `recomputed`.
+    """
+
+    def __init__(self, context: LayerContext, prefix: str, *, recomputed: bool):
         super().__init__()
-        prefix = f"{layer_prefix(layer)}.mlp"
         self.context = context
+        self.recomputed = recomputed
         self.up = ColumnParallelLinear(context, f"{prefix}.up")
         self.down = RowParallelLinear(context, f"{prefix}.down")
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return recomputed(self.context, self._forward, x_BSH) if "mlp" in self.context.recomputed_modules else self._forward(x_BSH)
+        return recomputed(self.context, self._forward, x_BSH) if self.recomputed else self._forward(x_BSH)
 
     def _forward(self, x_BSH: Tensor) -> Tensor:
-        return self.down(activate(self.up(x_BSH), self.context.model.activation, self.context.numerics))
+        return self.down(activated(self.context, self.up(x_BSH), again="mlp_act" in self.context.recomputed_modules))
+
+
+def activated(context: LayerContext, x: Tensor, *, again: bool) -> Tensor:
+    """The model's activation of a contiguous tensor; with `again` only its input stays, and who would keep the result makes it again."""
+    activation, numerics = context.model.activation, context.numerics
+    if not again:
+        return activate(x, activation, numerics)
+    kept = x.detach()
+    return context.can_repeat(_Activated.apply(x, activation, numerics), lambda: activate(kept, activation, numerics))
+
+
+class _Activated(torch.autograd.Function):
+    """An activation that keeps its input only, whatever it is made of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str, numerics: Numerics) -> Tensor:
+        ctx.of = activation, numerics
+        ctx.save_for_backward(x)
+        return activate(x, activation, numerics)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = activate(x, *ctx.of)
+        return torch.autograd.grad(y, x, dy)[0], None, None
 
 
 def activate(x: Tensor, activation: str, numerics: Numerics) -> Tensor:
     """The activation by its name in `ModelSpec`; swiglu and geglu halve the last dimension. `x` is contiguous."""
     match activation:
         case "swiglu" | "geglu":
-            gate, up = (part.contiguous() for part in x.unflatten(-1, (-1, 2)).unbind(-1))
+            gate, up = split_fused(x, (1, 1))
             return numerics.elementwise(F.silu if activation == "swiglu" else F.gelu, gate) * up
         case "gelu":
             return numerics.elementwise(F.gelu, x)

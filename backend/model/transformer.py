@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ...core.parameters import TOKEN_TABLE, layer_prefix
 from ...core.plan import Plan
-from ...core.program import recomputes_whole
 from ...core.stages import StageLayers
 from ..numerics import Numerics
 from ..observe import Observer
@@ -25,10 +24,13 @@ from ..tensor_parallel import (
     WeightWork,
     finish_tied,
     hidden_dropout,
-    recomputed,
+    recomputed_layer,
 )
+from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Group
 from .block import BlockContext, BlockFactory, TransformerBlock
+from .multi_token import MultiTokenPrediction
+from .router import Router
 
 __all__ = ["Microbatch", "Stage", "finish_tied"]
 
@@ -51,14 +53,19 @@ class Stage(nn.Module):
         recorder: Recorder,
         observer: Observer | None = None,
         block: BlockFactory | None = None,
+        experts: ExpertGroups | None = None,
+        cp: Group | None = None,
     ):
         """Makes the initial weights from `plan.train.seed`. `block` makes a user's own transformer layers instead of ours."""
         super().__init__()
         self.stage = stage
-        self.context = context = LayerContext(plan, tp=tp, numerics=numerics, recorder=recorder, observer=observer)
+        self.context = context = LayerContext(plan, tp=tp, numerics=numerics, recorder=recorder, observer=observer, experts=experts, cp=cp)
         self.embedding = Embedding(context) if stage.embedding else None
         blocks = BlockContext(context)
         self.blocks = nn.ModuleList([(block or TransformerBlock)(blocks, layer) for layer in stage.layers])
+        depths = range(plan.model.num_mtp_layers if stage.head else 0)
+        ahead = [(block or TransformerBlock)(blocks, plan.model.num_layers + depth) for depth in depths]
+        self.multi_token = MultiTokenPrediction(context, ahead) if ahead else None
         self.head = Head(context) if stage.head else None
 
     @property
@@ -67,9 +74,23 @@ class Stage(nn.Module):
         return self.context.shards
 
     @property
+    def trained(self) -> Mapping[str, Shard]:
+        """The shards that have gradients and are updated: all but those of frozen layers."""
+        return {name: shard for name, shard in self.shards.items() if name not in self.context.frozen}
+
+    @property
     def gradients(self) -> Gradients:
         """The sums of this step's weight gradients."""
         return self.context.gradients
+
+    @property
+    def routers(self) -> list[Router]:
+        """The routers of the layers with experts, in layer order."""
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    def finish_gradients(self, microbatch: Microbatch) -> None:
+        """Called when all weight gradients of a microbatch are computed."""
+        self.gradients.finish(microbatch.first_sample)
 
     @property
     def weight_work(self) -> WeightWork:
@@ -85,9 +106,14 @@ class Stage(nn.Module):
         with self.context.running(microbatch):
             x_BSH = hidden_BSH if self.embedding is None else self.embedding(microbatch.tokens)
             for layer, block in zip(self.stage.layers, self.blocks, strict=True):
-                x_BSH = recomputed(self.context, block, x_BSH) if recomputes_whole(self.context.plan, layer) else block(x_BSH)
+                x_BSH = recomputed_layer(self.context, layer, block, x_BSH)
                 self.context.observe(f"{layer_prefix(layer)}.output", x_BSH)
-            return x_BSH if self.head is None else self.head(x_BSH, microbatch.targets)
+            if self.head is None:
+                return x_BSH
+            x_BSH = self.head.norm(x_BSH)
+            losses_BS = self.head.losses(x_BSH, microbatch.targets)
+            ahead = self.multi_token if self.training else None
+            return losses_BS if ahead is None else ahead.add_losses(losses_BS, x_BSH)
 
     def logits(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
         """Last stage: the logits [b, s, v] of this rank's vocabulary instead of the losses."""
@@ -135,7 +161,8 @@ class Head(nn.Module):
         """[b, s, v] for this rank's vocabulary."""
         return self.output(self.norm(x_BSH))
 
-    def forward(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
-        losses_BS = self.loss(self.logits(x_BSH), targets_BS)
+    def losses(self, normed_BSH: Tensor, targets_BS: Tensor) -> Tensor:
+        """[b, s] fp32, from the output of the final norm."""
+        losses_BS = self.loss(self.output(normed_BSH), targets_BS)
         self.context.observe("head.losses", losses_BS)
         return losses_BS

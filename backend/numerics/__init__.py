@@ -13,7 +13,9 @@ from .summands import Summands
 __all__ = ["Contribution", "ExactNumerics", "FastNumerics", "Numerics", "OwnedLeaves", "Scalar", "Summands", "make_numerics"]
 
 
-def make_numerics(plan: Plan, device: torch.device | str = "cpu") -> Numerics:
-    """`[numerics] mode` as operations on a device."""
-    device = torch.device(device)
-    return ExactNumerics(plan.leaf_sizes, device) if plan.numerics.mode == "exact" else FastNumerics(device)
+def make_numerics(plan: Plan, device: torch.device | str = "cpu", *, global_rank: int = 0) -> Numerics:
+    """`[numerics] mode` as operations of a rank on a device."""
+    device, layout = torch.device(device), plan.layout
+    if plan.numerics.mode == "fast":
+        return FastNumerics(device)
+    return ExactNumerics(plan.leaf_sizes, device, cp=layout.cp, cp_rank=layout.coordinates(global_rank)["cp"])

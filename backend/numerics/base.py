@@ -22,11 +22,16 @@ from torch import Tensor
 from ...core.leaves import Leaves
 from ...core.reduction import Node, maximal_nodes
 from ..transport.base import Group
+from .expert_rows import ExpertContribution, ExpertNumerics
+from .heads import OwnedHeads, OwnedPart
+from .open_sums import OpenSums
 from .summands import Summands
+from .token_product import TokenProduct
 from .tokens import OwnedTokens
 
-Contribution = Tensor | Sequence[Tensor]
-"""What one microbatch adds to a gradient: one tensor (fast), or one tensor per sample (exact). Whoever receives it owns it."""
+Contribution = Tensor | TokenProduct | Sequence[Tensor] | OpenSums | ExpertContribution
+"""What one microbatch adds to a gradient: one tensor, or a product still to be computed (fast), one tensor per sample (exact), or one per
+leaf of experts (exact). Whoever receives it owns it."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,11 @@ class OwnedLeaves:
         """The nodes of the sum over all leaves that a rank computes."""
         return maximal_nodes(self.leaves.num_leaves, *self.leaves.owned(self.tp, tp_rank))
 
+    @property
+    def summands(self) -> Summands:
+        """What every rank brings to the sum over all leaves."""
+        return Summands(self.leaves.num_leaves, tuple(self.nodes(tp_rank) for tp_rank in range(self.tp)))
+
 
 class Scalar(Protocol):
     """A partial sum of a scalar: `a + b`, `float(a)`, and the sum over a group's members."""
@@ -88,7 +98,7 @@ class Accumulator(Protocol):
         """Every tensor held now."""
 
 
-class Numerics(ABC):
+class Numerics(ExpertNumerics):
     """The operations; `ExactNumerics` and `FastNumerics` say in which order they add. Stateless and free to share between ranks.
 
     `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group holds the copies of a stage. `tokens` says
@@ -104,9 +114,25 @@ class Numerics(ABC):
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         """x W^T, [b, s, c]."""
 
-    @abstractmethod
     def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
         """x W summed over all ranks, [b, s, f], or this rank's tokens of it."""
+        return self.finish_contract(self.partial_contract(x_BSC, weight_CF, leaves), leaves, group, tokens, x_BSC.dtype)
+
+    @abstractmethod
+    def partial_contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
+        """The products of `contract`: what this rank brings to the sum, [n, b, s, f]."""
+
+    @abstractmethod
+    def partial_sum(self, terms_BSLR: Tensor, leaves: OwnedLeaves) -> Tensor:
+        """What this rank brings to a sum over all leaves of which it has a term for each of its l own, as `partial_contract`: [n, b, s, r]."""
+
+    @abstractmethod
+    def finish_contract(self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
+        """The sum of `contract`, which uses `partial` up; rounded to `dtype`."""
+
+    @abstractmethod
+    def multiply(self, x_BSK: Tensor, matrix_KN: Tensor) -> Tensor:
+        """x times a matrix that no rank cuts, for the tokens that this rank holds: [b, s, n] in the format of `x`."""
 
     @abstractmethod
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
@@ -121,8 +147,8 @@ class Numerics(ABC):
         """Sums over tokens, [n], for biases and norms. With `tokens`, `x` has this rank's own and the sums wait for the other ranks."""
 
     @abstractmethod
-    def sample_sums(self, x_BSN: Tensor) -> Contribution:
-        """Sums over samples only, [s, n], for a table with one row per position."""
+    def head_sums(self, x_BSLQD: Tensor, heads: OwnedHeads | None) -> Contribution:
+        """Sums over tokens, this rank's key/value heads and the query heads of each, [d]; with `heads` they wait for the other ranks."""
 
     @abstractmethod
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
@@ -154,12 +180,14 @@ class Numerics(ABC):
         """This member's `sizes[rank]` items of `sum_members` along a dimension of [...]."""
 
     @abstractmethod
-    def accumulator(self, num_samples: int, *, own_tokens: bool = False) -> Accumulator:
-        """An empty gradient over a global batch of `num_samples`; with `own_tokens` of contributions that `token_sums` makes from them."""
+    def accumulator(self, num_samples: int, *, partial: bool = False) -> Accumulator:
+        """An empty gradient over a global batch of `num_samples`; `partial` if its contributions (of `token_sums`, `head_sums`) wait for
+        other ranks."""
 
     @abstractmethod
-    def finish_tokens(self, gradients: Mapping[str, Accumulator], group: Group, tokens: OwnedTokens) -> dict[str, Accumulator]:
-        """Sums over all tokens, from what each rank has of its own; all gradients together. The accumulators are used up."""
+    def finish_parts(self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]) -> dict[str, Accumulator]:
+        """Sums over all tokens and heads, from what each rank has of its own, which `owned` says of every gradient. The accumulators are
+        used up."""
 
     @abstractmethod
     def reduce_gradients(

@@ -1,4 +1,5 @@
-"""Dropout masks by counter: whether element i is kept is a function of (seed, operation, step, i), so every layout drops the same elements.
+"""Dropout masks and uniform noise by counter: what happens to element i is a function of (seed, operation, step, i), so every layout drops
+the same elements.
 
 Only 64-bit integer operations are used, which have the same bits on every device; a rank makes the mask of just the elements it holds,
 and makes it again for the backward instead of keeping it.
@@ -21,15 +22,25 @@ _BITS = 24
 def dropout_mask(seed: int, operation: str, step: int, index: Tensor, probability: float) -> Tensor:
     """fp32 of the shape of `index`: 0 where an element is dropped, 1/(1-p) where it is kept.
 
-    `index` is int64, the place of each element in the whole tensor of a step. A key is added to it, and the finalizer of splitmix64 mixes
-    the sum (Steele, Lea & Flood 2014, figure 17, variant 13 of Stafford).
+    `index` is int64, the place of each element in the whole tensor of a step.
     """
+    kept = _random_bits(seed, operation, step, index) >= round(probability * (1 << _BITS))
+    return kept.to(torch.float32).mul_(1.0 / (1.0 - probability))
+
+
+def uniform(seed: int, operation: str, step: int, index: Tensor) -> Tensor:
+    """fp32 of the shape of `index`, from 0 up to but without 1, in steps of 2^-24."""
+    return _random_bits(seed, operation, step, index).to(torch.float32).mul_(2.0**-_BITS)
+
+
+def _random_bits(seed: int, operation: str, step: int, index: Tensor) -> Tensor:
+    """`_BITS` random bits per element, as int64. A key is added to the index, and the finalizer of splitmix64 mixes the sum (Steele, Lea &
+    Flood 2014, figure 17, variant 13 of Stafford)."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{operation}:{step}".encode(), digest_size=8).digest(), "little", signed=True)
     words = index.mul(_GOLDEN).add_(key)
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
         words.bitwise_xor_(_shifted(words, shift)).mul_(multiplier)
-    kept = _shifted(words.bitwise_xor_(_shifted(words, 31)), 64 - _BITS) >= round(probability * (1 << _BITS))
-    return kept.to(torch.float32).mul_(1.0 / (1.0 - probability))
+    return _shifted(words.bitwise_xor_(_shifted(words, 31)), 64 - _BITS)
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:

@@ -1,8 +1,6 @@
 """`ExactNumerics`: every sum has leaves that belong to the problem and one fixed tree over them, so no layout changes a bit.
 
-Products run on tiles whose shapes follow from the leaf sizes: a block of tokens inside one sample, a whole feature leaf, a whole
-uncut dimension. The bits of a library product change with the shape and strides of its operands, so every tile is a contiguous
-tensor: rows of activations and weights already are, features are copied. Sums over tiles are elementwise additions.
+Products run on tiles whose shapes follow from the leaf sizes (`tiles`), sums over tiles are elementwise additions (`tree`).
 
 Everything is computed in fp32, from operands in bf16 too (torch's CPU has no product of bf16 with an fp32 result), partial sums travel in
 fp32, and a result is rounded to the format of its operands once, when it is finished.
@@ -16,77 +14,85 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...core.chunks import Chunks
 from ...core.leaves import LeafSizes
-from ...core.reduction import CarryTree, Node, maximal_nodes, split
+from ...core.reduction import CarryTree, maximal_nodes
 from ..transport.base import Group
 from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
-from .exact_gradients import ExactAccumulator, TokenNodes, finished_tokens
+from .exact_gradients import ExactAccumulator, TokenNodes, finished_parts
 from .exact_sum import ExactSum, exact_sum
-from .summands import Summands, canonical_part, canonical_sum
+from .expert_rows import ExactExpertNumerics
+from .heads import OwnedHeads, OwnedPart
+from .open_sums import OpenKind, OpenSums
+from .summands import Summands, merged, part_over, sum_over
+from .tiles import contract_tiles, multiply_into, outer_tiles, project_tiles
 from .tokens import OwnedTokens
-from .tree import add_in_place, finished_part, fold, sum_over, token_nodes, token_sums
+from .tree import add_in_place, block_sums, fold, node_sums, token_sums, tree_fold
 
 VECTOR_ELEMENTS = 64
 """Elementwise functions run on multiples of this: four AVX512 registers of fp32, two of which one library step takes."""
 
 
-class ExactNumerics(Numerics):
+class ExactNumerics(ExactExpertNumerics, Numerics):
     """Canonical numerics (design.md). `leaf_sizes` are the problem's."""
 
     mode = "exact"
 
-    def __init__(self, leaf_sizes: LeafSizes, device: torch.device):
+    def __init__(self, leaf_sizes: LeafSizes, device: torch.device, *, cp: int = 1, cp_rank: int = 0):
+        """`cp` says which part of every sequence the rank has; sums over tokens then stay open."""
         super().__init__(device)
+        self.cp, self.cp_rank = cp, cp_rank
+        self.leaf_sizes = leaf_sizes
         self.gradient_block = leaf_sizes.gradient_token_block
         self.reduction_block = leaf_sizes.reduction_token_block
 
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         """One product per (token block, leaf)."""
         samples, sequence, features = x_BSF.shape
-        x, weight_CF = x_BSF.reshape(samples * sequence, features).float(), weight_CF.float()
         blocks = list(self._token_blocks(samples, sequence))
-        columns = []
-        for lo, hi in leaves.bounds:
-            weight_t = weight_CF[lo:hi].t()
-            column = x.new_empty(samples * sequence, hi - lo)
-            for first, last in blocks:
-                torch.mm(x[first:last], weight_t, out=column[first:last])
-            columns.append(column)
-        return torch.cat(columns, 1).view(samples, sequence, -1).to(x_BSF.dtype)
+        y = project_tiles(x_BSF.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks)
+        return y.view(samples, sequence, -1).to(x_BSF.dtype)
 
-    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
-        """One product per (token block, leaf), whole leaves as K; the tree over leaves spans the ranks."""
-        samples, sequence, _ = x_BSC.shape
-        x, weight_CF = x_BSC.reshape(samples * sequence, -1).float(), weight_CF.float()
-        bounds, first_leaf = leaves.bounds, leaves.first_leaf
-        nodes = [leaves.nodes(rank) for rank in range(group.size)]
-        values = [x.new_empty(samples * sequence, weight_CF.shape[1]) for _ in nodes[group.rank]]
-        for first, last in self._token_blocks(samples, sequence):
+    def partial_contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
+        """One product per (token block, leaf), whole leaves as K; a value for each of this rank's nodes of the tree over leaves."""
+        samples, sequence, features = x_BSC.shape
+        blocks, first = list(self._token_blocks(samples, sequence)), leaves.first_leaf
+        nodes = [(lo - first, hi - first) for lo, hi in leaves.nodes(leaves.tp_rank)]
+        values = contract_tiles(x_BSC.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks, nodes)
+        return values.view(len(nodes), samples, sequence, -1)
 
-            def leaf(index: int, out: Tensor | None, first: int = first, last: int = last) -> Tensor:
-                lo, hi = bounds[index - first_leaf]
-                return torch.mm(x[first:last, lo:hi].contiguous(), weight_CF[lo:hi], out=out)
+    def partial_sum(self, terms_BSLR: Tensor, leaves: OwnedLeaves) -> Tensor:
+        first = leaves.first_leaf
+        own = tuple((leaf, leaf + 1) for leaf in range(first, first + terms_BSLR.shape[2]))
+        nodes = tuple(own if tp_rank == leaves.tp_rank else () for tp_rank in range(leaves.tp))
+        return merged(terms_BSLR.movedim(2, 0), Summands(leaves.num_leaves, nodes), leaves.tp_rank)
 
-            for node, value in zip(nodes[group.rank], values, strict=True):
-                _tree(leaf, node, value[first:last])
-        partial = [value.view(samples, sequence, -1) for value in values]
-        return _over_ranks(group, partial, nodes, leaves.num_leaves, tokens, x_BSC.dtype)
+    def finish_contract(self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
+        """The tree over leaves spans the ranks."""
+        return _over_ranks(group, partial, leaves.summands, tokens, dtype)
+
+    def multiply(self, x_BSK: Tensor, matrix_KN: Tensor) -> Tensor:
+        """One product per block of `reduction_token_block` tokens, between which sequence parallelism cuts."""
+        samples, sequence, features = x_BSK.shape
+        x, matrix_KN = x_BSK.reshape(samples * sequence, features).float(), matrix_KN.float()
+        y = x.new_empty(samples * sequence, matrix_KN.shape[1])
+        for first, last in self._token_blocks(samples, sequence, self.reduction_block):
+            multiply_into(y[first:last], x[first:last], matrix_KN)
+        return y.view(samples, sequence, -1).to(x_BSK.dtype)
 
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
         """Per sample: one product per (token block, leaf), the tree over token blocks."""
-        return [self._sample_weight_gradient(x_SC, y_SF, leaves) for x_SC, y_SF in zip(x_BSC.float(), y_BSF.float(), strict=True)]
-
-    def _sample_weight_gradient(self, x_SC: Tensor, y_SF: Tensor, leaves: OwnedLeaves) -> Tensor:
-        blocks = list(self._token_blocks(1, len(x_SC)))
-        total = x_SC.new_empty(x_SC.shape[1], y_SF.shape[1])
-        for lo, hi in leaves.bounds:
-
-            def block(index: int, out: Tensor | None, lo: int = lo, hi: int = hi) -> Tensor:
-                first, last = blocks[index]
-                return torch.mm(x_SC[first:last, lo:hi].contiguous().t(), y_SF[first:last], out=out)
-
-            _tree(block, (0, len(blocks)), total[lo:hi])
-        return total
+        blocks = list(self._token_blocks(1, x_BSC.shape[1]))
+        chunks = Chunks(len(blocks) * self.cp, self.cp, self.cp_rank)
+        own = [(chunks.local(lo), chunks.local(lo) + hi - lo) for lo, hi in chunks.nodes()]
+        return self._over_sequence(
+            "blocks",
+            chunks,
+            [
+                [outer_tiles(x_SC, y_SF, leaves.bounds, blocks[first:last], (0, last - first)) for first, last in own]
+                for x_SC, y_SF in zip(x_BSC.float(), y_BSF.float(), strict=True)
+            ],
+        )
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """On a length that fills whole vector registers: the library computes a remainder by scalar code, whose sigmoid, silu and gelu
@@ -98,11 +104,24 @@ class ExactNumerics(Numerics):
         """Per sample, by elementwise additions only: the width of a slice cannot matter. Of own tokens the tree nodes, [nodes, n]."""
         x_BSN = x_BSN.float()
         if tokens is not None:
-            return list(token_nodes(x_BSN, self.reduction_block, tokens.nodes(tokens.tp_rank)))
-        return list(token_sums(x_BSN, self.reduction_block))
+            return list(node_sums(block_sums(x_BSN, self.reduction_block), tokens.nodes(tokens.member)))
+        if self.cp == 1:
+            return list(token_sums(x_BSN, self.reduction_block))
+        sums = block_sums(x_BSN, self.reduction_block)
+        chunks = Chunks(sums.shape[1] * self.cp, self.cp, self.cp_rank)
+        return self._over_sequence("tokens", chunks, [list(nodes) for nodes in node_sums(sums, chunks.nodes())])
 
-    def sample_sums(self, x_BSN: Tensor) -> Contribution:
-        return [sample.to(torch.float32, copy=True) for sample in x_BSN]
+    def head_sums(self, x_BSLQD: Tensor, heads: OwnedHeads | None) -> Contribution:
+        """Per sample: the query heads of a key/value head are added first, then as `token_sums` the leaves (head, block of tokens)."""
+        x_BLSD = fold(x_BSLQD.float(), 3).transpose(1, 2).contiguous()
+        sums = block_sums(x_BLSD.flatten(0, 1), self.reduction_block).view(len(x_BLSD), -1, x_BLSD.shape[-1])
+        if heads is not None:
+            return list(node_sums(sums, heads.nodes(heads.member)))
+        if self.cp == 1:
+            return [sample.clone() for sample in tree_fold(sums, 1)]
+        members = OwnedHeads(self.leaf_sizes, self.cp * x_BSLQD.shape[1], 1, 0, self.cp, self.cp_rank)
+        open_nodes = tuple(members.nodes(member) for member in range(self.cp))
+        return OpenSums("heads", members.num_leaves, open_nodes, [list(nodes) for nodes in node_sums(sums, open_nodes[self.cp_rank])])
 
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
         """Per sample, rows in the order of their positions."""
@@ -115,8 +134,7 @@ class ExactNumerics(Numerics):
         """One of the summands is not zero, so any order is exact; adding zero makes -0.0 into 0.0 on one rank as on many."""
         if group.size == 1:
             return rows_BSH + 0.0
-        nodes = [((rank, rank + 1),) for rank in range(group.size)]
-        return _over_ranks(group, [rows_BSH.float()], nodes, group.size, tokens, rows_BSH.dtype)
+        return _over_ranks(group, rows_BSH.float().unsqueeze(0), Summands.one_each(group.size), tokens, rows_BSH.dtype)
 
     def row_maximum(self, x_BS: Tensor, group: Group) -> Tensor:
         if group.size == 1:
@@ -132,11 +150,7 @@ class ExactNumerics(Numerics):
         by_leaf = torch.stack(list(sums), 1)
         nodes = [leaves.nodes(rank) for rank in range(group.size)]
 
-        def leaf(index: int, out: Tensor | None) -> Tensor:
-            assert out is None
-            return by_leaf[index - leaves.first_leaf]
-
-        own = [_tree(leaf, node) for node in nodes[group.rank]]
+        own = [tree_fold(by_leaf[lo - leaves.first_leaf : hi - leaves.first_leaf], 0) for lo, hi in nodes[group.rank]]
         shapes = [(len(sums) * len(theirs) + 1, *target_BS.shape) for theirs in nodes]
         gathered = group.all_gather(torch.cat([*own, target_BS.unsqueeze(0)]), shapes)
         tree: CarryTree = CarryTree(leaves.num_leaves, add_in_place)
@@ -146,16 +160,22 @@ class ExactNumerics(Numerics):
         return [*tree.root(), fold(torch.stack([rows[-1] for rows in gathered]), 0)]
 
     def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
-        return canonical_sum(values, summands, group)
+        return sum_over(group, merged(values, summands, group.rank), summands, values.dtype)
 
     def sum_members_part(self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-        return canonical_part(values, summands, group, dim, sizes)
+        return part_over(group, merged(values, summands, group.rank), summands, dim=dim, sizes=sizes, dtype=values.dtype).contiguous()
 
-    def accumulator(self, num_samples: int, *, own_tokens: bool = False) -> Accumulator:
-        return TokenNodes(num_samples) if own_tokens else ExactAccumulator(num_samples)
+    def accumulator(self, num_samples: int, *, partial: bool = False) -> Accumulator:
+        return TokenNodes(num_samples) if partial else ExactAccumulator(num_samples)
 
-    def finish_tokens(self, gradients: Mapping[str, Accumulator], group: Group, tokens: OwnedTokens) -> dict[str, Accumulator]:
-        return finished_tokens({name: each for name, each in gradients.items() if isinstance(each, TokenNodes)}, group, tokens)
+    def finish_parts(self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]) -> dict[str, Accumulator]:
+        """All gradients of one kind of parts together."""
+        finished: dict[str, Accumulator] = {}
+        for part in dict.fromkeys(owned.values()):
+            alike = {name: each for name, each in gradients.items() if owned[name] == part and isinstance(each, TokenNodes)}
+            with group.recorder.layer(part.layer):
+                finished.update(finished_parts(alike, group, part))
+        return finished
 
     def reduce_gradients(
         self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
@@ -165,11 +185,11 @@ class ExactNumerics(Numerics):
         if group.size == 1 or not trees:
             return {name: tree.root() for name, tree in trees.items()}
         num_samples = next(iter(trees.values())).num_leaves
-        nodes = [maximal_nodes(num_samples, *samples_of(rank)) for rank in range(group.size)]
-        own = nodes[group.rank]
+        summands = Summands(num_samples, tuple(maximal_nodes(num_samples, *samples_of(rank)) for rank in range(group.size)))
+        own = summands.nodes[group.rank]
         shapes = {name: tree.value(own[0]).shape for name, tree in trees.items()}
-        values = [flatten(tree.value(node) for tree in trees.values()) for node in own]
-        return unflatten(sum_over(group, values, nodes, num_samples), shapes)
+        values = torch.stack([flatten(tree.value(node) for tree in trees.values()) for node in own])
+        return unflatten(sum_over(group, values, summands), shapes)
 
     def sum(self, tensors: Iterable[Tensor]) -> ExactSum:
         return exact_sum(tensors, device=self.device)
@@ -177,32 +197,25 @@ class ExactNumerics(Numerics):
     def sum_of_squares(self, tensors: Iterable[Tensor]) -> ExactSum:
         return exact_sum(tensors, squares=True, device=self.device)
 
-    def _token_blocks(self, samples: int, sequence: int) -> Iterator[tuple[int, int]]:
-        """Token blocks inside each sample, as rows of the flat [b*s, ...] tensor; a sample's last block may be shorter."""
+    def _over_sequence(self, kind: OpenKind, chunks: Chunks, samples: list[list[Tensor]]) -> Contribution:
+        """Sums over all leaves of each sample, or what this rank has of them: a value for each of its nodes."""
+        if self.cp == 1:
+            return [root for (root,) in samples]
+        members = tuple(Chunks(chunks.num_items, self.cp, member).nodes() for member in range(self.cp))
+        return OpenSums(kind, chunks.num_items, members, samples)
+
+    def _token_blocks(self, samples: int, sequence: int, block: int = 0) -> Iterator[tuple[int, int]]:
+        """Token blocks (of weight gradients unless given) inside each sample, as rows of the flat [b*s, ...] tensor; a sample's last
+        block may be shorter."""
+        block = block or self.gradient_block
         for sample in range(samples):
-            for first in range(0, sequence, self.gradient_block):
-                last = min(first + self.gradient_block, sequence)
+            for first in range(0, sequence, block):
+                last = min(first + block, sequence)
                 yield sample * sequence + first, sample * sequence + last
 
 
-def _over_ranks(
-    group: Group,
-    values: Sequence[Tensor],
-    nodes: Sequence[Sequence[Node]],
-    num_leaves: int,
-    tokens: OwnedTokens | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The finished sum of hidden states [b, s, n] whose leaves lie on the members, rounded to `dtype`: whole, or this rank's tokens."""
+def _over_ranks(group: Group, values: Tensor, summands: Summands, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
+    """The finished sum of hidden states [nodes, b, s, n] whose leaves lie on the members, rounded to `dtype`: whole, or own tokens."""
     if tokens is None:
-        return sum_over(group, [value.reshape(-1) for value in values], nodes, num_leaves, dtype).view(values[0].shape)
-    samples, _, features = values[0].shape
-    return finished_part(group, values, nodes, num_leaves, tokens.parts).view(samples, -1, features).to(dtype)
-
-
-def _tree(leaf: Callable[[int, Tensor | None], Tensor], node: tuple[int, int], out: Tensor | None = None) -> Tensor:
-    """The value of a tree node, computed depth first. `leaf(index, out)` computes a leaf, into `out` where one is given."""
-    if node[1] - node[0] == 1:
-        return leaf(node[0], out)
-    left, right = split(node)
-    return _tree(leaf, left, out).add_(_tree(leaf, right))
+        return sum_over(group, values, summands, dtype)
+    return part_over(group, values, summands, dim=1, sizes=tokens.sizes, dtype=dtype)

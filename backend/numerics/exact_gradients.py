@@ -10,7 +10,7 @@ from torch import Tensor
 from ...core.reduction import CarryTree, cut
 from ..transport.base import Group
 from .base import Accumulator, Contribution
-from .tokens import OwnedTokens
+from .heads import OwnedPart
 from .tree import add_in_place
 
 
@@ -32,9 +32,9 @@ class ExactAccumulator:
 
 
 class TokenNodes:
-    """The gradient of a norm or bias of which this rank knows its own tokens' part: per sample the tree nodes [nodes, n] over them.
+    """The gradient of a norm or bias of which this rank knows its own tokens' (or heads') part: per sample the tree nodes [nodes, n] of it.
 
-    The batch's tree is over whole samples, so nothing can be added before `finished_tokens` has met the other ranks: a vector or two
+    The batch's tree is over whole samples, so nothing can be added before `finished_parts` has met the other ranks: a vector or two
     per sample of the step are held, which is little beside the matrices of a layer.
     """
 
@@ -54,7 +54,7 @@ class TokenNodes:
         return list(self.samples.values())
 
 
-def finished_tokens(gradients: Mapping[str, TokenNodes], group: Group, tokens: OwnedTokens) -> dict[str, Accumulator]:
+def finished_parts(gradients: Mapping[str, TokenNodes], group: Group, owned: OwnedPart) -> dict[str, Accumulator]:
     """The gradients as carry trees over whole samples, the same on every member.
 
     All gradients go side by side: an all-to-all brings each member the nodes of an even part of the elements, of which it finishes every
@@ -68,11 +68,11 @@ def finished_tokens(gradients: Mapping[str, TokenNodes], group: Group, tokens: O
     widths = [each.samples[samples[0]].shape[-1] for each in gradients.values()]
     held = torch.cat([torch.stack([each.samples[sample] for sample in samples]) for each in gradients.values()], -1)
     parts = [cut(sum(widths), group.size, member) for member in range(group.size)]
-    nodes = [tokens.nodes(member) for member in range(group.size)]
+    nodes = [owned.nodes(member) for member in range(group.size)]
     own = parts[group.rank][1] - parts[group.rank][0]
     shapes = [(len(samples), len(theirs), own) for theirs in nodes]
     arrived = group.all_to_all([held[..., lo:hi] for lo, hi in parts], shapes)
-    sequence: CarryTree = CarryTree(tokens.leaves.num_leaves, torch.add)
+    sequence: CarryTree = CarryTree(owned.num_leaves, torch.add)
     for theirs, values in zip(nodes, arrived, strict=True):
         for node, value in zip(theirs, values.unbind(1), strict=True):
             sequence.insert(node, value)

@@ -2,8 +2,8 @@
 
 ZeRO and pipeline cuts ignore parameter boundaries, so no order of leaves survives for the loss and the gradient norm. Both are sums of
 numbers whose range is known: an fp32 is a multiple of 2^-149 below 2^128, its square a multiple of 2^-298 below 2^256. Values are
-split on one fixed grid of 32-bit windows by adding and subtracting a large constant (the error-free extraction of Rump, Ogita and
-Oishi 2008, algorithm 3.1); up to 2^20 parts of one window add up exactly in fp64 in any order; and Python's integers hold the total.
+split into parts of 38 bits by adding and subtracting a large constant (the error-free extraction of Rump, Ogita and Oishi 2008,
+algorithm 3.1); 2^15 parts of one size add up exactly in fp64 in any order; and Python's integers hold the total.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from torch import Tensor
 from ..transport.base import Group
 
 CPU = torch.device("cpu")
-WINDOW_BITS = 32
+LIMB_BITS = 32
 LOWEST_EXPONENT = -320
-"""The grid starts at 2^-320, below the smallest square."""
+"""Totals are multiples of 2^-320, which is below the smallest square."""
 NUM_LIMBS = 23
 """Limbs of 32 bits up to 2^416: the largest square times 2^160 numbers."""
-_CHUNK = 1 << 16
-"""Elements per pass, so that the fp64 copies stay in cache; at most 2^20 keep window sums exact."""
+_CHUNK_BITS = 15
+"""2^15 elements at a time: their fp64 copies stay in cache."""
+_PART_BITS = 53 - _CHUNK_BITS
+"""So many parts of so many bits have an exact sum in fp64."""
+_NUM_PARTS = 3
+"""Parts taken before looking whether anything is left: 114 bits below the largest element. Squares have 48."""
 
 _POSITIVE, _NEGATIVE, _NAN = 1, 2, 4
 
@@ -57,16 +61,16 @@ class ExactSum:
 
     def to_tensor(self) -> Tensor:
         """int64 [24]: 23 limbs of 32 bits, lowest first, the highest with the sign; then the flags."""
-        mask = (1 << WINDOW_BITS) - 1
-        limbs = [(self.total >> WINDOW_BITS * i) & mask for i in range(NUM_LIMBS - 1)]
-        highest = self.total >> WINDOW_BITS * (NUM_LIMBS - 1)
+        mask = (1 << LIMB_BITS) - 1
+        limbs = [(self.total >> LIMB_BITS * i) & mask for i in range(NUM_LIMBS - 1)]
+        highest = self.total >> LIMB_BITS * (NUM_LIMBS - 1)
         return torch.tensor([*limbs, highest, self.special], dtype=torch.int64, device=self.device)
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> ExactSum:
         """The inverse of `to_tensor`."""
         *limbs, special = tensor.tolist()
-        return cls(sum(limb << WINDOW_BITS * i for i, limb in enumerate(limbs)), special, tensor.device)
+        return cls(sum(limb << LIMB_BITS * i for i, limb in enumerate(limbs)), special, tensor.device)
 
 
 def exact_sum(tensors: Iterable[Tensor], *, squares: bool = False, device: torch.device = CPU) -> ExactSum:
@@ -74,38 +78,39 @@ def exact_sum(tensors: Iterable[Tensor], *, squares: bool = False, device: torch
     total = ExactSum(device=device)
     for tensor in tensors:
         assert tensor.dtype == torch.float32, tensor.dtype
-        for chunk in tensor.detach().reshape(-1).split(_CHUNK):
-            values = chunk.double()
-            total += _sum_chunk(values * values if squares else values, device)
+        for chunk in tensor.detach().reshape(-1).split(1 << _CHUNK_BITS):
+            total += _sum_chunk(chunk, squares, device)
     return total
 
 
-def _sum_chunk(values: Tensor, device: torch.device) -> ExactSum:
-    if not values.numel():
-        return ExactSum(device=device)
-    largest = values.abs().max().item()
-    special = 0
+def _sum_chunk(chunk: Tensor, squares: bool, device: torch.device) -> ExactSum:
+    largest, special = _largest(chunk), 0
     if not math.isfinite(largest):
-        special = _flags(values)
-        values = values[values.isfinite()]
-        largest = values.abs().max().item() if values.numel() else 0.0
-    total, window = 0, _highest_window(largest)
-    while largest:
-        assert window >= 0
-        exponent = LOWEST_EXPONENT + WINDOW_BITS * window
-        constant = math.ldexp(1.5, exponent + 52)
-        high = (values + constant).sub_(constant)
-        total += int(math.ldexp(high.sum().item(), -exponent)) << WINDOW_BITS * window
-        values = values - high
-        largest = values.abs().max().item()
-        window -= 1
+        special = _flags(chunk.abs() if squares else chunk)
+        chunk = chunk[chunk.isfinite()]
+        largest = _largest(chunk)
+    rest = chunk.double()
+    if squares:
+        rest.mul_(rest)
+        largest *= largest
+    total, exponent, parts = 0, math.frexp(largest)[1], torch.empty_like(rest)
+    while largest:  # below 2^exponent
+        for _ in range(_NUM_PARTS):
+            exponent = max(exponent - _PART_BITS, LOWEST_EXPONENT)
+            constant = math.ldexp(1.5, exponent + 52)
+            torch.add(rest, constant, out=parts).sub_(constant)  # the multiples of 2^exponent nearest to the rest
+            total += int(math.ldexp(parts.sum().item(), -exponent)) << (exponent - LOWEST_EXPONENT)
+            rest.sub_(parts)
+        largest = _largest(rest)
     return ExactSum(total, special, device)
 
 
-def _highest_window(largest: float) -> int:
-    """The window whose parts are at most 2^31 units for values up to `largest`."""
-    exponent = math.frexp(largest)[1]
-    return max(0, -(-(exponent - (WINDOW_BITS - 1) - LOWEST_EXPONENT) // WINDOW_BITS))
+def _largest(values: Tensor) -> float:
+    """The largest magnitude; 0 of nothing, and not finite where a value is not."""
+    if not values.numel():
+        return 0.0
+    lowest, highest = torch.aminmax(values)
+    return max(-lowest.item(), highest.item())
 
 
 def _flags(values: Tensor) -> int:

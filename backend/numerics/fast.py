@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...core.expert_tokens import ExpertNodes
 from ..transport.base import Group
 from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
+from .expert_rows import FastExpertNumerics
+from .heads import OwnedHeads, OwnedPart
 from .summands import Summands
+from .token_product import TokenProduct
 from .tokens import OwnedTokens
 
 
-class FastNumerics(Numerics):
+class FastNumerics(FastExpertNumerics, Numerics):
     """What a training run uses that needs speed only."""
 
     mode = "fast"
@@ -23,11 +27,20 @@ class FastNumerics(Numerics):
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         return F.linear(x_BSF, weight_CF)
 
-    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
-        return _summed(group, x_BSC @ weight_CF, tokens)
+    def partial_contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
+        return (x_BSC @ weight_CF).unsqueeze(0)
+
+    def partial_sum(self, terms_BSLR: Tensor, leaves: OwnedLeaves) -> Tensor:
+        return terms_BSLR.sum(2).unsqueeze(0)
+
+    def finish_contract(self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
+        return _summed(group, partial[0], tokens)
+
+    def multiply(self, x_BSK: Tensor, matrix_KN: Tensor) -> Tensor:
+        return x_BSK @ matrix_KN
 
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
-        return (x_BSC.flatten(0, 1).t() @ y_BSF.flatten(0, 1)).float()
+        return TokenProduct(x_BSC.flatten(0, 1), y_BSF.flatten(0, 1))
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
@@ -35,8 +48,8 @@ class FastNumerics(Numerics):
     def token_sums(self, x_BSN: Tensor, tokens: OwnedTokens | None = None) -> Contribution:
         return x_BSN.sum((0, 1), dtype=torch.float32)
 
-    def sample_sums(self, x_BSN: Tensor) -> Contribution:
-        return x_BSN.sum(0, dtype=torch.float32)
+    def head_sums(self, x_BSLQD: Tensor, heads: OwnedHeads | None) -> Contribution:
+        return x_BSLQD.sum((0, 1, 2, 3), dtype=torch.float32)
 
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
         return torch.ops.aten.embedding_dense_backward(gradient_BSH.float(), ids_BS, num_rows + 1, -1, False)[:num_rows]
@@ -57,17 +70,12 @@ class FastNumerics(Numerics):
         return _summed(group, values.sum(0), None)
 
     def sum_members_part(self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-        parts = values.sum(0).split(list(sizes), dim)
-        own = parts[group.rank]
-        if len(set(sizes)) == 1:
-            return group.reduce_scatter([part.reshape(-1) for part in parts]).view(own.shape)
-        # no library adds up uneven parts
-        return torch.stack(group.all_to_all(parts, [tuple(own.shape)] * group.size)).sum(0)
+        return _part_of_sum(group, values.sum(0), dim, sizes)
 
-    def accumulator(self, num_samples: int, *, own_tokens: bool = False) -> Accumulator:
+    def accumulator(self, num_samples: int, *, partial: bool = False) -> Accumulator:
         return FastAccumulator()
 
-    def finish_tokens(self, gradients: Mapping[str, Accumulator], group: Group, tokens: OwnedTokens) -> dict[str, Accumulator]:
+    def finish_parts(self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]) -> dict[str, Accumulator]:
         finished: dict[str, Accumulator] = {name: FastAccumulator() for name in gradients}
         for name, total in self.reduce_gradients(gradients, group, lambda _: (0, 0)).items():
             finished[name].add(0, total)
@@ -80,6 +88,12 @@ class FastNumerics(Numerics):
         if group.size == 1 or not totals:
             return totals
         return unflatten(group.all_reduce(flatten(totals.values()), "sum"), {name: total.shape for name, total in totals.items()})
+
+    def expert_accumulator(self, num_samples: int, num_blocks: int) -> Accumulator:
+        return FastAccumulator()
+
+    def reduce_experts(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
+        return self.reduce_gradients(gradients, group, lambda _: (0, 0))
 
     def sum(self, tensors: Iterable[Tensor]) -> FastSum:
         return FastSum(sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors), self.device)
@@ -102,11 +116,13 @@ class FastAccumulator:
         return self.held[0]
 
     def add(self, first_sample: int, contribution: Contribution) -> None:
-        assert isinstance(contribution, Tensor)
-        if self.held:
+        assert isinstance(contribution, Tensor | TokenProduct)
+        if not self.held:
+            self.held.append(contribution if isinstance(contribution, Tensor) else contribution.total())
+        elif isinstance(contribution, Tensor):
             self.held[0].add_(contribution)
         else:
-            self.held.append(contribution)
+            contribution.add_to(self.held[0])
 
 
 @dataclass(frozen=True)
@@ -135,4 +151,14 @@ def _summed(group: Group, tensor: Tensor, tokens: OwnedTokens | None) -> Tensor:
         return tensor
     if tokens is None:
         return group.all_reduce(tensor, "sum")
-    return group.reduce_scatter(tokens.parts(tensor)).view(len(tensor), -1, tensor.shape[-1])
+    return _part_of_sum(group, tensor, 1, tokens.sizes)
+
+
+def _part_of_sum(group: Group, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This member's `sizes[rank]` items of the sum over the members along a dimension."""
+    parts = tensor.split(list(sizes), dim)
+    own = parts[group.rank]
+    if len(set(sizes)) == 1:
+        return group.reduce_scatter([part.reshape(-1) for part in parts]).view(own.shape)
+    # no library adds up uneven parts
+    return torch.stack(group.all_to_all(parts, [tuple(own.shape)] * group.size)).sum(0)

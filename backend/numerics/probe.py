@@ -1,7 +1,7 @@
 """Measures what exact numerics assume of the library on this machine, with a plan's own shapes.
 
 The canonical order fixes every sum over ranks, leaves, tokens and samples. What is left to the library must not change its bits when
-more of the same is computed beside it: a tile product at another address, an attention head beside others, a norm's row among
+more of the same is computed beside it: a tile product inside of larger tensors, an attention head beside others, a norm's row among
 others, an elementwise function on a longer tensor, the optimizer's update of a longer tensor. Each assumption is a row of `PROBES`.
 """
 
@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.findings import Finding
+from ...core.parameters import parameters
 from ...core.plan import Plan
 from .exact import VECTOR_ELEMENTS, ExactNumerics
+from .tiles import multiply_into
 
 NormFunction = Callable[[Tensor], Tensor]
+TileFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -56,49 +59,88 @@ def _count(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
 
-def _misaligned(x: Tensor) -> Tensor:
-    """The same values, contiguous, four bytes off any alignment."""
-    room = x.new_empty(x.numel() + 1)[1:].view(x.shape)
-    return room.copy_(x)
+def _elsewhere(x: Tensor) -> Tensor:
+    """The same matrix as columns of a wider one, four bytes off any alignment."""
+    rows, columns = x.shape
+    return x.new_empty(rows, columns + 6)[:, 1 : 1 + columns].copy_(x)
 
 
 def _products(plan: Plan, device: torch.device) -> int:
-    """The three kinds of tiles of the MLP, aligned against misaligned."""
-    tokens = min(plan.leaf_sizes.gradient_token_block, plan.batch.sequence)
-    hidden, leaf = plan.model.hidden_size, plan.leaf_sizes.ffn.block
-    x, w, y = (_random(seed, device, *shape) for seed, shape in enumerate(((tokens, hidden), (leaf, hidden), (tokens, leaf))))
-    tiles: list[tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = [
-        (lambda a, b: a @ b.t(), x, w),
-        (lambda a, b: a @ b, y, w),
-        (lambda a, b: a.t() @ b, y, x),
-    ]
-    return sum(_count(product(a, b), product(_misaligned(a), _misaligned(b))) for product, a, b in tiles)
-
-
-def _attention(plan: Plan, device: torch.device) -> int:
-    """Forward and backward of 2 samples x 3 heads against each (sample, head) alone."""
-    shape, dtype = (2, 3, plan.batch.sequence, plan.model.head_dim), _dtype(plan)
-    inputs = [_random(seed, device, *shape).to(dtype) for seed in range(4)]
-    whole = _attention_and_gradients(*inputs)
+    """The three kinds of tiles of every shape that the model's cut matrices have: each alone against inside of larger tensors."""
     return sum(
-        _count(alone, together[sample : sample + 1, head : head + 1])
-        for sample in range(2)
-        for head in range(3)
-        for alone, together in zip(
-            _attention_and_gradients(*(x[sample : sample + 1, head : head + 1].contiguous() for x in inputs)), whole, strict=True
-        )
+        _count(*(_tile(product, operands, place) for place in (torch.clone, _elsewhere)))
+        for tokens, leaf, whole in _tile_sizes(plan)
+        for operands in [[_random(seed, device, *shape) for seed, shape in enumerate(((tokens, whole), (leaf, whole), (tokens, leaf)))]]
+        for product in (lambda x, weight, y: (x, weight.t()), lambda x, weight, y: (y, weight), lambda x, weight, y: (y.t(), x))
     )
 
 
-def _attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+def _tile(product: TileFunction, operands: list[Tensor], place: Callable[[Tensor], Tensor]) -> Tensor:
+    """`project`, `contract` or `weight_gradient` of one tile, all of whose tensors are where `place` puts them."""
+    left, right = product(*map(place, operands))
+    out = place(left.new_empty(len(left), right.shape[1]))
+    multiply_into(out, left, right)
+    return out
+
+
+def _tile_sizes(plan: Plan) -> set[tuple[int, int, int]]:
+    """(tokens, features of a leaf, whole features) of all tiles, shorter last blocks and leaves among them; a matrix that no rank cuts
+    is one leaf."""
+    sequence, block = plan.batch.sequence, plan.leaf_sizes.gradient_token_block
+    sizes = set()
+    for parameter in parameters(plan.model):
+        if parameter.cut is not None and len(parameter.shape) == 2:
+            dim, feature = parameter.cut
+            leaves = plan.leaf_sizes.feature(feature)
+            widths = {leaves.block, leaves.num_items % leaves.block or leaves.block}
+            sizes |= {(min(block, sequence), width * parameter.unit, parameter.shape[1 - dim]) for width in widths}
+            sizes |= {(sequence % block, width * parameter.unit, parameter.shape[1 - dim]) for width in widths if sequence % block}
+        elif len(parameter.shape) == 2 and not parameter.name.startswith("embedding."):
+            blocks = (min(plan.leaf_sizes.reduction_token_block, sequence), min(block, sequence))
+            sizes |= {(tokens, *parameter.shape) for size in blocks for tokens in (size, sequence % size) if tokens}
+    return sizes
+
+
+def _attention(plan: Plan, device: torch.device) -> int:
+    """Forward and backward of 2 samples x 3 heads against each (sample, head) alone: one causal call, or the first and the last block of
+    queries, in fp32, against the keys up to their ends."""
+    model, sequence = plan.model, plan.batch.sequence
+    size = min(plan.leaf_sizes.gradient_token_block, sequence)
+    dtype = _dtype(plan) if size == sequence else torch.float32
+    width = max(model.head_dim, model.value_head_dim)  # zeros fill up whichever is narrower
+    q, k, v, gradient = (_random(seed, device, 2, 3, sequence, width).to(dtype) for seed in range(4))
+    found = 0
+    for start in {0, (sequence - 1) // size * size}:
+        end = min(start + size, sequence)
+        inputs = q[:, :, start:end].contiguous(), k, v, gradient[:, :, start:end].contiguous()
+        whole = _attention_and_gradients(*inputs, end)
+        for sample, head in ((sample, head) for sample in range(2) for head in range(3)):
+            one = _attention_and_gradients(*(x[sample : sample + 1, head : head + 1].contiguous() for x in inputs), end)
+            found += sum(_count(a, b[sample : sample + 1, head : head + 1]) for a, b in zip(one, whole, strict=True))
+    return found
+
+
+def _attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, end: int) -> list[Tensor]:
+    """Of queries of which the last is token `end` - 1."""
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if q.shape[2] == k.shape[2]:
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        places = torch.arange(end, device=q.device)
+        mask = torch.zeros(q.shape[2], end, device=q.device).masked_fill_(places > places[end - q.shape[2] :, None], -torch.inf)
+        output = F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], mask)
     return [output.detach(), *torch.autograd.grad(output, [q, k, v], gradient)]
 
 
 def _norm_rows(plan: Plan, device: torch.device) -> int:
+    """Rows of every width that the model norms."""
+    model = plan.model
+    widths = {model.hidden_size, model.head_dim if model.qk_norm else 0, model.q_lora_rank, model.kv_lora_rank}
+    return sum(_norm_rows_of(plan, device, width) for width in widths if width)
+
+
+def _norm_rows_of(plan: Plan, device: torch.device, hidden: int) -> int:
     """Rows of both norms' forwards and input gradients: one sample against three."""
-    hidden = plan.model.hidden_size
     x, dy = _random(0, device, 3, plan.batch.sequence, hidden), _random(1, device, 3, plan.batch.sequence, hidden)
     weight, bias = _random(2, device, hidden), _random(3, device, hidden)
 
@@ -157,7 +199,7 @@ _SWITCH = "Start torch with MKL_CBWR=AVX512,STRICT (or AVX2,STRICT) in the envir
 _REPORT = "Please report the machine and the torch version; exact mode cannot promise its bits here."
 
 PROBES = (
-    Probe("product-alignment", "a tile product does not depend on the address of its operands", _SWITCH, _products),
+    Probe("product-alignment", "a tile product does not depend on addresses and strides", _SWITCH, _products),
     Probe("attention-slices", "attention of one (sample, head) does not depend on the others beside it", _REPORT, _attention),
     Probe("norm-rows", "a row of a norm does not depend on the number of rows", _REPORT, _norm_rows),
     Probe("elementwise-length", "an elementwise function does not depend on the length of its tensor", _REPORT, _elementwise),

@@ -1,4 +1,7 @@
-"""`Summands`: what a sum over the members of a group is made of, and the canonical sum of it."""
+"""`Summands`: what a sum over the members of a group is made of, and the one way in which exact numerics finish such a sum.
+
+Only elementwise additions are used, whose bits depend on nothing but the two numbers. See `core.reduction` for the tree.
+"""
 
 from __future__ import annotations
 
@@ -50,29 +53,7 @@ class Summands:
         return maximal_nodes(self.num_leaves, own[0][0], own[-1][1]) if own else ()
 
 
-def canonical_sum(values: Tensor, summands: Summands, group: Group) -> Tensor:
-    """[n, ...] of this member's nodes -> [...], the sum over all leaves, the same on every member. fp32 at least, rounded once.
-
-    Each member finishes an even part of the elements (all-to-all), then all take all parts (all-gather).
-    """
-    shape, partial = values.shape[1:], _merged(values, summands, group.rank)
-    elements = shape.numel()
-    bounds = [cut(elements, group.size, member) for member in range(group.size)]
-    own = _finished(partial.view(len(partial), elements), summands, group, bounds).to(values.dtype)
-    whole = own if group.size == 1 else torch.cat(group.all_gather(own, [(hi - lo,) for lo, hi in bounds]))
-    return whole.view(shape)
-
-
-def canonical_part(values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This member's `sizes[rank]` items of `canonical_sum` along a dimension of [...]: its first half, one all-to-all."""
-    partial = _merged(values, summands, group.rank).movedim(dim + 1, 1)
-    rows = partial.shape[2:]
-    bounds = [(lo * rows.numel(), hi * rows.numel()) for lo, hi in _intervals(sizes)]
-    own = _finished(partial.reshape(len(partial), partial.shape[1] * rows.numel()), summands, group, bounds)
-    return own.view(sizes[group.rank], *rows).movedim(0, dim).contiguous().to(values.dtype)
-
-
-def _merged(values: Tensor, summands: Summands, member: int) -> Tensor:
+def merged(values: Tensor, summands: Summands, member: int) -> Tensor:
     """The values of the nodes that a member ships, [n, ...], in fp32 at least; it shares no memory with `values`."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     tree: CarryTree = CarryTree(summands.num_leaves, torch.add)
@@ -82,13 +63,33 @@ def _merged(values: Tensor, summands: Summands, member: int) -> Tensor:
     return torch.stack([tree.value(node) for node in tree.nodes]) if tree.nodes else wide.clone()
 
 
-def _finished(partial: Tensor, summands: Summands, group: Group, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """The finished sum of this member's elements `bounds[rank]`, flat, from [nodes, elements] on every member."""
-    lo, hi = bounds[group.rank]
-    nodes = [summands.shipped(member) for member in range(group.size)]
-    arrived = group.all_to_all([partial[:, first:last] for first, last in bounds], [(len(theirs), hi - lo) for theirs in nodes])
+def sum_over(group: Group, values: Tensor, summands: Summands, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The finished sum [...] of [n, ...], a value for each node that a member ships, the same on every member; `values` are used up.
+
+    Each member finishes the tree for an even part of the elements (all-to-all), then all take all parts (all-gather): 2(n-1)/n of the data
+    leaves each rank when cuts are aligned. The finished sum is rounded to `dtype`.
+    """
+    shape = values.shape[1:]
+    bounds = [cut(shape.numel(), group.size, member) for member in range(group.size)]
+    flat = values.reshape(len(values), shape.numel())
+    own = _finished(group, [flat[:, lo:hi] for lo, hi in bounds], summands).to(dtype)
+    whole = own if group.size == 1 else torch.cat(group.all_gather(own, [(hi - lo,) for lo, hi in bounds]))
+    return whole.view(shape)
+
+
+def part_over(
+    group: Group, values: Tensor, summands: Summands, *, dim: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """This member's `sizes[rank]` items of `sum_over` along a dimension of [...]: its first half, one all-to-all."""
+    return _finished(group, values.split(list(sizes), dim + 1), summands).to(dtype)
+
+
+def _finished(group: Group, parts: Sequence[Tensor], summands: Summands) -> Tensor:
+    """The finished sum of the part that every member has for this one; `parts[i]`, [n, ...], is what member i finishes."""
+    nodes, own = [summands.shipped(member) for member in range(group.size)], parts[group.rank]
+    arrived = group.all_to_all(parts, [(len(theirs), *own.shape[1:]) for theirs in nodes]) if group.size > 1 else [own]
     if summands.num_leaves == 0:
-        return partial.new_zeros(hi - lo)
+        return own.new_zeros(own.shape[1:])
     tree: CarryTree = CarryTree(summands.num_leaves, add_in_place)
     for theirs, rows in zip(nodes, arrived, strict=True):
         for node, row in zip(theirs, rows, strict=True):

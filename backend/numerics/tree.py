@@ -1,17 +1,16 @@
-"""Canonical sums of tensors: inside one tensor by elementwise additions, and over the members of a group.
+"""Canonical sums inside one tensor: the tree by elementwise additions, whose bits depend on nothing but the two numbers.
 
-Only elementwise additions are used, whose bits depend on nothing but the two numbers. See `core.reduction` for the tree.
+See `core.reduction` for the tree, and `summands` for sums over the members of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ...core.reduction import CarryTree, Node, cut
-from ..transport.base import Group
+from ...core.reduction import Node
 
 
 def add_in_place(left: Tensor, right: Tensor) -> Tensor:
@@ -58,53 +57,7 @@ def token_sums(x_BSN: Tensor, block: int) -> Tensor:
     return sums.clone() if x_BSN.shape[1] == 1 else sums  # one token is its own sum, but the result must not share its memory
 
 
-def token_nodes(x_BSN: Tensor, block: int, nodes: Sequence[Node]) -> Tensor:
-    """The tree nodes of a rank that has only the tokens of `nodes`, in order: [b, nodes, n]."""
-    sums, first = block_sums(x_BSN, block), nodes[0][0]
-    return torch.stack([tree_fold(sums[:, lo - first : hi - first], 1) for lo, hi in nodes], 1)
-
-
-def finished_part(
-    group: Group,
-    values: Sequence[Tensor],
-    nodes: Sequence[Sequence[Node]],
-    num_leaves: int,
-    parts_of: Callable[[Tensor], Sequence[Tensor]],
-) -> Tensor:
-    """The finished sum of this member's part of the elements, flat: the first half of `sum_over`.
-
-    `parts_of` cuts a value into the members' parts, flat ones.
-    """
-    cuts = [parts_of(value) for value in values]
-    outgoing = [torch.stack(parts) for parts in zip(*cuts, strict=True)]
-    own = outgoing[group.rank].shape[1]
-    arrived = group.all_to_all(outgoing, [(len(theirs), own) for theirs in nodes])
-    pairs = [pair for theirs, rows in zip(nodes, arrived, strict=True) for pair in zip(theirs, rows, strict=True)]
-    return _finish(pairs, num_leaves)
-
-
-def sum_over(
-    group: Group,
-    values: Sequence[Tensor],
-    nodes: Sequence[Sequence[Node]],
-    num_leaves: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The finished sum over `num_leaves` leaves that lie on the members of a group, flat, the same on every member.
-
-    `nodes[i]` are the tree nodes that member i holds; `values` are this member's, one flat tensor per node, and are used up. Each
-    member finishes the tree for an even part of the elements (all-to-all), then all take all parts (all-gather): 2(n-1)/n of the data
-    leaves each rank when cuts are aligned. The finished sum is rounded to `dtype`.
-    """
-    if group.size == 1:
-        return _finish(zip(nodes[0], values, strict=True), num_leaves).to(dtype)
-    parts = [cut(values[0].numel(), group.size, member) for member in range(group.size)]
-    own = finished_part(group, values, nodes, num_leaves, lambda value: [value[first:last] for first, last in parts]).to(dtype)
-    return torch.cat(group.all_gather(own, [(last - first,) for first, last in parts]))
-
-
-def _finish(pairs, num_leaves: int) -> Tensor:
-    tree: CarryTree = CarryTree(num_leaves, add_in_place)
-    for node, value in pairs:
-        tree.insert(node, value)
-    return tree.root()
+def node_sums(leaves_BLN: Tensor, nodes: Sequence[Node]) -> Tensor:
+    """The values of tree nodes from just their leaves, one node after the other: [b, nodes, n]."""
+    parts = leaves_BLN.split([hi - lo for lo, hi in nodes], 1)
+    return torch.stack([tree_fold(part, 1) for part in parts], 1)

@@ -43,6 +43,9 @@ class ExecutableStage(Protocol):
     def __call__(self, microbatch: Any, hidden_BSH: Tensor | None) -> Tensor:
         """Hidden states for the next stage, or token losses `[b, s]` on the last one."""
 
+    def finish_gradients(self, microbatch: Any) -> None:
+        """Called after B, or W, when all weight gradients of a microbatch are computed."""
+
 
 @dataclass
 class Trace:
@@ -234,12 +237,19 @@ class Executor:
         work = self.stages[stage].weight_work
         with work.defer(microbatch) if action.kind is Kind.I else nullcontext():
             torch.autograd.backward(output, torch.ones_like(output) if gradient_BSH is None else gradient_BSH)
+        if action.kind is Kind.B:
+            self._finish_gradients(action, current)
         if hidden_BSH is not None:
             self._hand_over(Action(stage, Kind.SEND_B, microbatch), Action(stage - 1, Kind.RECV_B, microbatch), hidden_BSH.grad, current)
 
     def _weight_gradient(self, action: Action, _: Tensor | None, current: Pass) -> None:
         with torch.no_grad():
             self.stages[action.stage].weight_work.run(action.microbatch)
+        self._finish_gradients(action, current)
+
+    def _finish_gradients(self, action: Action, current: Pass) -> None:
+        with torch.no_grad():
+            self.stages[action.stage].finish_gradients(current.microbatches[action.microbatch])
 
     def _hand_over(self, send: Action, receive: Action, tensor: Tensor, current: Pass) -> None:
         """To the send lane, or directly to the neighbour stage where this rank holds that too."""

@@ -1,19 +1,24 @@
 """Layers cut over tensor-parallel ranks, built on an explicit group and exchangeable numerics."""
 
+from .beside_linear import BesideLinear
 from .context import LayerContext, Microbatch
 from .cross_entropy import LossChoice, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from .data import TensorSpec, broadcast, context_part, context_positions, context_whole
-from .dropout import attention_with_dropout, hidden_dropout
+from .dropout import hidden_dropout
 from .embedding import PositionEmbedding, VocabParallelEmbedding
+from .fused import join_fused, split_fused
 from .gradients import Gradients, WeightWork, finish_tied
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .norm import Norm
+from .norm import HeadNorm, Norm
 from .parameter import Shard
-from .recompute import recomputed
+from .recompute import recomputed, recomputed_layer
+from .whole_linear import WholeLinear
 
 __all__ = [
+    "BesideLinear",
     "ColumnParallelLinear",
     "Gradients",
+    "HeadNorm",
     "LayerContext",
     "LossChoice",
     "Microbatch",
@@ -25,13 +30,16 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "WeightWork",
-    "attention_with_dropout",
+    "WholeLinear",
     "broadcast",
     "context_part",
     "context_positions",
     "context_whole",
     "finish_tied",
     "hidden_dropout",
+    "join_fused",
     "recomputed",
+    "recomputed_layer",
+    "split_fused",
     "vocab_parallel_cross_entropy",
 ]

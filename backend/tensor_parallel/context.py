@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...core.chunks import Chunks
 from ...core.errors import UnknownNameError
+from ...core.expert_tokens import num_token_blocks
 from ...core.parameters import Parameter, Usage, parameters
 from ...core.plan import Plan
 from ...core.program import recomputed_modules
-from ...core.program.holdings import knows_own_tokens
+from ...core.program.holdings import known_part
 from ..numerics import Contribution, Numerics, OwnedLeaves
+from ..numerics.heads import owned_heads
 from ..numerics.tokens import owned_tokens
 from ..observe import Observer
 from ..recorder import Recorder
-from ..transport.base import Group
+from ..transport.base import Group, SoloGroup
+from .data import context_positions, context_whole
+from .exchange import ExpertGroups, solo_experts
 from .gradients import Gradients, WeightWork
+from .mappings import all_parts
+from .overlap import CommunicationLane
 from .parameter import Shard, initial_shard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -33,7 +40,11 @@ class Microbatch:
     """One microbatch of one data-parallel rank.
 
     `index` counts on this rank, `first_sample` is the position of its first sample in the step's global batch. `tokens` and `targets`
-    are int64 [b, s]. `step` counts optimizer steps; None is no training, where nothing is dropped.
+    are int64 [b, s], of the tokens that this context-parallel rank has. `step` counts optimizer steps; None is no training, where nothing
+    is dropped. `counted_share` is the share of the step's tokens that count in the loss: losses of routers, which are means over all
+    tokens, are scaled by it. `documents`, int64 [b, s], is for every token the place in its sequence at which its document begins, where
+    documents are packed; None is one document per sequence. `later`, int64 [b, s, k], is what each of k modules of multi-token prediction
+    predicts at a token, the id of tokens that do not count where there is nothing to predict; None where there are none.
     """
 
     index: int
@@ -41,25 +52,46 @@ class Microbatch:
     tokens: Tensor
     targets: Tensor
     step: int | None = None
+    counted_share: float = 1.0
+    documents: Tensor | None = None
+    later: Tensor | None = None
 
 
 class LayerContext:
-    """One stage's tensor-parallel group, numerics, recorder, shards and gradients; `microbatch` is the one being run forward.
+    """One stage's tensor- and context-parallel groups, numerics, recorder, shards and gradients; `microbatch` is the one being run forward.
 
-    `dtype` is the format of hidden states; `tokens` says which tokens of each sequence the ranks hold between the cut layers, and None
-    means all (no sequence parallelism).
+    `dtype` is the format of hidden states. `chunks` are the tokens of each sequence that this context-parallel rank has; `tokens` says
+    which of those the ranks hold between the cut layers, and None means all (no sequence parallelism). `lane` runs collectives beside
+    products, where the plan overlaps them (`runtime.tp_comm_overlap`).
     """
 
-    def __init__(self, plan: Plan, *, tp: Group, numerics: Numerics, recorder: Recorder, observer: Observer | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        tp: Group,
+        numerics: Numerics,
+        recorder: Recorder,
+        observer: Observer | None = None,
+        cp: Group | None = None,
+        experts: ExpertGroups | None = None,
+    ):
+        """Without `cp` the sequences are whole, without `experts` all experts."""
         self.plan = plan
         self.model = plan.model
         self.tp = tp
-        self.tokens = owned_tokens(plan, tp)
+        self.cp = SoloGroup("cp", tp.ranks[tp.rank], recorder) if cp is None else cp
+        self.experts = solo_experts(tp.ranks[tp.rank], recorder) if experts is None else experts
+        self.chunks = Chunks(plan.batch.sequence, self.cp.size, self.cp.rank)
+        self.tokens = owned_tokens(plan, tp, self.cp)
         self.numerics = numerics
         self.recorder = recorder
         self.observer = observer
         self.shards: dict[str, Shard] = {}
-        self.gradients = Gradients(numerics, plan.batch.global_size, self.tokens)
+        self.frozen: set[str] = set()
+        self.lane = CommunicationLane(numerics.device, recorder) if plan.runtime.tp_comm_overlap and tp.size > 1 else None
+        self.heads = owned_heads(plan, tp, self.cp)
+        self.gradients = Gradients(numerics, plan.batch.global_size, num_token_blocks(plan), self.cp)
         self.weight_work = WeightWork()
         self.microbatch: Microbatch | None = None
         self.dtype = DTYPES[plan.precision.dtype]
@@ -71,25 +103,38 @@ class LayerContext:
         """Whether the model has a parameter of this name (biases are optional)."""
         return name in self._known
 
-    def shard(self, name: str, role: Literal["", "embedding", "output"] = "") -> tuple[Shard, Usage]:
+    def shard(self, name: str, role: Literal["", "embedding", "output"] = "", *, frozen: bool = False) -> tuple[Shard, Usage]:
         """This rank's part of a parameter of the model, and the use whose gradient sum is registered. A tied table is made once.
 
+        A `frozen` one has no gradient and is never updated.
         Raises `UnknownNameError` for a name the model does not have.
         """
         parameter = self._parameter(name)
         if name not in self.shards:
-            slices = self.plan.leaf_sizes.local_slices(parameter, self.tp.size, self.tp.rank)
-            self.shards[name] = initial_shard(parameter, slices, self.plan.train.seed, self.numerics.device, self.dtype)
+            slices = self._slices(parameter)
+            seed = self.plan.train.seed if self.plan.train.load is None else None
+            self.shards[name] = initial_shard(parameter, slices, seed, self.numerics.device, self.dtype)
         usage = Usage(parameter, role)
-        own_tokens = self.tokens is not None and knows_own_tokens(parameter, sequence_parallel=True)
-        self.gradients.register(usage, own_tokens=own_tokens)
+        usage = replace(usage, use=self.gradients.num_uses(usage))
+        if frozen:
+            self.frozen.add(name)
+            return self.shards[name], usage
+        known = known_part(parameter, sequence_parallel=self.tokens is not None, exact=self.numerics.mode == "exact")
+        self.gradients.register(usage, self.heads if known == "heads" else self.tokens if known == "tokens" else None)
         return self.shards[name], usage
 
     def owned_leaves(self, name: str) -> OwnedLeaves:
         """The feature leaves of a cut parameter on this rank. Raises `UnknownNameError` for a name the model does not have."""
         parameter = self._parameter(name)
         assert parameter.cut is not None, f"{name} is not cut"
-        return OwnedLeaves(self.plan.leaf_sizes.feature(parameter.cut[1]), parameter.unit, self.tp.size, self.tp.rank)
+        group = self.experts.etp if parameter.expert else self.tp
+        return OwnedLeaves(self.plan.leaf_sizes.feature(parameter.cut[1]), parameter.unit, group.size, group.rank)
+
+    def _slices(self, parameter: Parameter) -> tuple[slice, ...]:
+        if not parameter.expert:
+            return self.plan.leaf_sizes.local_slices(parameter, self.tp.size, self.tp.rank)
+        ep, etp = self.experts.ep, self.experts.etp
+        return self.plan.leaf_sizes.expert_slices(parameter, ep=ep.size, ep_rank=ep.rank, etp=etp.size, etp_rank=etp.rank)
 
     def _parameter(self, name: str) -> Parameter:
         if name not in self._known:
@@ -106,9 +151,33 @@ class LayerContext:
 
         self.weight_work.submit(microbatch.index, work)
 
+    @property
+    def running_microbatch(self) -> Microbatch:
+        """The microbatch that is being run forward."""
+        assert self.microbatch is not None, "no microbatch is run forward"
+        return self.microbatch
+
+    def places(self) -> Tensor:
+        """int64 [s]: where in the sequence the tokens of this context-parallel rank lie."""
+        return context_positions(self.chunks.num_items, self.cp.size, self.cp.rank).to(self.numerics.device)
+
+    def own_places(self) -> Tensor:
+        """Those of `places` that this rank holds between the cut layers."""
+        return self.places() if self.tokens is None else self.places()[slice(*self.tokens.own)]
+
+    def positions(self, microbatch: Microbatch) -> Tensor:
+        """int64 [b, s] of a microbatch (or [1, s], the same for all samples): the positions of this context-parallel rank's tokens in their
+        documents, which learned and rotary positions go by."""
+        places = self.places().unsqueeze(0)
+        return places if microbatch.documents is None else places - microbatch.documents
+
     def gather(self, x_BSH: Tensor) -> Tensor:
-        """Hidden states of all tokens, from those that this rank holds."""
-        return x_BSH if self.tokens is None else self.tokens.gather(x_BSH, self.tp)
+        """Hidden states of all tokens of this context-parallel rank, from those that this rank holds."""
+        return x_BSH if self.tokens is None else all_parts(x_BSH, self.tp, 1, self.tokens.sizes)
+
+    def gather_sequence(self, x: Tensor) -> Tensor:
+        """[b, s, ...] of the whole sequence, from what every context-parallel rank has of it."""
+        return x if self.cp.size == 1 else context_whole(self.cp.all_gather(x))
 
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor]) -> Tensor:
         """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again."""
@@ -124,8 +193,8 @@ class LayerContext:
         if self.observer is not None:
             assert self.microbatch is not None
             whole = self.tokens is None or tensor.shape[1] == self.microbatch.tokens.shape[1]  # losses are those of all tokens
-            lo, hi = (0, tensor.shape[1]) if whole else self.tokens.own
-            self.observer.activation(name, self.microbatch, slice(lo, hi), tensor)
+            places = self.chunks.places(*((0, tensor.shape[1]) if whole else self.tokens.own))
+            self.observer.activation(name, self.microbatch, tuple(slice(*place) for place in places), tensor)
 
     @contextmanager
     def running(self, microbatch: Microbatch) -> Iterator[None]:

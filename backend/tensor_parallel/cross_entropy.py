@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.plan import Train
 from ..numerics import Numerics, OwnedLeaves
 from ..transport.base import Group
 from .context import LayerContext
@@ -43,6 +44,11 @@ class LossChoice:
 PLAIN = LossChoice()
 
 
+def ignored_target(train: Train) -> int:
+    """The target of tokens that count for nothing."""
+    return IGNORE_INDEX if train.ignore_token is None else train.ignore_token
+
+
 class VocabParallelCrossEntropy(nn.Module):
     """Logits [b, s, v] of this rank's vocabulary and targets [b, s] -> losses [b, s] fp32, the same on every rank.
 
@@ -50,14 +56,14 @@ class VocabParallelCrossEntropy(nn.Module):
     different choices can be compared.
     """
 
-    def __init__(self, context: LayerContext, leaves: OwnedLeaves):
+    def __init__(self, context: LayerContext, leaves: OwnedLeaves, name: str = "head.loss"):
         super().__init__()
-        self.name = "head.loss"
+        self.name = name
         self.context = context
         self.leaves = leaves
         train = context.plan.train
         self.held_out = LossChoice(
-            ignore_index=IGNORE_INDEX if train.ignore_token is None else train.ignore_token, padding_rows=context.model.padding_rows
+            ignore_index=ignored_target(train), padding_rows=context.model.padding_rows
         )
         self.trained = replace(self.held_out, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ...core.parameters import TOKEN_TABLE
 from ..numerics import Contribution
@@ -22,14 +21,13 @@ class PositionEmbedding(nn.Module):
         self.context = context
         self.shard, self.usage = context.shard(f"{self.name}.weight")
 
-    def add(self, x_BSH: Tensor, first: int) -> Tensor:
-        """Adds the row of its position to every token; the first one's position is `first`."""
-        return x_BSH + self.shard.operand[first : first + x_BSH.shape[1]]
+    def add(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
+        """Adds the row of its position, int64 [b or 1, s], to every token."""
+        return x_BSH + self.shard.operand[positions]
 
-    def gradient(self, dy_BSH: Tensor) -> Contribution:
+    def gradient(self, positions: Tensor, dy_BSH: Tensor) -> Contribution:
         """The contribution of all tokens of one microbatch."""
-        unused = self.shard.storage.shape[0] - dy_BSH.shape[1]
-        return self.context.numerics.sample_sums(F.pad(dy_BSH, (0, 0, 0, unused)))
+        return self.context.numerics.embedding_gradient(positions, dy_BSH, len(self.shard.storage))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -39,13 +37,21 @@ class VocabParallelEmbedding(nn.Module):
     gathers the gradients of all.
     """
 
-    def __init__(self, context: LayerContext):
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str = "embedding.tokens",
+        *,
+        role: Literal["embedding", "output"] = "embedding",
+        positions: bool = True,
+    ):
+        """`role` is the end of the model at which a shared table is used; without `positions` only rows of tokens are looked up."""
         super().__init__()
-        self.name = "embedding.tokens"
+        self.name = name
         self.context = context
         self.leaves = context.owned_leaves(TOKEN_TABLE)
-        self.shard, self.usage = context.shard(TOKEN_TABLE, "embedding" if context.model.tied_embeddings else "")
-        self.positions = PositionEmbedding(context) if context.model.position == "learned" else None
+        self.shard, self.usage = context.shard(TOKEN_TABLE, role if context.model.shares_table else "")
+        self.positions = PositionEmbedding(context) if positions and context.model.position == "learned" else None
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return _Lookup.apply(self.context.anchor(), tokens_BS, self)
@@ -62,18 +68,23 @@ class _Lookup(torch.autograd.Function):
         rows = layer.shard.operand[torch.where(elsewhere, 0, tokens_BS - lo)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         with context.recorder.layer(layer.name):
             x_BSH = context.numerics.sum_lookups(rows, context.tp, context.tokens)
-        first = 0 if context.tokens is None else context.tokens.own[0]
-        return x_BSH if layer.positions is None else layer.positions.add(x_BSH, first)
+        if layer.positions is None:
+            return x_BSH
+        positions = context.positions(context.running_microbatch)
+        return layer.positions.add(x_BSH, positions if context.tokens is None else positions[:, slice(*context.tokens.own)])
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[None, None, None]:
         (ids_BS,) = ctx.saved_tensors
         layer, context = ctx.layer, ctx.layer.context
-        num_rows = layer.shard.storage.shape[0]
+        num_rows, positions_BS = len(layer.shard.storage), context.positions(ctx.microbatch).expand(ids_BS.shape)
         with context.recorder.layer(layer.name):
             whole_BSH = context.gather(dy_BSH.contiguous())
+            if context.numerics.mode == "exact" and context.cp.size > 1:  # rows add in the order of the whole sequence
+                whole_BSH = context.gather_sequence(whole_BSH)
+                ids_BS, positions_BS = context.gather_sequence(torch.stack([ids_BS, positions_BS], 2)).unbind(2)
         work = [(layer.usage, lambda: context.numerics.embedding_gradient(ids_BS, whole_BSH, num_rows))]
         if layer.positions is not None:
-            work.append((layer.positions.usage, lambda: layer.positions.gradient(whole_BSH)))
+            work.append((layer.positions.usage, lambda: layer.positions.gradient(positions_BS, whole_BSH)))
         context.submit(layer.name, work, ctx.microbatch)
         return None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,25 +10,57 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics import Contribution
+from . import mappings
 from .context import LayerContext
 
+Source = Callable[[], Tensor]
+"""What computes a tensor again (`LayerContext.can_repeat`)."""
 
-class ParallelLinear(nn.Module):
+
+class ParallelLinear(nn.Module, ABC):
     """What both kinds share: the three products (see `numerics.base`), recorded under the layer's name.
 
     With sequence parallelism a whole-feature side has this rank's tokens outside of the layer, and all of them inside.
 
-    `weight` and `bias` name the parameters; the bias is left out where the model has none.
+    `weight` and `bias` name the parameters; the bias is left out where the model has none. `frozen` weights get no gradient and no
+    update, and the layer keeps no input.
     """
 
-    def __init__(self, context: LayerContext, name: str, *, weight: str | None = None, role: Literal["", "embedding", "output"] = ""):
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        *,
+        weight: str | None = None,
+        role: Literal["", "embedding", "output"] = "",
+        frozen: bool = False,
+    ):
         super().__init__()
         weight = weight or f"{name}.weight"
         self.name = name
         self.context = context
+        self.frozen = frozen
         self.leaves = context.owned_leaves(weight)
-        self.shard, self.usage = context.shard(weight, role)
-        self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.has(f"{name}.bias") else (None, None)
+        self.shard, self.usage = context.shard(weight, role, frozen=frozen)
+        self.bias, self.bias_usage = context.shard(f"{name}.bias", frozen=frozen) if context.has(f"{name}.bias") else (None, None)
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """The product and the bias."""
+
+    @abstractmethod
+    def apart(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The product, and the bias expanded to its shape for whoever adds it later; None where there is none."""
+
+    @abstractmethod
+    def bias_gradient(self, dy: Tensor) -> Contribution:
+        """The contribution of one microbatch."""
+
+    @property
+    def feature_sizes(self) -> tuple[int, ...]:
+        """How many of the cut features every rank has."""
+        parts = (self.leaves.leaves.owned_items(self.leaves.tp, tp_rank) for tp_rank in range(self.leaves.tp))
+        return tuple((hi - lo) * self.leaves.unit for lo, hi in parts)
 
     def gather(self, x_BSF: Tensor) -> Tensor:
         """All tokens of the whole-feature side."""
@@ -43,10 +76,20 @@ class ParallelLinear(nn.Module):
 
     def contract(self, x_BSC: Tensor) -> Tensor:
         """[b, s, c] -> [b, s, f]: summed over all ranks' parts; this rank's tokens of it."""
+        return self.finish_contract(self.partial_contract(x_BSC), x_BSC.dtype)
+
+    def partial_contract(self, x_BSC: Tensor) -> Tensor:
+        """The product of `contract`: what this rank brings to the sum, [n, b, s, f]."""
         cut_size, full_size = self.shard.storage.shape
         with self.context.recorder.layer(self.name):
             self.context.recorder.product(_tokens(x_BSC), full_size, cut_size)
-            return self.context.numerics.contract(x_BSC, self.shard.operand, self.leaves, self.context.tp, self.context.tokens)
+            return self.context.numerics.partial_contract(x_BSC, self.shard.operand, self.leaves)
+
+    def finish_contract(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of `contract`."""
+        context = self.context
+        with context.recorder.layer(self.name):
+            return context.numerics.finish_contract(partial, self.leaves, context.tp, context.tokens, dtype)
 
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor) -> Contribution:
         """The contribution of one microbatch, in storage orientation."""
@@ -54,61 +97,183 @@ class ParallelLinear(nn.Module):
         self.context.recorder.product(cut_size, full_size, _tokens(x_BSC))
         return self.context.numerics.weight_gradient(x_BSC, y_BSF, self.leaves)
 
-    def submit(self, ctx: Any, weight: Callable[[], Contribution], bias: Callable[[], Contribution]) -> None:
-        """Leaves the gradients of weight and bias to the stage."""
+    def submit(self, ctx: Any, weight: Callable[[], Contribution], dy: Tensor) -> None:
+        """Leaves the gradient of the weight to the stage, and that of a bias that the layer has added itself, from the output's."""
+        if self.frozen:
+            return
         work = [(self.usage, weight)]
-        if self.bias is not None:
-            work.append((self.bias_usage, bias))
+        if self.bias is not None and ctx.add_bias:
+            work.append((self.bias_usage, lambda: self.bias_gradient(dy)))
         self.context.submit(self.name, work, ctx.microbatch)
+
+    def _bias_of(self, y: Tensor) -> Tensor | None:
+        return None if self.bias is None else _Bias.apply(self.context.anchor(), self, y.shape)
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """[b, s, f] -> [b, s, c], the same input on every rank, each rank its own output features."""
+    """[b, s, f] -> [b, s, c], the same input on every rank, each rank its own output features.
+
+    With `gather_output` every rank gets all of them, of the tokens it holds between the cut layers.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        *,
+        weight: str | None = None,
+        role: Literal["", "embedding", "output"] = "",
+        frozen: bool = False,
+        gather_output: bool = False,
+    ):
+        super().__init__(context, name, weight=weight, role=role, frozen=frozen)
+        self.gather_output = gather_output
 
     def forward(self, x_BSF: Tensor) -> Tensor:
-        return _Column.apply(x_BSF, self, self.context.source_of(x_BSF))
+        return self._gathered(self._column(x_BSF, add_bias=True))
+
+    def apart(self, x_BSF: Tensor) -> tuple[Tensor, Tensor | None]:
+        y_BSC = self._column(x_BSF, add_bias=False)
+        bias_BSC = self._bias_of(y_BSC)
+        return self._gathered(y_BSC), None if bias_BSC is None else self._gathered(bias_BSC)
+
+    def bias_gradient(self, dy: Tensor) -> Contribution:
+        return self.context.numerics.token_sums(dy)
+
+    def _column(self, x_BSF: Tensor, *, add_bias: bool) -> Tensor:
+        return _Column.apply(x_BSF, self, self.context.source_of(x_BSF), add_bias)
+
+    def _gathered(self, y_BSC: Tensor) -> Tensor:
+        """Own features of all tokens -> all features of own tokens."""
+        if not self.gather_output:
+            return y_BSC
+        tp, tokens = self.context.tp, self.context.tokens
+        with self.context.recorder.layer(self.name):
+            if tokens is None:
+                return mappings.gather(y_BSC, tp, dim=2, sizes=self.feature_sizes)
+            return mappings.hidden_to_sequence(y_BSC, tp, sequence_sizes=tokens.sizes, hidden_sizes=self.feature_sizes)
 
 
 class RowParallelLinear(ParallelLinear):
-    """[b, s, c] -> [b, s, f], each rank its own input features, the same output on every rank."""
+    """[b, s, c] -> [b, s, f], each rank its own input features, the same output on every rank.
+
+    Without `input_is_parallel` every rank brings all input features, of the tokens it holds between the cut layers.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        *,
+        weight: str | None = None,
+        role: Literal["", "embedding", "output"] = "",
+        frozen: bool = False,
+        input_is_parallel: bool = True,
+    ):
+        super().__init__(context, name, weight=weight, role=role, frozen=frozen)
+        self.input_is_parallel = input_is_parallel
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        return _Row.apply(x_BSC, self)
+        return self._row(x_BSC, add_bias=True)
+
+    def apart(self, x_BSC: Tensor) -> tuple[Tensor, Tensor | None]:
+        y_BSF = self._row(x_BSC, add_bias=False)
+        return y_BSF, self._bias_of(y_BSF)
+
+    def bias_gradient(self, dy: Tensor) -> Contribution:
+        return self.context.numerics.token_sums(dy, self.context.tokens)
+
+    def _row(self, x_BSC: Tensor, *, add_bias: bool) -> Tensor:
+        x_BSC = x_BSC if self.input_is_parallel else self._own_features(x_BSC)
+        return _Row.apply(x_BSC, self, self.context.source_of(x_BSC), add_bias)
+
+    def _own_features(self, x_BSC: Tensor) -> Tensor:
+        """All features of own tokens -> own features of all tokens."""
+        tp, tokens = self.context.tp, self.context.tokens
+        with self.context.recorder.layer(self.name):
+            if tokens is None:
+                return mappings.scatter(x_BSC, tp, dim=2, sizes=self.feature_sizes)
+            return mappings.sequence_to_hidden(x_BSC, tp, sequence_sizes=tokens.sizes, hidden_sizes=self.feature_sizes)
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Callable[[], Tensor] | None) -> Tensor:
-        ctx.layer, ctx.microbatch, ctx.source = layer, layer.context.microbatch, source
-        ctx.save_for_backward(*([x_BSF] if source is None else []))
+    def forward(ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Source | None, add_bias: bool) -> Tensor:
+        _keep(ctx, x_BSF, layer, source, add_bias)
         y_BSC = layer.project(layer.gather(x_BSF))
-        return y_BSC if layer.bias is None else y_BSC.add_(layer.bias.operand)
+        return y_BSC.add_(layer.bias.operand) if add_bias and layer.bias is not None else y_BSC
 
     @staticmethod
-    def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None, None]:
-        x_BSF = ctx.source() if ctx.source is not None else ctx.saved_tensors[0]
-        layer, dy_BSC = ctx.layer, dy_BSC.contiguous()
-        dx_BSF = layer.contract(dy_BSC)
-        layer.submit(ctx, lambda: layer.weight_gradient(dy_BSC, layer.gather(x_BSF)), lambda: layer.context.numerics.token_sums(dy_BSC))
-        return dx_BSF, None, None
+    def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None, None, None]:
+        dy_BSC = dy_BSC.contiguous()
+        return column_backward(ctx, dy_BSC, lambda: ctx.layer.partial_contract(dy_BSC)), None, None, None
+
+
+def column_backward(ctx: Any, dy_BSC: Tensor, product: Callable[[], Tensor]) -> Tensor:
+    """The input gradient of a column-parallel layer, the sum over ranks of what `product` brings to it; weight and bias get theirs.
+
+    Where the plan overlaps them, the input is gathered beside the product, and the sum is taken beside the product of the weight gradient
+    (Megatron-Core's `LinearWithGradAccumulationAndAsyncCommunication`).
+    """
+    layer, context = ctx.layer, ctx.layer.context
+    if layer.frozen:
+        return layer.finish_contract(product(), dy_BSC.dtype)
+    x_BSF, lane = _kept(ctx), context.lane
+    if lane is None or context.weight_work.deferring:
+        dx_BSF = layer.finish_contract(product(), dy_BSC.dtype)
+        layer.submit(ctx, lambda: layer.weight_gradient(dy_BSC, layer.gather(x_BSF)), dy_BSC)
+        return dx_BSF
+    gathered = lane.start(lambda: layer.gather(x_BSF), x_BSF) if context.tokens is not None else lambda: x_BSF
+    partial = product()
+    all_x_BSF = gathered()
+    summed = lane.start(lambda: layer.finish_contract(partial, dy_BSC.dtype), partial)
+    layer.submit(ctx, lambda: layer.weight_gradient(dy_BSC, all_x_BSF), dy_BSC)
+    return summed()
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSC: Tensor, layer: RowParallelLinear) -> Tensor:
-        ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        ctx.save_for_backward(x_BSC)
+    def forward(ctx: Any, x_BSC: Tensor, layer: RowParallelLinear, source: Source | None, add_bias: bool) -> Tensor:
+        _keep(ctx, x_BSC, layer, source, add_bias)
         y_BSF = layer.contract(x_BSC)
-        return y_BSF if layer.bias is None else y_BSF.add_(layer.bias.operand)
+        return y_BSF.add_(layer.bias.operand) if add_bias and layer.bias is not None else y_BSF
 
     @staticmethod
-    def backward(ctx: Any, dy_BSF: Tensor) -> tuple[Tensor, None]:
-        (x_BSC,) = ctx.saved_tensors
-        layer, own_dy_BSF, tokens = ctx.layer, dy_BSF.contiguous(), ctx.layer.context.tokens
+    def backward(ctx: Any, dy_BSF: Tensor) -> tuple[Tensor, None, None, None]:
+        layer, own_dy_BSF = ctx.layer, dy_BSF.contiguous()
         dy_BSF = layer.gather(own_dy_BSF)
         dx_BSC = layer.project(dy_BSF)
-        layer.submit(ctx, lambda: layer.weight_gradient(x_BSC, dy_BSF), lambda: layer.context.numerics.token_sums(own_dy_BSF, tokens))
-        return dx_BSC, None
+        if not layer.frozen:
+            x_BSC = _kept(ctx)
+            layer.submit(ctx, lambda: layer.weight_gradient(x_BSC, dy_BSF), own_dy_BSF)
+        return dx_BSC, None, None, None
+
+
+class _Bias(torch.autograd.Function):
+    """A layer's bias as large as what it is to be added to; its gradient goes the way of all weight gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, layer: ParallelLinear, shape: torch.Size) -> Tensor:
+        assert layer.bias is not None
+        ctx.layer, ctx.microbatch = layer, layer.context.microbatch
+        return layer.bias.operand.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+        layer, dy = ctx.layer, dy.contiguous()
+        if not layer.frozen:
+            layer.context.submit(layer.name, [(layer.bias_usage, lambda: layer.bias_gradient(dy))], ctx.microbatch)
+        return None, None, None
+
+
+def _keep(ctx: Any, x: Tensor, layer: ParallelLinear, source: Source | None, add_bias: bool) -> None:
+    """What the backward of a product needs: its input, or what makes it again; a frozen layer neither."""
+    ctx.layer, ctx.microbatch, ctx.source, ctx.add_bias = layer, layer.context.microbatch, source, add_bias
+    ctx.save_for_backward(*([] if layer.frozen or source is not None else [x]))
+
+
+def _kept(ctx: Any) -> Tensor:
+    return ctx.saved_tensors[0] if ctx.source is None else ctx.source()
 
 
 def _tokens(x_BSN: Tensor) -> int:

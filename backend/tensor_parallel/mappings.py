@@ -164,6 +164,11 @@ def hidden_to_sequence(
     return swap(x_BSH, group, split_dim=1, join_dim=2, split_sizes=sequence_sizes, join_sizes=hidden_sizes)
 
 
+def all_parts(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """All members' parts along `dim`, of which member i has `sizes[i]` items, one behind the other; outside of autograd."""
+    return torch.cat(group.all_gather(x, [_with(x, {dim: size}) for size in sizes]), dim)
+
+
 class _Mapping(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, layer: str, forward: Map, backward: Map) -> Tensor:
@@ -206,7 +211,7 @@ def _own_part(group: Group, dim: int, sizes: Sequence[int]) -> Map:
 
 
 def _all_parts(group: Group, dim: int, sizes: Sequence[int]) -> Map:
-    return lambda x: torch.cat(group.all_gather(x, [_with(x, {dim: size}) for size in sizes]), dim)
+    return lambda x: all_parts(x, group, dim, sizes)
 
 
 def _with(x: Tensor, sizes: dict[int, int]) -> tuple[int, ...]:

@@ -43,6 +43,18 @@ class Norm(nn.Module):
         return self.context.numerics.token_sums(x_BSH, self.context.tokens)
 
 
+class HeadNorm(Norm):
+    """[b, s, l, q, d] -> the same: the model's norm of every head, with one weight for all; l key/value heads of q heads each."""
+
+    def __init__(self, context: LayerContext, name: str):
+        super().__init__(context, name)
+        self.recomputed = False
+
+    def token_sums(self, x_BSH: Tensor) -> Contribution:
+        """The sums over the tokens and heads that this rank has."""
+        return self.context.numerics.head_sums(x_BSH, self.context.heads)
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:

@@ -15,7 +15,7 @@ from ..numerics.random import normal
 class Shard:
     """The `slices` part of a parameter.
 
-    `storage` is fp32 and contiguous with the cut dimension first, so that a feature leaf is a run of whole rows; `tensor` is the same
+    `storage` is fp32 and contiguous with the cut dimension first (of each expert), so that a feature leaf is a run of whole rows; `tensor` is the same
     memory in the parameter's own orientation. Layers compute with `operand`: the storage itself, or its copy in the plan's precision.
     """
 
@@ -43,19 +43,21 @@ class Shard:
 
 def canonical(parameter: Parameter, stored: Tensor) -> Tensor:
     """A tensor in storage orientation (a gradient, say) as a view in the parameter's own."""
-    return stored.t() if _columns_cut(parameter) else stored
+    return stored.transpose(-1, -2) if _columns_cut(parameter) else stored
 
 
-def initial_shard(parameter: Parameter, slices: tuple[slice, ...], seed: int, device: torch.device, dtype: torch.dtype) -> Shard:
-    """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw. Layers compute in `dtype`."""
-    if parameter.constant is not None:
-        values = torch.full([part.stop - part.start for part in slices], parameter.constant)
+def initial_shard(parameter: Parameter, slices: tuple[slice, ...], seed: int | None, device: torch.device, dtype: torch.dtype) -> Shard:
+    """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw; without a seed zeros, which
+    loaded weights replace. Layers compute in `dtype`."""
+    if seed is None or parameter.constant is not None:
+        constant = 0.0 if seed is None or parameter.constant is None else parameter.constant
+        values = torch.full([part.stop - part.start for part in slices], constant)
     else:
         values = normal(seed, parameter.name, parameter.shape, slices, parameter.init_std)
-    storage = values.t() if _columns_cut(parameter) else values
+    storage = values.transpose(-1, -2) if _columns_cut(parameter) else values
     storage = storage.contiguous().to(device)
     return Shard(parameter, slices, storage, storage.to(dtype))
 
 
 def _columns_cut(parameter: Parameter) -> bool:
-    return parameter.cut is not None and parameter.cut[0] == 1
+    return parameter.cut is not None and parameter.cut[0] == 1 + parameter.expert

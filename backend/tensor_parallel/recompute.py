@@ -11,28 +11,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.parameters import layer_prefix
+from ...core.program import recomputes_whole
+from ...core.reduction import cut
 from .context import LayerContext
+from .mappings import all_parts
+
+Again = Callable[[], Tensor]
+"""What makes a tensor again (`LayerContext.can_repeat`)."""
 
 
-def recomputed(context: LayerContext, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`function(*tensors)`; of what it computes only the result stays, and of the inputs what nobody can make again."""
-    return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], *tensors)
+def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs what nobody can make again."""
+    return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], "", *tensors)
+
+
+def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor], Tensor], x_BSH: Tensor) -> Tensor:
+    """`block(x)`, the transformer layer with this global index, of which only the input stays where the plan recomputes it whole.
+
+    With `recompute.distribute` each tensor-parallel rank keeps an even part of the input's elements, and all gather it for the backward.
+    """
+    if not recomputes_whole(context.plan, layer):
+        return block(x_BSH)
+    spread = layer_prefix(layer) if context.plan.recompute.distribute and context.tp.size > 1 else ""
+    return _Recomputed.apply(context, block, [context.source_of(x_BSH)], spread, x_BSH)
 
 
 class _Recomputed(torch.autograd.Function):
+    """`spread` names the layer whose inputs tensor-parallel ranks, which all hold them, keep in parts; empty where each keeps its own."""
+
     @staticmethod
     def forward(
-        ctx: Any, context: LayerContext, function: Callable[..., Tensor], sources: list[Callable[[], Tensor] | None], *tensors: Tensor
-    ) -> Tensor:
-        ctx.context, ctx.function, ctx.sources, ctx.microbatch = context, function, sources, context.microbatch
-        ctx.save_for_backward(*(tensor for tensor, source in zip(tensors, sources, strict=True) if source is None))
+        ctx: Any, context: LayerContext, function: Callable[..., Any], sources: list[Again | None], spread: str, *tensors: Tensor
+    ) -> Any:
+        ctx.context, ctx.function, ctx.microbatch = context, function, context.microbatch
+        ctx.sources, ctx.spread, ctx.shapes = sources, spread, [tensor.shape for tensor in tensors]
+        kept = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
+        ctx.save_for_backward(*(own_part(tensor, context) if spread else tensor for tensor in kept))
         return function(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        inputs = [(next(saved) if source is None else source()).detach().requires_grad_() for source in ctx.sources]
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved, inputs = iter(ctx.saved_tensors), []
+        for source, shape in zip(ctx.sources, ctx.shapes, strict=True):
+            tensor = source() if source is not None else next(saved)
+            whole = from_parts(tensor, shape, ctx.context, ctx.spread) if source is None and ctx.spread else tensor
+            inputs.append(whole.detach().requires_grad_())
         with torch.enable_grad(), ctx.context.running(ctx.microbatch):
             y = ctx.function(*inputs)
-        torch.autograd.backward(y, dy)
-        return None, None, None, *(tensor.grad for tensor in inputs)
+        torch.autograd.backward([y] if isinstance(y, Tensor) else y, dy)
+        return None, None, None, None, *(tensor.grad for tensor in inputs)
+
+
+def own_part(x: Tensor, context: LayerContext) -> Tensor:
+    """This tensor-parallel rank's even part of the elements of a tensor that all ranks hold, flat, with memory of its own."""
+    lo, hi = cut(x.numel(), context.tp.size, context.tp.rank)
+    return x.flatten()[lo:hi].clone()
+
+
+def from_parts(part: Tensor, shape: torch.Size, context: LayerContext, layer: str) -> Tensor:
+    """The tensor of which every tensor-parallel rank keeps `own_part`; the gather is recorded under `layer`."""
+    sizes = [hi - lo for lo, hi in (cut(shape.numel(), context.tp.size, member) for member in range(context.tp.size))]
+    with context.recorder.layer(layer):
+        return all_parts(part, context.tp, 0, sizes).view(shape)

@@ -149,6 +149,28 @@ class Group(ABC):
     def _barrier(self) -> None: ...
 
 
+class SoloGroup(Group):
+    """A group of one rank, which belongs to no transport: it never communicates."""
+
+    def __init__(self, axis: str, global_rank: int, recorder: Recorder):
+        super().__init__(f"{axis}/{global_rank}", axis, (global_rank,), global_rank, recorder)
+
+    def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
+        raise AssertionError("one rank sends nothing")
+
+    def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
+        raise AssertionError("one rank sends nothing")
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        raise AssertionError("one rank sends nothing")
+
+    def _reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        raise AssertionError("one rank sends nothing")
+
+    def _barrier(self) -> None:
+        raise AssertionError("one rank waits for nobody")
+
+
 class Channel(ABC):
     """One direction between two ranks: a communicator of its own, FIFO, blocking rendezvous.
 

@@ -10,7 +10,7 @@ rotations and softmax are elementwise or row-wise work without products; they ar
 
 from .actions import message_bytes, operations
 from .batch import load_batch
-from .gradients import copies_axis, gradient_bytes, own_token_parameters, tied_ends
+from .gradients import EXPERT_BIAS, copies_axis, gradient_bytes, own_token_parameters, tied_ends
 from .holdings import (
     Held,
     gradient_elements,
@@ -24,7 +24,8 @@ from .holdings import (
     stage_elements,
 )
 from .layers import Group, embedding_work, group_work, head_work, mtp_work, stage_groups, stage_work, transformer_work
-from .recompute import num_recomputed_layers, recomputed_modules, recomputes_whole
+from .recompute import recomputed_modules, recomputed_runs, recomputes_all, recomputes_whole
+from .tensors import sequences_are_cut
 from .work import (
     EXACT_SCALAR_BYTES,
     FAST_SCALAR_BYTES,
@@ -42,6 +43,7 @@ from .work import (
 
 __all__ = [
     "EXACT_SCALAR_BYTES",
+    "EXPERT_BIAS",
     "FAST_SCALAR_BYTES",
     "PARTIAL_BYTES",
     "Collective",
@@ -67,14 +69,16 @@ __all__ = [
     "message_bytes",
     "mtp_work",
     "num_copies",
-    "num_recomputed_layers",
     "num_shards",
     "operations",
     "own_token_parameters",
     "rank_elements",
     "rank_stages",
     "recomputed_modules",
+    "recomputed_runs",
+    "recomputes_all",
     "recomputes_whole",
+    "sequences_are_cut",
     "stage_elements",
     "stage_groups",
     "stage_work",

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..action import Kind
-from .gradients import gather_parameters, reduce_gradients, step
+from .context import finish_sequences
+from .gradients import gather_parameters, reduce_gradients, step, step_counts
 from .layers import stage_work
 from .tensors import Tensors
 from .work import LayerWork, Message, Operation, Operations
@@ -15,23 +16,27 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 
-def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: int = 0, *, replica: int = 0) -> Operations:
+def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: int = 0, *, cp_rank: int = 0, replica: int = 0) -> Operations:
     """What one action of a stage computes and sends on one rank, in execution order.
 
     F, B, I, W, SEND_F and SEND_B are per microbatch; REDUCE_GRAD and UNSHARD per stage; STEP belongs to a pipeline rank and is asked
     for with its lowest stage. B is I and W together, layer by layer. Receives and RESHARD compute and send nothing. `replica` says
-    which of the stage's pipeline ranks (`plan.placement.ranks[stage]`) is meant. Context-parallel ranks are all alike.
+    which of the stage's pipeline ranks (`plan.placement.ranks[stage]`) is meant. Context-parallel ranks differ in the bytes of exact
+    numerics only.
     """
     pp_rank = plan.placement.ranks[stage][replica]
     match kind:
         case Kind.F:
-            return tuple(operation for work in stage_work(plan, stage, tp_rank) for operation in work.forward)
+            return tuple(operation for work in stage_work(plan, stage, tp_rank, cp_rank) for operation in work.forward)
         case Kind.B | Kind.I | Kind.W:
-            return tuple(_backward(stage_work(plan, stage, tp_rank), kind))
+            works = stage_work(plan, stage, tp_rank, cp_rank)
+            finish = finish_sequences(plan, stage, tp_rank, cp_rank) if kind is not Kind.I else ()
+            return (*_backward(works, kind), *finish)
         case Kind.SEND_F | Kind.SEND_B:
             return (Message("", message_bytes(plan, tp_rank)),)
         case Kind.REDUCE_GRAD:
-            return tuple(reduce_gradients(plan, stage, tp_rank, plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank)))
+            copy = plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank)
+            return (*reduce_gradients(plan, stage, tp_rank, copy), *step_counts(plan, stage))
         case Kind.UNSHARD:
             return tuple(gather_parameters(plan, stage, tp_rank)) if plan.layout.zero == 3 else ()
         case Kind.STEP:

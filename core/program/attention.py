@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .linear import column, row, whole
-from .tensors import Tensors
-from .work import Collective, CollectiveOp, LayerWork, Operations, Product
+from .tensors import Tensors, returned_rows, sequences_are_cut
+from .work import PARTIAL_BYTES, Collective, CollectiveOp, LayerWork, Operations, Product
 
 
 def attention_work(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
@@ -55,7 +55,8 @@ def _core(tensors: Tensors, layer: str) -> LayerWork:
 
     With context parallelism a rank's queries meet the keys and values of the whole sequence, which are gathered for the forward and
     again for the backward, whose gradients of keys and values are summed back to their owners. Passing them around a ring instead
-    (Liu et al. 2023, Ring Attention) sends the same bytes, cp - 1 blocks each way, and the finished gradients one hop further.
+    (Liu et al. 2023, Ring Attention) sends the same bytes in cp - 1 steps. Exact numerics send gradients back as the nodes of a tree over
+    blocks of queries, of each the rows that have a value.
     """
     plan, model = tensors.plan, tensors.plan.model
     q, s, d, v = tensors.sequence, plan.batch.sequence, model.head_dim, model.value_head_dim
@@ -79,4 +80,9 @@ def _keys_and_values(tensors: Tensors, layer: str, op: CollectiveOp) -> Operatio
     if cp == 1:
         return ()
     own = tensors.tokens * tensors.owned(plan.leaf_sizes.heads, model.head_dim + model.value_head_dim)
+    if op == "all_gather" and plan.runtime.context_parallel == "ring":
+        return (Collective(layer, "all_to_all", "cp", cp, own * tensors.element_bytes),) * (cp - 1)
+    if op == "reduce_scatter" and sequences_are_cut(plan):
+        rows = plan.batch.micro_size * returned_rows(plan, tensors.cp_rank)
+        return (Collective(layer, "all_to_all", "cp", cp, rows * own // tensors.tokens * PARTIAL_BYTES),)
     return (Collective(layer, op, "cp", cp, own * tensors.element_bytes * (cp - 1)),)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ..expert_tokens import expert_nodes
 from ..parameters import Parameter, embedding_parameters, stage_parameters
 from ..reduction import cut, maximal_nodes
+from .context import reduce_parts
 from .holdings import (
-    gradient_elements,
+    PART_LAYERS,
+    KnownPart,
     held_elements,
     held_gradients,
-    knows_own_tokens,
+    known_part,
     local_elements,
     num_copies,
     num_shards,
-    own_token_elements,
+    partial_elements,
     rank_stages,
 )
+from .tensors import sequences_are_cut
 from .work import (
     EXACT_SCALAR_BYTES,
     FAST_SCALAR_BYTES,
@@ -32,6 +36,12 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 
+EXPERT_BIAS = "expert_bias"
+"""What the counts of chosen experts in REDUCE_GRAD are for: the layer of their collectives."""
+STEP_COUNT_BYTES = 8
+"""How many tokens of a whole step chose an expert."""
+
+
 def copies_axis(plan: Plan, stage: int) -> str:
     """The axis over which the copies of a stage add their gradients: `dp`, or `replica` (dp and pipeline replicas together)."""
     return "dp" if len(plan.placement.ranks[stage]) == 1 else "replica"
@@ -41,14 +51,15 @@ def own_token_parameters(plan: Plan, stage: int) -> tuple[Parameter, ...]:
     """The parameters of a stage whose gradients a tensor-parallel rank knows for its own tokens only, until REDUCE_GRAD adds them over tp.
 
     With sequence parallelism these are what no rank cuts and what is applied to own tokens: norms, biases after a row-parallel layer,
-    routers, and the down-projections of latent attention. All other gradients come from products over all tokens, and the tables of
-    the embedding from the tokens that its backward gathers. Norms of query and key heads are always among them: a rank knows their
-    gradients for its own heads only (Megatron-Core sums these with the layer norms', `finalize_model_grads.py`).
+    and in fast numerics routers and the down-projections of latent attention. All other gradients come from products over all tokens, and
+    the tables of the embedding from the tokens that its backward gathers. Norms of query and key heads are always among them: a rank knows
+    their gradients for its own heads only (Megatron-Core sums these with the layer norms', `finalize_model_grads.py`).
     """
-    split = plan.layout.sequence_parallel
+    split, exact = plan.layout.sequence_parallel, plan.numerics.mode == "exact"
     if not split and not plan.model.qk_norm:
         return ()
-    return tuple(each for each in stage_parameters(plan.model, plan.stages[stage]) if knows_own_tokens(each, sequence_parallel=split))
+    held = stage_parameters(plan.model, plan.stages[stage])
+    return tuple(each for each in held if known_part(each, sequence_parallel=split, exact=exact) is not None)
 
 
 def gradient_bytes(plan: Plan) -> int:
@@ -64,8 +75,8 @@ def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
     parts are then added over the groups that hold a copy each (Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
     """
     layout = plan.layout
-    if layout.tp > 1 and (replicated := own_token_elements(plan, stage)):
-        yield from _over_tokens(plan, replicated, tp_rank, plan.copy_samples(stage, copy))
+    if layout.tp > 1 and (partial := partial_elements(plan, stage)):
+        yield from _over_parts(plan, partial, tp_rank, copy % layout.cp, plan.copy_samples(stage, copy))
     if plan.numerics.mode == "exact":
         yield from _exactly_reduced(plan, stage, tp_rank, copy)
         return
@@ -81,6 +92,19 @@ def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
             yield Collective("", "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (-(-payload // parts)) // others))
 
 
+def step_counts(plan: Plan, stage: int) -> Iterator[Operation]:
+    """REDUCE_GRAD where experts have a bias: how many of a step's tokens chose each, over all ranks that saw different tokens."""
+    model, layout, content = plan.model, plan.layout, plan.stages[stage]
+    if not model.expert_bias:
+        return
+    layers = [*content.layers, *(range(model.num_layers, model.num_layers + model.num_mtp_layers) if content.head else ())]
+    num_bytes = sum(map(model.layer_is_moe, layers)) * model.num_experts * STEP_COUNT_BYTES
+    over_tp = layout.tp if layout.sequence_parallel else 1
+    for axis, size in (("tp", over_tp), (copies_axis(plan, stage), plan.num_copies(stage))):
+        if size > 1 and num_bytes:
+            yield Collective(EXPERT_BIAS, "all_gather", axis, size, num_bytes * (size - 1))
+
+
 def gather_parameters(plan: Plan, stage: int, tp_rank: int) -> Iterator[Operation]:
     """Brings the whole stage's weights to every copy, from equal parts."""
     for axis, elements, size, parts in _copied(plan, stage, held_elements(plan, stage, tp_rank)):
@@ -94,12 +118,12 @@ def tied_ends(plan: Plan, pp_rank: int) -> tuple[int, ...]:
 
     The output head is not the token table and nothing else on the last stage reads it, the rank holds neither stage, or it holds both.
     """
-    shared = plan.model.tied_embeddings or plan.model.num_mtp_layers
-    return plan.placement.ends_of(pp_rank) if shared else ()
+    return plan.placement.ends_of(pp_rank) if plan.model.shares_table else ()
 
 
 def step(plan: Plan, pp_rank: int, tp_rank: int) -> Iterator[Operation]:
-    """The two sums of a table that first and last stage share, the gradient norm, the loss, and with ZeRO 1 or 2 the updated weights."""
+    """The two sums of a table that first and last stage share, the gradient norm, the loss, what routers add to it, and with ZeRO 1 or 2
+    the updated weights."""
     layout = plan.layout
     copies, model_ranks = layout.dp * layout.cp, layout.tp * layout.pp
     if tied_ends(plan, pp_rank):
@@ -109,9 +133,16 @@ def step(plan: Plan, pp_rank: int, tp_rank: int) -> Iterator[Operation]:
         yield from _scalar(plan, "grad_norm", "dp", copies)
     elif plan.model.is_moe:  # and each rank those of its experts
         yield from _scalar(plan, "grad_norm", "ep", layout.ep)
+        yield from _scalar(plan, "grad_norm", "etp", layout.expert_tp)
     yield from _scalar(plan, "grad_norm", "model", model_ranks)
     yield from _scalar(plan, "loss", "dp", copies)
     yield from _scalar(plan, "loss", "model", model_ranks)
+    if plan.train.adds_router_losses:
+        yield from _scalar(plan, "aux_loss", "dp", copies)
+        yield from _scalar(plan, "aux_loss", "model", model_ranks)
+    if plan.model.num_mtp_layers:
+        yield from _scalar(plan, "mtp_loss", "dp", copies)
+        yield from _scalar(plan, "mtp_loss", "model", model_ranks)
     if layout.zero in (1, 2):
         for own_stage in rank_stages(plan, pp_rank):
             yield from gather_parameters(plan, own_stage, tp_rank)
@@ -126,30 +157,48 @@ def _copied(plan: Plan, stage: int, held: tuple[int, int]) -> Iterator[tuple[str
             yield axis, elements, size, parts
 
 
-def _over_tokens(plan: Plan, elements: int, tp_rank: int, samples: tuple[int, int]) -> Iterator[Operation]:
-    """The sum over tensor-parallel ranks of what each knows for its own tokens.
+def _over_parts(plan: Plan, partial: Mapping[KnownPart, int], tp_rank: int, cp_rank: int, samples: tuple[int, int]) -> Iterator[Operation]:
+    """The sum over tensor-parallel ranks of what each knows for its own tokens, or its own heads.
 
-    Exact numerics nest the tokens' tree in the batch's: a rank keeps the nodes of its tokens for every sample, and here each rank finishes
-    the samples, and the batch's tree over them, for an even part of the elements.
+    Exact numerics nest this tree in the batch's: a rank keeps the nodes of its tokens (or heads) for every sample, and here each rank
+    finishes the samples, and the batch's tree over them, for an even part of the elements.
     """
-    tp = plan.layout.tp
+    tp, cp = plan.layout.tp, plan.layout.cp
     if plan.numerics.mode == "fast":
-        yield Collective("", "all_reduce", "tp", tp, -(-2 * (tp - 1) * elements * PARTIAL_BYTES // tp))
+        yield Collective("", "all_reduce", "tp", tp, -(-2 * (tp - 1) * sum(partial.values()) * PARTIAL_BYTES // tp))
         return
-    (lo, hi), leaves = cut(elements, tp, tp_rank), plan.leaf_sizes.tokens(plan.batch.sequence)
-    num_rows = (samples[1] - samples[0]) * len(maximal_nodes(leaves.num_leaves, *leaves.owned(tp, tp_rank)))
-    yield Collective("", "all_to_all", "tp", tp, num_rows * (elements - (hi - lo)) * PARTIAL_BYTES)
-    num_nodes = len(maximal_nodes(plan.batch.global_size, *samples))
-    yield Collective("", "all_gather", "tp", tp, num_nodes * (hi - lo) * PARTIAL_BYTES * (tp - 1))
+    for known, elements in partial.items():
+        lo, hi = cut(elements, tp * cp, cp_rank * tp + tp_rank)
+        nodes = plan.leaf_sizes.nodes_of(known, plan.batch.sequence, tp, tp_rank, cp=cp, cp_rank=cp_rank)
+        num_rows, axis = (samples[1] - samples[0]) * len(nodes), "tp" if cp == 1 else "tp_cp"
+        yield Collective(PART_LAYERS[known], "all_to_all", axis, tp * cp, num_rows * (elements - (hi - lo)) * PARTIAL_BYTES)
+        num_nodes = len(maximal_nodes(plan.batch.global_size, *samples))
+        yield Collective(PART_LAYERS[known], "all_gather", axis, tp * cp, num_nodes * (hi - lo) * PARTIAL_BYTES * (tp * cp - 1))
 
 
 def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterator[Operation]:
-    """Partial sums of all copies, each of which finishes an equal part of the tree."""
-    size, axis, elements = plan.num_copies(stage), copies_axis(plan, stage), gradient_elements(plan, stage, tp_rank)
+    """Partial sums of all copies, each of which finishes an equal part of the tree; dense parameters, then experts."""
+    size, axis, held = plan.num_copies(stage), copies_axis(plan, stage), held_gradients(plan, stage, tp_rank)
+    num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
+    if sequences_are_cut(plan):
+        yield from reduce_parts(plan, stage, tp_rank, copy, axis)
+    else:
+        yield from _tree_over(plan, axis, size, copy, held.dense, num_nodes)
+    if not held.expert:
+        return
+    num_replicas = len(plan.placement.ranks[stage])
+    dp_rank, replica = divmod(copy // plan.layout.cp, num_replicas)
+    pp_rank = plan.placement.ranks[stage][replica]
+    here = plan.layout.global_rank(tp=tp_rank, cp=copy % plan.layout.cp, dp=dp_rank, pp=pp_rank)
+    own = plan.layout.expert_coordinates(here)["dp"] * num_replicas + replica
+    axis = "edp" if num_replicas == 1 else "expert_replica"
+    yield from _tree_over(plan, axis, plan.layout.expert_dp * num_replicas, own, held.expert, len(expert_nodes(plan, stage, here)))
+
+
+def _tree_over(plan: Plan, axis: str, size: int, member: int, elements: int, num_nodes: int) -> Iterator[Operation]:
     if size == 1 or not elements:  # a stage without layers has none
         return
-    lo, hi = cut(elements, size, copy)
-    num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
+    lo, hi = cut(elements, size, member)
     yield Collective("", "all_to_all", axis, size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
     if not plan.layout.zero:
         yield Collective("", "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))

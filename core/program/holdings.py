@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..leaves import LeafSizes
 from ..model import ModelSpec
@@ -14,6 +14,14 @@ from .layers import stage_groups
 if TYPE_CHECKING:
     from ..layout import Layout
     from ..plan import Plan
+
+
+KnownPart = Literal["tokens", "heads"]
+KNOWN_PARTS: tuple[KnownPart, ...] = ("tokens", "heads")
+"""In the order in which REDUCE_GRAD adds them up."""
+
+PART_LAYERS: dict[KnownPart, str] = {"tokens": "", "heads": "heads"}
+"""What exact numerics call the exchange of parts."""
 
 
 class Held(NamedTuple):
@@ -43,7 +51,7 @@ def _held(plan: Plan, stage: int, tp_rank: int) -> Held:
     for group in stage_groups(plan, stage):
         own = _part(model, plan.leaf_sizes, _grid(plan.layout), tp_rank, group.kind)
         dense, expert = dense + group.count * own.dense, expert + group.count * own.expert
-    if content.head and not content.embedding and (model.tied_embeddings or model.num_mtp_layers):
+    if content.head and not content.embedding and model.shares_table:
         dense += local_elements(plan, next(embedding_parameters(model)), tp_rank)
     return Held(dense, expert)
 
@@ -51,26 +59,40 @@ def _held(plan: Plan, stage: int, tp_rank: int) -> Held:
 def held_gradients(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
     """Gradient elements that a stage accumulates: as its parameters, but a table used at both ends of one stage counts twice."""
     held, content = held_elements(plan, stage, tp_rank), plan.stages[stage]
-    if plan.model.tied_embeddings and content.embedding and content.head:
+    if plan.model.shares_table and content.embedding and content.head:
         return Held(held.dense + local_elements(plan, next(embedding_parameters(plan.model)), tp_rank), held.expert)
     return held
 
 
-def knows_own_tokens(parameter: Parameter, *, sequence_parallel: bool) -> bool:
-    """True when a tensor-parallel rank knows a parameter's gradient in part only: for its own tokens, or for its own heads."""
+def known_part(parameter: Parameter, *, sequence_parallel: bool, exact: bool) -> KnownPart | None:
+    """What a tensor-parallel rank knows of a parameter's gradient: what comes from its own tokens, or its own heads; None is all of it.
+
+    Exact numerics multiply the matrices that no rank cuts with all tokens (`linear.whole`).
+    """
     if parameter.cut is not None or parameter.expert:
-        return False
-    if sequence_parallel:
-        return not parameter.name.startswith("embedding.")
+        return None
+    if knows_heads(parameter):
+        return "heads"
+    if not sequence_parallel or parameter.name.startswith("embedding.") or (exact and len(parameter.shape) > 1):
+        return None
+    return "tokens"
+
+
+def knows_heads(parameter: Parameter) -> bool:
+    """True for the norms of query and key heads, of which tensor parallelism cuts the heads."""
     return ".query_norm." in parameter.name or ".key_norm." in parameter.name
 
 
-def own_token_elements(plan: Plan, stage: int) -> int:
-    """Elements of a stage whose gradients REDUCE_GRAD adds up over tensor parallelism (`own_token_parameters`)."""
+def partial_elements(plan: Plan, stage: int) -> dict[KnownPart, int]:
+    """Elements of a stage whose gradients REDUCE_GRAD adds up over tensor parallelism, by what a rank knows of them (`known_part`)."""
     model, split = plan.model, plan.layout.sequence_parallel
-    if not split and not model.qk_norm:
-        return 0
-    return sum(group.count * _own_token_part(model, group.kind, split) for group in stage_groups(plan, stage))
+    found: dict[KnownPart, int] = {}
+    for kind in KNOWN_PARTS if split or model.qk_norm else ():
+        parts = (_elements_of(model, group.kind, kind, split, plan.numerics.mode == "exact") for group in stage_groups(plan, stage))
+        counts = [group.count for group in stage_groups(plan, stage)]
+        if total := sum(count * elements for count, elements in zip(counts, parts, strict=True)):
+            found[kind] = total
+    return found
 
 
 def num_copies(plan: Plan, stage: int) -> Held:
@@ -141,9 +163,9 @@ def _part(model: ModelSpec, leaf_sizes: LeafSizes, grid: _Grid, tp_rank: int, ki
 
 
 @lru_cache(maxsize=1024)
-def _own_token_part(model: ModelSpec, kind: str, split: bool) -> int:
+def _elements_of(model: ModelSpec, kind: str, known: KnownPart, split: bool, exact: bool) -> int:
     parts = _part_parameters(model, kind)
-    return sum(parameter.num_elements for parameter in parts if knows_own_tokens(parameter, sequence_parallel=split))
+    return sum(parameter.num_elements for parameter in parts if known_part(parameter, sequence_parallel=split, exact=exact) == known)
 
 
 def _part_parameters(model: ModelSpec, kind: str) -> Iterator[Parameter]:

@@ -10,7 +10,7 @@ from ..parameters import layer_prefix, mtp_prefix
 from .attention import attention_work
 from .linear import column, whole
 from .mlp import mlp_work
-from .recompute import num_recomputed_layers, with_recomputation
+from .recompute import recomputed_runs, recomputes_all, with_recomputation
 from .tensors import Tensors
 from .work import LayerWork
 
@@ -44,15 +44,15 @@ def _groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     content, model = plan.stages[stage], plan.model
     first, last = content.first_layer, content.last_layer
     groups = [Group("embedding")] if content.embedding else []
-    recomputed_end = first + num_recomputed_layers(plan, last - first)
+    runs = recomputed_runs(plan, first, last)
     moe_start = max(first, min(model.first_dense_layers, last)) if model.is_moe else last
-    bounds = sorted({first, recomputed_end, moe_start, last})
+    bounds = sorted({first, *itertools.chain(*runs), moe_start, last})
     for lo, hi in itertools.pairwise(bounds):
-        groups.append(Group("moe" if lo >= moe_start else "dense", hi - lo, lo, lo < recomputed_end))
+        recomputed = any(start <= lo < end for start, end in runs)
+        groups.append(Group("moe" if lo >= moe_start else "dense", hi - lo, lo, recomputed))
     if content.head:
         if model.num_mtp_layers:
-            recomputed = plan.recompute.mode == "full" and plan.recompute.num_layers is None
-            groups.append(Group("mtp", model.num_mtp_layers, 0, recomputed))
+            groups.append(Group("mtp", model.num_mtp_layers, 0, recomputes_all(plan)))
         groups.append(Group("head"))
     return tuple(groups)
 
@@ -70,15 +70,15 @@ def group_work(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[LayerWork, .
             return transformer_work(plan, group.layer, tp_rank)
 
 
-def stage_work(plan: Plan, stage: int, tp_rank: int = 0) -> tuple[LayerWork, ...]:
+def stage_work(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
     """The layers of a stage in forward order."""
     content = plan.stages[stage]
     works: list[LayerWork] = [embedding_work(plan, tp_rank)] if content.embedding else []
     for layer in content.layers:
-        works += transformer_work(plan, layer, tp_rank)
+        works += transformer_work(plan, layer, tp_rank, cp_rank)
     if content.head:
         for depth in range(plan.model.num_mtp_layers):
-            works += mtp_work(plan, depth, tp_rank)
+            works += mtp_work(plan, depth, tp_rank, cp_rank)
         works += head_work(plan, tp_rank)
     return tuple(works)
 
@@ -87,17 +87,19 @@ def embedding_work(plan: Plan, tp_rank: int = 0, layer: str = "embedding.tokens"
     """Token lookup: each rank brings the rows it owns, and the sum over ranks picks the one that is there. The gradient of its rows
     needs all tokens."""
     tensors, hidden = Tensors(plan, tp_rank), plan.model.hidden_size
-    return LayerWork(layer, tensors.reduce(layer, None, hidden), tensors.gather(layer, hidden), ())
+    return LayerWork(
+        layer, tensors.reduce(layer, None, hidden), (*tensors.gather(layer, hidden), *tensors.gather_sequence(layer, hidden)), ()
+    )
 
 
-def transformer_work(plan: Plan, layer: int, tp_rank: int = 0) -> tuple[LayerWork, ...]:
+def transformer_work(plan: Plan, layer: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
     """One transformer layer: attention, then a dense MLP or one with experts. Layers of one `Group` differ in their names only."""
-    tensors, prefix = Tensors(plan, tp_rank), layer_prefix(layer)
+    tensors, prefix = Tensors(plan, tp_rank, cp_rank), layer_prefix(layer)
     works = (*attention_work(tensors, prefix), *mlp_work(tensors, prefix, moe=plan.model.layer_is_moe(layer)))
-    return with_recomputation(plan, layer, works)
+    return with_recomputation(tensors, layer, works)
 
 
-def mtp_work(plan: Plan, depth: int, tp_rank: int = 0) -> tuple[LayerWork, ...]:
+def mtp_work(plan: Plan, depth: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
     """One module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21-23): the embedding of the next
     token joins the hidden state through a projection of both, then come a transformer layer and the model's own output head.
 
@@ -107,7 +109,7 @@ def mtp_work(plan: Plan, depth: int, tp_rank: int = 0) -> tuple[LayerWork, ...]:
     return (
         embedding_work(plan, tp_rank, f"{prefix}.embedding.tokens"),
         whole(Tensors(plan, tp_rank), f"{prefix}.projection", hidden, 2 * hidden),
-        *transformer_work(plan, plan.model.num_layers + depth, tp_rank),
+        *transformer_work(plan, plan.model.num_layers + depth, tp_rank, cp_rank),
         *head_work(plan, tp_rank, f"{prefix}.head"),
     )
 

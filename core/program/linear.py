@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..leaves import Leaves
 from .tensors import Tensors
-from .work import LayerWork, Product
+from .work import LayerWork, Operations, Product
 
 
 def column(tensors: Tensors, layer: str, leaves: Leaves, unit: int, *, in_features: int | None = None, num_beside: int = 0) -> LayerWork:
@@ -34,12 +36,28 @@ def row(tensors: Tensors, layer: str, leaves: Leaves, unit: int) -> LayerWork:
     )
 
 
-def whole(tensors: Tensors, layer: str, out_features: int, in_features: int) -> LayerWork:
-    """Nothing cut: every rank multiplies the tokens it holds, and sequence parallelism leaves its gradient to REDUCE_GRAD."""
+def whole(
+    tensors: Tensors,
+    layer: str,
+    out_features: int,
+    in_features: int,
+    *,
+    dtype: Literal["fp32"] | None = None,
+    input_dtype: Literal["fp32"] | None = None,
+) -> LayerWork:
+    """Nothing cut: every rank multiplies the tokens it holds. `dtype` is given where that is not done in the plan's precision,
+    `input_dtype` where the input itself is not in it.
+
+    Under sequence parallelism fast numerics leave the gradient to REDUCE_GRAD; exact ones gather the tokens of both factors, and every
+    rank computes the whole of it: the blocks of tokens it is made of are longer than those between which sequence parallelism cuts.
+    """
     m, n, k = tensors.own_tokens, out_features, in_features
+    gathered: Operations = ()
+    if tensors.plan.numerics.mode == "exact":
+        gathered = (*tensors.gather(layer, n, dtype), *tensors.gather(layer, k, input_dtype))
     return LayerWork(
         layer,
-        forward=(Product(layer, m, n, k),),
-        input_gradient=(Product(layer, m, k, n),),
-        weight_gradient=(Product(layer, n, k, m),),
+        forward=(Product(layer, m, n, k, dtype=dtype),),
+        input_gradient=(Product(layer, m, k, n, dtype=dtype),),
+        weight_gradient=(*gathered, Product(layer, n, k, tensors.tokens if gathered else m, dtype=dtype)),
     )

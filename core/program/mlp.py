@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+from ..expert_tokens import RoutedTokens, routed_tokens
+from ..reduction import maximal_nodes
 from .linear import column, row
+from .router import router_work
 from .tensors import Tensors
-from .work import Collective, LayerWork, Operations, Product, scattered_bytes
+from .work import PARTIAL_BYTES, Collective, LayerWork, Operations, Product, scattered_bytes
+
+COUNT_BYTES = 8
+"""How many copies go to an expert, as int64."""
 
 
 def mlp_work(tensors: Tensors, prefix: str, *, moe: bool) -> tuple[LayerWork, ...]:
     """The MLP of one layer, from the normed hidden state to the sum over its parts."""
     if not moe:
         return _dense(tensors, f"{prefix}.mlp", "ffn")
-    works = (_router(tensors, f"{prefix}.mlp.router"), *_experts(tensors, f"{prefix}.mlp"))
+    works = (router_work(tensors, f"{prefix}.mlp.router"), *_experts(tensors, f"{prefix}.mlp"))
     return (*works, *_dense(tensors, f"{prefix}.mlp.shared", "shared_ffn")) if tensors.plan.model.num_shared_experts else works
 
 
@@ -25,74 +33,102 @@ def _dense(tensors: Tensors, prefix: str, feature: Literal["ffn", "shared_ffn"])
     )
 
 
-def _router(tensors: Tensors, layer: str) -> LayerWork:
-    """Scores of every expert for a rank's own tokens, in fp32 (Fedus et al. 2022, Switch Transformers, section 2.4)."""
-    m, n, k = tensors.own_tokens, tensors.plan.model.num_experts, tensors.plan.model.hidden_size
-    return LayerWork(
-        layer,
-        forward=(Product(layer, m, n, k, dtype="fp32"),),
-        input_gradient=(Product(layer, m, k, n, dtype="fp32"),),
-        weight_gradient=(Product(layer, n, k, m, dtype="fp32"),),
-    )
-
-
 def _experts(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
     """Dispatch, the two products of the local experts, and combine, with every expert taking an equal share of the tokens.
 
     A rank sends a copy of each of its tokens to each of the token's experts; with expert tensor parallelism the members of `etp`
     bring what they were sent together, and each computes with its part of the experts' width (Megatron-Core's all-to-all dispatcher;
-    Liu et al. 2025, MoE Parallel Folding, arXiv 2504.14960, section 3.2). The backward goes the same way back.
+    Liu et al. 2025, MoE Parallel Folding, arXiv 2504.14960, section 3.2). The backward goes the same way back. Where tensor-parallel
+    ranks all hold the same tokens, each sends an even part of them, and the results and gradients of all parts are gathered.
     """
     plan, model, layout = tensors.plan, tensors.plan.model, tensors.plan.layout
-    up, down = f"{prefix}.experts.up", f"{prefix}.experts.down"
-    copies = tensors.own_tokens * model.experts_per_token * (1 if _same_tokens(tensors) else layout.expert_tp)
+    up, down, dispatch, combine = (f"{prefix}.{part}" for part in ("experts.up", "experts.down", "dispatch", "combine"))
     count = model.num_experts // layout.ep
-    m, h = -(-copies // count), model.hidden_size
-    lo, hi = plan.leaf_sizes.feature("expert_ffn").owned_items(layout.expert_tp, tensors.tp_rank % layout.expert_tp)
+    m, h = -(-tensors.tokens * model.experts_per_token * layout.expert_tp // (tensors.tp * count)), model.hidden_size
+    leaves = plan.leaf_sizes.feature("expert_ffn")
+    lo, hi = leaves.owned_items(layout.expert_tp, tensors.tp_rank % layout.expert_tp)
     f = hi - lo
     g = f * (2 if model.gated else 1)
+    sent = _Sent(tensors, routed_tokens(plan))
+    hidden, weights = h * tensors.element_bytes, model.experts_per_token * PARTIAL_BYTES
 
     def product(layer: str, m: int, n: int, k: int) -> Operations:
         return (Product(layer, m, n, k, count, grouped=True),)
 
     return (
-        LayerWork(f"{prefix}.dispatch", _to_experts(tensors, f"{prefix}.dispatch"), _from_experts(tensors, f"{prefix}.dispatch"), ()),
+        LayerWork(
+            dispatch,
+            (*sent.counts(dispatch), *sent.to_experts(dispatch)),
+            (*sent.from_experts(dispatch), *sent.gathered(dispatch, hidden)),
+            (),
+        ),
         LayerWork(up, product(up, m, g, h), product(up, m, h, g), product(up, g, h, m)),
-        LayerWork(down, product(down, m, h, f), product(down, m, f, h), product(down, h, f, m)),
-        LayerWork(f"{prefix}.combine", _from_experts(tensors, f"{prefix}.combine"), _to_experts(tensors, f"{prefix}.combine"), ()),
+        LayerWork(down, product(down, m, h, f), product(down, m, f, h), product(down, f, h, m)),
+        LayerWork(
+            combine,
+            (*sent.from_experts(combine), *sent.gathered(combine, hidden)),
+            (*sent.to_experts(combine), *sent.gathered(combine, weights)),
+            (),
+        ),
     )
 
 
-def _same_tokens(tensors: Tensors) -> bool:
-    """True when the members of `etp` are tensor-parallel ranks that all hold the same tokens, so they need not bring theirs together."""
-    return tensors.tp > 1 and not tensors.plan.layout.sequence_parallel
+@dataclass(frozen=True)
+class _Sent:
+    """What a rank sends of the tokens that it routes."""
 
+    tensors: Tensors
+    routed: RoutedTokens
 
-def _to_experts(tensors: Tensors, layer: str) -> Operations:
-    """Copies of tokens, or gradients of their results, on the way to experts: an all-to-all, then a gather over `etp`."""
-    layout, payload = tensors.plan.layout, _copies_bytes(tensors)
-    if layout.expert_tp == 1 or _same_tokens(tensors):
-        return _exchanged(tensors, layer)
-    return (*_exchanged(tensors, layer), Collective(layer, "all_gather", "etp", layout.expert_tp, payload * (layout.expert_tp - 1)))
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of a microbatch."""
+        lo, hi = self.routed.own(self.tensors.tp_rank)
+        return self.tensors.plan.batch.micro_size * (hi - lo)
 
+    @property
+    def num_copies(self) -> int:
+        """A copy for each expert of each token."""
+        return self.num_tokens * self.tensors.plan.model.experts_per_token
 
-def _from_experts(tensors: Tensors, layer: str) -> Operations:
-    """The way back: partial sums are added over `etp`, before the all-to-all where its members hold different tokens."""
-    etp = tensors.plan.layout.expert_tp
-    if etp == 1:
-        return _exchanged(tensors, layer)
-    if not _same_tokens(tensors):
-        return (Collective(layer, "reduce_scatter", "etp", etp, _copies_bytes(tensors) * (etp - 1)), *_exchanged(tensors, layer))
-    hidden_bytes = tensors.tokens * tensors.plan.model.hidden_size * tensors.element_bytes
-    return (*_exchanged(tensors, layer), Collective(layer, "all_reduce", "etp", etp, -(-2 * (etp - 1) * hidden_bytes // etp)))
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of all copies."""
+        return self.num_copies * self.tensors.plan.model.hidden_size * self.tensors.element_bytes
 
+    def counts(self, layer: str) -> Operations:
+        """How many copies of each piece of the tokens (`core.expert_tokens`) go to each expert, before the copies."""
+        plan, layout = self.tensors.plan, self.tensors.plan.layout
+        num_pieces = plan.batch.micro_size * len(self.routed.pieces(self.tensors.tp_rank, self.tensors.cp_rank))
+        counts = plan.model.num_experts * num_pieces * COUNT_BYTES
+        over_ep = (Collective(layer, "all_to_all", "ep", layout.ep, scattered_bytes(counts, layout.ep)),)
+        over_etp = (Collective(layer, "all_gather", "etp", layout.expert_tp, counts * (layout.expert_tp - 1)),)
+        return (*(over_ep if layout.ep > 1 else ()), *(over_etp if layout.expert_tp > 1 else ()))
 
-def _exchanged(tensors: Tensors, layer: str) -> Operations:
-    ep = tensors.plan.layout.ep
-    return () if ep == 1 else (Collective(layer, "all_to_all", "ep", ep, scattered_bytes(_copies_bytes(tensors), ep)),)
+    def to_experts(self, layer: str) -> Operations:
+        """Copies of tokens, or gradients of their results, on the way to experts: an all-to-all, then a gather over `etp`."""
+        etp = self.tensors.plan.layout.expert_tp
+        gather = (Collective(layer, "all_gather", "etp", etp, self.copies_bytes * (etp - 1)),) if etp > 1 else ()
+        return (*self._exchanged(layer), *gather)
 
+    def from_experts(self, layer: str) -> Operations:
+        """The way back: partial sums are added over `etp`, in exact numerics as nodes of the tree over the expert's width."""
+        plan, etp = self.tensors.plan, self.tensors.plan.layout.expert_tp
+        if etp == 1:
+            return self._exchanged(layer)
+        if plan.numerics.mode == "fast":
+            return (Collective(layer, "reduce_scatter", "etp", etp, self.copies_bytes * (etp - 1)), *self._exchanged(layer))
+        leaves = plan.leaf_sizes.feature("expert_ffn")
+        num_nodes = len(maximal_nodes(leaves.num_leaves, *leaves.owned(etp, self.tensors.tp_rank % etp)))
+        partial_bytes = self.num_copies * plan.model.hidden_size * PARTIAL_BYTES
+        return (Collective(layer, "all_to_all", "etp", etp, num_nodes * partial_bytes * (etp - 1)), *self._exchanged(layer))
 
-def _copies_bytes(tensors: Tensors) -> int:
-    """Bytes of a copy of each of a rank's tokens for each of its experts."""
-    model = tensors.plan.model
-    return tensors.own_tokens * model.experts_per_token * model.hidden_size * tensors.element_bytes
+    def gathered(self, layer: str, token_bytes: int) -> Operations:
+        """What every tensor-parallel rank has of its part of the tokens, where all hold the same."""
+        if self.tensors.tp == 1 or self.tensors.plan.layout.sequence_parallel:
+            return ()
+        return (self.tensors.tp_collective(layer, "all_gather", self.num_tokens * token_bytes * (self.tensors.tp - 1)),)
+
+    def _exchanged(self, layer: str) -> Operations:
+        ep = self.tensors.plan.layout.ep
+        return () if ep == 1 else (Collective(layer, "all_to_all", "ep", ep, scattered_bytes(self.copies_bytes, ep)),)

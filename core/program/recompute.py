@@ -6,6 +6,9 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..parameters import layer_prefix
+from ..reduction import cut
+from .tensors import Tensors
 from .work import LayerWork
 
 if TYPE_CHECKING:
@@ -13,13 +16,13 @@ if TYPE_CHECKING:
 
 _PARTS = {
     "core_attn": ("attention.core",),
-    "mla_up_proj": ("attention.q_up", "attention.kv_up"),
+    "mla_up_proj": ("attention.q", "attention.q_up", "attention.kv_up"),
     "mlp": ("mlp.up", "mlp.down"),
     "moe": ("mlp.router", "mlp.dispatch", "mlp.experts.up", "mlp.experts.down", "mlp.combine", "mlp.shared.up", "mlp.shared.down"),
     "shared_experts": ("mlp.shared.up", "mlp.shared.down"),
 }
-"""Module of selective recomputation -> the parts of a layer it repeats (Megatron-Core's `--recompute-modules`). `norm` and `moe_act`
-repeat elementwise work only, which is not listed among operations."""
+"""Module of selective recomputation -> the parts of a layer it repeats (Megatron-Core's `--recompute-modules`). `norm`, `mlp_act`
+and `moe_act` repeat elementwise work only, which is not listed among operations."""
 
 
 def recomputed_modules(plan: Plan) -> frozenset[str]:
@@ -27,30 +30,51 @@ def recomputed_modules(plan: Plan) -> frozenset[str]:
     return frozenset(plan.recompute.modules) if plan.recompute.mode == "selective" else frozenset()
 
 
-def num_recomputed_layers(plan: Plan, num_layers: int) -> int:
-    """How many of a stage's first `num_layers` layers full recomputation repeats whole: all, or `recompute.num_layers` of them
-    (Megatron-LM's `--recompute-method block`)."""
+def recomputed_runs(plan: Plan, first: int, last: int) -> tuple[tuple[int, int], ...]:
+    """The layers `[lo, hi)` that full recomputation repeats whole of a stage with the layers `[first, last)`: all, the first
+    `recompute.num_layers` of them (Megatron-LM's `--recompute-method block`), or those among `recompute.layers`."""
     if plan.recompute.mode != "full":
-        return 0
-    limit = plan.recompute.num_layers
-    return num_layers if limit is None else min(limit, num_layers)
+        return ()
+    chosen, limit = plan.recompute.layers, plan.recompute.num_layers
+    if chosen is None:
+        end = last if limit is None else min(last, first + limit)
+        return ((first, end),) if end > first else ()
+    own = [layer for layer in chosen if first <= layer < last]
+    starts = [layer for layer in own if layer - 1 not in own]
+    return tuple(zip(starts, (layer + 1 for layer in own if layer + 1 not in own), strict=True))
+
+
+def recomputes_all(plan: Plan) -> bool:
+    """True when full recomputation repeats every layer, those of multi-token prediction too, which a limit leaves out."""
+    return plan.recompute.mode == "full" and plan.recompute.num_layers is None and plan.recompute.layers is None
 
 
 def recomputes_whole(plan: Plan, layer: int) -> bool:
-    """True when a layer keeps only its input. A limit on the layers of a stage leaves out those of multi-token prediction."""
-    if plan.recompute.mode != "full" or plan.recompute.num_layers is None:
+    """True when a layer keeps only its input."""
+    if plan.recompute.mode != "full" or recomputes_all(plan):
         return plan.recompute.mode == "full"
     if layer >= plan.model.num_layers:
         return False
-    firsts = [content.first_layer for content in plan.stages]
-    return layer - firsts[bisect_right(firsts, layer) - 1] < plan.recompute.num_layers
+    stage = plan.stages[bisect_right([content.first_layer for content in plan.stages], layer) - 1]
+    return any(lo <= layer < hi for lo, hi in recomputed_runs(plan, stage.first_layer, stage.last_layer))
 
 
-def with_recomputation(plan: Plan, layer: int, works: tuple[LayerWork, ...]) -> tuple[LayerWork, ...]:
+def with_recomputation(tensors: Tensors, layer: int, works: tuple[LayerWork, ...]) -> tuple[LayerWork, ...]:
     """The parts of a layer, each with the operations that the plan repeats of it."""
+    plan = tensors.plan
     if recomputes_whole(plan, layer):
-        return tuple(replace(work, recomputed=work.forward) for work in works)
+        repeated = tuple(replace(work, recomputed=work.forward) for work in works)
+        return (*_input_again(tensors, layer_prefix(layer)), *repeated) if plan.recompute.distribute else repeated
     if plan.recompute.mode != "selective":
         return works
     parts = tuple(f".{part}" for module in plan.recompute.modules for part in _PARTS.get(module, ()))
     return tuple(replace(work, recomputed=work.forward) if work.layer.endswith(parts) else work for work in works)
+
+
+def _input_again(tensors: Tensors, layer: str) -> tuple[LayerWork, ...]:
+    """A layer's input from the even parts of it that tensor-parallel ranks keep."""
+    if tensors.tp == 1:
+        return ()
+    lo, hi = cut(tensors.own_tokens * tensors.plan.model.hidden_size, tensors.tp, tensors.tp_rank)
+    gather = tensors.tp_collective(layer, "all_gather", (hi - lo) * tensors.element_bytes * (tensors.tp - 1))
+    return (LayerWork(layer, (), (), (), recomputed=(gather,)),)

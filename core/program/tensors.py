@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from ..chunks import Chunks
 from ..leaves import Leaves
 from ..reduction import cut, maximal_nodes
 from .work import PARTIAL_BYTES, Collective, CollectiveOp, Operations, activation_bytes, scattered_bytes
 
 if TYPE_CHECKING:
     from ..plan import Plan
+
+
+ID_BYTES = 8
+"""Ids of tokens and positions are int64."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Tensors:
 
     plan: Plan
     tp_rank: int
+    cp_rank: int = 0
 
     @cached_property
     def tp(self) -> int:
@@ -74,13 +80,22 @@ class Tensors:
             return (self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * payload, divisor=self.tp),)
         own, num_nodes = self._own_elements(width), 1 if leaves is None else self.num_nodes(leaves)
         scatter = self.tp_collective(layer, "all_to_all", num_nodes * (self.tokens * width - own) * PARTIAL_BYTES)
-        return (scatter,) if self.plan.layout.sequence_parallel else (scatter, self._gather(layer, own))
+        return (scatter,) if self.plan.layout.sequence_parallel else (scatter, self._gather(layer, own, self.element_bytes))
 
-    def gather(self, layer: str, width: int) -> Operations:
-        """Brings all tokens to every rank before a cut layer; nothing to do without sequence parallelism."""
+    def gather(self, layer: str, width: int, dtype: Literal["fp32"] | None = None) -> Operations:
+        """Brings all tokens to every rank before a cut layer; nothing to do without sequence parallelism. They have the plan's precision
+        unless `dtype` is given."""
         if self.tp == 1 or not self.plan.layout.sequence_parallel:
             return ()
-        return (self._gather(layer, self.own_tokens * width),)
+        return (self._gather(layer, self.own_tokens * width, activation_bytes(dtype) if dtype else self.element_bytes),)
+
+    def gather_sequence(self, layer: str, width: int) -> Operations:
+        """Exact numerics: hidden states of a rank's tokens, and ids and positions of the tokens, to all ranks of a sequence."""
+        cp = self.plan.layout.cp
+        if not sequences_are_cut(self.plan):
+            return ()
+        sizes = self.tokens * width * self.element_bytes, self.tokens * 2 * ID_BYTES
+        return tuple(Collective(layer, "all_gather", "cp", cp, size * (cp - 1)) for size in sizes)
 
     def softmax(self, layer: str, leaves: Leaves) -> Operations:
         """The global maximum, then block sums of exponentials together with the target's logit, one number per token each; with label
@@ -105,5 +120,19 @@ class Tensors:
         lo, hi = cut(self.tokens * width, self.tp, self.tp_rank)
         return hi - lo
 
-    def _gather(self, layer: str, own_elements: int) -> Collective:
-        return self.tp_collective(layer, "all_gather", own_elements * self.element_bytes * (self.tp - 1))
+    def _gather(self, layer: str, own_elements: int, element_bytes: int) -> Collective:
+        return self.tp_collective(layer, "all_gather", own_elements * element_bytes * (self.tp - 1))
+
+
+def sequences_are_cut(plan: Plan) -> bool:
+    """True where gradients are sums over parts of sequences that exact numerics finish after every microbatch."""
+    return plan.layout.cp > 1 and plan.numerics.mode == "exact"
+
+
+def returned_rows(plan: Plan, cp_rank: int) -> int:
+    """Rows of key and value gradients that leave a rank for their owners: of every node of its blocks of queries those up to its end."""
+    cp, block = plan.layout.cp, plan.leaf_sizes.gradient_token_block
+    chunks = [Chunks(plan.batch.sequence, cp, rank) for rank in range(cp)]
+    nodes = Chunks(plan.batch.sequence // block, cp, cp_rank).nodes()
+    others = (owner for owner in chunks if owner.cp_rank != cp_rank)
+    return sum(owner.rows_before(start, node[1] * block) for owner in others for start in owner.starts for node in nodes)

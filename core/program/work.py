@@ -44,6 +44,7 @@ class Collective:
     | axis | group |
     |---|---|
     | `tp`, `cp` | one axis of the dense grid (`Layout.groups`) |
+    | `tp_cp` | both: all ranks that have parts of one sequence |
     | `ep`, `etp` | one axis of the expert grid (`Layout.expert_groups`, where `etp` is called `tp`) |
     | `dp` | copies of dense parameters: the dp and cp axes of the dense grid together |
     | `edp` | copies of experts: the dp axis of the expert grid |

@@ -222,11 +222,12 @@ def default_name(pp: int, vpp: int = 1) -> str:
     return "Interleaved1F1B" if vpp > 1 else "1F1B"
 
 
-def placement_for(plan: Plan) -> Placement:
-    """The placement of a plan's schedule, without building the schedule where it has a name. Raises `ScheduleError` as `schedule_for`."""
+def placement_for(plan: Plan, num_microbatches: int | None = None) -> Placement:
+    """The placement of a plan's schedule of so many microbatches (by default the most that a rank has), without building the schedule
+    where it has a name. Raises `ScheduleError` as `schedule_for`."""
     choice, layout = plan.schedule, plan.layout
     if choice.file is None:
-        return _named_placement(choice.name, layout.pp, layout.vpp, plan.num_microbatches)
+        return _named_placement(choice.name, layout.pp, layout.vpp, num_microbatches or plan.num_microbatches)
     return schedule_for(plan).placement
 
 
@@ -235,15 +236,16 @@ def _named_placement(name: str, pp: int, vpp: int, num_microbatches: int) -> Pla
     return CATALOG[name].placement(pp, vpp, num_microbatches)
 
 
-def schedule_for(plan: Plan) -> Schedule:
+def schedule_for(plan: Plan, num_microbatches: int | None = None) -> Schedule:
     """The schedule of a plan: built by name, or read from `schedule.file` and then as complete as the file is (`lower` adds the rest).
 
+    It is that of the data-parallel ranks with most microbatches; `num_microbatches` asks for another of `plan.microbatch_counts`.
     With `schedule.max_active_stages` it has UNSHARD and RESHARD, a file's own or those of `add_unshard`. Raises `ScheduleError` when
     the file's ranks, stages or microbatches are not the plan's.
     """
     choice, layout = plan.schedule, plan.layout
     if choice.file is None:
-        schedule = build(choice.name, pp=layout.pp, vpp=layout.vpp, num_microbatches=plan.num_microbatches)
+        schedule = build(choice.name, pp=layout.pp, vpp=layout.vpp, num_microbatches=num_microbatches or plan.num_microbatches)
     else:
         schedule = _read_for(plan, choice.file)
     if choice.max_active_stages is None or (schedule.actions.kind == Kind.UNSHARD).any():

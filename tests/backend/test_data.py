@@ -127,3 +127,25 @@ def test_missing_empty_and_short_data_are_plan_errors_that_say_what_would_work(t
 def test_text_cannot_be_changed_by_accident(digits):
     with pytest.raises(ValueError, match="read-only"):
         digits.train[0] = 1
+
+
+def test_documents_of_a_sample_begin_where_files_do_and_one_cut_by_the_window_at_its_first_token(tmp_path):
+    """Twenty files of 9 letters and a line end: places 0, 10, 20, ... without every tenth file, which is for validation."""
+    for number in range(20):
+        (tmp_path / f"{number:02}.txt").write_text(chr(97 + number) * 9)
+    corpus = Corpus.load(str(tmp_path))
+    assert corpus.train_starts.tolist() == list(range(0, 180, 10)) and corpus.validation_starts.tolist() == [0, 10]
+    tokens, _ = corpus.batch(0, 0, 4, 16, 7, 4)
+    begins = corpus.documents(0, 0, 4, 16, 7, 4)
+    assert begins.shape == tokens.shape and begins.dtype == torch.int64
+    for row, starts in zip(tokens.tolist(), begins.tolist(), strict=True):
+        ends = [place for place, byte in enumerate(row) if byte == 10]
+        assert starts == [max((end + 1 for end in ends if end < place), default=0) for place in range(16)]
+    assert corpus.validation_documents(0, 1, 16).tolist() == [[0] * 10 + [10] * 6]
+
+
+def test_one_file_is_one_document_whose_tail_is_another(tmp_path):
+    (tmp_path / "text").write_text("0123456789" * 5)
+    corpus = Corpus.load(str(tmp_path / "text"))
+    assert corpus.train_starts.tolist() == corpus.validation_starts.tolist() == [0]
+    assert corpus.documents(0, 0, 2, 8, 1, 2).unique().tolist() == [0]

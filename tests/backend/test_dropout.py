@@ -12,7 +12,8 @@ import torch
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.recorder import Recorder
-from shardproof.backend.tensor_parallel import LayerContext, Microbatch, attention_with_dropout, hidden_dropout
+from shardproof.backend.model.attention_core import AttentionCore
+from shardproof.backend.tensor_parallel import LayerContext, Microbatch, hidden_dropout
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cluster_presets import cluster_preset
@@ -110,7 +111,7 @@ def test_attention_with_dropout_is_torchs_with_the_same_mask():
     q, k, v, dy = (torch.randn(2, 6, 24, 8, generator=generator) for _ in range(4))
     ours = [x.clone().requires_grad_() for x in (q, k, v)]
     with context.running(microbatch(2)):
-        y = attention_with_dropout(context, "core", *ours, 0)
+        y = AttentionCore(context, "core")(*ours)
         y.backward(dy)
     index = torch.arange(2 * 6 * 24 * 24, 4 * 6 * 24 * 24).view(2, 6, 24, 24)
     mask = dropout_mask(plan.train.seed, "core", 5, index, 0.3).double()

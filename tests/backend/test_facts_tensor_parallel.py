@@ -14,13 +14,15 @@ import torch
 from shardproof.backend.numerics import ExactNumerics, FastNumerics, OwnedLeaves
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.numerics.random import normal
-from shardproof.backend.tensor_parallel import mappings
+from shardproof.backend.tensor_parallel import LayerContext, Microbatch, mappings, recomputed_layer
 from shardproof.backend.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardproof.backend.tensor_parallel.data import TensorSpec, broadcast, context_part
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.leaves import LeafSizes, Leaves, leaf_sizes
 from shardproof.core.model import ModelSpec
+from shardproof.core.plan import Batch, Numerics, Plan, Recompute
 
 VOCABULARY = Leaves(128, 8)
 SIZES = LeafSizes(Leaves(1, 1), Leaves(1, 1), VOCABULARY, 8, 4)
@@ -116,10 +118,20 @@ def test_random_numbers_are_keyed_by_name_and_element_instead_of_seeds_per_rank(
 
 def stored_activation_job(transport, _):
     group = transport.group("tp", "tp", range(2))
-    activation = torch.arange(16.0).view(4, 4)
-    stored = mappings.scatter(activation.flatten(), group, dim=0)
-    whole = mappings.gather(stored, group, dim=0).view(4, 4)
-    return tuple(stored.shape), stored.untyped_storage().nbytes(), torch.equal(whole, activation)
+    context = LayerContext(distributing_plan(), tp=group, numerics=NUMERICS["exact"], recorder=transport.recorder)
+    activation = torch.arange(16.0).view(4, 4).requires_grad_()
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with context.running(Microbatch(0, 0, ids, ids)):
+        y = recomputed_layer(context, 0, lambda x: x.square(), activation)
+    (stored,) = y.grad_fn.saved_tensors
+    y.sum().backward()
+    return tuple(stored.shape), stored.untyped_storage().nbytes(), torch.equal(activation.grad, 2 * activation.detach())
+
+
+def distributing_plan() -> Plan:
+    model = ModelSpec("gpt", 1, 64, 256, 8, 8, 8, 1600, 32)
+    choices = {"recompute": Recompute("full", distribute=True), "numerics": Numerics("exact")}
+    return Plan(model, cluster_preset("this-host", 2), Layout(tp=2), Batch(1, 1, 4), **choices)
 
 
 def test_a_saved_activation_of_4_by_4_spread_over_2_ranks_keeps_8_elements():

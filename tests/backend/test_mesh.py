@@ -21,7 +21,9 @@ def mesh_job(transport, payload):
     layout, schedule = payload
     mesh = Mesh(transport, layout, schedule)
     here = torch.tensor(transport.global_rank)
-    groups = {"tp": mesh.tp, "dp": mesh.dp, "model": mesh.model, "embedding": mesh.embedding}
+    groups = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "model": mesh.model, "embedding": mesh.embedding}
+    groups |= {"tp-gradients": mesh.tp_gradients}
+    groups |= {"tp_cp-gradients": mesh.tp_cp_gradients} if layout.cp > 1 else {}
     members = {axis: group and (group.axis, [t.item() for t in group.all_gather(here)]) for axis, group in groups.items()}
     arrived = {}
     for link in links_of(schedule):  # one order for all, so that blocking calls end
@@ -45,7 +47,12 @@ def check(results, layout, schedule):
         at = partial(rank_at, layout, coordinates)
         assert at() == here
         assert members["tp"] == ("tp", [at(tp=i) for i in range(layout.tp)])
-        assert members["dp"] == ("dp", [at(dp=i) for i in range(layout.dp)])
+        assert members["cp"] == ("cp", [at(cp=i) for i in range(layout.cp)])
+        assert members["dp"] == ("dp", [at(dp=i, cp=j) for i in range(layout.dp) for j in range(layout.cp)])
+        assert members["tp-gradients"] == (members["tp"] if layout.tp > 1 else None)
+        if layout.cp > 1:
+            both = ("tp_cp", [at(cp=i, tp=j) for i in range(layout.cp) for j in range(layout.tp)])
+            assert members["tp_cp-gradients"] == (both if layout.tp > 1 else None)
         assert sorted(members["model"][1]) == sorted(at(tp=i, pp=j) for i in range(layout.tp) for j in range(layout.pp))
         joins = last != 0 and pp in (0, last)
         assert members["embedding"] == (("embedding", [at(pp=0), at(pp=last)]) if joins else None)
@@ -57,13 +64,19 @@ LAYOUTS = [
     (Layout(), lowered(1)),
     (Layout(tp=2, pp=2, dp=2), lowered(2)),
     (Layout(tp=3, pp=2), lowered(2)),
+    (Layout(tp=2, cp=3, order="cp-tp-dp-ep-pp"), lowered(1)),
+    (Layout(cp=2, dp=2, pp=2), lowered(2)),
     (Layout(pp=3, dp=2, order="dp-pp-tp-cp-ep"), lowered(3)),
     (Layout(tp=2, pp=2, vpp=2), lowered(2, vpp=2)),
     (Layout(pp=5), lowered(5)),
 ]
 
 
-@pytest.mark.parametrize(("layout", "schedule"), LAYOUTS, ids=["1", "tp2pp2dp2", "tp3pp2", "pp3dp2-dp-first", "tp2pp2vpp2", "pp5"])
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    LAYOUTS,
+    ids=["1", "tp2pp2dp2", "tp3pp2", "tp2cp3-cp-first", "cp2dp2pp2", "pp3dp2-dp-first", "tp2pp2vpp2", "pp5"],
+)
 @pytest.mark.parametrize("transport", ["memory", "gloo"])
 def test_every_group_and_channel_of_a_layout_joins_the_right_ranks(workers, transport, layout, schedule):
     check(workers(layout.world_size, transport).run(mesh_job, (layout, schedule)), layout, schedule)

@@ -39,6 +39,17 @@ def test_a_kernel_that_depends_on_its_neighbours_is_named(monkeypatch):
     assert "does not hold: 1536 elements differ" in finding.what  # 2 samples x 3 heads x 16 tokens x 16 dims: every output
 
 
+def test_a_product_whose_bits_depend_on_strides_is_named(monkeypatch):
+    multiply_into = probe_module.multiply_into
+
+    def biased(out, left, right):
+        multiply_into(out, left, right)
+        out.mul_(out.stride(0))
+
+    monkeypatch.setattr(probe_module, "multiply_into", biased)
+    assert [finding.rule for finding in probe(plan_of("tiny-gpt", 16))] == ["product-alignment"]
+
+
 def test_elementwise_code_that_depends_on_the_length_is_named(monkeypatch):
     monkeypatch.setattr(probe_module.ExactNumerics, "elementwise", lambda self, function, x: function(x) + x.numel())
     assert [finding.rule for finding in probe(plan_of("tiny-gpt", 16))] == ["elementwise-length"]

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.backend.numerics.tree import fold, sum_over, token_sums, tree_fold
+from shardproof.backend.numerics.summands import Summands, sum_over
+from shardproof.backend.numerics.tree import fold, token_sums, tree_fold
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.reduction import cut, maximal_nodes, split
 
@@ -64,9 +65,9 @@ def test_token_sums_of_a_slice_are_the_slice_of_the_sums(width):
 def sum_rank(transport, payload):
     rows, size = payload
     group = transport.group("all", "dp", range(size))
-    nodes = [maximal_nodes(len(rows), *cut(len(rows), size, rank)) for rank in range(size)]
-    values = [tree_value(list(rows), *node).clone() for node in nodes[group.rank]]
-    return sum_over(group, values, nodes, len(rows))
+    summands = Summands(len(rows), tuple(maximal_nodes(len(rows), *cut(len(rows), size, rank)) for rank in range(size)))
+    values = torch.stack([tree_value(list(rows), *node) for node in summands.nodes[group.rank]])
+    return sum_over(group, values, summands)
 
 
 @pytest.mark.parametrize(("num_leaves", "size"), [(6, 1), (6, 2), (6, 4), (10, 5), (7, 3), (8, 8), (12, 5)])

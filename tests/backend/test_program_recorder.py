@@ -64,6 +64,8 @@ MODULES = Recompute("selective", modules=("core_attn", "mlp", "norm"))
 LAYOUTS += [
     pytest.param(Layout(tp=2, pp=2), {"recompute": Recompute("full")}, id="full-recomputation"),
     pytest.param(Layout(pp=2, stages="Ettt|tL"), {"recompute": Recompute("full", num_layers=2)}, id="two-layers-of-a-stage"),
+    pytest.param(Layout(pp=2, stages="Ettt|tL"), {"recompute": Recompute("full", layers=(0, 2))}, id="a-list-of-layers"),
+    pytest.param(Layout(tp=3), {"recompute": Recompute("full", distribute=True), "model": "tiny-gpt-6h"}, id="distributed-inputs"),
     pytest.param(Layout(tp=2, sequence_parallel=True), {"recompute": MODULES, "model": "tiny-llama"}, id="selective-sp"),
     pytest.param(Layout(pp=2, vpp=2), {"recompute": MODULES, "schedule": "ZBVZeroBubble"}, id="selective-split-backward"),
 ]

@@ -23,6 +23,8 @@ MODES = {
     "core_attn": Recompute("selective", modules=("core_attn",)),
     "mlp": Recompute("selective", modules=("mlp",)),
     "norm": Recompute("selective", modules=("norm",)),
+    "activation": Recompute("selective", modules=("mlp_act",)),
+    "norm-and-activation": Recompute("selective", modules=("norm", "mlp_act")),
     "all-modules": Recompute("selective", modules=("core_attn", "mlp", "norm")),
 }
 
@@ -75,8 +77,27 @@ def test_a_layer_keeps_what_the_memory_model_says(model: str, layout: Layout, ch
     plan = plan_of(model, 2, MODES[mode], layout, **chosen)
     tensors = LayerTensors(plan, memory_profile(plan))
     nodes = layer_nodes(tensors, moe=False)
-    predicted = sum(node.kept_bytes for node in (full_recompute(nodes, tensors.hidden) if mode == "full" else nodes))
+    predicted = sum(node.kept_bytes for node in (full_recompute(nodes, tensors.hidden, tensors.kept_input) if mode == "full" else nodes))
     assert three - two == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_distributed_input_is_kept_in_equal_parts(tp: int) -> None:
+    """Two samples of 24 tokens and 48 features of 4 bytes, less the parts of the others."""
+    model, distributed = "tiny-gpt-6h" if tp == 3 else "tiny-gpt", Recompute("full", distribute=True)
+    kept = {}
+    for recompute in (MODES["full"], distributed):
+        held = {
+            num_layers: run_threads(MemoryWorld(tp, timeout_s=60), held_by_a_forward, plan_of(model, num_layers, recompute, Layout(tp=tp)))
+            for num_layers in (2, 3)
+        }
+        kept[recompute] = [three - two for two, three in zip(held[2], held[3], strict=True)]
+    whole = kept[MODES["full"]][0]
+    assert whole == 4 * 2 * 24 * model_preset(model).hidden_size
+    assert sum(kept[distributed]) == whole and set(kept[distributed]) == {whole // tp}
+    tensors = LayerTensors(plan := plan_of(model, 2, distributed, Layout(tp=tp)), memory_profile(plan))
+    nodes = full_recompute(layer_nodes(tensors, moe=False), tensors.hidden, tensors.kept_input)
+    assert sum(node.kept_bytes for node in nodes) == whole // tp
 
 
 def trained(transport, plan: Plan) -> list[torch.Tensor]:
@@ -94,6 +115,14 @@ def test_weights_after_two_steps_are_those_of_kept_activations_bit_for_bit(mode:
         plan = replace(plan_of("tiny-llama", 4, recompute, layout), numerics=Numerics(mode), batch=Batch(4, 2, 24))
         plan = replace(plan, schedule=ScheduleChoice("ZBH1") if name == "full" else plan.schedule)
         weights[name] = run_threads(MemoryWorld(4, timeout_s=60), trained, plan)
+    kept = replace(plan_of("tiny-llama", 4, Recompute(), Layout(tp=2, pp=2)), numerics=Numerics(mode), batch=Batch(4, 2, 24))
+    for name, recompute in (("none-without-sp", Recompute()), ("distributed", Recompute("full", distribute=True))):
+        weights[name] = run_threads(MemoryWorld(4, timeout_s=60), trained, replace(kept, recompute=recompute))
+    assert_equal(weights.pop("distributed"), weights.pop("none-without-sp"), "distributed")
     for name, ranks in weights.items():
-        for ours, kept in zip(ranks, weights["none"], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, kept, strict=True)), name
+        assert_equal(ranks, weights["none"], name)
+
+
+def assert_equal(ranks: list[list[torch.Tensor]], others: list[list[torch.Tensor]], name: str) -> None:
+    for ours, theirs in zip(ranks, others, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), name

@@ -114,6 +114,16 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_h
         ({**MIXTURE, "experts_per_token": 9}, "experts_per_token=9 must be 1 to num_experts=8"),
         ({**MIXTURE, "expert_ffn_hidden_size": 0}, "expert_ffn_hidden_size=0 must be at least 1"),
         ({**MIXTURE, "first_dense_layers": 2}, "leaves none of num_layers=2 to the experts. Use at most 1"),
+        ({"router_scores": "sigmoid"}, "router_scores=sigmoid describe experts, but num_experts=0"),
+        ({**MIXTURE, "router_scaling": 0.0}, "router_scaling=0.0 must be above 0"),
+        ({**MIXTURE, "expert_capacity_factor": 0.0}, "expert_capacity_factor=0.0 must be above 0"),
+        ({**MIXTURE, "router_groups_per_token": 1}, "num_router_groups=0. Set that, or leave router_groups_per_token out"),
+        ({**MIXTURE, "num_router_groups": 3}, "num_router_groups=3 does not divide num_experts=8. Use one of [1, 2, 4, 8]"),
+        ({**MIXTURE, "experts_per_token": 3, "num_router_groups": 4, "router_groups_per_token": 1}, "Use 2 to 4"),
+        (
+            {**MIXTURE, "num_router_groups": 8, "router_groups_per_token": 4, "router_group_scores": "top_two"},
+            "num_router_groups=8 leaves 1",
+        ),
         ({"v_head_dim": 8}, "v_head_dim=8 describe latent attention, but kv_lora_rank=0"),
         ({"kv_lora_rank": 16}, "needs qk_nope_head_dim, qk_rope_head_dim, v_head_dim too"),
         ({**LATENT, "qk_nope_head_dim": 6}, "head_dim=8 is not qk_nope_head_dim + qk_rope_head_dim = 10"),
@@ -199,6 +209,7 @@ QWEN3_MOE = {
     "num_key_value_heads": 4,
     "num_experts": 128,
     "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "vocab_size": 151936,
@@ -221,6 +232,12 @@ DEEPSEEK = {
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
     "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -230,13 +247,14 @@ DEEPSEEK = {
     "max_position_embeddings": 163840,
     "rms_norm_eps": 1e-06,
     "rope_theta": 10000,
-    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
     "attention_bias": False,
     "hidden_act": "silu",
 }
 DEEPSEEK_LITE = {
     **DEEPSEEK,
     "model_type": "deepseek_v2",
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 0.707},
     "hidden_size": 2048,
     "intermediate_size": 10944,
     "moe_intermediate_size": 1408,
@@ -248,6 +266,12 @@ DEEPSEEK_LITE = {
     "n_routed_experts": 64,
     "num_experts_per_tok": 6,
     "first_k_dense_replace": 1,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
     "q_lora_rank": None,
     "vocab_size": 102400,
 }
@@ -280,8 +304,11 @@ def test_a_published_config_with_experts_or_biases_reads_as_its_preset(config, n
         ({**QWEN3_MOE, "mlp_only_layers": [0, 5]}, r"mlp_only_layers=\[0, 5\]"),
         ({**QWEN3_MOE, "attention_bias": True}, "attention_bias=true"),
         ({**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func='softmax' is not understood in deepseek_v3"),
+        ({**DEEPSEEK_LITE, "topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not understood; read are greedy, group_limited_greedy"),
+        ({**DEEPSEEK_LITE, "norm_topk_prob": True}, "norm_topk_prob=true is not understood in deepseek_v2"),
         ({**DEEPSEEK, "num_experts_per_tok": 300}, "experts_per_token=300 must be 1 to num_experts=256"),
-        ({**QWEN2, "use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096"),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 5}, "sliding_window=4096"),
         ({key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}, "'num_local_experts' is missing"),
     ],
 )
@@ -293,6 +320,20 @@ def test_a_mixture_variant_that_is_not_modelled_is_refused(config, expected):
 def test_dense_layers_before_the_experts_are_read_from_both_ways_of_writing_them():
     assert model_from_config({**QWEN3_MOE, "mlp_only_layers": [0, 1]}, name="x").first_dense_layers == 2
     assert model_from_config({**DEEPSEEK, "first_k_dense_replace": 0}, name="x").first_dense_layers == 0
+
+
+def test_a_deepseek_v2_config_that_limits_groups_reads_as_such_a_router_and_a_bare_qwen3_router_is_not_normalised():
+    config = {**DEEPSEEK_LITE, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0}
+    model = model_from_config(config, name="x")
+    assert (model.num_router_groups, model.router_groups_per_token, model.router_group_scores) == (8, 3, "max")
+    assert (model.router_scores, model.normalized_router_weights, model.router_scaling, model.expert_bias) == (
+        "softmax",
+        False,
+        16.0,
+        False,
+    )
+    bare = {key: value for key, value in QWEN3_MOE.items() if key != "norm_topk_prob"}
+    assert not model_from_config(bare, name="x").normalized_router_weights
 
 
 def test_the_config_of_gpt2_reads_as_the_preset():
@@ -313,11 +354,25 @@ def test_a_file_or_its_folder_can_be_named(tmp_path):
     assert read_config(folder).name == "my-llama"
 
 
-def test_mistral_is_a_llama_unless_its_window_is_short():
+def test_mistral_is_a_llama_with_a_window():
     config = {**LLAMA, "model_type": "mistral", "sliding_window": None}
     assert model_from_config(config, name="llama3-8b") == model_preset("llama3-8b")
-    with pytest.raises(ModelError, match="sliding_window=4096 is shorter than max_position_embeddings=8192"):
-        model_from_config({**config, "sliding_window": 4096}, name="windowed")
+    assert model_from_config({**config, "sliding_window": 8192}, name="llama3-8b") == model_preset("llama3-8b")
+    windowed = model_from_config({**config, "sliding_window": 4096}, name="windowed")
+    assert (windowed.sliding_window, windowed.window(4096), windowed.window(4097)) == (4096, 0, 4096)
+
+
+@pytest.mark.parametrize(
+    ("more", "window"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 64}, 0),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 64),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 999}, 0),
+        ({"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * QWEN2["num_hidden_layers"]}, 64),
+    ],
+)
+def test_qwen_turns_its_window_on_for_all_layers_or_none(more, window):
+    assert model_from_config({**QWEN2, **more}, name="x").sliding_window == window
 
 
 def test_an_unread_family_names_those_that_are_read():

@@ -12,7 +12,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import layer_parameters
-from shardproof.core.plan import Batch, DataParallel, Plan, Precision
+from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision
 from shardproof.core.program import (
     Collective,
     Held,
@@ -90,12 +90,15 @@ def test_a_step_multiplies_the_matrices_a_token_meets_in_every_layout(layout):
 
 
 def test_an_all_to_all_each_way_moves_a_copy_per_expert_but_for_the_local_share():
-    """Rajbhandari et al. 2022, DeepSpeed-MoE: of b*s*k copies of h elements 1 - 1/ep leave the rank, to the experts and back."""
+    """Rajbhandari et al. 2022, DeepSpeed-MoE: of b*s*k copies of h elements 1 - 1/ep leave the rank, to the experts and back. How many go
+    to each expert is told first, one int64 for each expert and sequence."""
     plan = plan_of(dp=4, ep=4)
-    one_way = B * S * K * H * 2 * 3 // 4
+    one_way, counts = B * S * K * H * 2 * 3 // 4, B * E * 8 * 3 // 4
     for part, kind in (("dispatch", "forward"), ("combine", "forward"), ("dispatch", "input_gradient"), ("combine", "input_gradient")):
         (work,) = (each for each in transformer_work(plan, 1) if each.layer == f"layers.1.mlp.{part}")
-        assert sent(getattr(work, kind), "ep") == [("all_to_all", 4, one_way)] and len(getattr(work, kind)) == 1
+        told = [("all_to_all", 4, counts)] if (part, kind) == ("dispatch", "forward") else []
+        assert sent(getattr(work, kind), "ep") == [*told, ("all_to_all", 4, one_way)]
+        assert len(getattr(work, kind)) == len(told) + 1
     assert sent(forward(plan, 0, "mlp"), "ep") == []  # a dense layer
     assert sent(forward(plan_of(dp=4), 1, "mlp"), "ep") == []  # all experts are at home
 
@@ -103,19 +106,36 @@ def test_an_all_to_all_each_way_moves_a_copy_per_expert_but_for_the_local_share(
 def test_expert_tensor_parallelism_gathers_before_the_experts_and_scatters_after_them():
     plan = plan_of(tp=2, ep=4, dp=4, sequence_parallel=True)
     copies = B * S // 2 * K * H * 2
-    assert sent(forward(plan, 1, "dispatch"), "etp") == [("all_gather", 2, copies)]
-    assert [each.op for each in forward(plan, 1, "dispatch")] == ["all_to_all", "all_gather"]
+    assert sent(forward(plan, 1, "dispatch"), "etp") == [("all_gather", 2, B * E * 8), ("all_gather", 2, copies)]
+    assert [each.op for each in forward(plan, 1, "dispatch")] == ["all_to_all", "all_gather"] * 2
     assert [each.op for each in forward(plan, 1, "combine")] == ["reduce_scatter", "all_to_all"]
     assert sent(forward(plan, 1, "combine"), "etp") == [("reduce_scatter", 2, copies)]
     folded = plan_of(tp=2, ep=4, etp=1, dp=4, sequence_parallel=True)
-    assert forward(folded, 1, "dispatch") == [Collective("layers.1.mlp.dispatch", "all_to_all", "ep", 4, copies * 3 // 4)]
+    assert forward(folded, 1, "dispatch")[1:] == [Collective("layers.1.mlp.dispatch", "all_to_all", "ep", 4, copies * 3 // 4)]
 
 
-def test_ranks_with_the_same_tokens_bring_nothing_together_and_add_partial_sums_after_the_way_back():
-    plan = plan_of(tp=2, ep=2, dp=2)
-    assert [each.op for each in forward(plan, 1, "dispatch")] == ["all_to_all"]
-    assert sent(forward(plan, 1, "combine"), "etp") == [("all_reduce", 2, B * S * H * 2)]
-    assert [each.op for each in forward(plan, 1, "combine")] == ["all_to_all", "all_reduce"]
+@pytest.mark.parametrize("etp", [1, 2])
+def test_ranks_with_the_same_tokens_send_a_part_each_and_gather_results_and_gradients(etp):
+    """The copies of half the tokens travel; then the other rank is told this one's results, its input gradients, and those of weights."""
+    plan = plan_of(tp=2, ep=2, dp=2, etp=etp)
+    works = {each.layer.removeprefix("layers.1.mlp."): each for each in transformer_work(plan, 1)}
+    assert sent(works["dispatch"].forward, "ep")[1] == ("all_to_all", 2, B * S * K * H * 2 // 4)
+    assert sent(works["dispatch"].forward, "tp") == []
+    assert sent(works["combine"].forward, "tp") == sent(works["dispatch"].input_gradient, "tp") == [("all_gather", 2, B * S * H)]
+    assert sent(works["combine"].input_gradient, "tp") == [("all_gather", 2, B * S * K * 2)]
+
+
+def test_exact_numerics_move_nodes_of_the_tree_over_an_experts_width_and_of_the_batch():
+    """Half of an expert's 8 leaves is one node, in fp32; two copies of the experts have the samples of two data-parallel ranks each, which
+    are one node of the batch's tree."""
+    plan = plan_of(tp=2, ep=2, dp=2, sequence_parallel=True)
+    exact = replace(plan, numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4))
+    combine = [each for each in forward(exact, 1, "combine") if each.axis == "etp"]
+    assert [(each.op, each.sent_bytes) for each in combine] == [("all_to_all", B * S // 2 * K * H * 4)]
+    exact = replace(plan_of(dp=4, ep=2), numerics=exact.numerics)
+    expert = held_elements(exact, 0).expert
+    found = sent(operations(exact, Kind.REDUCE_GRAD, 0), "edp")
+    assert found == [("all_to_all", 2, expert // 2 * 4), ("all_gather", 2, expert // 2 * 4)]
 
 
 @pytest.mark.parametrize(("ep", "experts", "tokens"), [(1, 8, 16), (2, 4, 32), (8, 1, 128)])

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.plan import Batch, Plan, Recompute
-from shardproof.core.program import Group, Product, group_work, operations, recomputes_whole, stage_groups, stage_work
+from shardproof.core.program import Collective, Group, Product, group_work, operations, recomputes_whole, stage_groups, stage_work
 
 DENSE = ModelSpec("d", 6, 64, 128, 8, 4, 8, 96, 64)
 LATENT = {"num_kv_heads": 8, "head_dim": 24, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
@@ -55,7 +56,7 @@ def test_recomputing_experts_repeats_their_exchange_too():
     names = ("router", "dispatch", "experts.up", "experts.down", "combine", "shared.up", "shared.down")
     assert repeated(plan) == {f"mlp.{name}" for name in names}
     more = Counter(operations(plan, Kind.I, 0)) - Counter(operations(plan_of(dp=2, ep=2), Kind.I, 0))
-    assert sum(count for each, count in more.items() if getattr(each, "axis", "") == "ep") == 2 * (4 + 2)
+    assert sum(count for each, count in more.items() if getattr(each, "axis", "") == "ep") == 3 * (4 + 2)
 
 
 def test_what_is_recomputed_is_the_forward_of_the_part_and_changes_nothing_else():
@@ -65,6 +66,48 @@ def test_what_is_recomputed_is_the_forward_of_the_part_and_changes_nothing_else(
     outside |= {f"mtp.{depth}.{part}" for depth in range(2) for part in ("embedding.tokens", "projection", "head.output", "head.loss")}
     for work in stage_work(full, 0):
         assert work.recomputed == (() if work.layer in outside else work.forward)
+
+
+@pytest.mark.parametrize(("pp", "layers"), [(1, (0, 1, 4)), (2, (0, 1, 4)), (3, (1, 2, 5)), (2, ()), (6, (3,))])
+def test_full_recomputation_of_a_list_of_layers_repeats_those_and_no_others(pp, layers):
+    plan = plan_of(MIXED, Recompute("full", layers=layers), pp=pp)
+    again = {int(work.layer.split(".")[1]) for stage in range(pp) for work in stage_work(plan, stage) if work.recomputed}
+    assert again == set(layers) == {layer for layer in range(6) if recomputes_whole(plan, layer)}
+    for stage in range(pp):
+        groups = [group for group in stage_groups(plan, stage) if group.kind in ("dense", "moe")]
+        spread = [(group.layer + i, group.kind, group.recomputed) for group in groups for i in range(group.count)]
+        expected = [(layer, "moe" if layer >= 2 else "dense", layer in layers) for layer in plan.stages[stage].layers]
+        assert spread == expected
+
+
+def test_a_list_of_layers_leaves_out_those_of_multi_token_prediction():
+    plan = plan_of(recompute=Recompute("full", layers=tuple(range(6))))
+    assert [layer for layer in range(8) if recomputes_whole(plan, layer)] == list(range(6))
+    assert [group.recomputed for group in stage_groups(plan, 0) if group.kind == "mtp"] == [False]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "said"),
+    [
+        ({"mode": "selective", "layers": (0,)}, r'layers=\[0\] .* recompute.mode="selective" says otherwise. Set recompute.mode = "full"'),
+        ({"mode": "full", "layers": (0,), "num_layers": 1}, r"num_layers=1 says otherwise"),
+        ({"mode": "full", "layers": (2, 0, 2)}, r"must name every layer once, in order. Use \[0, 2\]"),
+        ({"mode": "full", "layers": (-1,)}, r"has the layers 0 to 5, and no layer -1"),
+    ],
+)
+def test_a_list_of_layers_that_is_none_is_refused(recompute, said):
+    with pytest.raises(PlanError, match=said):
+        plan_of(DENSE, Recompute(**recompute))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_distributed_inputs_are_gathered_once_a_layer_and_nothing_else_is_sent_more(tp):
+    """Two samples of 32 tokens, 64 wide, in bf16: each rank sends its part, 1/tp of 8192 bytes, to the tp - 1 others."""
+    kept, spread = (plan_of(DENSE, Recompute("full", distribute=spread), tp=tp) for spread in (False, True))
+    assert operations(kept, Kind.F, 0) == operations(spread, Kind.F, 0)
+    more = Counter(operations(spread, Kind.I, 0)) - Counter(operations(kept, Kind.I, 0))
+    gathers = [Collective(f"layers.{layer}", "all_gather", "tp", tp, 8192 // tp * (tp - 1)) for layer in range(6)]
+    assert more == Counter(gathers if tp > 1 else [])
 
 
 @pytest.mark.parametrize(("limit", "layers"), [(0, []), (1, [0, 3]), (2, [0, 1, 3, 4]), (3, [0, 1, 2, 3, 4, 5]), (9, [0, 1, 2, 3, 4, 5])])

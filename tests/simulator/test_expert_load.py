@@ -72,6 +72,19 @@ def test_capacity_caps_the_load_and_counts_what_it_drops(capacity, imbalance):
         assert loads.dropped_share >= 1 - capacity - 1e-12
 
 
+def test_a_capacity_of_the_model_caps_as_one_that_is_tried_out_and_the_smaller_one_counts():
+    tried = mixtral(Layout(dp=8, ep=8), expert_imbalance=0.8, expert_capacity=1.25)
+
+    def loads(plan, own):
+        return draw_loads(replace(plan, model=replace(plan.model, expert_capacity_factor=own)), 80, np.random.default_rng(7))
+
+    free = replace(tried, variation=replace(tried.variation, expert_capacity=None))
+    expected = loads(tried, None)
+    assert expected.dropped_share > 0
+    for found in (loads(free, 1.25), loads(tried, 2.0)):
+        assert (found.of_layers == expected.of_layers).all() and found.dropped_share == expected.dropped_share
+
+
 def test_a_load_scales_the_experts_products_and_exchanges_and_nothing_else():
     plain = Product("layers.0.attention.qkv", 100, 30, 20)
     expert, transposed = Product("layers.0.mlp.experts.up", 10, 30, 20, 4, grouped=True), Product("up", 30, 20, 10, 4, grouped=True)

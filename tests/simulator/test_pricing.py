@@ -86,6 +86,16 @@ def test_overlap_exposes_less_tensor_parallel_communication_and_never_beats_the_
     assert none_f == backward_f > all_f and none_b > backward_b > all_b
 
 
+def test_our_own_overlap_hides_the_backward_only_and_distributed_inputs_cost_a_gather():
+    layout = Layout(tp=8, sequence_parallel=True)
+    alone, asked = (layer_of(plan(layout, Runtime(tp_comm_overlap=overlap))) for overlap in (False, True))
+    assert asked.forward == alone.forward and asked.backward.seconds.tp_comm < alone.backward.seconds.tp_comm
+    kept, spread = (layer_of(plan(Layout(tp=8), Runtime(), recompute=Recompute("full", distribute=spread))) for spread in (False, True))
+    assert spread.forward == kept.forward and spread.weight_gradient == kept.weight_gradient
+    assert spread.backward.seconds.total_s > kept.backward.seconds.total_s
+    assert spread.input_gradient.seconds.total_s > kept.input_gradient.seconds.total_s
+
+
 def test_async_tensor_parallelism_of_torch_hides_the_forward_and_leaves_the_backward():
     layout = Layout(tp=8, dp=2, sequence_parallel=True)
     alone, asked = (layer_of(plan(layout, Runtime("torchtitan", tp_comm_overlap=overlap))) for overlap in (False, True))
@@ -260,7 +270,7 @@ def test_products_of_one_group_are_launched_by_the_library_and_cost_the_host_les
     model = replace(model_preset("mixtral-8x7b"), num_layers=2)
     together = layer_of(plan(Layout(), Runtime("megatron-te"), model=model, sequence=2048)).forward.num_kernels
     alone = layer_of(plan(Layout(ep=8, dp=8), Runtime("megatron-te"), model=model, sequence=2048)).forward.num_kernels
-    exchanges, permutations = 2, 2  # dispatch and combine; tokens are put in order once more where a rank has several experts
+    exchanges, permutations = 3, 2  # dispatch, before it how many tokens, and combine; tokens are put in order once more where a rank has several experts
     calls = PROFILES["megatron-te"].host_calls
     assert together == pytest.approx(alone - exchanges + permutations + 2 * 7 / calls)
 

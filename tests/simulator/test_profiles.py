@@ -48,7 +48,8 @@ def test_megatron_overlaps_messages_with_interleaving_only():
         ("megatron-te", False, "backward"),
         ("torchtitan", True, "forward"),
         ("xla", True, "all"),
-        ("shardproof", True, "none"),
+        ("shardproof", True, "backward"),
+        ("shardproof", None, "none"),
     ],
 )
 def test_tensor_parallel_overlap_is_what_the_stack_can_do_of_what_is_asked(name, asked, overlap):

@@ -33,10 +33,10 @@ def write(
 ) -> None:
     """What a trainer would report in one step; `spoil` changes tensors on the way."""
     for block in BLOCKS:
-        writer.activation(block, Samples(), slice(0, 3), spoil(Key(0, ACTIVATION, block, 0), torch.ones(1, 3, 4)))
+        writer.activation(block, Samples(), (slice(0, 3),), spoil(Key(0, ACTIVATION, block, 0), torch.ones(1, 3, 4)))
     for block in reversed(BLOCKS):
         gradient = spoil(Key(0, ACTIVATION_GRADIENT, block, 0), torch.ones(1, 3, 4))
-        writer._samples(ACTIVATION_GRADIENT, block, Samples(), slice(0, 3), gradient)
+        writer._samples(ACTIVATION_GRADIENT, block, Samples(), (slice(0, 3),), gradient)
     writer.scalar("loss", float(spoil(Key(0, SCALAR, "loss"), torch.tensor(2.0))))
     writer.scalar("grad_norm", float(spoil(Key(0, SCALAR, "grad_norm"), torch.tensor(3.0))))
     for parameter in parameters(MODEL):

@@ -8,28 +8,33 @@ from typing import Any
 import pytest
 
 from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import ModelError
+from shardproof.core.errors import ModelError, PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
 from shardproof.verify.dynamic import one_device, prove
 
 FULL, FIRST = Recompute("full"), Recompute("full", num_layers=1)
+SPREAD = Recompute("full", distribute=True)
 MODULES = Recompute("selective", modules=("core_attn", "mlp", "norm"))
 
 
 def tiny(layout: Layout, *, model: str = "tiny-gpt", samples: int = 4, micro: int = 1, dropout: float = 0.2, **chosen: Any) -> Plan:
-    spec = replace(model_preset(model), num_layers=max(2, layout.num_stages), hidden_dropout=dropout, attention_dropout=dropout / 2)
+    spec = replace(
+        model_preset(model),
+        num_layers=layout.stages.count("t") if layout.stages else max(2, layout.num_stages),
+        hidden_dropout=dropout,
+        attention_dropout=dropout / 2,
+    )
     return Plan(
         spec,
         cluster_preset("this-host", layout.world_size),
         layout,
         Batch(samples, micro, 24),
-        precision=Precision("fp32"),
         numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
         optimizer=Optimizer(clip_grad_norm=0.1),
         train=Train(steps=2, learning_rate=1e-2),
-        **chosen,
+        **{"precision": Precision("fp32"), **chosen},
     )
 
 
@@ -44,12 +49,28 @@ def tiny(layout: Layout, *, model: str = "tiny-gpt", samples: int = 4, micro: in
             id="dropout-full-tp2-pp2-sp-micro2",
         ),
         pytest.param(tiny(Layout(pp=2, vpp=2), recompute=FIRST, schedule=ScheduleChoice("ZBVZeroBubble")), id="dropout-split-backward"),
+        pytest.param(
+            tiny(Layout(tp=2, pp=2, stages="Ettt|tL"), recompute=Recompute("full", layers=(0, 2, 3), distribute=True)),
+            id="dropout-list-of-layers",
+        ),
+        pytest.param(tiny(Layout(tp=3, dp=2), recompute=SPREAD, model="tiny-gpt-6h", samples=6, micro=3), id="dropout-distributed-tp3-dp2"),
+        pytest.param(
+            tiny(Layout(tp=2, pp=2, vpp=2), recompute=SPREAD, schedule=ScheduleChoice("ZBVZeroBubble"), precision=Precision("bf16")),
+            id="dropout-distributed-bf16-split-backward",
+        ),
     ],
 )
 def test_no_bit_differs_from_one_device_that_keeps_everything(plan: Plan) -> None:
     assert one_device(plan).recompute == Recompute("none")
     proof = prove(plan, transport="memory", steps=2)
     assert proof.findings == () and proof.changes == () and proof.report["bits_different"] == 0
+
+
+def test_inputs_are_distributed_only_where_they_are_kept_whole() -> None:
+    with pytest.raises(PlanError, match=r'distribute=true spreads .* recompute.mode="selective". Set recompute.mode = "full"'):
+        tiny(Layout(tp=2), recompute=Recompute("selective", distribute=True))
+    with pytest.raises(PlanError, match=r"with layout.sequence_parallel=true each holds its own tokens only. Leave one of the two out"):
+        tiny(Layout(tp=2, sequence_parallel=True), recompute=SPREAD)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])

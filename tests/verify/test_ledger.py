@@ -22,7 +22,7 @@ def test_each_sample_of_a_microbatch_is_a_tensor_of_its_own() -> None:
     hidden = torch.randn(2, 3, 4)
     writer = LedgerWriter(0, {})
     writer.begin_step(5)
-    writer.activation("layers.0.mlp", Samples(6, torch.zeros(2, 3)), slice(0, 3), hidden)
+    writer.activation("layers.0.mlp", Samples(6, torch.zeros(2, 3)), (slice(0, 3),), hidden)
     assert [key for key, _ in writer.finish().entries] == [Key(5, ACTIVATION, "layers.0.mlp", 6), Key(5, ACTIVATION, "layers.0.mlp", 7)]
     assert writer.finish().entries[1][1].digest == digest(hidden[1].numpy())
 
@@ -31,7 +31,7 @@ def test_the_gradient_of_an_activation_is_seen_when_backward_reaches_it() -> Non
     leaf = torch.randn(1, 2, requires_grad=True)
     writer = LedgerWriter(0, {})
     hidden = leaf * 3
-    writer.activation("layers.0.mlp", Samples(0, torch.zeros(1, 2)), slice(0, 2), hidden)
+    writer.activation("layers.0.mlp", Samples(0, torch.zeros(1, 2)), (slice(0, 2),), hidden)
     (hidden * 2).sum().backward()
     key, piece = writer.finish().entries[-1]
     assert key == Key(0, ACTIVATION_GRADIENT, "layers.0.mlp", 0)
@@ -42,7 +42,7 @@ def test_tokens_that_three_ranks_hold_assemble_to_the_digest_of_the_sample() -> 
     hidden, pieces = torch.randn(2, 7, 4), []
     for rank, (lo, hi) in enumerate([(0, 4), (4, 6), (6, 7)]):
         writer = LedgerWriter(rank, {})
-        writer.activation("layers.0.mlp", Samples(0, torch.zeros(2, 7)), slice(lo, hi), hidden[:, lo:hi])
+        writer.activation("layers.0.mlp", Samples(0, torch.zeros(2, 7)), (slice(lo, hi),), hidden[:, lo:hi])
         pieces += [piece for key, piece in writer.finish().entries if key.sample == 1]
     assert [piece.region for piece in pieces] == [((0, 4), (0, 4)), ((4, 6), (0, 4)), ((6, 7), (0, 4))]
     assert add(piece.digest for piece in pieces) == digest(hidden[1].numpy())

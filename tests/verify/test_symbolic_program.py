@@ -27,7 +27,7 @@ def plan_of(model="tiny-gpt", mode="exact", *, recompute="none", micro=1, per_co
         layout,
         Batch(per_copy * micro * layout.dp, micro, 24),
         precision=Precision("fp32"),
-        recompute=Recompute(recompute),
+        recompute=Recompute("full", distribute=True) if recompute == "distributed" else Recompute(recompute),
         schedule=ScheduleChoice(schedule or ("Interleaved1F1B" if layout.vpp > 1 else "1F1B")),
         numerics=Numerics(mode, gradient_token_block=8),
     )
@@ -77,6 +77,7 @@ def layer_mutants(plan: Plan, layers: tuple[str, ...], only_rank: int | None = N
     [
         pytest.param({"mode": "exact", "tp": 2, "dp": 2}, id="exact"),
         pytest.param({"mode": "fast", "tp": 4, "dp": 2, "recompute": "full"}, id="fast-full-recompute"),
+        pytest.param({"mode": "exact", "tp": 4, "recompute": "distributed"}, id="distributed-recompute"),
         pytest.param(
             {"mode": "fast", "model": "tiny-gpt-6h", "tp": 3, "dp": 2, "sequence_parallel": True, "recompute": "selective"}, id="fast-sp"
         ),
@@ -87,7 +88,7 @@ def test_every_product_and_collective_of_every_layer_counts(choices):
     """A dropped one, a doubled one, a collective over dp instead of tp, a product of another size: found as other mathematics."""
     plan = plan_of(layers=1, **choices)
     num_mutants = 0
-    for layer, phase, how, program in layer_mutants(plan, ("embedding", "layers.0.", "head")):
+    for layer, phase, how, program in layer_mutants(plan, ("embedding", "layers.0", "head")):
         wrong = [finding for finding in proof_of(plan, program).findings if finding.rule == VALUE_RULE]
         assert wrong, (layer, phase, how)
         place = wrong[0].where

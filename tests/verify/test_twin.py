@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice, Train
 from shardproof.verify.twin import MAX_WORLD_SIZE, twin
 
 
@@ -41,6 +43,11 @@ def test_gpt3_on_1024_devices_becomes_8_ranks_with_every_axis_kept() -> None:
 def test_a_plan_that_fits_is_its_own_twin() -> None:
     whole = plan("tiny-gpt", Layout(tp=2, pp=2, dp=2), Batch(8, 1, 32), precision=Precision("fp32"), numerics=Numerics("exact"))
     assert twin(whole) == (whole, [])
+
+
+def test_a_twin_draws_its_weights_instead_of_loading_those_of_the_whole() -> None:
+    small, changes = twin(replace(gpt3(), train=Train(load="gpt3")))
+    assert small.train.load is None and "train.load gpt3 -> None: to fit this host." in changes
 
 
 def test_only_what_the_backend_lacks_changes_in_a_plan_that_fits() -> None:

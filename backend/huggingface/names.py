@@ -1,0 +1,149 @@
+"""What the families of `core.huggingface` call our parameters in their files, and how they arrange the rows.
+
+Sources: the published files' own headers, and `transformers` 5.23 (`models/*/modeling_*.py`, `conversion_mapping.py`). Two arrangements
+differ from ours: GPT-2 keeps linear weights as [in, out], and DeepSeek the pairs that rotary positions turn side by side (2i, 2i + 1),
+where ours are half a head apart (i, i + d/2); queries and keys are permuted alike, so their products stay the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ...core.model import ModelSpec
+from ...core.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
+from .parts import EXPERT, Part, Source, item_dim, item_rows
+
+BASE_PREFIXES = ("model.", "transformer.")
+"""What files of a whole model put before the names of the decoder without its head, and files of the decoder alone leave out."""
+
+
+def sources(model: ModelSpec, family: str) -> dict[str, Source]:
+    """Where every parameter of the model, and every bias of experts, lies in the files of a family, by canonical name."""
+    return {parameter.name: _source(model, family, parameter) for parameter in (*parameters(model), *expert_biases(model))}
+
+
+def _source(model: ModelSpec, family: str, parameter: Parameter) -> Source:
+    whole, _, kind = parameter.name.rpartition(".")
+    theirs, place = _place(model, family, whole)
+    expert = f"{EXPERT}." if parameter.expert else ""
+    kind = "e_score_correction_bias" if kind == "expert_bias" else kind
+    names = tuple(f"{theirs}{name.replace('experts.', f'experts.{expert}')}.{kind}" for name in _names(model, family)[place])
+    rows = item_rows(parameter)
+    num_items = parameter.shape[item_dim(parameter) + parameter.expert] // rows - (model.padding_rows if place in _TABLES else 0)
+    transposed = family == "gpt2" and len(parameter.shape) == 2 and place.startswith("layer.")
+    return Source(parameter, _parts(model, place, names, rows), num_items, transposed)
+
+
+_TABLES = (TOKEN_TABLE.removesuffix(".weight"), "head.output")
+"""Modules whose rows are ids of the vocabulary."""
+
+
+def _place(model: ModelSpec, family: str, name: str) -> tuple[str, str]:
+    """`(prefix in the files, module in a layer)` of a canonical module: `("model.layers.3.", "layer.mlp.up")`. Multi-token prediction
+    is, in the files, part of the layer it has."""
+    top, _, rest = name.partition(".")
+    layers = "transformer.h" if family == "gpt2" else "model.layers"
+    if top == "layers":
+        number, _, module = rest.partition(".")
+        return f"{layers}.{number}.", f"layer.{module}"
+    if top == "mtp":
+        depth, _, module = rest.partition(".")
+        return f"{layers}.{model.num_layers + int(depth)}.", f"mtp.{module}"
+    return "", name
+
+
+def _names(model: ModelSpec, family: str) -> Mapping[str, tuple[str, ...]]:
+    """Module -> the modules of the files that its rows are taken from."""
+    if family == "gpt2":
+        return _GPT2
+    queries = {"layer.attention.qkv": tuple(f"self_attn.{part}_proj" for part in "qkv")}
+    return {**_ROTARY, **queries, **(_MIXTRAL if family == "mixtral" else {})}
+
+
+_GPT2: Mapping[str, tuple[str, ...]] = {
+    "embedding.tokens": ("transformer.wte",),
+    "embedding.positions": ("transformer.wpe",),
+    "layer.attention.norm": ("ln_1",),
+    "layer.attention.qkv": ("attn.c_attn",) * 3,
+    "layer.attention.output": ("attn.c_proj",),
+    "layer.mlp.norm": ("ln_2",),
+    "layer.mlp.up": ("mlp.c_fc",),
+    "layer.mlp.down": ("mlp.c_proj",),
+    "head.norm": ("transformer.ln_f",),
+    "head.output": ("lm_head",),
+}
+
+_ROTARY: Mapping[str, tuple[str, ...]] = {
+    "embedding.tokens": ("model.embed_tokens",),
+    "layer.attention.norm": ("input_layernorm",),
+    "layer.attention.query_norm": ("self_attn.q_norm",),
+    "layer.attention.key_norm": ("self_attn.k_norm",),
+    "layer.attention.output": ("self_attn.o_proj",),
+    "layer.attention.q": ("self_attn.q_proj",),
+    "layer.attention.q_down": ("self_attn.q_a_proj",),
+    "layer.attention.q_norm": ("self_attn.q_a_layernorm",),
+    "layer.attention.q_up": ("self_attn.q_b_proj",),
+    "layer.attention.kv_down": ("self_attn.kv_a_proj_with_mqa",),
+    "layer.attention.kv_norm": ("self_attn.kv_a_layernorm",),
+    "layer.attention.kv_up": ("self_attn.kv_b_proj",),
+    "layer.mlp.norm": ("post_attention_layernorm",),
+    "layer.mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "layer.mlp.down": ("mlp.down_proj",),
+    "layer.mlp.router": ("mlp.gate",),
+    "layer.mlp.experts.up": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+    "layer.mlp.experts.down": ("mlp.experts.down_proj",),
+    "layer.mlp.shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "layer.mlp.shared.down": ("mlp.shared_experts.down_proj",),
+    "mtp.embedding_norm": ("enorm",),
+    "mtp.hidden_norm": ("hnorm",),
+    "mtp.projection": ("eh_proj",),
+    "mtp.norm": ("shared_head.norm",),
+    "head.norm": ("model.norm",),
+    "head.output": ("lm_head",),
+}
+
+_MIXTRAL: Mapping[str, tuple[str, ...]] = {
+    "layer.mlp.router": ("block_sparse_moe.gate",),
+    "layer.mlp.experts.up": ("block_sparse_moe.experts.w1", "block_sparse_moe.experts.w3"),
+    "layer.mlp.experts.down": ("block_sparse_moe.experts.w2",),
+}
+
+
+def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int) -> tuple[Part, ...]:
+    """The parts of an item of `size` rows."""
+    d, rope = model.head_dim, model.qk_rope_head_dim
+    match place, names:
+        case "layer.attention.qkv", (q, k, v) if q == k:  # one tensor: all queries, all keys, all values
+            first = model.num_heads * d
+            return tuple(Part(name, d, range(d), first * number) for number, name in enumerate((q, k, v)))
+        case "layer.attention.qkv", (q, k, v):
+            queries = model.query_heads_per_group * d
+            return Part(q, queries, range(queries)), Part(k, d, range(d)), Part(v, d, range(d))
+        case "layer.attention.q" | "layer.attention.q_up" | "layer.attention.kv_down", (name,):
+            rows = range(size - rope), range(size - rope, size, 2), range(size - rope + 1, size, 2)
+            return tuple(Part(name, size, part) for part in rows)
+        case _, (name,):
+            return (Part(name, size, range(size)),)
+        case _:  # gate and up-projection
+            return tuple(Part(name, 1, range(1)) for name in names)
+
+
+def unused_names(model: ModelSpec, names: set[str]) -> list[str]:
+    """Of tensors in files that no parameter is read from, those that would change what the model computes.
+
+    Left out are buffers of old files (frequencies, masks), the output head of a tied model, which is its token table, multi-token
+    prediction that the model leaves out, and its copies of table and head.
+    """
+    return sorted(name for name in names if not _is_spare(model, name))
+
+
+def _is_spare(model: ModelSpec, name: str) -> bool:
+    bare = name.removeprefix("model.").removeprefix("transformer.")
+    if bare.endswith(("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")):
+        return True
+    if bare == "lm_head.weight":
+        return model.tied_embeddings
+    layer = re.match(r"layers\.(\d+)\.", bare)
+    depth = int(layer[1]) - model.num_layers if layer else -1
+    return depth >= model.num_mtp_layers or (depth >= 0 and bare.endswith(("embed_tokens.weight", "shared_head.head.weight")))

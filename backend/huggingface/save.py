@@ -1,0 +1,107 @@
+"""Weights of all ranks into a Hugging Face folder, each rank writing its own slices: the files do not depend on the layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.errors import PlanError
+from ...core.files import write_text
+from ...core.parameters import expert_biases
+from ...core.plan import Plan
+from ..measure import gather_objects
+from ..tensor_parallel import Shard
+from ..tensor_parallel.context import DTYPES
+from ..transport.base import Group
+from .config import config_to_write
+from .files import FileLayout, OpenFile, file_layouts, index_of
+from .folder import INDEX
+from .load import MOST_NAMED
+from .names import sources
+from .parts import Source, file_shapes, regions
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Tensors of one file, as Hugging Face's own files have been cut for years."""
+
+
+def save_weights(
+    plan: Plan, path: str, shards: Iterable[Shard], world: Group, device: torch.device, max_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Writes the model in the plan's precision to the folder `path`, which all ranks see; every rank of `world` calls it together.
+
+    Whoever finds the folder while it is written finds no `model*.safetensors` in it. Raises `PlanError` as `check_save` does.
+    """
+    config = config_to_write(plan)
+    places = sources(plan.model, config["model_type"])
+    shapes = file_shapes(places)
+    layouts = file_layouts(shapes, _dtypes(plan, places), max_bytes)
+    folder, leads = Path(path), world.rank == 0
+    partial = {layout: folder / f"{layout.name}.partial" for layout in layouts}
+    if leads:
+        folder.mkdir(exist_ok=True)
+        for layout, file in partial.items():
+            layout.create(file)
+    world.barrier()
+    _write(_owned(list(shards), world, device), places, partial)
+    world.barrier()
+    if leads:
+        for layout, file in partial.items():
+            file.replace(folder / layout.name)
+        if len(layouts) > 1:
+            write_text(folder / INDEX, index_of(layouts))
+        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    world.barrier()
+
+
+def check_complete(plan: Plan, shards: Iterable[Shard], world: Group, device: torch.device) -> None:
+    """Raises `PlanError` on every rank where the ranks together lack parameters that the files have: a user's own blocks may use others.
+
+    Every rank of `world` calls it together.
+    """
+    held = {name for names in gather_objects(world, [shard.parameter.name for shard in shards], device) for name in names}
+    missing = [name for name in sources(plan.model, config_to_write(plan)["model_type"]) if name not in held]
+    if missing:
+        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        raise PlanError(
+            f"save_huggingface needs every parameter of model {plan.model.name}, but its blocks do not have "
+            f"{', '.join(missing[:MOST_NAMED])}{more}. Use those layers in the blocks, or do not save."
+        )
+
+
+def _dtypes(plan: Plan, places: Mapping[str, Source]) -> dict[str, torch.dtype]:
+    """The number format of every tensor: the plan's, and fp32 for the biases of experts, which nothing rounds."""
+    whole = {parameter.name for parameter in expert_biases(plan.model)}
+    own = DTYPES[plan.precision.dtype]
+    return {name: torch.float32 if place in whole else own for place, source in places.items() for name in source.file_shapes}
+
+
+def _owned(shards: Sequence[Shard], world: Group, device: torch.device) -> list[Shard]:
+    """The shards of this rank that it writes: of equal slices on several ranks, and of a tied table's two ends, the first one's."""
+    mine = [(shard.parameter.name, *((part.start, part.stop) for part in shard.slices)) for shard in shards]
+    everyone = gather_objects(world, mine, device)
+    earlier = {key for keys in everyone[: world.rank] for key in keys}
+    own: dict[Any, Shard] = {}
+    for key, shard in zip(mine, shards, strict=True):
+        if key not in earlier:
+            own.setdefault(key, shard)
+    return list(own.values())
+
+
+@torch.no_grad()
+def _write(shards: Iterable[Shard], places: Mapping[str, Source], files: Mapping[FileLayout, Path]) -> None:
+    """Copies this rank's slices into the files, which are opened as they are needed."""
+    layout_of = {name: layout for layout in files for name in layout.places}
+    opened: dict[str, OpenFile] = {}
+    for shard in shards:
+        for region in regions(places[shard.parameter.name], shard.slices):
+            layout = layout_of[region.name]
+            if layout.name not in opened:
+                opened[layout.name] = layout.open(files[layout])
+            block = opened[layout.name].tensor(region.name)[region.index]
+            region.theirs(block).copy_(region.ours(shard.tensor))
+    for file in opened.values():
+        file.close()

@@ -1,0 +1,178 @@
+"""Blocks of queries, and what computes the attention of one: the library's fused kernel, or ours where it drops probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..numerics.dropout import dropout_mask
+from ..tensor_parallel import LayerContext, Microbatch
+
+
+@dataclass(frozen=True)
+class Block:
+    """`size` queries: block `index` of the sequence, from token `start` of it, which is token `first` of this rank."""
+
+    index: int
+    first: int
+    size: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The token of the sequence behind the last query."""
+        return self.start + self.size
+
+    @property
+    def rows(self) -> slice:
+        """The queries among this rank's tokens."""
+        return slice(self.first, self.first + self.size)
+
+    def of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The block's tokens of [b, heads, s, d], contiguous."""
+        return x[:, :, self.rows].to(dtype).contiguous()
+
+    def mask(self, documents: Tensor | None, dtype: torch.dtype, device: torch.device, *, window: int = 0) -> Tensor:
+        """What is added to the scores, 0 or -inf: [size, end], or [b, 1, size, end] where documents are packed, which begin at the tokens
+        `documents` [b, s] of this rank's queries. With a `window` a query sees so many keys, its own the last."""
+        queries, keys = torch.arange(self.start, self.end, device=device), torch.arange(self.end, device=device)
+        hidden = keys > queries.unsqueeze(-1)
+        if window:
+            hidden |= keys <= queries.unsqueeze(-1) - window
+        if documents is not None:
+            hidden = (hidden | (keys < documents[:, self.rows].unsqueeze(-1))).unsqueeze(1)
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+class Kernel(Protocol):
+    """Attention of a block of queries q [b, heads, l, d] to the keys k [b, heads, keys, d] up to its end, values v [b, heads, keys, w]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The result [b, heads, l, w], and what the backward needs beside it and its arguments. `start` is the block's first token."""
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v."""
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """The library's kernel for the CPU, which hands out its statistics."""
+
+    scale: float | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=self.scale)
+        return y, (log_sums,)
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = run(dy, q, k, v, y, kept[0], 0.0, False, attn_mask=mask, scale=self.scale)
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class PaddedKernel:
+    """The same for values narrower or wider than keys (latent attention): zeros fill up whichever is narrower."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        width = max(q.shape[-1], v.shape[-1])
+        y, kept = FusedKernel(self.scale).forward(*(_padded(x, width) for x in (q, k, v)), mask, start)
+        return y[..., : v.shape[-1]], kept
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d, w = q.shape[-1], v.shape[-1]
+        dy, q, k, v, y = (_padded(x, max(d, w)) for x in (dy, q, k, v, y))
+        dq, dk, dv = FusedKernel(self.scale).backward(dy, q, k, v, mask, y=y, kept=kept, start=start)
+        return dq[..., :d], dk[..., :d], dv[..., :w]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1]))
+
+
+@dataclass(frozen=True)
+class RepeatedKernel:
+    """Whatever the library chooses; its backward computes the block again."""
+
+    scale: float | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale), ()
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (part.detach().requires_grad_() for part in (q, k, v))
+        with torch.enable_grad():
+            again = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
+        dq, dk, dv = torch.autograd.grad(again, (q, k, v), dy)
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class DropoutKernel:
+    """dropout(softmax(q k^T * scale)) v, one head of one sample at a time, in fp32. The probabilities are kept, masks made again.
+
+    Elements are numbered by (sample of the global batch, head of the model, query, key).
+    """
+
+    context: LayerContext
+    operation: str
+    microbatch: Microbatch
+    scale: float | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        q, k, v, scale = q.float(), k.float(), v.float(), self._scale(q)
+        probabilities = q.new_empty(*q.shape[:3], k.shape[2])
+        y = q.new_empty(*q.shape[:3], v.shape[3])
+        for i, j in _places(q):
+            scores = torch.mm(q[i, j], k[i, j].t()).mul_(scale).add_(mask if mask.dim() == 2 else mask[i, 0])
+            torch.softmax(scores, -1, out=probabilities[i, j])
+            torch.mm(probabilities[i, j] * self._dropped(i, j, start, scores), v[i, j], out=y[i, j])
+        return y, (probabilities,)
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, dy, scale = q.float(), k.float(), v.float(), dy.float(), self._scale(q)
+        dq, dk, dv = torch.empty_like(q), torch.empty(k.shape, device=k.device), torch.empty(v.shape, device=v.device)
+        for i, j in _places(q):
+            p = kept[0][i, j]
+            dropped = self._dropped(i, j, start, p)
+            torch.mm((p * dropped).t(), dy[i, j], out=dv[i, j])
+            dp = torch.mm(dy[i, j], v[i, j].t()).mul_(dropped)
+            dscores = dp.sub_((dp * p).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+            torch.mm(dscores, k[i, j], out=dq[i, j])
+            torch.mm(dscores.t(), q[i, j], out=dk[i, j])
+        return dq, dk, dv
+
+    def _scale(self, q: Tensor) -> float:
+        return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
+
+    def _dropped(self, sample: int, head: int, start: int, scores: Tensor) -> Tensor:
+        """The mask of a block's scores [l, keys]."""
+        context, model, sequence = self.context, self.context.model, self.context.chunks.num_items
+        first_head = context.plan.leaf_sizes.heads.owned_items(context.tp.size, context.tp.rank)[0] * model.query_heads_per_group
+        row = ((self.microbatch.first_sample + sample) * model.num_heads + first_head + head) * sequence + start
+        queries, keys = (torch.arange(size, device=scores.device) for size in scores.shape)
+        index = (row + queries.unsqueeze(-1)) * sequence + keys
+        assert self.microbatch.step is not None
+        return dropout_mask(context.plan.train.seed, self.operation, self.microbatch.step, index, model.attention_dropout)
+
+
+def _places(q: Tensor) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(q.shape[0]) for j in range(q.shape[1])]

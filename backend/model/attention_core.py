@@ -1,0 +1,174 @@
+"""The core of attention: softmax(q k^T) v over the sequence, under context parallelism too, with packed documents and dropout.
+
+One causal call of the library does it where a rank has whole sequences of a single block. Else queries are worked on in blocks: of
+`gradient_token_block` tokens in exact numerics, whole chunks of this rank in fast ones. A block meets the keys up to its own end, with a
+mask. The gradients of keys and values are sums over blocks: in exact numerics the canonical tree over all blocks of the sequence, in
+which a block has nothing for keys behind its end. Context-parallel ranks bring keys and values together for the forward and again for the
+backward, and each gets the gradients of its own. A ring (Liu et al. 2023, Ring Attention, arXiv 2310.01889) is another way for the same
+keys and values to travel; what is computed with them stays the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..tensor_parallel import LayerContext, Microbatch
+from .attention_blocks import Block, DropoutKernel, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
+from .attention_exchange import KeySums, gathered, scattered
+
+
+class AttentionCore(nn.Module):
+    """q [b, heads, s, d], k [b, groups, s, d] and v [b, groups, s, w] -> [b, heads, s, w]; all contiguous, of the tokens that this
+    context-parallel rank has. A group of neighbouring query heads shares a key and a value head.
+
+    A query sees the keys up to its own, as far as they belong to its document and lie in the model's window. `scale` is 1/sqrt(d)
+    unless given.
+    """
+
+    def __init__(self, context: LayerContext, name: str, *, scale: float | None = None):
+        super().__init__()
+        self.name = name
+        self.context = context
+        self.scale = scale
+        self.exact = context.numerics.mode == "exact"
+        self.window = context.model.window(context.chunks.num_items)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        microbatch = self.context.microbatch
+        assert microbatch is not None
+        (samples, heads, own, d), width, keys = q.shape, v.shape[-1], self.context.chunks.num_items
+        with self.context.recorder.layer(self.name):
+            self.context.recorder.product(own, keys, d, samples * heads)
+            self.context.recorder.product(own, width, keys, samples * heads)
+        kernel = self._kernel(q, v, microbatch)
+        if kernel is not None:
+            return _Blockwise.apply(q, k, v, self, kernel, microbatch)
+        if (times := heads // k.shape[1]) > 1:
+            k, v = _RepeatHeads.apply(k, times), _RepeatHeads.apply(v, times)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return _RecordBackward.apply(y, self, d)
+
+    def _kernel(self, q: Tensor, v: Tensor, microbatch: Microbatch) -> Kernel | None:
+        """What computes a block; None where one causal call of the library does it all."""
+        context = self.context
+        if context.model.attention_dropout and microbatch.step is not None:
+            return DropoutKernel(context, self.name, microbatch, self.scale)
+        alike, plain = q.shape[-1] == v.shape[-1], microbatch.documents is None and not self.window
+        if len(list(self.blocks())) == 1 and plain and (alike or not self.exact):
+            return None
+        if q.device.type != "cpu":
+            return RepeatedKernel(self.scale)
+        # for values as wide as keys the library works per sample and head, for others it multiplies all of them together
+        return FusedKernel(self.scale) if alike else PaddedKernel(self.scale or 1 / math.sqrt(q.shape[-1]))
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        chunks = self.context.chunks
+        return min(self.context.plan.leaf_sizes.gradient_token_block, chunks.num_items) if self.exact else chunks.size
+
+    def blocks(self) -> Iterator[Block]:
+        """This rank's blocks of queries, in the order of the sequence."""
+        chunks = self.context.chunks
+        for lo, hi in chunks.spans:
+            for start in range(lo, hi, self.block):
+                yield Block(start // self.block, chunks.local(start), min(self.block, hi - start), start)
+
+    def record_backward(self, dy: Tensor, d: int) -> None:
+        """The gradients of scores, of values, of queries and of keys; `dy` is [b, heads, s, w]."""
+        (samples, heads, own, width), keys = dy.shape, self.context.chunks.num_items
+        count, recorder = samples * heads, self.context.recorder
+        with recorder.layer(self.name):
+            recorder.product(own, keys, width, count)
+            if d == width:
+                recorder.product(own, d, keys, 3 * count)
+            else:
+                recorder.product(own, width, keys, count)
+                recorder.product(own, d, keys, 2 * count)
+
+
+class _Blockwise(torch.autograd.Function):
+    """Block by block; in exact numerics in fp32, rounded once. Keys and values of other ranks are not kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore, kernel: Kernel, microbatch: Microbatch) -> Tensor:
+        ctx.of = core, kernel, microbatch
+        dtype = torch.float32 if core.exact else q.dtype
+        keys, values = _keys_and_values(core, q, k, v, dtype)
+        y, saved = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), []
+        for block in core.blocks():
+            mask = block.mask(microbatch.documents, dtype, q.device, window=core.window)
+            part, kept = kernel.forward(block.of(q, dtype), keys[:, :, : block.end], values[:, :, : block.end], mask, block.start)
+            y[:, :, block.rows] = part
+            saved += kept
+        ctx.save_for_backward(q, k, v, y, *saved)
+        return y.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, y, *saved), (core, kernel, microbatch) = ctx.saved_tensors, ctx.of
+        core.record_backward(dy, q.shape[3])
+        keys, values = _keys_and_values(core, q, k, v, y.dtype)
+        dq, sums, blocks = torch.empty_like(q), KeySums(core.context.chunks, core.block), list(core.blocks())
+        per_block = len(saved) // len(blocks)
+        for number, block in enumerate(blocks):
+            mask = block.mask(microbatch.documents, y.dtype, q.device, window=core.window)
+            kept = saved[number * per_block : (number + 1) * per_block]
+            inputs = block.of(q, y.dtype), keys[:, :, : block.end], values[:, :, : block.end]
+            dq_part, *others = kernel.backward(block.of(dy, y.dtype), *inputs, mask, y=block.of(y, y.dtype), kept=kept, start=block.start)
+            dq[:, :, block.rows] = dq_part
+            sums.add(block.index, torch.cat([_sum_of_heads(part, k.shape[1]) for part in others], -1))
+        with core.context.recorder.layer(core.name):
+            dk, dv = scattered(core.context, sums, q.dtype).split([k.shape[3], v.shape[3]], -1)
+        return dq, dk.contiguous(), dv.contiguous(), None, None, None
+
+
+def _keys_and_values(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Keys and values of the whole sequence, one head for each head of `q`."""
+    with core.context.recorder.layer(core.name):
+        whole = gathered(core.context, (k, v))
+    times = q.shape[1] // k.shape[1]
+    return [part.to(dtype) if times == 1 else part.to(dtype).repeat_interleave(times, dim=1) for part in whole]
+
+
+def _sum_of_heads(x: Tensor, groups: int) -> Tensor:
+    """[b, heads, s, d] -> [b, groups, s, d] fp32: the heads of a group added in their order."""
+    first, *rest = x.unflatten(1, (groups, -1)).unbind(2)
+    total = first.to(torch.float32, copy=bool(rest))
+    for head in rest:
+        total.add_(head)
+    return total
+
+
+class _RecordBackward(torch.autograd.Function):
+    """The identity; its backward records the products of the attention's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, core: AttentionCore, d: int) -> Tensor:
+        ctx.of = core, d
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        core, d = ctx.of
+        core.record_backward(dy, d)
+        return dy.contiguous(), None, None
+
+
+class _RepeatHeads(torch.autograd.Function):
+    """[b, groups, s, d] -> [b, groups * times, s, d]; the backward adds a group's query heads in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        ctx.groups = x.shape[1]
+        return x.repeat_interleave(times, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _sum_of_heads(dy, ctx.groups).to(dy.dtype), None

@@ -1,0 +1,104 @@
+"""Keys and values of whole sequences on every context-parallel rank, and their gradients back to the ranks that own them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...core.chunks import Chunks
+from ...core.reduction import CarryTree
+from ..tensor_parallel import LayerContext
+from ..transport.base import Group
+
+
+class KeySums:
+    """Gradients of keys and values side by side, [b, groups, keys, n], summed over the blocks of queries that this rank has.
+
+    The leaves of the tree are all blocks of the sequence, each as long as the keys up to its end.
+    """
+
+    def __init__(self, chunks: Chunks, block: int):
+        self.block = block
+        self.blocks = Chunks(-(-chunks.num_items // block), chunks.cp, chunks.cp_rank)
+        self.tree: CarryTree[Tensor] = CarryTree(self.blocks.num_items, _add_longer)
+
+    def add(self, index: int, value: Tensor) -> None:
+        """Takes what block `index` gives to the keys up to its end; it belongs to this object now."""
+        self.tree.insert((index, index + 1), value)
+
+
+def gathered(context: LayerContext, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors [b, groups, keys, n] of the whole sequence, contiguous, from those of this rank's tokens."""
+    group = context.cp
+    if group.size == 1:
+        return list(parts)
+    own = torch.cat(list(parts), -1)
+    members = _around(group, own) if context.plan.runtime.context_parallel == "ring" else group.all_gather(own)
+    halves = [member.chunk(2, 2) for member in members]
+    whole = torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], 2)
+    return [part.contiguous() for part in whole.split([part.shape[-1] for part in parts], -1)]
+
+
+def scattered(context: LayerContext, sums: KeySums, dtype: torch.dtype) -> Tensor:
+    """The sums over all blocks of the sequence, of this rank's keys only, rounded to `dtype`."""
+    if context.cp.size == 1:
+        return sums.tree.root().to(dtype)
+    return (_finished(context, sums) if context.numerics.mode == "exact" else _reduced(context, sums, dtype)).to(dtype)
+
+
+def _around(group: Group, own: Tensor) -> list[Tensor]:
+    """What every member holds, passed on from neighbour to neighbour in size - 1 steps."""
+    found, nothing = {group.rank: own.detach()}, own.new_empty(0)
+    following = (group.rank + 1) % group.size
+    for step in range(1, group.size):
+        source = (group.rank - step) % group.size
+        parts = [found[(source + 1) % group.size] if member == following else nothing for member in range(group.size)]
+        shapes = [tuple(own.shape) if member == (group.rank - 1) % group.size else (0,) for member in range(group.size)]
+        found[source] = group.all_to_all(parts, shapes)[(group.rank - 1) % group.size]
+    return [found[member] for member in range(group.size)]
+
+
+def _finished(context: LayerContext, sums: KeySums) -> Tensor:
+    """The canonical tree over all blocks: every rank sends each owner the rows of its nodes that are not zero, all in one exchange."""
+    group, block, chunks = (
+        context.cp,
+        sums.block,
+        [Chunks(context.chunks.num_items, context.cp.size, rank) for rank in range(context.cp.size)],
+    )
+    nodes = [Chunks(sums.blocks.num_items, group.size, rank).nodes() for rank in range(group.size)]
+    assert sums.tree.nodes == nodes[group.rank]
+    values = [sums.tree.value(node) for node in sums.tree.nodes]
+    outgoing = [
+        torch.cat([value[:, :, start : start + chunks[0].size] for value in values for start in owner.starts], 2) for owner in chunks
+    ]
+    own, (samples, groups, _, width) = chunks[group.rank], values[0].shape
+    rows = [[own.rows_before(start, node[1] * block) for node in theirs for start in own.starts] for theirs in nodes]
+    arrived = group.all_to_all(outgoing, [(samples, groups, sum(counts), width) for counts in rows])
+    trees: list[CarryTree[Tensor]] = [CarryTree(sums.blocks.num_items, _add_longer) for _ in own.starts]
+    for theirs, counts, value in zip(nodes, rows, arrived, strict=True):
+        parts = iter(value.split(counts, 2))
+        for node in theirs:
+            for tree in trees:
+                tree.insert(node, next(parts))
+    return torch.cat([tree.root() for tree in trees], 2)
+
+
+def _reduced(context: LayerContext, sums: KeySums, dtype: torch.dtype) -> Tensor:
+    """The library's sum over the ranks."""
+    group, chunks = context.cp, context.chunks
+    first = sums.tree.value(sums.tree.nodes[0])
+    total = first.new_zeros(*first.shape[:2], chunks.num_items, first.shape[3])
+    for node in sums.tree.nodes:
+        value = sums.tree.value(node)
+        total[:, :, : value.shape[2]].add_(value)
+    owners = [Chunks(chunks.num_items, group.size, rank) for rank in range(group.size)]
+    parts = [torch.cat([total[:, :, lo:hi] for lo, hi in owner.spans], 2).to(dtype) for owner in owners]
+    return group.reduce_scatter(parts)
+
+
+def _add_longer(left: Tensor, right: Tensor) -> Tensor:
+    """The sum of what earlier blocks give to the first keys and later ones to more of them, kept in `right`."""
+    right[:, :, : left.shape[2]].add_(left)
+    return right

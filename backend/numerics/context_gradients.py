@@ -1,0 +1,199 @@
+"""Exact gradients under context parallelism: every rank has a part of each sequence, and finishes a part of the gradients' elements.
+
+After the backward of a microbatch one exchange over the context-parallel ranks (an all-to-all) finishes the trees over each sequence, for
+an even part of the elements of all gradients together. The batch's tree is accumulated on that part; REDUCE_GRAD finishes it over the
+copies of the stage and brings the parts together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ...core.reduction import CarryTree, Node, cut, maximal_nodes
+from ..transport.base import Group
+from .exact_gradients import ExactAccumulator
+from .open_sums import OpenSums
+from .tree import add_in_place
+
+_ORDER = ("blocks", "tokens", "heads", "whole")
+"""Gradients lie in the flat vector by kind; whole are those that every context-parallel rank has."""
+
+
+Given = OpenSums | Sequence[Tensor]
+"""One microbatch's contribution: open, or one finished tensor per sample, the same on every context-parallel rank."""
+
+
+class ContextGradients:
+    """The gradients of one stage on one context-parallel rank over a step: `add` each, `finish` each microbatch, `reduce` at the end."""
+
+    def __init__(self, cp: Group, num_samples: int):
+        self.cp = cp
+        self.num_samples = num_samples
+        self._given: dict[int, dict[str, dict[int, Given]]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._batch = ExactAccumulator(num_samples)
+
+    def add(self, key: str, use: int, first_sample: int, contribution: Given) -> None:
+        """Takes what one use of a parameter gives for the microbatch that starts at `first_sample`."""
+        uses = self._given.setdefault(first_sample, {}).setdefault(key, {})
+        assert use not in uses, f"use {use} of {key} arrived twice"
+        uses[use] = contribution
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Every tensor held now."""
+        waiting = [each for given in self._given.values() for uses in given.values() for each in uses.values()]
+        return [*self._batch.held, *(value for each in waiting for values in _samples(each) for value in values)]
+
+    def finish(self, first_sample: int, order: Iterable[str]) -> None:
+        """Finishes the sequences of a microbatch whose gradients have all come; `order` is that of all keys."""
+        given = {key: [uses[use] for use in sorted(uses)] for key, uses in self._given.pop(first_sample, {}).items()}
+        if not given:
+            return  # a stage without parameters
+        place = {key: index for index, key in enumerate(order)}
+        keys = sorted(given, key=lambda key: (*_order(given[key]), place[key]))
+        self._shapes = {key: _samples(given[key][0])[0][0].shape for key in keys}
+        pieces = [list(_pieces(self._shapes, self.cp.size, member)) for member in range(self.cp.size)]
+        num_samples = len(_samples(given[keys[0]][0]))
+        arrived = self._exchange(given, pieces, num_samples)
+        for sample in range(num_samples):
+            finished = [_added([_finished(each, sample, (lo, hi), arrived) for each in given[key]]) for key, lo, hi in pieces[self.cp.rank]]
+            self._batch.add(first_sample + sample, [torch.cat(finished)])
+
+    def reduce(
+        self, copies: Group, samples_of: Callable[[int], tuple[int, int]], others: Mapping[str, ExactAccumulator]
+    ) -> dict[str, Tensor]:
+        """Finished sums over the global batch by key, the same on every member of `copies`: copies of the stage in the order of the samples
+        they see, and of each copy its context-parallel ranks in order. `others` are gradients that all of a copy's ranks have whole.
+
+        Raises ValueError while a microbatch has not contributed.
+        """
+        size, num_copies = self.cp.size, copies.size // self.cp.size
+        copy, part = divmod(copies.rank, size)
+        assert part == self.cp.rank, "the context-parallel ranks of a copy are neighbours, in order"
+        nodes = [maximal_nodes(self.num_samples, *samples_of(member * size)) for member in range(num_copies)]
+        trees = [each.tree for each in ([self._batch] if self._shapes else []) + list(others.values())]
+        if not trees:
+            return {}
+        if any(tree.nodes != nodes[copy] for tree in trees):
+            raise ValueError(f"the gradients hold the nodes {trees[0].nodes} of the batch's tree, and not yet {nodes[copy]}.")
+        shapes = {key: each.tree.value(nodes[copy][0]).shape for key, each in others.items()}
+        widths = [sum(shape.numel() for shape in table.values()) for table in (self._shapes, shapes)]
+        values = torch.stack([self._own_part(node, others, widths[1]) for node in nodes[copy]])
+        lengths = [sum(hi - lo for lo, hi in (cut(width, size, member) for width in widths)) for member in range(size)]
+        own = _over_copies(copies, values, nodes, self.num_samples, size)
+        pieces = [cut(lengths[member], num_copies, index) for index in range(num_copies) for member in range(size)]
+        gathered = copies.all_gather(own, [(hi - lo,) for lo, hi in pieces])
+        parts = [torch.cat(gathered[member::size]) for member in range(size)]
+        return _unflattened(parts, widths, (self._shapes, shapes))
+
+    def _own_part(self, node: Node, others: Mapping[str, ExactAccumulator], width: int) -> Tensor:
+        """This rank's part of a node of the batch's tree: of what it has finished, and of what all have."""
+        lo, hi = cut(width, self.cp.size, self.cp.rank)
+        whole = [each.tree.value(node).reshape(-1) for each in others.values()]
+        parts = ([self._batch.tree.value(node)] if self._shapes else []) + ([torch.cat(whole)[lo:hi]] if whole else [])
+        return torch.cat(parts)
+
+    def _exchange(
+        self, given: Mapping[str, Sequence[Given]], pieces: Sequence[Sequence[_Piece]], num_samples: int
+    ) -> list[Iterator[Tensor]]:
+        """From every member its values of each (sample, gradient, use, node), one after the other, for this rank's part of the elements."""
+        samples = range(num_samples)
+        outgoing = [
+            [value.reshape(-1)[lo:hi] for sample in samples for key, lo, hi in part for value in _open_values(given[key], sample)]
+            for part in pieces
+        ]
+        own = [(each, hi - lo) for key, lo, hi in pieces[self.cp.rank] for each in given[key] if isinstance(each, OpenSums)]
+        sizes = [[width for each, width in own for _ in each.nodes[member]] * num_samples for member in range(self.cp.size)]
+        vectors = [torch.cat(values) if values else torch.empty(0, device=_device(given)) for values in outgoing]
+        arrived = self.cp.all_to_all(vectors, [(sum(each),) for each in sizes])
+        return [iter(vector.split(each)) for vector, each in zip(arrived, sizes, strict=True)]
+
+
+_Piece = tuple[str, int, int]
+"""A gradient and the elements `[lo, hi)` of it that lie in a part of the flat vector."""
+
+
+def _order(uses: Sequence[Given]) -> tuple[int, int]:
+    """Where a gradient lies: by its kind, then by how many of its sums are open."""
+    kinds = [each.kind for each in uses if isinstance(each, OpenSums)]
+    return _ORDER.index(kinds[0] if kinds else "whole"), len(kinds)
+
+
+def _samples(given: Given) -> list[list[Tensor]]:
+    return given.samples if isinstance(given, OpenSums) else [[value] for value in given]
+
+
+def _open_values(uses: Sequence[Given], sample: int) -> list[Tensor]:
+    """The values that travel."""
+    return [value for each in uses if isinstance(each, OpenSums) for value in each.samples[sample]]
+
+
+def _device(given: Mapping[str, Sequence[Given]]) -> torch.device:
+    return next(_samples(uses[0])[0][0].device for uses in given.values())
+
+
+def _added(uses: Sequence[Tensor]) -> Tensor:
+    """What all uses of a parameter give, added in their order."""
+    total, *rest = uses
+    for other in rest:
+        total = total + other
+    return total
+
+
+def _pieces(shapes: Mapping[str, torch.Size], size: int, member: int) -> Iterator[_Piece]:
+    """What of each gradient lies in a member's even part of all of them, one after the other."""
+    ends = list(accumulate((shape.numel() for shape in shapes.values()), initial=0))
+    lo, hi = cut(ends[-1], size, member)
+    for key, first, last in zip(shapes, ends, ends[1:], strict=False):
+        if max(lo, first) < min(hi, last):
+            yield key, max(lo, first) - first, min(hi, last) - first
+
+
+def _finished(given: Given, sample: int, elements: tuple[int, int], arrived: Sequence[Iterator[Tensor]]) -> Tensor:
+    """A sample's sum over its sequence, for some elements; takes what it needs from `arrived`."""
+    if not isinstance(given, OpenSums):
+        return given[sample].reshape(-1)[slice(*elements)]
+    tree: CarryTree[Tensor] = CarryTree(given.num_leaves, add_in_place)
+    for nodes, values in zip(given.nodes, arrived, strict=True):
+        for node in nodes:
+            tree.insert(node, next(values))
+    return tree.root()
+
+
+def _over_copies(copies: Group, values: Tensor, nodes: Sequence[Sequence[Node]], num_samples: int, cp: int) -> Tensor:
+    """The batch's tree over all copies, finished for this copy's even part of `values` [nodes, n], which ranks with equal parts have."""
+    num_copies, (copy, part) = len(nodes), divmod(copies.rank, cp)
+    tree: CarryTree[Tensor] = CarryTree(num_samples, add_in_place)
+    if num_copies == 1:
+        arrived = [values]
+    else:
+        parts = [values[:, slice(*cut(values.shape[1], num_copies, index))] for index in range(num_copies)]
+        own = parts[copy].shape[1]
+        everyone = [(index, member) for index in range(num_copies) for member in range(cp)]
+        outgoing = [parts[index] if member == part else values[:0, :0] for index, member in everyone]
+        shapes = [(len(nodes[index]), own) if member == part else (0, 0) for index, member in everyone]
+        arrived = copies.all_to_all(outgoing, shapes)[part::cp]
+    for theirs, rows in zip(nodes, arrived, strict=True):
+        for node, row in zip(theirs, rows, strict=True):
+            tree.insert(node, row)
+    return tree.root()
+
+
+def _unflattened(parts: Sequence[Tensor], widths: Sequence[int], tables: Sequence[Mapping[str, torch.Size]]) -> dict[str, Tensor]:
+    """Gradients by key from every context-parallel rank's part, which has a piece of each of the flat vectors."""
+    found: dict[str, Tensor] = {}
+    starts = [0] * len(parts)
+    for width, shapes in zip(widths, tables, strict=True):
+        pieces = []
+        for member, part in enumerate(parts):
+            lo, hi = cut(width, len(parts), member)
+            pieces.append(part[starts[member] : starts[member] + hi - lo])
+            starts[member] += hi - lo
+        values = torch.cat(pieces).split([shape.numel() for shape in shapes.values()])
+        found |= {key: value.view(shape) for (key, shape), value in zip(shapes.items(), values, strict=True)}
+    return found

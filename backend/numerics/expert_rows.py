@@ -1,0 +1,229 @@
+"""`ExpertNumerics`: the products of experts over rows that are copies of tokens, grouped by expert; exact and fast.
+
+Shape suffixes: N copies of tokens on this rank, one after the other by local expert; E local experts; C this rank's part of an expert's
+width, F a whole feature dimension. Weights are stored [E, C, F], the cut dimension before the whole one, as in `base`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...core.expert_tokens import ExpertNodes
+from ...core.reduction import NestedTree, cut
+from ..transport.base import Group
+from .tree import add_in_place, fold
+
+if TYPE_CHECKING:
+    from .base import Accumulator, OwnedLeaves
+
+Leaf = tuple[int, int]
+"""A leaf of the expert gradients: a sample of the global batch and a token block of its sequence."""
+
+ExpertContribution = Tensor | Iterator[tuple[Leaf, Tensor]]
+"""What one microbatch adds to the gradient of all local experts: one tensor (fast), or one per leaf (exact)."""
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows `[first, last)` of one local expert, at least one; in exact numerics those of one leaf, `leaves[leaf]` of the microbatch."""
+
+    expert: int
+    leaf: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """How N rows are grouped, in order. `leaves` are all that this microbatch contributes, also where an expert got nothing of one."""
+
+    num_experts: int
+    groups: tuple[RowGroup, ...]
+    leaves: tuple[Leaf, ...]
+
+    @cached_property
+    def by_leaf(self) -> list[list[RowGroup | None]]:
+        """The group of every expert in every leaf; None where the expert got nothing of it."""
+        found: list[list[RowGroup | None]] = [[None] * self.num_experts for _ in self.leaves]
+        for group in self.groups:
+            found[group.leaf][group.expert] = group
+        return found
+
+
+class ExpertNumerics(ABC):
+    """The operations that experts need of `Numerics`."""
+
+    @abstractmethod
+    def project_experts(self, x_NF: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
+        """x W^T with every row's expert, [n, c]."""
+
+    @abstractmethod
+    def contract_experts(self, x_NC: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
+        """x W, a value for each node this rank has of the sum over the expert's width, [nodes, n, f]; `sum_members_part` finishes it."""
+
+    @abstractmethod
+    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> ExpertContribution:
+        """Sums over every expert's rows of the outer products, [e, c, f]."""
+
+    @abstractmethod
+    def expert_row_sums(self, x_NF: Tensor, rows: ExpertRows) -> ExpertContribution:
+        """Sums over every expert's rows, [e, f], for biases."""
+
+    @abstractmethod
+    def row_dots(self, x_NF: Tensor, y_NF: Tensor) -> Tensor:
+        """The dot product of every row of x with that of y, fp32 [n]."""
+
+    @abstractmethod
+    def expert_accumulator(self, num_samples: int, num_blocks: int) -> Accumulator:
+        """An empty gradient of experts over a global batch of `num_samples` sequences of `num_blocks` token blocks."""
+
+    @abstractmethod
+    def reduce_experts(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
+        """Finished sums over the global batch by name, the same on every member of a group of copies of the experts.
+
+        `nodes[member]` is what a member holds (exact numerics). The accumulators are used up.
+        """
+
+
+class ExactExpertNumerics(ExpertNumerics):
+    """One product per (sample, token block, expert) and feature leaf: its shape follows from the routing, not from the layout."""
+
+    def project_experts(self, x_NF: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
+        x, weight = x_NF.float(), weight_ECF.float()
+        columns = []
+        for lo, hi in leaves.bounds:
+            column = x.new_empty(len(x), hi - lo)
+            for group in rows.groups:
+                torch.mm(x[group.first : group.last], weight[group.expert, lo:hi].t(), out=column[group.first : group.last])
+            columns.append(column)
+        return torch.cat(columns, 1).to(x_NF.dtype)
+
+    def contract_experts(self, x_NC: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
+        x, weight = x_NC.float(), weight_ECF.float()
+        nodes = leaves.nodes(leaves.tp_rank)
+        values = x.new_empty(len(nodes), len(x), weight.shape[2])
+        for group in rows.groups:
+            part = x[group.first : group.last]
+            products = [torch.mm(part[:, lo:hi].contiguous(), weight[group.expert, lo:hi]) for lo, hi in leaves.bounds]
+            for node, value in zip(nodes, values, strict=True):
+                value[group.first : group.last] = _node_sum(products, node, leaves.first_leaf)
+        return values
+
+    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> ExpertContribution:
+        x, y = x_NC.float(), y_NF.float()
+        for leaf, groups in zip(rows.leaves, rows.by_leaf, strict=True):
+            total = x.new_empty(rows.num_experts, x.shape[1], y.shape[1])
+            for expert, group in enumerate(groups):
+                if group is None:
+                    total[expert].zero_()
+                    continue
+                here = slice(group.first, group.last)
+                for lo, hi in leaves.bounds:
+                    torch.mm(x[here, lo:hi].contiguous().t(), y[here], out=total[expert, lo:hi])
+            yield leaf, total
+
+    def expert_row_sums(self, x_NF: Tensor, rows: ExpertRows) -> ExpertContribution:
+        x = x_NF.float()
+        for leaf, groups in zip(rows.leaves, rows.by_leaf, strict=True):
+            total = x.new_zeros(rows.num_experts, x.shape[1])
+            for group in filter(None, groups):
+                total[group.expert] = fold(x[group.first : group.last], 0)
+            yield leaf, total
+
+    def row_dots(self, x_NF: Tensor, y_NF: Tensor) -> Tensor:
+        """By elementwise additions, whose bits cannot depend on the number of rows."""
+        return fold(x_NF.float() * y_NF, 1)
+
+    def expert_accumulator(self, num_samples: int, num_blocks: int) -> Accumulator:
+        return ExpertAccumulator(num_samples, num_blocks)
+
+    def reduce_experts(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
+        trees = {name: each.tree for name, each in gradients.items() if isinstance(each, ExpertAccumulator)}
+        if group.size == 1 or not trees:
+            return {name: tree.root() for name, tree in trees.items()}
+        return _over_copies(trees, group, nodes)
+
+
+class FastExpertNumerics(ExpertNumerics):
+    """One product per expert, or one of all in the library's own kernel where there is one."""
+
+    def project_experts(self, x_NF: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
+        y_NC = x_NF.new_empty(len(x_NF), weight_ECF.shape[1])
+        for group in rows.groups:
+            torch.mm(x_NF[group.first : group.last], weight_ECF[group.expert].t(), out=y_NC[group.first : group.last])
+        return y_NC
+
+    def contract_experts(self, x_NC: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
+        y_NF = x_NC.new_empty(len(x_NC), weight_ECF.shape[2])
+        for group in rows.groups:
+            torch.mm(x_NC[group.first : group.last], weight_ECF[group.expert], out=y_NF[group.first : group.last])
+        return y_NF.unsqueeze(0)
+
+    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> ExpertContribution:
+        total = torch.zeros(rows.num_experts, x_NC.shape[1], y_NF.shape[1], device=x_NC.device)
+        for group in rows.groups:
+            total[group.expert] = x_NC[group.first : group.last].t() @ y_NF[group.first : group.last]
+        return total
+
+    def expert_row_sums(self, x_NF: Tensor, rows: ExpertRows) -> ExpertContribution:
+        total = torch.zeros(rows.num_experts, x_NF.shape[1], device=x_NF.device)
+        for group in rows.groups:
+            total[group.expert] = x_NF[group.first : group.last].sum(0, dtype=torch.float32)
+        return total
+
+    def row_dots(self, x_NF: Tensor, y_NF: Tensor) -> Tensor:
+        return (x_NF.float() * y_NF).sum(1)
+
+
+class ExpertAccumulator:
+    """The gradient of the local experts as a carry tree over samples, of trees over their token blocks."""
+
+    def __init__(self, num_samples: int, num_blocks: int):
+        self.tree: NestedTree[Tensor] = NestedTree(num_samples, num_blocks, add_in_place)
+
+    def add(self, first_sample: int, contribution: ExpertContribution) -> None:
+        """Each leaf by its own place: experts see samples of several data-parallel ranks. Leaves are made one by one as they are added."""
+        for (sample, block), value in contribution:
+            self.tree.insert(sample, (block, block + 1), value)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """A few partial sums for each data-parallel rank whose samples come here, and what waits for other copies of the experts."""
+        samples = self.tree.samples
+        return [*(samples.value(node) for node in samples.nodes), *(self.tree.part(*part) for part in self.tree.parts)]
+
+
+def _node_sum(products: list[Tensor], node: tuple[int, int], first_leaf: int) -> Tensor:
+    """The tree over the leaves of a node; the products of its leaves are used up."""
+    length = node[1] - node[0]
+    if length == 1:
+        return products[node[0] - first_leaf]
+    middle = node[0] + (1 << (length - 1).bit_length() - 1)
+    return _node_sum(products, (node[0], middle), first_leaf).add_(_node_sum(products, (middle, node[1]), first_leaf))
+
+
+def _over_copies(trees: Mapping[str, NestedTree[Tensor]], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
+    """All gradients side by side: each member finishes the trees for an even part of the elements, then all take all parts."""
+    own, some = nodes[group.rank], next(iter(trees.values()))
+    held = [[tree.samples.value(node) for node in own.whole] + [tree.part(*part) for part in own.parts] for tree in trees.values()]
+    shapes = [values[0].shape for values in held]
+    flat = torch.stack([torch.cat([value.reshape(-1) for value in values]) for values in zip(*held, strict=True)])
+    bounds = [cut(flat.shape[1], group.size, member) for member in range(group.size)]
+    width = bounds[group.rank][1] - bounds[group.rank][0]
+    arrived = group.all_to_all([flat[:, lo:hi] for lo, hi in bounds], [(len(theirs), width) for theirs in nodes])
+    joined: NestedTree[Tensor] = NestedTree(some.samples.num_leaves, some.num_blocks, add_in_place)
+    for theirs, values in zip(nodes, arrived, strict=True):
+        for node, value in zip(theirs.whole, values[: len(theirs.whole)], strict=True):
+            joined.samples.insert(node, value)
+        for (sample, node), value in zip(theirs.parts, values[len(theirs.whole) :], strict=True):
+            joined.insert(sample, node, value)
+    whole = torch.cat(group.all_gather(joined.root(), [(hi - lo,) for lo, hi in bounds]))
+    parts = whole.split([shape.numel() for shape in shapes])
+    return {name: part.view(shape) for name, part, shape in zip(trees, parts, shapes, strict=True)}

@@ -1,0 +1,38 @@
+"""`TokenProduct`: a weight gradient that is computed into the sum it belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS_AT_ONCE = 256
+"""Rows of a gradient whose product is held beside the sum where the library cannot add a narrow product to an fp32 sum."""
+
+
+@dataclass(frozen=True)
+class TokenProduct:
+    """The sum over tokens of x_C y_F^T, [c, f], not computed yet: `add_to` needs no other tensor of that size.
+
+    Of bf16 operands each product is rounded to bf16, as the library does, and added in fp32.
+    """
+
+    x_TC: Tensor
+    y_TF: Tensor
+
+    def total(self) -> Tensor:
+        """A sum that begins with this product, fp32."""
+        if self.x_TC.dtype == torch.float32:
+            return self.x_TC.t() @ self.y_TF
+        total = torch.zeros(self.x_TC.shape[1], self.y_TF.shape[1], dtype=torch.float32, device=self.x_TC.device)
+        self.add_to(total)
+        return total
+
+    def add_to(self, total_CF: Tensor) -> None:
+        """Adds the product to an fp32 sum."""
+        if self.x_TC.dtype == torch.float32:
+            total_CF.addmm_(self.x_TC.t(), self.y_TF)
+            return
+        for x_TC, rows in zip(self.x_TC.split(ROWS_AT_ONCE, 1), total_CF.split(ROWS_AT_ONCE), strict=True):
+            rows.add_(x_TC.t() @ self.y_TF)

@@ -1,0 +1,200 @@
+"""`config.json` of a model, the way back from `core.huggingface`.
+
+A family is taken only where the file that would be written reads as the same model again, so that no field is lost on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from .errors import ModelError
+from .huggingface import model_from_config
+from .model import ModelSpec
+from .rotary import SCALING_FIELDS
+
+NAMES = {"fp32": "float32", "bf16": "bfloat16"}
+"""`precision.dtype` -> what the files call it."""
+
+
+def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
+    """The content of a `config.json` for weights kept as `dtype` (`fp32`, `bf16`), without the padding of the vocabulary.
+
+    Raises `ModelError` when no family of `core.huggingface` has such a model; it names the closest and what it has otherwise.
+    """
+    plain = as_written(model)
+    misfits: dict[str, list[str]] = {}
+    for family, writer in _WRITERS.items():
+        config = {"architectures": [ARCHITECTURES[family]], "model_type": family, "dtype": NAMES[dtype], **writer(plain)}
+        try:
+            again = model_from_config(config, name=model.name)
+        except ModelError:  # a family that does not even have the model's shape
+            continue
+        if again == plain:
+            return config
+        misfits[family] = list(_misfit(plain, again))
+    closest = min(misfits, key=lambda family: len(misfits[family]))
+    raise ModelError(
+        f"model {model.name} is of no family that Hugging Face files are written for ({', '.join(_WRITERS)}); the closest is {closest}, "
+        f"but for {', '.join(misfits[closest])}."
+    )
+
+
+def as_written(model: ModelSpec) -> ModelSpec:
+    """The model as its files describe it: without padding of the vocabulary and without what only training chooses."""
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(ModelSpec)}
+    trained = {name: defaults[name] for name in TRAINING_FIELDS}
+    return replace(model, vocab_size=model.vocab_size - model.padding_rows, padding_rows=0, **trained)
+
+
+TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "expert_capacity_factor")
+"""Fields of a model that change how it is trained and not what its weights compute."""
+
+
+def _misfit(ours: ModelSpec, theirs: ModelSpec) -> Iterator[str]:
+    for field in fields(ModelSpec):
+        if (value := getattr(ours, field.name)) != getattr(theirs, field.name):
+            yield f"{field.name}={value!r}"
+
+
+def _llama(model: ModelSpec) -> dict[str, Any]:
+    return {**_rotary(model), "attention_bias": model.bias, "mlp_bias": model.bias}
+
+
+def _mistral(model: ModelSpec) -> dict[str, Any]:
+    return {**_rotary(model), "sliding_window": model.sliding_window or None}
+
+
+def _qwen2(model: ModelSpec) -> dict[str, Any]:
+    windowed = model.sliding_window > 0
+    return {
+        **_rotary(model),
+        "use_sliding_window": windowed,
+        "sliding_window": model.sliding_window or None,
+        **({"max_window_layers": 0} if windowed else {}),
+    }
+
+
+def _qwen3(model: ModelSpec) -> dict[str, Any]:
+    return {**_qwen2(model), "attention_bias": False}
+
+
+def _mixtral(model: ModelSpec) -> dict[str, Any]:
+    return {**_mistral(model), "num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+
+
+def _qwen3_moe(model: ModelSpec) -> dict[str, Any]:
+    return {
+        **_qwen3(model),
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_width,
+        "mlp_only_layers": list(range(model.first_dense_layers)),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": model.normalized_router_weights,
+    }
+
+
+def _deepseek(model: ModelSpec) -> dict[str, Any]:
+    """What both generations have in common."""
+    return {
+        **_rotary(model),
+        "attention_bias": False,
+        "q_lora_rank": model.q_lora_rank or None,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_nope_head_dim,
+        "qk_rope_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_width,
+        "n_shared_experts": model.num_shared_experts,
+        "first_k_dense_replace": model.first_dense_layers,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": model.normalized_router_weights,
+        "routed_scaling_factor": model.router_scaling,
+        "scoring_func": model.router_scores,
+        "n_group": model.num_router_groups or 1,
+        "topk_group": model.router_groups_per_token or 1,
+    }
+
+
+def _deepseek_v2(model: ModelSpec) -> dict[str, Any]:
+    return {**_deepseek(model), "topk_method": "group_limited_greedy" if model.num_router_groups else "greedy"}
+
+
+def _deepseek_v3(model: ModelSpec) -> dict[str, Any]:
+    return {**_deepseek(model), "topk_method": "noaux_tc", "num_nextn_predict_layers": model.num_mtp_layers}
+
+
+def _rotary(model: ModelSpec) -> dict[str, Any]:
+    """What all families with rotary positions have in common."""
+    return {
+        "hidden_act": "silu",
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.qk_rope_head_dim if model.is_mla else model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_positions,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_parameters": _rope(model),
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+def _rope(model: ModelSpec) -> dict[str, Any]:
+    """`rope_parameters`; numbers that are their defaults are left out."""
+    kind = model.rope_scaling
+    changed = {name: value for name in SCALING_FIELDS.get(kind, ()) if (value := getattr(model, name)) != getattr(ModelSpec, name)}
+    numbers = {_ROPE_NAMES.get(name, name.removeprefix("rope_")): value for name, value in changed.items()}
+    return {"rope_type": "default" if kind == "none" else kind, "rope_theta": model.rope_theta, **numbers}
+
+
+_ROPE_NAMES = {"rope_original_positions": "original_max_position_embeddings"}
+
+
+def _gpt2(model: ModelSpec) -> dict[str, Any]:
+    activations = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
+    return {
+        "activation_function": activations.get(model.activation, model.activation),
+        "n_embd": model.hidden_size,
+        "n_head": model.num_heads,
+        "n_inner": model.ffn_hidden_size,
+        "n_layer": model.num_layers,
+        "n_positions": model.max_positions,
+        "vocab_size": model.vocab_size,
+        "layer_norm_epsilon": model.norm_eps,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+_WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+}
+"""Family -> its keys, most general names first: the first family that reads back as the same model is taken."""
+
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+"""Family -> the class that `transformers` loads its files with."""

@@ -1,0 +1,132 @@
+"""Rotary positions: the angle by which each pair of a head turns from one token to the next, and what scaling makes of it.
+
+Su et al. 2021 (RoFormer, arXiv 2104.09864), equation 15: pair i of d/2 turns by theta^(-2i/d) a token. Longer sequences than those of the
+first training turn slower (`ModelSpec.rope_scaling`):
+
+| scaling | what turns slower | source |
+|---|---|---|
+| `linear` | all pairs, by the factor | Chen et al. 2023, arXiv 2306.15595 |
+| `dynamic` | slow pairs more than fast ones, in sequences longer than the original | transformers, `_compute_dynamic_ntk_parameters` |
+| `llama3` | pairs whose wave is long against the original sequence, with a smooth passage | transformers, `_compute_llama3_parameters` |
+| `yarn` | slow pairs by the factor, fast ones not, a ramp between; queries and keys grow | Peng et al. 2023, arXiv 2309.00071 |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .model import ModelSpec
+
+SCALING_FIELDS = {
+    "linear": ("rope_factor",),
+    "dynamic": ("rope_factor", "rope_original_positions"),
+    "llama3": ("rope_factor", "rope_original_positions", "rope_low_freq_factor", "rope_high_freq_factor"),
+    "yarn": (
+        "rope_factor",
+        "rope_original_positions",
+        "rope_beta_fast",
+        "rope_beta_slow",
+        "rope_mscale",
+        "rope_mscale_all_dim",
+        "rope_attention_factor",
+    ),
+}
+"""Kind of scaling -> the numbers that it uses."""
+
+
+def rotary_problems(model: ModelSpec) -> Iterator[str]:
+    """What is wrong with the scaling of rotary positions, one sentence each."""
+    used = SCALING_FIELDS.get(model.rope_scaling, ())
+    every = dict.fromkeys(name for names in SCALING_FIELDS.values() for name in names)
+    given = [f"{name}={value}" for name in every if name not in used and (value := getattr(model, name)) != getattr(type(model), name)]
+    if given:
+        kinds = [kind for kind, names in SCALING_FIELDS.items() if all(text.partition("=")[0] in names for text in given)]
+        yield (
+            f'{", ".join(given)} scale rotary positions, but rope_scaling="{model.rope_scaling}" does not use them. '
+            f"Use rope_scaling among {', '.join(kinds) or 'the kinds that do'}, or leave them out."
+        )
+    if not used:
+        return
+    if model.position != "rope":
+        yield f'rope_scaling="{model.rope_scaling}" stretches rotary positions, but position="{model.position}". Use "rope", or no scaling.'
+    for name in ("rope_factor", "rope_beta_fast", "rope_beta_slow"):
+        if not (value := getattr(model, name)) > 0:
+            yield f"{name}={value!r} must be above 0."
+    if not 0 <= model.rope_low_freq_factor < model.rope_high_freq_factor:
+        yield (
+            f"rope_low_freq_factor={model.rope_low_freq_factor!r} must be at least 0 and below "
+            f"rope_high_freq_factor={model.rope_high_freq_factor!r}."
+        )
+    if not model.rope_beta_slow < model.rope_beta_fast:
+        yield f"rope_beta_slow={model.rope_beta_slow!r} must be below rope_beta_fast={model.rope_beta_fast!r}."
+
+
+def rotary_width(model: ModelSpec) -> int:
+    """Features of a head that turn."""
+    return model.qk_rope_head_dim if model.is_mla else model.head_dim
+
+
+def rotary_frequencies(model: ModelSpec, sequence: int) -> tuple[float, ...]:
+    """Radians by which each pair of a head turns a token, in sequences of so many tokens. One per pair, fastest first."""
+    width, theta, factor = rotary_width(model), model.rope_theta, model.rope_factor
+    original = model.original_positions
+    if model.rope_scaling == "dynamic":
+        longer = max(sequence, original) / original
+        theta *= (factor * longer - (factor - 1)) ** (width / (width - 2))
+    plain = tuple(theta ** (-2 * i / width) for i in range(width // 2))
+    match model.rope_scaling:
+        case "linear":
+            return tuple(each / factor for each in plain)
+        case "llama3":
+            return tuple(_llama3(model, each) for each in plain)
+        case "yarn":
+            lo, hi = _yarn_ramp(model, width)
+            kept = (1 - min(max((i - lo) / (hi - lo), 0.0), 1.0) for i in range(width // 2))
+            return tuple(each / factor * (1 - keep) + each * keep for each, keep in zip(plain, kept, strict=True))
+        case _:
+            return plain
+
+
+def rotary_growth(model: ModelSpec) -> float:
+    """The factor on turned queries and keys (yarn, section 3.4, or what the model gives); 1 without one."""
+    if model.rope_scaling != "yarn":
+        return 1.0
+    if model.rope_attention_factor is not None:
+        return model.rope_attention_factor
+    if model.rope_mscale and model.rope_mscale_all_dim:
+        return _yarn_growth(model.rope_factor, model.rope_mscale) / _yarn_growth(model.rope_factor, model.rope_mscale_all_dim)
+    return _yarn_growth(model.rope_factor, 1.0)
+
+
+def attention_scale(model: ModelSpec) -> float:
+    """What scores are multiplied by before the softmax: 1/sqrt(head_dim), and with latent attention and yarn the square of the growth
+    over all dimensions (DeepSeek-V2, arXiv 2405.04434, section 3.1.4; transformers' `DeepseekV3Attention.scaling`)."""
+    growth = 1.0
+    if model.is_mla and model.rope_scaling == "yarn" and model.rope_mscale_all_dim:
+        growth = _yarn_growth(model.rope_factor, model.rope_mscale_all_dim)
+    return growth * growth / math.sqrt(model.head_dim)
+
+
+def _llama3(model: ModelSpec, frequency: float) -> float:
+    """Waves longer than original/low are stretched by the factor, those shorter than original/high are not."""
+    turns = model.original_positions * frequency / (2 * math.pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+    return frequency * keep + frequency / model.rope_factor * (1 - keep)
+
+
+def _yarn_ramp(model: ModelSpec, width: int) -> tuple[float, float]:
+    """The pairs between which the ramp lies: those that turn `rope_beta_fast` and `rope_beta_slow` times in an original sequence."""
+
+    def pair(turns: float) -> float:
+        return width * math.log(model.original_positions / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+
+    lo, hi = max(math.floor(pair(model.rope_beta_fast)), 0), min(math.ceil(pair(model.rope_beta_slow)), width - 1)
+    return lo, hi if hi != lo else lo + 0.001
+
+
+def _yarn_growth(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

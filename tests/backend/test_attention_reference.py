@@ -1,0 +1,116 @@
+"""The core of attention against the library's flash kernel, one document at a time: causal and packed, in blocks and whole.
+
+Bound. Scores sum d terms, the softmax and the mixed values up to s, forward and, with the gradients, four products more: at most 8 sums of
+s = 50 terms one after the other on either side, each off by at most K u of its operands' norms, u = 2^-24 (Higham 2002, section 3.1).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardproof.backend.model.attention_core import AttentionCore
+from shardproof.backend.numerics import make_numerics
+from shardproof.backend.tensor_parallel import LayerContext, Microbatch
+from shardproof.backend.transport.memory import MemoryWorld
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.plan import Batch, Numerics, Plan, Precision
+
+SAMPLES, SEQUENCE = 2, 50
+BOUND = 2 * 8 * SEQUENCE * 2.0**-24
+WHOLE = [[SEQUENCE], [SEQUENCE]]
+PACKED = [[13, 1, 20, 16], [33, 17]]
+"""Lengths of the documents in each sample; some end inside a block of queries."""
+
+
+def core_of(mode: str, block: int, heads: int, groups: int, width: int, window: int = 0) -> tuple[AttentionCore, LayerContext]:
+    model = ModelSpec("core", 1, heads * width, 60, heads, groups, width, 259, 64, sliding_window=window)
+    plan = Plan(
+        model, cluster_preset("this-host", 1), Layout(), Batch(SAMPLES, SAMPLES, SEQUENCE), precision=Precision("fp32"),
+        numerics=Numerics(mode, gradient_token_block=block, reduction_token_block=min(block, 5)),
+    )  # fmt: skip
+    transport = MemoryWorld(1).transport(0)
+    context = LayerContext(plan, tp=transport.group("tp", "tp", [0]), numerics=make_numerics(plan), recorder=transport.recorder)
+    return AttentionCore(context, "core"), context
+
+
+def documents_of(lengths: list[list[int]]) -> Tensor:
+    """For every token the place where its document begins."""
+    return torch.stack([torch.cat([torch.full((n,), sum(row[:i])) for i, n in enumerate(row)]) for row in lengths])
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, lengths: list[list[int]]) -> Tensor:
+    """Every document of every sample by the library's flash kernel, with nothing but itself to see."""
+    times = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        rows = []
+        for sample, row in enumerate(lengths):
+            parts = zip(*(x[sample : sample + 1].split(row, 2) for x in (q, k, v)), strict=True)
+            rows.append(torch.cat([F.scaled_dot_product_attention(*part, is_causal=True) for part in parts], 2))
+    return torch.cat(rows)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("lengths", [WHOLE, PACKED], ids=["causal", "packed"])
+@pytest.mark.parametrize(("mode", "block"), [("exact", 50), ("exact", 16), ("exact", 7), ("fast", 16)])
+@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (6, 2), (4, 1)])
+def test_attention_is_that_of_the_flash_kernel(mode, block, heads, groups, lengths):
+    width = 8
+    core, context = core_of(mode, block, heads, groups, width)
+    generator = torch.Generator().manual_seed(7)
+    shapes = {"q": heads, "k": groups, "v": groups, "dy": heads}
+    q, k, v, dy = (torch.randn(SAMPLES, n, SEQUENCE, width, generator=generator) for n in shapes.values())
+    ours, theirs = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    tokens = torch.zeros(SAMPLES, SEQUENCE, dtype=torch.int64)
+    with context.running(Microbatch(0, 0, tokens, tokens, documents=None if lengths is WHOLE else documents_of(lengths))):
+        y = core(*ours)
+    expected = flash(*theirs, lengths)
+    assert relative(y.detach(), expected.detach()) < BOUND
+    y.backward(dy)
+    expected.backward(dy)
+    for name, own, other in zip("qkv", ours, theirs, strict=True):
+        assert relative(own.grad, other.grad) < BOUND, name
+
+
+@pytest.mark.parametrize("lengths", [WHOLE, PACKED], ids=["causal", "packed"])
+@pytest.mark.parametrize(("mode", "block"), [("exact", 50), ("exact", 16), ("fast", 16)])
+@pytest.mark.parametrize("window", [1, 11, 49])
+def test_a_window_is_that_of_a_mask_written_out(mode, block, window, lengths):
+    core, context = core_of(mode, block, 6, 2, 8, window)
+    generator = torch.Generator().manual_seed(7)
+    q, k, v, dy = (torch.randn(SAMPLES, n, SEQUENCE, 8, generator=generator) for n in (6, 2, 2, 6))
+    documents = documents_of(lengths)
+    ours = [x.clone().requires_grad_() for x in (q, k, v)]
+    tokens = torch.zeros(SAMPLES, SEQUENCE, dtype=torch.int64)
+    with context.running(Microbatch(0, 0, tokens, tokens, documents=None if lengths is WHOLE else documents)):
+        y = core(*ours)
+    theirs = [x.double().requires_grad_() for x in (q, k, v)]
+    seen = torch.zeros(SAMPLES, 1, SEQUENCE, SEQUENCE, dtype=torch.bool)
+    for sample in range(SAMPLES):
+        for i in range(SEQUENCE):
+            seen[sample, 0, i, max(i - window + 1, int(documents[sample, i])) : i + 1] = True
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(*theirs, attn_mask=seen, enable_gqa=True)
+    assert relative(y.detach(), expected.detach()) < BOUND
+    y.backward(dy)
+    expected.backward(dy.double())
+    for name, own, other in zip("qkv", ours, theirs, strict=True):
+        assert (own.grad - other.grad).norm() < BOUND * (1 + other.grad.norm()), name  # a window of one token has no gradient of q and k
+
+
+def test_a_token_that_saw_another_document_would_be_noticed():
+    core, context = core_of("exact", 16, 3, 3, 8)
+    q, k, v = torch.randn(3, SAMPLES, 3, SEQUENCE, 8, generator=torch.Generator().manual_seed(7)).unbind(0)
+    shifted = [[12, 2, 20, 16], [33, 17]]
+    tokens = torch.zeros(SAMPLES, SEQUENCE, dtype=torch.int64)
+    with context.running(Microbatch(0, 0, tokens, tokens, documents=documents_of(shifted))):
+        assert relative(core(q, k, v), flash(q, k, v, PACKED)) > BOUND

@@ -1,0 +1,86 @@
+"""Under context parallelism, too, ranks compute and send what `core.program` says, to the byte; each of them, for their parts differ."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import fields, replace
+
+import pytest
+
+from shardproof import lower
+from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.program import load_batch, operations
+from shardproof.core.schedules import schedule_for
+
+DENSE = {
+    field.name: field.default
+    for field in fields(ModelSpec)
+    if "expert" in field.name or "router" in field.name or field.name == "first_dense_layers"
+}
+"""No experts: how many rows those get depends on the data."""
+
+
+def plan_of(layout: Layout, mode: str, *, sequence=24, block=3, samples=4, micro=1, changes=None, **choices) -> Plan:
+    model, ring = choices.get("model", "tiny-gpt"), choices.get("ring", False)
+    return Plan(
+        replace(model_preset(model), num_layers=max(2, layout.num_stages), **(changes or {})),
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(samples, micro, sequence),
+        runtime=Runtime(context_parallel="ring" if ring else None),
+        precision=Precision(choices.get("dtype", "fp32")),
+        recompute=Recompute(choices.get("recompute", "none")),
+        schedule=ScheduleChoice(choices.get("schedule", "1F1B")),
+        numerics=Numerics(mode, gradient_token_block=block, reduction_token_block=min(block, 3)),
+    )
+
+
+def recorded_step(transport, plan):
+    transport.recorder.enabled = True
+    TrainingRank(transport, plan).step(0)
+    return transport.recorder.events
+
+
+LAYOUTS = [
+    pytest.param(Layout(cp=2), {"micro": 2, "block": 6}, id="cp2"),
+    pytest.param(Layout(cp=3, dp=2), {"model": "tiny-llama", "block": 2, "ring": True}, id="cp3-dp2-gqa-ring"),
+    pytest.param(Layout(cp=4), {"samples": 2, "block": 3, "recompute": "full"}, id="cp4-full-recomputation"),
+    pytest.param(Layout(cp=5), {"samples": 2, "sequence": 30, "recompute": "selective"}, id="cp5-selective-recomputation"),
+    pytest.param(Layout(cp=2, tp=2, sequence_parallel=True), {"samples": 3}, id="cp2-tp2-sp"),
+    pytest.param(Layout(cp=2, tp=2, dp=2), {"dtype": "bf16"}, id="cp2-tp2-dp2-bf16"),
+    pytest.param(Layout(cp=2, pp=2, vpp=2), {"schedule": "ZBVZeroBubble"}, id="cp2-split-backward"),
+    pytest.param(Layout(cp=2, pp=2), {"schedule": "DualPipe", "samples": 8}, id="cp2-replicas"),
+    pytest.param(Layout(cp=2, tp=2), {"model": "tiny-llama", "changes": {"qk_norm": True}}, id="cp2-tp2-norms-of-heads"),
+    pytest.param(
+        Layout(cp=3), {"model": "tiny-llama", "block": 2, "changes": {"qk_norm": True, "qkv_bias": True}}, id="cp3-norms-of-heads"
+    ),
+    pytest.param(Layout(cp=2, tp=2, sequence_parallel=True), {"changes": {"num_mtp_layers": 2}}, id="cp2-tied-multi-token"),
+    pytest.param(Layout(cp=2, pp=2), {"model": "tiny-deepseek", "changes": DENSE}, id="cp2-latent-multi-token"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "choices", "mode"),
+    [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in LAYOUTS for mode in ("exact", "fast")],
+)
+def test_every_action_of_a_step_records_the_program(layout, choices, mode):
+    plan = plan_of(layout, mode, **choices)
+    schedule = lower(schedule_for(plan))
+    for global_rank, events in enumerate(run_threads(MemoryWorld(layout.world_size, timeout_s=60), recorded_step, plan)):
+        here = layout.coordinates(global_rank)
+        recorded = defaultdict(Counter)
+        for action, operation in events:
+            recorded[action][operation] += 1
+        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
+        for row_action in schedule.row(here["pp"]):
+            for action in row_action.parts:
+                replica = plan.placement.replica_of(action.stage, here["pp"])
+                expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"], cp_rank=here["cp"], replica=replica))
+                assert recorded.pop(action, Counter()) == expected, f"rank {global_rank}, {action}"
+        assert not recorded, "something was computed or sent outside of the schedule's actions"

@@ -1,0 +1,73 @@
+"""A model described and drawn here, written with a `config.json` of its own, is for `transformers` the model that it is here.
+
+Bound: that of `test_model_transformers.py`, 38 operations of at most 259 roundings on each side.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardproof.backend.huggingface.save import save_weights
+from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.transport.memory import MemoryWorld
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.parameters import parameters
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+BOUND = 2 * 38 * 259 * 2.0**-24
+LLAMA = ModelSpec("llama", 2, 48, 60, 6, 3, 8, 259, 64, norm_eps=3e-6)
+MIXTURE = {"num_experts": 6, "experts_per_token": 2}
+LATENT = {"head_dim": 12, "num_kv_heads": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+GROUPS = {"num_router_groups": 3, "router_groups_per_token": 2}
+SHARED = {**MIXTURE, **LATENT, **GROUPS, "num_shared_experts": 2, "expert_ffn_hidden_size": 12, "first_dense_layers": 1, "norm_eps": 1e-6}
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 16}
+MODELS = {
+    "gpt2": ModelSpec(
+        "gpt2", 2, 48, 60, 6, 6, 8, 259, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True
+    ),
+    "llama": replace(LLAMA, bias=True, rope_scaling="linear", rope_factor=3.0, rope_theta=5000.0, head_dim=10),
+    "mistral": replace(LLAMA, max_positions=16, sliding_window=9, rope_scaling="dynamic", rope_factor=2.0),
+    "qwen2": replace(LLAMA, qkv_bias=True, tied_embeddings=True, sliding_window=13),
+    "qwen3": replace(LLAMA, qk_norm=True, **YARN, rope_beta_fast=20.0),
+    "mixtral": replace(LLAMA, **MIXTURE),
+    "qwen3_moe": replace(LLAMA, **MIXTURE, qk_norm=True, expert_ffn_hidden_size=24, first_dense_layers=1, normalized_router_weights=False),
+    "deepseek_v2": replace(LLAMA, **SHARED, normalized_router_weights=False, router_scaling=2.0),
+    "deepseek_v3": replace(
+        LLAMA, **SHARED, q_lora_rank=20, router_scores="sigmoid", router_group_scores="top_two", expert_bias=True, router_scaling=1.7,
+        **YARN, rope_mscale=0.8, rope_mscale_all_dim=1.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_made_here_has_the_same_logits_in_transformers(family, tmp_path):
+    model = MODELS[family]
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
+    plan = Plan(
+        model, cluster_preset("this-host", 1), Layout(), Batch(2, 2, 24), precision=Precision("fp32"), numerics=Numerics("exact"),
+        train=Train(data=str(tmp_path / "text")),
+    )  # fmt: skip
+    transport = MemoryWorld(1).transport(0)
+    rank = TrainingRank(transport, plan)
+    generator = torch.Generator().manual_seed(11)
+    rank.stages[0].load({p.name: torch.randn(p.shape, generator=generator) * 0.1 + (p.constant or 0.0) for p in parameters(model)})
+    for router in rank.stages[0].routers:
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(torch.randn(model.num_experts, generator=generator) * 0.1)
+    save_weights(plan, str(tmp_path / "model"), rank.saved_shards, transport.group("world", "world", [0]), transport.device)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    (microbatch,) = rank._training_batch(0)
+    with torch.no_grad():
+        ours, expected = rank.stages[0].logits(replace(microbatch, step=None), None), theirs(microbatch.tokens).logits
+    assert ((ours - expected).norm() / expected.norm()).item() < BOUND

@@ -1,0 +1,91 @@
+"""Latent attention, norms of heads and their biases, multi-token prediction: actions compute and send what `core.program` says."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+
+from shardproof import lower
+from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.program import load_batch, operations
+from shardproof.core.schedules import schedule_for
+
+HEADS = ModelSpec("heads", 2, 32, 48, 6, 3, 8, 256, 32, qk_norm=True, qkv_bias=True)
+LATENT = ModelSpec(
+    "latent", 2, 32, 48, 3, 3, 12, 256, 32, q_lora_rank=10, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+)
+WIDE = ModelSpec(
+    "wide",
+    2,
+    32,
+    48,
+    4,
+    4,
+    12,
+    256,
+    32,
+    kv_lora_rank=14,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=12,
+    bias=True,
+    norm="layernorm",
+)
+AHEAD = ModelSpec("ahead", 2, 32, 48, 4, 2, 8, 256, 32, num_mtp_layers=2)
+TIED = ModelSpec(
+    "tied", 2, 32, 48, 2, 2, 8, 256, 32, num_mtp_layers=1, tied_embeddings=True, position="learned", bias=True, norm="layernorm"
+)
+
+
+def plan_of(model: ModelSpec, layout: Layout, mode: str, *, micro: int = 1, dtype: str = "fp32", **choices) -> Plan:
+    return Plan(
+        model,
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(4, micro, 24),
+        precision=Precision(dtype),
+        numerics=Numerics(mode, gradient_token_block=8),
+        **choices,
+    )
+
+
+def recorded_step(transport, plan):
+    transport.recorder.enabled = True
+    TrainingRank(transport, plan).step(0)
+    return transport.recorder.events
+
+
+UP = Recompute("selective", modules=("core_attn", "mla_up_proj"))
+LAYOUTS = [
+    pytest.param(HEADS, Layout(tp=3), {"micro": 2}, id="heads-tp3"),
+    pytest.param(HEADS, Layout(tp=3, dp=2, sequence_parallel=True), {"dtype": "bf16"}, id="heads-tp3-dp2-sp-bf16"),
+    pytest.param(LATENT, Layout(tp=3), {"dtype": "bf16"}, id="latent-tp3-bf16"),
+    pytest.param(LATENT, Layout(tp=3, sequence_parallel=True), {"micro": 2}, id="latent-tp3-sp"),
+    pytest.param(WIDE, Layout(tp=2, pp=2, sequence_parallel=True), {"schedule": ScheduleChoice("ZBH1")}, id="latent-biased-split-backward"),
+    pytest.param(AHEAD, Layout(tp=2, pp=2), {"micro": 2}, id="two-tokens-ahead-pp2"),
+    pytest.param(AHEAD, Layout(tp=2, dp=2, sequence_parallel=True), {"recompute": Recompute("full")}, id="ahead-on-one-stage-recomputed"),
+    pytest.param(TIED, Layout(tp=2, pp=2, sequence_parallel=True), {"dtype": "bf16", "schedule": ScheduleChoice("ZBH1")}, id="tied-bf16"),
+    pytest.param(LATENT, Layout(pp=2, dp=2), {"recompute": UP}, id="latent-up-projections-again"),
+]
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize(("model", "layout", "choices"), LAYOUTS)
+def test_every_action_of_a_step_records_the_program(model, layout, choices, mode):
+    plan = plan_of(model, layout, mode, **choices)
+    schedule = lower(schedule_for(plan))
+    for global_rank, events in enumerate(run_threads(MemoryWorld(layout.world_size, timeout_s=60), recorded_step, plan)):
+        here = layout.coordinates(global_rank)
+        recorded = defaultdict(Counter)
+        for action, operation in events:
+            recorded[action][operation] += 1
+        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
+        for action in schedule.row(here["pp"]):
+            expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"]))
+            assert recorded[action] == expected, f"rank {global_rank}, {action}"

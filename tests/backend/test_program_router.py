@@ -1,0 +1,103 @@
+"""What routers compute and send is what `core.program` says, per action and to the byte: products, counts, choices, losses, biases."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+
+from shardproof import lower
+from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model import ModelSpec
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.program import EXPERT_BIAS, Collective, operations
+from shardproof.core.schedules import schedule_for
+
+MODEL = ModelSpec(
+    "moe",
+    2,
+    24,
+    48,
+    6,
+    6,
+    4,
+    256,
+    64,
+    num_experts=6,
+    experts_per_token=2,
+    expert_ffn_hidden_size=12,
+    expert_bias=True,
+    first_dense_layers=1,
+)
+CAPACITY = replace(MODEL, expert_capacity_factor=1.0)
+BUSY = Train(router_aux_loss=0.1, router_z_loss=0.01, router_jitter=0.1)
+MOE = Recompute("selective", modules=("moe",))
+
+
+def plan_of(layout: Layout, mode: str, *, model=CAPACITY, micro=1, dtype="fp32", schedule="1F1B", train=BUSY, recompute=None) -> Plan:
+    return Plan(
+        replace(model, num_layers=max(2, layout.num_stages)),
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(6, micro, 24),
+        precision=Precision(dtype),
+        schedule=ScheduleChoice(schedule),
+        numerics=Numerics(mode, gradient_token_block=6, reduction_token_block=3),
+        recompute=recompute or Recompute(),
+        train=train,
+    )
+
+
+def recorded_step(transport, plan):
+    transport.recorder.enabled = True
+    TrainingRank(transport, plan).step(0)
+    return transport.recorder.events
+
+
+def of_routers(operation) -> bool:
+    return ".router" in operation.layer or operation.layer in (EXPERT_BIAS, "aux_loss")
+
+
+CASES = [
+    pytest.param(Layout(), {}, id="one-device"),
+    pytest.param(Layout(dp=2), {"micro": 3}, id="dp2-micro3"),
+    pytest.param(Layout(tp=2), {}, id="tp2"),
+    pytest.param(Layout(tp=2, sequence_parallel=True), {"micro": 2}, id="tp2-sp"),
+    pytest.param(Layout(tp=2, dp=2, sequence_parallel=True), {"dtype": "bf16"}, id="tp2-dp2-sp-bf16"),
+    pytest.param(Layout(tp=2, sequence_parallel=True), {"train": Train()}, id="tp2-sp-plain"),
+    pytest.param(Layout(tp=2, sequence_parallel=True), {"recompute": MOE, "model": MODEL}, id="tp2-sp-recomputed"),
+    pytest.param(Layout(pp=2, vpp=2), {"schedule": "ZBVZeroBubble"}, id="split-backward"),
+    pytest.param(Layout(pp=2), {"schedule": "DualPipe"}, id="replicas"),
+    pytest.param(Layout(cp=2, dp=2), {}, id="cp2-dp2"),
+    pytest.param(Layout(tp=2, cp=2, sequence_parallel=True), {"micro": 2}, id="tp2-cp2-sp"),
+]
+UNEVEN = [pytest.param(Layout(tp=3, sequence_parallel=True), {"micro": 2}, "exact", id="tp3-sp-exact")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "choices", "mode"),
+    [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in CASES for mode in ("exact", "fast")] + UNEVEN,
+)
+def test_every_action_records_what_the_program_says_of_routers(layout, choices, mode):
+    plan = plan_of(layout, mode, **choices)
+    schedule = lower(schedule_for(plan))
+    found = 0
+    for global_rank, events in enumerate(run_threads(MemoryWorld(layout.world_size, timeout_s=60), recorded_step, plan)):
+        here = layout.coordinates(global_rank)
+        recorded = defaultdict(Counter)
+        for action, operation in events:
+            if of_routers(operation):
+                recorded[action][operation] += 1
+        for action in (part for whole in schedule.row(here["pp"]) for part in whole.parts):
+            stage_ranks = plan.placement.ranks[action.stage]
+            replica = stage_ranks.index(here["pp"]) if here["pp"] in stage_ranks else 0
+            program = operations(plan, action.kind, action.stage, here["tp"], here["dp"], replica=replica)
+            expected = Counter(filter(of_routers, program))
+            assert recorded.pop(action, Counter()) == expected, f"rank {global_rank}, {action}"
+            found += sum(count for operation, count in expected.items() if isinstance(operation, Collective))
+        assert not recorded
+    assert (found > 0) == (layout.world_size > 1)

@@ -1,0 +1,104 @@
+"""The matrix of layouts: what it covers, what it refuses, and two dozen of its layouts against one device. `.ci/run` runs all of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from shardproof.core.plan import Plan
+from shardproof.core.schedules import CATALOG
+from shardproof.verify import matrix as command
+from shardproof.verify.covering import Row
+from shardproof.verify.ledger import RunLedger
+from shardproof.verify.matrix import References, chosen_rows, label, main, run_row
+from shardproof.verify.matrix_layouts import FACTORS, features, matrix, num_ranks, plan_of, refusals
+
+SMALL = [row for row in matrix().rows if num_ranks(row) <= 8]
+SAMPLE = chosen_rows(SMALL, sample=24)
+
+
+@cache
+def references() -> References:
+    return References(steps=1)
+
+
+def values_of(name: str) -> set[str | int]:
+    return {value for row in matrix().rows for other, value in features(row) if other == name}
+
+
+def test_at_least_120_layouts_show_every_schedule_degree_precision_and_kind_of_layer() -> None:
+    assert len(matrix().rows) >= 120
+    assert values_of("schedule") == set(CATALOG)
+    assert values_of("tp") >= {1, 2, 3, 4, 5, 6, 8} and values_of("pp") >= {1, 2, 3, 4, 5, 6, 8} and values_of("dp") >= {1, 2, 3, 4, 5, 6}
+    assert values_of("dtype") == {"fp32", "bf16"} and values_of("attention") == {"mha", "gqa", "mla"}
+    assert values_of("mlp") == {"dense", "experts"} and values_of("mtp") == {"no", "yes"} and values_of("dropout") == {"no", "yes"}
+    assert values_of("micro") == {1, 2, 3} and values_of("recompute") == set(FACTORS["recompute"])
+
+
+def test_every_refusal_says_what_would_be_admitted() -> None:
+    for _, refusal in refusals():
+        assert all(any(word in problem for word in ("Use ", "Choose ", "Set ", "Leave ")) for problem in refusal.problems), refusal
+    assert len(refusals()) < 10
+
+
+@pytest.mark.parametrize("row", SAMPLE, ids=label)
+def test_a_layout_has_the_bits_of_one_device(row: Row) -> None:
+    outcome = run_row(row, references())
+    assert outcome.ok, outcome.line
+    assert outcome.tensors_compared > 100 and "0 different bits" in outcome.line
+
+
+def test_the_sample_shows_every_value_that_eight_ranks_can() -> None:
+    shown = {feature for row in SAMPLE for feature in features(row)}
+    assert shown == {feature for row in SMALL for feature in features(row)}
+    assert len(SAMPLE) == 24
+
+
+class OtherSeed(References):
+    """One device with other weights."""
+
+    def of(self, plan: Plan) -> RunLedger:
+        return super().of(replace(plan, train=replace(plan.train, seed=99)))
+
+
+def test_other_bits_fail_and_name_the_first_tensor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    row = next(row for row in SMALL if row["problem"] == "gpt")
+    outcome = run_row(row, OtherSeed(steps=1))
+    assert not outcome.ok and outcome.tensors_different > 100
+    assert "FAILED" in outcome.line and "DIFFER" in outcome.line and "step 1" in outcome.line
+    monkeypatch.setattr(command, "References", OtherSeed)
+    assert main(["--only", f"pipeline={row['pipeline']}", "--only", f"tp={row['tp']}", "--sample", "1", "--steps", "1", "--jobs", "1"]) == 1
+    assert "0 of 1 layouts at 0 different bits" in capsys.readouterr().out
+
+
+def test_a_step_that_is_not_clipped_fails() -> None:
+    plan = plan_of(SMALL[0])
+    assert isinstance(plan, Plan)
+    lenient = replace(plan, optimizer=replace(plan.optimizer, clip_grad_norm=1e6))
+    outcome = command.prove_plan(lenient, SMALL[0], References(steps=1))
+    assert outcome.tensors_different == 0 and not outcome.ok and "not clipped" in outcome.line
+
+
+def test_the_list_tells_layouts_coverage_and_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--only", "schedule=DualPipe", "--only", "tp=2"]) == 0
+    text = capsys.readouterr().out
+    assert "DualPipe" in text and "Layouts with each value:" in text and "pairs need more than 16 ranks" in text
+    assert main(["--list", "--json", "--sample", "5"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_layouts"] == len(report["layouts"]) == 5 and report["num_pairs"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("schedul=1F1B", "did you mean 'schedule'"),
+        ("schedule=Dualpipe", "did you mean 'DualPipe'"),
+        ("tp=7", "Use one of 1, 2, 3, 4, 5, 6, 8"),
+    ],
+)
+def test_an_axis_or_value_that_no_layout_has_is_refused(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", option]) == 2
+    assert message in capsys.readouterr().err

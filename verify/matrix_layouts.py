@@ -1,0 +1,249 @@
+"""The layouts of the matrix: every pair of degrees, schedules, precisions, kinds of layers and modes of recomputation that can be run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..backend.trainer import unsupported
+from ..core.errors import PlanError
+from ..core.layout import DEFAULT_ORDER, Layout
+from ..core.plan import Batch, Plan, Recompute, Runtime, ScheduleChoice
+from ..core.reduction import cut
+from ..core.schedules import CATALOG
+from .covering import Covering, Feature, Row, Space, cover, first_possible
+from .matrix_problems import NUM_LAYERS, PROBLEMS, TOKENS, Problem
+
+MAX_RANKS = 16
+"""Larger worlds only repeat what smaller ones show, with more threads."""
+
+MANY_RANKS = 100
+"""What is possible on so many ranks, and not on `MAX_RANKS`, is too large to run, but not refused."""
+
+PIPELINES: Mapping[str, tuple[str, int, int]] = {
+    f"{schedule} {pp}x{vpp}": (schedule, pp, vpp)
+    for schedule, pp, vpp in (
+        ("1F1B", 1, 1),
+        ("1F1B", 2, 1),
+        ("1F1B", 3, 1),
+        ("1F1B", 5, 1),
+        ("1F1B", 8, 1),
+        ("GPipe", 4, 1),
+        ("Interleaved1F1B", 2, 2),
+        ("LoopedBFS", 2, 2),
+        ("InterleavedZeroBubble", 2, 2),
+        ("ZBH1", 3, 1),
+        ("ZBH2", 2, 1),
+        ("ZBAuto", 4, 1),
+        ("ZBVZeroBubble", 2, 2),
+        ("ZBVZeroBubble", 3, 2),
+        ("VHalf", 2, 2),
+        ("VMin", 3, 2),
+        ("DualPipe", 2, 1),
+        ("DualPipe", 4, 1),
+        ("DualPipeV", 2, 2),
+        ("DualPipeV", 3, 2),
+        ("Combined1F1B", 2, 2),
+        ("Combined1F1B", 6, 1),
+    )
+}
+"""`schedule ranks x stages per rank`: every schedule of the catalog."""
+
+RECOMPUTE: Mapping[str, Recompute] = {
+    "none": Recompute(),
+    "core": Recompute("selective"),
+    "parts": Recompute("selective", modules=("core_attn", "norm", "mlp", "moe")),
+    "inner": Recompute("selective", modules=("mlp_act", "moe_act", "mla_up_proj", "shared_experts")),
+    "full": Recompute("full"),
+    "first": Recompute("full", num_layers=1),
+    "spread": Recompute("full", distribute=True),
+}
+"""Modes of recomputation; of `modules` those that a problem's model has."""
+
+FACTORS: Mapping[str, tuple[str | int, ...]] = {
+    "problem": tuple(PROBLEMS),
+    "pipeline": tuple(PIPELINES),
+    "tp": (1, 2, 3, 4, 5, 6, 8),
+    "dp": (1, 2, 3, 4, 5, 6),
+    "cp": (1, 2, 3, 4),
+    "ep": (1, 2, 3, 4),
+    "etp": ("tp", 1, 2, 3),
+    "sequence": ("whole", "cut"),
+    "micro": (1, 2, 3),
+    "split": ("even", "uneven"),
+    "recompute": tuple(RECOMPUTE),
+    "order": (DEFAULT_ORDER, "pp-dp-tp-cp-ep"),
+    "overlap": ("no", "tp"),
+    "keys": ("all_gather", "ring"),
+}
+"""What a layout of the matrix chooses; the first value of each is the plain one."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a layout is not run, in the words of the rules: what was given, and what would be admitted."""
+
+    problems: tuple[str, ...]
+
+
+def matrix_space(max_ranks: int = MAX_RANKS) -> Space:
+    """The rows of `FACTORS` that can be run on so many ranks, and the features whose pairs are to meet."""
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    return Space(
+        FACTORS,
+        plain=(
+            plain,
+            {**plain, "cp": 2, "dp": 2},
+            {**plain, "problem": next(name for name, problem in PROBLEMS.items() if problem.is_moe)},
+        ),
+        features=features,
+        admits=lambda row: isinstance(plan_of(row, max_ranks), Plan),
+        too_large=lambda row: plan_of(row, max_ranks) is None,
+        cost=_cost,
+        group=_reference,
+        varied=frozenset({"problem", "sequence", "micro", "recompute", "order", "overlap", "keys", "split"}),
+    )
+
+
+@functools.cache
+def matrix() -> Covering:
+    """The layouts of the matrix: pairwise covering rows."""
+    return cover(matrix_space(), candidates=8)
+
+
+@functools.cache
+def refusals() -> tuple[tuple[tuple[Feature, ...], Refusal], ...]:
+    """The single features and the pairs of features that the rules refuse on any number of ranks up to `MANY_RANKS`."""
+    wide = matrix_space(MANY_RANKS)
+    given = [*(((feature,), row) for feature, row in matrix().impossible), *matrix().left]
+    return tuple(
+        (kept, refusal)
+        for kept, row in given
+        if isinstance(refusal := plan_of(row, MANY_RANKS), Refusal) and first_possible(wide, row, kept) is None
+    )
+
+
+def features(row: Row) -> tuple[Feature, ...]:
+    """What a row combines. Degrees of experts count where there are experts, the way of keys where they travel, the split of
+    the batch where it is split."""
+    return _features(tuple(row[name] for name in FACTORS))
+
+
+@functools.cache
+def _features(values: tuple[str | int, ...]) -> tuple[Feature, ...]:
+    row = dict(zip(FACTORS, values, strict=True))
+    problem = PROBLEMS[str(row["problem"])]
+    schedule, pp, _ = PIPELINES[str(row["pipeline"])]
+    idle = {"problem", "pipeline"}
+    idle |= (
+        (set() if problem.is_moe else {"ep", "etp"}) | (set() if row["cp"] != 1 else {"keys"}) | (set() if row["dp"] != 1 else {"split"})
+    )
+    names = [name for name in FACTORS if name not in idle]
+    return (("schedule", schedule), ("pp", pp), *((name, row[name]) for name in names), *problem.features)
+
+
+def num_ranks(row: Row) -> int:
+    """Ranks of a row."""
+    _, pp, _ = PIPELINES[str(row["pipeline"])]
+    return pp * math.prod(int(row[name]) for name in ("tp", "dp", "cp"))
+
+
+def plan_of(row: Row, max_ranks: int = MAX_RANKS) -> Plan | Refusal | None:
+    """The plan of a row with the plainest sizes that admit it, or why there is none; None for more ranks than `max_ranks`."""
+    if num_ranks(row) > max_ranks:
+        return None
+    return _plan_of(tuple(row[name] for name in FACTORS))
+
+
+@functools.cache
+def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
+    row = dict(zip(FACTORS, values, strict=True))
+    schedule, pp, vpp = PIPELINES[str(row["pipeline"])]
+    tp, dp, cp, ep, micro = (int(row[name]) for name in ("tp", "dp", "cp", "ep", "micro"))
+    try:
+        layout = Layout(
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            cp=cp,
+            ep=ep,
+            etp=None if row["etp"] == "tp" else int(row["etp"]),
+            vpp=vpp,
+            sequence_parallel=row["sequence"] == "cut",
+            order=str(row["order"]),
+            stages=stages(pp * vpp),
+        )
+    except PlanError as error:
+        return Refusal(error.problems)
+    samples = micro * _microbatches(schedule, pp=pp, dp=dp, micro=micro, short=row["split"] == "uneven" and dp > 1)
+    choices = {
+        "schedule": ScheduleChoice(schedule),
+        "recompute": recompute_of(PROBLEMS[str(row["problem"])], str(row["recompute"])),
+        "runtime": Runtime(tp_comm_overlap=True if row["overlap"] == "tp" else None, context_parallel=row["keys"] if cp > 1 else None),
+    }
+    return _first_plan(PROBLEMS[str(row["problem"])], layout, samples=samples, micro=micro, choices=choices)
+
+
+def recompute_of(problem: Problem, name: str) -> Recompute:
+    """One of `RECOMPUTE`, of the modules that the problem's model has."""
+    chosen = RECOMPUTE[name]
+    if chosen.mode != "selective":
+        return chosen
+    lacks = {"moe", "moe_act"} if not problem.is_moe else set()
+    lacks |= {"mla_up_proj"} if problem.attention != "mla" else set()
+    lacks |= {"shared_experts"} if "num_shared_experts" not in problem.model else set()
+    return replace(chosen, modules=tuple(module for module in chosen.modules if module not in lacks))
+
+
+def _first_plan(problem: Problem, layout: Layout, *, samples: int, micro: int, choices: Mapping[str, Any]) -> Plan | Refusal:
+    """The plan with the first of `TOKENS` that a layout can cut, or the shortest refusal."""
+    refusals = []
+    for tokens in TOKENS:
+        try:
+            plan = problem.plan(layout, tokens, Batch(samples, micro, tokens.sequence), **choices)
+        except PlanError as error:
+            refusals.append(Refusal(error.problems))
+            continue
+        problems = unsupported(plan)
+        return Refusal(tuple(problems)) if problems else plan
+    return min(refusals, key=lambda refusal: len(refusal.problems))
+
+
+def _cost(row: Row, alone: bool) -> float:
+    """Seconds of one core, roughly: threads that talk, tokens, and the reference for the first row that needs it."""
+    plan = plan_of(row)
+    assert isinstance(plan, Plan)
+    tokens_s = plan.batch.global_size * plan.batch.sequence * (3 if plan.model.is_moe else 2) / 300
+    return 0.2 * plan.layout.world_size + (2 if alone else 1) * tokens_s
+
+
+def _reference(row: Row) -> tuple[Any, ...]:
+    """What makes two rows have one reference."""
+    plan = plan_of(row)
+    assert isinstance(plan, Plan)
+    return plan.model, plan.batch.global_size, plan.batch.sequence, plan.numerics
+
+
+def stages(num_stages: int) -> str | None:
+    """The layers of the matrix' models over stages as evenly as possible, the last stages without any where there are too few.
+
+    >>> stages(3), stages(2), stages(5)
+    (None, 'Ett|tL', 'Et|t|t||L')
+    """
+    if NUM_LAYERS % num_stages == 0:
+        return None
+    intervals = [cut(NUM_LAYERS, num_stages, stage) for stage in range(num_stages)]
+    return f"E{'|'.join('t' * (hi - lo) for lo, hi in intervals)}L"
+
+
+def _microbatches(schedule: str, *, pp: int, dp: int, micro: int, short: bool) -> int:
+    """The fewest microbatches of a step for which the schedule exists: six samples at least, and in a pipeline two rounds unless they are
+    long. With `short` the last data-parallel rank has one less than the others, and the rounds are two or more."""
+    least = max(-(-6 // (dp * micro)), 2 if short or (pp > 1 and dp * micro <= 6) else 1)
+    exists = CATALOG[schedule].condition
+    counts = range(least, least + 4 * pp)
+    rounds = next((m for m in counts if exists(pp, m) is None and not (short and exists(pp, m - 1))), least)
+    return rounds * dp - short

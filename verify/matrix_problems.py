@@ -1,0 +1,158 @@
+"""The problems of the matrix: small models of every kind, each with the smallest sizes that a layout can cut.
+
+Heads, experts, blocks of tokens and samples follow from the degrees of a layout (no model of six heads can be cut for tp=5), so a problem
+has one reference per set of sizes, which all layouts of those sizes share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.cluster_presets import cluster_preset
+from ..core.layout import Layout
+from ..core.model import ModelSpec
+from ..core.plan import Batch, Numerics, Optimizer, Plan, Precision, Train
+
+NUM_LAYERS = 3
+"""Odd, so that pipelines cut them unevenly; one dense and two with experts in a mixture."""
+
+HEADS = (6, 8, 5, 7)
+"""Key/value heads, the first number that tp divides, else the first of all; 2 and 3 cut them at odd places of the canonical tree."""
+
+EXPERTS = (6, 4)
+"""Experts, the first number that ep divides."""
+
+EXPERT_WIDTHS = (24, 30, 28)
+"""Units of an expert, the first number that tp divides."""
+
+CLIP_GRAD_NORM = 0.05
+"""Far below the gradient norms of these models, so that every step clips."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Length of a sequence and the blocks of tokens that its sums are made of."""
+
+    sequence: int
+    gradient_block: int
+    reduction_block: int
+
+
+TOKENS = (Tokens(15, 8, 2), Tokens(15, 2, 2), Tokens(16, 4, 2), Tokens(16, 2, 1), Tokens(12, 2, 1), Tokens(24, 4, 1))
+"""The first that a layout can cut: between blocks of which the last is shorter, or over 2*cp chunks of whole blocks."""
+
+BIASED: Mapping[str, Any] = {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True}
+LATENT: Mapping[str, Any] = {"kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "head_dim": 6}
+MIXTURE: Mapping[str, Any] = {"experts_per_token": 2, "first_dense_layers": 1}
+GROUPS: Mapping[str, Any] = {"num_router_groups": 2, "router_groups_per_token": 1}
+DEEPSEEK: Mapping[str, Any] = {"router_scores": "sigmoid", "router_group_scores": "top_two", "router_scaling": 2.5, "expert_bias": True}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained, whatever the layout. `model` holds fields of `ModelSpec` but for the counts that follow from a layout.
+
+    `attention` is `mha`, `gqa` (two query heads share one of key and value) or `mla`.
+    """
+
+    name: str
+    attention: str
+    model: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "fp32"
+    dropout: float = 0.0
+    train: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_moe(self) -> bool:
+        """True when its layers have experts."""
+        return "experts_per_token" in self.model
+
+    @property
+    def features(self) -> tuple[tuple[str, str], ...]:
+        """What tells it from other problems, for the coverage table."""
+        return (
+            ("attention", self.attention),
+            ("mlp", "experts" if self.is_moe else "dense"),
+            ("norm", self.model.get("norm", "rmsnorm")),
+            ("table", "tied" if self.model.get("tied_embeddings") else "untied"),
+            ("packed", "yes" if self.train.get("packed") else "no"),
+            ("mtp", "yes" if self.model.get("num_mtp_layers") else "no"),
+            ("dtype", self.dtype),
+            ("dropout", "yes" if self.dropout else "no"),
+        )
+
+    def spec(self, *, tp: int, ep: int, sequence: int) -> ModelSpec:
+        """The model with as many heads and experts as degrees can cut."""
+        heads = next((number for number in HEADS if number % tp == 0), HEADS[0])
+        return ModelSpec(
+            **{
+                "name": f"{self.name}-{heads}h",
+                "num_layers": NUM_LAYERS,
+                "hidden_size": 32,
+                "ffn_hidden_size": 50,
+                "num_heads": heads * (2 if self.attention == "gqa" else 1),
+                "num_kv_heads": heads,
+                "head_dim": 4,
+                "vocab_size": 259,
+                "max_positions": sequence,
+                "hidden_dropout": self.dropout,
+                "attention_dropout": self.dropout / 2,
+                **(self._experts(tp, ep) if self.is_moe else {}),
+                **self.model,
+            }
+        )
+
+    def _experts(self, tp: int, ep: int) -> dict[str, int]:
+        """As many experts as ep divides, and of a width that tp divides."""
+        number = next((number for number in EXPERTS if number % ep == 0), EXPERTS[0])
+        width = next((width for width in EXPERT_WIDTHS if width % tp == 0), EXPERT_WIDTHS[0])
+        return {"num_experts": number, "expert_ffn_hidden_size": width}
+
+    def plan(self, layout: Layout, tokens: Tokens, batch: Batch, **choices: Any) -> Plan:
+        """The plan of a layout; `choices` are further sections of a plan. Raises `PlanError` with every rule that it breaks."""
+        return Plan(
+            self.spec(tp=layout.tp, ep=layout.ep, sequence=tokens.sequence),
+            cluster_preset("this-host", layout.world_size),
+            layout,
+            batch,
+            precision=Precision(self.dtype),  # type: ignore[arg-type]
+            numerics=Numerics("exact", gradient_token_block=tokens.gradient_block, reduction_token_block=tokens.reduction_block),
+            optimizer=Optimizer(clip_grad_norm=CLIP_GRAD_NORM),
+            train=Train(steps=3, learning_rate=1e-2, **self.train),
+            **choices,
+        )
+
+
+PROBLEMS: Mapping[str, Problem] = {
+    problem.name: problem
+    for problem in (
+        Problem("gpt", "mha", {**BIASED, "tied_embeddings": True}),
+        Problem("gpt-packed", "mha", BIASED, dtype="bf16", train={"packed": True}),
+        Problem("gpt-dropout", "mha", BIASED, dropout=0.1, train={"ignore_token": 32, "label_smoothing": 0.1}),
+        Problem("gpt-bf16", "mha", {**BIASED, "tied_embeddings": True, "padding_rows": 3}, dtype="bf16", dropout=0.1),
+        Problem("llama", "gqa", train={"z_loss": 1e-3}),
+        Problem("llama-packed", "gqa", train={"packed": True}),
+        Problem("llama-bf16", "gqa", {"activation": "geglu"}, dtype="bf16"),
+        Problem("llama-tied", "gqa", {"tied_embeddings": True, "activation": "relu_squared"}, dropout=0.1),
+        Problem("gqa-layernorm", "gqa", {"norm": "layernorm", "activation": "gelu"}, dtype="bf16", dropout=0.1),
+        Problem("qwen2", "gqa", {"qkv_bias": True, "tied_embeddings": True}, dtype="bf16"),
+        Problem("qwen3", "gqa", {"qk_norm": True}),
+        Problem("mla", "mla", {**LATENT, "q_lora_rank": 8, "tied_embeddings": True}, dropout=0.1),
+        Problem("mla-bf16", "mla", {**LATENT, "norm": "layernorm"}, dtype="bf16"),
+        Problem("mixtral", "gqa", MIXTURE, train={"router_aux_loss": 0.01}),
+        Problem(
+            "gpt-experts",
+            "mha",
+            {**BIASED, **MIXTURE, "tied_embeddings": True, "expert_capacity_factor": 1.0},
+            dtype="bf16",
+            dropout=0.1,
+            train={"router_jitter": 0.1, "router_z_loss": 1e-3},
+        ),
+        Problem("mla-experts", "mla", {**LATENT, **MIXTURE, **GROUPS, **DEEPSEEK, "q_lora_rank": 8, "num_shared_experts": 1}, dtype="bf16"),
+        Problem("deepseek", "mla", {**LATENT, **MIXTURE, **GROUPS, "tied_embeddings": True, "num_mtp_layers": 1}, dropout=0.1),
+        Problem("gpt-mtp", "mha", {**BIASED, "tied_embeddings": True, "num_mtp_layers": 2}),
+    )
+}
+"""Name -> problem."""

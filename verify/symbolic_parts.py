@@ -1,0 +1,97 @@
+"""Small pieces that the halves of a transformer layer are made of on expressions; see `symbolic_layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..core.parameters import Parameter, Usage
+from ..core.program import Collective, Operations, Product
+from .expressions import apply, symbol
+from .symbolic_layers import Phase, Ranks, check_shape, vector_gradient
+from .symbolic_tensors import MisfitError, Part
+
+Gradients = dict[str, list[Part]]
+"""Weight gradients by `Usage.key`, one part per tensor-parallel rank."""
+
+
+class WholeLinear:
+    """A linear layer that no rank cuts, on the tokens that a rank holds; exact numerics gather them for its weight gradient."""
+
+    def __init__(self, ranks: Ranks, name: str, usage: Usage, bias: Usage | None):
+        self.ranks, self.name, self.usage, self.bias = ranks, name, usage, bias
+        self.shape = usage.parameter.shape
+
+    def forward(self, operations: Sequence[Operations], x: list[Part], phase: Phase = "forward") -> list[Part]:
+        """The layer's output, and its bias where it has one."""
+        _, y = self.ranks.walk(operations, x, [lambda _, part, product: self._multiplied("linear", part, product, self.shape)])
+        y = self.ranks.settle(phase, self.name, y, self.ranks.hidden(symbol("nothing")))
+        return y if self.bias is None else [replace(part, value=apply("bias", part.value, self.bias.parameter.name)) for part in y]
+
+    def backward(
+        self, operations: Sequence[Operations], weight_operations: Sequence[Operations], dy: list[Part], x: list[Part]
+    ) -> tuple[list[Part], Gradients]:
+        """(gradient of the input, gradients of weight and bias by `Usage.key`). Of two gathers the first is for the output's gradient."""
+        n, k = self.shape
+        _, dx = self.ranks.walk(operations, dy, [lambda _, part, product: self._multiplied("transposed", part, product, (k, n))])
+        dx = self.ranks.settle("input gradient", self.name, dx, self.ranks.hidden(symbol("nothing")))
+        first = [own[: sum(isinstance(each, Collective) for each in own) // 2] for own in weight_operations]
+        _, all_dy = self.ranks.walk(first, dy, [])
+        rest = [own[len(head) :] for own, head in zip(weight_operations, first, strict=True)]
+        _, gradient = self.ranks.walk(rest, x, [lambda tp_rank, part, product: self._outer(part, all_dy[tp_rank], product)])
+        gradients = {self.usage.key: self.ranks.settle_gradient(self.usage, gradient)}
+        if self.bias is not None:
+            gradients[self.bias.key] = vector_gradient(self.ranks, self.bias, dy, dy)
+        return dx, gradients
+
+    def _multiplied(self, function: str, x: Part, product: Product, shape: tuple[int, ...]) -> Part:
+        n, k = shape
+        check_shape(product, self._tokens(x), n, k)
+        return replace(x, value=self.ranks.in_order_of(apply(function, x.value, self.usage.parameter.name), self._tokens(x), n, k))
+
+    def _outer(self, x: Part, dy: Part, product: Product) -> Part:
+        if x.tokens != dy.tokens:
+            raise MisfitError(f"a weight gradient is given tokens {x.tokens} of the input and {dy.tokens} of the output's gradient")
+        n, k = self.shape
+        check_shape(product, n, k, self._tokens(x))
+        return Part(self.ranks.in_order_of(apply("outer", x.value, dy.value, self.usage.key), n, k, self._tokens(x)), x.tokens)
+
+    def _tokens(self, part: Part) -> int:
+        if part.elements is not None or part.leaves is not None or part.features is not None:
+            raise MisfitError("the product is given an unfinished sum, or cut features")
+        return (part.tokens[1] - part.tokens[0]) * self.ranks.plan.batch.micro_size
+
+
+def head_gradient(ranks: Ranks, usage: Usage, dy: list[Part], x: list[Part]) -> list[Part]:
+    """The gradient of the norm of every head: a sum over the heads that a rank holds, which take the place of tokens here."""
+    parts = []
+    for part, other in zip(dy, x, strict=True):
+        assert part.features is not None, "heads are cut"
+        value = ranks.in_order_of(apply("head sums", part.value, other.value, usage.key), *part.features[1:])
+        parts.append(Part(value, part.features[1:]))
+    return ranks.settle_gradient(usage, parts)
+
+
+def normed(parameters: Sequence[Parameter], x: list[Part]) -> list[Part]:
+    """A norm of rows that are whole: hidden states, low-rank vectors, heads."""
+    return [replace(part, value=apply("norm", part.value, *(parameter.name for parameter in parameters))) for part in x]
+
+
+def norm_gradients(ranks: Ranks, parameters: Sequence[Parameter], dy: list[Part], x: list[Part]) -> Gradients:
+    """The gradients of a norm's weights."""
+    usages = [Usage(parameter) for parameter in parameters]
+    return {usage.key: vector_gradient(ranks, usage, dy, x) for usage in usages}
+
+
+def residual(x: list[Part], y: list[Part]) -> list[Part]:
+    """The sum of two hidden states."""
+    return mapped("residual", x, y)
+
+
+def mapped(function: str, x: list[Part], *others: list[Part]) -> list[Part]:
+    """An elementwise function of parts that hold the same elements."""
+    results = []
+    for part, *rest in zip(x, *others, strict=True):
+        assert all(other.extents == part.extents for other in rest), "settled parts hold the same elements"
+        results.append(replace(part, value=apply(function, part.value, *(other.value for other in rest))))
+    return results
