@@ -1,8 +1,8 @@
 """`Mesh`: the groups and channels of one rank, from a layout and a lowered schedule.
 
 Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups (twice), data groups,
-replica groups, model groups, embedding groups, those of experts, then channels. Each rank opens its own share of that order, so no two ranks can wait for
-each other in a circle.
+replica groups, model groups, embedding groups, those of experts, then channels. Each rank opens its own share of that order, so no two
+ranks can wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Mesh:
 
     `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `tp_gradients` joins the same ranks for gradients of their
     own tokens or heads, which are reduced beside the compute lane (None in a group of one), and `tp_cp_gradients` those of all parts of a
-    sequence; `cp` cuts sequences; `dp` cuts the batch and, as its fastest axis, sequences; `copies(stage)` joins all copies of a stage; `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas);
-    `embedding` joins the ranks that hold the first and the last stage of the same slice (first stage first), and is None where that is
-    one rank, or on ranks between. With `experts`, `etp` and `ep` cut and spread them, and `expert_copies(stage)` joins their copies.
-    Channels come from `channel`.
+    sequence; `cp` cuts sequences; `dp` cuts the batch and, as its fastest axis, sequences; `copies(stage)` joins all copies of a stage;
+    `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas); `embedding` joins the ranks
+    that hold the first and the last stage of the same slice (first stage first), and is None where that is one rank, or on ranks between.
+    With `experts`, `etp` and `ep` cut and spread them, and `expert_copies(stage)` joins their copies. Channels come from `channel`.
     Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
     """
 

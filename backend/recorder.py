@@ -70,9 +70,7 @@ class Recorder:
         finally:
             self._scope.action, self._scope.layer = before
 
-    def product(
-        self, m: int, n: int, k: int, count: int = 1, *, dtype: Literal["fp32"] | None = None, grouped: bool = False
-    ) -> None:
+    def product(self, m: int, n: int, k: int, count: int = 1, *, dtype: Literal["fp32"] | None = None, grouped: bool = False) -> None:
         """`count` products [m, k] x [k, n], with `grouped` on average; `dtype` where the operands are not in the plan's precision."""
         if self.enabled:
             self.events.append((self._scope.action, Product(self._scope.layer, m, n, k, count, grouped, dtype)))

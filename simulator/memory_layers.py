@@ -129,7 +129,7 @@ def _attention(tensors: LayerTensors) -> Iterator[Node]:
     tables = 2 * tensors.plan.batch.sequence // tensors.plan.layout.cp * model.head_dim * STATISTIC_BYTES if rotates and eager else 0
     rotated = tensors.queries + tensors.keys if rotates else 0
     yield Node("attention.rotary", tables, mixed, hidden, forward_bytes=mixed + rotated)
-    kept = tensors.queries * 3 if eager else mixed  # keys and values repeated for every query head
+    kept = tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed  # keys and values repeated for every query head
     yield from _core(tensors, kept)
 
 
@@ -140,11 +140,14 @@ def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
     if tensors.profile.fused_attention:
         rows = STATISTIC_BYTES * tensors.tokens * tensors.heads
         dropped, work = rows, (0, _kernel_sums(tensors) + rows)
-    elif tensors.profile.counted_masks and tensors.plan.model.attention_dropout:  # not its own output, which the product copies
-        dropped, work = scores * STATISTIC_BYTES - attended, (scores * STATISTIC_BYTES, 2 * scores * STATISTIC_BYTES)
+    elif tensors.profile.counted_masks and tensors.plan.model.attention_dropout:
+        pairs = tensors.plan.batch.micro_size * tensors.heads * tensors.attended_pairs
+        dropped, work = pairs * STATISTIC_BYTES, (scores * STATISTIC_BYTES, 2 * scores * STATISTIC_BYTES)
     else:
         dropped = scores * (2 * tensors.element + MASK_BYTES if tensors.profile.dropout else tensors.element)
         work = (scores * tensors.element, 2 * scores * tensors.element)
+    if tensors.attends_by_blocks and tensors.plan.numerics.mode == "exact":  # the result in fp32
+        dropped += attended * STATISTIC_BYTES // tensors.element - attended
     again = attended if tensors.profile.eager else 0  # the output product keeps a copy of its own
     yield Node(
         "attention.core",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..core.chunks import Chunks
 from ..core.plan import Plan
 from .memory_profiles import MemoryProfile
 
@@ -100,6 +101,27 @@ class LayerTensors:
     def attended(self) -> int:
         """The attention core's output."""
         return self.tokens * self.heads * self.plan.model.value_head_dim * self.element
+
+    @cached_property
+    def attends_by_blocks(self) -> bool:
+        """Our own core works on blocks of queries wherever one causal call of the library does not do it all."""
+        if not self.profile.counted_masks:
+            return False
+        model = self.plan.model
+        return len(self._query_blocks) > 1 or model.attention_dropout > 0 or model.window(self.plan.batch.sequence) > 0
+
+    @cached_property
+    def attended_pairs(self) -> int:
+        """Pairs of a query of the first context-parallel rank and a key up to the end of the query's block."""
+        return sum((end - start) * end for start, end in self._query_blocks)
+
+    @cached_property
+    def _query_blocks(self) -> tuple[tuple[int, int], ...]:
+        """Where the blocks of queries of the first context-parallel rank lie in the sequence."""
+        plan = self.plan
+        chunks = Chunks(plan.batch.sequence, plan.layout.cp, 0)
+        block = plan.leaf_sizes.gradient_token_block if plan.numerics.mode == "exact" else chunks.size
+        return tuple((start, min(start + block, hi)) for lo, hi in chunks.spans for start in range(lo, hi, block))
 
     @cached_property
     def statistics(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..core.divisors import divisors
 from ..core.errors import LayoutError, PlanError
 from ..core.layout import DEFAULT_ORDER, Layout
-from ..core.microbatches import constant_microbatches
+from ..core.microbatches import microbatch_counts
 from ..core.options import SearchSpace
 from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
 from ..core.plan_rules import broken_rules
@@ -231,11 +231,11 @@ def _skeletons(space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[s
         tally.reject(broken[0].rule.name)
         return []
     legal: dict[object, list[str]] = {}
-    num_microbatches = constant_microbatches(batch.global_size, batch.micro_size, layout.dp).num_microbatches
+    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp)
     for name in names:
         if CATALOG[name].vpp_problem(layout.pp, layout.vpp):
             tally.reject("interleaving-matches")
-        elif CATALOG[name].condition(layout.pp, num_microbatches):
+        elif any(CATALOG[name].condition(layout.pp, count) for count in counts):
             tally.reject("schedule-can-be-built")
         else:
             legal.setdefault(CATALOG[name].placement, []).append(name)

@@ -11,7 +11,7 @@ one, H hidden, V this rank's vocabulary. Every linear weight is stored [C, F], c
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol

@@ -135,8 +135,8 @@ class Gradients:
 
         The key is the parameter's name, but for a tied table, whose uses end in `@embedding` and `@output`: `finish_tied` adds them.
         `samples_of(copy)` is the interval of the global batch that a member has seen (`plan.copy_samples`); `tp` joins the ranks that
-        know different tokens or heads (in exact numerics those of all context-parallel ranks), and is needed where there are such; `experts` are needed where there are such. Raises
-        ValueError while a microbatch has not contributed.
+        know different tokens or heads (in exact numerics those of all context-parallel ranks), and is needed where there are such;
+        `experts` are needed where there are such. Raises ValueError while a microbatch has not contributed.
         """
         if self._owned:
             assert tp is not None, f"{', '.join(self._owned)} are sums over tensor-parallel ranks"

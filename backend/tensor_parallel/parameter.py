@@ -15,8 +15,9 @@ from ..numerics.random import normal
 class Shard:
     """The `slices` part of a parameter.
 
-    `storage` is fp32 and contiguous with the cut dimension first (of each expert), so that a feature leaf is a run of whole rows; `tensor` is the same
-    memory in the parameter's own orientation. Layers compute with `operand`: the storage itself, or its copy in the plan's precision.
+    `storage` is fp32 and contiguous with the cut dimension first (of each expert), so that a feature leaf is a run of whole rows; `tensor`
+    is the same memory in the parameter's own orientation. Layers compute with `operand`: the storage itself, or its copy in the plan's
+    precision.
     """
 
     parameter: Parameter

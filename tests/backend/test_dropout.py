@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.recorder import Recorder
-from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.tensor_parallel import LayerContext, Microbatch, hidden_dropout
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
