@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.commands import Command, service
-from ..core.errors import MissingExtraError, PlanError, ScheduleError
+from ..core.errors import MissingExtraError, PlanError, RankFailure, ScheduleError
 from ..core.findings import has_errors
 from ..core.options import add_output, add_plan, check_output, emit, read_plan
 from ..core.plan import Plan
@@ -20,6 +21,7 @@ from ..core.schedule import Schedule
 from ..core.schedules import lower, schedule_for
 from ..core.stages import StageLayers
 from ..core.units import format_bytes, format_count
+from .checkpoint.resume import Resumption
 from .huggingface.config import check_load, check_save
 from .trainer import Trainer, TrainResult, unsupported
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from .training_rank import StepResult
 
 TIMELINE_SUFFIX = ".timeline.json"
-STATE_BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 18}
+STATE_BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 18, "fp16": 18}
 """fp32 weight, gradient and AdamW's two moments, and a copy of the weight in the format that layers compute with."""
 ACTIONS_SHOWN = 6
 
@@ -51,6 +53,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write the trained weights as safetensors with a config.json to a new or empty folder; train.load reads such folders",
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in checkpoint.folder, whatever layout saved it; from the start where there is none",
+    )
+    parser.add_argument(
+        "--failure-report",
+        metavar="FILE",
+        default="train-failure.json",
+        help="where it is written what every rank was doing, when one dies or all wait (default: %(default)s)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what every rank would run, and start nothing")
     add_output(parser)
 
@@ -71,18 +84,44 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("train needs torch, which is not installed. Run: pip install 'shardproof[train]'.")
     _check_writable(args.output)
-    if plan.train.steps == 0 and args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
-        raise PlanError(f"train.steps=0 measures no step, so there is no timeline for -o {args.output}. Use train.steps=1 or more.")
     report_step = functools.partial(print_step, plan.train.steps)
     trainer = Trainer(
-        plan, transport=args.transport, on_step=report_step, live_memory=args.live_memory, save_huggingface=args.save_huggingface
+        plan,
+        transport=args.transport,
+        on_step=report_step,
+        live_memory=args.live_memory,
+        save_huggingface=args.save_huggingface,
+        resume=args.resume,
     )
-    result = trainer.fit()
+    left = plan.train.steps - (0 if trainer.resumption is None else trainer.resumption.saved.steps)
+    if left == 0 and args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
+        raise PlanError(
+            f"no step of train.steps={plan.train.steps} is left to measure for -o {args.output}. Use more steps, or no timeline."
+        )
+    if args.resume and os.environ.get("RANK", "0") == "0":
+        print(resumption_text(plan, trainer.resumption), file=sys.stderr)
+    try:
+        result = trainer.fit()
+    except RankFailure as failure:
+        _write_failure(failure, args.failure_report)
+        raise
     if os.environ.get("RANK", "0") == "0":
         _write(args, result)
         if args.save_huggingface is not None:
             print(f"written: {args.save_huggingface}", file=sys.stderr)
     return 0
+
+
+def _write_failure(failure: RankFailure, path: str) -> None:
+    """What all ranks were doing, to a file; a failure of which that is unknown leaves none."""
+    if failure.report is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(failure.report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:  # the failure itself is what counts
+        print(f"not written: {path}: {error.strerror}", file=sys.stderr)
+    else:
+        print(f"written: {path}", file=sys.stderr)
 
 
 TRAIN = Command(
@@ -97,22 +136,33 @@ def print_step(num_steps: int, result: StepResult) -> None:
     """One progress line on standard error; called on global rank 0."""
     validation = "" if result.validation_loss is None else f"  validation loss {result.validation_loss:.4f}"
     aux = f"  aux loss {result.aux_loss:.4f}" if result.aux_loss else ""
+    skipped = f"  skipped: losses times {result.loss_scale:g} overflow" if result.skipped else ""
     print(
         f"step {result.step + 1}/{num_steps}  loss {result.loss:.4f}{aux}  grad norm {result.grad_norm:.3f}  "
-        f"{result.num_tokens / result.elapsed_s:,.0f} tokens/s{validation}",
+        f"{result.num_tokens / result.elapsed_s:,.0f} tokens/s{validation}{skipped}",
         file=sys.stderr,
         flush=True,
     )
+
+
+def resumption_text(plan: Plan, resumption: Resumption | None) -> str:
+    """What `--resume` found."""
+    if resumption is None:
+        return f"resume: no checkpoint in {plan.checkpoint.folder} yet, so training starts from the beginning"
+    changes = "".join(f"\nother than in the run that saved it, so bits will differ from that run's: {each}" for each in resumption.changes)
+    return f"resume: {resumption.saved.path}, after {resumption.saved.steps} steps{changes}"
 
 
 def result_text(result: TrainResult) -> str:
     """What training came to, for people."""
     points = zip(result.validation_steps, result.validation_losses, strict=True)
     validation = ", ".join(f"{loss:.4f} after {step}" for step, loss in points)
+    resumed = f" after the first {result.first_step}" if result.first_step else ""
     return (
-        f"trained {result.steps} steps on {result.world_size} ranks at {result.tokens_per_s:,.0f} tokens/s\n"
+        f"trained {result.steps} steps{resumed} on {result.world_size} ranks at {result.tokens_per_s:,.0f} tokens/s\n"
         + (f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}\n" if result.losses else "")
         + f"validation loss {validation} steps"
+        + (f"\ncheckpoint {result.checkpoint}" if result.checkpoint else "")
         + "".join(
             f"\nrank {peak.global_rank} held at most {format_bytes(peak.num_bytes)} of tensors" + f" in {peak.action}" * bool(peak.action)
             for peak in result.peak_memory

@@ -7,6 +7,7 @@ not on the layout, the microbatch size, or the random generator's state. So ever
 from __future__ import annotations
 
 import functools
+import hashlib
 import pydoc_data.topics
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -54,6 +55,11 @@ class Corpus:
     validation: np.ndarray
     train_starts: np.ndarray
     validation_starts: np.ndarray
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the training text, in hexadecimal: equal where every batch is."""
+        return hashlib.sha256(self.train).hexdigest()
 
     @classmethod
     def load(cls, data: str) -> Corpus:

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import MissingExtraError, RankFailure
 from . import mkl_switch
+from .pipeline.halt import Halt, explain, last_words
+from .pipeline.watch import Board
 from .rank_messages import RANK_ENDED, RANK_VARIABLE, Failure, Job, TransportName, Whereabouts
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ WHEREABOUTS_WAIT_S = 2.0
 """How long ranks that are over time may take to say where they are."""
 END_WAIT_S = 5.0
 """How long killed ranks may take to be gone."""
+STALL_CHECKS = 20
+"""How many times in a stall's time limit it is seen whether any rank has moved."""
 
 
 def run_ranks(
@@ -50,14 +54,16 @@ def run_ranks(
     world_size: int,
     transport: TransportName = "gloo",
     timeout_s: float | None = None,
+    stall_s: float | None = None,
 ) -> list[Any]:
     """What `job(transport, payload)` returned on each rank, in rank order.
 
     `job` is a function of a module, and results can be pickled. `transport` chooses processes over gloo or NCCL (rank n on GPU n), or
-    threads of one child process (`memory`). Raises `RankFailure` when a rank raises, dies, or is not done within `timeout_s`.
+    threads of one child process (`memory`). Raises `RankFailure` when a rank raises, dies, or is not done within `timeout_s`,
+    and when no rank has come further in its row of a schedule for `stall_s`: the failure then says what each waits for.
     """
     with Workers(world_size, transport) as workers:
-        return workers.run(job, payload, timeout_s=timeout_s)
+        return workers.run(job, payload, timeout_s=timeout_s, stall_s=stall_s)
 
 
 class Workers:
@@ -84,16 +90,19 @@ class Workers:
         self._folder = Path(tempfile.mkdtemp(dir=server.folder))
         self._pool = server.start_pool(1 if transport == "memory" else world_size)
 
-    def run(self, job: Callable[[Transport, Any], Any], payload: Any = None, *, timeout_s: float | None = None) -> list[Any]:
+    def run(
+        self, job: Callable[[Transport, Any], Any], payload: Any = None, *, timeout_s: float | None = None, stall_s: float | None = None
+    ) -> list[Any]:
         """What `job(transport, payload)` returned on each rank, in rank order. Errors as in `run_ranks`."""
         if self.closed:
             raise RuntimeError("these workers are closed: a job failed, or close() was called. Make new ones.")
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             self._num_jobs += 1
-            for process, body in enumerate(self._jobs(job, payload)):
+            board = Board(self._folder / f"board-{self._num_jobs}", self.world_size, create=True)
+            for process, body in enumerate(self._jobs(job, payload, board)):
                 self._pool.send(process, "job", body)
-            answers = self._pool.results(timeout_s)
+            answers = self._pool.results(Limits(timeout_s, stall_s), board)
         except BaseException:  # Ctrl-C too: whatever interrupts a job ends its ranks
             self.close()
             raise
@@ -115,14 +124,43 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _jobs(self, job: Callable[..., Any], payload: Any) -> list[Any]:
+    def _jobs(self, job: Callable[..., Any], payload: Any, board: Board) -> list[Any]:
         call = pickle.dumps((job, payload))
         modules = _named_modules(call)
         main = _main_module() if modules.pop("__main__", None) else None
         return [
-            Job(self.transport, rank, self.world_size, str(self._folder / f"job-{self._num_jobs}"), modules, main, call)
+            Job(self.transport, rank, self.world_size, str(self._folder / f"job-{self._num_jobs}"), modules, main, call, str(board.path))
             for rank in range(self._pool.size)
         ]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a job may take, and that may pass without any rank coming further in its row; None is for ever."""
+
+    timeout_s: float | None
+    stall_s: float | None
+
+
+class _Stall:
+    """Whether the ranks have moved lately. Those that walk over no row, in start-up or in another job, are not judged."""
+
+    def __init__(self, board: Board, stall_s: float | None):
+        self._board, self._stall_s = board, stall_s
+        self._content, self._since_s = board.content(), float("inf")
+
+    @property
+    def check_s(self) -> float | None:
+        """Seconds until the ranks should be looked at again."""
+        return None if self._stall_s is None else self._stall_s / STALL_CHECKS
+
+    def is_over(self) -> bool:
+        """True when nothing has moved for the whole time limit."""
+        if self._stall_s is None:
+            return False
+        if (content := self._board.content()) != self._content:
+            self._content, self._since_s = content, time.monotonic()
+        return time.monotonic() - self._since_s > self._stall_s
 
 
 @dataclass(eq=False)
@@ -146,19 +184,25 @@ class _Pool:
         with contextlib.suppress(OSError):
             self.connections[process].send_bytes(pickle.dumps((kind, body)))
 
-    def results(self, timeout_s: float | None) -> dict[int, bytes]:
-        """The pickled results of every process. Raises `RankFailure` for the first that failed, ended, or was not done in time."""
+    def results(self, limits: Limits, board: Board) -> dict[int, bytes]:
+        """The pickled results of every process. Raises `RankFailure` for the first that failed, ended, or was not done in time, with what
+        all ranks were doing."""
         collected: dict[int, bytes] = {}
         failures: list[Failure] = []
         pending = set(range(self.size))
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
+        stall = _Stall(board, limits.stall_s)
         while pending and not self.ended and all(failure.by_peer for failure in failures):
-            events = self._receive(pending, deadline_s)
-            if not events and not self.ended:  # the time is over
-                if failures:
-                    break
-                assert timeout_s is not None
-                raise _late(self._whereabouts(pending), timeout_s)
+            events = self._receive(pending, _soonest(deadline_s, stall.check_s))
+            if not events and not self.ended:
+                if deadline_s is not None and time.monotonic() >= deadline_s:
+                    if failures:
+                        break
+                    assert limits.timeout_s is not None
+                    raise _late(self._whereabouts(pending), board, limits.timeout_s)
+                if not failures and stall.is_over():
+                    assert limits.stall_s is not None
+                    raise _stalled(self._whereabouts(pending), board, limits.stall_s)
             for process, kind, body in events:
                 pending.discard(process)
                 if kind == "result":
@@ -168,7 +212,7 @@ class _Pool:
             if failures:
                 deadline_s = min(deadline_s or float("inf"), time.monotonic() + ROOT_CAUSE_WAIT_S)
         if failures or self.ended:
-            raise _root_cause(failures, self.ended)
+            raise _root_cause(failures, self.ended, board)
         return collected
 
     def _receive(self, pending: set[int], deadline_s: float | None) -> list[tuple[int, str, Any]]:
@@ -303,8 +347,10 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl"] = "gloo") -> Transport:
+def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl"] = "gloo", timeout_s: float | None = None) -> Transport:
     """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless `device` says otherwise.
+
+    A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which tells what each was doing then.
 
     Keys carry torchrun's restart count: a restarted worker would otherwise read the addresses that the workers before it left behind.
     """
@@ -313,6 +359,7 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
     import torch
     import torch.distributed as dist
 
+    from .transport.base import DEFAULT_TIMEOUT_S
     from .transport.process_group import ProcessGroupTransport
 
     torch.set_num_threads(1)
@@ -322,7 +369,28 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
     store = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     device = device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
-    return ProcessGroupTransport(dist.PrefixStore(f"shardproof/{attempt}", store), rank, world_size, backend=backend, device=device)
+    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{port}-{attempt}"
+    board = Board(Path(tempfile.gettempdir(), f"shardproof-board-{run}"), world_size, create=True)
+    atexit.register(board.remove)
+    return ProcessGroupTransport(
+        dist.PrefixStore(f"shardproof/{attempt}", store),
+        rank,
+        world_size,
+        backend=backend,
+        device=device,
+        timeout_s=timeout_s or DEFAULT_TIMEOUT_S,
+        board=board,
+    )
+
+
+def gave_up(transport: Transport, error: Exception) -> RankFailure:
+    """The failure of a rank that torchrun started and whose call `error` says was in vain, with what all ranks of this machine did."""
+    board, rank = transport.watch.board, transport.global_rank
+    summary = f"rank {rank} gave up: {error}"
+    if board is None:
+        return RankFailure(summary, rank)
+    halt = last_words(board, [rank])
+    return RankFailure("\n  ".join([summary, *halt.lines]), rank, halt.report(summary))
 
 
 def _named_modules(call: bytes) -> dict[str, str]:
@@ -337,13 +405,17 @@ def _main_module() -> dict[str, str]:
     return {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
 
 
-def _root_cause(failures: Sequence[Failure], ended: Mapping[int, int]) -> RankFailure:
-    """The failure to report: a process that ended, else an error of a rank's own, else one that only noticed a peer."""
+def _root_cause(failures: Sequence[Failure], ended: Mapping[int, int], board: Board) -> RankFailure:
+    """The failure to report: a process that ended, else an error of a rank's own, else one that only noticed a peer. Where no error says
+    what happened, the board does."""
     if ended:
         rank, exit_code = next(iter(ended.items()))
-        return RankFailure(f"rank {rank} {describe_exit(exit_code)} before its work was done; all other ranks were ended.", rank)
+        summary = f"rank {rank} {describe_exit(exit_code)} before its work was done"
+        return _explained(summary, last_words(board, list(ended)), rank, others="all other ranks")
     failure = min(failures, key=lambda failure: failure.by_peer)
-    raised = RankFailure(f"rank {failure.global_rank} failed: {failure.summary}", failure.global_rank)
+    summary = f"rank {failure.global_rank} failed: {failure.summary}"
+    halt = last_words(board, [failure.global_rank])
+    raised = RankFailure(summary, failure.global_rank, halt.report(summary))
     raised.__cause__ = pickle.loads(failure.error) if failure.error else None
     raised.add_note(failure.trace)
     return raised
@@ -358,19 +430,39 @@ def describe_exit(exit_code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _late(found: Mapping[int, Whereabouts | None], timeout_s: float) -> RankFailure:
+def _late(found: Mapping[int, Whereabouts | None], board: Board, timeout_s: float) -> RankFailure:
     """The failure of a job that took too long: names the ranks that wait for nobody, else tells what all wait in."""
-    lines, busy = [], []
-    for rank, where in sorted(found.items()):
-        if where is None:
-            lines.append(f"rank {rank} does not answer.")
-        else:
-            lines.append(f"rank {rank} waits in {', '.join(where.waits)}." if where.waits else f"rank {rank} is in {where.at}.")
-        if where is None or not where.waits:
-            busy.append(rank)
-    who = f"rank {busy[0]}" if len(busy) == 1 else f"ranks {', '.join(map(str, busy))}"
-    summary = f"{who} did not finish within {timeout_s:g} s" if busy else f"the ranks still wait for each other after {timeout_s:g} s"
-    return RankFailure(f"{summary}; all ranks were ended.\n  " + "\n  ".join(lines), busy[0] if busy else None)
+    halt = explain(found, board)
+    if halt.is_circle or not halt.holders:
+        return _explained(f"the ranks still wait for each other after {timeout_s:g} s", halt, None)
+    return _explained(f"{_named_ranks(halt.holders)} did not finish within {timeout_s:g} s", halt, halt.holders[0])
+
+
+def _stalled(found: Mapping[int, Whereabouts | None], board: Board, stall_s: float) -> RankFailure:
+    """The failure of a job in which no rank comes further: names those that the others wait for."""
+    halt = explain(found, board)
+    summary = f"no rank has come further for {stall_s:g} s"
+    if halt.is_circle:
+        return _explained(f"{summary}: {_named_ranks(halt.holders)} wait for each other", halt, None)
+    if not halt.holders:
+        return _explained(summary, halt, None)
+    holds = "holds" if len(halt.holders) == 1 else "hold"
+    return _explained(f"{summary}: {_named_ranks(halt.holders)} {holds} up the others", halt, halt.holders[0])
+
+
+def _explained(summary: str, halt: Halt, global_rank: int | None, *, others: str = "all ranks") -> RankFailure:
+    lines = "".join(f"\n  {line}" for line in halt.lines)
+    return RankFailure(f"{summary}; {others} were ended.{lines}", global_rank, halt.report(summary))
+
+
+def _named_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _soonest(deadline_s: float | None, check_s: float | None) -> float | None:
+    """The earlier of a moment and of so many seconds from now."""
+    check_at_s = None if check_s is None else time.monotonic() + check_s
+    return min(filter(None, (deadline_s, check_at_s)), default=None)
 
 
 def _close_quietly(lifeline: socket.socket, connections: Sequence[Connection]) -> None:

@@ -59,6 +59,14 @@ class ShardedAdamW:
         state: Mapping[str, Tensor] = self._adamw.state[one.tensor]
         return state["exp_avg"], state["exp_avg_sq"]
 
+    def saved_state(self, one: Held) -> Mapping[str, Tensor]:
+        """What the update of a held tensor goes on from, by torch's names: `step`, which counts updates, and both moments. Before the first
+        step they are zero. They may be written to."""
+        state = self._adamw.state[one.tensor]
+        if not state:
+            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(one.tensor), exp_avg_sq=torch.zeros_like(one.tensor))
+        return dict(state)
+
     @property
     def state_tensors(self) -> list[Tensor]:
         """Everything the update keeps between steps: the moments and step counts, once they exist."""

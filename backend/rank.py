@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -23,7 +24,10 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import RankFailure
-from .rank_messages import RANK_VARIABLE, Failure, Job, Whereabouts
+from ..core.timeline import COMPUTE_LANE
+from .pipeline.messages import Mail
+from .pipeline.watch import Board
+from .rank_messages import RANK_VARIABLE, Call, Failure, Job, ThreadAt, Whereabouts
 from .transport.base import Channel, Group, Transport, TransportError
 from .transport.memory import MemoryWorld, run_threads
 from .transport.process_group import ProcessGroupTransport
@@ -75,7 +79,7 @@ def _run(job: Job) -> tuple[str, bytes | Failure]:
     try:
         function, payload = _load(job)
         if job.transport == "memory":
-            results = run_threads(MemoryWorld(job.world_size), function, payload)
+            results = run_threads(MemoryWorld(job.world_size, board=Board(job.board_file, job.world_size)), function, payload)
         else:
             with _connect(job) as transport:
                 results = [function(transport, payload)]
@@ -92,6 +96,7 @@ def _connect(job: Job) -> Transport:
         backend="nccl" if job.transport == "nccl" else "gloo",
         device=f"cuda:{job.global_rank}" if job.transport == "nccl" else "cpu",
         interface_address="127.0.0.1",
+        board=Board(job.board_file, job.world_size),
     )
 
 
@@ -135,25 +140,46 @@ def whereabouts(global_rank: int | None) -> dict[int, Whereabouts]:
     found: dict[int, Whereabouts] = {}
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
-        match = re.match(r"rank (\d+)", thread.name)
+        match = re.match(r"rank (\d+)(?: lane (.*))?", thread.name)
         rank = int(match[1]) if match else global_rank
         if frame is None or rank is None or thread is threading.current_thread():
             continue
         known = found.get(rank, Whereabouts((), ""))
         is_own = thread.name == f"rank {rank}" or thread is threading.main_thread()
-        found[rank] = Whereabouts((*known.waits, *_transport_call(frame)), _innermost(frame) if is_own else known.at)
+        lane = COMPUTE_LANE if is_own else (match[2] if match else None) or thread.name
+        place = _transport_place(frame)
+        call = None if place is None else _call(*place)
+        waits = () if place is None else (f"{place[0]} ({place[1]})",)
+        at = ThreadAt(lane, call, any(isinstance(each, Mail) for each in _selves(frame)), _innermost(frame))
+        found[rank] = Whereabouts((*known.waits, *waits), at.at if is_own else known.at, (*known.threads, at))
     return found
 
 
-def _transport_call(frame: FrameType | None) -> tuple[str, ...]:
-    """The group's or channel's call that a thread is in, if any."""
-    call: tuple[str, ...] = ()
+def _selves(frame: FrameType | None) -> Iterator[Any]:
+    """The objects whose methods a thread is in, from the innermost."""
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def _transport_place(frame: FrameType | None) -> tuple[str, Group | Channel | Transport] | None:
+    """The group's or channel's method that a thread is in, if any, and whose it is."""
+    found = None
     while frame is not None:
         place = frame.f_locals.get("self")
         if isinstance(place, (Group, Channel, Transport)):
-            call = (f"{frame.f_code.co_name} ({place})",)  # goes on outward: the public method is the outermost
+            found = frame.f_code.co_name, place  # goes on outward: the public method is the outermost
         frame = frame.f_back
-    return call
+    return found
+
+
+def _call(op: str, place: Group | Channel | Transport) -> Call | None:
+    if isinstance(place, Group):
+        return Call(op, place.name, place.ranks, (place.ranks[place.rank],), place.num_calls)
+    if isinstance(place, Channel):
+        own = place.source if op == "send" else place.destination
+        return Call(op, place.name, (place.source, place.destination), (own,), None)
+    return None
 
 
 def _innermost(frame: FrameType) -> str:

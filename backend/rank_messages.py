@@ -21,7 +21,8 @@ class Job:
     """One job for one rank process. `call` is the pickled `(job, payload)`.
 
     `modules` are the files of the modules that `call` names, for those that cannot be imported by name here; `main` is what
-    `multiprocessing` needs to load the starter's script, when `call` refers to it. Ranks find each other through `store_file`.
+    `multiprocessing` needs to load the starter's script, when `call` refers to it. Ranks find each other through `store_file`, and show
+    where they are on the board in `board_file` (`pipeline.watch`).
     """
 
     transport: TransportName
@@ -31,6 +32,7 @@ class Job:
     modules: Mapping[str, str]
     main: Mapping[str, str] | None
     call: bytes
+    board_file: str
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,34 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of a group or channel that a thread is in. `ranks` are the members, or both ends, `own` the caller among them.
+
+    `number` counts the calls of a group, which all members make in one order; None for a channel.
+    """
+
+    op: str
+    name: str
+    ranks: tuple[int, ...]
+    own: tuple[int, ...]
+    number: int | None
+
+
+@dataclass(frozen=True)
+class ThreadAt:
+    """Where one thread of a rank is: in `call`, else at the line `at`. `lane` is the lane that it runs, or which of its rank's lanes it
+    belongs to; `in_mail` is true where it waits for another lane of its rank."""
+
+    lane: str
+    call: Call | None
+    in_mail: bool
+    at: str
+
+
+@dataclass(frozen=True)
 class Whereabouts:
-    """What one rank is doing now: the transport calls its threads wait in, and the innermost line of its own thread."""
+    """What one rank is doing now: the transport calls its threads wait in, the innermost line of its own thread, and every thread."""
 
     waits: tuple[str, ...]
     at: str
+    threads: tuple[ThreadAt, ...] = ()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..core.action import Kind
@@ -12,8 +14,9 @@ from ..core.errors import DivergedError, PlanError, RankFailure
 from ..core.plan import Plan
 from ..core.schedules import lower, schedule_for
 from ..core.timeline import MemorySample, Span, Timeline
+from .checkpoint.resume import resumption
 from .huggingface.config import check_load, check_save
-from .launch import run_ranks, torchrun_transport, under_torchrun
+from .launch import gave_up, run_ranks, torchrun_transport, under_torchrun
 
 if TYPE_CHECKING:
     from .model.block import BlockFactory
@@ -36,7 +39,7 @@ class TrainJob:
 
     `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out losses;
     `live_memory` counts every tensor storage of the last step, which slows that step down; `save_huggingface` is the folder that the
-    trained weights are written to.
+    trained weights are written to, `resume` the checkpoint that training goes on from.
     """
 
     plan: Plan
@@ -46,6 +49,7 @@ class TrainJob:
     validate: bool = True
     live_memory: bool = False
     save_huggingface: str | None = None
+    resume: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,21 +66,25 @@ class RankResult:
     """What one rank knows after training. `validation_losses` maps the number of steps done to the held-out loss.
 
     `timeline` holds the last step of all ranks, on global rank 0 only; `peaks` those of all ranks in that step, where it was asked for.
+    `checkpoint` is the folder of the last checkpoint that the run saved or went on from.
     """
 
     steps: tuple[StepResult, ...]
     validation_losses: dict[int, float]
     timeline: Timeline | None
     peaks: tuple[MeasuredPeak, ...] = ()
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run. `losses[i]` is the mean loss per token of step i, before its update; `grad_norms[i]` the norm before clipping.
+    """A finished run. `losses[i]` is the mean loss per token of its step i, before its update; `grad_norms[i]` the norm before clipping.
+    A resumed run has only its own steps here, after the `first_step` that had been done before.
 
     `validation_losses[i]` is the held-out loss after `validation_steps[i]` steps. `tokens_per_s` is that of all ranks together,
     without the first step where there are more. `timeline` is the measured last step; `peak_memory` that of every rank in it, where
     `Trainer` was asked for it. `aux_losses` are what routers add to the loss that is minimised, where the plan has such losses.
+    `checkpoint` is the folder of the last checkpoint, if there is one. `skipped_steps` are those whose gradients fp16 could not hold.
     """
 
     steps: int
@@ -89,6 +97,9 @@ class TrainResult:
     timeline: Timeline | None
     peak_memory: tuple[MeasuredPeak, ...] = ()
     aux_losses: tuple[float, ...] = ()
+    checkpoint: str | None = None
+    first_step: int = 0
+    skipped_steps: tuple[int, ...] = ()
 
     @property
     def report(self) -> dict[str, object]:
@@ -99,9 +110,11 @@ class TrainResult:
             "validation_losses": list(self.validation_losses),
             "tokens_per_s": self.tokens_per_s,
             "world_size": self.world_size,
-            "checkpoint": None,
+            "checkpoint": self.checkpoint,
             "validation_steps": list(self.validation_steps),
-            "grad_norms": list(self.grad_norms),
+            "grad_norms": [norm if math.isfinite(norm) else None for norm in self.grad_norms],  # JSON has no infinity
+            **({"skipped_steps": list(self.skipped_steps)} if self.skipped_steps else {}),
+            **({"first_step": self.first_step} if self.first_step else {}),
             **({"aux_losses": list(self.aux_losses)} if self.aux_losses else {}),
             **({"peak_memory": [asdict(peak) for peak in self.peak_memory]} if self.peak_memory else {}),
         }
@@ -114,8 +127,11 @@ class Trainer:
     `on_step` hears of every step on global rank 0. Both are functions of a module, because ranks are other processes. Started by
     torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine, over `transport`. `live_memory` counts
     every tensor storage in the last step (which takes longer for it), so that the timeline's memory is all that was held.
-    `save_huggingface` is a new or empty folder, seen by all ranks, for the trained weights and their `config.json`.
-    Raises `PlanError` at once for a plan that the backend does not run, or that loads or saves what Hugging Face files do not hold.
+    `save_huggingface` is a new or empty folder, seen by all ranks, for the trained weights and their `config.json`. `resume` goes on from
+    the newest checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from the start.
+    `resumption` says which it is.
+    Raises `PlanError` at once for a plan that the backend does not run, that loads or saves what Hugging Face files do not hold, or that
+    does not go on from what its `checkpoint.folder` holds.
     """
 
     def __init__(
@@ -127,15 +143,18 @@ class Trainer:
         on_step: Callable[[StepResult], None] | None = None,
         live_memory: bool = False,
         save_huggingface: str | None = None,
+        resume: bool = False,
     ):
         if problems := unsupported(plan):
             raise PlanError(problems)
+        self.resumption = resumption(plan, resume=resume)
         check_load(plan)
         if save_huggingface is not None:
             check_save(plan, save_huggingface)
         self.plan = plan
         self.transport = transport
-        self._job = TrainJob(plan, model, on_step, live_memory=live_memory, save_huggingface=save_huggingface)
+        path = None if self.resumption is None else str(self.resumption.saved.path)
+        self._job = TrainJob(plan, model, on_step, live_memory=live_memory, save_huggingface=save_huggingface, resume=path)
 
     def fit(self) -> TrainResult:
         """Trains `plan.train.steps` steps. Raises `RankFailure` that names the rank when one ends before its work is done."""
@@ -145,7 +164,13 @@ class Trainer:
         if self.transport == "nccl":
             _check_devices(self.plan.layout.world_size)
         try:
-            ranks = run_ranks(train_rank, self._job, world_size=self.plan.layout.world_size, transport=self.transport)
+            ranks = run_ranks(
+                train_rank,
+                self._job,
+                world_size=self.plan.layout.world_size,
+                transport=self.transport,
+                stall_s=self.plan.train.timeout_s,
+            )
         except RankFailure as failure:
             if isinstance(failure.__cause__, (PlanError, DivergedError)):  # the user's problem, found by a rank: no fault of that rank
                 raise failure.__cause__ from None
@@ -156,13 +181,18 @@ class Trainer:
         """This process is one of the ranks; torchrun sees to the others."""
         if self.transport == "memory":
             raise PlanError("transport 'memory' keeps all ranks in one process, but torchrun started several. Use gloo or nccl.")
-        with torchrun_transport(backend=self.transport) as transport:
+        from .transport.base import TransportError
+
+        with torchrun_transport(backend=self.transport, timeout_s=self.plan.train.timeout_s) as transport:
             if transport.world_size != (expected := self.plan.layout.world_size):
                 raise PlanError(
                     f"torchrun started {transport.world_size} ranks, but the layout tp*pp*dp has {expected}. "
                     f"Use torchrun --nproc-per-node so that there are {expected}, or another layout."
                 )
-            return self._result(train_rank(transport, self._job))
+            try:
+                return self._result(train_rank(transport, self._job))
+            except TransportError as error:
+                raise gave_up(transport, error) from error
 
     def _result(self, rank: RankResult) -> TrainResult:
         timed = rank.steps[1:] or rank.steps
@@ -178,10 +208,13 @@ class Trainer:
             timeline=rank.timeline,
             peak_memory=rank.peaks,
             aux_losses=tuple(step.aux_loss for step in rank.steps) if self.plan.train.adds_router_losses else (),
+            checkpoint=rank.checkpoint,
+            skipped_steps=tuple(step.step for step in rank.steps if step.skipped),
+            first_step=0 if self.resumption is None else self.resumption.saved.steps,
         )
 
 
-RUN_DTYPES = ("fp32", "bf16")
+RUN_DTYPES = ("fp32", "bf16", "fp16")
 """Formats of hidden states that layers compute with (`backend.tensor_parallel.context.DTYPES`, which needs torch)."""
 
 
@@ -195,13 +228,15 @@ def _check_devices(needed: int) -> None:
 
 def unsupported(plan: Plan) -> list[str]:
     """What the backend does not run of a plan that can be simulated, one sentence each. Empty when it runs all of it."""
-    layout = plan.layout
     problems = [
         f"the backend does not run {what} yet. Use {instead}."
         for wrong, what, instead in (
-            (plan.precision.dtype not in RUN_DTYPES, f"precision.dtype={plan.precision.dtype!r}", 'precision.dtype="bf16" or "fp32"'),
-            (plan.precision.gradient_dtype == "bf16", 'precision.gradient_dtype="bf16"', 'precision.gradient_dtype="fp32"'),
-            (layout.zero > 0, f"layout.zero={layout.zero}", "layout.zero=0"),
+            (
+                plan.precision.dtype not in RUN_DTYPES,
+                f"precision.dtype={plan.precision.dtype!r}",
+                'precision.dtype="bf16", "fp16" or "fp32"',
+            ),
+            *_unsupported_sharding(plan),
             *_unsupported_overlap(plan),
         )
         if wrong
@@ -225,16 +260,34 @@ def _check_travels(job: TrainJob) -> None:
             ) from error
 
 
+def _unsupported_sharding(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """`(wrong, what, instead)` of what ZeRO does not cut."""
+    layout = plan.layout
+    yield layout.zero > 1, f"layout.zero={layout.zero}", "layout.zero=0 or 1"
+    yield plan.data_parallel.shard is not None, f"data_parallel.shard={plan.data_parallel.shard}", "none"
+    if layout.zero:
+        replicas = any(len(ranks) > 1 for ranks in plan.placement.ranks)
+        routers = plan.model.is_moe and plan.precision.dtype != "fp32"
+        yield routers, f"layout.zero={layout.zero} with experts in {plan.precision.dtype}", 'precision.dtype="fp32" or layout.zero=0'
+        what = f"layout.zero={layout.zero} with a tied table and two replicas of each stage"
+        yield replicas and plan.model.shares_table, what, "layout.zero=0 or model.tied_embeddings=false"
+
+
 def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """`(wrong, what, instead)` of what runs beside products, messages between stages alone, and of fused launches."""
     for section, names in (
         ("runtime", ("compile", "cuda_graphs", "launch_blocking", "fused_loss")),
-        ("data_parallel", ("overlap_grad_reduce", "overlap_param_gather", "bucket_bytes")),
+        ("data_parallel", ("overlap_param_gather",)),
     ):
         for name in names:
             value = getattr(getattr(plan, section), name)
             written = "true" if value is True else value
-            yield bool(value), f"{section}.{name}={written}", "none" if name == "bucket_bytes" else f"{section}.{name}=false"
+            yield bool(value), f"{section}.{name}={written}", f"{section}.{name}=false"
+    overlap = "data_parallel.overlap_grad_reduce=true without data_parallel.bucket_bytes"
+    yield bool(plan.data_parallel.overlap_grad_reduce) and plan.data_parallel.bucket_bytes is None, overlap, "bucket_bytes=25000000, say"
+    if (bucket_bytes := plan.data_parallel.bucket_bytes) is not None:
+        by_parts = plan.layout.cp > 1 and plan.numerics.mode == "exact"
+        yield by_parts, f"data_parallel.bucket_bytes={bucket_bytes} with cp={plan.layout.cp} in exact numerics", "none"
 
 
 def _unsupported_schedule(plan: Plan) -> list[str]:
@@ -294,6 +347,7 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
         validate=job.validate,
         live_memory=job.live_memory,
         save_huggingface=job.save_huggingface,
+        resume=job.resume,
     )
 
 
@@ -308,9 +362,11 @@ def run_steps(
     validate: bool = False,
     live_memory: bool = False,
     save_huggingface: str | None = None,
+    resume: str | None = None,
 ) -> RankResult:
-    """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. The weights then go
-    to the folder `save_huggingface`, if it is given."""
+    """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. With `resume` those
+    that the checkpoint has behind it are among them. The weights then go to the folder `save_huggingface`, if it is given."""
+    from .checkpoint.saver import Checkpoints
     from .huggingface.save import check_complete, save_weights
     from .live_memory import LiveMeter
     from .measure import gather_objects, measured_timeline
@@ -318,14 +374,20 @@ def run_steps(
 
     steps = plan.train.steps if steps is None else steps
     world = transport.group("world", "world", range(transport.world_size))
-    rank = TrainingRank(transport, plan, model=model, observer=observer)
+    started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))  # the checkpoint's weights replace those
+    rank = TrainingRank(transport, started, model=model, observer=observer)
+    checkpoints = None if plan.checkpoint.folder is None else Checkpoints(plan, rank.corpus, world, transport.device)
+    first = 0
+    if resume is not None:
+        assert checkpoints is not None, "a checkpoint comes from the plan's folder"
+        first = checkpoints.restore(Path(resume), rank)
     if save_huggingface is not None:
         check_complete(plan, rank.saved_shards, world, transport.device)
     validate_at = validation_points(steps) if validate else ()
-    validation_losses = {0: rank.evaluate()} if 0 in validate_at else {}
+    validation_losses = {first: rank.evaluate()} if first in validate_at else {}
     results: list[StepResult] = []
     recorded: tuple[list[Span], list[MemorySample], list[MeasuredPeak]] = ([], [], [])
-    for step in range(steps):
+    for step in range(first, steps):
         meter = None
         if step == steps - 1:  # the step that is kept: a common origin, and memory
             meter = rank.live_meter() if live_memory else rank.meter()
@@ -342,12 +404,16 @@ def run_steps(
         results.append(result)
         if on_step is not None and transport.global_rank == 0:
             on_step(result)
+        if checkpoints is not None and checkpoints.is_due(step + 1, last=step + 1 == steps):
+            checkpoints.save(step + 1, rank)
     if save_huggingface is not None:
-        save_weights(plan, save_huggingface, rank.saved_shards, world, transport.device)
+        with rank.whole_masters():
+            save_weights(plan, save_huggingface, rank.saved_shards, world, transport.device)
     everyone = gather_objects(world, recorded, transport.device)
     timeline = None
     if transport.global_rank == 0:
         title = f"{plan.model.name}, step {steps - 1}, measured over {transport.world_size} ranks"
         spans, memory = ([item for rank in everyone for item in rank[part]] for part in (0, 1))
         timeline = measured_timeline(spans, memory, plan.layout, title)
-    return RankResult(tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]))
+    newest = None if checkpoints is None or checkpoints.newest is None else str(checkpoints.newest)
+    return RankResult(tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]), newest)

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -14,24 +14,31 @@ from torch import Tensor
 
 from ..core.errors import DivergedError
 from ..core.expert_tokens import expert_nodes
-from ..core.parameters import TOKEN_TABLE, expert_biases, stage_usages
+from ..core.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters, stage_usages
 from ..core.plan import Plan
 from ..core.program import EXPERT_BIAS
+from ..core.program.buckets import are_bucketed
 from ..core.schedules import lower, schedule_for
 from ..core.timeline import Span
+from . import not_finite
 from .data import Corpus
+from .data_parallel.early import EarlyReduction
+from .data_parallel.sharded import ShardedStage, trained_buckets
 from .huggingface.load import load_weights
 from .live_memory import LiveMeter
+from .loss_scale import LossScale
 from .mesh import Mesh
 from .model.block import BlockFactory
 from .model.multi_token import later_targets
 from .model.router import Router, reduce_counts
 from .model.transformer import Microbatch, Stage, finish_tied
+from .not_finite import NotFinite
 from .numerics import Numerics, make_numerics
 from .observe import Observer
 from .optimizer import Held, ShardedAdamW, clip_coefficient
 from .pipeline.activations import ActivationMeter, MemoryMeter
 from .pipeline.executor import Executor
+from .pipeline.halt import VALIDATION
 from .pipeline.messages import Clock
 from .tensor_parallel.context import DTYPES
 from .tensor_parallel.cross_entropy import ignored_target
@@ -49,7 +56,8 @@ class StepResult:
     `loss` is the mean per token before the update, `grad_norm` the norm before clipping, `elapsed_s` the seconds on this rank;
     `validation_loss` is the held-out loss after the update, where it was taken; `aux_loss` what routers add to the loss that is minimised
     (load balance and z-losses times their factors, over all layers), which `loss` does not contain; `mtp_loss` the mean over the modules of
-    multi-token prediction, per token of the batch too, which neither contains.
+    multi-token prediction, per token of the batch too, which neither contains. With fp16 `loss_scale` is what losses were multiplied by;
+    where that was too much `grad_norm` is not finite and all ranks `skipped` the update.
     """
 
     step: int
@@ -60,6 +68,8 @@ class StepResult:
     validation_loss: float | None = None
     aux_loss: float = 0.0
     mtp_loss: float = 0.0
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 class TrainingRank:
@@ -99,6 +109,10 @@ class TrainingRank:
         }
         if plan.train.load is not None:
             load_weights(plan.model, plan.train.load, self.saved_shards)
+        self.sharded = {stage: self._sharded(stage) for stage in self.stages} if plan.layout.zero else {}
+        if are_bucketed(plan) and not self.sharded:
+            for number, module in self.stages.items():
+                module.gradients.reduce_in(trained_buckets(plan, number, module.trained))
         self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
         # one rank of a tensor-parallel group opens the data and gives the others theirs
         self.corpus = Corpus.load(plan.train.data) if self.mesh.coordinates["tp"] == 0 else None
@@ -112,7 +126,13 @@ class TrainingRank:
             dtype=DTYPES[plan.precision.dtype],
             global_rank=transport.global_rank,
             recorder=transport.recorder,
+            watch=transport.watch,
+            global_rank_of=lambda pp: plan.layout.global_rank(**{**self.mesh.coordinates, "pp": pp}),
         )
+        self.loss_scale = LossScale.of(plan.precision)
+        self._not_finite: dict[int, NotFinite] = {}
+        overlaps = bool(plan.data_parallel.overlap_grad_reduce)
+        self._early = EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}) if overlaps else None
         self._num_counted = self.num_tokens  # of the batch that was read last
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
 
@@ -123,7 +143,8 @@ class TrainingRank:
         """
         if self.observer is not None:
             self.observer.begin_step(step)
-        start_s = perf_counter()
+        self.transport.watch.phase = f"step {step + 1}"
+        start_s, scale = perf_counter(), self.loss_scale.value
         numbers: list[float] = []
         with meter.watch() if meter is not None else nullcontext():
             trace = self.executor.train(
@@ -132,9 +153,20 @@ class TrainingRank:
                 step=lambda token_losses: numbers.extend(self._optimizer_step(step, token_losses)),
                 clock=self.clock,
                 meter=meter,
+                early=self._early,
             )
         loss, norm, aux_loss, mtp_loss = numbers
-        result = StepResult(step, loss, norm, perf_counter() - start_s, self.num_tokens, aux_loss=aux_loss, mtp_loss=mtp_loss)
+        result = StepResult(
+            step,
+            loss,
+            norm,
+            perf_counter() - start_s,
+            self.num_tokens,
+            aux_loss=aux_loss,
+            mtp_loss=mtp_loss,
+            loss_scale=scale,
+            skipped=not math.isfinite(norm),
+        )
         return result, trace.spans
 
     @property
@@ -145,6 +177,7 @@ class TrainingRank:
     def evaluate(self) -> float:
         """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
         batch = self._validation_batch()
+        self.transport.watch.phase = VALIDATION
         with self._evaluating():
             trace = self.executor.evaluate(batch, clock=self.clock)
         loss = self._mean_loss(trace.token_losses)
@@ -192,6 +225,27 @@ class TrainingRank:
         biases = [(router.bias_name, router.expert_bias) for router in routers if router.expert_bias is not None]
         return self.shards + [Shard(known[name], whole, bias, bias) for name, bias in biases]
 
+    def refresh(self) -> None:
+        """Rounds the weights into what layers compute with, after they have changed; with ZeRO, of all copies together."""
+        for sharded in self.sharded.values():
+            sharded.share()
+        for stage in self.stages.values():
+            for name, shard in stage.shards.items():
+                if not self.sharded or name not in stage.trained:
+                    shard.refresh()
+
+    @contextmanager
+    def whole_masters(self) -> Iterator[None]:
+        """Inside, `saved_shards` have their fp32 weights, which ZeRO spreads over the copies of a stage. All ranks come together."""
+        buckets = [each for sharded in self.sharded.values() for each in sharded.weights]
+        for each in buckets:
+            each.restore_masters()
+        try:
+            yield
+        finally:
+            for each in buckets:
+                each.give_up_masters()
+
     @property
     def _weights(self) -> list[Tensor]:
         """The fp32 weights, and the copies that layers compute with."""
@@ -203,20 +257,31 @@ class TrainingRank:
 
     def _held(self) -> list[Held]:
         """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp, second replicas of stages, and the
-        second tied table do not."""
+        second tied table do not. With ZeRO it holds pieces, each of which is on no other copy."""
         here, placement = self.mesh.coordinates, self.plan.placement
+        if self.sharded:
+            pieces = [(stage, piece) for stage, sharded in self.sharded.items() for _, piece in sharded.pieces]
+            return [Held(each.parameter, each.slices, each.tensor, self._counts(stage, each.parameter)) for stage, each in pieces]
         return [
             Held(
                 shard.parameter,
                 shard.slices,
                 shard.tensor,
-                counts=(shard.parameter.cut is not None or (self.mesh.etp.rank if shard.parameter.expert else here["tp"]) == 0)
-                and placement.replica_of(stage, here["pp"]) == 0
-                and not self._is_second_table(stage, name),
+                counts=self._counts(stage, shard.parameter) and placement.replica_of(stage, here["pp"]) == 0,
             )
             for stage, module in self.stages.items()
-            for name, shard in module.trained.items()
+            for shard in module.trained.values()
         ]
+
+    def _counts(self, stage: int, parameter: Parameter) -> bool:
+        own_tp = self.mesh.etp.rank if parameter.expert else self.mesh.coordinates["tp"]
+        return (parameter.cut is not None or own_tp == 0) and not self._is_second_table(stage, parameter.name)
+
+    def _sharded(self, stage: int) -> ShardedStage:
+        experts = self.mesh.expert_copies(stage) if self.plan.model.is_moe else None
+        sharded = ShardedStage(self.plan, stage, self.stages[stage].trained, self.mesh.copies(stage), experts)
+        self.stages[stage].gradients.reduce_in(sharded.gradients)
+        return sharded
 
     def _is_second_table(self, stage: int, name: str) -> bool:
         return self.plan.model.shares_table and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
@@ -274,6 +339,7 @@ class TrainingRank:
                 batch["targets"][rows],
                 step,
                 counted_share,
+                loss_scale=self.loss_scale.value,
                 **{name: batch[name][rows] for name in ("later", "documents") if name in batch},
             )
             for index, rows in enumerate(slice(first, first + size) for first in range(0, hi - lo, size))
@@ -283,7 +349,15 @@ class TrainingRank:
         """REDUCE_GRAD: sums over the global batch; runs on the executor's `dp` lane."""
         samples_of = functools.partial(self.plan.copy_samples, stage)
         parts = self.mesh.tp_cp_gradients if self.numerics.mode == "exact" else self.mesh.tp_gradients
-        self._reduced[stage] = self.stages[stage].gradients.reduce(self.mesh.copies(stage), samples_of, parts, self._expert_copies(stage))
+        gradients, experts = self.stages[stage].gradients, self._expert_copies(stage)
+        if (found := not_finite.find(gradients.held)) is not None:
+            self._not_finite[stage] = found
+        if self.sharded:
+            self._reduced[stage] = self.sharded[stage].reduce(gradients, samples_of, parts, experts)
+        else:
+            self._reduced[stage] = gradients.reduce(self.mesh.copies(stage), samples_of, parts, experts)
+        if self.plan.precision.gradient_dtype == "bf16":  # finished sums are rounded once, whatever they were added up in
+            self._reduced[stage] = {key: total.bfloat16().float() for key, total in self._reduced[stage].items()}
         own_tokens = [self.mesh.tp_gradients] if self.mesh.tp_gradients and self.plan.layout.sequence_parallel else []
         with self.transport.recorder.layer(EXPERT_BIAS):
             reduce_counts(self.stages[stage].routers, [*own_tokens, self.mesh.copies(stage)])
@@ -296,20 +370,25 @@ class TrainingRank:
 
     def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float, float, float]:
         """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update."""
-        gradients = [gradient / self._num_counted for gradient in self._finished_gradients()]
+        scale = self.loss_scale
+        gradients = [gradient / (self._num_counted * scale.value) for gradient in self._finished_gradients()]
         norm = self._norm(gradients)
         loss, aux_loss, mtp_loss = self._mean_loss(token_losses), self._mean_aux_loss(), self._mean_mtp_loss()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(
-                f"step {step}: the loss is {loss} and the gradient norm {norm}, which are no finite numbers. "
-                f"Lower train.learning_rate={self.plan.train.learning_rate} or set optimizer.clip_grad_norm."
-            )
-        self.optimizer.step(gradients, clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
-        for stage in self.stages.values():
-            for shard in stage.shards.values():
-                shard.refresh()
+        overflow = not math.isfinite(norm)
+        if not math.isfinite(loss) or (overflow and not scale.bears_overflow):
+            raise DivergedError(self._diverged(step, loss, norm))
+        self._not_finite.clear()
+        self.loss_scale = scale.after(overflow=overflow)
+        if not overflow:
+            self.optimizer.step(gradients, clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
+            self.refresh()
         for router in self._routers:
-            router.update_bias(self.plan.train.expert_bias_rate)
+            router.update_bias(0.0 if overflow else self.plan.train.expert_bias_rate)
+        if overflow:  # what is no number has no bits to compare
+            if self.observer is not None:
+                self.observer.scalar("loss", loss)
+                self._show_weights(self.observer)
+            return loss, norm, aux_loss, mtp_loss
         if self.observer is not None:
             self._show(self.observer, gradients, loss, norm)
             if self.plan.train.adds_router_losses:
@@ -318,9 +397,26 @@ class TrainingRank:
                 self.observer.scalar("mtp_loss", mtp_loss)
         return loss, norm, aux_loss, mtp_loss
 
+    def _diverged(self, step: int, loss: float, norm: float) -> str:
+        """What is said when a loss or a gradient is not finite, the same on all ranks, which come here together."""
+        names = [parameter.name for parameter in parameters(self.plan.model)]
+        last = max(self._not_finite, default=None)
+        found = None if last is None else self._not_finite[last]
+        own = None if found is None else replace(found, name=found.name.partition("@")[0])
+        named = not_finite.tell(own, names, self.mesh, self.transport.device) if math.isfinite(loss) else ""
+        scale = f" with losses scaled by {self.loss_scale.value:g}" if self.loss_scale.value != 1.0 else ""
+        return (
+            f"step {step}: the loss is {loss} and the gradient norm {norm}{scale}, which are no finite numbers. {named}{' ' * bool(named)}"
+            f"Lower train.learning_rate={self.plan.train.learning_rate} or set optimizer.clip_grad_norm."
+        )
+
     def _finished_gradients(self) -> list[Tensor]:
         """Gradients summed over the global batch, in the order of the optimizer's `held`. A tied table's two sums are added here."""
         table = self._tied_gradient()
+        if self.sharded:
+            gradients = [each for stage, sharded in self.sharded.items() for each in sharded.finished(self._reduced[stage], table)]
+            self._reduced.clear()
+            return gradients
         gradients = [
             table if table is not None and name == TOKEN_TABLE else self._reduced[stage][name]
             for stage, module in self.stages.items()
@@ -344,6 +440,10 @@ class TrainingRank:
     def _norm(self, gradients: list[Tensor]) -> float:
         """The norm of the whole gradient, every element of the model once."""
         counted = [(one, gradient) for one, gradient in zip(self.optimizer.held, gradients, strict=True) if one.counts]
+        if self.sharded:
+            with self.transport.recorder.layer("grad_norm"):
+                total = self.numerics.sum_of_squares(gradient for _, gradient in counted)
+                return math.sqrt(float(total.over(self.mesh.dp).over(self.mesh.model)))
         total = self.numerics.sum_of_squares(gradient for one, gradient in counted if not one.parameter.expert)
         with self.transport.recorder.layer("grad_norm"):
             if self.plan.model.is_moe:
@@ -390,8 +490,14 @@ class TrainingRank:
         observer.scalar("grad_norm", norm)
         for one in held:
             observer.optimizer_state(one.name, one.slices, *self.optimizer.moments(one))
-        for one in held:
-            observer.weight(one.name, one.slices, one.tensor)
+        self._show_weights(observer)
+
+    def _show_weights(self, observer: Observer) -> None:
+        """The weights, and the biases of experts, as they are now."""
+        held = self.optimizer.held
+        whole = [shard for stage in self.stages.values() for shard in stage.trained.values()]
+        for each in whole if self.plan.precision.dtype == "fp32" else held:
+            observer.weight(each.parameter.name, each.slices, each.tensor)
         for router in self._routers:
             if router.expert_bias is not None:
                 observer.weight(router.bias_name, (slice(0, len(router.expert_bias)),), router.expert_bias)

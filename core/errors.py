@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ShardproofError(Exception):
@@ -47,11 +47,15 @@ class UnknownNameError(ShardproofError, LookupError):
 
 
 class RankFailure(ShardproofError, RuntimeError):
-    """A rank ended before its work was done. The message names the rank and how it ended; `global_rank` is None when none stands out."""
+    """A rank ended before its work was done. The message names the rank and how it ended; `global_rank` is None when none stands out.
 
-    def __init__(self, message: str, global_rank: int | None = None):
+    `report` is the JSON form of what all ranks were doing (`backend.pipeline.halt.Halt.report`), where that is known.
+    """
+
+    def __init__(self, message: str, global_rank: int | None = None, report: dict[str, object] | None = None):
         super().__init__(message)
         self.global_rank = global_rank
+        self.report = report
 
 
 class DivergedError(ShardproofError, ArithmeticError):
@@ -62,6 +66,10 @@ class MissingExtraError(ShardproofError, ImportError):
     """A verb needs a package of an extra that is not installed."""
 
 
+MOST_NAMED = 8
+"""Things of one kind that a message names."""
+
+
 class InternalError(Exception):
     """Our bug, not the user's: please report it with the plan that caused it."""
 
@@ -70,3 +78,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'closest'?` where something is close, else a full stop."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else "."
+
+
+def named(items: Sequence[str]) -> str:
+    """The first few of the items, and how many more there are.
+
+    >>> named([f"layer {i}" for i in range(10)])
+    'layer 0, layer 1, layer 2, layer 3, layer 4, layer 5, layer 6, layer 7 and 2 more'
+    """
+    more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
+    return f"{', '.join(items[:MOST_NAMED])}{more}"

@@ -88,10 +88,19 @@ class Precision:
     """Number format of weights and activations in products; optimizer state is fp32.
 
     `gradient_dtype` is the format in which gradients are accumulated and reduced; None is as the profile.
+
+    With fp16 the losses that gradients are taken of are scaled: by `loss_scale`, or where that is None by what begins at
+    `initial_loss_scale`, halves after `loss_scale_hysteresis` overflows, down to `min_loss_scale`, and doubles after `loss_scale_window`
+    steps without any (`backend.loss_scale`).
     """
 
     dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
     gradient_dtype: Literal["fp32", "bf16"] | None = None
+    loss_scale: float | None = None
+    initial_loss_scale: float = 4096.0
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    loss_scale_hysteresis: int = 2
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,8 @@ class Train:
     `router_aux_loss` and `router_z_loss` are factors of what every router adds to the loss, `router_jitter` the largest share by which a
     router's inputs are scaled at random, and `expert_bias_rate` what a step adds to the bias of an expert that had less than its even
     share of the tokens, or takes from one that had more (`backend.model.router`).
+
+    When no rank has ended an action for `timeout_s`, all are ended, and what each was waiting for is told.
     """
 
     steps: int = 20
@@ -191,11 +202,24 @@ class Train:
     router_z_loss: float = 0.0
     router_jitter: float = 0.0
     expert_bias_rate: float = 0.001
+    timeout_s: float = 1800.0
 
     @property
     def adds_router_losses(self) -> bool:
         """True when routers add to the loss that is minimised."""
         return self.router_aux_loss > 0 or self.router_z_loss > 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where training saves all that it goes on from (`backend.checkpoint`); None is nowhere.
+
+    It does so after its last step and, with `every`, after each step that `every` divides. The newest `keep` stay; None keeps all.
+    """
+
+    folder: str | None = None
+    every: int | None = None
+    keep: int | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +241,7 @@ class Plan:
     optimizer: Optimizer = field(default_factory=Optimizer)
     data_parallel: DataParallel = field(default_factory=DataParallel)
     train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     variation: Variation = field(default_factory=Variation)
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from .plan import (
     PROFILES,
     RECOMPUTE_MODULES,
     Batch,
+    Checkpoint,
     DataParallel,
     Numerics,
     Optimizer,
@@ -41,6 +42,7 @@ NOUNS: Mapping[str, type] = {
     "optimizer": Optimizer,
     "data_parallel": DataParallel,
     "train": Train,
+    "checkpoint": Checkpoint,
     "variation": Variation,
 }
 """Section -> the noun it fills, in the order in which a plan file is written."""
@@ -332,7 +334,7 @@ def _data_parallel() -> tuple[Key, ...]:
 
 def _choices() -> tuple[Key, ...]:
     block: dict[str, Any] = {"section": "numerics", "type": "int", "minimum": 1, "read_by": "core.plan"}
-    profiles, profile = "simulator.profiles", "as the profile"
+    profiles, profile, scale = "simulator.profiles", "as the profile", "backend.loss_scale"
     return (
         *_runtime(),
         Key("batch", "global", "int", "sequences per optimizer step", "core.plan", minimum=1, attribute="global_size"),
@@ -340,6 +342,11 @@ def _choices() -> tuple[Key, ...]:
         Key("batch", "sequence", "int", "tokens per sequence", "core.program.tensors", minimum=1),
         Key("precision", "dtype", "str", "number format of products", "core.program.tensors", choices=("fp32", "bf16", "fp16", "fp8")),
         Key("precision", "gradient_dtype", "str", "format of reduced gradients", profiles, choices=("fp32", "bf16"), default_note=profile),
+        Key("precision", "loss_scale", "float", "with fp16: factor of the loss", scale, above=0, default_note="adapts itself"),
+        Key("precision", "initial_loss_scale", "float", "with fp16: the factor that adapting begins with", scale, above=0),
+        Key("precision", "min_loss_scale", "float", "with fp16: the smallest factor", scale, above=0),
+        Key("precision", "loss_scale_window", "int", "with fp16: steps without an overflow until the factor doubles", scale, minimum=1),
+        Key("precision", "loss_scale_hysteresis", "int", "with fp16: overflows until the factor halves", scale, minimum=1),
         Key(
             "recompute",
             "mode",
@@ -412,6 +419,23 @@ def _training() -> tuple[Key, ...]:
         Key(name="router_z_loss", doc="factor of (log Z)^2 of every router's logits", **router),
         Key(name="router_jitter", doc="a router's inputs are scaled by up to 1 - and 1 + this", below=1, **router),
         Key(name="expert_bias_rate", doc="what a step adds to or takes from an expert's bias", **{**router, "read_by": rank}),
+        Key("train", "timeout_s", "float", "without any rank ending an action, after which all are ended", "backend.trainer", above=0),
+    )
+
+
+def _checkpoint() -> tuple[Key, ...]:
+    count: dict[str, Any] = {"section": "checkpoint", "type": "int", "minimum": 1, "read_by": "backend.checkpoint.saver"}
+    return (
+        Key(
+            "checkpoint",
+            "folder",
+            "path",
+            "where training saves what it can go on from",
+            "backend.checkpoint.resume",
+            default_note="nowhere",
+        ),
+        Key(name="every", doc="steps between two checkpoints", default_note="one after the last step", **count),
+        Key(name="keep", doc="how many of the newest stay", default_note="all", **count),
     )
 
 
@@ -458,7 +482,7 @@ def _variation() -> tuple[Key, ...]:
     )
 
 
-KEYS: tuple[Key, ...] = _model() + _cluster() + _layout() + _choices() + _training() + _data_parallel() + _variation()
+KEYS: tuple[Key, ...] = _model() + _cluster() + _layout() + _choices() + _training() + _checkpoint() + _data_parallel() + _variation()
 """Every key of a plan file."""
 
 

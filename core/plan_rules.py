@@ -23,7 +23,7 @@ from .layout import Layout
 from .leaves import degree_to_admit, leaf_sizes
 from .microbatches import microbatch_counts
 from .model import ModelSpec
-from .plan import RECOMPUTE_MODULES, Batch, DataParallel, Numerics, Precision, Recompute, ScheduleChoice
+from .plan import RECOMPUTE_MODULES, Batch, Checkpoint, DataParallel, Numerics, Precision, Recompute, ScheduleChoice
 from .schedules import CATALOG, default_name
 from .stages import assign_layers, num_mtp_written
 from .variation_rules import (
@@ -292,6 +292,32 @@ def _recomputed_modules_exist(recompute: Recompute, model: ModelSpec) -> Iterato
             yield f"modules={list(recompute.modules)}: model {model.name} has no latent attention. Leave {name!r} out."
 
 
+ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")
+"""How a loss scale adapts itself."""
+
+
+def _loss_scales_are_powers_of_two(precision: Precision) -> Iterator[str]:
+    plain = Precision(precision.dtype)
+    given = [name for name in ("loss_scale", *ADAPTING) if getattr(precision, name) != getattr(plain, name)]
+    if given and precision.dtype != "fp16":
+        yield f'{given[0]}={getattr(precision, given[0])} scales losses for fp16, but dtype="{precision.dtype}". Leave it out, or use fp16.'
+        return
+    if precision.loss_scale is not None and (other := next((name for name in given if name in ADAPTING[:3]), None)):
+        yield (
+            f"loss_scale={precision.loss_scale:g} is a constant, so {other}={getattr(precision, other):g} is about nothing. "
+            "Leave one of the two out."
+        )
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        value = getattr(precision, name)
+        if value is not None and math.frexp(value)[0] != 0.5:
+            yield f"{name}={value:g} is no power of two. Use {2.0 ** round(math.log2(value)):g}."
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield (
+            f"min_loss_scale={precision.min_loss_scale:g} is above initial_loss_scale={precision.initial_loss_scale:g}. "
+            f"Use min_loss_scale <= {precision.initial_loss_scale:g}."
+        )
+
+
 def _shards_divide(data_parallel: DataParallel, layout: Layout) -> Iterator[str]:
     shard, ranks = data_parallel.shard, layout.dp * layout.cp
     if shard is not None and ranks % shard:
@@ -303,6 +329,12 @@ def _shards_divide(data_parallel: DataParallel, layout: Layout) -> Iterator[str]
             "overlap_param_gather=true hides the gathers of sharded parameters, but zero=0 shards nothing. "
             "Set layout.zero, or leave overlap_param_gather out."
         )
+
+
+def _checkpoints_have_a_folder(checkpoint: Checkpoint) -> Iterator[str]:
+    for name in ("every", "keep"):
+        if checkpoint.folder is None and (value := getattr(checkpoint, name)) is not None:
+            yield f"{name}={value} is about checkpoints, but there is no folder for them. Set checkpoint.folder, or leave {name} out."
 
 
 def _dtype_has_peak(precision: Precision, cluster: ClusterSpec) -> Iterator[str]:
@@ -448,6 +480,18 @@ RULES: tuple[Rule, ...] = (
         ("data_parallel.shard", "data_parallel.overlap_param_gather", "layout.zero", "layout.dp", "layout.cp"),
         "ZeRO shards over a divisor of the data-parallel ranks",
         _shards_divide,
+    ),
+    Rule(
+        "checkpoints-have-a-folder",
+        ("checkpoint.folder", "checkpoint.every", "checkpoint.keep"),
+        "what is saved is saved somewhere",
+        _checkpoints_have_a_folder,
+    ),
+    Rule(
+        "loss-scales-are-powers-of-two",
+        tuple(f"precision.{name}" for name in ("loss_scale", *ADAPTING, "dtype")),
+        "fp16 scales losses by powers of two, which change no bits",
+        _loss_scales_are_powers_of_two,
     ),
     Rule("dtype-has-peak", ("precision.dtype", "cluster.peak_flops_per_s"), "the cluster has a rate for it", _dtype_has_peak),
     Rule(

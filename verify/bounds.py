@@ -29,8 +29,8 @@ from ..core.parameters import Parameter, parameters
 from ..core.plan import Plan
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
 
-UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
-"""Half the distance from 1 to the next number: 24 and 8 bits of significand (IEEE 754; bfloat16 keeps 8)."""
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Half the distance from 1 to the next number: 24, 8 and 11 bits of significand (IEEE 754; bfloat16 keeps 8)."""
 
 CONFIDENCE = 6.0
 """The lambda of Higham & Mary: a bound is left with probability 2 exp(-lambda^2 / 2)."""

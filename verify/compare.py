@@ -66,7 +66,8 @@ def _compare_tensor(key: Key, expected: Piece, pieces: Sequence[Piece]) -> Diffe
     by_region: dict[Region, list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_region[piece.region].append(piece)
-    if any(piece.shape != expected.shape for piece in pieces) or not _partitions(tuple(by_region), expected):
+    covers = _covers(sorted(by_region))
+    if any(piece.shape != expected.shape for piece in pieces) or not all(_partitions(cover, expected) for cover in covers):
         return Difference(key, "incomplete", _ranks(pieces))
     if len(by_region) == 1:
         wrong = [piece for piece in pieces if piece.digest != expected.digest]
@@ -74,8 +75,24 @@ def _compare_tensor(key: Key, expected: Piece, pieces: Sequence[Piece]) -> Diffe
     torn = [piece for held in by_region.values() if len({piece.digest for piece in held}) > 1 for piece in held]
     if torn:
         return Difference(key, "differs", _ranks(torn))
-    whole = add(held[0].digest for held in by_region.values())
-    return Difference(key, "differs", _ranks(pieces)) if whole != expected.digest else None
+    differ = [cover for cover in covers if add(by_region[region][0].digest for region in cover) != expected.digest]
+    suspects = [piece for cover in differ for region in cover for piece in by_region[region]]
+    return Difference(key, "differs", _ranks(suspects)) if suspects else None
+
+
+def _covers(regions: Sequence[Region]) -> list[list[Region]]:
+    """Sets of regions that do not overlap, such that every region is in one: ranks that hold a tensor alike may cut it otherwise among
+    their copies (ZeRO). A set takes what no other has before what others have."""
+    covers: list[list[Region]] = []
+    left = list(regions)
+    while left:
+        cover: list[Region] = []
+        for region in (*left, *regions):
+            if not any(regions_overlap(region, other) for other in cover):
+                cover.append(region)
+        left = [region for region in left if region not in cover]
+        covers.append(cover)
+    return covers
 
 
 def _partitions(regions: Sequence[Region], whole: Piece) -> bool:

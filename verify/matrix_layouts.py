@@ -78,6 +78,7 @@ FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "order": (DEFAULT_ORDER, "pp-dp-tp-cp-ep"),
     "overlap": ("no", "tp"),
     "keys": ("all_gather", "ring"),
+    "zero": (0, 1),
 }
 """What a layout of the matrix chooses; the first value of each is the plain one."""
 
@@ -139,7 +140,10 @@ def _features(values: tuple[str | int, ...]) -> tuple[Feature, ...]:
     schedule, pp, _ = PIPELINES[str(row["pipeline"])]
     idle = {"problem", "pipeline"}
     idle |= (
-        (set() if problem.is_moe else {"ep", "etp"}) | (set() if row["cp"] != 1 else {"keys"}) | (set() if row["dp"] != 1 else {"split"})
+        (set() if problem.is_moe else {"ep", "etp"})
+        | (set() if row["cp"] != 1 else {"keys"})
+        | (set() if row["dp"] != 1 else {"split"})
+        | (set() if row["dp"] != 1 or row["cp"] != 1 else {"zero"})
     )
     names = [name for name in FACTORS if name not in idle]
     return (("schedule", schedule), ("pp", pp), *((name, row[name]) for name in names), *problem.features)
@@ -173,6 +177,7 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
             etp=None if row["etp"] == "tp" else int(row["etp"]),
             vpp=vpp,
             sequence_parallel=row["sequence"] == "cut",
+            zero=int(row["zero"]),
             order=str(row["order"]),
             stages=stages(pp * vpp),
         )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ..core.errors import PlanError, did_you_mean
 from ..core.parameters import Parameter, stage_usages
 from ..core.plan import Plan
 from ..core.program import num_copies
+from ..core.reduction import cut
 
 DROP_REDUCTION = "drop-reduction"
 FORM = f"{DROP_REDUCTION}:RANK:TENSOR, such as {DROP_REDUCTION}:1:layers.0.mlp.down"
@@ -90,8 +92,26 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
         own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name == fault.tensor}
         return {**numerics.reduce_experts(gradients, group, nodes), **own}
 
+    def kept(gradients: Mapping[str, Any], group: Any, part: Any) -> Any:
+        """A member's part of all gradients, in which those of the faulty one are its own."""
+        ends = list(accumulate((each.held[0].numel() for each in gradients.values()), initial=0))
+        first, _ = cut(ends[-1], group.size, group.rank)
+        for (name, each), lo, hi in zip(gradients.items(), ends, ends[1:], strict=False):
+            start, stop = max(lo, first), min(hi, first + len(part))
+            if name.partition("@")[0] == fault.tensor and start < stop:
+                part[start - first : stop - first] = sum(held.clone().reshape(-1) for held in each.held)[start - lo : stop - lo]
+        return part
+
+    def reduce_gradients_part(gradients: Mapping[str, Any], group: Any, samples_of: Callable[[int], tuple[int, int]]) -> Any:
+        return kept(gradients, group, numerics.reduce_gradients_part(gradients, group, samples_of))
+
+    def reduce_experts_part(gradients: Mapping[str, Any], group: Any, nodes: Any) -> Any:
+        return kept(gradients, group, numerics.reduce_experts_part(gradients, group, nodes))
+
     faulty.reduce_gradients = reduce_gradients
     faulty.reduce_experts = reduce_experts
+    faulty.reduce_gradients_part = reduce_gradients_part
+    faulty.reduce_experts_part = reduce_experts_part
     return faulty
 
 

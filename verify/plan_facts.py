@@ -40,7 +40,8 @@ def plan_facts(plan: Plan, schedule: Schedule) -> Facts:
 def message_formats(plan: Plan) -> MessageFormats:
     """Hidden states of one microbatch on rank 0 of tensor and context parallelism: its own tokens with sequence parallelism."""
     lo, hi = plan.tokens_of(0)
-    text = f"{'fp32' if plan.precision.dtype == 'fp32' else 'bf16'}[{plan.batch.micro_size},{hi - lo},{plan.model.hidden_size}]"
+    dtype = "bf16" if plan.precision.dtype == "fp8" else plan.precision.dtype
+    text = f"{dtype}[{plan.batch.micro_size},{hi - lo},{plan.model.hidden_size}]"
     return MessageFormats((text,) * plan.layout.num_stages, (text,) * plan.layout.num_stages)
 
 

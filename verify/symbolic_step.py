@@ -17,6 +17,7 @@ from ..core.action import Kind
 from ..core.parameters import Usage, stage_parameters, stage_usages
 from ..core.plan import Plan
 from ..core.program import EXPERT_BIAS, Collective, Operations, sequences_are_cut
+from ..core.program.buckets import bucket_layers, gathered_sizes
 from ..core.program.holdings import PART_LAYERS, KnownPart, knows_heads
 from ..core.schedule import Placement
 from .expressions import MODULUS, digest
@@ -77,9 +78,10 @@ def reduced_gradients(
     differences: list[StepDifference] = []
     usages = stage_usages(plan.model, plan.stages[stage])
     covered = {parameter.name for parameter in program.own_tokens(plan, stage)}
+    buckets = bucket_layers(plan, stage)
     representatives: dict[tuple[object, ...], Usage] = {}
     for usage in usages:
-        representatives.setdefault(_treatment(usage, states, covered), usage)
+        representatives.setdefault((buckets.get(usage.key), *_treatment(usage, states, covered)), usage)
     calls = [program.actions(plan, Kind.REDUCE_GRAD, stage, t, d // plan.layout.cp, replica=r) for t, d, r in np.ndindex(gradients.shape)]
     operations, note = _in_step(calls)
     if note:
@@ -90,7 +92,7 @@ def reduced_gradients(
     per_holder = [num_reductions.get((rank, stage), ()) for rank in placement.ranks[stage]]
     for usage in representatives.values():
         try:
-            own_operations = _operations_for(plan, usage, operations, covered)
+            own_operations = _operations_for(plan, usage, operations, covered, buckets.get(usage.key, ""))
             covering = usage.parameter.name in covered
             total = _reduce_usage(gradients, usage, states[usage.key], own_operations, per_holder, covering)
         except MisfitError as error:
@@ -149,13 +151,13 @@ def _treatment(usage: Usage, states: States, covered: set[str]) -> tuple[object,
     return usage.role, cut, expert, states[usage.key], usage.parameter.name in covered, knows_heads(usage.parameter)
 
 
-def _operations_for(plan: Plan, usage: Usage, operations: Sequence[Collective], covered: set[str]) -> list[Collective]:
+def _operations_for(plan: Plan, usage: Usage, operations: Sequence[Collective], covered: set[str], bucket: str) -> list[Collective]:
     """The collectives that a gradient goes through: over tensor parallelism only where a rank knows a part of it, of tokens or of heads,
     which exact numerics exchange apart."""
     kind: KnownPart = "heads" if knows_heads(usage.parameter) and plan.numerics.mode == "exact" else "tokens"
     layer = PART_LAYERS[kind] if usage.parameter.name in covered else None
     theirs = [each for each in operations if (each.axis in EXPERT_AXES) == usage.parameter.expert]
-    return [each for each in theirs if each.axis not in ("tp", "tp_cp") or each.layer == layer]
+    return [each for each in theirs if each.layer == (layer if each.axis in ("tp", "tp_cp") else bucket)]
 
 
 def _reduce_usage(
@@ -320,13 +322,14 @@ def unshard_difference(plan: Plan, placement: Placement, program: Program, stage
     calls, note = _in_step([program.actions(plan, Kind.UNSHARD, stage, t, d // plan.layout.cp, replica=r) for t, d, r in np.ndindex(shape)])
     size = shape[1] * shape[2]
     due = plan.layout.zero == 3 and size > 1 and bool(stage_parameters(plan.model, plan.stages[stage]))
-    wanted = [("all_gather", "dp" if shape[2] == 1 else "replica", size)] * due
+    dense = [each for each in gathered_sizes(plan, stage, 0) if not each.is_expert]
+    wanted = [("all_gather", "dp" if shape[2] == 1 else "replica", size)] * due * len(dense)
     if (copies := plan.layout.expert_dp * shape[2]) > 1 and any(each.expert for each in stage_parameters(plan.model, plan.stages[stage])):
         wanted += [("all_gather", "edp" if shape[2] == 1 else "expert_replica", copies)] * (plan.layout.zero == 3)
     if note or [(call.op, call.axis, call.group_size) for call in calls] != wanted:
         called = _calls_text([(call.op, call.axis, call.layer) for call in calls])
         return StepDifference(
-            "value", f"{stage}UNSHARD", note or f"one all_gather over {size} copies is due, and the program calls {called}"
+            "value", f"{stage}UNSHARD", note or f"{len(wanted)} all_gather over copies are due, and the program calls {called}"
         )
     return None
 
@@ -464,10 +467,12 @@ class Step:
             apart = [stage for stage in self.placement.stages_of(pp_rank) if by_stage[stage].is_part]
             for t, d in np.ndindex(self.shape[1:]):
                 own = self.operations[rank, t, d]
-                gathers = [each for each in own if isinstance(each, Collective) and each.layer == "" and each.op == "all_gather"]
+                buckets = {size.layer for stage in apart for size in gathered_sizes(self.plan, stage, t)} | {""}
+                gathers = [each for each in own if isinstance(each, Collective) and each.layer in buckets and each.op == "all_gather"]
                 sizes = [each.group_size for each in gathers if each.axis in ("dp", "replica")]
                 of_experts = [each.group_size for each in gathers if each.axis in EXPERT_AXES]
-                wanted = [int(np.prod(by_stage[stage].shape[1:])) for stage in apart]
+                dense = [(stage, size) for stage in apart for size in gathered_sizes(self.plan, stage, t) if not size.is_expert]
+                wanted = [int(np.prod(by_stage[stage].shape[1:])) for stage, _ in dense]
                 if sizes != wanted or of_experts != self._expert_copies(pp_rank):
                     where = f"STEP on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
                     what = f"stages {apart} are updated in parts, which {len(gathers)} all_gather over their copies bring together"

@@ -19,7 +19,7 @@ from ..core.errors import PlanError
 from ..core.expert_tokens import RoutedTokens
 from ..core.layout import Layout
 from ..core.model import ModelSpec
-from ..core.plan import Batch, DataParallel, Numerics, Plan, Precision
+from ..core.plan import Batch, DataParallel, Numerics, Plan
 from ..core.schedules import CATALOG
 from ..core.stages import StageLayers, to_string
 from ..core.variation import NO_VARIATION
@@ -88,18 +88,24 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with everything the backend does not run replaced by what it runs, and why."""
     changes: list[str] = []
     cluster = plan.cluster
-    layout = _supported_layout(plan.layout, changes)
+    layout = _supported_layout(plan, changes)
     if plan.numerics.mode != "exact":
-        changes.append("numerics.mode fast -> exact: only exact numerics promise bits.")
-    dtype = plan.precision.dtype if plan.precision.dtype == "fp32" else "bf16"
+        only = ", and bounds for fast ones do not hold where numbers leave the range of fp16" if plan.precision.dtype == "fp16" else ""
+        changes.append(f"numerics.mode fast -> exact: only exact numerics promise bits{only}.")
+    dtype = "bf16" if plan.precision.dtype == "fp8" else plan.precision.dtype
     if plan.precision.dtype != dtype:
-        changes.append(f"precision.dtype {plan.precision.dtype} -> {dtype}: the backend computes in fp32 and bf16.")
-    if plan.precision.gradient_dtype == "bf16":
-        changes.append("precision.gradient_dtype bf16 -> none: the backend adds up gradients in fp32.")
+        changes.append(f"precision.dtype {plan.precision.dtype} -> {dtype}: the backend computes in fp32, bf16 and fp16.")
+    if plan.precision.gradient_dtype == "bf16" and plan.numerics.mode == "fast":
+        changes.append("precision.gradient_dtype bf16 -> none in the run in fast numerics: bounds are those of sums in fp32.")
     if plan.schedule.max_active_stages is not None:
         changes.append(f"schedule.max_active_stages {plan.schedule.max_active_stages} -> none: whole parameters need no gathers.")
-    if plan.data_parallel != DataParallel():
-        changes.append("[data_parallel] -> none: the backend reduces the gradients of a stage whole, after its last backward.")
+    bucket_bytes = plan.data_parallel.bucket_bytes if layout.cp == 1 else None
+    early = plan.data_parallel.overlap_grad_reduce if bucket_bytes is not None else None
+    data_parallel = DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=early)
+    if plan.data_parallel != data_parallel:
+        changes.append(
+            "[data_parallel] -> buckets and their overlap, and nothing with cp: the backend shards over all copies, and gathers late."
+        )
     runtime = plan.runtime
     if runtime.cuda_graphs or runtime.compile or runtime.launch_blocking or runtime.fused_loss:
         changes.append("[runtime] graphs and compile -> none: the backend launches every kernel itself, one after another.")
@@ -112,9 +118,9 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
             cluster=cluster,
             layout=layout,
             runtime=replace(plan.runtime, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None),
-            data_parallel=DataParallel(),
+            data_parallel=data_parallel,
             schedule=replace(plan.schedule, max_active_stages=None),
-            precision=Precision(dtype),
+            precision=replace(plan.precision, dtype=dtype),
             numerics=_exact(plan, layout, changes),
             variation=NO_VARIATION,
         ),
@@ -167,12 +173,19 @@ def _splits_blocks(plan: Plan, layout: Layout, numerics: Numerics) -> bool:
     return plan.model.is_moe and tokens.split_piece(layout) is not None
 
 
-def _supported_layout(layout: Layout, changes: list[str]) -> Layout:
+def _supported_layout(plan: Plan, changes: list[str]) -> Layout:
     """The axes that the backend runs; adds why to `changes`."""
-    if layout.zero:
-        changes.append(f"layout.zero {layout.zero} -> 0: the backend keeps whole optimizer states.")
+    layout, zero = plan.layout, min(plan.layout.zero, 1)
+    if zero < layout.zero:
+        changes.append(f"layout.zero {layout.zero} -> {zero}: the backend spreads optimizer states only.")
+    if zero and any(len(ranks) > 1 for ranks in plan.placement.ranks) and plan.model.shares_table:
+        changes.append(f"layout.zero {zero} -> 0: the backend does not cut a tied table of which stages have replicas.")
+        zero = 0
+    if zero and plan.model.is_moe and plan.precision.dtype != "fp32":
+        changes.append(f"layout.zero {zero} -> 0: the backend keeps routers whole in fp32.")
+        zero = 0
     stages = None if layout.stages is None else re.sub(r"m(\*\d+)?", "", layout.stages)
-    return replace(layout, zero=0, stages=stages)
+    return replace(layout, zero=zero, stages=stages)
 
 
 def _shrink(plan: Plan) -> Plan:

@@ -7,16 +7,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ...core.errors import PlanError
+from ...core.errors import PlanError, named
 from ...core.model import ModelSpec
 from ..tensor_parallel import Shard
 from .config import family_of
 from .folder import QUANTISED, READ_DTYPES, SCALES, Folder
 from .names import BASE_PREFIXES, sources, unused_names
 from .parts import Source, file_shapes, regions
-
-MOST_NAMED = 8
-"""Problems of one kind that a message names."""
 
 
 def load_weights(model: ModelSpec, path: str, shards: Iterable[Shard]) -> int:
@@ -56,8 +53,7 @@ def _checked_names(model: ModelSpec, folder: Folder, places: Mapping[str, Source
 
 def _listed(what: str, items: list[str]) -> list[str]:
     """One problem, or none; it names the first few items."""
-    more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
-    return [f"{what} {', '.join(items[:MOST_NAMED])}{more}"] if items else []
+    return [f"{what} {named(items)}"] if items else []
 
 
 def _found(name: str, files: Mapping[str, object]) -> str | None:

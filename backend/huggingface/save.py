@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...core.errors import PlanError
+from ...core.errors import PlanError, named
 from ...core.files import write_text
 from ...core.parameters import expert_biases
 from ...core.plan import Plan
@@ -20,7 +20,6 @@ from ..transport.base import Group
 from .config import config_to_write
 from .files import FileLayout, OpenFile, file_layouts, index_of
 from .folder import INDEX
-from .load import MOST_NAMED
 from .names import sources
 from .parts import Source, file_shapes, regions
 
@@ -65,10 +64,9 @@ def check_complete(plan: Plan, shards: Iterable[Shard], world: Group, device: to
     held = {name for names in gather_objects(world, [shard.parameter.name for shard in shards], device) for name in names}
     missing = [name for name in sources(plan.model, config_to_write(plan)["model_type"]) if name not in held]
     if missing:
-        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         raise PlanError(
             f"save_huggingface needs every parameter of model {plan.model.name}, but its blocks do not have "
-            f"{', '.join(missing[:MOST_NAMED])}{more}. Use those layers in the blocks, or do not save."
+            f"{named(missing)}. Use those layers in the blocks, or do not save."
         )
 
 

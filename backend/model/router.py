@@ -89,7 +89,7 @@ class Router(nn.Module):
             if training and self.adds_losses:
                 losses_BS = self._losses(scores_BSE, log_sum_BS)
                 self.losses[microbatch.index] = self.context.numerics.sum([losses_BS])
-                weights_BSK = _WithLosses.apply(weights_BSK, losses_BS, microbatch.counted_share)
+                weights_BSK = _WithLosses.apply(weights_BSK, losses_BS, microbatch.counted_share * microbatch.loss_scale)
             if self.model.expert_capacity_factor is not None:
                 kept_BSK = self._kept(experts_BSK, weights_BSK.detach())
                 experts_BSK, weights_BSK = experts_BSK.masked_fill(~kept_BSK, DROPPED), weights_BSK.masked_fill(~kept_BSK, 0.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...core.parameters import TOKEN_TABLE, layer_prefix
@@ -113,7 +115,8 @@ class Stage(nn.Module):
             x_BSH = self.head.norm(x_BSH)
             losses_BS = self.head.losses(x_BSH, microbatch.targets)
             ahead = self.multi_token if self.training else None
-            return losses_BS if ahead is None else ahead.add_losses(losses_BS, x_BSH)
+            losses_BS = losses_BS if ahead is None else ahead.add_losses(losses_BS, x_BSH)
+            return losses_BS if microbatch.loss_scale == 1.0 else _ScaledBackward.apply(losses_BS, microbatch.loss_scale)
 
     def logits(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
         """Last stage: the logits [b, s, v] of this rank's vocabulary instead of the losses."""
@@ -166,3 +169,16 @@ class Head(nn.Module):
         losses_BS = self.loss(self.output(normed_BSH), targets_BS)
         self.context.observe("head.losses", losses_BS)
         return losses_BS
+
+
+class _ScaledBackward(torch.autograd.Function):
+    """x as it is, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None

@@ -17,5 +17,5 @@ def make_numerics(plan: Plan, device: torch.device | str = "cpu", *, global_rank
     """`[numerics] mode` as operations of a rank on a device."""
     device, layout = torch.device(device), plan.layout
     if plan.numerics.mode == "fast":
-        return FastNumerics(device)
+        return FastNumerics(device, torch.bfloat16 if plan.precision.gradient_dtype == "bf16" else torch.float32)
     return ExactNumerics(plan.leaf_sizes, device, cp=layout.cp, cp_rank=layout.coordinates(global_rank)["cp"])

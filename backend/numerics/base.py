@@ -199,6 +199,12 @@ class Numerics(ExpertNumerics):
         """
 
     @abstractmethod
+    def reduce_gradients_part(
+        self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
+    ) -> Tensor:
+        """This member's even part of `reduce_gradients`, of all elements one gradient after the other: its first half."""
+
+    @abstractmethod
     def sum(self, tensors: Iterable[Tensor]) -> Scalar:
         """The sum of all elements of fp32 tensors; of none it is zero."""
 

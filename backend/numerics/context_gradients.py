@@ -49,16 +49,21 @@ class ContextGradients:
         waiting = [each for given in self._given.values() for uses in given.values() for each in uses.values()]
         return [*self._batch.held, *(value for each in waiting for values in _samples(each) for value in values)]
 
-    def finish(self, first_sample: int, order: Iterable[str]) -> None:
-        """Finishes the sequences of a microbatch whose gradients have all come; `order` is that of all keys."""
+    def finish(self, first_sample: int, order: Iterable[str], buckets: Sequence[Sequence[str]] | None = None) -> None:
+        """Finishes the sequences of a microbatch whose gradients have all come; `order` is that of all keys.
+
+        With `buckets`, the keys of gradients that lie together and are cut apart from others, these say the order.
+        """
         given = {key: [uses[use] for use in sorted(uses)] for key, uses in self._given.pop(first_sample, {}).items()}
         if not given:
             return  # a stage without parameters
         place = {key: index for index, key in enumerate(order)}
-        keys = sorted(given, key=lambda key: (*_order(given[key]), place[key]))
-        self._shapes = {key: _samples(given[key][0])[0][0].shape for key in keys}
-        pieces = [list(_pieces(self._shapes, self.cp.size, member)) for member in range(self.cp.size)]
-        num_samples = len(_samples(given[keys[0]][0]))
+        if buckets is None:
+            buckets = [sorted(given, key=lambda key: (*_order(given[key]), place[key]))]
+        self._shapes = {key: _samples(given[key][0])[0][0].shape for keys in buckets for key in keys}
+        tables = [{key: self._shapes[key] for key in keys} for keys in buckets]
+        pieces = [[piece for table in tables for piece in _pieces(table, self.cp.size, member)] for member in range(self.cp.size)]
+        num_samples = len(_samples(next(iter(given.values()))[0]))
         arrived = self._exchange(given, pieces, num_samples)
         for sample in range(num_samples):
             finished = [_added([_finished(each, sample, (lo, hi), arrived) for each in given[key]]) for key, lo, hi in pieces[self.cp.rank]]
@@ -90,6 +95,30 @@ class ContextGradients:
         gathered = copies.all_gather(own, [(hi - lo,) for lo, hi in pieces])
         parts = [torch.cat(gathered[member::size]) for member in range(size)]
         return _unflattened(parts, widths, (self._shapes, shapes))
+
+    def reduce_kept(
+        self,
+        copies: Group,
+        samples_of: Callable[[int], tuple[int, int]],
+        buckets: Sequence[Sequence[str]],
+        waiting: Sequence[ExactAccumulator],
+    ) -> list[Tensor]:
+        """As `reduce`, but each member keeps of every bucket an even part of what it has finished; last comes that of `waiting`, gradients
+        that all of a copy's ranks have whole, if there are any."""
+        size, num_copies = self.cp.size, copies.size // self.cp.size
+        copy = copies.rank // size
+        nodes = [maximal_nodes(self.num_samples, *samples_of(member * size)) for member in range(num_copies)]
+        elements = [sum(self._shapes[key].numel() for key in keys) for keys in buckets]
+        values = [[self._batch.tree.value(node)] if elements else [] for node in nodes[copy]]
+        if waiting:
+            elements.append(sum(each.tree.value(nodes[copy][0]).numel() for each in waiting))
+            lo, hi = cut(elements[-1], size, self.cp.rank)
+            for node, parts in zip(nodes[copy], values, strict=True):
+                parts.append(torch.cat([each.tree.value(node).reshape(-1) for each in waiting])[lo:hi])
+        widths = [hi - lo for lo, hi in (cut(each, size, self.cp.rank) for each in elements)]
+        kept = [[cut(width, num_copies, index) for width in widths] for index in range(num_copies)]
+        finished = _over_copies(copies, torch.stack([torch.cat(parts) for parts in values]), nodes, self.num_samples, size, widths)
+        return list(finished.split([hi - lo for lo, hi in kept[copy]]))
 
     def _own_part(self, node: Node, others: Mapping[str, ExactAccumulator], width: int) -> Tensor:
         """This rank's part of a node of the batch's tree: of what it has finished, and of what all have."""
@@ -165,14 +194,18 @@ def _finished(given: Given, sample: int, elements: tuple[int, int], arrived: Seq
     return tree.root()
 
 
-def _over_copies(copies: Group, values: Tensor, nodes: Sequence[Sequence[Node]], num_samples: int, cp: int) -> Tensor:
-    """The batch's tree over all copies, finished for this copy's even part of `values` [nodes, n], which ranks with equal parts have."""
+def _over_copies(
+    copies: Group, values: Tensor, nodes: Sequence[Sequence[Node]], num_samples: int, cp: int, widths: Sequence[int] | None = None
+) -> Tensor:
+    """The batch's tree over all copies, finished for this copy's even part of `values` [nodes, n], which ranks with equal parts have; where
+    these are several vectors of `widths` one after the other, for its part of each."""
     num_copies, (copy, part) = len(nodes), divmod(copies.rank, cp)
     tree: CarryTree[Tensor] = CarryTree(num_samples, add_in_place)
     if num_copies == 1:
         arrived = [values]
     else:
-        parts = [values[:, slice(*cut(values.shape[1], num_copies, index))] for index in range(num_copies)]
+        vectors = values.split([values.shape[1]] if widths is None else list(widths), 1)
+        parts = [torch.cat([each[:, slice(*cut(each.shape[1], num_copies, index))] for each in vectors], 1) for index in range(num_copies)]
         own = parts[copy].shape[1]
         everyone = [(index, member) for index in range(num_copies) for member in range(cp)]
         outgoing = [parts[index] if member == part else values[:0, :0] for index, member in everyone]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ...core.chunks import Chunks
 from ...core.leaves import LeafSizes
-from ...core.reduction import CarryTree, maximal_nodes
+from ...core.reduction import CarryTree, cut, maximal_nodes
 from ..transport.base import Group
 from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
 from .exact_gradients import ExactAccumulator, TokenNodes, finished_parts
@@ -184,12 +184,16 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         trees = {name: accumulator.tree for name, accumulator in gradients.items() if isinstance(accumulator, ExactAccumulator)}
         if group.size == 1 or not trees:
             return {name: tree.root() for name, tree in trees.items()}
-        num_samples = next(iter(trees.values())).num_leaves
-        summands = Summands(num_samples, tuple(maximal_nodes(num_samples, *samples_of(rank)) for rank in range(group.size)))
-        own = summands.nodes[group.rank]
-        shapes = {name: tree.value(own[0]).shape for name, tree in trees.items()}
-        values = torch.stack([flatten(tree.value(node) for tree in trees.values()) for node in own])
+        values, summands, shapes = _over_samples(trees, group, samples_of)
         return unflatten(sum_over(group, values, summands), shapes)
+
+    def reduce_gradients_part(
+        self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
+    ) -> Tensor:
+        trees = {name: accumulator.tree for name, accumulator in gradients.items() if isinstance(accumulator, ExactAccumulator)}
+        values, summands, _ = _over_samples(trees, group, samples_of)
+        bounds = [cut(values.shape[1], group.size, member) for member in range(group.size)]
+        return part_over(group, values, summands, dim=0, sizes=[hi - lo for lo, hi in bounds])
 
     def sum(self, tensors: Iterable[Tensor]) -> ExactSum:
         return exact_sum(tensors, device=self.device)
@@ -212,6 +216,17 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
             for first in range(0, sequence, block):
                 last = min(first + block, sequence)
                 yield sample * sequence + first, sample * sequence + last
+
+
+def _over_samples(
+    trees: Mapping[str, CarryTree[Tensor]], group: Group, samples_of: Callable[[int], tuple[int, int]]
+) -> tuple[Tensor, Summands, dict[str, torch.Size]]:
+    """The nodes of the batch's tree that this member has, [nodes, n] over all gradients, who brings which, and the gradients' shapes."""
+    num_samples = next(iter(trees.values())).num_leaves
+    summands = Summands(num_samples, tuple(maximal_nodes(num_samples, *samples_of(rank)) for rank in range(group.size)))
+    own = summands.nodes[group.rank]
+    shapes = {name: tree.value(own[0]).shape for name, tree in trees.items()}
+    return torch.stack([flatten(tree.value(node) for tree in trees.values()) for node in own]), summands, shapes
 
 
 def _over_ranks(group: Group, values: Tensor, summands: Summands, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:

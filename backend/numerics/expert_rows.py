@@ -91,6 +91,10 @@ class ExpertNumerics(ABC):
         `nodes[member]` is what a member holds (exact numerics). The accumulators are used up.
         """
 
+    @abstractmethod
+    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> Tensor:
+        """This member's even part of `reduce_experts`, of all elements one gradient after the other: its first half."""
+
 
 class ExactExpertNumerics(ExpertNumerics):
     """One product per (sample, token block, expert) and feature leaf: its shape follows from the routing, not from the layout."""
@@ -148,7 +152,14 @@ class ExactExpertNumerics(ExpertNumerics):
         trees = {name: each.tree for name, each in gradients.items() if isinstance(each, ExpertAccumulator)}
         if group.size == 1 or not trees:
             return {name: tree.root() for name, tree in trees.items()}
-        return _over_copies(trees, group, nodes)
+        shapes = [_held(tree, nodes[group.rank])[0].shape for tree in trees.values()]
+        bounds = [cut(sum(shape.numel() for shape in shapes), group.size, member) for member in range(group.size)]
+        whole = torch.cat(group.all_gather(_own_part(trees, group, nodes), [(hi - lo,) for lo, hi in bounds]))
+        parts = whole.split([shape.numel() for shape in shapes])
+        return {name: part.view(shape) for name, part, shape in zip(trees, parts, shapes, strict=True)}
+
+    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> Tensor:
+        return _own_part({name: each.tree for name, each in gradients.items() if isinstance(each, ExpertAccumulator)}, group, nodes)
 
 
 class FastExpertNumerics(ExpertNumerics):
@@ -209,11 +220,17 @@ def _node_sum(products: list[Tensor], node: tuple[int, int], first_leaf: int) ->
     return _node_sum(products, (node[0], middle), first_leaf).add_(_node_sum(products, (middle, node[1]), first_leaf))
 
 
-def _over_copies(trees: Mapping[str, NestedTree[Tensor]], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
-    """All gradients side by side: each member finishes the trees for an even part of the elements, then all take all parts."""
+def _held(tree: NestedTree[Tensor], nodes: ExpertNodes) -> list[Tensor]:
+    """The values of the nodes that this member has."""
+    return [tree.samples.value(node) for node in nodes.whole] + [tree.part(*part) for part in nodes.parts]
+
+
+def _own_part(trees: Mapping[str, NestedTree[Tensor]], group: Group, nodes: Sequence[ExpertNodes]) -> Tensor:
+    """All gradients side by side: each member finishes the trees for an even part of the elements."""
     own, some = nodes[group.rank], next(iter(trees.values()))
-    held = [[tree.samples.value(node) for node in own.whole] + [tree.part(*part) for part in own.parts] for tree in trees.values()]
-    shapes = [values[0].shape for values in held]
+    if group.size == 1:
+        return torch.cat([tree.root().reshape(-1) for tree in trees.values()])
+    held = [_held(tree, own) for tree in trees.values()]
     flat = torch.stack([torch.cat([value.reshape(-1) for value in values]) for values in zip(*held, strict=True)])
     bounds = [cut(flat.shape[1], group.size, member) for member in range(group.size)]
     width = bounds[group.rank][1] - bounds[group.rank][0]
@@ -224,6 +241,4 @@ def _over_copies(trees: Mapping[str, NestedTree[Tensor]], group: Group, nodes: S
             joined.samples.insert(node, value)
         for (sample, node), value in zip(theirs.parts, values[len(theirs.whole) :], strict=True):
             joined.insert(sample, node, value)
-    whole = torch.cat(group.all_gather(joined.root(), [(hi - lo,) for lo, hi in bounds]))
-    parts = whole.split([shape.numel() for shape in shapes])
-    return {name: part.view(shape) for name, part, shape in zip(trees, parts, shapes, strict=True)}
+    return joined.root()

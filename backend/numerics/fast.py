@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.expert_tokens import ExpertNodes
+from ...core.reduction import cut
 from ..transport.base import Group
 from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
 from .expert_rows import FastExpertNumerics
@@ -23,6 +24,11 @@ class FastNumerics(FastExpertNumerics, Numerics):
     """What a training run uses that needs speed only."""
 
     mode = "fast"
+
+    def __init__(self, device: torch.device, gradient_dtype: torch.dtype = torch.float32):
+        """`gradient_dtype` is the format in which gradients are summed over microbatches and travel; ranks add them up in fp32."""
+        super().__init__(device)
+        self.gradient_dtype = gradient_dtype
 
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         return F.linear(x_BSF, weight_CF)
@@ -73,27 +79,50 @@ class FastNumerics(FastExpertNumerics, Numerics):
         return _part_of_sum(group, values.sum(0), dim, sizes)
 
     def accumulator(self, num_samples: int, *, partial: bool = False) -> Accumulator:
-        return FastAccumulator()
+        return FastAccumulator(self.gradient_dtype)
 
     def finish_parts(self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]) -> dict[str, Accumulator]:
-        finished: dict[str, Accumulator] = {name: FastAccumulator() for name in gradients}
-        for name, total in self.reduce_gradients(gradients, group, lambda _: (0, 0)).items():
+        """What ranks know of different tokens or heads travels in fp32: vectors, which cost little."""
+        finished: dict[str, Accumulator] = {name: FastAccumulator(self.gradient_dtype) for name in gradients}
+        for name, total in self._reduced(gradients, group, wide=False).items():
             finished[name].add(0, total)
         return finished
 
     def reduce_gradients(
         self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
     ) -> dict[str, Tensor]:
+        return self._reduced(gradients, group, wide=self.gradient_dtype != torch.float32)
+
+    def _reduced(self, gradients: Mapping[str, Accumulator], group: Group, *, wide: bool) -> dict[str, Tensor]:
+        """Sums over the members in fp32; `wide` ones travel in `gradient_dtype`."""
         totals = {name: accumulator.total for name, accumulator in gradients.items() if isinstance(accumulator, FastAccumulator)}
         if group.size == 1 or not totals:
-            return totals
-        return unflatten(group.all_reduce(flatten(totals.values()), "sum"), {name: total.shape for name, total in totals.items()})
+            return {name: total.float() for name, total in totals.items()}
+        flat = flatten(totals.values())
+        summed = group.all_reduce(flat, "sum", wide=True).float() if wide else group.all_reduce(flat.float(), "sum")
+        return unflatten(summed, {name: total.shape for name, total in totals.items()})
+
+    def reduce_gradients_part(
+        self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
+    ) -> Tensor:
+        """Libraries add up parts of one length only, so shorter ones get a zero behind."""
+        flat = flatten(accumulator.total for accumulator in gradients.values() if isinstance(accumulator, FastAccumulator))
+        if group.size == 1:
+            return flat.float()
+        bounds = [cut(len(flat), group.size, member) for member in range(group.size)]
+        own = bounds[group.rank][1] - bounds[group.rank][0]
+        longest = bounds[0][1]
+        parts = [F.pad(flat[lo:hi], (0, longest - (hi - lo))) for lo, hi in bounds]
+        return group.reduce_scatter(parts, wide=self.gradient_dtype != torch.float32)[:own].float()
 
     def expert_accumulator(self, num_samples: int, num_blocks: int) -> Accumulator:
-        return FastAccumulator()
+        return FastAccumulator(self.gradient_dtype)
 
     def reduce_experts(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
         return self.reduce_gradients(gradients, group, lambda _: (0, 0))
+
+    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> Tensor:
+        return self.reduce_gradients_part(gradients, group, lambda _: (0, 0))
 
     def sum(self, tensors: Iterable[Tensor]) -> FastSum:
         return FastSum(sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors), self.device)
@@ -103,10 +132,11 @@ class FastNumerics(FastExpertNumerics, Numerics):
 
 
 class FastAccumulator:
-    """A running sum in the order of arrival."""
+    """A running sum in the order of arrival, kept in one format."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.held: list[Tensor] = []
+        self._dtype = dtype
 
     @property
     def total(self) -> Tensor:
@@ -118,7 +148,8 @@ class FastAccumulator:
     def add(self, first_sample: int, contribution: Contribution) -> None:
         assert isinstance(contribution, Tensor | TokenProduct)
         if not self.held:
-            self.held.append(contribution if isinstance(contribution, Tensor) else contribution.total())
+            first = contribution if isinstance(contribution, Tensor) else contribution.total()
+            self.held.append(first.to(self._dtype))
         elif isinstance(contribution, Tensor):
             self.held[0].add_(contribution)
         else:

@@ -52,7 +52,7 @@ def _random(seed: int, device: torch.device, *shape: int) -> Tensor:
 
 def _dtype(plan: Plan) -> torch.dtype:
     """The format of hidden states, in which attention and elementwise functions run."""
-    return torch.bfloat16 if plan.precision.dtype == "bf16" else torch.float32
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision.dtype, torch.float32)
 
 
 def _count(a: Tensor, b: Tensor) -> int:

@@ -30,8 +30,8 @@ class TokenProduct:
         return total
 
     def add_to(self, total_CF: Tensor) -> None:
-        """Adds the product to an fp32 sum."""
-        if self.x_TC.dtype == torch.float32:
+        """Adds the product to a sum, in fp32 or rounded to the sum's narrower format."""
+        if self.x_TC.dtype == total_CF.dtype:
             total_CF.addmm_(self.x_TC.t(), self.y_TF)
             return
         for x_TC, rows in zip(self.x_TC.split(ROWS_AT_ONCE, 1), total_CF.split(ROWS_AT_ONCE), strict=True):

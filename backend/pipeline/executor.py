@@ -7,6 +7,7 @@ for the `dp` lane. This is the simulator's execution rule, and a test compares t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from ...core.timeline import COMPUTE_LANE, Span
 from ..recorder import Recorder
 from .activations import MemoryMeter
 from .messages import Clock, Lane, Mail, MessageChannel, lane_name, message_lanes
+from .watch import Place, RankWatch
 
 DP_LANE = "dp"
 
@@ -33,6 +35,19 @@ class WeightWork(Protocol):
 
     def run(self, microbatch: int) -> None:
         """Computes what was deferred for a microbatch."""
+
+
+class EarlyReduction(Protocol):
+    """Says when the `dp` lane may begin REDUCE_GRAD before its place in the row; `backend.data_parallel.early` has one."""
+
+    def begin(self, mail: Mail, num_microbatches: Mapping[int, int]) -> None:
+        """A walk begins, with so many microbatches of each stage. Waits go through `mail`, which fails with any lane."""
+
+    def wait_for_first(self, stage: int) -> None:
+        """Returns when REDUCE_GRAD of a stage has something to do."""
+
+    def complete(self, stage: int) -> None:
+        """The compute lane has come to REDUCE_GRAD of a stage: all weight gradients are there."""
 
 
 class ExecutableStage(Protocol):
@@ -63,10 +78,12 @@ class Pass:
     mail: Mail
     clock: Clock
     trace: Trace
+    place: Place
     saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     meter: MemoryMeter | None = None
     reduce_gradients: Callable[[int], None] | None = None
     step: Callable[[dict[int, Tensor]], None] | None = None
+    early: EarlyReduction | None = None
 
     def watch(self, action: Action | None) -> AbstractContextManager[object]:
         """Where a lane's thread (None), or one of its actions, runs."""
@@ -93,7 +110,10 @@ class Executor:
         dtype: torch.dtype,
         global_rank: int,
         recorder: Recorder,
+        watch: RankWatch | None = None,
+        global_rank_of: Callable[[int], int] = lambda pp_rank: pp_rank,
     ):
+        """`watch` shows others where the lanes are; there, pipeline ranks are called `global_rank_of(pp_rank)`."""
         assert schedule.is_lowered
         self.row = schedule.row(pp_rank)
         self.forward_row = forward_only(self.row)
@@ -106,6 +126,9 @@ class Executor:
         self._dtype = dtype
         self._global_rank = global_rank
         self._recorder = recorder
+        self._watch = watch or RankWatch(global_rank)
+        self._global_rank_of = global_rank_of
+        self._watch.walks(self.row)
 
     def train(
         self,
@@ -115,37 +138,58 @@ class Executor:
         step: Callable[[dict[int, Tensor]], None],
         clock: Clock,
         meter: MemoryMeter | None = None,
+        early: EarlyReduction | None = None,
     ) -> Trace:
         """One optimizer step: the whole row.
 
         `reduce_gradients(stage)` is REDUCE_GRAD and runs on the `dp` lane; `step(token_losses)` is STEP. `microbatches[i]` is
-        microbatch i of this rank. A failure on any lane is raised here.
+        microbatch i of this rank. With `early` gradients are reduced as they become ready. A failure on any lane is raised here.
         """
-        current = Pass(microbatches, Mail(), clock, Trace(), meter=meter, reduce_gradients=reduce_gradients, step=step)
+        current = Pass(
+            microbatches,
+            Mail(),
+            clock,
+            Trace(),
+            self._watch.place(total=len(self.row)),
+            meter=meter,
+            reduce_gradients=reduce_gradients,
+            step=step,
+            early=early,
+        )
+        if early is not None:
+            parts = (part for action in self.row for part in action.parts)
+            early.begin(current.mail, Counter(part.stage for part in parts if part.kind is Kind.F))
         return self._walk(self.row, current)
 
     def evaluate(self, microbatches: Sequence[Any], *, clock: Clock) -> Trace:
         """The forwards of the row and their messages, without gradients."""
         with torch.no_grad():
-            return self._walk(self.forward_row, Pass(microbatches, Mail(), clock, Trace()))
+            place = self._watch.place(total=len(self.forward_row))
+            return self._walk(self.forward_row, Pass(microbatches, Mail(), clock, Trace(), place))
 
     def _walk(self, row: Sequence[Action], current: Pass) -> Trace:
         mail = current.mail
         try:
             lanes = self._start_lanes(row, current)
-            for action in row:
+            for number, action in enumerate(row, 1):
+                current.place.comes_to(number)
                 if action.kind in RECEIVES:
                     lanes[lane_name(action, self._placement)].permit()
+                elif action.kind is Kind.REDUCE_GRAD and current.early is not None:
+                    current.early.complete(action.stage)
                 elif action.kind is Kind.REDUCE_GRAD:
                     lanes[DP_LANE].permit()
                 elif action.kind is Kind.STEP:
                     if DP_LANE in lanes:
+                        current.place.waits(action, needs=f"lane {DP_LANE}")
                         lanes[DP_LANE].finish()
                     self._step(action, current)
                 elif action.kind not in (Kind.SEND_F, Kind.SEND_B):
                     self._compute(action, current)
-            for lane in lanes.values():
+            for name, lane in lanes.items():
+                current.place.waits("the end of the row", needs=f"lane {name}")
                 lane.finish()
+            current.place.done()
         except BaseException as error:
             mail.fail(error)
             raise
@@ -166,6 +210,7 @@ class Executor:
             global_rank=self._global_rank,
             record=self._recorder.message,
             watch=current.watch,
+            places=self._watch,
         )
         if reductions := [action for action in row if action.kind is Kind.REDUCE_GRAD]:
 
@@ -174,16 +219,21 @@ class Executor:
                 with self._recorder.action(action):
                     current.reduce_gradients(action.stage)
 
+            def wait_for_first(action: Action) -> None:
+                if current.early is not None:
+                    current.early.wait_for_first(action.stage)
+
             lanes[DP_LANE] = Lane(
                 DP_LANE,
                 reductions,
                 mail=current.mail,
                 clock=current.clock,
                 global_rank=self._global_rank,
-                prepare=lambda _: None,
+                prepare=wait_for_first,
                 perform=reduce_gradients,
-                permits=0,
+                permits=0 if current.early is None else len(reductions),
                 watch=current.watch,
+                place=self._watch.place(DP_LANE, len(reductions)),
             )
         return lanes
 
@@ -210,10 +260,16 @@ class Executor:
     def _input_of(self, action: Action, current: Pass) -> Tensor | None:
         """What must have arrived before `action` starts: hidden states for F, the output's gradient for B and I."""
         if action.kind is Kind.F and action.stage > 0:
+            self._show_wait(action, Action(action.stage - 1, Kind.F, action.microbatch), current)
             return current.mail.take(Action(action.stage, Kind.RECV_F, action.microbatch))
         if action.kind in (Kind.B, Kind.I) and action.stage < self._last_stage:
+            self._show_wait(action, Action(action.stage + 1, Kind.B, action.microbatch), current)
             return current.mail.take(Action(action.stage, Kind.RECV_B, action.microbatch))
         return None
+
+    def _show_wait(self, action: Action, needs: Action, current: Pass) -> None:
+        peer = self._placement.rank_of(needs.stage, needs.microbatch)
+        current.place.waits(action, needs=str(needs), peer=self._global_rank_of(peer))
 
     def _forward(self, action: Action, hidden_BSH: Tensor | None, current: Pass) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -258,6 +314,7 @@ class Executor:
 
     @contextmanager
     def _span(self, action: Action, current: Pass) -> Iterator[None]:
+        current.place.runs(action)
         start_s = current.clock.now_s()
         with current.meter.during(action, compute=True) if current.meter is not None else nullcontext():
             yield

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...core.action import RECEIVES, SENDS, Action, Kind
 from ...core.schedule import Placement
 from ...core.timeline import Span, message_lane
+from .watch import Place, RankWatch
 
 RECV_BUFFERS = 2
 """Receives of one lane that may be posted before the compute lane reaches them: one to fill while the other is consumed."""
@@ -35,6 +36,9 @@ class MessageChannel(Protocol):
 
     def send(self, tensor: Tensor) -> None:
         """Returns once the peer has it."""
+
+    def sent_bytes(self, tensor: Tensor) -> int:
+        """Bytes that leave this rank when `tensor` is sent."""
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next message."""
@@ -138,7 +142,7 @@ class Lane:
     """A thread that performs its actions in order, each once `permit` has been called for it, and keeps a span for each.
 
     `prepare(action)` blocks until the action may start and returns what `perform(action, prepared)` needs. The thread runs inside
-    `watch(None)`, every action inside `watch(action)`.
+    `watch(None)`, every action inside `watch(action)`. `place` shows others where the lane is.
     """
 
     def __init__(
@@ -153,6 +157,7 @@ class Lane:
         perform: Callable[[Action, Tensor | None], None],
         permits: int,
         watch: Callable[[Action | None], AbstractContextManager[object]] = lambda _: nullcontext(),
+        place: Place | None = None,
     ):
         self.name = name
         self.spans: list[Span] = []
@@ -164,6 +169,7 @@ class Lane:
         self._perform = perform
         self._permits = permits
         self._watch = watch
+        self._place = place or RankWatch().place(name)
         self._thread = threading.Thread(target=self._run, name=f"rank {global_rank} lane {name}", daemon=True)
         self._thread.start()
 
@@ -184,14 +190,18 @@ class Lane:
         try:
             with self._clock.own_stream(), torch.no_grad(), self._watch(None):
                 for number, action in enumerate(self._actions):
+                    self._place.comes_to(number + 1)
+                    self._place.waits(action)
                     self._mail.wait_until(lambda number=number: number < self._permits)
                     prepared = self._prepare(action)
+                    self._place.runs(action)
                     start_s = self._clock.now_s()
                     with self._watch(action):
                         self._perform(action, prepared)
                     prepared = None  # what was sent is the peer's now
                     span = Span(self._global_rank, self.name, action, start_s, self._clock.now_s())
                     self._mail.notify(lambda span=span: self.spans.append(span))
+                self._place.done()
         except BaseException as error:
             self._mail.fail(error)
 
@@ -208,11 +218,12 @@ def message_lanes(
     global_rank: int,
     record: Callable[[Action, int], None],
     watch: Callable[[Action | None], AbstractContextManager[object]] = lambda _: nullcontext(),
+    places: RankWatch | None = None,
 ) -> dict[str, Lane]:
     """Started lanes by name for the sends and receives of one row.
 
     `channel(direction, peer, sending)` is the channel to or from a pipeline rank; every message has one `shape` and `dtype`;
-    `record(action, num_bytes)` hears of each send; `watch` is that of `Lane`.
+    `record(action, num_bytes)` hears of each send; `watch` is that of `Lane`; `places` shows where lanes are.
     """
     by_lane: dict[str, list[Action]] = defaultdict(list)
     for action in actions:
@@ -225,7 +236,7 @@ def message_lanes(
 
         def send(action: Action, tensor: Tensor | None) -> None:
             assert tensor is not None
-            record(action, tensor.nbytes)
+            record(action, line.sent_bytes(tensor))
             line.send(tensor)
 
         def receive(action: Action, _: Tensor | None) -> None:
@@ -241,6 +252,7 @@ def message_lanes(
             perform=send if sending else receive,
             permits=len(actions) if sending else RECV_BUFFERS,
             watch=watch,
+            place=places.place(name, len(actions)) if places is not None else None,
         )
 
     return {name: lane(name, actions) for name, actions in by_lane.items()}

@@ -31,7 +31,7 @@ from .mappings import all_parts
 from .overlap import CommunicationLane
 from .parameter import Shard, initial_shard
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`precision.dtype` -> the format of hidden states and of the weights that layers compute with."""
 
 
@@ -44,7 +44,8 @@ class Microbatch:
     is dropped. `counted_share` is the share of the step's tokens that count in the loss: losses of routers, which are means over all
     tokens, are scaled by it. `documents`, int64 [b, s], is for every token the place in its sequence at which its document begins, where
     documents are packed; None is one document per sequence. `later`, int64 [b, s, k], is what each of k modules of multi-token prediction
-    predicts at a token, the id of tokens that do not count where there is nothing to predict; None where there are none.
+    predicts at a token, the id of tokens that do not count where there is nothing to predict; None where there are none. `loss_scale` is
+    what all losses are multiplied by before gradients are taken of them.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Microbatch:
     counted_share: float = 1.0
     documents: Tensor | None = None
     later: Tensor | None = None
+    loss_scale: float = 1.0
 
 
 class LayerContext:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core.expert_tokens import ExpertNodes
 from ...core.parameters import Usage
+from ...core.program.buckets import EXPERTS, WAITING, Bucket
 from ..numerics import Contribution, Numerics
 from ..numerics.base import Accumulator
 from ..numerics.context_gradients import ContextGradients
@@ -84,6 +85,11 @@ class Gradients:
         self._owned: dict[str, OwnedPart] = {}
         self._cp = cp if cp is not None and cp.size > 1 and numerics.mode == "exact" else None
         self._context = None if self._cp is None else ContextGradients(self._cp, num_samples)
+        self._buckets: Sequence[tuple[Bucket, Sequence[str]]] = ()
+        self._missing: dict[str, int] = {}
+        self._changed: Callable[[], None] = lambda: None
+        self._wait: Callable[[Bucket], None] = lambda bucket: None
+        self._owned_are_finished = False
 
     def register(self, usage: Usage, owned: OwnedPart | None = None) -> None:
         """Starts a sum for the uses of a parameter; with `owned` this rank contributes only that part of it, of its tokens or heads."""
@@ -110,11 +116,47 @@ class Gradients:
             contribution = _added([waiting[use] for use in range(len(waiting))])
             del self._waiting[usage.key, first_sample]
         self._sums[usage.key].add(first_sample, contribution)
+        self._count(usage.key)
+
+    def expect(self, num_microbatches: int, *, changed: Callable[[], None], wait: Callable[[Bucket], None]) -> None:
+        """A step begins in which buckets are reduced while backward passes go on: so many microbatches contribute to every gradient.
+
+        `changed` hears when a gradient has all of them; `wait(bucket)` is called before a bucket is reduced.
+        """
+        uses = self._num_uses if self._numerics.mode == "fast" else dict.fromkeys(self._num_uses, 1)
+        self._missing = {key: num_microbatches * count for key, count in uses.items()}
+        self._changed, self._wait = changed, wait
+
+    def is_ready(self, bucket: Bucket) -> bool:
+        """Whether every gradient of a bucket has all that `expect` announced."""
+        return not any(self._missing.get(key) for each, keys in self._buckets if each == bucket for key in keys)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of `reduce_in`, in order."""
+        return [bucket for bucket, _ in self._buckets]
+
+    def _count(self, key: str) -> None:
+        if self._missing.get(key):
+            self._missing[key] -= 1
+            if not self._missing[key]:
+                self._changed()
 
     def finish(self, first_sample: int) -> None:
         """Called when the microbatch that starts at `first_sample` has given everything: context-parallel ranks finish its sequences."""
         if self._context is not None:
-            self._context.finish(first_sample, self._usages)
+            self._context.finish(first_sample, self._usages, self._open_buckets)
+
+    def reduce_in(self, buckets: Sequence[tuple[Bucket, Sequence[str]]]) -> None:
+        """From now on gradients are reduced in these buckets, given with the keys of their gradients."""
+        self._buckets = buckets
+
+    @property
+    def _open_buckets(self) -> list[Sequence[str]] | None:
+        """The keys of the buckets whose sequences context-parallel ranks finish."""
+        if not self._buckets:
+            return None
+        return [keys for bucket, keys in self._buckets if bucket.name not in (WAITING, EXPERTS)]
 
     def _in_context(self, key: str) -> bool:
         """True for a gradient whose sums over sequences are finished over context-parallel ranks after every microbatch."""
@@ -138,28 +180,88 @@ class Gradients:
         know different tokens or heads (in exact numerics those of all context-parallel ranks), and is needed where there are such;
         `experts` are needed where there are such. Raises ValueError while a microbatch has not contributed.
         """
-        if self._owned:
-            assert tp is not None, f"{', '.join(self._owned)} are sums over tensor-parallel ranks"
-            own = {key: each for key, each in self._sums.items() if key in self._owned}
-            self._sums.update(self._numerics.finish_parts(own, tp, self._owned))
+        buckets = self._buckets or [(Bucket("", ()), [key for key in self._sums if not self._usages[key].parameter.expert])]
+        if self._context is not None:
+            self._finish_owned(tp)
         by_experts = {key: each for key, each in self._sums.items() if self._usages[key].parameter.expert}
         if self._context is not None and self._cp is not None:
             whole = {key: each for key, each in self._sums.items() if key in self._owned and isinstance(each, ExactAccumulator)}
             sums = self._context.reduce(copies, samples_of, whole)
             self._context = ContextGradients(self._cp, self._num_samples)
         else:
-            others = {key: each for key, each in self._sums.items() if key not in by_experts}
-            sums = self._numerics.reduce_gradients(others, copies, samples_of)
+            sums = {}
+            for bucket, keys in buckets:
+                if not bucket.is_expert:
+                    self._begin(bucket, keys, tp)
+                    with copies.recorder.layer(bucket.layer):
+                        sums |= self._numerics.reduce_gradients({key: self._sums[key] for key in keys}, copies, samples_of)
         if by_experts:
             assert experts is not None, "gradients of experts are added over copies of their own"
+            self._wait(Bucket(EXPERTS, ()))
             sums |= self._numerics.reduce_experts(by_experts, experts.group, experts.nodes)
-        self._sums = {key: self._empty(key) for key in self._usages}
+        self._start_empty()
         return {key: canonical(self._usages[key].parameter, total) for key, total in sums.items()}
+
+    def reduce_parts(
+        self, copies: Group, samples_of: Callable[[int], tuple[int, int]], tp: Group | None = None, experts: ExpertCopies | None = None
+    ) -> dict[str, Tensor]:
+        """As `reduce`, but of each bucket of `reduce_in` this rank's part only: by the bucket's name [n]."""
+        found: dict[str, Tensor] = {}
+        if self._context is not None:
+            self._finish_owned(tp)
+            found = self._reduce_context(copies, samples_of)
+        for bucket, keys in self._buckets:
+            if bucket.name in found:
+                continue
+            self._begin(bucket, keys, tp)
+            sums = {key: self._sums.pop(key) for key in keys}
+            with copies.recorder.layer(bucket.layer):
+                if bucket.is_expert:
+                    assert experts is not None, "gradients of experts are added over copies of their own"
+                    found[bucket.name] = self._numerics.reduce_experts_part(sums, experts.group, experts.nodes)
+                else:
+                    found[bucket.name] = self._numerics.reduce_gradients_part(sums, copies, samples_of)
+        self._start_empty()
+        return found
+
+    def _reduce_context(self, copies: Group, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Tensor]:
+        """The buckets of dense gradients, of which context-parallel ranks have parts."""
+        assert self._context is not None and self._cp is not None and self._open_buckets is not None
+        waiting = [key for bucket, keys in self._buckets if bucket.name == WAITING for key in keys]
+        sums = [each for each in (self._sums[key] for key in waiting) if isinstance(each, ExactAccumulator)]
+        names = [bucket.name for bucket, _ in self._buckets if not bucket.is_expert]
+        parts = self._context.reduce_kept(copies, samples_of, self._open_buckets, sums)
+        self._context = ContextGradients(self._cp, self._num_samples)
+        return dict(zip(names, parts, strict=True))
+
+    def _begin(self, bucket: Bucket, keys: Sequence[str], tp: Group | None) -> None:
+        """Comes before the reduction of a bucket over the copies: what it holds must be there, and be sums over all tokens and heads."""
+        self._wait(bucket)
+        if any(key in self._owned for key in keys):
+            self._finish_owned(tp)
+
+    def _finish_owned(self, tp: Group | None) -> None:
+        """Adds over tensor-parallel ranks what each knows of its own tokens or heads, all gradients together, once in a step."""
+        if self._owned and not self._owned_are_finished:
+            assert tp is not None, f"{', '.join(self._owned)} are sums over tensor-parallel ranks"
+            own = {key: each for key, each in self._sums.items() if key in self._owned}
+            self._sums.update(self._numerics.finish_parts(own, tp, self._owned))
+            self._owned_are_finished = True
+
+    def _start_empty(self) -> None:
+        self._sums = {key: self._empty(key) for key in self._usages}
+        self._owned_are_finished = False
 
     def _empty(self, key: str) -> Accumulator:
         if self._usages[key].parameter.expert:
             return self._numerics.expert_accumulator(self._num_samples, self._num_blocks)
         return self._numerics.accumulator(self._num_samples, partial=key in self._owned)
+
+    @property
+    def held(self) -> dict[str, list[Tensor]]:
+        """The partial sums held now, by the name of the parameter, in the order of the stage's layers. What context-parallel ranks have
+        finished together is not among them."""
+        return {key: list(accumulator.held) for key, accumulator in self._sums.items()}
 
     @property
     def num_bytes(self) -> int:

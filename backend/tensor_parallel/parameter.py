@@ -47,6 +47,13 @@ def canonical(parameter: Parameter, stored: Tensor) -> Tensor:
     return stored.transpose(-1, -2) if _columns_cut(parameter) else stored
 
 
+def canonical_slices(shard: Shard, box: tuple[slice, ...]) -> tuple[slice, ...]:
+    """A box of a shard's storage as a part of the full parameter."""
+    if _columns_cut(shard.parameter):
+        box = (*box[:-2], box[-1], box[-2])
+    return tuple(slice(whole.start + part.start, whole.start + part.stop) for whole, part in zip(shard.slices, box, strict=True))
+
+
 def initial_shard(parameter: Parameter, slices: tuple[slice, ...], seed: int | None, device: torch.device, dtype: torch.dtype) -> Shard:
     """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw; without a seed zeros, which
     loaded weights replace. Layers compute in `dtype`."""

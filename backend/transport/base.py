@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ShardproofError
+from ..pipeline.watch import Board, RankWatch
 from ..recorder import Recorder
 
 Shape = tuple[int, ...]
@@ -44,7 +45,7 @@ class Group(ABC):
     """One communicator over an axis.
 
     `ranks` are the global ranks of the members in order, `rank` is this rank's position among them, `size` their number.
-    A group of one member never communicates and records nothing.
+    A group of one member never communicates and records nothing. `num_calls` counts the calls, the one being made too.
     """
 
     def __init__(self, name: str, axis: str, ranks: Sequence[int], global_rank: int, recorder: Recorder):
@@ -53,6 +54,7 @@ class Group(ABC):
         self.ranks = check_members(name, ranks, global_rank)
         self.rank = self.ranks.index(global_rank)
         self.size = len(self.ranks)
+        self.num_calls = 0
         self._global_rank = global_rank
         self._recorder = recorder
 
@@ -76,6 +78,7 @@ class Group(ABC):
         if self.size == 1:
             return [contiguous_copy(parts[0])]
         sent_bytes = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
+        self.num_calls += 1
         self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
         return self._all_to_all(parts, [tuple(shape) for shape in shapes])
 
@@ -92,24 +95,28 @@ class Group(ABC):
             raise ValueError(f"{self}: all_gather expects {shapes[self.rank]} from this member, but was given {own}.")
         if self.size == 1:
             return [contiguous_copy(tensor)]
+        self.num_calls += 1
         self._recorder.collective("all_gather", self.axis, self.size, tensor.nbytes * (self.size - 1))
         return self._all_gather(tensor, shapes)
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, wide: bool = False) -> Tensor:
         """The sum or maximum over the members, in the order the library chooses: for fast numerics only.
 
+        A `wide` sum is made in fp32, member after member, of elements that travel in the tensor's own format, and rounded once.
         Recorded as a ring: 2(n-1)/n of the payload leaves each rank, rounded up to whole bytes.
         """
         tensor = tensor.detach()
         if self.size == 1:
             return contiguous_copy(tensor)
+        self.num_calls += 1
         self._recorder.collective("all_reduce", self.axis, self.size, ring_all_reduce_bytes(tensor.nbytes, self.size))
-        return self._all_reduce(tensor, op)
+        return self._wide_all_reduce(tensor) if wide else self._all_reduce(tensor, op)
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+    def reduce_scatter(self, parts: Sequence[Tensor], *, wide: bool = False) -> Tensor:
         """The sum over the members of the part that each has for this one, in the order the library chooses: for fast numerics only.
 
-        `parts[i]` is added up on member i; all have one shape. Recorded as a ring: (n-1)/n of the payload leaves each rank, rounded up.
+        `parts[i]` is added up on member i; all have one shape. `wide` is that of `all_reduce`. Recorded as a ring: (n-1)/n of the
+        payload leaves each rank, rounded up, which is what a wide sum sends too.
         """
         parts = [part.detach() for part in parts]
         self._check("reduce_scatter", len(parts))
@@ -118,12 +125,31 @@ class Group(ABC):
         if self.size == 1:
             return contiguous_copy(parts[0])
         payload_bytes = sum(part.nbytes for part in parts)
+        self.num_calls += 1
         self._recorder.collective("reduce_scatter", self.axis, self.size, -(-(self.size - 1) * payload_bytes // self.size))
-        return self._reduce_scatter(parts)
+        return self._wide_sum(parts) if wide else self._reduce_scatter(parts)
+
+    def _wide_sum(self, parts: list[Tensor]) -> Tensor:
+        """The sum of what all members have for this one, in fp32, rounded once: an all-to-all in place of the library's reduce-scatter,
+        which rounds after every addition (Megatron-LM, `reduce_scatter_with_fp32_accumulation.py`)."""
+        first, *others = self._all_to_all(parts, [tuple(parts[0].shape)] * self.size)
+        total = first.float()
+        for other in others:
+            total += other.float()
+        return total.to(first.dtype)
+
+    def _wide_all_reduce(self, tensor: Tensor) -> Tensor:
+        """Every member sums an even part, then all take all parts."""
+        flat = tensor.reshape(-1)
+        width = -(-flat.numel() // self.size)
+        padded = torch.nn.functional.pad(flat, (0, width * self.size - flat.numel()))
+        own = self._wide_sum(list(padded.split(width))) if width else padded
+        return torch.cat(self._all_gather(own, [(width,)] * self.size))[: flat.numel()].view(tensor.shape)
 
     def barrier(self) -> None:
         """Returns once every member has called it. Not recorded: it moves no data."""
         if self.size > 1:
+            self.num_calls += 1
             self._barrier()
 
     def __str__(self) -> str:
@@ -190,6 +216,10 @@ class Channel(ABC):
     def send(self, tensor: Tensor) -> None:
         """Gives `tensor` to the destination; returns when it has been received. Only the source calls it."""
 
+    def sent_bytes(self, tensor: Tensor) -> int:
+        """Bytes that leave the source when it sends `tensor`: all of it."""
+        return tensor.nbytes
+
     @abstractmethod
     def receive(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The next tensor of the source. `shape` and `dtype` must be what is sent: gloo ends the process where sizes differ."""
@@ -208,13 +238,17 @@ class Transport(ABC):
     `group` and `channel` are called by members only, eagerly, by all ranks in one agreed order; each name is used once.
     """
 
-    def __init__(self, global_rank: int, world_size: int, device: torch.device, recorder: Recorder | None = None):
+    def __init__(
+        self, global_rank: int, world_size: int, device: torch.device, recorder: Recorder | None = None, board: Board | None = None
+    ):
+        """`board` is where this rank shows what it is doing."""
         if not 0 <= global_rank < world_size:
             raise ValueError(f"global rank {global_rank} is outside the world of {world_size} ranks.")
         self.global_rank = global_rank
         self.world_size = world_size
         self.device = device
         self.recorder = recorder or Recorder()
+        self.watch = RankWatch(global_rank, board)
         self._names: set[str] = set()
 
     @abstractmethod

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import RankFailure
+from ..pipeline.watch import Board
 from ..recorder import Recorder
 from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy
 
@@ -24,8 +25,17 @@ Made = TypeVar("Made", "_Meeting", "_Mailbox")
 class MemoryWorld:
     """What the ranks of one process share. Each rank's thread takes its own `transport(global_rank)`."""
 
-    def __init__(self, world_size: int, *, device: str | torch.device = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S):
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        device: str | torch.device = "cpu",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        board: Board | None = None,
+    ):
+        """`board` is where the ranks show what they are doing."""
         self.world_size = world_size
+        self.board = board
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.failure: str | None = None
@@ -188,7 +198,7 @@ class MemoryTransport(Transport):
     """One thread's way to the others of its `MemoryWorld`."""
 
     def __init__(self, world: MemoryWorld, global_rank: int, recorder: Recorder | None = None):
-        super().__init__(global_rank, world.world_size, world.device, recorder)
+        super().__init__(global_rank, world.world_size, world.device, recorder, world.board)
         self._world = world
 
     def group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..pipeline.watch import Board
 from ..recorder import Recorder
 from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy, num_elements
 
@@ -43,11 +44,12 @@ class ProcessGroupTransport(Transport):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         interface_address: str | None = None,
         recorder: Recorder | None = None,
+        board: Board | None = None,
     ):
         device = torch.device(device)
         if DEVICE_TYPES.get(backend) != device.type:
             raise ValueError(f"backend {backend!r} does not move tensors of {device}; gloo moves cpu, nccl moves cuda tensors.")
-        super().__init__(global_rank, world_size, device, recorder)
+        super().__init__(global_rank, world_size, device, recorder, board)
         self.backend = backend
         self._store = store
         self._timeout = datetime.timedelta(seconds=timeout_s)

@@ -40,7 +40,7 @@ def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: in
         case Kind.UNSHARD:
             return tuple(gather_parameters(plan, stage, tp_rank)) if plan.layout.zero == 3 else ()
         case Kind.STEP:
-            return tuple(step(plan, pp_rank, tp_rank))
+            return tuple(step(plan, pp_rank, tp_rank, dp_rank * plan.layout.cp + cp_rank))
         case _:
             return ()
 

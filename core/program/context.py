@@ -6,23 +6,20 @@ together; REDUCE_GRAD adds these parts over the copies of the stage and brings t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..chunks import Chunks
-from ..parameters import Parameter, Usage, stage_usages
+from ..parameters import Parameter, stage_usages
 from ..reduction import cut, maximal_nodes
+from .buckets import bucket_sizes, kept_interval
 from .holdings import known_part, local_elements, partial_elements
+from .open_kinds import OPEN_KINDS, OpenKind, open_kind
 from .tensors import sequences_are_cut
 from .work import PARTIAL_BYTES, Collective, Operation
 
 if TYPE_CHECKING:
     from ..plan import Plan
-
-OpenKind = Literal["blocks", "tokens", "heads", "whole"]
-OPEN_KINDS: tuple[OpenKind, ...] = ("blocks", "tokens", "heads", "whole")
-"""What a gradient's sum over a sequence is made of: token blocks, the finer ones of norms and biases, those of every head; whole are
-gradients that every context-parallel rank has, because it knows the whole sequence. In the order in which they lie in the flat vector."""
 
 
 class OpenGradients(NamedTuple):
@@ -41,8 +38,7 @@ def open_gradients(plan: Plan, stage: int, tp_rank: int) -> tuple[OpenGradients,
         totals: dict[tuple[int, int], int] = {}
         for usage in stage_usages(plan.model, plan.stages[stage]):
             if not usage.parameter.expert and not _is_partial(plan, usage.parameter):
-                kind, uses = _kind(plan, usage)
-                place = OPEN_KINDS.index(kind), uses
+                place = open_kind(plan, usage)
                 totals[place] = totals.get(place, 0) + local_elements(plan, usage.parameter, tp_rank)
         plan.memo[key] = tuple(OpenGradients(OPEN_KINDS[kind], uses, totals[kind, uses]) for kind, uses in sorted(totals))
     found: tuple[OpenGradients, ...] = plan.memo[key]
@@ -54,13 +50,29 @@ def finish_sequences(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> Iter
     cp, given = plan.layout.cp, open_gradients(plan, stage, tp_rank)
     if not sequences_are_cut(plan) or not given:
         return
-    lo, hi = cut(sum(each.elements for each in given), cp, cp_rank)
-    sent = first = 0
-    for each in given:
-        own = max(0, min(hi, first + each.elements) - max(lo, first))
-        sent += _num_nodes(plan, each.kind, cp_rank) * each.uses * (each.elements - own)
-        first += each.elements
+    sent = 0
+    for together in _cut_together(plan, stage, tp_rank, given):
+        lo, hi = cut(sum(each.elements for each in together), cp, cp_rank)
+        first = 0
+        for each in together:
+            own = max(0, min(hi, first + each.elements) - max(lo, first))
+            sent += _num_nodes(plan, each.kind, cp_rank) * each.uses * (each.elements - own)
+            first += each.elements
     yield Collective("", "all_to_all", "cp", cp, plan.batch.micro_size * sent * PARTIAL_BYTES)
+
+
+def _cut_together(plan: Plan, stage: int, tp_rank: int, given: Sequence[OpenGradients]) -> list[list[OpenGradients]]:
+    """All gradients, of which every rank finishes an even part; with ZeRO each bucket, of which tied tables are some."""
+    if not plan.layout.zero:
+        return [list(given)]
+    dense, tables = list(given), []
+    for usage in stage_usages(plan.model, plan.stages[stage]):
+        if usage.role:
+            kind, uses = open_kind(plan, usage)
+            table = OpenGradients(OPEN_KINDS[kind], uses, local_elements(plan, usage.parameter, tp_rank))
+            dense = [each._replace(elements=each.elements - table.elements) if each[:2] == table[:2] else each for each in dense]
+            tables.append([table])
+    return [dense, *tables]
 
 
 def reduce_parts(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> Iterator[Operation]:
@@ -76,24 +88,24 @@ def reduce_parts(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> 
     if num_copies > 1:
         num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
         yield Collective("", "all_to_all", axis, size, num_nodes * (part - (hi - lo)) * PARTIAL_BYTES)
-    if not plan.layout.zero:
-        yield Collective("", "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))
+    yield Collective("", "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))
+
+
+def reduce_kept(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> Iterator[Operation]:
+    """REDUCE_GRAD of dense gradients with ZeRO: over the copies that hold the same part of them, each of which keeps a part of that."""
+    cp, size = plan.layout.cp, plan.num_copies(stage)
+    sizes = [each.elements for each in bucket_sizes(plan, stage, tp_rank) if not each.is_expert]
+    if size == cp or not sizes:
+        return
+    part = sum(hi - lo for lo, hi in (cut(elements, cp, copy % cp) for elements in sizes))
+    kept = sum(hi - lo for lo, hi in (kept_interval(elements, size, cp, copy) for elements in sizes))
+    num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
+    yield Collective("", "all_to_all", axis, size, num_nodes * (part - kept) * PARTIAL_BYTES)
 
 
 def _is_partial(plan: Plan, parameter: Parameter) -> bool:
     known = known_part(parameter, sequence_parallel=plan.layout.sequence_parallel, exact=True)
     return plan.layout.tp > 1 and known is not None
-
-
-def _kind(plan: Plan, usage: Usage) -> tuple[OpenKind, int]:
-    name, heads = usage.parameter.name, 1 + plan.model.num_mtp_layers
-    if name.startswith("embedding."):
-        return ("blocks", heads) if usage.role == "output" and plan.model.tied_embeddings else ("whole", 0)
-    if name == "head.output.weight":
-        return "blocks", heads
-    if len(usage.parameter.shape) > 1:
-        return "blocks", 1
-    return ("heads", 1) if ".query_norm." in name or ".key_norm." in name else ("tokens", 1)
 
 
 def _num_nodes(plan: Plan, kind: OpenKind, cp_rank: int) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..expert_tokens import expert_nodes
 from ..parameters import Parameter, embedding_parameters, stage_parameters
 from ..reduction import cut, maximal_nodes
-from .context import reduce_parts
+from .buckets import BucketSize, are_bucketed, bucket_sizes, gathered_sizes, kept_interval
+from .context import reduce_kept, reduce_parts
 from .holdings import (
     PART_LAYERS,
     KnownPart,
-    held_elements,
     held_gradients,
     known_part,
     local_elements,
@@ -80,16 +80,22 @@ def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
     if plan.numerics.mode == "exact":
         yield from _exactly_reduced(plan, stage, tp_rank, copy)
         return
-    for axis, elements, size, parts in _copied(plan, stage, held_gradients(plan, stage, tp_rank)):
-        payload = elements * gradient_bytes(plan)
-        if not layout.zero:
+    if not are_bucketed(plan):
+        for axis, elements, size, _ in _copied(plan, stage, held_gradients(plan, stage, tp_rank)):
+            payload = elements * gradient_bytes(plan)
             yield Collective("", "all_reduce", axis, size, -(-2 * (size - 1) * payload // size))
+        return
+    for layer, axis, elements, size, parts in _bucketed(plan, stage, bucket_sizes(plan, stage, tp_rank)):
+        if not layout.zero:
+            payload = elements * gradient_bytes(plan)
+            yield Collective(layer, "all_reduce", axis, size, -(-2 * (size - 1) * payload // size))
             continue
+        payload = -(-elements // parts) * parts * gradient_bytes(plan)  # parts of one length
         if parts > 1:
-            yield Collective("", "reduce_scatter", axis if parts == size else f"{axis}_shard", parts, scattered_bytes(payload, parts))
+            yield Collective(layer, "reduce_scatter", axis if parts == size else f"{axis}_shard", parts, scattered_bytes(payload, parts))
         if parts < size:
             others = size // parts
-            yield Collective("", "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (-(-payload // parts)) // others))
+            yield Collective(layer, "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (payload // parts) // others))
 
 
 def step_counts(plan: Plan, stage: int) -> Iterator[Operation]:
@@ -106,11 +112,11 @@ def step_counts(plan: Plan, stage: int) -> Iterator[Operation]:
 
 
 def gather_parameters(plan: Plan, stage: int, tp_rank: int) -> Iterator[Operation]:
-    """Brings the whole stage's weights to every copy, from equal parts."""
-    for axis, elements, size, parts in _copied(plan, stage, held_elements(plan, stage, tp_rank)):
+    """Brings the whole stage's weights to every copy, from parts of one length."""
+    for layer, axis, elements, size, parts in _bucketed(plan, stage, gathered_sizes(plan, stage, tp_rank)):
         if parts > 1:
             part = -(-elements // parts) * weight_bytes(plan.precision.dtype)
-            yield Collective("", "all_gather", axis if parts == size else f"{axis}_shard", parts, part * (parts - 1))
+            yield Collective(layer, "all_gather", axis if parts == size else f"{axis}_shard", parts, part * (parts - 1))
 
 
 def tied_ends(plan: Plan, pp_rank: int) -> tuple[int, ...]:
@@ -121,14 +127,17 @@ def tied_ends(plan: Plan, pp_rank: int) -> tuple[int, ...]:
     return plan.placement.ends_of(pp_rank) if plan.model.shares_table else ()
 
 
-def step(plan: Plan, pp_rank: int, tp_rank: int) -> Iterator[Operation]:
+def step(plan: Plan, pp_rank: int, tp_rank: int, copy: int = 0) -> Iterator[Operation]:
     """The two sums of a table that first and last stage share, the gradient norm, the loss, what routers add to it, and with ZeRO 1 or 2
-    the updated weights."""
+    the updated weights. `copy` counts the copies of the pipeline rank's stages."""
     layout = plan.layout
     copies, model_ranks = layout.dp * layout.cp, layout.tp * layout.pp
     if tied_ends(plan, pp_rank):
-        table = next(embedding_parameters(plan.model))
-        yield Collective("embedding.tokens", "all_gather", "embedding", 2, local_elements(plan, table, tp_rank) * PARTIAL_BYTES)
+        table = local_elements(plan, next(embedding_parameters(plan.model)), tp_rank)
+        if layout.zero:  # each end has a part of its sum
+            lo, hi = kept_interval(table, copies, layout.cp if sequences_are_cut(plan) else 1, copy)
+            table = hi - lo
+        yield Collective("embedding.tokens", "all_gather", "embedding", 2, table * PARTIAL_BYTES)
     if layout.zero:  # each copy then holds the squares of its part only
         yield from _scalar(plan, "grad_norm", "dp", copies)
     elif plan.model.is_moe:  # and each rank those of its experts
@@ -157,6 +166,16 @@ def _copied(plan: Plan, stage: int, held: tuple[int, int]) -> Iterator[tuple[str
             yield axis, elements, size, parts
 
 
+def _bucketed(plan: Plan, stage: int, sizes: Sequence[BucketSize]) -> Iterator[tuple[str, str, int, int, int]]:
+    """(layer, axis, elements, copies, ZeRO parts) of the buckets that a stage holds in several copies."""
+    replicated = len(plan.placement.ranks[stage]) > 1
+    axes = ("replica", "expert_replica") if replicated else ("dp", "edp")
+    copies, shards = num_copies(plan, stage), num_shards(plan, stage)
+    for layer, elements, is_expert in sizes:
+        if copies[is_expert] > 1:
+            yield layer, axes[is_expert], elements, copies[is_expert], shards[is_expert]
+
+
 def _over_parts(plan: Plan, partial: Mapping[KnownPart, int], tp_rank: int, cp_rank: int, samples: tuple[int, int]) -> Iterator[Operation]:
     """The sum over tensor-parallel ranks of what each knows for its own tokens, or its own heads.
 
@@ -181,7 +200,11 @@ def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
     size, axis, held = plan.num_copies(stage), copies_axis(plan, stage), held_gradients(plan, stage, tp_rank)
     num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
     if sequences_are_cut(plan):
-        yield from reduce_parts(plan, stage, tp_rank, copy, axis)
+        yield from (reduce_kept if plan.layout.zero else reduce_parts)(plan, stage, tp_rank, copy, axis)
+    elif are_bucketed(plan):
+        for each in bucket_sizes(plan, stage, tp_rank):
+            if not each.is_expert:
+                yield from _tree_over(plan, axis, size, copy, each.elements, num_nodes, each.layer)
     else:
         yield from _tree_over(plan, axis, size, copy, held.dense, num_nodes)
     if not held.expert:
@@ -195,13 +218,13 @@ def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
     yield from _tree_over(plan, axis, plan.layout.expert_dp * num_replicas, own, held.expert, len(expert_nodes(plan, stage, here)))
 
 
-def _tree_over(plan: Plan, axis: str, size: int, member: int, elements: int, num_nodes: int) -> Iterator[Operation]:
+def _tree_over(plan: Plan, axis: str, size: int, member: int, elements: int, num_nodes: int, layer: str = "") -> Iterator[Operation]:
     if size == 1 or not elements:  # a stage without layers has none
         return
     lo, hi = cut(elements, size, member)
-    yield Collective("", "all_to_all", axis, size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
+    yield Collective(layer, "all_to_all", axis, size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
     if not plan.layout.zero:
-        yield Collective("", "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))
+        yield Collective(layer, "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))
 
 
 def _scalar(plan: Plan, layer: str, axis: str, size: int) -> Iterator[Operation]:

@@ -94,9 +94,9 @@ def children(process_id):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks in /proc")
-def test_a_killed_rank_ends_the_command_with_2_within_ten_seconds_and_nothing_is_written(tmp_path):
-    file = tmp_path / "run.timeline.json"
-    arguments = [*PIPELINE, "--set", "train.steps=100000", "-o", str(file)]
+def test_a_killed_rank_ends_the_command_with_2_within_ten_seconds_and_only_why_is_written(tmp_path):
+    file, why = tmp_path / "run.timeline.json", tmp_path / "why.json"
+    arguments = [*PIPELINE, "--set", "train.steps=100000", "-o", str(file), "--failure-report", str(why)]
     with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         first = process.stderr.readline()
         assert first.startswith("step 1/100000"), first + process.stderr.read()
@@ -106,7 +106,11 @@ def test_a_killed_rank_ends_the_command_with_2_within_ten_seconds_and_nothing_is
     assert time.monotonic() - start_s < 10
     assert process.returncode == 2 and out == ""
     assert "was killed by SIGKILL" in err and "rank 1" in err
-    assert list(tmp_path.iterdir()) == []
+    assert "  rank 0 wa" in err and "  rank 1 wa" in err and f"written: {why}" in err, err  # was at, or waited for
+    assert list(tmp_path.iterdir()) == [why]
+    report = json.loads(why.read_text())
+    assert report["holders"] == [1] and [rank["global_rank"] for rank in report["ranks"]] == [0, 1]
+    assert "rank 1 was killed by SIGKILL" in report["summary"] and report["ranks"][1]["lanes"][0]["lane"] == "compute"
 
 
 def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports():
@@ -129,7 +133,7 @@ def test_no_steps_are_trained_and_only_validated(capsys):
     ("options", "message"),
     [
         (["--set", "train.steps=1", "--set", "train.learning_rate=1e30"], "Lower train.learning_rate"),
-        (["--set", "train.steps=0", "-o", "run.timeline.json"], "train.steps=0 measures no step"),
+        (["--set", "train.steps=0", "-o", "run.timeline.json"], "no step of train.steps=0 is left to measure"),
         (["-o", "run.svg"], "writes .json or .txt"),
         (["-o", "."], "directory"),
     ],

@@ -367,19 +367,23 @@ def test_a_loss_that_is_no_number_ends_training_with_a_sentence():
 
 
 def test_what_the_backend_does_not_run_is_said_with_one_sentence_each():
-    plan = tiny(Layout(tp=2, dp=2, zero=1, sequence_parallel=True), global_size=8, recompute=Recompute("full"))
-    plan = replace(plan, precision=Precision("bf16", gradient_dtype="bf16"))
+    plan = tiny(Layout(tp=2, dp=2, zero=2, sequence_parallel=True), global_size=8, recompute=Recompute("full"))
+    plan = replace(plan, data_parallel=DataParallel(shard=2))
     problems = unsupported(plan)
     assert len(problems) == 2
-    for problem, key in zip(problems, ("precision.gradient_dtype", "layout.zero=1"), strict=True):
+    for problem, key in zip(problems, ("layout.zero=2", "data_parallel.shard=2"), strict=True):
         assert key in problem and "Use " in problem
-    with pytest.raises(PlanError, match=r"layout\.zero=1 yet"):
+    with pytest.raises(PlanError, match=r"layout\.zero=2 yet"):
         Trainer(plan)
     assert unsupported(tiny()) == []
-    overlapped = replace(tiny(), runtime=Runtime(cuda_graphs=True), data_parallel=DataParallel(overlap_grad_reduce=False, bucket_bytes=64))
+    overlapped = replace(
+        tiny(Layout(dp=2, zero=1)),
+        runtime=Runtime(cuda_graphs=True),
+        data_parallel=DataParallel(overlap_param_gather=True, bucket_bytes=64),
+    )
     assert unsupported(overlapped) == [
         "the backend does not run runtime.cuda_graphs=true yet. Use runtime.cuda_graphs=false.",
-        "the backend does not run data_parallel.bucket_bytes=64 yet. Use none.",
+        "the backend does not run data_parallel.overlap_param_gather=true yet. Use data_parallel.overlap_param_gather=false.",
     ]
     small = tiny()
     small = replace(small, model=replace(small.model, vocab_size=100))

@@ -316,6 +316,11 @@ BROKEN = {
     ),
     "recomputed-modules-exist": (('"selective"', '"selective"\nmodules = ["core_attn", "moe"]'), "has no experts, so there is no 'moe'"),
     "shards-divide": (("[numerics]", "[data_parallel]\nshard = 3\n[numerics]"), "shard=3 does not divide the dp*cp=16 ranks"),
+    "checkpoints-have-a-folder": (
+        ("[numerics]", "[checkpoint]\nkeep = 3\n[numerics]"),
+        "keep=3 is about checkpoints, but there is no folder for them. Set checkpoint.folder",
+    ),
+    "loss-scales-are-powers-of-two": (('dtype = "bf16"', 'dtype = "fp16"\nloss_scale = 1000.0'), "is no power of two. Use 1024"),
     "dtype-has-peak": (('"bf16"', '"fp8"'), "has no peak rate on cluster dgx-a100-80g. Use one of bf16, fp16, fp32, tf32"),
     "stragglers-exist": (
         ("[numerics]", "[variation]\nstragglers = { node-128 = 1.5 }\n[numerics]"),

@@ -11,7 +11,7 @@ import torch
 
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import parameters
-from shardproof.verify.compare import classify, compare, explain
+from shardproof.verify.compare import _covers, classify, compare, explain
 from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key, LedgerWriter, RunLedger
 
 MODEL = ModelSpec("tiny", 2, 4, 8, 2, 2, 2, 16, 8)
@@ -150,3 +150,11 @@ def test_a_second_run_with_the_right_bits_leaves_no_rank_to_blame(tmp_path: Path
 def test_classes_of_wrong_values(change: Callable[[np.ndarray], np.ndarray], kind: str) -> None:
     right = np.random.default_rng(1).normal(size=50).astype(np.float32)
     assert classify(right, change(right)) == kind
+
+
+def test_ranks_that_hold_a_tensor_alike_may_cut_it_otherwise_among_their_copies():
+    thirds, halves = [((0, 4),), ((4, 8),), ((8, 12),)], [((0, 6),), ((6, 12),)]
+    assert sorted(map(sorted, _covers(sorted(thirds + halves)))) == [sorted(thirds), sorted(halves)]
+    shared = [((0, 3),), ((3, 8),), ((8, 12),)]
+    assert all(sum(hi - lo for ((lo, hi),) in cover) == 12 for cover in _covers(sorted({*thirds, *shared})))
+    assert _covers([((0, 4),), ((5, 12),)]) == [[((0, 4),), ((5, 12),)]]

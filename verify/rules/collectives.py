@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
 from ...core.action import Kind
 from ...core.layout import Layout
+from ...core.parameters import TOKEN_TABLE
+from ...core.program.buckets import NUMBERED, WAITING
 from ...core.schedule import Placement
 from ..calls import REDUCING, Call, Calls, Communicators, calls_from_csv, communicators
 from ..facts import Facts
@@ -58,7 +60,7 @@ def gradient_axes(view: View) -> Iterator[Violation]:
             continue
         told.add(number)
         reducing = [call for call in calls.lists[number] if call.action.kind is Kind.REDUCE_GRAD and call.op in REDUCING]
-        counts = Counter((call.action.stage, call.axis) for call in reducing)
+        counts = _reductions(reducing)
         for stage in calls.placement.stages_of(calls.layout.coordinates(rank)["pp"]):
             expected = calls.gradient_axes[stage]
             for axis in sorted(expected | {call.axis for call in reducing if call.action.stage == stage}):
@@ -66,6 +68,17 @@ def gradient_axes(view: View) -> Iterator[Violation]:
                     named = next((call for call in reducing if (call.action.stage, call.axis) == (stage, axis)), None)
                     times = f"{counts[stage, axis]} times instead of {'once' if axis in expected else 'never'}"
                     yield _violation(view, rank, named, f"rank {rank} reduces the gradients of stage {stage} over {axis} {times}.")
+
+
+def _reductions(calls: Iterable[Call]) -> Counter[tuple[int, str]]:
+    """How often gradients of a stage are added over an axis; those of a bucket go by themselves."""
+    times = Counter(
+        (call.action.stage, call.axis, call.layer if call.layer.startswith((TOKEN_TABLE, NUMBERED, WAITING)) else "") for call in calls
+    )
+    found: Counter[tuple[int, str]] = Counter()
+    for (stage, axis, _), count in times.items():
+        found[stage, axis] = max(found[stage, axis], count)
+    return found
 
 
 def _calls(view: View) -> Calls:

@@ -1,0 +1,127 @@
+"""Which checkpoint a run goes on from, and whether it may: decided before ranks start, and without torch.
+
+`checkpoint.folder` holds one folder per checkpoint, `step-00000020` after 20 steps: the tensors as `torch.distributed.checkpoint` writes
+them, and `state.json`. A folder of that name is whole: it got its name when everything in it had reached the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import PlanError
+from ...core.huggingface_config import TRAINING_FIELDS
+from ...core.plan import Plan
+
+STATE_FILE = "state.json"
+"""What is known of a checkpoint without reading tensors: `steps` done, `samples` read, the `text` they come from, and the `problem`."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole checkpoint: its folder, and how many steps had been done."""
+
+    path: Path
+    steps: int
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What `STATE_FILE` says. Raises `PlanError` when it cannot be read."""
+        try:
+            state = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
+            if state["steps"] == self.steps:
+                return dict(state)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"{self.path / STATE_FILE} cannot be read ({error}). Remove that checkpoint to resume from another.") from error
+        raise PlanError(f"{self.path} is a checkpoint after {state['steps']} steps by its {STATE_FILE}. Give it its own name back.")
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The checkpoint to go on from, and what the run has otherwise than the one that saved it (sentences): its bits will differ."""
+
+    saved: Saved
+    changes: tuple[str, ...]
+
+
+def path_of(folder: Path, steps: int) -> Path:
+    """Where the checkpoint after so many steps lies."""
+    return folder / f"step-{steps:08d}"
+
+
+def saved_in(folder: Path) -> list[Saved]:
+    """The whole checkpoints of a folder, oldest first; none where there is no such folder."""
+    found = ((path, re.fullmatch(r"step-(\d+)", path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
+    return sorted((Saved(path, int(match[1])) for path, match in found if match), key=lambda saved: saved.steps)
+
+
+def resumption(plan: Plan, *, resume: bool) -> Resumption | None:
+    """What a run starts from; None is the beginning, also with `resume` while nothing has been saved.
+
+    Raises `PlanError` where the newest checkpoint is one of another model or of other data, or is beyond the plan's last step, and without
+    `resume` where the folder has checkpoints already.
+    """
+    if plan.checkpoint.folder is None:
+        if resume:
+            raise PlanError("resuming needs the folder of the checkpoints, and the plan has none. Set checkpoint.folder.")
+        return None
+    folder = Path(plan.checkpoint.folder)
+    if folder.exists() and not folder.is_dir():
+        raise PlanError(f"checkpoint.folder={str(folder)!r} is a file. Give a folder, which may be new.")
+    if not (found := saved_in(folder)):
+        return None
+    saved = found[-1]
+    if not resume:
+        raise PlanError(
+            f"checkpoint.folder={str(folder)!r} holds a run already, saved after {saved.steps} steps ({saved.path.name}). "
+            "Use --resume to go on with it, or another folder."
+        )
+    if saved.steps > plan.train.steps:
+        raise PlanError(
+            f"{saved.path} was saved after {saved.steps} steps, but the run ends after train.steps={plan.train.steps}. "
+            f"Use train.steps={saved.steps} or more."
+        )
+    theirs = saved.state.get("problem", {})
+    if refused := list(_differences(plan, theirs, _decides)):
+        raise PlanError(
+            [
+                f"{saved.path} is of another run: {difference}. Use the plan that it was saved with, or another checkpoint.folder."
+                for difference in refused
+            ]
+        )
+    return Resumption(saved, tuple(_differences(plan, theirs, lambda section, name: not _decides(section, name))))
+
+
+def problem_of(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Everything that the bits of a run are a function of, by section of a plan, as JSON has it. Layout, schedule and microbatches are
+    not among it, and neither is the number of steps."""
+    exact = plan.numerics.mode == "exact"
+    sections: dict[str, dict[str, Any]] = {
+        "model": {name: value for name, value in asdict(plan.model).items() if name != "name"},
+        "batch": {"global": plan.batch.global_size, "sequence": plan.batch.sequence},
+        "precision": asdict(plan.precision),
+        "numerics": {"mode": plan.numerics.mode, **(asdict(plan.leaf_sizes) if exact else {})},
+        "optimizer": asdict(plan.optimizer),
+        "train": {name: value for name, value in asdict(plan.train).items() if name not in ("steps", "data", "load", "timeout_s")},
+    }
+    return dict(json.loads(json.dumps(sections)))
+
+
+def _decides(section: str, name: str) -> bool:
+    """Whether a run cannot go on where this differs: weights have other shapes or meanings, or other samples would follow."""
+    if section == "model":
+        return name not in TRAINING_FIELDS
+    return section == "batch" or (section, name) in (("optimizer", "name"), ("train", "seed"))
+
+
+def _differences(plan: Plan, theirs: Mapping[str, Mapping[str, Any]], chosen: Any) -> Iterator[str]:
+    """`batch.sequence=32, saved with 16` for every chosen field that differs; one that the file does not know is left out."""
+    for section, fields in problem_of(plan).items():
+        saved = theirs.get(section, {})
+        for name, value in fields.items():
+            if chosen(section, name) and name in saved and saved[name] != value:
+                yield f"{section}.{name}={json.dumps(value)}, saved with {json.dumps(saved[name])}"

@@ -1,0 +1,143 @@
+"""`FlatBucket`: parameters of a stage in one contiguous buffer, of which every copy of the stage keeps a part (ZeRO).
+
+See `core.program.buckets` for what lies in a bucket and who keeps which elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...core.parameters import Parameter
+from ...core.program.buckets import Bucket, kept_interval
+from ..tensor_parallel.parameter import Shard, canonical, canonical_slices
+from ..transport.base import Group
+
+
+@dataclass(frozen=True)
+class KeptPiece:
+    """A box of a parameter that this rank keeps: its place in the full parameter, its master weights and the run of the bucket's elements
+    `[lo, hi)` of this rank's part that it is. `tensor` and gradients (`of`) have the parameter's orientation."""
+
+    parameter: Parameter
+    slices: tuple[slice, ...]
+    tensor: Tensor
+    run: tuple[int, int]
+    shape: tuple[int, ...]
+
+    def of(self, part: Tensor) -> Tensor:
+        """This box of what a rank's part of the bucket holds, [n]."""
+        return canonical(self.parameter, part[slice(*self.run)].view(self.shape))
+
+
+class FlatBucket:
+    """The weights of a bucket one after the other, which `shards` become views of, and the part of them that this rank keeps.
+
+    `weights` are what layers compute with. `master`, fp32, is the part that is updated: a view of the weights where these are fp32. The
+    fp32 weights of other elements are then given up.
+    """
+
+    def __init__(self, bucket: Bucket, shards: Mapping[str, Shard], group: Group, cp: int):
+        """`shards` are those of the stage that are trained; `cp` as in `kept_interval`."""
+        self.bucket = bucket
+        self.group = group
+        names = [usage.parameter.name for usage in bucket.usages if usage.parameter.name in shards]
+        self.keys = [usage.key for usage in bucket.usages if usage.parameter.name in shards]
+        self.shards = [shards[name] for name in names]
+        ends = list(accumulate((shard.storage.numel() for shard in self.shards), initial=0))
+        self.places = list(pairwise(ends))
+        self.kept = [kept_interval(ends[-1], group.size, cp, member) for member in range(group.size)]
+        self.own = self.kept[group.rank]
+
+    def __len__(self) -> int:
+        return self.places[-1][1] if self.places else 0
+
+    def flatten(self) -> None:
+        """Moves the weights into one buffer."""
+        lo, hi = self.own
+        masters = torch.cat([shard.storage.reshape(-1) for shard in self.shards])
+        self.weights = torch.cat([shard.operand.reshape(-1) for shard in self.shards])
+        self.master = self.weights[lo:hi] if self.weights.dtype == torch.float32 else masters[lo:hi].clone()
+        for shard, (first, last) in zip(self.shards, self.places, strict=True):
+            shard.operand.data = self.weights[first:last].view(shard.operand.shape)
+        self.give_up_masters()
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether this rank's fp32 weights are not what layers compute with."""
+        return self.master.dtype != self.weights.dtype
+
+    def restore_masters(self) -> None:
+        """Brings the fp32 weights of all copies together in `Shard.storage`, to be saved: one all-gather."""
+        if not self.keeps_masters:
+            return
+        parts = self.group.all_gather(self.master, [(hi - lo,) for lo, hi in self.kept])
+        whole = torch.cat([parts[member] for member in sorted(range(len(parts)), key=lambda member: self.kept[member])])
+        for shard, (first, last) in zip(self.shards, self.places, strict=True):
+            shard.storage.data = whole[first:last].view(shard.storage.shape)
+
+    def give_up_masters(self) -> None:
+        """Lets go of what `restore_masters` brings."""
+        if self.keeps_masters:
+            for shard in self.shards:
+                shard.storage.data = self.master.new_zeros(1).expand(shard.storage.shape)
+
+    def pieces(self) -> Iterator[KeptPiece]:
+        """What this rank keeps, parameter by parameter in boxes."""
+        lo, hi = self.own
+        for shard, (first, last) in zip(self.shards, self.places, strict=True):
+            if max(lo, first) >= min(hi, last):
+                continue
+            run_start = max(lo, first)
+            for box in boxes(tuple(shard.storage.shape), run_start - first, min(hi, last) - first):
+                shape = tuple(each.stop - each.start for each in box)
+                run = run_start - lo, run_start - lo + torch.Size(shape).numel()
+                run_start += torch.Size(shape).numel()
+                tensor = canonical(shard.parameter, self.master[slice(*run)].view(shape))
+                yield KeptPiece(shard.parameter, canonical_slices(shard, box), tensor, run, shape)
+
+    def share(self) -> None:
+        """Every copy gets the updated weights of all others: one all-gather of parts of one length."""
+        lo, hi = self.own
+        if self.keeps_masters:
+            self.weights[lo:hi] = self.master
+        if self.group.size == 1:
+            return
+        longest = max(last - first for first, last in self.kept)
+        with self.group.recorder.layer(self.bucket.layer):
+            gathered = self.group.all_gather(F.pad(self.weights[lo:hi], (0, longest - (hi - lo))))
+        for (first, last), part in zip(self.kept, gathered, strict=True):
+            self.weights[first:last] = part[: last - first]
+
+
+def boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[tuple[slice, ...]]:
+    """The elements `[lo, hi)` of a row-major tensor as boxes, in order: at most two for each of its dimensions.
+
+    >>> [tuple((part.start, part.stop) for part in box) for box in boxes((3, 4), 2, 9)]
+    [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
+    """
+    if lo >= hi:
+        return
+    if len(shape) == 1:
+        yield (slice(lo, hi),)
+        return
+    row = torch.Size(shape[1:]).numel()
+    first_whole, last_whole = -(-lo // row), hi // row
+    if first_whole > last_whole:  # inside one row
+        yield from _in_row(shape, last_whole, lo, hi)
+        return
+    yield from _in_row(shape, first_whole - 1, lo, first_whole * row)
+    if first_whole < last_whole:
+        yield (slice(first_whole, last_whole), *(slice(0, size) for size in shape[1:]))
+    yield from _in_row(shape, last_whole, last_whole * row, hi)
+
+
+def _in_row(shape: Sequence[int], index: int, lo: int, hi: int) -> Iterator[tuple[slice, ...]]:
+    offset = index * torch.Size(shape[1:]).numel()
+    for box in boxes(shape[1:], lo - offset, hi - offset):
+        yield (slice(index, index + 1), *box)

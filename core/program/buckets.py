@@ -1,0 +1,148 @@
+"""The buckets in which the gradients of a stage are reduced, and which elements of each a copy keeps with ZeRO.
+
+The elements of a bucket lie one parameter after the other, the last one first, as backward finishes them, each in storage orientation.
+Every copy of the stage keeps one interval of each bucket (`cut`). The sums of a tied table are buckets of their own, so that both ends of
+the model cut it alike and add their parts. Where context-parallel ranks finish sequences after every microbatch, what waits for
+tensor-parallel ranks until REDUCE_GRAD is a bucket of its own too, and the others lie by kind (`context.open_gradients`); so it is where
+buckets are reduced before REDUCE_GRAD. With `data_parallel.bucket_bytes` the dense parameters make several buckets, none of which cuts
+a parameter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..parameters import TOKEN_TABLE, Usage, embedding_parameters, stage_usages
+from ..reduction import cut
+from .holdings import held_gradients, known_part, local_elements, partial_elements
+from .open_kinds import open_kind
+from .tensors import sequences_are_cut
+from .work import PARTIAL_BYTES
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+DENSE, WAITING, EXPERTS = "", "waiting", "experts"
+NUMBERED = "bucket."
+"""What the names of several buckets of dense parameters begin with."""
+
+
+class Bucket(NamedTuple):
+    """Gradient sums that are cut together. `name` is "" for dense parameters (`bucket.0` and so on where they make several),
+    `waiting`, `experts`, or the key of a tied table's sum."""
+
+    name: str
+    usages: tuple[Usage, ...]
+
+    @property
+    def layer(self) -> str:
+        """What the bucket's collectives are called: those of experts are told apart by their axis."""
+        return "" if self.name == EXPERTS else self.name
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the copies of these parameters are those of experts."""
+        return self.name == EXPERTS
+
+
+class BucketSize(NamedTuple):
+    """A bucket by its number of elements on one rank."""
+
+    layer: str
+    elements: int
+    is_expert: bool = False
+
+
+def gradient_buckets(plan: Plan, stage: int) -> tuple[Bucket, ...]:
+    """All buckets of a stage, in the order in which they are reduced: dense ones, tied tables, what waits, experts. Empty ones are left
+    out."""
+    groups: dict[str, list[Usage]] = {DENSE: []}
+    for usage in reversed(stage_usages(plan.model, plan.stages[stage])):
+        groups.setdefault(_bucket_of(plan, usage), []).append(usage)
+    if sequences_are_cut(plan):
+        groups[DENSE].sort(key=lambda usage: open_kind(plan, usage))
+    last = [(name, groups.pop(name, [])) for name in (WAITING, EXPERTS)]
+    dense = _filled(plan, groups.pop(DENSE))
+    return tuple(Bucket(name, tuple(usages)) for name, usages in [*dense, *groups.items(), *last] if usages)
+
+
+def are_bucketed(plan: Plan) -> bool:
+    """Whether gradients are reduced in buckets, and not those of a stage all at once."""
+    return plan.layout.zero > 0 or _bucket_bytes(plan) is not None
+
+
+def bucket_layers(plan: Plan, stage: int) -> dict[str, str]:
+    """What the collectives are called that reduce a gradient, by `Usage.key`."""
+    if not are_bucketed(plan) or sequences_are_cut(plan):
+        return {}
+    return {usage.key: bucket.layer for bucket in gradient_buckets(plan, stage) for usage in bucket.usages}
+
+
+def bucket_sizes(plan: Plan, stage: int, tp_rank: int) -> tuple[BucketSize, ...]:
+    """The sizes of `gradient_buckets`, without looking at each parameter."""
+    held, content = held_gradients(plan, stage, tp_rank), plan.stages[stage]
+    tables: list[BucketSize] = []
+    if plan.model.shares_table:
+        table = local_elements(plan, next(embedding_parameters(plan.model)), tp_rank)
+        roles = (*(["output"] if content.head else []), *(["embedding"] if content.embedding else []))
+        tables = [BucketSize(f"{TOKEN_TABLE}@{role}", table) for role in roles]
+    waiting = BucketSize(WAITING, sum(partial_elements(plan, stage).values()) if _waits(plan) else 0)
+    dense = [BucketSize(DENSE, held.dense - sum(each.elements for each in (*tables, waiting)))]
+    if _bucket_bytes(plan) is not None:
+        filled = [each for each in gradient_buckets(plan, stage) if each.name == DENSE or each.name.startswith(NUMBERED)]
+        dense = [BucketSize(name, sum(local_elements(plan, each.parameter, tp_rank) for each in usages)) for name, usages in filled]
+    return tuple(each for each in (*dense, *tables, waiting, BucketSize("", held.expert, is_expert=True)) if each.elements)
+
+
+def gathered_sizes(plan: Plan, stage: int, tp_rank: int) -> tuple[BucketSize, ...]:
+    """The buckets that weights come together in: those of gradients, but a table whose two sums one stage has comes once."""
+    sizes = bucket_sizes(plan, stage, tp_rank)
+    tables = [each for each in sizes if each.layer.startswith(TOKEN_TABLE)]
+    return tuple(each for each in sizes if each not in tables[1:])
+
+
+def kept_interval(elements: int, copies: int, cp: int, copy: int) -> tuple[int, int]:
+    """The elements `[lo, hi)` of a bucket that a copy keeps: an even part; where context-parallel ranks finish sequences (`cp`) an even
+    part of what its rank among them has finished.
+
+    >>> [kept_interval(10, 4, 1, copy) for copy in range(4)], [kept_interval(10, 4, 2, copy) for copy in range(4)]
+    ([(0, 3), (3, 6), (6, 8), (8, 10)], [(0, 3), (5, 8), (3, 5), (8, 10)])
+    """
+    index, part = divmod(copy, cp)
+    first, last = cut(elements, cp, part)
+    lo, hi = cut(last - first, copies // cp, index)
+    return first + lo, first + hi
+
+
+def _bucket_bytes(plan: Plan) -> int | None:
+    return None if sequences_are_cut(plan) else plan.data_parallel.bucket_bytes
+
+
+def _filled(plan: Plan, usages: list[Usage]) -> list[tuple[str, list[Usage]]]:
+    """Buckets that are closed as soon as they have `bucket_bytes`, by the sizes of the first tensor-parallel rank, alike on all."""
+    limit = _bucket_bytes(plan)
+    if limit is None:
+        return [(DENSE, usages)]
+    filled: list[list[Usage]] = [[]]
+    num_bytes = 0
+    for usage in usages:
+        if num_bytes >= limit:
+            filled.append([])
+            num_bytes = 0
+        filled[-1].append(usage)
+        num_bytes += local_elements(plan, usage.parameter) * PARTIAL_BYTES
+    return [(DENSE if len(filled) == 1 else f"{NUMBERED}{index}", each) for index, each in enumerate(filled)]
+
+
+def _bucket_of(plan: Plan, usage: Usage) -> str:
+    if usage.parameter.expert:
+        return EXPERTS
+    if usage.role:
+        return usage.key
+    known = known_part(usage.parameter, sequence_parallel=plan.layout.sequence_parallel, exact=plan.numerics.mode == "exact")
+    return WAITING if known is not None and _waits(plan) else DENSE
+
+
+def _waits(plan: Plan) -> bool:
+    early = _bucket_bytes(plan) is not None and bool(plan.data_parallel.overlap_grad_reduce)
+    return plan.layout.tp > 1 and (sequences_are_cut(plan) or early)

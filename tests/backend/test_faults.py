@@ -1,0 +1,282 @@
+"""Ranks that die, hang or compute no numbers: the job ends soon, and says who it was, in which action, and what the others wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from shardproof.backend.launch import run_ranks
+from shardproof.backend.pipeline.halt import explain, last_words
+from shardproof.backend.pipeline.watch import Board, LaneAt, RankWatch
+from shardproof.backend.rank_messages import Call, ThreadAt, Whereabouts
+from shardproof.backend.trainer import run_steps
+from shardproof.core.action import SENDS, Action
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.errors import RankFailure
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice, Train
+
+SECOND_STEP = "step 2"
+
+
+def tiny(layout, *, schedule="1F1B", global_size=4, **train) -> Plan:
+    return Plan(
+        replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32),
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(global_size, 1, 16),
+        precision=Precision("fp32"),
+        numerics=Numerics("fast"),
+        schedule=ScheduleChoice(schedule),
+        train=Train(steps=3, **train),
+    )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What befalls one rank in the middle of an action of the second step: `kill` or `hang`. `struck_file` is told when."""
+
+    plan: Plan
+    global_rank: int
+    action: str
+    how: str
+    struck_file: str = os.devnull
+
+
+def faulty_rank(transport, fault):
+    """Training, but for the fault. It strikes inside the action: at one of its layers, its collective or its message."""
+
+    def strike():
+        if transport.watch.phase == SECOND_STEP:
+            Path(fault.struck_file).write_text(str(time.monotonic()))
+            if fault.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+
+    if transport.global_rank == fault.global_rank:
+        action, recorder, open_channel = Action.from_str(fault.action), transport.recorder, transport.channel
+        board = transport.watch.board
+        plain_layer, plain_collective = recorder.layer, recorder.collective
+
+        def layer(name):
+            if recorder.scope[0] == action:
+                strike()
+            return plain_layer(name)
+
+        def collective(*call):
+            if recorder.scope[0] == action:
+                strike()
+            plain_collective(*call)
+
+        def channel(name, source, destination):
+            line = open_channel(name, source, destination)
+            method = "send" if action.kind in SENDS else "receive"
+            plain = getattr(line, method)
+
+            def call(*arguments):
+                running = [lane.action for lane in board.lanes(fault.global_rank) if lane.state == "runs"]
+                if name[0] == action.kind.name[-1] and fault.action in running:
+                    strike()
+                return plain(*arguments)
+
+            setattr(line, method, call)
+            return line
+
+        if action.kind.name.startswith(("SEND", "RECV")):
+            transport.channel = channel
+        else:
+            recorder.layer, recorder.collective = layer, collective
+    return len(run_steps(transport, fault.plan).steps)
+
+
+def fail(fault, transport="gloo", **limits):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(faulty_rank, fault, world_size=fault.plan.layout.world_size, transport=transport, **limits)
+    return caught.value
+
+
+# ranks that die
+
+PIPELINE = tiny(Layout(pp=2, dp=2), schedule="ZBH1")
+"""Ranks 0 and 1 run 0F0 0F1 0B0 0B1, ranks 2 and 3 1F0 1I0 1F1 1I1 1W0 1W1; every stage is reduced over two ranks."""
+
+
+@pytest.mark.parametrize(
+    ("global_rank", "action", "words"),
+    [
+        (0, "0F1", "rank 0 was at 0F1 (step 2, action 3 of 10)"),
+        (0, "0B0", "rank 0 was at 0B0 (step 2, action 6 of 10)"),
+        (2, "1I1", "rank 2 was at 1I1 (step 2, action 7 of 12)"),
+        (2, "1W0", "rank 2 was at 1W0 (step 2, action 9 of 12)"),
+        (0, "0SEND_F1", "lane F>1 at 0SEND_F1"),
+        (2, "1SEND_B0", "lane B>0 at 1SEND_B0"),
+        (2, "1RECV_F1", "lane F<0 at 1RECV_F1"),
+        (0, "0RECV_B0", "lane B<1 at 0RECV_B0"),
+        (2, "1REDUCE_GRAD", "lane dp at 1REDUCE_GRAD"),
+        (0, "0STEP", "rank 0 was at 0STEP (step 2, action 10 of 10)"),
+    ],
+)
+def test_a_rank_killed_inside_an_action_ends_the_job_within_10_s_and_the_action_is_named(tmp_path, global_rank, action, words):
+    failure = fail(Fault(PIPELINE, global_rank, action, "kill", str(tmp_path / "struck")))
+    assert time.monotonic() - float((tmp_path / "struck").read_text()) < 10
+    assert str(failure).startswith(f"rank {global_rank} was killed by SIGKILL") and failure.global_rank == global_rank
+    assert words in str(failure), str(failure)
+    assert [rank["global_rank"] for rank in failure.report["ranks"]] == [0, 1, 2, 3]
+    assert json.loads(json.dumps(failure.report))["holders"] == [global_rank]
+
+
+# ranks that hang
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_a_rank_that_hangs_in_an_action_is_named_with_what_the_others_wait_for(transport):
+    plan = tiny(Layout(pp=2), global_size=3)
+    failure = fail(Fault(plan, 1, "1B0", "hang"), transport, stall_s=2.0)
+    text = str(failure)
+    assert text.startswith("no rank has come further for 2 s: rank 1 holds up the others; all ranks were ended."), text
+    assert failure.global_rank == 1
+    assert "rank 0 waits for 1B0 from rank 1 to run 0B0 (step 2, action 6 of 14); rank 1 is at 1B0." in text, text
+    assert "rank 1 is at 1B0 (step 2, action" in text and "in strike (" in text and "time.sleep(3600)" in text
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_a_collective_that_one_rank_does_not_come_to_names_the_group_the_call_and_that_rank(transport):
+    failure = fail(Fault(tiny(Layout(tp=2)), 1, "0F1", "hang"), transport, stall_s=2.0)
+    text = str(failure)
+    assert text.startswith("no rank has come further for 2 s: rank 1 holds up the others"), text
+    assert "rank 0 is at 0F1 (step 2, action 3 of 10), in all_" in text, text
+    assert "of group 'tp/0' over ranks 0, 1: rank 1 has not come." in text, text
+
+
+def test_a_job_that_moves_is_not_ended_however_short_the_limit_beside_its_length():
+    assert run_ranks(faulty_rank, Fault(tiny(Layout(pp=2)), 9, "0F0", "hang"), world_size=2, transport="memory", stall_s=30.0) == [3, 3]
+
+
+# the explanation itself, on boards written by hand
+
+
+@pytest.fixture
+def board(tmp_path):
+    return Board(tmp_path / "board", 4, create=True)
+
+
+def show(board, global_rank, row, action, *, needs=None, peer=-1, phase="step 3"):
+    watch = RankWatch(global_rank, board)
+    watch.phase = phase
+    watch.walks(row.split())
+    place = watch.place(total=len(row.split()))
+    place.comes_to(row.split().index(action) + 1)
+    if needs is None:
+        place.runs(action)
+    else:
+        place.waits(action, needs=needs, peer=peer)
+
+
+IN_MAIL = Whereabouts((), "wait", (ThreadAt("compute", None, True, "wait (threading.py:1)"),))
+BUSY = Whereabouts((), "mm", (ThreadAt("compute", None, False, "mm (linear.py:7)"),))
+
+
+def test_a_wait_is_matched_with_where_the_peer_is_in_its_row(board):
+    show(board, 2, "4F6 4B1 4B2 4F7", "4B2")
+    show(board, 3, "5F7 5B7", "5F7", needs="4F7", peer=2)
+    halt = explain({2: BUSY, 3: IN_MAIL}, board)
+    assert halt.lines == [
+        "rank 2 is at 4B2 (step 3, action 3 of 4), in mm (linear.py:7).",
+        "rank 3 waits for 4F7 from rank 2 to run 5F7 (step 3, action 1 of 2); rank 2 is at 4B2, 1 action before it.",
+    ]
+    assert halt.holders == (2,) and not halt.is_circle
+
+
+def test_a_peer_that_has_done_what_is_waited_for_or_never_will_is_told(board):
+    show(board, 0, "0F0 0F1 0B0", "0B0", needs="1B0", peer=1)
+    show(board, 1, "1F0 1F1 1B0", "1F1", needs="0F1", peer=0)
+    show(board, 2, "2F0 2B0", "2F0", needs="1F9", peer=1)
+    halt = explain({0: IN_MAIL, 1: IN_MAIL, 2: IN_MAIL}, board)
+    assert halt.lines[0].endswith("; rank 1 is at 1F1, 1 action before it.")
+    assert halt.lines[1].endswith("; rank 0 is at 0B0, 1 action after it.")
+    assert halt.lines[2].endswith("; rank 1 is at 1F1, and its row has no 1F9.")
+    assert halt.holders == (0, 1) and halt.is_circle
+
+
+def test_a_backward_is_named_as_the_peer_splits_or_pairs_it(board):
+    show(board, 0, "0F0 0B0", "0B0", needs="1B0", peer=1)
+    show(board, 1, "1F0 1I0 1W0", "1F0")
+    show(board, 2, "2F0 2B0", "2B0", needs="3B0", peer=3)
+    show(board, 3, "3F0 (3F1;3B0)OVERLAP_F_B", "3F0")
+    lines = explain({0: IN_MAIL, 1: BUSY, 2: IN_MAIL, 3: BUSY}, board).lines
+    assert lines[0] == "rank 0 waits for 1I0 from rank 1 to run 0B0 (step 3, action 2 of 2); rank 1 is at 1F0, 1 action before it."
+    assert lines[2] == "rank 2 waits for 3B0 from rank 3 to run 2B0 (step 3, action 2 of 2); rank 3 is at 3F0, 1 action before it."
+
+
+def test_different_collectives_under_one_number_are_told_apart(board):
+    for rank in (0, 1):
+        show(board, rank, "0F0", "0F0")
+    found = {
+        rank: Whereabouts((), "", (ThreadAt("compute", Call(op, "tp/0", (0, 1, 2), (rank,), 7), False, ""),))
+        for rank, op in ((0, "all_reduce"), (1, "all_gather"))
+    }
+    halt = explain({**found, 2: None}, board)
+    assert halt.lines == [
+        "rank 0 is at 0F0 (step 3, action 1 of 1), in all_reduce, call 7 of group 'tp/0' over ranks 0, 1, 2: "
+        "rank 1 came with all_gather, rank 2 has not come.",
+        "rank 1 is at 0F0 (step 3, action 1 of 1), in all_gather, call 7 of group 'tp/0' over ranks 0, 1, 2: "
+        "rank 0 came with all_reduce, rank 2 has not come.",
+        "rank 2 does not answer.",
+    ]
+    assert halt.holders == (2,)
+
+
+def test_a_step_that_waits_for_its_reductions_names_the_lane_and_who_is_missing(board):
+    show(board, 0, "0F0 0B0 0REDUCE_GRAD 0STEP", "0STEP", needs="lane dp")
+    watch = RankWatch(0, board)
+    watch.phase = "step 3"
+    watch.place()  # the compute lane has the first line
+    watch.place("dp", 1).runs("0REDUCE_GRAD")
+    show(board, 1, "0F0 0B0 0REDUCE_GRAD 0STEP", "0B0")
+    reducing = ThreadAt("dp", Call("all_reduce", "dp/0", (0, 1), (0,), 4), False, "")
+    halt = explain({0: Whereabouts((), "", (*IN_MAIL.threads, reducing)), 1: BUSY}, board)
+    assert halt.lines[0] == (
+        "rank 0 waits for its lane dp before 0STEP (step 3, action 4 of 4), which is at 0REDUCE_GRAD, "
+        "in all_reduce, call 4 of group 'dp/0' over ranks 0, 1: rank 1 has not come."
+    )
+    assert halt.holders == (1,)
+
+
+def test_what_a_dead_rank_wrote_last_is_read_after_its_end(board):
+    show(board, 1, "1F0 1B0", "1B0")
+    watch = RankWatch(1, board)
+    watch.phase = "step 3"
+    watch.place()
+    watch.place("F>2", 5).runs("1SEND_F0")
+    show(board, 2, "2F0", "2F0", needs="1F0", peer=1)
+    assert last_words(board, [1]).lines == [
+        "rank 1 was at 1B0 (step 3, action 2 of 2); lane F>2 at 1SEND_F0.",
+        "rank 2 waited for 1F0 from rank 1 to run 2F0 (step 3, action 1 of 1); rank 1 was at 1B0, 1 action after it.",
+    ]
+
+
+def test_a_torn_or_empty_record_is_no_lane_and_a_long_one_is_cut():
+    place = LaneAt("F<0", "step 1", "runs", "1RECV_F2", 3, 8)
+    assert LaneAt.from_record(place.to_record() + bytes(9)) == place
+    assert LaneAt.from_record(bytes(20)) is None
+    assert LaneAt.from_record(place.to_record()[:12]) is None
+    assert len(replace(place, action="x" * 999).to_record()) == 192
+
+
+def test_a_job_that_fails_for_a_reason_of_its_own_leaves_no_hang_in_the_message():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(raising, world_size=2, transport="memory")
+    assert str(caught.value) == "rank 0 failed: ValueError: no luck"
+
+
+def raising(transport, _):
+    if transport.global_rank == 0:
+        raise ValueError("no luck")
+    transport.group("world", "dp", (0, 1)).barrier()

@@ -1,0 +1,115 @@
+"""ZeRO on real ranks: each copy of a stage keeps a part of its gradients and optimizer state, and no bit differs from one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.action import Kind
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
+from shardproof.core.program.buckets import gradient_buckets
+from shardproof.verify.dynamic import prove
+from shardproof.verify.mutations import parse_fault
+
+
+def tiny(
+    *,
+    model: str = "tiny-gpt",
+    samples: int = 4,
+    micro: int = 1,
+    schedule: str = "1F1B",
+    dtype: str = "fp32",
+    tied: bool = True,
+    bucket_bytes: int | None = None,
+    overlap: bool | None = None,
+    **degrees,
+) -> Plan:
+    """A batch of sequences of 24 tokens, clipped; blocks are small enough for every cut."""
+    layout = Layout(zero=degrees.pop("zero", 1), **degrees)
+    blocks = {"gradient_token_block": 2, "reduction_token_block": 2} if layout.cp > 1 else {"gradient_token_block": 8}
+    return Plan(
+        replace(model_preset(model), num_layers=max(2, layout.num_stages), tied_embeddings=tied),
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(samples, micro, 24),
+        precision=Precision(dtype),
+        schedule=ScheduleChoice(schedule),
+        numerics=Numerics("exact", **{"reduction_token_block": 4, **blocks}),
+        optimizer=Optimizer(clip_grad_norm=0.1),
+        data_parallel=DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=overlap),
+        train=Train(steps=2, learning_rate=1e-2),
+    )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(tiny(dp=5, samples=7), id="dp5-uneven-samples"),
+        pytest.param(tiny(tp=2, pp=2, dp=2), id="tp2-pp2-dp2-table-tied-over-two-ranks"),
+        pytest.param(tiny(tp=3, dp=2, model="tiny-gpt-6h", micro=2, sequence_parallel=True), id="tp3-dp2-sp"),
+        pytest.param(tiny(pp=2, vpp=2, dp=2, schedule="ZBVZeroBubble"), id="split-backward-table-tied-on-one-rank"),
+        pytest.param(tiny(pp=2, dp=2, schedule="DualPipe", samples=8, tied=False), id="replicas"),
+        pytest.param(tiny(pp=2, dp=2, dtype="bf16"), id="bf16"),
+        pytest.param(tiny(cp=2, tp=2, dp=2, sequence_parallel=True, samples=3), id="cp2-tp2-dp2-sp"),
+        pytest.param(tiny(cp=3, samples=2, model="tiny-llama", tied=False), id="cp3"),
+        pytest.param(tiny(model="tiny-moe", tp=2, etp=1, ep=2, dp=2, tied=False), id="experts-with-other-copies"),
+        pytest.param(tiny(model="tiny-moe", cp=2, dp=2, ep=2, tied=False), id="experts-and-cp"),
+    ],
+)
+def test_no_bit_differs_with_sharded_optimizer_states(plan: Plan) -> None:
+    proof = prove(plan, transport="memory", steps=2)
+    assert proof.findings == () and proof.changes == () and proof.report["bits_different"] == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_buckets"),
+    [
+        pytest.param(tiny(dp=3, zero=0, bucket_bytes=2**16), 9, id="dp3"),
+        pytest.param(tiny(dp=2, bucket_bytes=1, tied=False), 29, id="one-parameter-each-zero1"),
+        pytest.param(tiny(dp=3, zero=0, bucket_bytes=2**16, overlap=True), 9, id="dp3-early"),
+        pytest.param(
+            tiny(tp=2, dp=2, sequence_parallel=True, bucket_bytes=50_000, overlap=True, model="tiny-moe"), 5, id="moe-sp-zero1-early"
+        ),
+        pytest.param(
+            tiny(pp=2, vpp=2, dp=2, zero=0, bucket_bytes=50_000, overlap=True, schedule="ZBVZeroBubble"), 5, id="split-backward-early"
+        ),
+        pytest.param(tiny(pp=2, dp=2, samples=8, bucket_bytes=1, overlap=True, schedule="DualPipe", tied=False), 14, id="replicas-early"),
+        pytest.param(tiny(tp=2, pp=2, dp=2, sequence_parallel=True, bucket_bytes=50_000), 3, id="tp2-pp2-dp2-sp-zero1"),
+    ],
+)
+def test_no_bit_differs_with_buckets(plan: Plan, num_buckets: int) -> None:
+    assert len(gradient_buckets(plan, 0)) == num_buckets
+    proof = prove(plan, transport="memory", steps=2)
+    assert proof.findings == () and proof.changes == () and proof.report["bits_different"] == 0
+
+
+@pytest.mark.parametrize("name", ["layers.0.mlp.down.weight", "embedding.tokens.weight"])
+def test_a_reduction_that_a_rank_drops_is_found_in_its_part(name: str) -> None:
+    proof = prove(tiny(dp=2), transport="memory", steps=1, fault=parse_fault(f"drop-reduction:1:{name}"))
+    assert not proof.ok and name in proof.findings[0].where and "rank 1" in proof.findings[0].where
+
+
+def test_over_gloo_and_in_fast_numerics_within_the_bounds() -> None:
+    proof = prove(replace(tiny(dp=3, samples=3), numerics=Numerics("fast")), steps=2)
+    assert proof.ok and proof.changes == ("numerics.mode fast -> exact: only exact numerics promise bits.",)
+    assert proof.report["fast"]["tensors"] > 100
+
+
+def last_backward_and_reduction(transport, plan):
+    """When the last backward of a step ended, and when REDUCE_GRAD began."""
+    _, spans = TrainingRank(transport, plan).step(0)
+    ends = [span.end_s for span in spans if span.action.kind is Kind.B]
+    return max(ends), next(span.start_s for span in spans if span.action.kind is Kind.REDUCE_GRAD)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buckets_are_reduced_under_the_last_backward_where_the_plan_says_so(overlap: bool) -> None:
+    plan = tiny(dp=2, zero=0, samples=2, bucket_bytes=1, overlap=overlap)
+    for end_s, start_s in run_threads(MemoryWorld(2, timeout_s=60), last_backward_and_reduction, plan):
+        assert (start_s < end_s) == overlap
