@@ -224,18 +224,20 @@ def _heads() -> dict[str, Callable[[Pools, int], Call]]:
     """Name -> a call on heads of `HEAD_WIDTH` elements and `HEAD_TOKENS` tokens: rotation, its backward, and repetition."""
     import torch
 
-    from .model.attention import rope_table, rotate
+    from .model.rotary import rope_table, rotate
+
+    frequencies = [1e4 ** (-pair / HEAD_WIDTH) for pair in range(0, HEAD_WIDTH, 2)]
 
     def heads(pools: Pools, elements: int) -> Any:
         return pools.just_made(1, elements // (HEAD_TOKENS * HEAD_WIDTH), HEAD_TOKENS, HEAD_WIDTH)
 
     def rotated(pools: Pools, elements: int) -> Call:
-        x, (cos, sin) = heads(pools, elements), rope_table(HEAD_TOKENS, HEAD_WIDTH, 1e4, pools.device)
+        x, (cos, sin) = heads(pools, elements), rope_table(HEAD_TOKENS, frequencies, pools.device)
         return lambda: rotate(x, cos, sin)
 
     def rotated_back(pools: Pools, elements: int) -> Call:
         x, dy = heads(pools, elements).requires_grad_(), heads(pools, elements).clone()
-        y = rotate(x, *rope_table(HEAD_TOKENS, HEAD_WIDTH, 1e4, pools.device))
+        y = rotate(x, *rope_table(HEAD_TOKENS, frequencies, pools.device))
         return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
 
     def repeated(pools: Pools, elements: int) -> Call:

@@ -68,11 +68,12 @@ def broken_rules(nouns: Mapping[str, Any]) -> list[BrokenRule]:
     return found
 
 
-def _tp_divides_heads(layout: Layout, model: ModelSpec) -> Iterator[str]:
-    for name in dict.fromkeys(("num_heads", "num_kv_heads") if model.num_heads != model.num_kv_heads else ("num_heads",)):
-        heads = getattr(model, name)
-        if heads % layout.tp:
-            yield f"tp={layout.tp} does not divide {name}={heads} (model {model.name}). Use tp among {divisors(model.num_kv_heads)}."
+def _heads_admit_tp(layout: Layout, model: ModelSpec) -> Iterator[str]:
+    if layout.tp > model.num_kv_heads:
+        yield (
+            f"tp={layout.tp} leaves some ranks without any of num_kv_heads={model.num_kv_heads} (model {model.name}). "
+            f"Use tp <= {model.num_kv_heads}; divisors, {divisors(model.num_kv_heads)}, give all ranks the same work."
+        )
 
 
 def _leaves_admit_tp(layout: Layout, model: ModelSpec, batch: Batch, numerics: Numerics) -> Iterator[str]:
@@ -85,7 +86,7 @@ def _leaves_admit_tp(layout: Layout, model: ModelSpec, batch: Batch, numerics: N
         reduction_token_block=numerics.reduction_token_block,
         max_degree=degree_to_admit(numerics.mode, layout),
     )
-    if model.num_kv_heads % layout.tp == 0:
+    if layout.tp <= model.num_kv_heads:
         try:
             sizes.check(layout.tp)
         except LayoutError as error:
@@ -344,7 +345,12 @@ def _dtype_has_peak(precision: Precision, cluster: ClusterSpec) -> Iterator[str]
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("tp-divides-heads", ("layout.tp", "model.num_heads", "model.num_kv_heads"), "every tp rank holds whole heads", _tp_divides_heads),
+    Rule(
+        "heads-admit-tp",
+        ("layout.tp", "model.num_kv_heads"),
+        "every tp rank holds key/value heads, with their query heads",
+        _heads_admit_tp,
+    ),
     Rule(
         "leaves-admit-tp",
         ("layout.tp", "model.ffn_hidden_size", "model.vocab_size", "batch.sequence", "numerics.ffn_block", "numerics.vocab_block"),

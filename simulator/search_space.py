@@ -178,9 +178,10 @@ _NOUNS = tuple(entry.name for entry in fields(Plan))
 
 
 def _degrees(space: SearchSpace, pinned: Pinned) -> Iterator[dict[str, Any]]:
-    """Degrees, of which tp*cp*pp*dp is the number of devices; experts are spread in every way."""
+    """Degrees, of which tp*cp*pp*dp is the number of devices; experts are spread in every way. Heads are cut evenly unless tp is pinned."""
     devices, model = space.cluster.num_devices, space.model
-    for tp in pinned.values("layout.tp", divisors(devices)):
+    even = [degree for degree in divisors(devices) if model.num_kv_heads % degree == 0]
+    for tp in pinned.values("layout.tp", even):
         for cp in pinned.values("layout.cp", _context_degrees(space, devices // tp)):
             for pp in pinned.values("layout.pp", [n for n in divisors(devices // (tp * cp)) if n <= model.num_layers]):
                 for dp in pinned.values("layout.dp", [devices // (tp * cp * pp)]):
@@ -190,9 +191,7 @@ def _degrees(space: SearchSpace, pinned: Pinned) -> Iterator[dict[str, Any]]:
 
 
 def _context_degrees(space: SearchSpace, devices: int) -> list[int]:
-    """Degrees of context parallelism that leave a rank enough tokens; exact numerics have none yet."""
-    if space.numerics.mode == "exact":
-        return [1]
+    """Degrees of context parallelism that leave a rank enough tokens."""
     sequence = space.batch.sequence
     return [cp for cp in divisors(devices) if cp == 1 or (sequence // cp >= MIN_CONTEXT_TOKENS and sequence % (2 * cp) == 0)]
 

@@ -33,7 +33,6 @@ class Traffic:
             self.backward_kernels + other.backward_kernels,
         )
 
-
     def times(self, elements: float) -> Traffic:
         """Traffic given per element, for so many elements; the kernels are those of one call."""
         return Traffic(self.forward_bytes * elements, self.forward_kernels, self.backward_bytes * elements, self.backward_kernels)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.commands import Command
 from ..core.errors import MissingExtraError, PlanError
 from ..core.files import write_text
+from ..core.findings import Finding
 from ..core.options import add_output, add_plan, emit, option_values, read_plan
 from ..core.schedule import Schedule
 from ..core.schedules import lower, read_csv, schedule_for
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         symbolic = prove_symbolically(plan, examination.schedule)
         report = with_symbolic(report, symbolic)
         text = "\n".join([text, symbolic.line, *(str(finding) for finding in symbolic.findings if finding.severity == "error")])
+    if plan is not None and report["ok"]:
+        report, text = _with_shorter(plan, report, text)
     if args.dynamic and report["ok"]:
         proof = _prove(args, plan)
         report = {**report, **proof.report, "findings": [*report["findings"], *proof.report["findings"]]}
@@ -68,6 +71,23 @@ def run(args: argparse.Namespace) -> int:
         text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
     emit(args, text, report)
     return 0 if report["ok"] else 1
+
+
+def prove_schedule(plan: Plan, schedule: Schedule) -> list[Finding]:
+    """Errors of a schedule that data-parallel ranks with fewer microbatches than others run, by the rules and by symbols."""
+    examination = examine(schedule, plan=plan, facts=Facts())
+    symbolic = prove_symbolically(plan, examination.schedule).findings if examination.ok else ()
+    return [finding for finding in (*examination.findings, *symbolic) if finding.severity == "error"]
+
+
+def _with_shorter(plan: Plan, report: dict[str, Any], text: str) -> tuple[dict[str, Any], str]:
+    """A report and its text with what is found in the schedule of data-parallel ranks with one microbatch less, where there are any."""
+    for count in plan.microbatch_counts[1:]:
+        found = prove_schedule(plan, schedule_for(plan, count))
+        report = {**report, "ok": not found, "findings": [*report["findings"], *(finding.to_dict() for finding in found)]}
+        verdict = "wrong" if found else "right, too"
+        text = "\n".join([text, f"The schedule of ranks with {count} microbatches is {verdict}.", *map(str, found)])
+    return report, text
 
 
 def list_rules() -> str:

@@ -46,9 +46,9 @@ class FastCheck:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The JSON form."""
-        key = self.nearest.key
-        nearest = {"tensor": key.tensor, "phase": key.phase, "step": key.step + 1, "share": self.nearest.share}
+        """The JSON form, in which a share that is not finite is null."""
+        key, share = self.nearest.key, self.nearest.share
+        nearest = {"tensor": key.tensor, "phase": key.phase, "step": key.step + 1, "share": share if np.isfinite(share) else None}
         return {"tensors": len(self.distances), "tensors_outside": len(self.wrong), "nearest": nearest}
 
     def terms(self, key: Key) -> str:

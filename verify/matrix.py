@@ -169,7 +169,8 @@ def chosen_rows(rows: Sequence[Row], only: Iterable[str] = (), sample: int | Non
 
 def _sampled(rows: Sequence[Row], number: int) -> list[Row]:
     """So many rows, those first that have the most values not seen yet for their ranks."""
-    rest, chosen = list(range(len(rows))), []
+    rest = list(range(len(rows)))
+    chosen: list[int] = []
     unseen: set[Feature] = set()
     while rest and len(chosen) < number:
         if not any(unseen.intersection(features(rows[i])) for i in rest):

@@ -187,7 +187,10 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
     choices = {
         "schedule": ScheduleChoice(schedule),
         "recompute": recompute_of(PROBLEMS[str(row["problem"])], str(row["recompute"])),
-        "runtime": Runtime(tp_comm_overlap=True if row["overlap"] == "tp" else None, context_parallel=row["keys"] if cp > 1 else None),
+        "runtime": Runtime(
+            tp_comm_overlap=True if row["overlap"] == "tp" else None,
+            context_parallel=None if cp == 1 else "ring" if row["keys"] == "ring" else "all_gather",
+        ),
     }
     return _first_plan(PROBLEMS[str(row["problem"])], layout, samples=samples, micro=micro, choices=choices)
 

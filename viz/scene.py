@@ -297,9 +297,7 @@ def _only(timeline: Timeline, ranks: set[int]) -> Timeline:
         return timeline
     spans = timeline.spans
     keep = np.flatnonzero(np.isin(spans.global_rank, sorted(ranks)))
-    chosen = Spans(
-        spans.global_rank[keep], spans.lane[keep], spans.lanes, spans.actions.take(keep), spans.start_s[keep], spans.end_s[keep]
-    )
+    chosen = Spans(spans.global_rank[keep], spans.lane[keep], spans.lanes, spans.actions.take(keep), spans.start_s[keep], spans.end_s[keep])
     return replace(timeline, spans=chosen, memory=tuple(sample for sample in timeline.memory if sample.global_rank in ranks))
 
 

@@ -3,7 +3,7 @@
 The bits of a library product change with the shape of its operands, so a tile's shape is a property of the problem. On the CPU they do not
 change with addresses and strides, once torch was started with the switch of MKL (`probe` measures both with a plan's shapes), so tiles are
 read from and written to the tensors that hold them. Sums over tiles are elementwise additions in the order of the canonical tree, into
-buffers that are used again; tiles of a result that is cut further, into 512 x 512, were slower (docs/measurements.md).
+buffers that are used again; tiles of a result that is cut further, into 512 x 512, were slower (docs/log.md).
 
 Shape suffixes: N rows, which are tokens of several samples; C this rank's part of a cut feature dimension; F a whole one. `features` are
 the feature leaves and `blocks` the token blocks, intervals `[lo, hi)` of C and N; all tensors are fp32, their rows runs of memory.
@@ -60,11 +60,14 @@ def outer_tiles(x_NC: Tensor, y_NF: Tensor, features: Sequence[Interval], blocks
 
 
 def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """One tile, `left @ right`, into `out`. Where strides do change bits, tiles are copied: for one column, and on a GPU."""
+    """One tile, `left @ right`, into `out`. Where strides do change bits, tiles are copied: for one column, and on a GPU.
+
+    `contiguous()` would leave a matrix of one column as it is, whatever the stride of that dimension, which changes bits too.
+    """
     if out.is_cpu and out.shape[1] > 1:
         torch.mm(left, right, out=out)
     else:
-        out.copy_(torch.mm(left.contiguous(), right.contiguous()))
+        out.copy_(torch.mm(*(part.clone(memory_format=torch.contiguous_format) for part in (left, right))))
 
 
 def sum_products_into(out: Tensor, node: Node, left: Sequence[Tensor], right: Sequence[Tensor], room: Sequence[Tensor]) -> None:

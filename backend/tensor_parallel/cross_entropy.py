@@ -62,9 +62,7 @@ class VocabParallelCrossEntropy(nn.Module):
         self.context = context
         self.leaves = leaves
         train = context.plan.train
-        self.held_out = LossChoice(
-            ignore_index=ignored_target(train), padding_rows=context.model.padding_rows
-        )
+        self.held_out = LossChoice(ignore_index=ignored_target(train), padding_rows=context.model.padding_rows)
         self.trained = replace(self.held_out, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

@@ -50,22 +50,24 @@ def dispatch(problem: Problem, rule: Rule) -> Rows:
 
 
 class _Dispatch:
-    """One simulated step. `forwards[rank]` and `inputs[rank]` map a stage to the F and I whose input was sent there: (arrival, code)."""
+    """One simulated step. `forwards[rank]` and `inputs[rank]` map a stage and a route to the F and I whose input was sent there: (arrival,
+    code). Where two routes meet on a stage, memory may admit one and not the other."""
 
     def __init__(self, problem: Problem, rule: Rule):
         codes, num_ranks = problem.codes, problem.placement.num_ranks
         self.codes, self.rule = codes, rule
         self.memory = _Memory(problem)
         self.events: list[tuple[float, int]] = []
-        self.forwards: list[dict[int, deque[tuple[float, int]]]] = [{} for _ in range(num_ranks)]
-        self.inputs: list[dict[int, deque[tuple[float, int]]]] = [{} for _ in range(num_ranks)]
-        for route in problem.routes:
+        self.forwards: list[dict[tuple[int, int], deque[tuple[float, int]]]] = [{} for _ in range(num_ranks)]
+        self.inputs: list[dict[tuple[int, int], deque[tuple[float, int]]]] = [{} for _ in range(num_ranks)]
+        self.route_of = {microbatch: number for number, route in enumerate(problem.routes) for microbatch in route.microbatches}
+        for number, route in enumerate(problem.routes):
             for stage, rank in enumerate(route.ranks):
-                self.forwards[rank][stage] = deque()
-                self.inputs[rank][stage] = deque()
+                self.forwards[rank][stage, number] = deque()
+                self.inputs[rank][stage, number] = deque()
             period_s = rule.pace * problem.busiest_s / len(route.microbatches)
-            entries = [(period_s * number, microbatch) for number, microbatch in enumerate(route.microbatches)]
-            self.forwards[route.ranks[0]][0].extend(entries)
+            entries = [(period_s * place, microbatch) for place, microbatch in enumerate(route.microbatches)]
+            self.forwards[route.ranks[0]][0, number].extend(entries)
             self.events.extend((entry_s, route.ranks[0]) for entry_s, _ in entries)
         heapq.heapify(self.events)
         self.weights: list[deque[int]] = [deque() for _ in range(num_ranks)]
@@ -109,13 +111,13 @@ class _Dispatch:
     def forward(self, rank: int, now: float) -> tuple[deque[tuple[float, int]] | None, bool, float]:
         """The queue whose forward may start, whether one is kept waiting by memory, and when the next one that is known of arrives."""
         ready, blocked, next_s = [], False, math.inf
-        for stage, queue in self.forwards[rank].items():
+        for (stage, route), queue in self.forwards[rank].items():
             if queue:
                 arrival_s, code = queue[0]
                 if not self.memory.admits(rank, code):
                     blocked |= arrival_s <= now
                 elif arrival_s <= now:
-                    ready.append((self.urgency(arrival_s, -stage, code), stage))
+                    ready.append((self.urgency(arrival_s, -stage, code), (stage, route)))
                 else:
                     next_s = min(next_s, arrival_s)
         return (self.forwards[rank][min(ready)[1]] if ready else None), blocked, next_s
@@ -123,11 +125,11 @@ class _Dispatch:
     def backward(self, rank: int, now: float) -> tuple[deque[tuple[float, int]] | None, float]:
         """The same for I, which memory never holds up."""
         ready, next_s = [], math.inf
-        for stage, queue in self.inputs[rank].items():
+        for (stage, route), queue in self.inputs[rank].items():
             if queue:
                 arrival_s, code = queue[0]
                 if arrival_s <= now:
-                    ready.append((self.urgency(arrival_s, stage, code), stage))
+                    ready.append((self.urgency(arrival_s, stage, code), (stage, route)))
                 else:
                     next_s = min(next_s, arrival_s)
         return (self.inputs[rank][min(ready)[1]] if ready else None), next_s
@@ -135,6 +137,10 @@ class _Dispatch:
     def urgency(self, arrival_s: float, distance: int, code: int) -> float:
         """Smaller goes first; `distance` is how far an action is from being the last of its microbatch's on the rank."""
         return {"deep": distance, "shallow": -distance, "first come": arrival_s, "oldest": self.codes.microbatch[code]}[self.rule.chunk]
+
+    def queue_of(self, code: int) -> tuple[int, int]:
+        """Where an F or I waits."""
+        return self.codes.stage[code], self.route_of[self.codes.microbatch[code]]
 
     def start(self, rank: int, code: int, now: float) -> None:
         """Occupies the rank and sends what the action makes."""
@@ -152,14 +158,14 @@ class _Dispatch:
         slot = codes.out[code]
         if slot < 0:
             if kind == Kind.F:  # the last stage: the loss gives the gradient
-                self.inputs[rank][codes.stage[code]].append((end_s, code + 2 * N))
+                self.inputs[rank][self.queue_of(code)].append((end_s, code + 2 * N))
             return
         arrival_s, lane = end_s, codes.lane[code]
         if lane >= 0:
             arrival_s = self.lane_free_s[lane] = max(end_s, self.lane_free_s[lane]) + codes.send_s[code]
         target = slot if slot < N else slot + N  # arrival slots are the cell of an F, or N plus the cell of an I
         queues = self.forwards if slot < N else self.inputs
-        queues[codes.rank[target]][codes.stage[target]].append((arrival_s, target))
+        queues[codes.rank[target]][self.queue_of(target)].append((arrival_s, target))
         heapq.heappush(self.events, (arrival_s, codes.rank[target]))
 
 

@@ -200,9 +200,7 @@ def test_weight_gradients_run_in_the_order_of_their_w_actions():
 
 def test_forward_only_keeps_forwards_and_their_messages_in_order():
     row = lower(Schedule.from_csv(PAIRS)).row(1)
-    assert [str(action) for action in forward_only(row)] == [
-        *("1RECV_F0", "1F0", "1RECV_F1", "1F1", "1RECV_F2", "1F2", "1RECV_F3", "1F3")
-    ]
+    assert [str(action) for action in forward_only(row)] == [*("1RECV_F0", "1F0", "1RECV_F1", "1F1", "1RECV_F2", "1F2", "1RECV_F3", "1F3")]
 
 
 class SlowStage(ToyStage):

@@ -326,8 +326,8 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
     assert None not in pids, errors.decode()
     assert ended(pids)
     deadline_s = time.monotonic() + 10
-    while any((tmp_path / "temporary").iterdir()):
-        assert time.monotonic() < deadline_s, "temporary files are left behind"
+    while left := [path for path in (tmp_path / "temporary").iterdir() if not path.name.startswith("torchinductor_")]:  # torch's own cache
+        assert time.monotonic() < deadline_s, f"temporary files are left behind: {left}"
         time.sleep(0.05)
     assert number is not signal.SIGINT or b"KeyboardInterrupt" in errors
 

@@ -119,10 +119,10 @@ def test_the_boolean_option_has_a_negative_form(plan_file):
 
 def test_problems_name_the_option_they_came_from(plan_file):
     with pytest.raises(PlanError) as caught:
-        read_plan(parse(f"{plan_file} --tp 3 --dtype bf17 --set layout.foo=1 --set layot.tp=2"))
+        read_plan(parse(f"{plan_file} --tp 5 --dtype bf17 --set layout.foo=1 --set layot.tp=2"))
     problems = "\n".join(caught.value.problems)
     for expected in (
-        "--tp: tp=3 does not divide num_heads=4",
+        "--tp: tp=5 leaves some ranks without any of num_kv_heads=4",
         "--dtype: dtype = 'bf17' is not one of fp32, bf16, fp16, fp8; did you mean 'bf16'?",
         "--set layout.foo: unknown key 'foo' in [layout]",
         "--set layot.tp: unknown section [layot]; did you mean 'layout'?",

@@ -138,7 +138,7 @@ def test_any_text_survives_as_a_toml_value(text):
 
 def test_all_problems_of_a_file_come_together_in_line_order():
     text = (
-        GPT3.replace("tp = 8", "tp = 7")
+        GPT3.replace("tp = 8", "tp = 112")
         .replace("micro = 1", "micro = 5\nmirco = 2")
         .replace('"bf16"', '"bf61"')
         .replace("seed = 1234", 'seed = "a"')
@@ -147,8 +147,8 @@ def test_all_problems_of_a_file_come_together_in_line_order():
     )
     problems = problems_of(text, "runs/plan.toml")
     expected = {
-        "num_devices": "7*1*16*8 = 896 ranks",
-        "tp = 7": "tp=7 does not divide num_heads=96",
+        "num_devices": "112*1*16*8 = 14336 ranks",
+        "tp = 112": "tp=112 leaves some ranks without any of num_kv_heads=96",
         "zero = 9": "zero = 9 must be at most 3",
         "global": "global=1536 is no multiple of micro=5. Use global = 1535 or 1540",
         "mirco": "unknown key 'mirco' in [batch]; did you mean 'micro'?",
@@ -279,7 +279,7 @@ UNEQUAL = EXPERTS.replace("ep = 1\n", "ep = 2\n").replace("global = 1536", "glob
 CONTEXT_TO_MODE = GPT3[GPT3.index("cp = 1") : GPT3.index("[train]")]
 EXACT = CONTEXT_TO_MODE.replace("cp = 1", "cp = 2").replace("fast", "exact")
 BROKEN = {
-    "tp-divides-heads": (("tp = 8", "tp = 5"), "tp=5 does not divide num_heads=96"),
+    "heads-admit-tp": (("tp = 8", "tp = 128"), "tp=128 leaves some ranks without any of num_kv_heads=96"),
     "leaves-admit-tp": (('mode = "fast"', 'mode = "fast"\nffn_block = 16384'), "Use tp <= 3 or numerics.ffn_block <= 6144"),
     "microbatches-divide": (("global = 1536", "global = 12"), "12 microbatches of micro=1 for dp=16 ranks. Use global >= 16, or dp <= 12"),
     "experts-see-equal-microbatches": ((CLUSTER_TO_MODE, UNEQUAL), "others 93 microbatches. Use global = 1488 or 1504"),
@@ -448,7 +448,7 @@ def test_a_vee_needs_exactly_two_stages_per_rank(vpp):
 
 def test_a_plan_made_in_python_is_held_to_the_same_rules():
     with pytest.raises(PlanError) as caught:
-        Plan(model_preset("tiny-gpt"), cluster_preset("this-host", 7), Layout(tp=3, dp=2), Batch(5, 2, 256))
+        Plan(model_preset("tiny-gpt"), cluster_preset("this-host", 7), Layout(tp=5, dp=2), Batch(5, 2, 256))
     assert len(caught.value.problems) == 4
 
 

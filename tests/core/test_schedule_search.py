@@ -330,6 +330,15 @@ def test_two_directions_with_less_memory_than_dualpipe_p4_m16() -> None:
 # Rules
 
 
+def test_where_two_directions_meet_memory_admits_one_though_the_other_came_first() -> None:
+    """The middle rank of five has room for one microbatch, and the second direction's entered first."""
+    zero = (0.0,) * 5
+    placement = Placement.replicated(5, 7)
+    problem = Problem(placement, zero, zero, (0.0, 0.0, 0.0, 6.0, 0.0), (2.0, 0.0, 0.0, 5.0, 0.0), (3, 1, 1, 2, 2), (7, 3, 1, 6, 4))
+    for rule in rules(problem):
+        assert sum(map(len, dispatch(problem, rule))) == 3 * placement.num_stages * 7
+
+
 @given(numbers(max_pp=5, max_microbatches=7), st.sampled_from(["loop", "vee", "replicated"]), st.randoms(use_true_random=False))
 @settings(max_examples=60)
 def test_every_rule_runs_every_action_once_within_its_limit_however_tight(given_: Numbers, kind: str, draw: random.Random) -> None:

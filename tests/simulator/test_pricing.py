@@ -270,7 +270,8 @@ def test_products_of_one_group_are_launched_by_the_library_and_cost_the_host_les
     model = replace(model_preset("mixtral-8x7b"), num_layers=2)
     together = layer_of(plan(Layout(), Runtime("megatron-te"), model=model, sequence=2048)).forward.num_kernels
     alone = layer_of(plan(Layout(ep=8, dp=8), Runtime("megatron-te"), model=model, sequence=2048)).forward.num_kernels
-    exchanges, permutations = 3, 2  # dispatch, before it how many tokens, and combine; tokens are put in order once more where a rank has several experts
+    # exchanges: how many tokens, dispatch, combine; tokens are put in order once more where a rank has several experts
+    exchanges, permutations = 3, 2
     calls = PROFILES["megatron-te"].host_calls
     assert together == pytest.approx(alone - exchanges + permutations + 2 * 7 / calls)
 

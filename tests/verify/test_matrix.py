@@ -1,4 +1,4 @@
-"""The matrix of layouts: what it covers, what it refuses, and two dozen of its layouts against one device. `.ci/run` runs all of it."""
+"""The matrix of layouts: what it covers, what it refuses, and 22 of its layouts against one device. `.ci/run` runs all of it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from shardproof.verify.matrix import References, chosen_rows, label, main, run_r
 from shardproof.verify.matrix_layouts import FACTORS, features, matrix, num_ranks, plan_of, refusals
 
 SMALL = [row for row in matrix().rows if num_ranks(row) <= 8]
-SAMPLE = chosen_rows(SMALL, sample=24)
+SAMPLE = chosen_rows(SMALL, sample=22)
 
 
 @cache
 def references() -> References:
     return References(steps=1)
+
+
+def plainest() -> Row:
+    """The dense layout with the fewest ranks."""
+    return min((row for row in SMALL if row["problem"] in ("gpt", "llama", "qwen3")), key=num_ranks)
 
 
 def values_of(name: str) -> set[str | int]:
@@ -54,7 +59,7 @@ def test_a_layout_has_the_bits_of_one_device(row: Row) -> None:
 def test_the_sample_shows_every_value_that_eight_ranks_can() -> None:
     shown = {feature for row in SAMPLE for feature in features(row)}
     assert shown == {feature for row in SMALL for feature in features(row)}
-    assert len(SAMPLE) == 24
+    assert len(SAMPLE) == 22
 
 
 class OtherSeed(References):
@@ -65,7 +70,7 @@ class OtherSeed(References):
 
 
 def test_other_bits_fail_and_name_the_first_tensor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    row = next(row for row in SMALL if row["problem"] == "gpt")
+    row = plainest()
     outcome = run_row(row, OtherSeed(steps=1))
     assert not outcome.ok and outcome.tensors_different > 100
     assert "FAILED" in outcome.line and "DIFFER" in outcome.line and "step 1" in outcome.line
@@ -75,10 +80,11 @@ def test_other_bits_fail_and_name_the_first_tensor(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_step_that_is_not_clipped_fails() -> None:
-    plan = plan_of(SMALL[0])
+    row = plainest()
+    plan = plan_of(row)
     assert isinstance(plan, Plan)
     lenient = replace(plan, optimizer=replace(plan.optimizer, clip_grad_norm=1e6))
-    outcome = command.prove_plan(lenient, SMALL[0], References(steps=1))
+    outcome = command.prove_plan(lenient, row, References(steps=1))
     assert outcome.tensors_different == 0 and not outcome.ok and "not clipped" in outcome.line
 
 

@@ -89,7 +89,7 @@ def plans(draw: st.DrawFn, problem: Problem) -> Plan | PlanError:
 ADVICE = ("Use ", "Choose ", "Set ", "Leave ", "Give ", "Add ", "Write ")
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=st.sampled_from(sorted(PROBLEMS)).flatmap(lambda name: plans(PROBLEMS[name])), seed=st.integers(0, 9))
 def test_a_random_layout_has_the_bits_of_one_device_or_is_refused_with_advice(plan: Plan | PlanError, seed: int) -> None:
     problems = plan.problems if isinstance(plan, PlanError) else unsupported(plan)

@@ -1,0 +1,46 @@
+"""Heads that tensor-parallel ranks cannot share evenly: earlier ranks hold one key/value group more, and no bit differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.errors import PlanError
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.schedules import schedule_for
+from shardproof.verify import symbolic
+from shardproof.verify.dynamic import prove
+
+
+def llama(layout: Layout, groups: int, heads: int) -> Plan:
+    """Two layers; `heads` query heads in `groups` key/value groups."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": heads, "num_kv_heads": groups, "head_dim": 8}
+    model = replace(model_preset("tiny-llama"), **sizes)
+    cluster = cluster_preset("this-host", layout.world_size)
+    numerics = Numerics("exact", gradient_token_block=6, reduction_token_block=3)
+    return Plan(model, cluster, layout, Batch(4, 1, 24), precision=Precision("fp32"), numerics=numerics)
+
+
+@pytest.mark.parametrize(
+    ("plan", "held"),
+    [
+        pytest.param(llama(Layout(tp=3), 4, 8), [(0, 2), (2, 3), (3, 4)], id="tp3-of-4-groups"),
+        pytest.param(llama(Layout(tp=3, sequence_parallel=True, pp=2), 8, 8), [(0, 3), (3, 6), (6, 8)], id="sp-tp3-pp2-of-8"),
+        pytest.param(llama(Layout(tp=4, cp=2), 6, 12), [(0, 2), (2, 4), (4, 5), (5, 6)], id="tp4-cp2-of-6-groups"),
+    ],
+)
+def test_no_bit_differs(plan: Plan, held: list[tuple[int, int]]) -> None:
+    assert [plan.leaf_sizes.heads.owned_items(plan.layout.tp, rank) for rank in range(plan.layout.tp)] == held
+    proof = prove(plan, transport="memory", steps=1)
+    assert proof.findings == () and proof.changes == (), proof.text()
+    assert proof.report["bits_different"] == 0
+    assert symbolic.prove(plan, schedule_for(plan)).same_order
+
+
+def test_a_rank_without_a_head_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"tp=5 leaves some ranks without any of num_kv_heads=4 .* Use tp <= 4; divisors, \[1, 2, 4\]"):
+        llama(Layout(tp=5), 4, 8)
