@@ -124,7 +124,7 @@ class Numerics(ExpertNumerics):
 
     @abstractmethod
     def partial_sum(self, terms_BSLR: Tensor, leaves: OwnedLeaves) -> Tensor:
-        """What this rank brings to a sum over all leaves, of which it has one for each of its l own: [n, b, s, r], as `partial_contract`."""
+        """What this rank brings to a sum over all leaves, one for each of its l own: [n, b, s, r], as `partial_contract`."""
 
     @abstractmethod
     def finish_contract(self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
