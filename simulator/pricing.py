@@ -20,6 +20,7 @@ from ..core.program import (
     Group,
     Held,
     copies_axis,
+    finish_sequences,
     gradient_bytes,
     group_work,
     held_elements,
@@ -274,6 +275,9 @@ class Pricing:
     def _work(self, kind: Kind, place: Place, sums_gradients: bool) -> Seconds:
         """A pass of a stage without what ZeRO sends inside it."""
         work = self._stage(place, PARTS[kind], sums_gradients)
+        if kind in (Kind.B, Kind.W):
+            finishing_s = sum(self._collective_s(operation, place) for operation in finish_sequences(self.plan, place.stage))
+            work += Seconds(cp_comm=finishing_s)
         return self._beside_other(work, place) if kind in (Kind.F, Kind.B) else work
 
     def _price(self, kind: Kind, place: Place) -> Seconds:

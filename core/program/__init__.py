@@ -10,6 +10,7 @@ rotations and softmax are elementwise or row-wise work without products; they ar
 
 from .actions import message_bytes, operations
 from .batch import load_batch
+from .context import finish_sequences
 from .gradients import EXPERT_BIAS, copies_axis, gradient_bytes, own_token_parameters, tied_ends
 from .holdings import (
     Held,
@@ -58,6 +59,7 @@ __all__ = [
     "activation_bytes",
     "copies_axis",
     "embedding_work",
+    "finish_sequences",
     "gradient_bytes",
     "gradient_elements",
     "group_work",

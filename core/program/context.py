@@ -45,7 +45,7 @@ def open_gradients(plan: Plan, stage: int, tp_rank: int) -> tuple[OpenGradients,
     return found
 
 
-def finish_sequences(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> Iterator[Operation]:
+def finish_sequences(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> Iterator[Collective]:
     """What follows the last weight gradient of a microbatch."""
     cp, given = plan.layout.cp, open_gradients(plan, stage, tp_rank)
     if not sequences_are_cut(plan) or not given:

@@ -14,10 +14,10 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Plan, Precision, Recompute, Runtime, ScheduleChoice
-from shardproof.core.program import held_elements
+from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.program import Collective, gradient_elements, held_elements, operations
 from shardproof.simulator.attribution import Sort, busy_s, sorts_of
-from shardproof.simulator.pricing import Place, Pricing, forget
+from shardproof.simulator.pricing import PARTS, Place, Pricing, forget
 from shardproof.simulator.profiles import PROFILES
 from shardproof.simulator.search import lower_bound_s
 from shardproof.simulator.seconds import COMPONENTS, GRID, Seconds
@@ -203,6 +203,20 @@ def test_fp8_shortens_the_products_and_not_the_rest(part):
 def test_context_parallel_exchange_hides_behind_attention_where_the_stack_overlaps_it(cp):
     hidden, shown = (layer_of(plan(Layout(cp=cp), Runtime(name))).forward.seconds.cp_comm for name in ("megatron-te", "shardproof"))
     assert 0 <= hidden < shown / 2
+
+
+@pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.I, Kind.W])
+def test_exact_numerics_pay_for_finishing_sequences_after_weight_gradients(kind):
+    """Each of 4 ranks sends 3/4 of the stage's gradients in fp32, at least one tree node of them."""
+    exact = plan(Layout(cp=4, pp=4), Runtime(), schedule=ScheduleChoice("ZBH1"), numerics=Numerics("exact", gradient_token_block=128))
+    pricing = Pricing(exact)
+    sends = [each for each in operations(exact, kind, 1) if isinstance(each, Collective) and each.layer == ""]
+    layers = pricing._stage(Place(1, 1), PARTS[kind]).cp_comm
+    finishing_s = pricing.seconds(kind, 1).cp_comm - layers
+    assert len(sends) == (kind in (Kind.B, Kind.W))
+    for operation in sends:
+        assert operation.sent_bytes >= 3 * gradient_elements(exact, 1) and finishing_s > operation.sent_bytes / 4.5e11
+    assert sends or finishing_s == pytest.approx(0, abs=1e-9)
 
 
 def test_an_overlapped_pair_hides_the_exchange_of_tokens():
