@@ -54,7 +54,7 @@ def test_dry_run_tells_what_every_rank_would_do_and_starts_nothing(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--recompute", "full", "--zero", "1"], "layout.zero=1"),
+        (["--recompute", "full", "--zero", "2"], "layout.zero=2"),
         (["--schedule", "1F2B"], "1F2B"),
         (["--set", "train.data=no-such-file"], "no-such-file"),
         (["-o", "no-such-folder/run.timeline.json"], "no-such-folder"),

@@ -34,9 +34,9 @@ DENSE = replace(model_preset("llama3-8b"), num_layers=12, vocab_size=32000)
 EXPERTS = replace(model_preset("mixtral-8x7b"), num_layers=12)
 LATENT = replace(model_preset("deepseek-v2-lite"), num_layers=12)
 RATES = ("node_link_bytes_per_s", "node_network_bytes_per_s", "device_memory_bytes_per_s", "channel_bytes_per_s")
-LINK_ANOMALY = 1e-4
+LINK_ANOMALY = 2e-3
 """Where messages and overlapped reductions share links, one that ends earlier may make another meet a busier link (Graham 1966, bounds
-for certain multiprocessing anomalies); 17 ns of 0.5 s were seen."""
+for certain multiprocessing anomalies); 0.08% was seen, a mixture of experts over pp2 vpp2 dp4 ep2 with faster links inside a node."""
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
