@@ -207,7 +207,7 @@ class Gradients:
     ) -> dict[str, Tensor]:
         """As `reduce`, but of each bucket of `reduce_in` this rank's part only: by the bucket's name [n]."""
         found: dict[str, Tensor] = {}
-        if self._context is not None:
+        if self._context is not None and self._buckets:  # a stage without parameters has none
             self._finish_owned(tp)
             found = self._reduce_context(copies, samples_of)
         for bucket, keys in self._buckets:

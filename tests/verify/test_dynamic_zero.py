@@ -58,6 +58,7 @@ def tiny(
         pytest.param(tiny(pp=2, dp=2, dtype="bf16"), id="bf16"),
         pytest.param(tiny(cp=2, tp=2, dp=2, sequence_parallel=True, samples=3), id="cp2-tp2-dp2-sp"),
         pytest.param(tiny(cp=3, samples=2, model="tiny-llama", tied=False), id="cp3"),
+        pytest.param(tiny(cp=2, pp=3, stages="Ett||tL", samples=2, tied=False), id="cp2-pp3-an-empty-stage"),
         pytest.param(tiny(model="tiny-moe", tp=2, etp=1, ep=2, dp=2, tied=False), id="experts-with-other-copies"),
         pytest.param(tiny(model="tiny-moe", cp=2, dp=2, ep=2, tied=False), id="experts-and-cp"),
     ],
