@@ -295,8 +295,9 @@ def test_a_script_whose_own_functions_travel_is_told_to_guard_its_main_part(tmp_
 
 
 ENDLESS = """
-import os, time
+import os, signal, time
 from shardproof.backend.launch import run_ranks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started in the background (`pytest &`) inherits it ignored
 def job(transport, payload):
     with open(f"{payload}/{transport.global_rank}", "w") as file:
         file.write(str(os.getpid()))
@@ -322,7 +323,10 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
             time.sleep(0.05)
         pids = [_pid(tmp_path / str(rank)) for rank in range(2)]
         process.send_signal(number)
-        _, errors = process.communicate(timeout=10)
+        try:
+            _, errors = process.communicate(timeout=10)
+        finally:
+            process.kill()  # else leaving `with` waits for ranks that sleep an hour
     assert None not in pids, errors.decode()
     assert ended(pids)
     deadline_s = time.monotonic() + 10
