@@ -11,8 +11,8 @@ import shardproof
 from shardproof.core.plan_keys import KEYS, NOUNS, Key
 
 ROOT = Path(shardproof.__file__).parent
-PARSERS = {"core.plan_keys", "core.plan_rules", "core.plan_toml", "core.options"}
-"""Files that handle every key alike; reading a key there changes nothing but its own check."""
+PARSERS = ("core.plan_keys", "core.plan_rules", "core.plan_toml", "core.options")
+"""Modules that handle every key alike; reading a key there changes nothing but its own check."""
 
 HOMES = {"core.model": "model", "core.cluster": "cluster", "core.layout": "layout"}
 """Modules of one noun, where its own fields are read from `self`."""
@@ -64,7 +64,7 @@ def is_read(key: Key, module: str) -> bool:
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.dotted)
 def test_the_module_that_the_table_names_reads_the_key(key):
-    assert key.read_by not in PARSERS
+    assert not key.read_by.startswith(PARSERS)
     assert is_read(key, key.read_by), f"{key.read_by} does not read {key.section}.{key.attribute}"
 
 

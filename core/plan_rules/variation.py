@@ -1,15 +1,15 @@
-"""The rules that tie `[variation]` to the rest of a plan; `core.plan_rules` has them in its table."""
+"""The rules that tie `[variation]` to the rest of a plan; `table` has them in order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .cluster import ClusterSpec
-from .cluster_presets import CLUSTER_PRESETS, cluster_preset
-from .errors import did_you_mean
-from .model import ModelSpec
-from .plan import Precision
-from .variation import Variation, devices_named, link_named, names_in
+from ..cluster import ClusterSpec
+from ..cluster_presets import CLUSTER_PRESETS, cluster_preset
+from ..errors import did_you_mean
+from ..model import ModelSpec
+from ..plan import Precision
+from ..variation import Variation, devices_named, link_named, names_in
 
 
 def stragglers_exist(variation: Variation, cluster: ClusterSpec) -> Iterator[str]:

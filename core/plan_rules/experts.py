@@ -1,17 +1,17 @@
-"""The rules that tie experts and routers to the rest of a plan; `core.plan_rules` has them in its table."""
+"""The rules that tie experts and routers to the rest of a plan; `table` has them in order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 
-from .divisors import divisors
-from .expert_tokens import RoutedTokens
-from .layout import DEFAULT_ORDER, Layout
-from .leaves import leaf_sizes
-from .microbatches import microbatch_counts
-from .model import ModelSpec
-from .plan import Batch, Numerics, Train
+from ..divisors import divisors
+from ..expert_tokens import RoutedTokens
+from ..layout import DEFAULT_ORDER, Layout
+from ..leaves import leaf_sizes
+from ..microbatches import microbatch_counts
+from ..model import ModelSpec
+from ..plan import Batch, Numerics, Train
 
 MAX_NAMED_DEGREE = 64
 """Messages offer degrees up to this one; wider tensor parallelism is nowhere in use."""

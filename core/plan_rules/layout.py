@@ -1,0 +1,135 @@
+"""The rules that tie the cuts of a layout to the model, the batch, the numerics and the machines. `table` has them in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..cluster import ClusterSpec
+from ..divisors import divisors
+from ..errors import LayoutError
+from ..layout import Layout
+from ..leaves import degree_to_admit, leaf_sizes
+from ..model import ModelSpec
+from ..plan import Batch, DataParallel, Numerics
+from .experts import MAX_NAMED_DEGREE
+
+
+def heads_admit_tp(layout: Layout, model: ModelSpec) -> Iterator[str]:
+    """Every tp rank holds key/value heads, with their query heads."""
+    if layout.tp > model.num_kv_heads:
+        yield (
+            f"tp={layout.tp} leaves some ranks without any of num_kv_heads={model.num_kv_heads} (model {model.name}). "
+            f"Use tp <= {model.num_kv_heads}; divisors, {divisors(model.num_kv_heads)}, give all ranks the same work."
+        )
+
+
+def leaves_admit_tp(layout: Layout, model: ModelSpec, batch: Batch, numerics: Numerics) -> Iterator[str]:
+    """Every tp rank owns at least one whole leaf of each feature axis."""
+    sizes = leaf_sizes(
+        model,
+        batch.sequence,
+        ffn_block=numerics.ffn_block,
+        vocab_block=numerics.vocab_block,
+        gradient_token_block=numerics.gradient_token_block,
+        reduction_token_block=numerics.reduction_token_block,
+        max_degree=degree_to_admit(numerics.mode, layout),
+    )
+    if layout.tp <= model.num_kv_heads:
+        try:
+            sizes.check(layout.tp)
+        except LayoutError as error:
+            yield from error.problems
+
+
+def positions_suffice(batch: Batch, model: ModelSpec) -> Iterator[str]:
+    """Learned positions cover the sequence."""
+    if model.position == "learned" and batch.sequence > model.max_positions:
+        yield (
+            f"sequence={batch.sequence} is longer than the learned position table, max_positions={model.max_positions} "
+            f"(model {model.name}). Use sequence <= {model.max_positions}, or model.max_positions = {batch.sequence}."
+        )
+
+
+def cluster_is_filled(cluster: ClusterSpec, layout: Layout) -> Iterator[str]:
+    """The ranks of the layout are the devices of the cluster."""
+    if cluster.num_devices != layout.world_size:
+        model_size = layout.tp * layout.cp * layout.pp
+        dp, rest = divmod(cluster.num_devices, model_size)
+        remedy = f"dp={dp}" if dp and not rest else f"num_devices={layout.world_size}"
+        yield (
+            f"tp*cp*dp*pp = {layout.tp}*{layout.cp}*{layout.dp}*{layout.pp} = {layout.world_size} ranks, "
+            f"but num_devices={cluster.num_devices}. Use {remedy}."
+        )
+
+
+def nodes_are_whole(cluster: ClusterSpec) -> Iterator[str]:
+    """Several nodes are whole nodes."""
+    if cluster.num_devices > cluster.devices_per_node and cluster.num_devices % cluster.devices_per_node:
+        per_node = cluster.devices_per_node
+        below = cluster.num_devices // per_node * per_node
+        yield f"num_devices={cluster.num_devices} does not fill nodes of devices_per_node={per_node}. Use {below} or {below + per_node}."
+
+
+def sequence_divides(layout: Layout, batch: Batch, numerics: Numerics) -> Iterator[str]:
+    """2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part, where numerics are fast."""
+    chunks = 2 * layout.cp if layout.cp > 1 else 1
+    if batch.sequence % chunks:
+        yield (
+            f"cp={layout.cp} gives every rank an early and a late chunk of the sequence, 2*cp={chunks} chunks in all, which do not "
+            f"divide sequence={batch.sequence}. Use sequence={batch.sequence // chunks * chunks or chunks}."
+        )
+    elif layout.sequence_parallel and numerics.mode == "fast" and batch.sequence // layout.cp % layout.tp:
+        unit = math.lcm(chunks, layout.cp * layout.tp)
+        part = f"the {batch.sequence // layout.cp} tokens that cp={layout.cp} leaves" if layout.cp > 1 else f"sequence={batch.sequence}"
+        yield (
+            f"sequence_parallel=true cuts {part} over tp={layout.tp}, which does not divide it. "
+            f"Use sequence={batch.sequence // unit * unit or unit}, or sequence_parallel=false."
+        )
+
+
+def token_blocks_admit_tp(layout: Layout, batch: Batch, numerics: Numerics, model: ModelSpec) -> Iterator[str]:
+    """With sequence parallelism and exact numerics every tp rank owns at least one whole block of tokens."""
+    if numerics.mode != "exact" or not layout.sequence_parallel:
+        return
+    blocks = {name: getattr(numerics, name) for name in ("gradient_token_block", "reduction_token_block")}
+    sequence = batch.sequence // layout.cp
+    leaves = leaf_sizes(model, batch.sequence, **blocks).tokens(sequence)
+    if leaves.num_leaves < layout.tp:
+        finer = f"reduction_token_block <= {sequence // layout.tp}, " if sequence >= layout.tp else ""
+        longer = "" if layout.cp > 1 else f"sequence >= {leaves.block * (layout.tp - 1) + 1}, "
+        part = f"the part of {sequence} tokens that cp={layout.cp} leaves" if layout.cp > 1 else f"sequence={sequence}"
+        yield (
+            f"sequence_parallel=true with exact numerics gives every rank whole blocks of reduction_token_block={leaves.block} tokens, but "
+            f"{part} has {leaves.num_leaves} of them for tp={layout.tp}. Use {finer}{longer}or sequence_parallel=false."
+        )
+
+
+def token_blocks_admit_cp(layout: Layout, batch: Batch, numerics: Numerics, model: ModelSpec) -> Iterator[str]:
+    """With context parallelism and exact numerics chunks are made of whole blocks of tokens."""
+    chunk, rest = divmod(batch.sequence, 2 * layout.cp)
+    if numerics.mode != "exact" or layout.cp == 1 or rest:
+        return
+    blocks = {name: getattr(numerics, name) for name in ("gradient_token_block", "reduction_token_block")}
+    sizes = leaf_sizes(model, batch.sequence, **blocks)
+    for name in blocks:
+        if chunk % (block := getattr(sizes, name)):
+            legal = [each for each in divisors(chunk) if each <= max(block, MAX_NAMED_DEGREE)]
+            yield (
+                f"cp={layout.cp} cuts sequence={batch.sequence} into chunks of {chunk} tokens, inside a block of {name}={block}, "
+                f"whose sums exact numerics keep whole. Use {name} among {legal}."
+            )
+
+
+def shards_divide(data_parallel: DataParallel, layout: Layout) -> Iterator[str]:
+    """ZeRO shards over a divisor of the data-parallel ranks."""
+    shard, ranks = data_parallel.shard, layout.dp * layout.cp
+    if shard is not None and ranks % shard:
+        yield f"shard={shard} does not divide the dp*cp={ranks} ranks that it shards over. Use shard among {divisors(ranks)}."
+    if shard is not None and layout.zero == 0:
+        yield f"shard={shard} says how many ranks ZeRO shards over, but zero=0 shards nothing. Set layout.zero, or leave shard out."
+    if data_parallel.overlap_param_gather and layout.zero == 0:
+        yield (
+            "overlap_param_gather=true hides the gathers of sharded parameters, but zero=0 shards nothing. "
+            "Set layout.zero, or leave overlap_param_gather out."
+        )

@@ -1,0 +1,94 @@
+"""The rules that tie microbatches, stages and the schedule to each other. `table` has them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import LayoutError, did_you_mean
+from ..layout import Layout
+from ..microbatches import microbatch_counts
+from ..model import ModelSpec
+from ..plan import Batch, ScheduleChoice
+from ..schedules import CATALOG, default_name
+from ..stages import assign_layers, num_mtp_written
+
+
+def microbatches_divide(batch: Batch, layout: Layout) -> Iterator[str]:
+    """The global batch is whole microbatches, at least one for every data-parallel rank."""
+    num_microbatches, rest = divmod(batch.global_size, batch.micro_size)
+    if rest:
+        nearest = [number * batch.micro_size for number in (num_microbatches, num_microbatches + 1) if number >= layout.dp]
+        named = " or ".join(map(str, nearest)) or str(batch.micro_size * layout.dp)
+        yield f"global={batch.global_size} is no multiple of micro={batch.micro_size}. Use global = {named}, or another micro."
+    elif num_microbatches < layout.dp:
+        yield (
+            f"global={batch.global_size} has {num_microbatches} microbatches of micro={batch.micro_size} for dp={layout.dp} ranks. "
+            f"Use global >= {batch.micro_size * layout.dp}, or dp <= {num_microbatches}."
+        )
+
+
+def stages_hold_all_layers(layout: Layout, model: ModelSpec) -> Iterator[str]:
+    """Pp*vpp divides the layers, or the stage string holds them all."""
+    try:
+        assign_layers(model.num_layers, layout)
+    except LayoutError as error:
+        yield from error.problems
+        return
+    written = 0 if layout.stages is None else num_mtp_written(layout.stages)
+    if written not in (0, model.num_mtp_layers):
+        yield (
+            f"stages={layout.stages!r} names {written} modules of multi-token prediction (m), but model {model.name} "
+            f"has num_mtp_layers={model.num_mtp_layers}. Write as many, or none."
+        )
+
+
+def interleaving_matches(schedule: ScheduleChoice, layout: Layout) -> Iterator[str]:
+    """Vpp above 1 and interleaved schedules go together."""
+    if schedule.file is not None:
+        return
+    if schedule.name not in CATALOG:
+        yield f'schedule.name="{schedule.name}" is not in the catalog{did_you_mean(schedule.name, CATALOG)}'
+        return
+    entry, suggested = CATALOG[schedule.name], default_name(layout.pp, layout.vpp)
+    nearest = entry.nearest_vpp(layout.vpp)
+    if nearest == layout.vpp:
+        return
+    if not entry.chunks:
+        yield (
+            f'vpp={layout.vpp} needs an interleaved schedule, but schedule.name="{schedule.name}" runs one stage per rank. '
+            f'Set schedule.name = "{suggested}" or layout.vpp = 1.'
+        )
+    else:
+        needed = f"{'at least ' if entry.fixed_vpp is None else ''}{nearest}"
+        yield (
+            f'schedule.name="{schedule.name}" needs vpp of {needed}, but vpp={layout.vpp}. '
+            f'Set layout.vpp = {nearest} or schedule.name = "{suggested}".'
+        )
+
+
+def sizes_are_built(schedule: ScheduleChoice, layout: Layout, batch: Batch) -> Iterator[str]:
+    """The schedule exists for this number of ranks and microbatches."""
+    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp)
+    if schedule.file is None and schedule.name in CATALOG:
+        yield from filter(None, (CATALOG[schedule.name].condition(layout.pp, count) for count in counts))
+    elif schedule.file is not None and len(counts) > 1:
+        per_round = batch.micro_size * layout.dp
+        yield (
+            f"schedule.file={schedule.file!r} has one number of microbatches, but global={batch.global_size} gives some of the "
+            f"dp={layout.dp} ranks {counts[0]} and others {counts[1]}. Use global = {counts[1] * per_round} or {counts[0] * per_round}."
+        )
+
+
+def name_or_file(schedule: ScheduleChoice) -> Iterator[str]:
+    """A schedule has a name or a file, not both."""
+    if schedule.file is not None and schedule.name != ScheduleChoice().name:
+        yield f'schedule.name="{schedule.name}" and schedule.file="{schedule.file}" both choose a schedule. Give one of them.'
+
+
+def stages_are_sharded(schedule: ScheduleChoice, layout: Layout) -> Iterator[str]:
+    """Only ZeRO-3 gathers the parameters of stages."""
+    if schedule.max_active_stages is not None and layout.zero != 3:
+        yield (
+            f"max_active_stages={schedule.max_active_stages} says how many stages' parameters ZeRO-3 gathers at a time, "
+            f"but zero={layout.zero} keeps them all. Set layout.zero = 3, or leave max_active_stages out."
+        )

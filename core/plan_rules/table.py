@@ -1,0 +1,254 @@
+"""The rules that tie keys of a plan together, as one table. Every rule that a plan breaks is reported, not only the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .experts import expert_leaves_admit_etp, experts_divide, experts_see_equal_microbatches, experts_see_whole_blocks, routers_exist
+from .layout import (
+    cluster_is_filled,
+    heads_admit_tp,
+    leaves_admit_tp,
+    nodes_are_whole,
+    positions_suffice,
+    sequence_divides,
+    shards_divide,
+    token_blocks_admit_cp,
+    token_blocks_admit_tp,
+)
+from .recompute import distributed_inputs_are_whole, recompute_is_chosen_once, recomputed_layers_exist, recomputed_modules_exist
+from .schedule import interleaving_matches, microbatches_divide, name_or_file, sizes_are_built, stages_are_sharded, stages_hold_all_layers
+from .training import ADAPTING, checkpoints_have_a_folder, dtype_has_peak, loss_scales_are_powers_of_two
+from .variation import (
+    checkpoints_need_failures,
+    classes_are_known,
+    hiccups_have_a_length,
+    imbalance_needs_experts,
+    links_exist,
+    stragglers_exist,
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`check` takes the nouns of the sections that `keys` names, in order of first mention, and yields one sentence per problem."""
+
+    name: str
+    keys: tuple[str, ...]
+    doc: str
+    check: Callable[..., Iterator[str]]
+
+    @cached_property
+    def sections(self) -> tuple[str, ...]:
+        """The sections whose nouns `check` takes."""
+        return tuple(dict.fromkeys(key.partition(".")[0] for key in self.keys))
+
+
+@dataclass(frozen=True)
+class BrokenRule:
+    """A rule and one sentence about how it is broken."""
+
+    rule: Rule
+    sentence: str
+
+
+def broken_rules(nouns: Mapping[str, Any]) -> list[BrokenRule]:
+    """Every problem of the rules whose sections are all in `nouns` (section name -> noun), in table order."""
+    found = []
+    for rule in RULES:
+        if all(section in nouns for section in rule.sections):
+            found += [BrokenRule(rule, sentence) for sentence in rule.check(*(nouns[section] for section in rule.sections))]
+    return found
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "heads-admit-tp",
+        ("layout.tp", "model.num_kv_heads"),
+        "every tp rank holds key/value heads, with their query heads",
+        heads_admit_tp,
+    ),
+    Rule(
+        "leaves-admit-tp",
+        ("layout.tp", "model.ffn_hidden_size", "model.vocab_size", "batch.sequence", "numerics.ffn_block", "numerics.vocab_block"),
+        "every tp rank owns at least one whole leaf of each feature axis",
+        leaves_admit_tp,
+    ),
+    Rule(
+        "microbatches-divide",
+        ("batch.global", "batch.micro", "layout.dp"),
+        "the global batch is whole microbatches, at least one for every data-parallel rank",
+        microbatches_divide,
+    ),
+    Rule(
+        "experts-see-equal-microbatches",
+        ("layout.ep", "layout.etp", "batch.global", "batch.micro", "layout.dp", "model.num_experts"),
+        "ranks that send tokens to each other's experts have equally many microbatches",
+        experts_see_equal_microbatches,
+    ),
+    Rule(
+        "stages-hold-all-layers",
+        ("layout.stages", "layout.pp", "layout.vpp", "model.num_layers", "model.num_mtp_layers"),
+        "pp*vpp divides the layers, or the stage string holds them all",
+        stages_hold_all_layers,
+    ),
+    Rule(
+        "interleaving-matches",
+        ("schedule.name", "layout.vpp"),
+        "vpp above 1 and interleaved schedules go together",
+        interleaving_matches,
+    ),
+    Rule(
+        "schedule-can-be-built",
+        ("schedule.name", "layout.pp", "batch.global", "batch.micro", "layout.dp"),
+        "the schedule exists for this number of ranks and microbatches",
+        sizes_are_built,
+    ),
+    Rule(
+        "stages-are-sharded",
+        ("schedule.max_active_stages", "layout.zero"),
+        "only ZeRO-3 gathers the parameters of stages",
+        stages_are_sharded,
+    ),
+    Rule("name-or-file", ("schedule.name", "schedule.file"), "a schedule has a name or a file, not both", name_or_file),
+    Rule("positions-suffice", ("batch.sequence", "model.max_positions"), "learned positions cover the sequence", positions_suffice),
+    Rule(
+        "cluster-is-filled",
+        ("cluster.num_devices", "layout.dp", "layout.tp", "layout.pp", "layout.cp"),
+        "the ranks of the layout are the devices of the cluster",
+        cluster_is_filled,
+    ),
+    Rule("nodes-are-whole", ("cluster.num_devices", "cluster.devices_per_node"), "several nodes are whole nodes", nodes_are_whole),
+    Rule(
+        "sequence-divides",
+        ("layout.sequence_parallel", "batch.sequence", "layout.tp", "layout.cp", "numerics.mode"),
+        "2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part, where numerics are fast",
+        sequence_divides,
+    ),
+    Rule(
+        "token-blocks-admit-tp",
+        ("layout.sequence_parallel", "batch.sequence", "layout.tp", "numerics.reduction_token_block", "model.num_kv_heads"),
+        "with sequence parallelism and exact numerics every tp rank owns at least one whole block of tokens",
+        token_blocks_admit_tp,
+    ),
+    Rule(
+        "token-blocks-admit-cp",
+        (
+            "layout.cp",
+            "batch.sequence",
+            "numerics.gradient_token_block",
+            "numerics.reduction_token_block",
+            "model.num_kv_heads",
+        ),
+        "with context parallelism and exact numerics chunks are made of whole blocks of tokens",
+        token_blocks_admit_cp,
+    ),
+    Rule(
+        "experts-divide",
+        ("layout.ep", "layout.etp", "model.num_experts", "model.expert_ffn_hidden_size"),
+        "ep divides the experts, and etp the width of one",
+        experts_divide,
+    ),
+    Rule(
+        "experts-see-whole-blocks",
+        ("numerics.gradient_token_block", "layout.etp", "layout.ep", "layout.tp", "model.num_experts", "batch.sequence"),
+        "in exact numerics no block of tokens goes to several copies of the experts",
+        experts_see_whole_blocks,
+    ),
+    Rule(
+        "expert-leaves-admit-etp",
+        ("numerics.mode", "layout.etp", "model.expert_ffn_hidden_size"),
+        "in exact numerics every etp rank owns at least one whole leaf of an expert",
+        expert_leaves_admit_etp,
+    ),
+    Rule(
+        "routers-exist",
+        (
+            "train.router_aux_loss",
+            "train.router_z_loss",
+            "train.router_jitter",
+            "train.expert_bias_rate",
+            "model.num_experts",
+            "model.expert_bias",
+        ),
+        "losses, noise and bias of routers need routers",
+        routers_exist,
+    ),
+    Rule(
+        "recompute-is-chosen-once",
+        ("recompute.num_layers", "recompute.layers", "recompute.distribute", "recompute.modules", "recompute.mode"),
+        "num_layers, layers and distribute belong to full, modules to selective recomputation",
+        recompute_is_chosen_once,
+    ),
+    Rule(
+        "distributed-inputs-are-whole",
+        ("recompute.distribute", "layout.sequence_parallel"),
+        "inputs that are spread over tensor-parallel ranks are not cut already",
+        distributed_inputs_are_whole,
+    ),
+    Rule(
+        "recomputed-layers-exist",
+        ("recompute.layers", "model.num_layers"),
+        "the model has the layers that are recomputed",
+        recomputed_layers_exist,
+    ),
+    Rule(
+        "recomputed-modules-exist",
+        ("recompute.modules", "model.num_experts", "model.kv_lora_rank"),
+        "a layer of the model has the modules that are recomputed",
+        recomputed_modules_exist,
+    ),
+    Rule(
+        "shards-divide",
+        ("data_parallel.shard", "data_parallel.overlap_param_gather", "layout.zero", "layout.dp", "layout.cp"),
+        "ZeRO shards over a divisor of the data-parallel ranks",
+        shards_divide,
+    ),
+    Rule(
+        "checkpoints-have-a-folder",
+        ("checkpoint.folder", "checkpoint.every", "checkpoint.keep"),
+        "what is saved is saved somewhere",
+        checkpoints_have_a_folder,
+    ),
+    Rule(
+        "loss-scales-are-powers-of-two",
+        tuple(f"precision.{name}" for name in ("loss_scale", *ADAPTING, "dtype")),
+        "fp16 scales losses by powers of two, which change no bits",
+        loss_scales_are_powers_of_two,
+    ),
+    Rule("dtype-has-peak", ("precision.dtype", "cluster.peak_flops_per_s"), "the cluster has a rate for it", dtype_has_peak),
+    Rule(
+        "stragglers-exist", ("variation.stragglers", "cluster.num_devices"), "stragglers are slow devices of the cluster", stragglers_exist
+    ),
+    Rule(
+        "classes-are-known",
+        ("variation.device_classes", "cluster.num_devices", "precision.dtype"),
+        "every device is of one class, which is a preset's",
+        classes_are_known,
+    ),
+    Rule(
+        "links-exist",
+        ("variation.slow_links", "variation.failed_links", "cluster.num_devices"),
+        "slow and failed links are links of the cluster, and leave every device a way to the others",
+        links_exist,
+    ),
+    Rule(
+        "hiccups-have-a-length", ("variation.hiccups_per_s", "variation.hiccup_s"), "pauses have a rate and a length", hiccups_have_a_length
+    ),
+    Rule(
+        "imbalance-needs-experts",
+        ("variation.expert_imbalance", "variation.expert_capacity", "model.num_experts"),
+        "only experts can be unequally busy",
+        imbalance_needs_experts,
+    ),
+    Rule(
+        "checkpoints-need-failures",
+        ("variation.device_mtbf_s", "variation.checkpoint_s", "variation.checkpoint_every_s", "variation.restart_s"),
+        "checkpoints count where devices fail",
+        checkpoints_need_failures,
+    ),
+)
+"""Every cross-key rule. The first key of a rule that the file gives is the line that its problems point at."""

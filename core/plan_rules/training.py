@@ -1,0 +1,49 @@
+"""The rules of number formats, loss scales and checkpoints. `table` has them in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..cluster import ClusterSpec
+from ..plan import Checkpoint, Precision
+
+ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")
+"""How a loss scale adapts itself."""
+
+
+def loss_scales_are_powers_of_two(precision: Precision) -> Iterator[str]:
+    """Fp16 scales losses by powers of two, which change no bits."""
+    plain = Precision(precision.dtype)
+    given = [name for name in ("loss_scale", *ADAPTING) if getattr(precision, name) != getattr(plain, name)]
+    if given and precision.dtype != "fp16":
+        yield f'{given[0]}={getattr(precision, given[0])} scales losses for fp16, but dtype="{precision.dtype}". Leave it out, or use fp16.'
+        return
+    if precision.loss_scale is not None and (other := next((name for name in given if name in ADAPTING[:3]), None)):
+        yield (
+            f"loss_scale={precision.loss_scale:g} is a constant, so {other}={getattr(precision, other):g} is about nothing. "
+            "Leave one of the two out."
+        )
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        value = getattr(precision, name)
+        if value is not None and math.frexp(value)[0] != 0.5:
+            yield f"{name}={value:g} is no power of two. Use {2.0 ** round(math.log2(value)):g}."
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield (
+            f"min_loss_scale={precision.min_loss_scale:g} is above initial_loss_scale={precision.initial_loss_scale:g}. "
+            f"Use min_loss_scale <= {precision.initial_loss_scale:g}."
+        )
+
+
+def checkpoints_have_a_folder(checkpoint: Checkpoint) -> Iterator[str]:
+    """What is saved is saved somewhere."""
+    for name in ("every", "keep"):
+        if checkpoint.folder is None and (value := getattr(checkpoint, name)) is not None:
+            yield f"{name}={value} is about checkpoints, but there is no folder for them. Set checkpoint.folder, or leave {name} out."
+
+
+def dtype_has_peak(precision: Precision, cluster: ClusterSpec) -> Iterator[str]:
+    """The cluster has a rate for it."""
+    if precision.dtype not in cluster.peak_flops_per_s:
+        known = sorted(cluster.peak_flops_per_s)
+        yield f'dtype="{precision.dtype}" has no peak rate on cluster {cluster.name}. Use one of {", ".join(known)}.'
