@@ -376,7 +376,7 @@ def run_steps(
     world = transport.group("world", "world", range(transport.world_size))
     started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))  # the checkpoint's weights replace those
     rank = TrainingRank(transport, started, model=model, observer=observer)
-    checkpoints = None if plan.checkpoint.folder is None else Checkpoints(plan, rank.corpus, world, transport.device)
+    checkpoints = None if plan.checkpoint.folder is None else Checkpoints(plan, rank.batches.corpus, world, transport.device)
     first = 0
     if resume is not None:
         assert checkpoints is not None, "a checkpoint comes from the plan's folder"

@@ -1,15 +1,14 @@
-"""`TrainingRank`: everything one rank needs to train: its stages, the executor, the optimizer, the data."""
+"""`TrainingRank`: everything one rank needs to train: its stages, the executor, the optimizer, the data, and how a step ends."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from ..core.errors import DivergedError
@@ -21,7 +20,7 @@ from ..core.program.buckets import are_bucketed
 from ..core.schedules import lower, schedule_for
 from ..core.timeline import Span
 from . import not_finite
-from .data import Corpus
+from .batches import Batches
 from .data_parallel.early import EarlyReduction
 from .data_parallel.sharded import ShardedStage, trained_buckets
 from .huggingface.load import load_weights
@@ -29,9 +28,8 @@ from .live_memory import LiveMeter
 from .loss_scale import LossScale
 from .mesh import Mesh
 from .model.block import BlockFactory
-from .model.multi_token import later_targets
 from .model.router import Router, reduce_counts
-from .model.transformer import Microbatch, Stage, finish_tied
+from .model.transformer import Stage, finish_tied
 from .not_finite import NotFinite
 from .numerics import Numerics, make_numerics
 from .observe import Observer
@@ -41,11 +39,10 @@ from .pipeline.executor import Executor
 from .pipeline.halt import VALIDATION
 from .pipeline.messages import Clock
 from .tensor_parallel.context import DTYPES
-from .tensor_parallel.cross_entropy import ignored_target
-from .tensor_parallel.data import TensorSpec, broadcast, context_part
 from .tensor_parallel.exchange import ExpertGroups
 from .tensor_parallel.gradients import ExpertCopies
 from .tensor_parallel.parameter import Shard
+from .totals import Totals
 from .transport.base import Transport
 
 
@@ -114,8 +111,8 @@ class TrainingRank:
             for number, module in self.stages.items():
                 module.gradients.reduce_in(trained_buckets(plan, number, module.trained))
         self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
-        # one rank of a tensor-parallel group opens the data and gives the others theirs
-        self.corpus = Corpus.load(plan.train.data) if self.mesh.coordinates["tp"] == 0 else None
+        self.batches = Batches(plan, self.mesh, transport)
+        self.totals = Totals(plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder)
         self.clock = Clock(transport.device)
         self.executor = Executor(
             schedule,
@@ -133,7 +130,6 @@ class TrainingRank:
         self._not_finite: dict[int, NotFinite] = {}
         overlaps = bool(plan.data_parallel.overlap_grad_reduce)
         self._early = EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}) if overlaps else None
-        self._num_counted = self.num_tokens  # of the batch that was read last
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
 
     def step(self, step: int, *, meter: MemoryMeter | None = None) -> tuple[StepResult, list[Span]]:
@@ -148,7 +144,7 @@ class TrainingRank:
         numbers: list[float] = []
         with meter.watch() if meter is not None else nullcontext():
             trace = self.executor.train(
-                self._training_batch(step),
+                self.batches.training(step, scale),
                 reduce_gradients=self._reduce_gradients,
                 step=lambda token_losses: numbers.extend(self._optimizer_step(step, token_losses)),
                 clock=self.clock,
@@ -161,7 +157,7 @@ class TrainingRank:
             loss,
             norm,
             perf_counter() - start_s,
-            self.num_tokens,
+            self.batches.num_tokens,
             aux_loss=aux_loss,
             mtp_loss=mtp_loss,
             loss_scale=scale,
@@ -169,18 +165,13 @@ class TrainingRank:
         )
         return result, trace.spans
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of one global batch."""
-        return self.plan.batch.global_size * self.plan.batch.sequence
-
     def evaluate(self) -> float:
         """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
-        batch = self._validation_batch()
+        batch = self.batches.validation()
         self.transport.watch.phase = VALIDATION
         with self._evaluating():
             trace = self.executor.evaluate(batch, clock=self.clock)
-        loss = self._mean_loss(trace.token_losses)
+        loss = self.totals.mean_loss(trace.token_losses, self.batches.num_counted)
         if not math.isfinite(loss):
             raise DivergedError(
                 f"the validation loss is {loss}, which is no finite number. Lower train.learning_rate={self.plan.train.learning_rate}."
@@ -286,65 +277,6 @@ class TrainingRank:
     def _is_second_table(self, stage: int, name: str) -> bool:
         return self.plan.model.shares_table and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
 
-    def _training_batch(self, step: int) -> list[Microbatch]:
-        plan = self.plan
-
-        def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
-            samples = step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size
-            return (*corpus.batch(*samples), *([corpus.documents(*samples)] if plan.train.packed else []))
-
-        return self._batch(read, step)
-
-    def _validation_batch(self) -> list[Microbatch]:
-        def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
-            samples = lo, hi, self.plan.batch.sequence
-            return (*corpus.validation_batch(*samples), *([corpus.validation_documents(*samples)] if self.plan.train.packed else []))
-
-        return self._batch(read)
-
-    def _batch(self, read: Callable[[Corpus, int, int], tuple[Tensor, ...]], step: int | None = None) -> list[Microbatch]:
-        """This rank's microbatches, from the rank of its group that reads the samples `[lo, hi)` of the global batch."""
-        (lo, hi), cp, cp_rank = self._samples, self.plan.layout.cp, self.mesh.coordinates["cp"]
-        spec = TensorSpec((hi - lo, self.plan.batch.sequence // cp), torch.int64)
-        specs, own = dict.fromkeys(("tokens", "targets", *(["documents"] if self.plan.train.packed else [])), spec), None
-        if num_later := self.plan.model.num_mtp_layers:
-            specs["later"] = TensorSpec((*spec.shape, num_later), torch.int64)
-        if self.corpus is not None:
-            whole = dict(zip(("tokens", "targets", "documents"), read(self.corpus, lo, hi), strict=False))
-            if num_later:
-                whole["later"] = later_targets(whole["targets"], num_later, ignored_target(self.plan.train), whole.get("documents"))
-            own = {name: context_part(each, cp, cp_rank) for name, each in whole.items()}
-        if (ignored := self.plan.train.ignore_token) is not None:  # every group counts for itself, from the data of all
-            specs["counted"] = TensorSpec((), torch.int64)
-            if own is not None and self.corpus is not None:
-                own["counted"] = (read(self.corpus, 0, self.plan.batch.global_size)[1] != ignored).sum()
-        with self.transport.recorder.layer("data"):
-            batch = broadcast(own, self.mesh.tp, specs=specs, device=self.transport.device)
-        self._num_counted = max(1, int(batch["counted"])) if "counted" in batch else self.num_tokens
-        return self._microbatches(batch, step)
-
-    @property
-    def _samples(self) -> tuple[int, int]:
-        """The samples of the global batch that are this rank's."""
-        return self.plan.samples_of(self.mesh.coordinates["dp"])
-
-    def _microbatches(self, batch: Mapping[str, Tensor], step: int | None = None) -> list[Microbatch]:
-        """This data-parallel rank's samples, cut into microbatches in order."""
-        (lo, hi), size, counted_share = self._samples, self.plan.batch.micro_size, self._num_counted / self.num_tokens
-        return [
-            Microbatch(
-                index,
-                lo + rows.start,
-                batch["tokens"][rows],
-                batch["targets"][rows],
-                step,
-                counted_share,
-                loss_scale=self.loss_scale.value,
-                **{name: batch[name][rows] for name in ("later", "documents") if name in batch},
-            )
-            for index, rows in enumerate(slice(first, first + size) for first in range(0, hi - lo, size))
-        ]
-
     def _reduce_gradients(self, stage: int) -> None:
         """REDUCE_GRAD: sums over the global batch; runs on the executor's `dp` lane."""
         samples_of = functools.partial(self.plan.copy_samples, stage)
@@ -371,9 +303,11 @@ class TrainingRank:
     def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float, float, float]:
         """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update."""
         scale = self.loss_scale
-        gradients = [gradient / (self._num_counted * scale.value) for gradient in self._finished_gradients()]
-        norm = self._norm(gradients)
-        loss, aux_loss, mtp_loss = self._mean_loss(token_losses), self._mean_aux_loss(), self._mean_mtp_loss()
+        num_counted = self.batches.num_counted
+        gradients = [gradient / (num_counted * scale.value) for gradient in self._finished_gradients()]
+        norm = self.totals.norm(self.optimizer.held, gradients)
+        loss = self.totals.mean_loss(token_losses, num_counted)
+        aux_loss, mtp_loss = self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)
         overflow = not math.isfinite(norm)
         if not math.isfinite(loss) or (overflow and not scale.bears_overflow):
             raise DivergedError(self._diverged(step, loss, norm))
@@ -436,46 +370,6 @@ class TrainingRank:
         (own,) = sums.values()
         with self.transport.recorder.layer(TOKEN_TABLE.removesuffix(".weight")):
             return finish_tied(*self.mesh.embedding.all_gather(own))
-
-    def _norm(self, gradients: list[Tensor]) -> float:
-        """The norm of the whole gradient, every element of the model once."""
-        counted = [(one, gradient) for one, gradient in zip(self.optimizer.held, gradients, strict=True) if one.counts]
-        if self.sharded:
-            with self.transport.recorder.layer("grad_norm"):
-                total = self.numerics.sum_of_squares(gradient for _, gradient in counted)
-                return math.sqrt(float(total.over(self.mesh.dp).over(self.mesh.model)))
-        total = self.numerics.sum_of_squares(gradient for one, gradient in counted if not one.parameter.expert)
-        with self.transport.recorder.layer("grad_norm"):
-            if self.plan.model.is_moe:
-                of_experts = self.numerics.sum_of_squares(gradient for one, gradient in counted if one.parameter.expert)
-                of_experts = of_experts.over(self.mesh.ep).over(self.mesh.etp)
-                total = total + of_experts if self.mesh.coordinates["tp"] == 0 else total
-            return math.sqrt(float(total.over(self.mesh.model)))
-
-    def _mean_loss(self, token_losses: Mapping[int, Tensor]) -> float:
-        """The mean over the tokens of a global batch that count, on every rank. Tensor-parallel ranks hold the same losses: one enters."""
-        counted = token_losses.values() if self.mesh.coordinates["tp"] == 0 else ()
-        with self.transport.recorder.layer("loss"):
-            return float(self.numerics.sum(counted).over(self.mesh.dp).over(self.mesh.model)) / self._num_counted
-
-    def _mean_aux_loss(self) -> float:
-        """What routers add to the loss, per token of the global batch; 0 where the plan has no such losses."""
-        if not self.plan.train.adds_router_losses:
-            return 0.0
-        losses = [loss for router in self._routers for loss in router.take_losses()]
-        counted = losses if self.plan.layout.sequence_parallel or self.mesh.coordinates["tp"] == 0 else ()
-        with self.transport.recorder.layer("aux_loss"):
-            return float(sum(counted, self.numerics.sum(())).over(self.mesh.dp).over(self.mesh.model)) / self.num_tokens
-
-    def _mean_mtp_loss(self) -> float:
-        """The losses of multi-token prediction per token that counts, the mean over the modules; 0 where there are none."""
-        if not self.plan.model.num_mtp_layers:
-            return 0.0
-        losses = [loss for stage in self.stages.values() if stage.multi_token is not None for loss in stage.multi_token.take_losses()]
-        counted = losses if self.mesh.coordinates["tp"] == 0 else ()
-        with self.transport.recorder.layer("mtp_loss"):
-            total = float(sum(counted, self.numerics.sum(())).over(self.mesh.dp).over(self.mesh.model))
-        return total / self._num_counted / self.plan.model.num_mtp_layers
 
     @property
     def _routers(self) -> list[Router]:

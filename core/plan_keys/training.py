@@ -9,7 +9,7 @@ from .key import Key
 
 def training_keys() -> tuple[Key, ...]:
     """Of `[optimizer]` and `[train]`."""
-    adamw, rank, loss = "backend.optimizer", "backend.training_rank", "backend.tensor_parallel.cross_entropy"
+    adamw, rank, data, loss = "backend.optimizer", "backend.training_rank", "backend.batches", "backend.tensor_parallel.cross_entropy"
     router: dict[str, Any] = {"section": "train", "type": "float", "minimum": 0, "read_by": "backend.model.router"}
     return (
         Key("optimizer", "name", "str", "the optimizer", adamw, choices=("adamw",)),
@@ -18,11 +18,11 @@ def training_keys() -> tuple[Key, ...]:
         Key("optimizer", "weight_decay", "float", "decoupled weight decay", adamw, minimum=0),
         Key("optimizer", "clip_grad_norm", "float", "largest global gradient norm; 0 turns clipping off", rank, minimum=0),
         Key("train", "steps", "int", "optimizer steps", "backend.trainer", minimum=0),
-        Key("train", "data", "path", "a text file, a folder, or python-stdlib", rank),
+        Key("train", "data", "path", "a text file, a folder, or python-stdlib", data),
         Key("train", "load", "path", "a Hugging Face folder (config.json, safetensors): its weights", rank, default_note="drawn from seed"),
-        Key("train", "seed", "int", "seed of weights and data order", rank, minimum=0),
+        Key("train", "seed", "int", "seed of weights and data order", data, minimum=0),
         Key("train", "learning_rate", "float", "constant learning rate", rank, minimum=0),
-        Key("train", "packed", "bool", "attention and positions begin again with every document", "backend.training_rank"),
+        Key("train", "packed", "bool", "attention and positions begin again with every document", data),
         Key(
             "train",
             "ignore_token",

@@ -221,10 +221,10 @@ def test_padding_lowers_the_loss_of_a_fresh_model_by_the_rows_that_cannot_win(on
 def counting_job(transport, plan):
     """Per microbatch of the first step how many targets count, the sum of its losses, and by how much the step divides."""
     rank = TrainingRank(transport, plan)
-    microbatches = rank._training_batch(0)
+    microbatches = rank.batches.training(0, 1.0)
     counts = [int((each.targets != plan.train.ignore_token).sum()) for each in microbatches]
     losses = [float(rank.stages[0](each, None).detach().double().sum()) for each in microbatches]
-    return counts, losses, rank._num_counted, rank.step(0)[0].loss
+    return counts, losses, rank.batches.num_counted, rank.step(0)[0].loss
 
 
 def test_tokens_that_are_not_learned_leave_the_mean_and_uneven_counts_add_up():

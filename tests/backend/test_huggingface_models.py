@@ -67,7 +67,7 @@ def test_a_model_made_here_has_the_same_logits_in_transformers(family, tmp_path)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
-    (microbatch,) = rank._training_batch(0)
+    (microbatch,) = rank.batches.training(0, 1.0)
     with torch.no_grad():
         ours, expected = rank.stages[0].logits(replace(microbatch, step=None), None), theirs(microbatch.tokens).logits
     assert ((ours - expected).norm() / expected.norm()).item() < BOUND

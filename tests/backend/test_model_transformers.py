@@ -194,7 +194,7 @@ def rank_run(transport, payload) -> RankRun:
         (stage,) = rank.stages.values()
         places = stage.context.places()
         with torch.no_grad():
-            logits = torch.cat([stage.logits(replace(microbatch, step=None), None) for microbatch in rank._training_batch(0)])
+            logits = torch.cat([stage.logits(replace(microbatch, step=None), None) for microbatch in rank.batches.training(0, 1.0)])
     rank.step(0)
     return RankRun(rank.mesh.coordinates, places, logits, observer.scalars["loss"], observer.slices)
 
@@ -321,7 +321,7 @@ def test_weights_in_bf16_are_computed_with_in_bf16(written, name, tmp_path):
     plan = replace(ours, folder=tmp_path).plan(Layout(), precision=Precision("bf16"))
     rank = TrainingRank(MemoryWorld(1).transport(0), plan)
     with torch.no_grad():
-        logits = torch.cat([rank.stages[0].logits(replace(microbatch, step=None), None) for microbatch in rank._training_batch(0)])
+        logits = torch.cat([rank.stages[0].logits(replace(microbatch, step=None), None) for microbatch in rank.batches.training(0, 1.0)])
         expected = rounded.float()(text_of(plan)[0]).logits
     assert logits.dtype == torch.bfloat16
     assert relative(logits.float(), expected) < 38 * 2.0**-9

@@ -135,8 +135,8 @@ def batches_job(transport, plan):
     """Tokens of the first step of this rank, whether it opened the data, and what it sent for them."""
     transport.recorder.enabled = True
     rank = TrainingRank(transport, plan)
-    batch = rank._training_batch(0)
-    return torch.cat([part.tokens for part in batch]), rank.corpus is not None, transport.recorder.events
+    batch = rank.batches.training(0, 1.0)
+    return torch.cat([part.tokens for part in batch]), rank.batches.corpus is not None, transport.recorder.events
 
 
 @pytest.mark.parametrize("ignore_token", [None, 32])

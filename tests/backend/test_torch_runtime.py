@@ -196,7 +196,7 @@ class PlainStage(nn.Module):
 def run_in_torch(rank: TrainingRank, modules: Mapping[int, nn.Module], path: str, form: Form) -> list[Tensor]:
     """The first step of the plan on torch's runtime; the loss of every microbatch where the last stage is, nothing elsewhere."""
     size, num_stages = rank.plan.batch.global_size, len(rank.plan.stages)
-    tokens, targets = rank.corpus.batch(0, 0, size, SEQUENCE, rank.plan.train.seed, size)
+    tokens, targets = rank.batches.corpus.batch(0, 0, size, SEQUENCE, rank.plan.train.seed, size)
     stages = []
     for number, module in modules.items():
         taken = tokens[:1] if number == 0 else torch.zeros(1, SEQUENCE, HIDDEN, requires_grad=True)
@@ -252,10 +252,10 @@ def all_runs(transport: Transport, case: Export) -> dict[str, Outcome] | None:
             seen.begin_step(0)
             losses = run_in_torch(rank, ours, path, form)
             sums = [stage.gradients.reduce(rank.mesh.dp, case.plan.samples_of) for stage in rank.stages.values()]
-            gradients = {name: total / rank.num_tokens for of_stage in sums for name, total in of_stage.items()}
+            gradients = {name: total / rank.batches.num_tokens for of_stage in sums for name, total in of_stage.items()}
             outcomes[form] = Outcome(seen.activations, gradients, losses)
         losses = run_in_torch(rank, plain, case.torch_csv["compute_comms"], "compute_comms")
-    gradients = {name: module[name].grad / rank.num_tokens for module in plain.values() for name in module.names}
+    gradients = {name: module[name].grad / rank.batches.num_tokens for module in plain.values() for name in module.names}
     outcomes["plain"] = Outcome({}, gradients, losses)
     rank.step(0)
     outcomes["executor"] = Outcome(seen.activations, seen.gradients, losses_of(seen))

@@ -1,0 +1,99 @@
+"""`Batches`: the microbatches of one rank, read by one rank of each tensor-parallel group and handed to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..core.plan import Plan
+from .data import Corpus
+from .mesh import Mesh
+from .model.multi_token import later_targets
+from .model.transformer import Microbatch
+from .tensor_parallel.cross_entropy import ignored_target
+from .tensor_parallel.data import TensorSpec, broadcast, context_part
+from .transport.base import Transport
+
+
+class Batches:
+    """This rank's microbatches of training and held-out data. All ranks of a tensor-parallel group ask for the same, in the same order.
+
+    `corpus` is the data, on the one rank of such a group that opens it, else None; `num_counted` is how many tokens of the global batch
+    that was read last count in its loss.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, transport: Transport):
+        self._plan = plan
+        self._mesh = mesh
+        self._transport = transport
+        self.corpus = Corpus.load(plan.train.data) if mesh.coordinates["tp"] == 0 else None
+        self.num_counted = self.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one global batch."""
+        return self._plan.batch.global_size * self._plan.batch.sequence
+
+    def training(self, step: int, loss_scale: float) -> list[Microbatch]:
+        """The microbatches of the global batch `step`, whose losses are multiplied by `loss_scale`."""
+        plan = self._plan
+
+        def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
+            samples = step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size
+            return (*corpus.batch(*samples), *([corpus.documents(*samples)] if plan.train.packed else []))
+
+        return self._microbatches(self._batch(read), step, loss_scale)
+
+    def validation(self) -> list[Microbatch]:
+        """The microbatches of the first held-out global batch."""
+
+        def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
+            samples = lo, hi, self._plan.batch.sequence
+            return (*corpus.validation_batch(*samples), *([corpus.validation_documents(*samples)] if self._plan.train.packed else []))
+
+        return self._microbatches(self._batch(read))
+
+    def _batch(self, read: Callable[[Corpus, int, int], tuple[Tensor, ...]]) -> Mapping[str, Tensor]:
+        """This rank's samples, from the rank of its group that reads the samples `[lo, hi)` of the global batch."""
+        (lo, hi), cp, cp_rank = self._samples, self._plan.layout.cp, self._mesh.coordinates["cp"]
+        spec = TensorSpec((hi - lo, self._plan.batch.sequence // cp), torch.int64)
+        specs, own = dict.fromkeys(("tokens", "targets", *(["documents"] if self._plan.train.packed else [])), spec), None
+        if num_later := self._plan.model.num_mtp_layers:
+            specs["later"] = TensorSpec((*spec.shape, num_later), torch.int64)
+        if self.corpus is not None:
+            whole = dict(zip(("tokens", "targets", "documents"), read(self.corpus, lo, hi), strict=False))
+            if num_later:
+                whole["later"] = later_targets(whole["targets"], num_later, ignored_target(self._plan.train), whole.get("documents"))
+            own = {name: context_part(each, cp, cp_rank) for name, each in whole.items()}
+        if (ignored := self._plan.train.ignore_token) is not None:  # every group counts for itself, from the data of all
+            specs["counted"] = TensorSpec((), torch.int64)
+            if own is not None and self.corpus is not None:
+                own["counted"] = (read(self.corpus, 0, self._plan.batch.global_size)[1] != ignored).sum()
+        with self._transport.recorder.layer("data"):
+            batch = broadcast(own, self._mesh.tp, specs=specs, device=self._transport.device)
+        self.num_counted = max(1, int(batch["counted"])) if "counted" in batch else self.num_tokens
+        return batch
+
+    @property
+    def _samples(self) -> tuple[int, int]:
+        """The samples of the global batch that are this rank's."""
+        return self._plan.samples_of(self._mesh.coordinates["dp"])
+
+    def _microbatches(self, batch: Mapping[str, Tensor], step: int | None = None, loss_scale: float = 1.0) -> list[Microbatch]:
+        """This data-parallel rank's samples, cut into microbatches in order."""
+        (lo, hi), size, counted_share = self._samples, self._plan.batch.micro_size, self.num_counted / self.num_tokens
+        return [
+            Microbatch(
+                index,
+                lo + rows.start,
+                batch["tokens"][rows],
+                batch["targets"][rows],
+                step,
+                counted_share,
+                loss_scale=loss_scale,
+                **{name: batch[name][rows] for name in ("later", "documents") if name in batch},
+            )
+            for index, rows in enumerate(slice(first, first + size) for first in range(0, hi - lo, size))
+        ]
