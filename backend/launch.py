@@ -1,4 +1,4 @@
-"""Ranks on this machine: `run_ranks` for one job, `Workers` to keep the processes between jobs, and the way in under torchrun.
+"""Ranks on this machine: `run_ranks` for one job, `Workers` to keep the processes between jobs. Those of torchrun: `torchrun.py`.
 
 This module does not need torch: the ranks are forked by a server process that has loaded it (`rank_server.py`), with one thread each
 and with MKL's reproducible mode on. A job that fails, dies or takes too long ends all ranks, and `RankFailure` says which one it was.
@@ -15,7 +15,6 @@ import os
 import pickle
 import pickletools
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -26,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MissingExtraError, RankFailure
 from . import mkl_switch
-from .pipeline.halt import Halt, explain, last_words
 from .pipeline.watch import Board
+from .rank_failures import late, root_cause, stalled
 from .rank_messages import RANK_ENDED, RANK_VARIABLE, Failure, Job, TransportName, Whereabouts
 
 if TYPE_CHECKING:
@@ -199,10 +198,10 @@ class _Pool:
                     if failures:
                         break
                     assert limits.timeout_s is not None
-                    raise _late(self._whereabouts(pending), board, limits.timeout_s)
+                    raise late(self._whereabouts(pending), board, limits.timeout_s)
                 if not failures and stall.is_over():
                     assert limits.stall_s is not None
-                    raise _stalled(self._whereabouts(pending), board, limits.stall_s)
+                    raise stalled(self._whereabouts(pending), board, limits.stall_s)
             for process, kind, body in events:
                 pending.discard(process)
                 if kind == "result":
@@ -212,7 +211,7 @@ class _Pool:
             if failures:
                 deadline_s = min(deadline_s or float("inf"), time.monotonic() + ROOT_CAUSE_WAIT_S)
         if failures or self.ended:
-            raise _root_cause(failures, self.ended, board)
+            raise root_cause(failures, self.ended, board)
         return collected
 
     def _receive(self, pending: set[int], deadline_s: float | None) -> list[tuple[int, str, Any]]:
@@ -342,57 +341,6 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {"MKL_CBWR": mkl_switch(), **environment, "OMP_NUM_THREADS": "1"}
 
 
-def under_torchrun() -> bool:
-    """True when torchrun, or another launcher that speaks its environment variables, started this process as a rank."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl"] = "gloo", timeout_s: float | None = None) -> Transport:
-    """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless `device` says otherwise.
-
-    A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which tells what each was doing then.
-
-    Keys carry torchrun's restart count: a restarted worker would otherwise read the addresses that the workers before it left behind.
-    """
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    from .transport.base import DEFAULT_TIMEOUT_S
-    from .transport.process_group import ProcessGroupTransport
-
-    torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    device = device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
-    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{port}-{attempt}"
-    board = Board(Path(tempfile.gettempdir(), f"shardproof-board-{run}"), world_size, create=True)
-    atexit.register(board.remove)
-    return ProcessGroupTransport(
-        dist.PrefixStore(f"shardproof/{attempt}", store),
-        rank,
-        world_size,
-        backend=backend,
-        device=device,
-        timeout_s=timeout_s or DEFAULT_TIMEOUT_S,
-        board=board,
-    )
-
-
-def gave_up(transport: Transport, error: Exception) -> RankFailure:
-    """The failure of a rank that torchrun started and whose call `error` says was in vain, with what all ranks of this machine did."""
-    board, rank = transport.watch.board, transport.global_rank
-    summary = f"rank {rank} gave up: {error}"
-    if board is None:
-        return RankFailure(summary, rank)
-    halt = last_words(board, [rank])
-    return RankFailure("\n  ".join([summary, *halt.lines]), rank, halt.report(summary))
-
-
 def _named_modules(call: bytes) -> dict[str, str]:
     """The loaded modules whose names a pickle contains, with their files."""
     words = {argument for _, argument, _ in pickletools.genops(call) if isinstance(argument, str)}
@@ -403,60 +351,6 @@ def _main_module() -> dict[str, str]:
     """Where the running script comes from, as `multiprocessing.spawn.prepare` takes it: a name (`python -m`) or a path."""
     data = multiprocessing.spawn.get_preparation_data("rank")
     return {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
-
-
-def _root_cause(failures: Sequence[Failure], ended: Mapping[int, int], board: Board) -> RankFailure:
-    """The failure to report: a process that ended, else an error of a rank's own, else one that only noticed a peer. Where no error says
-    what happened, the board does."""
-    if ended:
-        rank, exit_code = next(iter(ended.items()))
-        summary = f"rank {rank} {describe_exit(exit_code)} before its work was done"
-        return _explained(summary, last_words(board, list(ended)), rank, others="all other ranks")
-    failure = min(failures, key=lambda failure: failure.by_peer)
-    summary = f"rank {failure.global_rank} failed: {failure.summary}"
-    halt = last_words(board, [failure.global_rank])
-    raised = RankFailure(summary, failure.global_rank, halt.report(summary))
-    raised.__cause__ = pickle.loads(failure.error) if failure.error else None
-    raised.add_note(failure.trace)
-    return raised
-
-
-def describe_exit(exit_code: int) -> str:
-    """`ended with exit code 3`, `was killed by SIGKILL ...`: how a process ended, from its exit code (minus the signal)."""
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
-    hint = " (often the kernel, out of memory)" if name == "SIGKILL" else " (its last words are above)" if name == "SIGABRT" else ""
-    return f"was killed by {name}{hint}"
-
-
-def _late(found: Mapping[int, Whereabouts | None], board: Board, timeout_s: float) -> RankFailure:
-    """The failure of a job that took too long: names the ranks that wait for nobody, else tells what all wait in."""
-    halt = explain(found, board)
-    if halt.is_circle or not halt.holders:
-        return _explained(f"the ranks still wait for each other after {timeout_s:g} s", halt, None)
-    return _explained(f"{_named_ranks(halt.holders)} did not finish within {timeout_s:g} s", halt, halt.holders[0])
-
-
-def _stalled(found: Mapping[int, Whereabouts | None], board: Board, stall_s: float) -> RankFailure:
-    """The failure of a job in which no rank comes further: names those that the others wait for."""
-    halt = explain(found, board)
-    summary = f"no rank has come further for {stall_s:g} s"
-    if halt.is_circle:
-        return _explained(f"{summary}: {_named_ranks(halt.holders)} wait for each other", halt, None)
-    if not halt.holders:
-        return _explained(summary, halt, None)
-    holds = "holds" if len(halt.holders) == 1 else "hold"
-    return _explained(f"{summary}: {_named_ranks(halt.holders)} {holds} up the others", halt, halt.holders[0])
-
-
-def _explained(summary: str, halt: Halt, global_rank: int | None, *, others: str = "all ranks") -> RankFailure:
-    lines = "".join(f"\n  {line}" for line in halt.lines)
-    return RankFailure(f"{summary}; {others} were ended.{lines}", global_rank, halt.report(summary))
-
-
-def _named_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _soonest(deadline_s: float | None, check_s: float | None) -> float | None:

@@ -16,7 +16,8 @@ from ..core.schedules import lower, schedule_for
 from ..core.timeline import MemorySample, Span, Timeline
 from .checkpoint.resume import resumption
 from .huggingface.config import check_load, check_save
-from .launch import gave_up, run_ranks, torchrun_transport, under_torchrun
+from .launch import run_ranks
+from .torchrun import gave_up, torchrun_transport, under_torchrun
 
 if TYPE_CHECKING:
     from .model.block import BlockFactory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,37 +10,12 @@ from ..core.parameters import Parameter, Usage
 from ..core.program import Operations, Product
 from .expressions import apply
 from .symbolic_layers import Linear, Phase, Ranks, check_shape
-from .symbolic_parts import Gradients, WholeLinear, head_gradient, mapped, norm_gradients, normed, residual
+from .symbolic_parts import LayerHalf, OperationsOf, WholeLinear, head_gradient, mapped, norm_gradients, normed, residual
 from .symbolic_tensors import MisfitError, Part, open_over_context
 
-OperationsOf = Callable[[str, str], list[Operations]]
-"""Every rank's operations of a layer, by its name in the transformer layer and the phase (`forward`, `recomputed`, ...)."""
 
-
-class Attention(ABC):
-    """From the normed hidden state to the output product. `parameters` are those of the transformer layer `prefix`, without it."""
-
-    def __init__(self, ranks: Ranks, prefix: str, parameters: Mapping[str, Parameter], operations: OperationsOf):
-        self.ranks, self.prefix, self.parameters, self.operations = ranks, prefix, parameters, operations
-        self.saved: dict[str, list[Part]] = {}
-        self.gradients: Gradients = {}
-
-    @property
-    @abstractmethod
-    def layers(self) -> tuple[str, ...]:
-        """The layers that have operations."""
-
-    @abstractmethod
-    def forward(self, x: list[Part], phase: Phase) -> list[Part]:
-        """The attention of a hidden state."""
-
-    @abstractmethod
-    def repeat(self, modules: Collection[str]) -> None:
-        """What selective recomputation makes again."""
-
-    @abstractmethod
-    def backward(self, dy: list[Part]) -> list[Part]:
-        """The gradient of the input; those of the weights go to `gradients`."""
+class Attention(LayerHalf):
+    """What grouped heads and latent attention share: how their linear layers and norms are found."""
 
     def _linear(self, name: str) -> Linear:
         return Linear(self.ranks, f"{self.prefix}{name}", *self._usages(name))
@@ -48,15 +23,11 @@ class Attention(ABC):
     def _whole(self, name: str) -> WholeLinear:
         return WholeLinear(self.ranks, f"{self.prefix}{name}", *self._usages(name))
 
-    def _usages(self, name: str) -> tuple[Usage, Usage | None]:
-        bias = self.parameters.get(f"{name}.bias")
-        return Usage(self.parameters[f"{name}.weight"]), None if bias is None else Usage(bias)
-
     def _norm(self, name: str) -> list[Parameter]:
         return [self.parameters[each] for each in (f"{name}.weight", f"{name}.bias") if each in self.parameters]
 
     def _apply(self, name: str, layer: Linear | WholeLinear, x: list[Part], phase: Phase) -> list[Part]:
-        return layer.forward(self.operations(name, "forward" if phase == "forward" else "recomputed"), x, phase)
+        return layer.forward(self._operations(name, phase), x, phase)
 
     def _back(self, name: str, layer: Linear | WholeLinear, dy: list[Part], x: list[Part]) -> list[Part]:
         dx, own = layer.backward(self.operations(name, "input_gradient"), self.operations(name, "weight_gradient"), dy, x)

@@ -6,7 +6,6 @@ every expert gets the copies of all tokens that the ranks of its copy hold, and 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -15,47 +14,14 @@ from ..core.expert_tokens import routed_tokens
 from ..core.parameters import Parameter, Usage
 from ..core.program import Collective, Operation, Operations, Product
 from .expressions import Expression, apply, summed, symbol, tree
-from .symbolic_attention import OperationsOf
 from .symbolic_layers import Linear, Phase, Ranks, check_shape, summed_leaves, vector_gradient
-from .symbolic_parts import Gradients, WholeLinear, mapped
+from .symbolic_parts import LayerHalf, OperationsOf, WholeLinear, mapped
 from .symbolic_tensors import MisfitError, Part, collective
 
 _NOTHING = symbol("nothing")
 
 
-class Mlp(ABC):
-    """From the normed hidden state to the sum over its parts. `parameters` are those of the transformer layer `prefix`, without it."""
-
-    def __init__(self, ranks: Ranks, prefix: str, parameters: Mapping[str, Parameter], operations: OperationsOf):
-        self.ranks, self.prefix, self.parameters, self.operations = ranks, prefix, parameters, operations
-        self.gradients: Gradients = {}
-
-    @property
-    @abstractmethod
-    def layers(self) -> tuple[str, ...]:
-        """The layers that have operations."""
-
-    @abstractmethod
-    def forward(self, x: list[Part], phase: Phase) -> list[Part]:
-        """The MLP of a hidden state."""
-
-    @abstractmethod
-    def repeat(self, modules: Collection[str]) -> None:
-        """What selective recomputation makes again."""
-
-    @abstractmethod
-    def backward(self, dy: list[Part]) -> list[Part]:
-        """The gradient of the input; those of the weights go to `gradients`."""
-
-    def _usages(self, name: str) -> tuple[Usage, Usage | None]:
-        bias = self.parameters.get(f"{name}.bias")
-        return Usage(self.parameters[f"{name}.weight"]), None if bias is None else Usage(bias)
-
-    def _operations(self, name: str, phase: Phase) -> list[Operations]:
-        return self.operations(name, "forward" if phase == "forward" else "recomputed")
-
-
-class DenseMlp(Mlp):
+class DenseMlp(LayerHalf):
     """Up, activation, down, with layers named behind `name`; `module` is what selective recomputation calls it."""
 
     def __init__(
@@ -112,7 +78,7 @@ class _Copies:
     members: tuple[tuple[Part, ...], ...] = ()
 
 
-class SparseMlp(Mlp):
+class SparseMlp(LayerHalf):
     """A router, dispatch, the two products of the local experts, combine, and shared experts."""
 
     def __init__(self, ranks: Ranks, prefix: str, parameters: Mapping[str, Parameter], operations: OperationsOf):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ..core.parameters import Parameter, Usage
@@ -13,6 +14,45 @@ from .symbolic_tensors import MisfitError, Part
 
 Gradients = dict[str, list[Part]]
 """Weight gradients by `Usage.key`, one part per tensor-parallel rank."""
+
+OperationsOf = Callable[[str, str], list[Operations]]
+"""Every rank's operations of a layer, by its name in the transformer layer and the phase (`forward`, `recomputed`, ...)."""
+
+
+class LayerHalf(ABC):
+    """Attention or MLP of a transformer layer: from the normed hidden state to what is added to the residual stream.
+
+    `parameters` are those of the transformer layer `prefix`, without it.
+    """
+
+    def __init__(self, ranks: Ranks, prefix: str, parameters: Mapping[str, Parameter], operations: OperationsOf):
+        self.ranks, self.prefix, self.parameters, self.operations = ranks, prefix, parameters, operations
+        self.saved: dict[str, list[Part]] = {}
+        self.gradients: Gradients = {}
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[str, ...]:
+        """The layers that have operations."""
+
+    @abstractmethod
+    def forward(self, x: list[Part], phase: Phase) -> list[Part]:
+        """What the half makes of a hidden state."""
+
+    @abstractmethod
+    def repeat(self, modules: Collection[str]) -> None:
+        """What selective recomputation makes again."""
+
+    @abstractmethod
+    def backward(self, dy: list[Part]) -> list[Part]:
+        """The gradient of the input; those of the weights go to `gradients`."""
+
+    def _usages(self, name: str) -> tuple[Usage, Usage | None]:
+        bias = self.parameters.get(f"{name}.bias")
+        return Usage(self.parameters[f"{name}.weight"]), None if bias is None else Usage(bias)
+
+    def _operations(self, name: str, phase: Phase) -> list[Operations]:
+        return self.operations(name, "forward" if phase == "forward" else "recomputed")
 
 
 class WholeLinear:

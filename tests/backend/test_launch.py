@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from shardproof.backend import mkl_switch, mkl_switch_is_set
-from shardproof.backend.launch import Workers, describe_exit, run_ranks, under_torchrun
+from shardproof.backend.launch import Workers, run_ranks
+from shardproof.backend.rank_failures import describe_exit
+from shardproof.backend.torchrun import under_torchrun
 from shardproof.backend.transport.base import TransportError
 from shardproof.core.errors import PlanError, RankFailure
 
@@ -341,7 +343,7 @@ def test_torchrun_ranks_find_each_other_through_its_environment(tmp_path):
         tmp_path,
         """
         import torch
-        from shardproof.backend.launch import torchrun_transport, under_torchrun
+        from shardproof.backend.torchrun import torchrun_transport, under_torchrun
         assert under_torchrun()
         with torchrun_transport() as transport:
             group = transport.group("world", "dp", range(transport.world_size))
