@@ -15,6 +15,7 @@ _ROOMS = {
         "Kind",
         "Layout",
         "ModelSpec",
+        "ModularPlan",
         "Placement",
         "Plan",
         "Schedule",

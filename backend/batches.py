@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,6 +44,8 @@ class Batches:
 
         def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
             samples = step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size
+            if plan.train.padded:
+                return corpus.padded(*samples, ignored_target(plan.train))
             return (*corpus.batch(*samples), *([corpus.documents(*samples)] if plan.train.packed else []))
 
         return self._microbatches(self._batch(read), step, loss_scale)
@@ -51,6 +55,8 @@ class Batches:
 
         def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
             samples = lo, hi, self._plan.batch.sequence
+            if self._plan.train.padded:
+                return corpus.padded_validation(*samples, ignored_target(self._plan.train))
             return (*corpus.validation_batch(*samples), *([corpus.validation_documents(*samples)] if self._plan.train.packed else []))
 
         return self._microbatches(self._batch(read))
@@ -84,7 +90,7 @@ class Batches:
     def _microbatches(self, batch: Mapping[str, Tensor], step: int | None = None, loss_scale: float = 1.0) -> list[Microbatch]:
         """This data-parallel rank's samples, cut into microbatches in order."""
         (lo, hi), size, counted_share = self._samples, self._plan.batch.micro_size, self.num_counted / self.num_tokens
-        return [
+        microbatches = [
             Microbatch(
                 index,
                 lo + rows.start,
@@ -97,3 +103,30 @@ class Batches:
             )
             for index, rows in enumerate(slice(first, first + size) for first in range(0, hi - lo, size))
         ]
+        return [self._with_lengths(each) for each in microbatches] if self._plan.train.padded else microbatches
+
+    def _with_lengths(self, microbatch: Microbatch) -> Microbatch:
+        """A microbatch of padded documents, which with `runtime.trim_padding` ends with the longest of them.
+
+        It then still has whole blocks of tokens, so that the products of the blocks that are left, and the trees over them, are those of
+        the whole sequence without what padding adds to them: nothing.
+        """
+        counted = microbatch.targets != ignored_target(self._plan.train)
+        places = torch.arange(1, counted.shape[1] + 1, device=counted.device)
+        lengths = tuple((counted * places).amax(1).tolist())
+        if not self._plan.runtime.trim_padding:
+            return replace(microbatch, lengths=lengths)
+        leaves = self._plan.leaf_sizes
+        block = math.lcm(leaves.gradient_token_block, leaves.reduction_token_block)
+        size = min(-(-max(1, *lengths) // block) * block, self._plan.batch.sequence)
+        return replace(
+            microbatch,
+            lengths=lengths,
+            tokens=microbatch.tokens[:, :size].contiguous(),
+            targets=microbatch.targets[:, :size].contiguous(),
+        )
+
+
+def whole_shape(hidden_size: int, microbatch: Microbatch) -> tuple[int, ...]:
+    """The shape of hidden states [b, s, h] of all tokens of a microbatch."""
+    return (*microbatch.tokens.shape, hidden_size)

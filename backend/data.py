@@ -87,6 +87,21 @@ class Corpus:
         A document that began before the sample begins at its first token."""
         return _documents_of(self.train_starts, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence)
 
+    def padded(
+        self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int, fill: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `batch`, but every sample is a document: its first `sequence` tokens, or all of them and then `fill`, which is the target of
+        what has none, too. Each pass over the documents is a permutation of its own; those of one token are left out."""
+        documents = _document_bounds(self.train, self.train_starts, self.name)
+        numbers = range(step * global_size + first_sample, step * global_size + last_sample)
+        passes = (divmod(number, len(documents)) for number in numbers)
+        return _padded(self.train, documents[[_permutation(len(documents), seed, epoch)[place] for epoch, place in passes]], sequence, fill)
+
+    def padded_validation(self, first_sample: int, last_sample: int, sequence: int, fill: int) -> tuple[Tensor, Tensor]:
+        """As `padded`, of validation documents in text order; after the last the first follows again."""
+        documents = _document_bounds(self.validation, self.validation_starts, self.name)
+        return _padded(self.validation, documents[np.arange(first_sample, last_sample) % len(documents)], sequence, fill)
+
     def _chosen(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> list[int]:
         num_windows = self.num_windows(sequence)
         if not 0 <= first_sample <= last_sample <= global_size:
@@ -142,6 +157,23 @@ def _windows(part: np.ndarray, windows: Sequence[int], sequence: int) -> tuple[T
     index = np.asarray(windows, dtype=np.int64)[:, None] * sequence + np.arange(sequence + 1)
     samples = torch.from_numpy(part[index].astype(np.int64))
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+
+def _document_bounds(part: np.ndarray, starts: np.ndarray, name: str) -> np.ndarray:
+    """First and last token of every document that predicts something, int64 [documents, 2]. Raises `PlanError` when there is none."""
+    bounds = np.stack([starts, np.append(starts[1:], len(part))], 1)
+    found = bounds[bounds[:, 1] - bounds[:, 0] > 1]
+    if not len(found):
+        raise PlanError(f"train.data={name!r} has no document of two tokens or more for training or validation. Use longer files.")
+    return found
+
+
+def _padded(part: np.ndarray, documents: np.ndarray, sequence: int, fill: int) -> tuple[Tensor, Tensor]:
+    tokens, targets = (np.full((len(documents), sequence), fill, dtype=np.int64) for _ in range(2))
+    for row, (lo, hi) in enumerate(documents.tolist()):
+        size = min(hi - 1 - lo, sequence)
+        tokens[row, :size], targets[row, :size] = part[lo : lo + size], part[lo + 1 : lo + 1 + size]
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 def _documents_of(starts: np.ndarray, windows: Sequence[int], sequence: int) -> Tensor:

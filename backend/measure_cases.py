@@ -112,8 +112,6 @@ def kernels(pools: Pools, *, quick: bool) -> Iterator[Case]:
     """Every other kernel of the backend's layers and optimizer, by elements; attention cores by tokens, per head."""
     import torch
 
-    from .model.rotary import rope_table
-
     sizes, device = KERNEL_SIZES_QUICK if quick else KERNEL_SIZES, pools.device
     for name, make in _elementwise(pools).items():
         for elements in sizes:
@@ -124,9 +122,6 @@ def kernels(pools: Pools, *, quick: bool) -> Iterator[Case]:
         for elements in (size for size in sizes if size >= HEAD_WIDTH * HEAD_TOKENS):
             several = lambda operation=operation, elements=elements: [operation(pools, elements) for _ in range(4)]  # noqa: E731
             yield "kernel", name, (elements,), several, 1.0
-    for elements in sizes[:4]:
-        call = lambda elements=elements: rope_table(elements // 16, [1.0] * 8, device)  # noqa: E731
-        yield "kernel", "rope_table", (elements,), lambda call=call: [call], 1.0
     for name, call in _function_calls(device).items():
         yield "kernel", name, (1,), lambda call=call: [call], 1.0
     for head_dim in ATTENTION_HEAD_DIMS_QUICK if quick else ATTENTION_HEAD_DIMS:
@@ -188,7 +183,7 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
 
     def adamw(elements: int) -> Call:
         parameters = [pools.far.take(elements).clone() for _ in range(ADAMW_TENSORS)]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=False)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         for parameter in parameters:
             parameter.grad = pools.far.take(elements)
         return lambda: optimizer.step()
@@ -210,12 +205,12 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
         "exp": near(lambda a, _: a.exp()),
         "transpose": transposed,
         "take_second": every_second,
-        "interleave": near(lambda a, b: torch.stack((a, b), -1)),
+        "interleave": near(lambda a, b: torch.view_as_real(torch.complex(a, b))),
         "row_mean": rows(lambda x: x.mean(-1, keepdim=True)),
         "token_sum": rows(lambda x: x.sum((0, 1))),
         "layer_norm": rows(lambda x: torch.native_layer_norm(x, (NORM_WIDTH,), weight, weight, 1e-5)),
         "layer_norm_backward": norm_backward,
-        "square_sum": far(lambda a, _: a.double().square().sum().item()),
+        "square_sum": far(lambda a, _: torch.linalg.vector_norm(a, dtype=torch.float64).item()),
         "adamw": adamw,
     }
 
@@ -292,23 +287,3 @@ def collectives(transport: Any, group: Any, *, quick: bool) -> Iterator[Case]:
                 return [lambda: group.all_to_all([part] * size, [tuple(part.shape)] * size)]
 
             yield "collective", op, (num_bytes,), make, 1.0
-
-
-def messages(transport: Any, *, quick: bool) -> Iterator[Case]:
-    """Messages by bytes, between two ranks; none in larger worlds. Each case is a message from rank 0 to rank 1 and one back."""
-    import torch
-
-    if transport.world_size != 2:
-        return
-    ends = [transport.channel(f"measure/{source}", source, 1 - source) for source in (0, 1)]
-    for num_bytes in TRANSFER_BYTES_QUICK if quick else TRANSFER_BYTES:
-        payload = torch.zeros(max(1, num_bytes // 4), device=transport.device)
-
-        def there_and_back(payload: Any = payload) -> None:
-            for source, channel in enumerate(ends):
-                if transport.global_rank == source:
-                    channel.send(payload)
-                else:
-                    channel.receive(tuple(payload.shape), payload.dtype)
-
-        yield "message", "message", (num_bytes,), lambda call=there_and_back: [call], 2.0

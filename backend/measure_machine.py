@@ -16,7 +16,8 @@ from time import perf_counter
 from typing import Any, Literal
 
 from .launch import Workers
-from .measure_cases import Case, Pools, collectives, kernels, messages, product_case, products
+from .measure_cases import TRANSFER_BYTES, TRANSFER_BYTES_QUICK, Case, Pools, collectives, kernels, product_case, products
+from .measure_messages import messages
 
 BURST_S = 0.6e-3
 """A burst has as many calls as fill about this time: long beside the clock's resolution, short beside what else a machine does."""
@@ -27,8 +28,9 @@ MOST_CALLS = 5
 MOST_TRANSFERS = 8
 """The same of collectives and messages."""
 
-WORK = (256, 512, 256)
-"""A product before every collective: in a step ranks come to it from work of their own, never quite at the same moment."""
+WORK_TOKENS, WORK_HIDDEN, WORK_INNER = 256, 256, 512
+"""Sizes of an MLP before every collective: in a step ranks come to it from work of their own, never at the same moment and with other
+things in their caches. The wait for the slower rank belongs to the collective."""
 
 ROUNDS, ROUNDS_QUICK = 25, 5
 KEPT_BYTES = 32 << 20
@@ -106,11 +108,30 @@ def measure_rank(transport: Any, job: MeasureJob) -> list[Measurement]:
         seconds = _measured(cases, job.rounds, lambda: None, transport.device)
     else:
         world = transport.group("measure", "tp", range(transport.world_size))
-        cases = [*collectives(transport, world, quick=job.quick), *messages(transport, quick=job.quick)]
-        work = product_case((WORK[2], WORK[1]), (WORK[0], WORK[2]), lambda weight, x: x @ weight, Pools(transport.device))()
-        turns = itertools.cycle(work)
-        seconds = _measured(cases, job.rounds, world.barrier, transport.device, together=world, before=lambda: next(turns)())
+        sizes = TRANSFER_BYTES_QUICK if job.quick else TRANSFER_BYTES
+        cases = [*collectives(transport, world, quick=job.quick), *messages(transport, sizes)]
+        work = _work(Pools(transport.device))
+        seconds = _measured(cases, job.rounds, world.barrier, transport.device, together=world, before=work)
     return _measurements(cases, seconds, transport.world_size, job.quantile)
+
+
+def _work(pools: Pools) -> Callable[[], Any]:
+    """An MLP with its norm and residual, on weights that lie far."""
+    import torch
+
+    makers = [
+        product_case((WORK_HIDDEN, WORK_INNER), (WORK_TOKENS, WORK_HIDDEN), lambda weight, x: x @ weight, pools),
+        product_case((WORK_INNER, WORK_HIDDEN), (WORK_TOKENS, WORK_INNER), lambda weight, x: x @ weight, pools),
+    ]
+    up, down = (itertools.cycle(make()) for make in makers)
+    x = pools.just_made(WORK_TOKENS, WORK_HIDDEN)
+
+    def mlp() -> Any:
+        torch.nn.functional.layer_norm(x, (WORK_HIDDEN,))
+        torch.nn.functional.gelu(next(up)())
+        return x + next(down)()
+
+    return mlp
 
 
 def _measurements(

@@ -8,19 +8,28 @@ ranks can wait for each other in a circle.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
-from ..core.action import Kind
+from ..core.action import SENDS, Kind
 from ..core.layout import Layout
 from ..core.schedule import Placement, Schedule
+from .pipeline.overlap import Baton, PairedGroup
 from .transport.base import Channel, Group, Transport
 
 Direction = Literal["F", "B"]
 Link = tuple[Direction, int, int]
 """A direction of messages and the pipeline ranks it goes from and to: `("F", 0, 1)`."""
+
+_MESSAGES: tuple[tuple[Kind, Direction, int], ...] = (
+    (Kind.SEND_F, "F", 1),
+    (Kind.SEND_B, "B", -1),
+    (Kind.RECV_F, "F", -1),
+    (Kind.RECV_B, "B", 1),
+)
+"""Kinds of messages with their direction, and how far the peer's stage is."""
 
 
 class Mesh:
@@ -30,7 +39,8 @@ class Mesh:
     own tokens or heads, which are reduced beside the compute lane (None in a group of one), and `tp_cp_gradients` those of all parts of a
     sequence; `cp` cuts sequences; `dp` cuts the batch and, as its fastest axis, sequences; `copies(stage)` joins all copies of a stage;
     `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas); `embedding` joins the ranks
-    that hold the first and the last stage of the same slice (first stage first), and is None where that is one rank, or on ranks between.
+    that hold the first and the last stage of the same slice (first stage first), and is None where that is one rank, or on ranks between;
+    with ZeRO it joins the ranks that hold different replicas of both (`Placement.crossed_ends_of`).
     With `experts`, `etp` and `ep` cut and spread them, and `expert_copies(stage)` joins their copies. Channels come from `channel`.
     Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
     """
@@ -45,15 +55,16 @@ class Mesh:
     etp: Group
     ep: Group
 
-    def __init__(self, transport: Transport, layout: Layout, schedule: Schedule, *, experts: bool = False):
+    def __init__(self, transport: Transport, layout: Layout, schedule: Schedule, *, experts: bool = False, baton: Baton | None = None):
+        """With a `baton` forwards and backwards have `tp`, `cp`, `etp` and `ep` of their own, and lend it while they wait there."""
         if layout.world_size != transport.world_size:
             raise ValueError(f"the layout has {layout.world_size} ranks, but {transport.world_size} were started.")
         if layout.pp != schedule.num_ranks:
             raise ValueError(f"the layout has pp={layout.pp}, but schedule {schedule.name!r} is for {schedule.num_ranks} pipeline ranks.")
         here = transport.global_rank
         self.coordinates = layout.coordinates(here)
-        self.tp = _open(transport, "tp", layout.group_of(here, "tp"))
-        self.cp = _open(transport, "cp", layout.group_of(here, "cp"))
+        self.tp = _paired(transport, "tp", layout.group_of(here, "tp"), baton)
+        self.cp = _paired(transport, "cp", layout.group_of(here, "cp"), baton)
         self.tp_gradients = self.tp_cp_gradients = None
         if layout.tp > 1:
             members = layout.group_of(here, "tp")
@@ -67,14 +78,17 @@ class Mesh:
             for stage, ranks in _replica_ranks(layout, schedule.placement, self.coordinates).items()
         }
         self.model = _open(transport, "model", layout.group_of(here, "tp-pp"))
-        ends = [layout.global_rank(**{**self.coordinates, "pp": end}) for end in schedule.placement.ends_of(self.coordinates["pp"])]
+        placement, here_pp = schedule.placement, self.coordinates["pp"]
+        pair = placement.ends_of(here_pp) or (placement.crossed_ends_of(here_pp) if layout.zero else ())
+        ends = [layout.global_rank(**{**self.coordinates, "pp": end}) for end in pair]
         self.embedding = _open(transport, "embedding", ends) if ends else None
         self._expert_replicas: dict[int, Group] = {}
         self._edp: Group | None = None
         if experts:
-            self.etp, self.ep, self._edp = (
-                _open(transport, axis, layout.expert_group_of(here, grid)) for axis, grid in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"))
+            self.etp, self.ep = (
+                _paired(transport, axis, layout.expert_group_of(here, grid), baton) for axis, grid in (("etp", "tp"), ("ep", "ep"))
             )
+            self._edp = _open(transport, "edp", layout.expert_group_of(here, "dp"))
             self._expert_replicas = {
                 stage: transport.group(f"expert_replica{stage}/{ranks[0]}", "expert_replica", ranks)
                 for stage, ranks in _expert_replica_ranks(layout, schedule.placement, here).items()
@@ -119,15 +133,18 @@ def links_of(schedule: Schedule, pp_rank: int | None = None) -> tuple[Link, ...]
     >>> links_of(lower(build("1F1B", pp=3, num_microbatches=2)), 0)
     (('B', 1, 0), ('F', 0, 1))
     """
-    links: set[Link] = set()
-    for source in range(schedule.num_ranks):
-        row = schedule.row(source)
-        for kind, direction, step in ((Kind.SEND_F, "F", 1), (Kind.SEND_B, "B", -1)):
-            sent = row.kind == kind
-            pairs = np.unique(np.stack([row.stage[sent] + step, row.microbatch[sent]]), axis=1)
-            destinations = {schedule.placement.rank_of(stage, microbatch) for stage, microbatch in pairs.T.tolist()}
-            links |= {(direction, source, destination) for destination in destinations}  # type: ignore[misc]
-    return tuple(link for link in sorted(links) if pp_rank is None or pp_rank in link[1:])
+    here = range(schedule.num_ranks) if pp_rank is None else (pp_rank,)
+    return tuple(sorted({link for rank in here for link in _links_at(schedule, rank)}))
+
+
+def _links_at(schedule: Schedule, pp_rank: int) -> Iterator[Link]:
+    """The links that the messages of one row go over: as many as there are peers and directions, however long the row is."""
+    row = schedule.row(pp_rank)
+    for kind, direction, step in _MESSAGES:
+        chosen = row.kind == kind
+        cells = np.unique(np.stack([row.stage[chosen] + step, row.microbatch[chosen]]), axis=1)
+        for peer in {schedule.placement.rank_of(stage, microbatch) for stage, microbatch in cells.T.tolist()}:
+            yield (direction, pp_rank, peer) if kind in SENDS else (direction, peer, pp_rank)
 
 
 def _replica_ranks(layout: Layout, placement: Placement, coordinates: dict[str, int]) -> dict[int, list[int]]:
@@ -161,6 +178,13 @@ def _ranks(layout: Layout, coordinates: dict[str, int], **axes: Sequence[int]) -
 def _open(transport: Transport, axis: str, ranks: list[int] | tuple[int, ...]) -> Group:
     # the groups of an axis share no rank, so the first member tells them apart
     return transport.group(f"{axis}/{ranks[0]}", axis, ranks)
+
+
+def _paired(transport: Transport, axis: str, ranks: tuple[int, ...], baton: Baton | None) -> Group:
+    group = _open(transport, axis, ranks)
+    if baton is None or group.size == 1:
+        return group
+    return PairedGroup(group, transport.group(f"{axis}-backward/{ranks[0]}", axis, ranks), baton)
 
 
 def _open_channel(transport: Transport, layout: Layout, coordinates: dict[str, int], link: Link) -> Channel:

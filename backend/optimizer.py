@@ -1,6 +1,7 @@
 """AdamW on a rank's shards, after one division by the token count and clipping by the norm of the whole gradient.
 
-The update itself is `torch.optim.AdamW` in fp32. It is elementwise, so it gives the same bits however a tensor is cut.
+The update itself is `torch.optim.AdamW` in fp32. It is elementwise, so it gives the same bits however a tensor is cut; but for the fused
+kernel, which rounds the last elements of a tensor, fewer than a vector has, otherwise: fast numerics use that.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ class Held:
 class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) over what one rank holds; weight decay follows `Parameter.decay`."""
 
-    def __init__(self, held: Sequence[Held], choice: Optimizer, learning_rate: float):
+    def __init__(self, held: Sequence[Held], choice: Optimizer, learning_rate: float, *, fused: bool = False):
+        """`fused` runs torch's kernel that passes once over every tensor; the bits of its last elements depend on where a tensor is cut."""
         self.held = tuple(held)
         groups = [
             {"params": [one.tensor for one in held if one.parameter.decay == decay], "weight_decay": choice.weight_decay * decay}
             for decay in (True, False)
         ]
-        self._adamw = UPDATES[choice.name](groups, lr=learning_rate, betas=choice.betas, eps=choice.eps, foreach=False)
+        self._adamw = UPDATES[choice.name](groups, lr=learning_rate, betas=choice.betas, eps=choice.eps, foreach=False, fused=fused)
 
     def step(self, gradients: Sequence[Tensor], coefficient: float) -> None:
-        """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order of `held`."""
+        """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order of `held`, and used up."""
         for one, gradient in zip(self.held, gradients, strict=True):
-            one.tensor.grad = gradient * coefficient
+            one.tensor.grad = _laid_out_as(one.tensor, gradient if coefficient == 1.0 else gradient.mul_(coefficient))
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 
@@ -76,6 +78,11 @@ class ShardedAdamW:
     def state_bytes(self) -> int:
         """Bytes of both moments once they exist."""
         return sum(2 * one.tensor.nbytes for one in self.held)
+
+
+def _laid_out_as(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient with the strides of what it belongs to, by which the fused kernel walks over both."""
+    return gradient if gradient.stride() == tensor.stride() else torch.empty_like(tensor).copy_(gradient)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

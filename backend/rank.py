@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from ..core.errors import RankFailure
 from ..core.timeline import COMPUTE_LANE
 from .pipeline.messages import Mail
+from .pipeline.overlap import Baton, PairedGroup
 from .pipeline.watch import Board
 from .rank_messages import RANK_VARIABLE, Call, Failure, Job, ThreadAt, Whereabouts
 from .transport.base import Channel, Group, Transport, TransportError
@@ -150,7 +152,7 @@ def whereabouts(global_rank: int | None) -> dict[int, Whereabouts]:
         place = _transport_place(frame)
         call = None if place is None else _call(*place)
         waits = () if place is None else (f"{place[0]} ({place[1]})",)
-        at = ThreadAt(lane, call, any(isinstance(each, Mail) for each in _selves(frame)), _innermost(frame))
+        at = ThreadAt(lane, call, any(isinstance(each, (Mail, Baton, Future)) for each in _selves(frame)), _innermost(frame))
         found[rank] = Whereabouts((*known.waits, *waits), at.at if is_own else known.at, (*known.threads, at))
     return found
 
@@ -167,7 +169,7 @@ def _transport_place(frame: FrameType | None) -> tuple[str, Group | Channel | Tr
     found = None
     while frame is not None:
         place = frame.f_locals.get("self")
-        if isinstance(place, (Group, Channel, Transport)):
+        if isinstance(place, (Group, Channel, Transport)) and not isinstance(place, PairedGroup):
             found = frame.f_code.co_name, place  # goes on outward: the public method is the outermost
         frame = frame.f_back
     return found
@@ -177,7 +179,7 @@ def _call(op: str, place: Group | Channel | Transport) -> Call | None:
     if isinstance(place, Group):
         return Call(op, place.name, place.ranks, (place.ranks[place.rank],), place.num_calls)
     if isinstance(place, Channel):
-        own = place.source if op == "send" else place.destination
+        own = place.source if op.endswith("send") else place.destination
         return Call(op, place.name, (place.source, place.destination), (own,), None)
     return None
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +15,8 @@ from .pipeline.halt import last_words
 from .pipeline.watch import Board
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from .transport.base import Transport
 
 
@@ -25,11 +29,10 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
     """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless `device` says otherwise.
 
     A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which tells what each was doing then.
+    A process may make several, one after the other, if all ranks do.
 
     Keys carry torchrun's restart count: a restarted worker would otherwise read the addresses that the workers before it left behind.
     """
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
@@ -40,7 +43,7 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = _store(address, port, is_master=is_master)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     device = device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{port}-{attempt}"
@@ -55,6 +58,14 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
         timeout_s=timeout_s or DEFAULT_TIMEOUT_S,
         board=board,
     )
+
+
+@functools.cache
+def _store(address: str, port: int, *, is_master: bool) -> dist.Store:
+    """The store that all ranks share. It stays until the process ends: rank 0 may serve it, and others read it when rank 0 has left."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def gave_up(transport: Transport, error: Exception) -> RankFailure:

@@ -10,20 +10,25 @@ from torch import Tensor
 from ..core.plan import Plan
 from .mesh import Mesh
 from .model.transformer import Stage
-from .numerics import Numerics
+from .numerics import Numerics, Scalar
 from .optimizer import Held
 from .recorder import Recorder
+from .transport.base import Group
 
 
 class Totals:
     """Sums over the global batch and the whole model, the same on every rank. All ranks call the same, in the same order."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, numerics: Numerics, stages: Sequence[Stage], recorder: Recorder):
+    def __init__(
+        self, plan: Plan, mesh: Mesh, numerics: Numerics, stages: Sequence[Stage], recorder: Recorder, *, modules: Group | None = None
+    ):
+        """With `modules`, the group of all ranks of several modules, sums are those over all of them."""
         self._plan = plan
         self._mesh = mesh
         self._numerics = numerics
         self._stages = stages
         self._recorder = recorder
+        self._modules = modules
         self._num_tokens = plan.batch.global_size * plan.batch.sequence
 
     def norm(self, held: Sequence[Held], gradients: Sequence[Tensor]) -> float:
@@ -32,20 +37,20 @@ class Totals:
         if self._plan.layout.zero:
             with self._recorder.layer("grad_norm"):
                 total = self._numerics.sum_of_squares(gradient for _, gradient in counted)
-                return math.sqrt(float(total.over(self._mesh.dp).over(self._mesh.model)))
+                return math.sqrt(self._whole(total.over(self._mesh.dp).over(self._mesh.model)))
         total = self._numerics.sum_of_squares(gradient for one, gradient in counted if not one.parameter.expert)
         with self._recorder.layer("grad_norm"):
             if self._plan.model.is_moe:
                 of_experts = self._numerics.sum_of_squares(gradient for one, gradient in counted if one.parameter.expert)
                 of_experts = of_experts.over(self._mesh.ep).over(self._mesh.etp)
                 total = total + of_experts if self._mesh.coordinates["tp"] == 0 else total
-            return math.sqrt(float(total.over(self._mesh.model)))
+            return math.sqrt(self._whole(total.over(self._mesh.model)))
 
     def mean_loss(self, token_losses: Mapping[int, Tensor], num_counted: int) -> float:
         """The mean over the tokens of a global batch that count, on every rank. Tensor-parallel ranks hold the same losses: one enters."""
         counted = token_losses.values() if self._mesh.coordinates["tp"] == 0 else ()
         with self._recorder.layer("loss"):
-            return float(self._numerics.sum(counted).over(self._mesh.dp).over(self._mesh.model)) / num_counted
+            return self._whole(self._numerics.sum(counted).over(self._mesh.dp).over(self._mesh.model)) / num_counted
 
     def mean_aux_loss(self) -> float:
         """What routers add to the loss, per token of the global batch; 0 where the plan has no such losses."""
@@ -54,7 +59,7 @@ class Totals:
         losses = [loss for stage in self._stages for router in stage.routers for loss in router.take_losses()]
         counted = losses if self._plan.layout.sequence_parallel or self._mesh.coordinates["tp"] == 0 else ()
         with self._recorder.layer("aux_loss"):
-            return float(sum(counted, self._numerics.sum(())).over(self._mesh.dp).over(self._mesh.model)) / self._num_tokens
+            return self._whole(sum(counted, self._numerics.sum(())).over(self._mesh.dp).over(self._mesh.model)) / self._num_tokens
 
     def mean_mtp_loss(self, num_counted: int) -> float:
         """The losses of multi-token prediction per token that counts, the mean over the modules; 0 where there are none."""
@@ -65,3 +70,10 @@ class Totals:
         with self._recorder.layer("mtp_loss"):
             total = float(sum(counted, self._numerics.sum(())).over(self._mesh.dp).over(self._mesh.model))
         return total / num_counted / self._plan.model.num_mtp_layers
+
+    def _whole(self, total: Scalar) -> float:
+        """A sum over a model as a number; with several modules the sum of theirs, into which one rank of each brings its own."""
+        if self._modules is None:
+            return float(total)
+        leads = not any(self._mesh.coordinates.values())
+        return float((total if leads else self._numerics.sum(())).over(self._modules))

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Literal
 
 from ..core.action import Kind
 from ..core.errors import DivergedError, PlanError, RankFailure
+from ..core.modules import ModularPlan
 from ..core.plan import Plan
+from ..core.program.buckets import sums_are_sharded
 from ..core.schedules import lower, schedule_for
 from ..core.timeline import MemorySample, Span, Timeline
 from .checkpoint.resume import resumption
 from .huggingface.config import check_load, check_save
 from .launch import run_ranks
+from .modules_plan import only_model, unsupported_modules
 from .torchrun import gave_up, torchrun_transport, under_torchrun
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ class TrainJob:
     trained weights are written to, `resume` the checkpoint that training goes on from.
     """
 
-    plan: Plan
+    plan: Plan | ModularPlan
     model: BlockFactory | None = None
     on_step: Callable[[StepResult], None] | None = None
     observer: Callable[[int], Observer | None] | None = None
@@ -137,7 +140,7 @@ class Trainer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | ModularPlan,
         model: BlockFactory | None = None,
         *,
         transport: TransportName = "gloo",
@@ -149,9 +152,10 @@ class Trainer:
         if problems := unsupported(plan):
             raise PlanError(problems)
         self.resumption = resumption(plan, resume=resume)
-        check_load(plan)
+        if isinstance(plan, Plan):
+            check_load(plan)
         if save_huggingface is not None:
-            check_save(plan, save_huggingface)
+            check_save(only_model(plan, "save_huggingface"), save_huggingface)
         self.plan = plan
         self.transport = transport
         path = None if self.resumption is None else str(self.resumption.saved.path)
@@ -163,12 +167,12 @@ class Trainer:
             return self._fit_as_rank()
         _check_travels(self._job)
         if self.transport == "nccl":
-            _check_devices(self.plan.layout.world_size)
+            _check_devices(self.plan.world_size)
         try:
             ranks = run_ranks(
                 train_rank,
                 self._job,
-                world_size=self.plan.layout.world_size,
+                world_size=self.plan.world_size,
                 transport=self.transport,
                 stall_s=self.plan.train.timeout_s,
             )
@@ -185,7 +189,7 @@ class Trainer:
         from .transport.base import TransportError
 
         with torchrun_transport(backend=self.transport, timeout_s=self.plan.train.timeout_s) as transport:
-            if transport.world_size != (expected := self.plan.layout.world_size):
+            if transport.world_size != (expected := self.plan.world_size):
                 raise PlanError(
                     f"torchrun started {transport.world_size} ranks, but the layout tp*pp*dp has {expected}. "
                     f"Use torchrun --nproc-per-node so that there are {expected}, or another layout."
@@ -205,7 +209,7 @@ class Trainer:
             validation_steps=tuple(rank.validation_losses),
             validation_losses=tuple(rank.validation_losses.values()),
             tokens_per_s=tokens / sum(step.elapsed_s for step in timed) if timed else 0.0,
-            world_size=self.plan.layout.world_size,
+            world_size=self.plan.world_size,
             timeline=rank.timeline,
             peak_memory=rank.peaks,
             aux_losses=tuple(step.aux_loss for step in rank.steps) if self.plan.train.adds_router_losses else (),
@@ -227,8 +231,10 @@ def _check_devices(needed: int) -> None:
         raise PlanError(f"nccl needs a CUDA device per rank, {needed} here, and torch finds {found}. Use gloo, or fewer ranks.")
 
 
-def unsupported(plan: Plan) -> list[str]:
+def unsupported(plan: Plan | ModularPlan) -> list[str]:
     """What the backend does not run of a plan that can be simulated, one sentence each. Empty when it runs all of it."""
+    if isinstance(plan, ModularPlan):
+        return unsupported_modules(plan, unsupported)
     problems = [
         f"the backend does not run {what} yet. Use {instead}."
         for wrong, what, instead in (
@@ -238,10 +244,13 @@ def unsupported(plan: Plan) -> list[str]:
                 'precision.dtype="bf16", "fp16" or "fp32"',
             ),
             *_unsupported_sharding(plan),
+            *_unsupported_torch(plan),
             *_unsupported_overlap(plan),
+            *_unsupported_trimming(plan),
         )
         if wrong
     ]
+    problems += _unsupported_pairs(plan)
     if plan.model.vocab_size - plan.model.padding_rows < BYTE_VOCABULARY:
         padding = f" with model.padding_rows={plan.model.padding_rows}" if plan.model.padding_rows else ""
         least = BYTE_VOCABULARY + plan.model.padding_rows
@@ -263,32 +272,68 @@ def _check_travels(job: TrainJob) -> None:
 
 def _unsupported_sharding(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """`(wrong, what, instead)` of what ZeRO does not cut."""
-    layout = plan.layout
-    yield layout.zero > 1, f"layout.zero={layout.zero}", "layout.zero=0 or 1"
-    yield plan.data_parallel.shard is not None, f"data_parallel.shard={plan.data_parallel.shard}", "none"
-    if layout.zero:
-        replicas = any(len(ranks) > 1 for ranks in plan.placement.ranks)
-        routers = plan.model.is_moe and plan.precision.dtype != "fp32"
-        yield routers, f"layout.zero={layout.zero} with experts in {plan.precision.dtype}", 'precision.dtype="fp32" or layout.zero=0'
-        what = f"layout.zero={layout.zero} with a tied table and two replicas of each stage"
-        yield replicas and plan.model.shares_table, what, "layout.zero=0 or model.tied_embeddings=false"
+    layout, shard = plan.layout, plan.data_parallel.shard
+    apart = shard is not None and plan.numerics.mode == "exact" and shard % layout.cp != 0
+    yield apart, f"data_parallel.shard={shard} with cp={layout.cp} in exact numerics", f"shard={layout.cp}, or another multiple of it"
+    parts = layout.zero == 3 and plan.schedule.max_active_stages is None and plan.schedule.file is None
+    instead = 'schedule.max_active_stages=3, say, which gathers whole stages, or data_parallel.library="torch"'
+    yield parts and plan.data_parallel.library == "shardproof", "layout.zero=3 layer by layer", instead
+
+
+def _unsupported_torch(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """`(wrong, what, instead)` of what torch's fully_shard does not do around our layers."""
+    if plan.data_parallel.library == "torch":
+        what, own = 'data_parallel.library="torch" with', 'data_parallel.library="shardproof"'
+        yield plan.layout.pp > 1, f"{what} layout.pp={plan.layout.pp}", f"layout.pp=1 or {own}"
+        gathers = plan.schedule.max_active_stages is not None
+        yield gathers, f"{what} schedule.max_active_stages={plan.schedule.max_active_stages}", "none, for it gathers layer by layer"
+        uneven, per_round = len(plan.microbatch_counts) > 1, plan.batch.micro_size * plan.layout.dp
+        fitting = f"batch.global={min(plan.microbatch_counts) * per_round} or {own}"  # copies gather together, once in a microbatch
+        yield uneven, f"{what} batch.global={plan.batch.global_size} over dp={plan.layout.dp} ranks", fitting
+        yield plan.model.is_moe, f"{what} experts, which have copies of their own", own
+        turns = bool(plan.runtime.ep_comm_overlap)  # its hooks gather and reduce in the order of one thread
+        yield turns, f"{what} runtime.ep_comm_overlap=true", f"ep_comm_overlap=false or {own}"
+        dtype = plan.precision.dtype  # it takes gradients in the format of the gathered weights, and ours are sums in fp32
+        yield dtype != "fp32", f'{what} precision.dtype="{dtype}"', f'precision.dtype="fp32" or {own}'
 
 
 def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """`(wrong, what, instead)` of what runs beside products, messages between stages alone, and of fused launches."""
-    for section, names in (
-        ("runtime", ("compile", "cuda_graphs", "launch_blocking", "fused_loss")),
-        ("data_parallel", ("overlap_param_gather",)),
-    ):
-        for name in names:
-            value = getattr(getattr(plan, section), name)
-            written = "true" if value is True else value
-            yield bool(value), f"{section}.{name}={written}", f"{section}.{name}=false"
+    for name in ("compile", "cuda_graphs", "launch_blocking", "fused_loss"):
+        value = getattr(plan.runtime, name)
+        written = "true" if value is True else value
+        yield bool(value), f"runtime.{name}={written}", f"runtime.{name}=false"
     overlap = "data_parallel.overlap_grad_reduce=true without data_parallel.bucket_bytes"
-    yield bool(plan.data_parallel.overlap_grad_reduce) and plan.data_parallel.bucket_bytes is None, overlap, "bucket_bytes=25000000, say"
+    at_once = plan.data_parallel.bucket_bytes is None and not sums_are_sharded(plan)
+    yield bool(plan.data_parallel.overlap_grad_reduce) and at_once, overlap, "bucket_bytes=25000000, say"
     if (bucket_bytes := plan.data_parallel.bucket_bytes) is not None:
         by_parts = plan.layout.cp > 1 and plan.numerics.mode == "exact"
         yield by_parts, f"data_parallel.bucket_bytes={bucket_bytes} with cp={plan.layout.cp} in exact numerics", "none"
+
+
+def _unsupported_trimming(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """`(wrong, what, instead)` of what is counted or drawn over whole sequences, or cuts them."""
+    model, layout, trimmed = plan.model, plan.layout, plan.runtime.trim_padding
+    for wrong, what in (
+        (layout.cp > 1, f"cp={layout.cp}"),
+        (layout.sequence_parallel, "sequence_parallel=true"),
+        (model.is_moe, "experts"),
+        (model.qk_norm and layout.tp > 1, f"norms of heads and tp={layout.tp}"),
+        (model.num_mtp_layers > 0, "multi-token prediction"),
+        (model.hidden_dropout > 0 or model.attention_dropout > 0, "dropout"),
+    ):
+        yield trimmed and wrong, f"runtime.trim_padding=true with {what}", "trim_padding=false"
+
+
+def _unsupported_pairs(plan: Plan) -> list[str]:
+    """What `runtime.ep_comm_overlap` lets run in turns are the pairs of a schedule."""
+    if not plan.runtime.ep_comm_overlap or (schedule_for(plan).actions.kind == Kind.OVERLAP_F_B).any():
+        return []
+    schedule = plan.schedule.file or plan.schedule.name
+    return [
+        f"runtime.ep_comm_overlap=true lets the forward and the backward of a schedule's pairs run in turns, and {schedule} with "
+        f"{plan.num_microbatches} microbatches has no pairs. Use Combined1F1B, DualPipe or DualPipeV, or more microbatches."
+    ]
 
 
 def _unsupported_schedule(plan: Plan) -> list[str]:
@@ -303,26 +348,25 @@ def _unsupported_schedule(plan: Plan) -> list[str]:
             f"{plan.schedule.file} the first stage lies on ranks {first} and the last on {last}. Place the ends alike, or use "
             "model.tied_embeddings=false."
         )
-    if gathers := [str(action) for action in schedule.actions if action.kind in (Kind.UNSHARD, Kind.RESHARD)]:
-        problems.append(f"the backend does not run UNSHARD and RESHARD yet; {plan.schedule.file} has {gathers[0]}. Remove those cells.")
     return problems
 
 
 def _unsupported_counts(plan: Plan) -> list[str]:
-    """Data-parallel ranks with one microbatch less than others must reduce the gradients of their stages in the same order."""
+    """Data-parallel ranks with one microbatch less than others must reduce gradients, and gather weights, in the same order."""
     if len(plan.microbatch_counts) == 1:
         return []
     orders = []
     for count in plan.microbatch_counts:
         schedule = lower(schedule_for(plan, count))
         rows = (schedule.row(pp_rank) for pp_rank in range(schedule.num_ranks))
-        orders.append([row.stage[row.kind == Kind.REDUCE_GRAD].tolist() for row in rows])
+        orders.append([[str(action) for action in row if action.kind in (Kind.REDUCE_GRAD, Kind.UNSHARD)] for row in rows])
     if orders[0] == orders[1]:
         return []
     (most, least), per_round = plan.microbatch_counts, plan.batch.micro_size * plan.layout.dp
     return [
-        f"schedule {plan.schedule.name} reduces the gradients of a rank's stages in one order with {most} microbatches and in another with "
-        f"{least}, and global={plan.batch.global_size} gives some of the dp={plan.layout.dp} ranks {most} and others {least}. "
+        f"schedule {plan.schedule.name} reduces gradients and gathers weights of a rank's stages in one order with {most} microbatches "
+        f"and in another with {least}, and global={plan.batch.global_size} gives some of the dp={plan.layout.dp} ranks {most} and others "
+        f"{least}. "
         f"Use global = {least * per_round} or {most * per_round}."
     ]
 
@@ -354,7 +398,7 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
 
 def run_steps(
     transport: Transport,
-    plan: Plan,
+    plan: Plan | ModularPlan,
     *,
     steps: int | None = None,
     model: BlockFactory | None = None,
@@ -371,19 +415,21 @@ def run_steps(
     from .huggingface.save import check_complete, save_weights
     from .live_memory import LiveMeter
     from .measure import gather_objects, measured_timeline
-    from .training_rank import TrainingRank
+    from .modules import measured_modules, training_rank
 
     steps = plan.train.steps if steps is None else steps
     world = transport.group("world", "world", range(transport.world_size))
     started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))  # the checkpoint's weights replace those
-    rank = TrainingRank(transport, started, model=model, observer=observer)
-    checkpoints = None if plan.checkpoint.folder is None else Checkpoints(plan, rank.batches.corpus, world, transport.device)
+    rank = training_rank(transport, started, model=model, observer=observer)
+    checkpoints = None
+    if plan.checkpoint.folder is not None:
+        checkpoints = Checkpoints(plan, rank.batches.corpus, world, transport.device)
     first = 0
     if resume is not None:
         assert checkpoints is not None, "a checkpoint comes from the plan's folder"
         first = checkpoints.restore(Path(resume), rank)
     if save_huggingface is not None:
-        check_complete(plan, rank.saved_shards, world, transport.device)
+        check_complete(only_model(plan, "save_huggingface"), rank.saved_shards, world, transport.device)
     validate_at = validation_points(steps) if validate else ()
     validation_losses = {first: rank.evaluate()} if first in validate_at else {}
     results: list[StepResult] = []
@@ -407,14 +453,18 @@ def run_steps(
             on_step(result)
         if checkpoints is not None and checkpoints.is_due(step + 1, last=step + 1 == steps):
             checkpoints.save(step + 1, rank)
+    rank.settle()
     if save_huggingface is not None:
         with rank.whole_masters():
-            save_weights(plan, save_huggingface, rank.saved_shards, world, transport.device)
+            save_weights(only_model(plan, "save_huggingface"), save_huggingface, rank.saved_shards, world, transport.device)
     everyone = gather_objects(world, recorded, transport.device)
     timeline = None
     if transport.global_rank == 0:
-        title = f"{plan.model.name}, step {steps - 1}, measured over {transport.world_size} ranks"
+        title = f"{plan.title}, step {steps - 1}, measured over {transport.world_size} ranks"
         spans, memory = ([item for rank in everyone for item in rank[part]] for part in (0, 1))
-        timeline = measured_timeline(spans, memory, plan.layout, title)
+        if isinstance(plan, Plan):
+            timeline = measured_timeline(spans, memory, plan.layout, title)
+        else:
+            timeline = measured_modules(spans, memory, plan, title)
     newest = None if checkpoints is None or checkpoints.newest is None else str(checkpoints.newest)
     return RankResult(tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]), newest)

@@ -5,31 +5,37 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..core.errors import DivergedError
 from ..core.expert_tokens import expert_nodes
-from ..core.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters, stage_usages
+from ..core.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
 from ..core.plan import Plan
 from ..core.program import EXPERT_BIAS
-from ..core.program.buckets import are_bucketed
+from ..core.program.buckets import sums_are_sharded
 from ..core.schedules import lower, schedule_for
 from ..core.timeline import Span
 from . import not_finite
-from .batches import Batches
+from .batches import Batches, whole_shape
+from .data_parallel.base import DataParallel
+from .data_parallel.copies import open_copies
 from .data_parallel.early import EarlyReduction
-from .data_parallel.sharded import ShardedStage, trained_buckets
+from .data_parallel.late import LateGather
+from .data_parallel.replicated import ReplicatedStage
+from .data_parallel.sharded import ShardedStage
+from .data_parallel.tied import tied_gradients
 from .huggingface.load import load_weights
 from .live_memory import LiveMeter
 from .loss_scale import LossScale
-from .mesh import Mesh
+from .mesh import Direction, Mesh
 from .model.block import BlockFactory
 from .model.router import Router, reduce_counts
-from .model.transformer import Stage, finish_tied
+from .model.transformer import Stage
 from .not_finite import NotFinite
 from .numerics import Numerics, make_numerics
 from .observe import Observer
@@ -37,13 +43,19 @@ from .optimizer import Held, ShardedAdamW, clip_coefficient
 from .pipeline.activations import ActivationMeter, MemoryMeter
 from .pipeline.executor import Executor
 from .pipeline.halt import VALIDATION
-from .pipeline.messages import Clock
+from .pipeline.messages import Clock, MessageChannel
+from .pipeline.overlap import Baton, PairRunner
+from .pipeline.row_messages import row_order_of
 from .tensor_parallel.context import DTYPES
 from .tensor_parallel.exchange import ExpertGroups
 from .tensor_parallel.gradients import ExpertCopies
+from .tensor_parallel.overlap import CommunicationLane
 from .tensor_parallel.parameter import Shard
 from .totals import Totals
 from .transport.base import Transport
+
+if TYPE_CHECKING:
+    from .modules import Joined
 
 
 @dataclass(frozen=True)
@@ -80,14 +92,16 @@ class TrainingRank:
         model: BlockFactory | None = None,
         observer: Observer | None = None,
         numerics: Numerics | None = None,
+        joined: Joined | None = None,
     ):
-        """`numerics` replaces the plan's own: that is where a verifier puts a fault."""
+        """`numerics` replaces the plan's own: that is where a verifier puts a fault. `joined` ties the plan's model to other modules."""
         self.plan = plan
         self.transport = transport
         self.observer = observer
         dp_rank = plan.layout.coordinates(transport.global_rank)["dp"]
         schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
-        self.mesh = Mesh(transport, plan.layout, schedule, experts=plan.model.is_moe)
+        self.baton = baton = Baton() if plan.runtime.ep_comm_overlap else None
+        self.mesh = Mesh(transport, plan.layout, schedule, experts=plan.model.is_moe, baton=baton)
         self.numerics = make_numerics(plan, transport.device, global_rank=transport.global_rank) if numerics is None else numerics
         pp_rank, (first, last) = self.mesh.coordinates["pp"], plan.tokens_of(self.mesh.coordinates["tp"])
         self.stages = {
@@ -106,31 +120,51 @@ class TrainingRank:
         }
         if plan.train.load is not None:
             load_weights(plan.model, plan.train.load, self.saved_shards)
-        self.sharded = {stage: self._sharded(stage) for stage in self.stages} if plan.layout.zero else {}
-        if are_bucketed(plan) and not self.sharded:
-            for number, module in self.stages.items():
-                module.gradients.reduce_in(trained_buckets(plan, number, module.trained))
-        self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
+        own_parts = plan.layout.zero > 0 and plan.data_parallel.library == "shardproof"
+        self._copies = open_copies(transport, plan, self.mesh) if own_parts else {}
+        overlaps, each = bool(plan.data_parallel.overlap_grad_reduce), sums_are_sharded(plan)
+        self._backward_lane = CommunicationLane(transport.device, transport.recorder) if overlaps and each else None
+        late = plan.data_parallel.overlap_param_gather and plan.layout.zero < 3  # with ZeRO 3 weights come before they are needed
+        self._gather_lane = CommunicationLane(transport.device, transport.recorder) if late else None
+        self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
+        self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate, fused=self.numerics.mode == "fast")
         self.batches = Batches(plan, self.mesh, transport)
-        self.totals = Totals(plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder)
+        modules = None if joined is None else joined.world
+        self.totals = Totals(plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder, modules=modules)
         self.clock = Clock(transport.device)
+        shape = (plan.batch.micro_size, last - first, plan.model.hidden_size)
         self.executor = Executor(
-            schedule,
+            schedule if joined is None else joined.schedule,
             pp_rank,
             self.stages,
-            channel=lambda direction, peer, sending: self.mesh.channel(direction, *((pp_rank, peer) if sending else (peer, pp_rank))),
-            message_shape=(plan.batch.micro_size, last - first, plan.model.hidden_size),
+            channel=functools.partial(self._line, joined),
+            message_shape=functools.partial(whole_shape, plan.model.hidden_size) if plan.runtime.trim_padding else shape,
             dtype=DTYPES[plan.precision.dtype],
             global_rank=transport.global_rank,
             recorder=transport.recorder,
             watch=transport.watch,
-            global_rank_of=lambda pp: plan.layout.global_rank(**{**self.mesh.coordinates, "pp": pp}),
+            global_rank_of=functools.partial(self._peer, joined),
+            weights=self.data_parallel,
+            pairs=PairRunner(transport.global_rank, baton, transport.device) if baton is not None else None,
+            row_order=row_order_of(plan.runtime),
         )
         self.loss_scale = LossScale.of(plan.precision)
         self._not_finite: dict[int, NotFinite] = {}
-        overlaps = bool(plan.data_parallel.overlap_grad_reduce)
-        self._early = EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}) if overlaps else None
+        self._early = EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}) if overlaps and not each else None
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
+
+    def _line(self, joined: Joined | None, direction: Direction, peer: int, sending: bool) -> MessageChannel:
+        """The line to a pipeline rank, or to another module."""
+        if joined is not None and not 0 <= peer < self.plan.layout.pp:
+            return joined.line(direction, sending=sending)
+        own = self.mesh.coordinates["pp"]
+        return self.mesh.channel(direction, *((own, peer) if sending else (peer, own)))
+
+    def _peer(self, joined: Joined | None, pp_rank: int) -> int:
+        """The global rank of the same place on another pipeline rank, or one of another module."""
+        if joined is not None and not 0 <= pp_rank < self.plan.layout.pp:
+            return joined.peer(pp_rank)
+        return self.plan.layout.global_rank(**{**self.mesh.coordinates, "pp": pp_rank})
 
     def step(self, step: int, *, meter: MemoryMeter | None = None) -> tuple[StepResult, list[Span]]:
         """One optimizer step on the global batch `step`, and the spans of this rank.
@@ -197,9 +231,11 @@ class TrainingRank:
         return meter
 
     def meter(self) -> ActivationMeter:
-        """A meter for `step` that counts weights and optimizer state as always there, and partial sums of gradients as they grow."""
-        base_bytes = sum(tensor.nbytes for tensor in self._weights) + self.optimizer.state_bytes
-        return ActivationMeter(self.transport.global_rank, self._weights, base_bytes, self._gradient_bytes)
+        """A meter for `step` that counts weights and optimizer state as always there, and weights that are gathered and partial sums of
+        gradients as they come and go."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._weights}
+        base_bytes = sum(storages.values()) + self.optimizer.state_bytes
+        return ActivationMeter(self.transport.global_rank, self._weights, base_bytes, self._lasting_bytes)
 
     @property
     def shards(self) -> list[Shard]:
@@ -217,62 +253,67 @@ class TrainingRank:
         return self.shards + [Shard(known[name], whole, bias, bias) for name, bias in biases]
 
     def refresh(self) -> None:
-        """Rounds the weights into what layers compute with, after they have changed; with ZeRO, of all copies together."""
-        for sharded in self.sharded.values():
-            sharded.share()
+        """Brings the weights, after they have changed, into what layers compute with; with ZeRO, those of all copies together."""
+        for each in self.data_parallel.values():
+            each.share()
         for stage in self.stages.values():
-            for name, shard in stage.shards.items():
-                if not self.sharded or name not in stage.trained:
-                    shard.refresh()
+            for name in stage.shards.keys() - stage.trained.keys():
+                stage.shards[name].refresh()
+
+    def settle(self) -> None:
+        """Returns when weights that come together beside the next forward are there."""
+        for each in self.data_parallel.values():
+            each.settle()
 
     @contextmanager
     def whole_masters(self) -> Iterator[None]:
         """Inside, `saved_shards` have their fp32 weights, which ZeRO spreads over the copies of a stage. All ranks come together."""
-        buckets = [each for sharded in self.sharded.values() for each in sharded.weights]
-        for each in buckets:
-            each.restore_masters()
-        try:
+        with ExitStack() as stack:
+            for each in self.data_parallel.values():
+                stack.enter_context(each.whole_masters())
             yield
-        finally:
-            for each in buckets:
-                each.give_up_masters()
 
     @property
     def _weights(self) -> list[Tensor]:
-        """The fp32 weights, and the copies that layers compute with."""
-        copies = [shard.operand for shard in self.shards if shard.operand is not shard.storage]
-        return [shard.storage for shard in self.shards] + copies
+        """The fp32 weights, the copies that layers compute with, and the parts of both that ZeRO leaves this rank."""
+        whole = [tensor for shard in self.shards for tensor in (shard.storage, shard.operand)]
+        return whole + [one.tensor for one in self.optimizer.held]
 
-    def _gradient_bytes(self) -> int:
-        return sum(stage.gradients.num_bytes for stage in self.stages.values())
+    def _lasting_bytes(self) -> int:
+        gathered = sum(own.gathered_bytes for own in self.data_parallel.values())
+        return gathered + sum(stage.gradients.num_bytes for stage in self.stages.values())
 
     def _held(self) -> list[Held]:
         """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp, second replicas of stages, and the
-        second tied table do not. With ZeRO it holds pieces, each of which is on no other copy."""
+        second tied table do not. With ZeRO it holds pieces, each of which is on no other copy, or counts on the first that has it."""
         here, placement = self.mesh.coordinates, self.plan.placement
-        if self.sharded:
-            pieces = [(stage, piece) for stage, sharded in self.sharded.items() for _, piece in sharded.pieces]
-            return [Held(each.parameter, each.slices, each.tensor, self._counts(stage, each.parameter)) for stage, each in pieces]
         return [
             Held(
-                shard.parameter,
-                shard.slices,
-                shard.tensor,
-                counts=self._counts(stage, shard.parameter) and placement.replica_of(stage, here["pp"]) == 0,
+                each.parameter,
+                each.slices,
+                each.tensor,
+                counts=self._counts(stage, each.parameter)
+                and (own.counts(each.parameter) if self.plan.layout.zero else placement.replica_of(stage, here["pp"]) == 0),
             )
-            for stage, module in self.stages.items()
-            for shard in module.trained.values()
+            for stage, own in self.data_parallel.items()
+            for each in own.pieces
         ]
 
     def _counts(self, stage: int, parameter: Parameter) -> bool:
         own_tp = self.mesh.etp.rank if parameter.expert else self.mesh.coordinates["tp"]
         return (parameter.cut is not None or own_tp == 0) and not self._is_second_table(stage, parameter.name)
 
-    def _sharded(self, stage: int) -> ShardedStage:
-        experts = self.mesh.expert_copies(stage) if self.plan.model.is_moe else None
-        sharded = ShardedStage(self.plan, stage, self.stages[stage].trained, self.mesh.copies(stage), experts)
-        self.stages[stage].gradients.reduce_in(sharded.gradients)
-        return sharded
+    def _data_parallel(self, stage: int) -> DataParallel:
+        module, copies = self.stages[stage], self.mesh.copies(stage)
+        if self.plan.data_parallel.library == "torch":
+            from .data_parallel.torch_fsdp import TorchShardedStage  # a second of torch's modules that others need not wait for
+
+            return TorchShardedStage(self.plan, module, self.transport, copies, self.plan.microbatches_of(self.mesh.coordinates["dp"]))
+        if not self.plan.layout.zero:
+            return ReplicatedStage.of(self.plan, stage, module.trained, module.gradients, copies)
+        late = None if self._gather_lane is None else LateGather(module.context, self._gather_lane)
+        given = {"numerics": self.numerics, "lane": self._backward_lane, "late": late}
+        return ShardedStage(self.plan, stage, module.trained, module.gradients, self._copies[stage], **given)
 
     def _is_second_table(self, stage: int, name: str) -> bool:
         return self.plan.model.shares_table and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
@@ -282,12 +323,9 @@ class TrainingRank:
         samples_of = functools.partial(self.plan.copy_samples, stage)
         parts = self.mesh.tp_cp_gradients if self.numerics.mode == "exact" else self.mesh.tp_gradients
         gradients, experts = self.stages[stage].gradients, self._expert_copies(stage)
-        if (found := not_finite.find(gradients.held)) is not None:
+        self._reduced[stage] = self.data_parallel[stage].reduce(samples_of, parts, experts)
+        if (found := gradients.take_not_finite() or self.data_parallel[stage].not_finite()) is not None:
             self._not_finite[stage] = found
-        if self.sharded:
-            self._reduced[stage] = self.sharded[stage].reduce(gradients, samples_of, parts, experts)
-        else:
-            self._reduced[stage] = gradients.reduce(self.mesh.copies(stage), samples_of, parts, experts)
         if self.plan.precision.gradient_dtype == "bf16":  # finished sums are rounded once, whatever they were added up in
             self._reduced[stage] = {key: total.bfloat16().float() for key, total in self._reduced[stage].items()}
         own_tokens = [self.mesh.tp_gradients] if self.mesh.tp_gradients and self.plan.layout.sequence_parallel else []
@@ -314,6 +352,8 @@ class TrainingRank:
         self._not_finite.clear()
         self.loss_scale = scale.after(overflow=overflow)
         if not overflow:
+            if self.observer is not None:
+                self._show_gradients(self.observer, gradients, loss, norm)
             self.optimizer.step(gradients, clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
             self.refresh()
         for router in self._routers:
@@ -324,7 +364,7 @@ class TrainingRank:
                 self._show_weights(self.observer)
             return loss, norm, aux_loss, mtp_loss
         if self.observer is not None:
-            self._show(self.observer, gradients, loss, norm)
+            self._show_update(self.observer)
             if self.plan.train.adds_router_losses:
                 self.observer.scalar("aux_loss", aux_loss)
             if self.plan.model.num_mtp_layers:
@@ -346,51 +386,34 @@ class TrainingRank:
 
     def _finished_gradients(self) -> list[Tensor]:
         """Gradients summed over the global batch, in the order of the optimizer's `held`. A tied table's two sums are added here."""
-        table = self._tied_gradient()
-        if self.sharded:
-            gradients = [each for stage, sharded in self.sharded.items() for each in sharded.finished(self._reduced[stage], table)]
-            self._reduced.clear()
-            return gradients
-        gradients = [
-            table if table is not None and name == TOKEN_TABLE else self._reduced[stage][name]
-            for stage, module in self.stages.items()
-            for name in module.trained
-        ]
+        tables = tied_gradients(self.plan, self.mesh, self._reduced, self.transport.recorder)
+        gradients = [each for stage, own in self.data_parallel.items() for each in own.finished(self._reduced[stage], tables.get(stage))]
         self._reduced.clear()
         return gradients
-
-    def _tied_gradient(self) -> Tensor | None:
-        """The gradient of a tied token table, its two ends' sums added; None on ranks without an end and where nothing is tied."""
-        usages = [(stage, usage) for stage in self.stages for usage in stage_usages(self.plan.model, self.plan.stages[stage])]
-        sums = {usage.role: self._reduced[stage][usage.key] for stage, usage in usages if usage.role}
-        if not sums:
-            return None
-        if self.mesh.embedding is None:
-            return finish_tied(sums["embedding"], sums["output"])
-        (own,) = sums.values()
-        with self.transport.recorder.layer(TOKEN_TABLE.removesuffix(".weight")):
-            return finish_tied(*self.mesh.embedding.all_gather(own))
 
     @property
     def _routers(self) -> list[Router]:
         return [router for stage in self.stages.values() for router in stage.routers]
 
-    def _show(self, observer: Observer, gradients: list[Tensor], loss: float, norm: float) -> None:
-        """Everything STEP computed, to the observer: gradients as backward finishes them, last layer first."""
-        held = self.optimizer.held
+    def _show_gradients(self, observer: Observer, gradients: list[Tensor], loss: float, norm: float) -> None:
+        """What STEP computed before the update, to the observer: gradients as backward finishes them, last layer first."""
         observer.scalar("loss", loss)
-        for one, gradient in reversed(list(zip(held, gradients, strict=True))):
+        for one, gradient in reversed(list(zip(self.optimizer.held, gradients, strict=True))):
             observer.gradient(one.name, one.slices, gradient)
         observer.scalar("grad_norm", norm)
-        for one in held:
+
+    def _show_update(self, observer: Observer) -> None:
+        """What the update left, to the observer."""
+        for one in self.optimizer.held:
             observer.optimizer_state(one.name, one.slices, *self.optimizer.moments(one))
         self._show_weights(observer)
 
     def _show_weights(self, observer: Observer) -> None:
         """The weights, and the biases of experts, as they are now."""
         held = self.optimizer.held
+        self.settle()
         whole = [shard for stage in self.stages.values() for shard in stage.trained.values()]
-        for each in whole if self.plan.precision.dtype == "fp32" else held:
+        for each in whole if self.plan.precision.dtype == "fp32" and self.plan.layout.zero < 3 else held:
             observer.weight(each.parameter.name, each.slices, each.tensor)
         for router in self._routers:
             if router.expert_bias is not None:

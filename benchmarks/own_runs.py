@@ -1,6 +1,7 @@
 """Own runs against their predictions: actions and their order, bytes of every collective and message, peak memory.
 
-Run: python benchmarks/own_runs.py [--steps] [--json]; with --steps also seconds of a step, calibrated in between.
+Run: python benchmarks/own_runs.py [--steps] [--replay] [--json]; with --steps also seconds of a step, calibrated in between, with
+--replay those that follow from the durations of single actions in a first run (`own_steps.py`).
 """
 
 from __future__ import annotations
@@ -8,28 +9,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardproof import simulate
 from shardproof.backend.launch import Workers
-from shardproof.backend.measure_machine import Measurement, measure_machine
 from shardproof.core.action import Action
-from shardproof.core.cluster import ClusterSpec
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
 from shardproof.core.program import Collective, Message, operations
 from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.timeline import Span, holds_parts
 from shardproof.simulator.calibrate import calibrated, cluster_toml
+from shardproof.simulator.simulate import Simulation
 
 
 def gpt(**changes: int) -> ModelSpec:
@@ -45,12 +43,22 @@ def llama(**changes: int) -> ModelSpec:
 
 
 def own_plan(
-    model: ModelSpec, layout: Layout, schedule: str = "1F1B", *, samples: int = 8, micro: int = 1, sequence: int = 64, mode: str = "fast"
+    model: ModelSpec,
+    layout: Layout,
+    schedule: str = "1F1B",
+    *,
+    samples: int = 8,
+    micro: int = 1,
+    sequence: int = 64,
+    mode: str = "fast",
+    active: int | None = None,
+    shared: DataParallel | None = None,
 ) -> Plan:
     """A plan that this machine can run."""
     cluster = cluster_preset("this-host", layout.world_size)
-    batch, choice = Batch(samples, micro, sequence), ScheduleChoice(schedule)
-    return Plan(model, cluster, layout, batch, precision=Precision("fp32"), schedule=choice, numerics=Numerics(mode))
+    batch, choice = Batch(samples, micro, sequence), ScheduleChoice(schedule, max_active_stages=active)
+    common = {"precision": Precision("fp32"), "schedule": choice, "numerics": Numerics(mode), "data_parallel": shared or DataParallel()}
+    return Plan(model, cluster, layout, batch, **common)
 
 
 RUNS: Sequence[Plan] = (
@@ -78,17 +86,54 @@ RUNS: Sequence[Plan] = (
     own_plan(llama(), Layout(tp=2, pp=2, vpp=2), "InterleavedZeroBubble"),
     own_plan(llama(), Layout(tp=2, pp=2, dp=2), samples=16),
     own_plan(llama(), Layout(dp=2), mode="exact"),
+    own_plan(gpt(), Layout(dp=2, zero=1)),
+    own_plan(llama(), Layout(dp=2, zero=1), mode="exact"),
+    own_plan(llama(), Layout(dp=4, zero=1), shared=DataParallel(shard=2)),
+    own_plan(llama(), Layout(dp=2, zero=2)),
+    own_plan(llama(), Layout(dp=4, zero=2), shared=DataParallel(bucket_bytes=200_000)),
+    own_plan(gpt(), Layout(dp=4, zero=3), active=1),
+    own_plan(llama(), Layout(pp=2, vpp=2, dp=2, zero=3), "Interleaved1F1B", active=1),
+    own_plan(llama(), Layout(pp=2, dp=2, zero=3), mode="exact", active=1),
 )
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank did in a step: actions by lane in order, what each sent, the peak of live storages and the action then."""
+    """What one rank did in a step: actions by lane in order, their times, what each sent, and where it was metered the peak of live
+    storages and the action then."""
 
     lanes: dict[str, list[str]]
+    spans: list[Span]
     sent: dict[str, list[Collective | Message]]
-    peak_bytes: int
-    peak_action: str
+    peak_bytes: int = 0
+    peak_action: str = ""
+
+
+def record_step(transport: Any, rank: Any) -> Recorded:
+    """The first step of a rank, recorded."""
+    recorder = transport.recorder
+    recorder.enabled = True
+    _, spans = rank.step(0)
+    rank.settle()
+    recorder.enabled = False
+    sent = defaultdict(list)
+    for action, operation in recorder.events:
+        if isinstance(operation, Collective | Message):
+            sent[str(action)].append(operation)
+    lanes = defaultdict(list)
+    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
+        lanes[span.lane].append(str(span.action))
+    return Recorded(dict(lanes), spans, dict(sent))
+
+
+def record_order(transport: Any, plan: Plan) -> Recorded:
+    """The job of one rank where only actions and bytes count: one step, which all ranks begin together."""
+    from shardproof.backend.training_rank import TrainingRank
+
+    rank = TrainingRank(transport, plan)
+    transport.group("own-runs", "world", range(transport.world_size)).barrier()
+    rank.clock.restart()
+    return record_step(transport, rank)
 
 
 def record_rank(transport: Any, plan: Plan) -> Recorded:
@@ -98,26 +143,17 @@ def record_rank(transport: Any, plan: Plan) -> Recorded:
     """
     from shardproof.backend.training_rank import TrainingRank
 
-    recorder = transport.recorder
-    recorder.enabled = True
     rank = TrainingRank(transport, plan)
     world = transport.group("own-runs", "world", range(transport.world_size))
-    _, spans = rank.step(0)
-    recorder.enabled = False
-    sent = defaultdict(list)
-    for action, operation in recorder.events:
-        if isinstance(operation, Collective | Message):
-            sent[str(action)].append(operation)
-    lanes = defaultdict(list)
-    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
-        lanes[span.lane].append(str(span.action))
+    recorded = record_step(transport, rank)
     peaks = []
     for step in (1, 2):
         meter = rank.live_meter()
         world.barrier()
         rank.step(step, meter=meter)
         peaks.append((meter.peak_bytes, meter.peak_action))
-    return Recorded(dict(lanes), dict(sent), *min(peaks))
+    peak_bytes, peak_action = min(peaks)
+    return replace(recorded, peak_bytes=peak_bytes, peak_action=peak_action)
 
 
 @dataclass(frozen=True)
@@ -141,20 +177,11 @@ class Row:
 
 def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
     """The recorded step beside the simulated one, rank by rank; the peaks are those of the rank with the largest error."""
-    simulation, schedule = simulate(plan), lower(schedule_for(plan))
-    differences: list[str] = []
+    simulation = simulate(plan)
     peaks = []
     everything = [one for rank in ranks for sent in rank.sent.values() for one in sent]
     for global_rank, recorded in enumerate(ranks):
-        here = plan.layout.coordinates(global_rank)
-        pp_rank = here["pp"]
-        for lane in simulation.timeline.spans.lanes:
-            expected = [str(span.action) for span in simulation.timeline.select(simulation.global_ranks[pp_rank], lane)]
-            if recorded.lanes.get(lane, []) != expected:
-                differences.append(f"rank {global_rank} lane {lane}: order of actions")
-        for action in schedule.row(pp_rank):
-            differences += _sent_differently(plan, global_rank, here, action, recorded)
-        memory = simulation.memory[pp_rank]
+        memory = simulation.memory[plan.layout.coordinates(global_rank)["pp"]]
         peaks.append((memory.peak_bytes, recorded.peak_bytes, memory.peak_action, recorded.peak_action))
     predicted, measured, *actions = max(peaks, key=lambda peak: abs(peak[0] / peak[1] - 1))
     return Row(
@@ -165,7 +192,7 @@ def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
         sum(len(lane) for rank in ranks for lane in rank.lanes.values()),
         len(everything),
         sum(one.sent_bytes if isinstance(one, Collective) else one.num_bytes for one in everything),
-        differences,
+        differences(plan, ranks, simulation),
         predicted,
         measured,
         predicted / measured - 1,
@@ -173,13 +200,29 @@ def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
     )
 
 
-def _sent_differently(plan: Plan, global_rank: int, here: dict[str, int], action: Action, recorded: Recorded) -> list[str]:
+def differences(plan: Plan, ranks: Sequence[Recorded], simulation: Simulation) -> list[str]:
+    """What the ranks did otherwise than predicted: lanes with another order of actions, actions that sent something else. The lanes of
+    collectives inside a pair (`core.timeline.collective_lane`) hold parts of actions."""
+    timeline, schedule = simulation.timeline, lower(schedule_for(plan))
+    found: list[str] = []
+    for global_rank, recorded in enumerate(ranks):
+        here = plan.layout.coordinates(global_rank)
+        shown = simulation.global_ranks[here["pp"]]
+        for lane in dict.fromkeys([*timeline.spans.lanes, *(lane for lane in recorded.lanes if not holds_parts(lane))]):
+            if recorded.lanes.get(lane, []) != [str(span.action) for span in timeline.select(shown, lane)]:
+                found.append(f"rank {global_rank} lane {lane}: order of actions")
+        for action, times in Counter(schedule.row(here["pp"])).items():  # weights of a stage may be gathered several times
+            found += _sent_differently(plan, global_rank, here, action, times, recorded)
+    return found
+
+
+def _sent_differently(plan: Plan, global_rank: int, here: dict[str, int], action: Action, times: int, recorded: Recorded) -> list[str]:
     """What an action sent otherwise than `core.program` says, one sentence for the first difference."""
     expected: list[Any] = []
     for part in action.parts:
         replica = plan.placement.replica_of(part.stage, here["pp"])
         found = operations(plan, part.kind, part.stage, here["tp"], here["dp"], cp_rank=here["cp"], replica=replica)
-        expected += [operation for operation in found if isinstance(operation, Collective | Message)]
+        expected += [operation for operation in found if isinstance(operation, Collective | Message)] * times
     parts = [operation for part in action.parts for operation in recorded.sent.get(str(part), [])]
     return [] if parts == expected else [f"rank {global_rank} {action}: sent {parts[:3]}, predicted {expected[:3]}"]
 
@@ -223,130 +266,33 @@ CROWDED: Sequence[Plan] = (
 )
 """More ranks than cores."""
 
-WARM_STEPS, STEPS = 2, 4
-CALIBRATION_ROUNDS = 3
-"""Turns of every kernel in the calibration before a round of steps."""
-
-
-@dataclass(frozen=True)
-class TimedRow:
-    """Seconds of a step: predicted, measured (a quantile of steps of interleaved runs), and the distance of their quartiles over it."""
-
-    model: str
-    hidden: int
-    sequence: int
-    micro: int
-    layout: str
-    schedule: str
-    ranks: int
-    predicted_s: float
-    measured_s: float
-    spread: float
-    error: float
-
-
-def time_rank(transport: Any, plan: Plan) -> list[float]:
-    """The job of one rank: seconds of its steps, all ranks starting together, without the first ones."""
-    from shardproof.backend.training_rank import TrainingRank
-
-    rank = TrainingRank(transport, plan)
-    world = transport.group("own-runs", "world", range(transport.world_size))
-    seconds = []
-    for step in range(WARM_STEPS + STEPS):
-        world.barrier()
-        seconds.append(rank.step(step)[0].elapsed_s)
-    return seconds[WARM_STEPS:]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of steps of every plan, and what the machine took for single kernels meanwhile."""
-
-    seconds: list[list[float]]
-    rows: list[Measurement]
-
-
-def timed(plans: Sequence[Plan], *, rounds: int, quantile: float, pause_s: float, calibrate: bool) -> Timing:
-    """Rounds in which every plan takes its steps, one plan after the other, each round after a short calibration of its own.
-
-    So whatever slows the machine for a while slows kernels and steps alike. `pause_s` lets others work between rounds.
-    """
-    seconds: list[list[float]] = [[] for _ in plans]
-    measured: list[list[Measurement]] = []
-    for _ in range(rounds):
-        if calibrate:
-            measured.append(measure_machine(groups=(2, 4), rounds=CALIBRATION_ROUNDS, quantile=quantile))
-        for found, plan in zip(seconds, plans, strict=True):
-            with Workers(plan.layout.world_size, "gloo", timeout_s=300) as workers:
-                ranks = workers.run(time_rank, plan)
-            found += [max(of_step) for of_step in zip(*ranks, strict=True)]
-        time.sleep(pause_s)
-    rows = [
-        replace(same[0], seconds=float(np.median([row.seconds for row in same])), spread=float(np.median([row.spread for row in same])))
-        for same in zip(*measured, strict=True)
-    ]
-    return Timing(seconds, rows)
-
-
-def calibrated_cluster(path: str) -> ClusterSpec:
-    """The cluster in a file of `shardproof calibrate`."""
-    smallest = '[model]\npreset = "tiny-gpt"\n[batch]\nglobal = 8\nsequence = 8\n[layout]\ndp = 1\n'
-    return Plan.from_toml(f'{smallest}[cluster]\nfile = "{path}"\nnum_devices = 1\n').cluster
-
-
-def timed_row(plan: Plan, seconds: list[float], cluster: ClusterSpec, quantile: float) -> TimedRow:
-    """The seconds of a plan beside its prediction on the calibrated cluster."""
-    cluster = replace(cluster, num_devices=plan.layout.world_size)
-    predicted_s = simulate(replace(plan, cluster=cluster)).report["step_time_s"]
-    low, middle, high = (float(np.quantile(seconds, part)) for part in (0.25, 0.5, 0.75))
-    measured_s = float(np.quantile(seconds, quantile))
-    batch = plan.batch
-    return TimedRow(
-        plan.model.name,
-        plan.model.hidden_size,
-        batch.sequence,
-        batch.micro_size,
-        plan.layout.degrees,
-        plan.schedule.name,
-        plan.layout.world_size,
-        predicted_s,
-        measured_s,
-        (high - low) / middle,
-        predicted_s / measured_s - 1,
-    )
-
-
-def timed_lines(title: str, rows: Sequence[TimedRow]) -> list[str]:
-    """The timed rows for people, and their errors together."""
-    lines = [title]
-    for row in rows:
-        lines.append(
-            f"  {row.model:9}  h{row.hidden:<4} s{row.sequence:<4} b{row.micro} {row.layout:20} {row.schedule:16} {row.ranks} ranks  "
-            f"measured {row.measured_s * 1e3:7.1f} ms (spread {row.spread:4.0%})  "
-            f"predicted {row.predicted_s * 1e3:7.1f} ms {row.error:+6.1%}"
-        )
-    errors = sorted(abs(row.error) for row in rows) or [0.0]
-    return [*lines, f"  median error {float(np.median(errors)):.1%}, worst {errors[-1]:.1%}"]
+OTHERS: Sequence[tuple[Plan, Plan]] = tuple(
+    (own_plan(gpt(**WIDE), Layout(pp=2), samples=8, micro=1, sequence=256), TIMED[number]) for number in (4, 5)
+)
+"""A plan whose recorded durations predict another schedule's step: 1F1B, and GPipe and ZBH1."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", action="store_true", help="also measure seconds of steps, and calibrate in between")
+    parser.add_argument("--replay", action="store_true", help="also predict steps from a first run's durations of single actions")
     parser.add_argument("--cluster", help="a cluster file of `shardproof calibrate`, instead of calibrating in between")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every timed plan")
     parser.add_argument("--quantile", type=float, default=0.5, help="which of the measured steps counts; the median unless said otherwise")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between the turns")
-    parser.add_argument("--steps-only", action="store_true", help="leave actions, bytes and memory out")
+    parser.add_argument("--seconds-only", action="store_true", help="leave actions, bytes and memory out")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the timed plans to take, for a short look")
     parser.add_argument("--write-cluster", help="where to leave the cluster file that was calibrated in between")
     args = parser.parse_args()
+    from own_steps import TimedRow, calibrated_cluster, replayed, timed, timed_lines, timed_row  # beside this file
+
     cluster = calibrated_cluster(args.cluster) if args.cluster else None  # what is wrong with the file is said before the long part
-    rows = [] if args.steps_only else [compare(plan, record(plan)) for plan in RUNS]
-    times = {}
-    if args.steps or args.steps_only:
-        chosen = [plan for number, plan in enumerate((*TIMED, *CROWDED)) if args.only is None or number in args.only]
-        timing = timed(chosen, rounds=args.rounds, quantile=args.quantile, pause_s=args.pause, calibrate=cluster is None)
+    rows = [] if args.seconds_only else [compare(plan, record(plan)) for plan in RUNS]
+    chosen = [plan for number, plan in enumerate((*TIMED, *CROWDED)) if args.only is None or number in args.only]
+    times: dict[str, Sequence[TimedRow]] = {}
+    if args.steps:
+        timing = timed(chosen, rounds=args.rounds, pause_s=args.pause, quantile=args.quantile, calibrate=cluster is None)
         if cluster is None:
             cores = os.cpu_count() or 1
             cluster = calibrated(timing.rows, name="this-host-measured", num_cores=cores, memory_bytes=16e9, when="between these runs")
@@ -354,13 +300,20 @@ def main() -> None:
             Path(args.write_cluster).write_text(cluster_toml(cluster))
         found = [timed_row(plan, seconds, cluster, args.quantile) for plan, seconds in zip(chosen, timing.seconds, strict=True)]
         few = [row for row in found if row.ranks <= cluster.num_cores]
-        times = {"as many ranks as cores": few, "more ranks than cores": [row for row in found if row not in few]}
+        times["predicted from a calibration, as many ranks as cores"] = few
+        times["predicted from a calibration, more ranks than cores"] = [row for row in found if row not in few]
+    if args.replay:
+        few = [(plan, plan) for plan in chosen if plan.layout.world_size <= (os.cpu_count() or 1)]
+        others = [pair for pair in OTHERS if pair[1] in chosen]
+        replays = replayed([*few, *others], rounds=args.rounds, pause_s=args.pause)
+        times["predicted from the durations of a first run"] = replays[: len(few)]
+        times["predicted from the durations of a first run of another schedule"] = replays[len(few) :]
     if args.json:
         tables = {name: [asdict(row) for row in found] for name, found in times.items()}
         print(json.dumps({"runs": [asdict(row) for row in rows], "times": tables}))
         return
     for name, found in times.items():
-        print("\n".join(timed_lines(name, found)))
+        print("\n".join(timed_lines(name, found)) if found else f"{name}: none")
     for row in rows:
         exact = "same" if not row.differences else f"{len(row.differences)} DIFFER: {row.differences[0]}"
         print(

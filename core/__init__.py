@@ -12,6 +12,7 @@ _MODULES = {
     "Kind": "action",
     "Layout": "layout",
     "ModelSpec": "model",
+    "ModularPlan": "modules",
     "Placement": "schedule",
     "Plan": "plan",
     "Schedule": "schedule",

@@ -182,6 +182,49 @@ def messages(source: Grid, destination: Grid) -> tuple[Message, ...]:
     return tuple(Message(*ends, tuple(found[ends])) for ends in sorted(found))
 
 
+@dataclass(frozen=True)
+class Parcel:
+    """What one rank has of one of its microbatches for one microbatch of another rank. Boxes count samples inside the microbatches.
+
+    `sample` is the first sample in the batch: ranks that send and receive parcels one after the other, in the order of `sample`, cannot
+    wait for each other in a circle.
+    """
+
+    sample: int
+    source_microbatch: int
+    destination_microbatch: int
+    message: Message
+
+
+def parcels(source: Grid, destination: Grid, micro_size: int) -> tuple[Parcel, ...]:
+    """`messages` between grids that hold a whole batch, one range of samples a rank, cut into microbatches of `micro_size` samples on both
+    sides; sorted by sample, source and destination. Raises as `messages`."""
+    found: dict[tuple[int, int, int, int], list[Piece]] = defaultdict(list)
+    firsts: dict[tuple[int, int, int, int], int] = {}
+    for message in messages(source, destination):
+        holding = source.holding_of(message.source)
+        assert holding is not None
+        for piece in message.pieces:
+            (lo, hi), there = piece.source[0], piece.destination[0][0]
+            while lo < hi:
+                ours, theirs = lo // micro_size, there // micro_size
+                size = min((ours + 1) * micro_size - lo, (theirs + 1) * micro_size - there, hi - lo)
+                key = message.source, message.destination, ours, theirs
+                firsts[key] = min(firsts.get(key, lo), lo)
+                here = lo - ours * micro_size, there - theirs * micro_size
+                cut = ((place, place + size) for place in here)
+                found[key].append(
+                    Piece(*((samples, *box[1:]) for samples, box in zip(cut, (piece.source, piece.destination), strict=True)))
+                )
+                lo, there = lo + size, there + size
+    made = []
+    for key, pieces in found.items():
+        holding = source.holding_of(key[0])
+        assert holding is not None
+        made.append(Parcel(holding.samples[0][0] + firsts[key], key[2], key[3], Message(*key[:2], tuple(pieces))))
+    return tuple(sorted(made, key=lambda parcel: (parcel.sample, parcel.message.source, parcel.message.destination)))
+
+
 def _overlaps(ones: Iterable[Holding], others: Iterable[Holding]) -> Iterator[tuple[Holding, Holding]]:
     """Every one with every other that it shares an item with. The work grows with what is found, not with the square of the ranks."""
     ones, others = list(ones), set(others)

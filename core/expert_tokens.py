@@ -6,13 +6,14 @@ what one group gives. A *copy of the experts* is the ranks of one etp x ep grid:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .chunks import Chunks
 from .layout import Layout
 from .leaves import Leaves
-from .reduction import CarryTree, Node, cut, maximal_nodes
+from .reduction import CarryTree, NestedTree, Node, cut, maximal_nodes
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -109,6 +110,17 @@ class ExpertNodes:
 
     def __len__(self) -> int:
         return len(self.whole) + len(self.parts)
+
+
+def joined_nodes(num_samples: int, num_blocks: int, nodes: Iterable[ExpertNodes]) -> ExpertNodes:
+    """What several copies of the experts have together, when what they have is added up as far as it goes."""
+    joined: NestedTree[None] = NestedTree(num_samples, num_blocks, lambda left, right: None)
+    for each in nodes:
+        for node in each.whole:
+            joined.samples.insert(node, None)
+        for sample, node in each.parts:
+            joined.insert(sample, node, None)
+    return ExpertNodes(joined.samples.nodes, joined.parts)
 
 
 def expert_nodes(plan: Plan, stage: int, global_rank: int) -> ExpertNodes:

@@ -146,15 +146,22 @@ class Layout:
 
     def group_of(self, global_rank: int, axes: str) -> list[int]:
         """The one dense group over `axes` that contains a rank."""
-        names = axes.split("-")
-        varying = [axis for axis in self._full_order.split("-") if axis in names]
-        here = self.coordinates(global_rank)
-        combinations = np.ndindex(*(self.sizes[axis] for axis in reversed(varying)))
-        return [self.global_rank(**{**here, **dict(zip(reversed(varying), index, strict=True))}) for index in combinations]
+        return self._group_of(global_rank, axes, self.sizes)
 
     def expert_group_of(self, global_rank: int, axes: str) -> list[int]:
         """The one expert group over `axes` that contains a rank."""
-        return next(group for group in self.expert_groups(axes) if global_rank in group)
+        return self._group_of(global_rank, axes, self.expert_sizes)
+
+    def _group_of(self, global_rank: int, axes: str, sizes: Mapping[str, int]) -> list[int]:
+        """The ranks that differ from one in some axes of a grid only, the leftmost of these in the order varying fastest."""
+        here, stride, members = self._coordinates(global_rank, sizes), 1, np.zeros(1, dtype=np.int64)
+        first = global_rank
+        for axis in self._full_order.split("-"):
+            if axis in axes.split("-"):
+                first -= here[axis] * stride
+                members = (np.arange(sizes[axis])[:, None] * stride + members).reshape(-1)
+            stride *= sizes[axis]
+        return (first + members).tolist()
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
         """Dense coordinates of a rank, e.g. `{"tp": 1, "cp": 0, "dp": 0, "pp": 3}`. The inverse of `global_rank`."""

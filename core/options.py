@@ -17,11 +17,13 @@ from .errors import PlanError
 from .files import read_text, write_text
 from .layout import Layout
 from .model import ModelSpec
+from .modules import ModularPlan
 from .plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Runtime
 from .plan_build import Draft, build_plan
 from .plan_keys import key_named
-from .plan_toml import Given, Values, read_values
+from .plan_toml import Given, Values, any_plan, num_modules, read_values
 from .schedules import default_name
+from .timeline import Timeline
 
 MICROBATCHES_PER_STAGE = 4
 """Without a global batch there are this many microbatches per pipeline rank: enough to see the steady state."""
@@ -106,6 +108,15 @@ def read_plan(args: argparse.Namespace) -> Plan:
         _fill_batch(values)
         _fill_schedule(values)
     return build_plan(values, source)
+
+
+def read_any_plan(args: argparse.Namespace) -> Plan | ModularPlan:
+    """The same for verbs that take [[modules]] too: a plan of several models where PLAN has them."""
+    if args.plan is not None:
+        values, source = _values(args)
+        if num_modules(values):
+            return any_plan(values, source)
+    return read_plan(args)
 
 
 def read_search_space(args: argparse.Namespace) -> SearchSpace:
@@ -239,6 +250,21 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds --json and -o."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("-o", "--output", metavar="FILE", help="also write the result, as JSON or text by its suffix; - is standard output")
+
+
+def add_durations(group: Any) -> None:
+    """Adds --durations, which replaces prices by what actions took in recorded steps, to a parser or a group of its options."""
+    group.add_argument(
+        "--durations",
+        action="append",
+        metavar="FILE",
+        help="a recorded step (`train -o run.timeline.json`) whose durations replace the modelled ones; of several the middle one",
+    )
+
+
+def read_durations(args: argparse.Namespace) -> list[Timeline]:
+    """The recorded steps that --durations names. Raises `TimelineError` for a file that is none."""
+    return [Timeline.load(name) for name in args.durations or ()]
 
 
 def check_output(output: str | None) -> None:

@@ -10,7 +10,7 @@ from .cluster import ClusterSpec
 from .errors import PlanError
 from .layout import Layout
 from .leaves import LeafSizes, degree_to_admit, leaf_sizes
-from .microbatches import microbatch_counts
+from .microbatches import microbatch_counts, own_microbatches
 from .model import ModelSpec
 from .reduction import cut
 from .schedule import Placement
@@ -56,8 +56,13 @@ class Runtime:
     parts; with `launch_blocking` the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1); `fused_loss` writes the gradient of the
     loss over the logits instead of keeping an fp32 softmax. `context_parallel` says how keys and values reach the other ranks of a
     sequence: all at once, or from neighbour to neighbour. `ep_comm_overlap` runs the exchanges of tokens between experts beside the
-    computation of another microbatch; `dispatch_once` sends a token once to each node, inside a node once to each device, and not once
-    to each of its experts (DeepEP, HybridEP).
+    computation of another microbatch (our own backend all exchanges of a layer, in the pairs of a schedule); `dispatch_once` sends a token
+    once to each node, inside a node once to each device, and not once to each of its experts (DeepEP, HybridEP).
+
+    Where messages between stages do not run beside products, `p2p_batched` says whether those that follow each other in a rank's list begin
+    together (as without it) or one ends before the next begins; both are modelled alike. With `trim_padding` a microbatch of padded
+    documents ends with its longest one, in whole blocks of tokens: layers and messages are as long as it is, and no bit of the result
+    changes; what is modelled is the whole sequence.
     """
 
     profile: ProfileName = "shardproof"
@@ -65,6 +70,7 @@ class Runtime:
     compile: bool | None = None
     tp_comm_overlap: bool | None = None
     p2p_overlap: bool | None = None
+    p2p_batched: bool | None = None
     cuda_graphs: bool | None = None
     scatter_gather: bool | None = None
     launch_blocking: bool | None = None
@@ -72,6 +78,7 @@ class Runtime:
     context_parallel: Literal["all_gather", "ring"] | None = None
     ep_comm_overlap: bool | None = None
     dispatch_once: bool | None = None
+    trim_padding: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,13 +168,14 @@ class DataParallel:
 
     `overlap_grad_reduce` reduces buckets of `bucket_bytes` under the last backward passes, `overlap_param_gather` gathers updated
     parameters under the first forward passes. `shard` is the size of the groups that ZeRO shards over (hybrid sharding); None is
-    all data-parallel ranks.
+    all data-parallel ranks. `library` is whose code keeps parameters in parts: ours, or torch's `fully_shard` (FSDP2).
     """
 
     overlap_grad_reduce: bool | None = None
     overlap_param_gather: bool | None = None
     bucket_bytes: int | None = None
     shard: int | None = None
+    library: Literal["shardproof", "torch"] = "shardproof"
 
 
 @dataclass(frozen=True)
@@ -176,7 +184,8 @@ class Train:
 
     `label_smoothing` and `z_loss` change what is minimised (`backend.tensor_parallel.cross_entropy.LossChoice`), not held-out losses.
     Tokens whose target is `ignore_token` count for nothing, also in the mean: a batch then has as many tokens as have other targets.
-    With `packed` a sequence is made of documents: attention sees no earlier one, and positions begin again with each.
+    With `packed` a sequence is made of documents: attention sees no earlier one, and positions begin again with each. With `padded` it is
+    one document, cut where it is too long and else filled up with `ignore_token`, which counts for nothing.
     Weights start from `seed`, or are those of the Hugging Face folder `load`.
 
     `mtp_loss_weight` is the share of multi-token prediction in what is minimised, the mean over its modules (DeepSeek-V3, equation 25).
@@ -196,6 +205,7 @@ class Train:
     z_loss: float = 0.0
     ignore_token: int | None = None
     packed: bool = False
+    padded: bool = False
     load: str | None = None
     mtp_loss_weight: float = 0.1
     router_aux_loss: float = 0.0
@@ -247,12 +257,34 @@ class Plan:
     def __post_init__(self) -> None:
         from .plan_rules import broken_rules  # the rule table is written in terms of the nouns of this file
 
-        if broken := broken_rules({entry.name: getattr(self, entry.name) for entry in fields(self)}):
+        if broken := broken_rules({section: getattr(self, section) for section in self.ruled}):
             raise PlanError([problem.sentence for problem in broken])
+
+    @property
+    def ruled(self) -> tuple[str, ...]:
+        """The sections that the rules are asked about: all of them."""
+        return tuple(entry.name for entry in fields(Plan))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.layout.world_size
+
+    @property
+    def title(self) -> str:
+        """The model's name."""
+        return self.model.name
+
+    def name_in_run(self, name: str) -> str:
+        """What checkpoints call a parameter, and what the random numbers of a parameter or an operation go by: its name."""
+        return name
 
     @classmethod
     def from_toml(cls, text: str, source: str = "plan.toml") -> Plan:
         """The plan that a TOML text describes. `source` is its file name: it opens every message, and relative paths start there.
+
+        A text with [[modules]] gives a `core.modules.ModularPlan`, which has no one model and layout, but which simulate, draw, verify and
+        train take as well.
 
         Raises `PlanError` with every problem of the text, each with its line.
         """
@@ -272,14 +304,21 @@ class Plan:
         return self.microbatches_of(0)
 
     def microbatches_of(self, dp_rank: int) -> int:
-        """Microbatches per step on a data-parallel rank. Where dp does not divide those of the global batch, later ranks have one less."""
+        """Microbatches per step on a data-parallel rank. Where dp does not divide those of the global batch, later ranks have one less,
+        or a schedule's `together`."""
         lo, hi = self.samples_of(dp_rank)
         return (hi - lo) // self.batch.micro_size
 
     @cached_property
     def microbatch_counts(self) -> tuple[int, ...]:
         """The different numbers of microbatches that data-parallel ranks have, the largest first."""
-        return microbatch_counts(self.batch.global_size, self.batch.micro_size, self.layout.dp)
+        return microbatch_counts(self.batch.global_size, self.batch.micro_size, self.layout.dp, self._microbatches_together)
+
+    @cached_property
+    def _microbatches_together(self) -> int:
+        from .schedules import CATALOG  # builders are written in terms of the nouns of this folder
+
+        return 1 if self.schedule.file is not None else CATALOG[self.schedule.name].together
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
@@ -329,7 +368,8 @@ class Plan:
 
     def samples_of(self, dp_rank: int) -> tuple[int, int]:
         """The contiguous interval of the global batch that a data-parallel rank owns."""
-        lo, hi = cut(self.batch.global_size // self.batch.micro_size, self.layout.dp, dp_rank)
+        total, together = self.batch.global_size // self.batch.micro_size, self._microbatches_together
+        lo, hi = own_microbatches(total, self.layout.dp, dp_rank, together)
         return lo * self.batch.micro_size, hi * self.batch.micro_size
 
     def num_copies(self, stage: int) -> int:

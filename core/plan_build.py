@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from .cluster import ClusterSpec
@@ -19,7 +19,7 @@ from .model_presets import MODEL_PRESETS, model_preset
 from .plan import Plan
 from .plan_keys import KEYS, NOUNS, Key, keys_of
 from .plan_rules import broken_rules
-from .plan_toml import Given, Values, read_values
+from .plan_toml import Given, Values, num_modules, read_values
 
 DEFAULT_CLUSTER = "this-host"
 """The preset of a plan that says nothing about its devices but their number."""
@@ -30,6 +30,8 @@ SET_IN_PLAN = "set in the plan"
 
 def build_plan(values: Values, source: str) -> Plan:
     """The plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
+    if num_modules(values):
+        raise PlanError(f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train.")
     draft = Draft(values, source)
     nouns = draft.nouns()
     draft.report_broken_rules(nouns)
@@ -50,11 +52,12 @@ class Draft:
             if section not in NOUNS:
                 self._unknown_section(section)
 
-    def nouns(self) -> dict[str, Any]:
-        """Section -> noun, without the sections that have problems of their own."""
-        found: dict[str, Any] = {"model": self.model(), "layout": self.layout()}
+    def nouns(self, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """Section -> noun, without the sections that have problems of their own, and without model and layout where those are told."""
+        own = {"model": self.model, "layout": self.layout}
+        found: dict[str, Any] = {section: make() for section, make in own.items() if section not in without}
         found |= {section: self._plain(section) for section in NOUNS if section not in _COMPOSED}
-        found["cluster"] = self.cluster(found["layout"])
+        found["cluster"] = self.cluster(found.get("layout"))
         return {section: noun for section, noun in found.items() if noun is not None}
 
     def model(self) -> ModelSpec | None:
@@ -129,12 +132,19 @@ class Draft:
             self.bad.add(dotted)
             self._problem(None, sentence)
 
+    def problem_at(self, given: Given | None, sentence: str) -> None:
+        """Adds a problem of a value that lies in no section of this draft."""
+        self.problems.append((given.line, f"{given.origin}: {sentence}") if given else (10**9, f"{self.source}: {sentence}"))
+
     def report_broken_rules(self, nouns: Mapping[str, Any]) -> None:
         """Adds the problems of every cross-key rule whose own keys are fine."""
         for broken in broken_rules(nouns):
             if not self.bad.intersection(broken.rule.keys):
-                where = next((key for key in broken.rule.keys if self._find(key) is not None), None)
-                self._problem(where, broken.sentence)
+                self.problem_at(self.find_first(broken.rule.keys), broken.sentence)
+
+    def find_first(self, keys: Iterable[str]) -> Given | None:
+        """Where the first of some keys that is given is given."""
+        return next((given for key in keys if (given := self._find(key)) is not None), None)
 
     def raise_problems(self) -> None:
         """Raises `PlanError` in file order if anything was found."""
@@ -219,8 +229,7 @@ class Draft:
         return self.given.get(section, {}).get(name)
 
     def _problem(self, dotted: str | None, sentence: str) -> None:
-        given = self._find(dotted) if dotted is not None else None
-        self.problems.append((given.line, f"{given.origin}: {sentence}") if given else (10**9, f"{self.source}: {sentence}"))
+        self.problem_at(self._find(dotted) if dotted is not None else None, sentence)
 
 
 LARGEST_NUMBER = 10**15

@@ -7,11 +7,12 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .errors import PlanError
 
 if TYPE_CHECKING:
+    from .modules import ModularPlan
     from .plan import Plan
 
 
@@ -26,7 +27,20 @@ class Given:
 
 
 Values = dict[str, dict[str, Given]]
-"""Section -> key -> value as given, not yet checked."""
+"""Section -> key -> value as given, not yet checked. What a module says of its own is under sections of its own (`module_section`)."""
+
+MODULES = "modules"
+"""The name of [[modules]]."""
+
+
+def module_section(number: int, section: str = "") -> str:
+    """The section of `Values` that holds a section of a module, or its own keys: `modules.0.layout`, `modules.0`."""
+    return f"{MODULES}.{number}.{section}" if section else f"{MODULES}.{number}"
+
+
+def num_modules(values: Values) -> int:
+    """How many [[modules]] there are."""
+    return sum(section.count(".") == 1 for section in values if section.startswith(f"{MODULES}."))
 
 
 def read_values(text: str, source: str) -> Values:
@@ -43,6 +57,9 @@ def read_values(text: str, source: str) -> Values:
     values: Values = {}
     for section, table in tables.items():
         line = lines.get((section,), 1)
+        if section == MODULES and isinstance(table, list) and all(isinstance(module, Mapping) for module in table):
+            values |= _module_values(table, text, source)
+            continue
         if not isinstance(table, Mapping):
             what = "a list of sections" if isinstance(table, list) else "a key outside every section"
             raise PlanError(f"{source}:{line}: {section!r} is {what}. Write [section] once above its keys, such as [layout] above tp.")
@@ -53,33 +70,82 @@ def read_values(text: str, source: str) -> Values:
     return values
 
 
+def _module_values(tables: list[Mapping[str, Any]], text: str, source: str) -> Values:
+    """The sections of every module, with the lines of the module's own statements."""
+    lines: dict[tuple[Any, ...], int] = {}
+    number = -1
+    for path, line in _statement_lines(text):
+        if path == (MODULES,):
+            number += 1
+        if path[0] == MODULES:
+            lines[(number, *path[1:])] = line
+    values: Values = {}
+
+    def given(value: Any, *path: Any) -> Given:
+        line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
+        return Given(value, f"{source}:{line}", line, Path(source).parent)
+
+    for number, table in enumerate(tables):
+        own = values[module_section(number)] = {}
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                values[module_section(number, key)] = {name: given(each, number, key, name) for name, each in value.items()}
+            else:
+                own[key] = given(value, number, key)
+    return values
+
+
 def plan_from_toml(text: str, source: str) -> Plan:
     """See `Plan.from_toml`."""
-    from .plan_build import build_plan
+    return cast("Plan", any_plan(read_values(text, source), source))
 
-    return build_plan(read_values(text, source), source)
+
+def any_plan(values: Values, source: str) -> Plan | ModularPlan:
+    """The plan that `values` describe, of one model or of several. Raises `PlanError` with all problems."""
+    from .plan_build import build_plan
+    from .plan_build_modules import build_modular_plan
+
+    return build_modular_plan(values, source) if num_modules(values) else build_plan(values, source)
 
 
 def plan_to_toml(plan: Plan) -> str:
     """See `Plan.to_toml`. Sections and keys come in the order of the key table."""
-    from .plan_build import sparse_cluster, sparse_model
-    from .plan_keys import KEYS, NOUNS
+    from .plan_keys import NOUNS
 
-    sections = []
-    for section in NOUNS:
-        noun = getattr(plan, section)
-        keys = [key for key in KEYS if key.section == section]
-        if section == "model":
-            given = sparse_model(noun)
-        elif section == "cluster":
-            given = sparse_cluster(noun)
-        else:
-            fields = {key: getattr(noun, key.attribute) for key in keys if key.attribute is not None}
-            given = {key.name: value for key, value in fields.items() if value != key.default or key.dotted in ALWAYS_WRITTEN}
-        if given:
-            ordered = [key.name for key in keys if key.name in given]
-            sections.append("\n".join([f"[{section}]", *(f"{name} = {toml_value(given[name])}" for name in ordered)]) + "\n")
-    return "\n".join(sections)
+    return "\n".join(filter(None, (_section(section, getattr(plan, section)) for section in NOUNS)))
+
+
+def modular_plan_to_toml(plan: ModularPlan) -> str:
+    """See `ModularPlan.to_toml`. The modules come last."""
+    from .modules import OWN_SECTIONS
+    from .plan_build_modules import sparse_module
+    from .plan_keys import NOUNS
+
+    sections = [_section(section, getattr(plan, section)) for section in NOUNS if section not in OWN_SECTIONS]
+    for number, module in enumerate(plan.modules):
+        sections.append(_table(f"[[{MODULES}]]", sparse_module(module, plan.modules[:number])))
+        sections += [_section(section, getattr(module, section), under=f"{MODULES}.") for section in OWN_SECTIONS]
+    return "\n".join(filter(None, sections))
+
+
+def _section(section: str, noun: Any, *, under: str = "") -> str:
+    """A section as text, below `under`; empty where all its values are defaults."""
+    from .plan_build import sparse_cluster, sparse_model
+    from .plan_keys import KEYS
+
+    keys = [key for key in KEYS if key.section == section]
+    if section == "model":
+        given = sparse_model(noun)
+    elif section == "cluster":
+        given = sparse_cluster(noun)
+    else:
+        fields = {key: getattr(noun, key.attribute) for key in keys if key.attribute is not None}
+        given = {key.name: value for key, value in fields.items() if value != key.default or key.dotted in ALWAYS_WRITTEN}
+    return _table(f"[{under}{section}]", {key.name: given[key.name] for key in keys if key.name in given}) if given else ""
+
+
+def _table(header: str, given: Mapping[str, Any]) -> str:
+    return "\n".join([header, *(f"{name} = {toml_value(value)}" for name, value in given.items())]) + "\n"
 
 
 ALWAYS_WRITTEN = ("layout.tp", "layout.pp", "layout.dp", "precision.dtype")

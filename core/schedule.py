@@ -18,12 +18,16 @@ class Placement:
 
     `ranks[stage]` holds the pipeline ranks that own the stage: one, or two replicas of which the first runs the lower half of the
     microbatches (two-direction schedules). `kind` only names the pattern (on one rank a vee is a loop too) and is not compared.
+
+    `sources` holds for every stage the earlier stages whose outputs are added up, in this order, to its input, where that is not always
+    the one before: branches that join (`core.modules`). Passes and rules about lines of stages do not take such a placement.
     """
 
     kind: Literal["loop", "vee", "replicated", "explicit"] = field(compare=False)
     num_ranks: int
     ranks: tuple[tuple[int, ...], ...]
     num_microbatches: int
+    sources: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def loop(cls, num_ranks: int, num_stages: int, num_microbatches: int) -> Placement:
@@ -44,6 +48,26 @@ class Placement:
     def num_stages(self) -> int:
         """Number of stages over all ranks, replicas counted once."""
         return len(self.ranks)
+
+    def sources_of(self, stage: int) -> tuple[int, ...]:
+        """The stages whose outputs, added up in this order, are a stage's input; none for one that reads tokens."""
+        if self.sources is None:
+            return (stage - 1,) if stage else ()
+        return self.sources[stage]
+
+    def target_of(self, stage: int) -> int:
+        """The stage that a stage's output goes to; the number of stages for the last one."""
+        if self.sources is None:
+            return stage + 1
+        return next((target for target, sources in enumerate(self.sources) if stage in sources), self.num_stages)
+
+    def has_loss(self, stage: int) -> bool:
+        """True for the stage that makes the losses, the last one."""
+        return stage == self.num_stages - 1
+
+    def called_there(self, stage: int) -> int:
+        """The number that the ranks of a stage call it by."""
+        return stage
 
     def rank_of(self, stage: int, microbatch: int | None = None) -> int:
         """The pipeline rank that runs `microbatch` of `stage`."""
@@ -68,6 +92,13 @@ class Placement:
             return ()
         replica = (first if pp_rank in first else last).index(pp_rank)
         return first[replica], last[replica]
+
+    def crossed_ends_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The ranks that hold both ends of the model, the first stage in one replica and the last in another (DualPipe), in the order of
+        the first stage's replicas, if `pp_rank` is one of them; else (). Replicas keep different parts of a sum with ZeRO, so that what
+        such a rank keeps of one end's lies at another place than what it keeps of the other's."""
+        first, last = self.ranks[0], self.ranks[-1]
+        return first if pp_rank in first and first != last and set(first) == set(last) else ()
 
     def microbatches_of(self, stage: int, replica: int) -> tuple[int, int]:
         """The microbatches `[lo, hi)` that a replica of a stage runs."""

@@ -20,7 +20,8 @@ VERSION = 1
 
 COMPUTE_LANE = "compute"
 """The lane of F, B, I, W, OVERLAP_F_B and STEP. Other lanes: `F>1` sends activations to pipeline rank 1, `F<0` receives them from
-rank 0, `B>0` and `B<1` are the same for gradients, `dp` holds REDUCE_GRAD, UNSHARD and RESHARD."""
+rank 0, `B>0` and `B<1` are the same for gradients, `dp` holds REDUCE_GRAD, UNSHARD and RESHARD. Where the parts of a pair run in turns,
+a measured step has their collectives too: `F:ep` those of the forward over axis ep, `B:tp` those of the backward over tp."""
 
 
 def message_lane(direction: Literal["F", "B"], sending: bool, peer: int) -> str:
@@ -30,6 +31,24 @@ def message_lane(direction: Literal["F", "B"], sending: bool, peer: int) -> str:
     ('F>1', 'B<1')
     """
     return f"{direction}{'>' if sending else '<'}{peer}"
+
+
+def collective_lane(part: Action, axis: str) -> str:
+    """The lane of the collectives over an axis that one part of a pair waits for.
+
+    >>> collective_lane(Action.from_str("2F3"), "ep")
+    'F:ep'
+    """
+    return f"{'F' if part.kind is Kind.F else 'B'}:{axis}"
+
+
+def holds_parts(lane: str) -> bool:
+    """True for the lane of a `collective_lane`: what it shows are parts of actions of the compute lane.
+
+    >>> holds_parts("F:ep"), holds_parts("F>1")
+    (True, False)
+    """
+    return ":" in lane
 
 
 @dataclass(frozen=True, slots=True)

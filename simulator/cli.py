@@ -8,7 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.commands import Command
-from ..core.options import add_output, add_plan, emit, read_plan, read_search_space, write_text
+from ..core.errors import PlanError
+from ..core.modules import ModularPlan
+from ..core.options import (
+    add_durations,
+    add_output,
+    add_plan,
+    emit,
+    read_any_plan,
+    read_durations,
+    read_plan,
+    read_search_space,
+    write_text,
+)
 from ..core.plan import Plan
 from ..core.plan_rules import RULES
 from ..core.units import format_bytes, format_count, format_s
@@ -44,16 +56,21 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what-if")
     group.add_argument("--sensitivity", action="store_true", help="which number of the cluster, improved by a tenth, helps most")
     group.add_argument("--samples", type=int, metavar="N", help="steps to draw from the plan's [variation] (as variation.samples)")
+    add_durations(group)
 
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Predicts one step. Exit code 0."""
     if args.samples is not None:
         args.set.append(f"variation.samples={args.samples}")
-    plan = read_plan(args)
-    simulation = simulate(plan)
+    plan = read_any_plan(args)
+    if args.sensitivity and not isinstance(plan, Plan):
+        raise PlanError("--sensitivity changes the cluster of one model's plan, and this one has [[modules]]. Leave it out.")
+    if args.durations and args.sensitivity:
+        raise PlanError("--sensitivity changes numbers of the cluster, which recorded durations do not depend on. Leave out one of them.")
+    simulation = simulate(plan, durations=read_durations(args))
     report = {**simulation.report, **explanation(simulation)}
-    if args.sensitivity:
+    if args.sensitivity and isinstance(plan, Plan):
         report["sensitivity"] = [gain.report() for gain in sensitivity(plan)]
     emit(args, simulate_text(plan, report), report)
     return 0
@@ -82,7 +99,7 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0 if result.plans else 1
 
 
-def simulate_text(plan: Plan, report: Mapping[str, Any]) -> str:
+def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
     """The report of `simulate` for people; `report` has the explanations of `explain` too."""
     step_s = report["step_time_s"]
     peak, capacity = report["peak_memory_bytes"], plan.cluster.device_memory_bytes
@@ -106,15 +123,23 @@ def simulate_text(plan: Plan, report: Mapping[str, Any]) -> str:
             *_columns(shares),
             *_section(f"why rank {report['bubble_rank']} idles, which does so longest:", idle_rows(report)),
             *_section("critical path:", path_rows(report)),
+            *_section("modules:", _module_rows(report)),
             *_section("variation:", variation_rows(report)),
             *_section("what a tenth of improvement would gain:", sensitivity_rows(report.get("sensitivity", []))),
             "",
             "memory of that peak:",
             *_memory_lines(report["memory_bytes"]),
             "",
-            f"Modelled with the numbers of {plan.cluster.name}; --json has the source of each under `provenance`.",
+            f"{_basis(plan, report)}; --json has the source of each under `provenance`.",
         ]
     )
+
+
+def _basis(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
+    """What the seconds of a report rest on."""
+    if recorded := report["provenance"].get("durations"):
+        return f"Durations measured ({recorded['source']}), split by cause as modelled with the numbers of {plan.cluster.name}"
+    return f"Modelled with the numbers of {plan.cluster.name}"
 
 
 def fit_text(plan: Plan, report: Mapping[str, Any]) -> str:
@@ -129,6 +154,18 @@ def fit_text(plan: Plan, report: Mapping[str, Any]) -> str:
         rows.append((str(entry["pp_rank"]), str(entry["global_rank"]), format_bytes(entry["peak_memory_bytes"]), *parts))
     worst = f"worst rank {report['peak_memory_rank']}{_during(report)}: {format_bytes(peak)} of {format_bytes(capacity)}"
     return "\n".join([_title(plan, plan.model.num_parameters), "", f"{worst}: {verdict}", "", *_columns(rows)])
+
+
+def _module_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Ranks, layout, parameters, peak and bytes handed on of every module; empty for a plan of one model."""
+    rows: list[tuple[str, ...]] = []
+    if "modules" in report:
+        rows.append(("", "ranks", "layout", "parameters", "peak memory", "to the next, a step"))
+    for each in report.get("modules", ()):
+        ranks, parameters = "{}-{}".format(*each["ranks"]), format_count(each["num_parameters"])
+        peak, handed_on = format_bytes(each["peak_memory_bytes"]), format_bytes(each["bridge_bytes"]) if each["bridge_bytes"] else ""
+        rows.append((each["name"], ranks, each["layout"], parameters, peak, handed_on))
+    return rows
 
 
 def _during(report: Mapping[str, Any]) -> str:
@@ -163,7 +200,13 @@ def _uneven(layouts: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["", f"stages of the first: {layouts[0]['stages']} (E embedding, t layer, L head)"]
 
 
-def _title(plan: Plan, num_parameters: int) -> str:
+def _title(plan: Plan | ModularPlan, num_parameters: int) -> str:
+    if isinstance(plan, ModularPlan):
+        tokens = f"{plan.batch.global_size} x {plan.batch.sequence} tokens"
+        return (
+            f"{plan.title} ({format_count(num_parameters)} parameters) on {plan.world_size} devices of {plan.cluster.name}\n"
+            f"{plan.degrees}; {plan.schedule.name}, {tokens} in microbatches of {plan.batch.micro_size}, {plan.precision.dtype}"
+        )
     layout = plan.layout
     extras = [f"zero {layout.zero}"] if layout.zero else []
     extras += ["sequence parallel"] if layout.sequence_parallel else []

@@ -8,6 +8,7 @@ from typing import Any
 from ..core.units import format_bytes, format_count, format_s
 from .bubbles import CAUSES, idle_of
 from .critical_path import critical_path
+from .modules import ModularSimulation
 from .simulate import Simulation
 
 Row = tuple[str, ...]
@@ -16,11 +17,12 @@ MOST_SHOWN = 8
 """Rows of a table in the text; the JSON has all of them."""
 
 
-def explanation(simulation: Simulation) -> dict[str, Any]:
+def explanation(simulation: Simulation | ModularSimulation) -> dict[str, Any]:
     """The JSON keys `idle_s`, of the rank with the largest bubble, and `critical_path`."""
     pp_rank = simulation.global_ranks.index(simulation.report["bubble_rank"])
     path = critical_path(simulation.run, simulation.prices)
-    return {"idle_s": [idle.report() for idle in idle_of(simulation.run, pp_rank, simulation.prices)], "critical_path": path.report()}
+    prices = None if simulation.recorded else simulation.prices
+    return {"idle_s": [idle.report() for idle in idle_of(simulation.run, pp_rank, prices)], "critical_path": path.report()}
 
 
 def idle_rows(report: Mapping[str, Any]) -> list[Row]:

@@ -73,6 +73,13 @@ def host_step_s(plan: Plan, stages: tuple[int, ...]) -> float:
     return (total_s + losses * kernel_s(cluster, "square_sum", plan.batch.micro_size * plan.batch.sequence)) / rate_share(plan)
 
 
+def host_check_s(plan: Plan, stage: int) -> float:
+    """Seconds to look whether all gradients of a stage are finite, before they are reduced: a sum over each and a look at that."""
+    elements = [_local(plan, parameter) for parameter in stage_parameters(plan.model, plan.stages[stage])]
+    cluster = plan.cluster
+    return sum(kernel_s(cluster, "row_mean", each) + kernel_s(cluster, "add", 1) for each in elements) / rate_share(plan)
+
+
 def host_flatten_s(plan: Plan, elements: int) -> float:
     """Seconds to lay the gradients of a stage side by side before they are reduced."""
     return kernel_s(plan.cluster, "add", elements) / rate_share(plan)
@@ -255,10 +262,10 @@ class _Kernels:
 
     def _attention(self) -> Iterator[tuple[str, float, float]]:
         """Queries, keys and values made contiguous, rotated, repeated; the core; its heads side by side."""
-        model, s = self.model, self.plan.batch.sequence
+        model = self.model
         yield from [("transpose", self.queries, 2), ("transpose", self.keys, 2)]
         if model.position == "rope":
-            yield from [("rope_table", s * model.head_dim, 1), ("rotate", self.queries, 1), ("rotate", self.keys, 1)]
+            yield from [("rotate", self.queries, 1), ("rotate", self.keys, 1)]
         if model.query_heads_per_group > 1:
             yield from [("repeat", self.queries, 2), ("function", 1, 2)]
         yield from self._core("attention")

@@ -145,12 +145,16 @@ def memory_samples(run: Run, memories: Sequence[RankMemory], plan: Plan, global_
 def _messages(plan: Plan, placement: Placement, profile: MemoryProfile, pp_rank: int, recv_buffers: int) -> int:
     """Hidden states that a rank holds outside its activations.
 
-    Ours: for each peer and direction the receives posted ahead, and one send; and the gradient that a backward starts from.
+    Ours: the gradient that a backward starts from, and for each peer and direction one message that has come ahead of its turn: of the
+    receives posted ahead the second is seldom filled yet, and what was sent is freed (`backend.pipeline.executor`). Stacks that keep no
+    such account: the receives posted ahead, one send for each peer and direction, and that gradient.
     Megatron: the gradient last sent back; with several stages a rank also an output that is sent only after the next backward
     (megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving), and, where messages overlap compute,
     one receive ahead in each direction.
     """
     lanes = _lanes(placement)[pp_rank]
+    if profile.separate_gradients:
+        return bool(lanes) + sum(not sending for _, sending, _ in lanes)
     if not profile.previous_gradient:
         return bool(lanes) + sum(1 if sending else recv_buffers for _, sending, _ in lanes)
     sends_back = any(sending and direction == "B" for _, sending, direction in lanes)
@@ -164,9 +168,12 @@ def _lanes(placement: Placement) -> tuple[frozenset[tuple[int, bool, str]], ...]
     """Per pipeline rank its links to others: peer, whether it sends, and the direction."""
     lanes: list[set[tuple[int, bool, str]]] = [set() for _ in range(placement.num_ranks)]
     for stage, owners in enumerate(placement.ranks):
-        for neighbour, sent, received in ((stage + 1, "F", "B"), (stage - 1, "B", "F")):
-            if 0 <= neighbour < placement.num_stages:
-                for pp_rank in owners:
-                    for peer in set(placement.ranks[neighbour]) - {pp_rank}:
-                        lanes[pp_rank] |= {(peer, True, sent), (peer, False, received)}
+        neighbours = [(source, "B", "F") for source in placement.sources_of(stage)]
+        neighbours += [] if placement.has_loss(stage) else [(placement.target_of(stage), "F", "B")]
+        for neighbour, sent, received in neighbours:
+            is_own = 0 <= neighbour < placement.num_stages  # others are those of another module
+            peers = set(placement.ranks[neighbour]) if is_own else {placement.rank_of(neighbour)}
+            for pp_rank in owners:
+                for peer in peers - {pp_rank}:
+                    lanes[pp_rank] |= {(peer, True, sent), (peer, False, received)}
     return tuple(frozenset(held) for held in lanes)

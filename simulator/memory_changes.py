@@ -70,10 +70,12 @@ def _gathers(plan: Plan, schedule: Schedule) -> Changes:
     nothing = np.zeros(len(kind), dtype=np.int64)
     if not (kind == Kind.UNSHARD).any():
         return Changes(nothing, nothing, nothing, nothing)
-    size = countable([size.gathered_bytes for size in stage_sizes(plan)], schedule)[schedule.actions.stage]
-    begins, ends = np.where(kind == Kind.UNSHARD, size, 0), np.where(kind == Kind.RESHARD, -size, 0)
-    before = _before(schedule, begins + ends)
-    return Changes(begins, ends, before + begins, before + begins)
+    sizes, stage = stage_sizes(plan), schedule.actions.stage
+    size = countable([size.gathered_bytes for size in sizes], schedule)[stage]
+    beside = np.where(kind == Kind.UNSHARD, countable([size.gathering_bytes for size in sizes], schedule)[stage], 0)
+    brings, takes = np.where(kind == Kind.UNSHARD, size, 0), np.where(kind == Kind.RESHARD, -size, 0)
+    before = _before(schedule, brings + takes)
+    return Changes(brings, takes, before + brings, before + brings + beside)
 
 
 def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:

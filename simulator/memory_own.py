@@ -12,7 +12,9 @@ from itertools import pairwise
 
 from ..core.parameters import stage_parameters
 from ..core.plan import Plan
-from ..core.program import local_elements, tied_ends
+from ..core.program import local_elements, num_shards, tied_ends
+from ..core.program.buckets import gradient_buckets
+from .memory_own_zero import sharded_reduce_bytes, sharded_step_bytes
 from .memory_tape import Node
 from .memory_tensors import LayerTensors
 
@@ -21,15 +23,9 @@ FP32_BYTES = 4
 NORM_BEFORE = ("attention.qkv", "mlp.up")
 """Nodes of a product that bring the norm before it with them: its own weight gradient needs its input and its output's gradient."""
 
-FAST_REDUCE = 2
-"""Copies of the gradients that fast numerics hold while they are reduced, beside the sums: flat, and the result."""
-
 EXACT_REDUCE = 4
 """The same of exact numerics (`backend.numerics.tree.sum_over`): flat and by node; beside them cut and arrived, later gathered and the
 result."""
-
-SQUARE_BYTES = 16
-"""fp64 copy and fp64 square of an element while fast numerics add up squares."""
 
 
 def own_nodes(nodes: Sequence[Node], tensors: LayerTensors) -> tuple[Node, ...]:
@@ -59,15 +55,28 @@ def own_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
     """What REDUCE_GRAD of a stage holds beside its sums; a stage without copies is not reduced."""
     if plan.num_copies(stage) == 1:
         return 0
-    return gradients_bytes * (FAST_REDUCE if plan.numerics.mode == "fast" else EXACT_REDUCE)
+    if plan.layout.zero:
+        return sharded_reduce_bytes(plan, stage, gradients_bytes)
+    if plan.numerics.mode == "exact":
+        return gradients_bytes * EXACT_REDUCE
+    return gradients_bytes + round(gradients_bytes * _largest_bucket(plan, stage))  # the result, and flat what is being reduced
+
+
+def _largest_bucket(plan: Plan, stage: int) -> float:
+    """The largest share of a stage's gradients that is reduced at a time: all of them where there are no buckets."""
+    if plan.data_parallel.bucket_bytes is None:
+        return 1.0
+    buckets = gradient_buckets(plan, stage)
+    sizes = [sum(local_elements(plan, usage.parameter, 0) for usage in bucket.usages) for bucket in buckets]
+    return max(sizes, default=0) / max(1, sum(sizes))
 
 
 def own_step_bytes(plan: Plan, pp_rank: int, stages: Sequence[int], gradients_bytes: int) -> int:
     """The most that STEP of a rank holds beside `gradients_bytes` of sums.
 
     First the divided gradients come while the sums are still there, and a tied table's two sums are put together (exchanged where they
-    lie on two ranks). When the sums are gone the largest tensor's squares are added up; then the clipped gradients come and the
-    root and quotient of one tensor beside the quotient of the one before (torch.optim.adamw, `_single_tensor_adamw`).
+    lie on two ranks). When the sums are gone and the gradients are clipped where they lie, exact numerics have the root and quotient of one
+    tensor beside the quotient of the one before (torch.optim.adamw, `_single_tensor_adamw`); fast ones update in one pass.
     """
     parameters = [parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])]
     sizes = [FP32_BYTES * local_elements(plan, parameter, 0) for parameter in parameters]
@@ -78,5 +87,9 @@ def own_step_bytes(plan: Plan, pp_rank: int, stages: Sequence[int], gradients_by
     tied = 0
     if plan.model.tied_embeddings and tables:
         tied = 2 * tables[0] if tied_ends(plan, pp_rank) else tables[0]
-    squares = SQUARE_BYTES // FP32_BYTES * largest if plan.numerics.mode == "fast" else 0
-    return max(held + tied, held + squares - gradients_bytes, 2 * held + updated - gradients_bytes)
+    if plan.numerics.mode == "fast":
+        updated = 0
+    if plan.layout.zero:
+        parts = num_shards(plan, stages[0]).dense
+        return sharded_step_bytes(plan, stages, gradients_bytes, tied_bytes=tied // parts, updated_bytes=updated // parts)
+    return max(held + tied, held + updated - gradients_bytes)

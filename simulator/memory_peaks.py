@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..core.action import Kind
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from .memory_changes import all_changes, check_countable
@@ -53,11 +54,14 @@ def peaks_by_state(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> li
     sums = np.array([*(size.gradients_bytes for size in sizes), 0]) if profile.growing_gradients else none
     step = np.repeat(rank_step_bytes(plan, stages_of_ranks(schedule.placement)), np.diff(states.offsets))
     reduce = np.array([*(size.reduce_bytes for size in sizes), 0])
+    beside = np.array([size.gathering_bytes for size in sizes])
     left = (states.kept * kept[states.stages] + states.deferred * deferred[states.stages]).sum(axis=1)
     held = left + kept[states.forward]
     both = forward[states.forward] - kept[states.forward], backward[states.backward] - kept[states.backward]
     working = np.maximum(*both) if profile.pairs_in_turn else both[0] + both[1]
     working += split[states.split] - kept[states.split] + weight[states.weight] + reduce[states.reduce] + np.where(states.step, step, 0)
+    kind = schedule.actions.kind[states.action]
+    working += np.where(kind == Kind.UNSHARD, beside[schedule.actions.stage[states.action]], 0)
     gathered = (states.gathered * whole[states.stages]).sum(axis=1)
     summed = (states.summed * sums[states.stages]).sum(axis=1)
     return _highest(schedule, states.offsets, states.action, held, working, gathered, summed)

@@ -9,6 +9,7 @@ from ..core.plan import Plan
 from ..core.program import Group, stage_groups
 from .memory_layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
 from .memory_own import own_nodes, own_reduce_bytes, own_step_bytes
+from .memory_own_zero import backward_bytes, gathering_bytes
 from .memory_profiles import memory_profile
 from .memory_static import gathered_bytes, gradients_bytes, optimizer_bytes, step_bytes, weights_bytes
 from .memory_tape import EMPTY, Node, TapeMemory, tape_memory
@@ -26,6 +27,7 @@ class StageSizes:
     step_bytes: int
     gathered_bytes: int
     reduce_bytes: int = 0
+    gathering_bytes: int = 0
 
 
 def stage_activation_bytes(plan: Plan) -> list[int]:
@@ -94,6 +96,9 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: dict[Group, 
         if part not in parts:
             parts[part] = _part_memory(tensors, part)
         tape = tape + parts[part].times(group.count)
+    if profile.separate_gradients:
+        whole, weight = (backward_bytes(plan, stage, num_bytes) for num_bytes in (tape.backward_bytes, tape.weight_bytes))
+        tape = replace(tape, backward_bytes=whole, weight_bytes=weight)
     return StageSizes(
         tape=tape if profile.defers_products else replace(tape, deferred_bytes=tape.kept_bytes, split_bytes=tape.backward_bytes),
         weights_bytes=weights_bytes(plan, profile, stage),
@@ -101,6 +106,7 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: dict[Group, 
         optimizer_bytes=optimizer_bytes(plan, profile, stage),
         step_bytes=step_bytes(plan, profile, stage),
         gathered_bytes=gathered_bytes(plan, stage),
+        gathering_bytes=gathering_bytes(plan, stage) if profile.separate_gradients else 0,
         reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage)) if profile.separate_gradients else 0,
     )
 

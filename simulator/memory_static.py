@@ -12,6 +12,7 @@ from ..core.model import ModelSpec
 from ..core.parameters import Parameter, layer_parameters, mtp_parameters
 from ..core.plan import Plan
 from ..core.program import Held, held_elements, held_gradients, num_shards, weight_bytes
+from ..core.program.buckets import sums_are_sharded
 from .memory_profiles import MemoryProfile
 from .memory_tensors import LayerTensors
 
@@ -32,15 +33,19 @@ def weights_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
     turn on: nemo/collections/llm/recipes/precision/mixed_precision.py).
     """
     width = MASTER_BYTES if profile.fp32_weights else weight_bytes(plan.precision.dtype)
+    if profile.separate_gradients and plan.layout.zero == 3 and plan.precision.dtype != "fp32":  # its part rests in fp32 only
+        whole = zip(padded_elements(plan, profile, stage), num_shards(plan, stage), strict=True)
+        return width * sum(count for count, parts in whole if parts == 1)
     return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), width, cut=plan.layout.zero == 3)
 
 
 def gradients_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
-    """Accumulated gradients of a stage, cut with ZeRO-2 and 3."""
+    """Accumulated gradients of a stage, cut with ZeRO-2 and 3; by our own backend where it reduces them after every microbatch."""
     padding = padded_elements(plan, profile, stage).dense - held_elements(plan, stage).dense
     dense, expert = held_gradients(plan, stage)
     width = profile.gradient_bytes(plan.precision.dtype)
-    return _cut(Held(dense + padding, expert), num_shards(plan, stage), width, cut=plan.layout.zero >= 2)
+    cut = sums_are_sharded(plan) if profile.separate_gradients else plan.layout.zero >= 2
+    return _cut(Held(dense + padding, expert), num_shards(plan, stage), width, cut=cut)
 
 
 def optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
@@ -70,7 +75,8 @@ def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *
     if any(max(num_shards(plan, stage)) > 1 for stage in stages):
         layer = max((_unit_elements(plan, stage) for stage in stages), default=0)
         total += LAYERS_IN_FLIGHT * layer * weight_bytes(plan.precision.dtype) if gathers else 0
-        total += LAYERS_IN_FLIGHT * layer * profile.gradient_bytes(plan.precision.dtype) if plan.layout.zero >= 2 else 0
+        if plan.layout.zero >= 2 and not profile.separate_gradients:
+            total += LAYERS_IN_FLIGHT * layer * profile.gradient_bytes(plan.precision.dtype)
     if profile.workspace_bytes:
         moe = any(plan.model.layer_is_moe(layer) for content in contents for layer in content.layers)
         total += profile.workspace_bytes * (1 + (profile.grouped_workspaces if moe else 0))

@@ -28,6 +28,7 @@ from ..core.program import (
     num_shards,
     operations,
     rank_stages,
+    reduce_microbatch,
     stage_groups,
     tied_ends,
 )
@@ -36,7 +37,7 @@ from .blocks import CAST_BYTES, COMPONENT_OF_AXIS, Block, BlockPricer, Part
 from .compute import elementwise_s, host_s, slowed_s, traffic_s
 from .contention import Traffic
 from .expert_load import loaded_traffic, loaded_work
-from .host_blocks import host_block, host_flatten_s, host_step_s, is_host, rate_share
+from .host_blocks import host_block, host_check_s, host_flatten_s, host_step_s, is_host, rate_share
 from .host_cores import core_loads
 from .network import Spread, collective_s, message_s
 from .profiles import profile_of
@@ -200,6 +201,8 @@ class Pricing:
         """A forward and a backward together: exchanges of tokens between experts in one hide behind the other's computation
         (DeepSeek-V3, arXiv 2412.19437, section 3.2.1)."""
         both = forward + backward
+        if self.profile.overlaps_in_pairs == "asked" and not self.profile.expert_overlap:
+            return both  # one after the other
         hidden_s, compute_s = both.ep_comm, both.compute + both.recompute
         if not hidden_s:
             return both
@@ -211,7 +214,7 @@ class Pricing:
     def _beside_other(self, work: Seconds, place: Place) -> Seconds:
         """A forward or backward that runs beside the other of another microbatch, where a stack does that without a schedule that says
         so: what remains of the pair's exchanges is shared out by their lengths (Megatron-Core, `--overlap-moe-expert-parallel-comm`)."""
-        if not self.profile.expert_overlap or not work.ep_comm:
+        if not self.profile.expert_overlap or self.profile.overlaps_in_pairs == "asked" or not work.ep_comm:
             return work
         forward, backward = self._stage(place, "forward"), self._stage(place, "backward")
         share = self._pair(forward, backward).ep_comm / (forward.ep_comm + backward.ep_comm)
@@ -302,9 +305,22 @@ class Pricing:
     def _reduction(self, place: Place) -> Seconds:
         """The gradients of a stage; with ZeRO 2 and 3 only those of the last block are left, the others hid in the last backward."""
         seconds = self._communication(Kind.REDUCE_GRAD, place)
-        if self._is_host and seconds.total_s:
-            seconds += Seconds(other=host_flatten_s(self.plan, self._elements(place.stage)))
-        return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if self.plan.layout.zero >= 2 else 1))
+        if self._is_host:
+            flatten_s = host_flatten_s(self.plan, self._elements(place.stage)) if seconds.total_s else 0.0
+            seconds += Seconds(other=host_check_s(self.plan, place.stage) + flatten_s)
+        hides = self.plan.layout.zero >= 2 and not self._is_own
+        return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if hides else 1))
+
+    @property
+    def _is_own(self) -> bool:
+        """True for our own backend, which after a microbatch reduces what `core.program` says; other stacks reduce everything then."""
+        return self.profile.name == "shardproof"
+
+    def _after_microbatch_s(self, place: Place) -> float:
+        """Seconds in which gradients are reduced after a microbatch, with ZeRO 2 and 3."""
+        if not self._is_own:
+            return self._communication(Kind.REDUCE_GRAD, place).dp_comm
+        return sum(self._collective_s(operation, place) for operation in reduce_microbatch(self.plan, place.stage))
 
     def _stage(self, place: Place, part: str, sums_gradients: bool = True) -> Seconds:
         """One part of all blocks of a stage; what the host takes longer to launch it than the device to run it is `other`; all of
@@ -349,7 +365,8 @@ class Pricing:
         if key not in self._shared:
             total, width = Seconds(), self.profile.gradient_bytes(self.plan.precision.dtype)
             replica = self.plan.placement.replica_of(*place)
-            for operation in operations(self.plan, kind, place.stage, replica=replica):
+            each = reduce_microbatch(self.plan, place.stage) if kind is Kind.REDUCE_GRAD and not self._is_own else ()
+            for operation in (*each, *operations(self.plan, kind, place.stage, replica=replica)):
                 assert isinstance(operation, Collective)
                 if kind is Kind.REDUCE_GRAD and COMPONENT_OF_AXIS[operation.axis] == "dp_comm":
                     operation = replace(operation, sent_bytes=operation.sent_bytes * width // gradient_bytes(self.plan))
@@ -391,8 +408,10 @@ class Pricing:
         zero, communicated_s = self.plan.layout.zero, 0.0
         if zero == 3 and gathers and not self._gathers_scheduled:
             communicated_s += self._communication(Kind.UNSHARD, place).total_s
-        if zero >= 2 and reduces:
-            communicated_s += self._communication(Kind.REDUCE_GRAD, place).dp_comm
+        if zero >= 2 and reduces and self._is_own and not self.profile.overlap_grad_reduce:
+            work += Seconds(dp_comm=self._after_microbatch_s(place))
+        elif zero >= 2 and reduces:
+            communicated_s += self._after_microbatch_s(place)
         if not communicated_s:
             return work
         copied = (gathers and zero == 3) * self.profile.gather_copy_bytes + reduces * self.profile.reduce_copies(self.plan.precision.dtype)

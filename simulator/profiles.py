@@ -58,6 +58,7 @@ class Profile:
     `optimizer_bytes`: memory traffic of the step per parameter. `cuda_graphs`: launches cost the host nothing.
     `launch_blocking`: the host launches nothing before the last kernel has ended.
     `expert_overlap`: a forward's exchanges of tokens between experts run beside the backward of another microbatch, and the reverse.
+    `overlaps_in_pairs`: "always" where a pair of a schedule does so unasked; "asked" where pairs alone do so, with `expert_overlap`.
     `dispatch_once`: a token is sent once to each node that has some of its experts (inside a node: to each device), not to each expert.
     `router_dtype`: number format of the operands of routers' products; scores are fp32 in either case.
     `engine_share`: what the runtime takes beside, as a share of the seconds of a stage.
@@ -97,6 +98,7 @@ class Profile:
     reduce_cast_bytes: float = 0.0
     router_dtype: Literal["fp32", "weights"] = "fp32"
     expert_overlap: bool = False
+    overlaps_in_pairs: Literal["always", "asked"] = "always"
     dispatch_once: bool = False
 
     def attention_share(self, cluster: ClusterSpec, *, backward: bool = False) -> float:
@@ -323,7 +325,7 @@ _XLA = replace(
 PROFILES: Mapping[str, Profile] = {
     profile.name: profile
     for profile in (
-        Profile(name="shardproof", tensor_overlap_asked="backward"),  # backend/tensor_parallel/linear.py
+        Profile(name="shardproof", tensor_overlap_asked="backward", overlaps_in_pairs="asked"),  # backend/tensor_parallel/linear.py
         _MEGATRON_TE,
         _NEMO_2405,
         _TORCHTITAN,

@@ -230,15 +230,18 @@ def _skeletons(space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[s
         tally.reject(broken[0].rule.name)
         return []
     legal: dict[object, list[str]] = {}
-    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp)
     for name in names:
         if CATALOG[name].vpp_problem(layout.pp, layout.vpp):
             tally.reject("interleaving-matches")
-        elif any(CATALOG[name].condition(layout.pp, count) for count in counts):
+        elif any(CATALOG[name].condition(layout.pp, count) for count in _counts(batch, layout, CATALOG[name].together)):
             tally.reject("schedule-can-be-built")
         else:
             legal.setdefault(CATALOG[name].placement, []).append(name)
     return [Skeleton(layout, tuple(alike)) for alike in legal.values()]
+
+
+def _counts(batch: Batch, layout: Layout, together: int) -> tuple[int, ...]:
+    return microbatch_counts(batch.global_size, batch.micro_size, layout.dp, together)
 
 
 def _stages(space: SearchSpace, pinned: Pinned, degrees: dict[str, Any]) -> str | None:

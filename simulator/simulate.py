@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from ..core.action import Kind
+from ..core.errors import PlanError
 from ..core.model import ModelSpec
+from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from ..core.schedules import build, lower, schedule_for
@@ -27,13 +29,16 @@ from .profiles import profile_of
 from .provenance import report_provenance
 from .seconds import Seconds
 
+if TYPE_CHECKING:
+    from .modules import ModularSimulation
+
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
     """One predicted step. `memory` holds the peak of every pipeline rank; `report` has the JSON keys of the interface.
 
     `prices` are those of the sorts of action of the run's graph. `dp_rank` is the data-parallel rank that was simulated: 0, or the
-    slowest where replicas differ.
+    slowest where replicas differ. `recorded`: its durations are those of recorded steps, and `prices` their means.
     """
 
     plan: Plan
@@ -42,6 +47,7 @@ class Simulation:
     report: dict[str, Any]
     prices: tuple[Seconds, ...]
     dp_rank: int = 0
+    recorded: bool = False
 
     @cached_property
     def global_ranks(self) -> tuple[int, ...]:
@@ -72,12 +78,28 @@ class Simulation:
         return memory_samples(self.run, self.memory, self.plan, self.global_ranks)
 
 
-def simulate(plan: Plan) -> Simulation:
+@overload
+def simulate(plan: Plan, *, durations: Sequence[Timeline] = ()) -> Simulation: ...
+@overload
+def simulate(plan: ModularPlan, *, durations: Sequence[Timeline] = ()) -> ModularSimulation: ...
+def simulate(plan: Plan | ModularPlan, *, durations: Sequence[Timeline] = ()) -> Simulation | ModularSimulation:
     """The predicted step of a plan. Raises `ScheduleError` when its schedule does not fit or cannot run.
 
     One rank per pipeline rank is simulated: tensor- and data-parallel rank 0. Its peers run the same actions at the same time. Where
     replicas lie differently over nodes, or the plan's `variation` says that they differ, all are simulated, and the slowest is told.
+    With `durations`, recorded steps of the plan's ranks and stages, actions take what they took there instead of their prices; the
+    recorded schedule may be another one. Memory and bytes are predicted as ever. A plan of modules is run as a whole (`modules`).
     """
+    if isinstance(plan, ModularPlan):
+        from .modules import simulate_modules
+
+        if durations:
+            raise PlanError("recorded durations are those of one model's plan, and this one has [[modules]]. Leave them out.")
+        return simulate_modules(plan)
+    if durations:
+        from .replay import simulate_recorded
+
+        return simulate_recorded(plan, durations)
     if not (plan.variation.is_nothing and replicas_lie_alike(plan)):
         from .variation import simulate_varied  # which calls this for the plan without differences
 

@@ -100,7 +100,8 @@ class Calls:
         if axis in EXPERT_AXES:
             return [tuple(group) for group in self.layout.expert_groups(EXPERT_AXES[axis])]
         if axis == "embedding":
-            ends = {ends: None for pp_rank in range(self.layout.pp) if (ends := self.placement.ends_of(pp_rank))}
+            ends_of, crossed_of = self.placement.ends_of, self.placement.crossed_ends_of
+            ends = {ends: None for pp_rank in range(self.layout.pp) if (ends := ends_of(pp_rank) or crossed_of(pp_rank))}
             return [group for pair in ends for group in self._across(pair, self.layout.groups("pp"))]
         if axis in REPLICA_AXES:
             base = REPLICA_AXES[axis]

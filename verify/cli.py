@@ -10,13 +10,15 @@ from ..core.commands import Command
 from ..core.errors import MissingExtraError, PlanError
 from ..core.files import write_text
 from ..core.findings import Finding
-from ..core.options import add_output, add_plan, emit, option_values, read_plan
+from ..core.modules import ModularPlan
+from ..core.options import add_output, add_plan, emit, option_values, read_any_plan
 from ..core.schedule import Schedule
 from ..core.schedules import lower, read_csv, schedule_for
 from .check import Examination, examine
 from .facts import Facts
 from .facts_file import read_facts
 from .grid import grid
+from .modules_check import prove_modules
 from .plan_facts import plan_calls
 from .rules import RULES, Rule, View
 from .rules.deadlock import SEND_MEANINGS, send_meanings
@@ -50,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.inject is not None and not args.dynamic:
         raise PlanError("--inject breaks the sharded run of the dynamic proof. Add --dynamic.")
-    plan, schedule = _read(args)
+    given = None if args.plan is not None and args.plan.lower().endswith(".csv") else read_any_plan(args)
+    if isinstance(given, ModularPlan):
+        return _run_modules(args, given)
+    plan, schedule = _read(args, given)
     if args.write_collectives is not None:
         return _write_collectives(args, plan, schedule)
     facts = Facts() if args.facts is None else read_facts(args.facts, schedule, plan)
@@ -67,6 +72,22 @@ def run(args: argparse.Namespace) -> int:
         proof = _prove(args, plan)
         report = {**report, **proof.report, "findings": [*report["findings"], *proof.report["findings"]]}
         text = f"{text}\n\n{proof.text()}"
+    elif args.dynamic:
+        text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
+    emit(args, text, report)
+    return 0 if report["ok"] else 1
+
+
+def _run_modules(args: argparse.Namespace, plan: ModularPlan) -> int:
+    """The proofs of a plan of several modules."""
+    for option, given in (("--facts", args.facts), ("--write-collectives", args.write_collectives)):
+        if given is not None:
+            raise PlanError(f"{option} is about one model, and this plan has {len(plan.modules)} [[modules]]. Leave it out.")
+    static = prove_modules(plan)
+    report, text = static.report, static.text
+    if args.dynamic and static.ok:
+        proof = _prove(args, plan)
+        report, text = {**report, **proof.report}, f"{text}\n\n{proof.text()}"
     elif args.dynamic:
         text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
     emit(args, text, report)
@@ -146,9 +167,9 @@ def _marked(examination: Examination) -> list[int]:
     return [index for place in places for index in place if index is not None]
 
 
-def _read(args: argparse.Namespace) -> tuple[Plan | None, Schedule]:
-    if args.plan is None or not args.plan.lower().endswith(".csv"):
-        plan = read_plan(args)
+def _read(args: argparse.Namespace, plan: Plan | None) -> tuple[Plan | None, Schedule]:
+    """The plan, if one was given, and the schedule, of the plan or else of a CSV file."""
+    if plan is not None:
         return plan, schedule_for(plan)
     given = ["--dynamic"] * args.dynamic + [value.origin for table in option_values(args).values() for value in table.values()]
     if given:
@@ -178,7 +199,7 @@ def _described(rule: Rule) -> dict[str, str | None]:
     return {"name": rule.name, "severity": rule.severity, "needs": rule.needs, "doc": rule.doc, "hint": rule.hint}
 
 
-def _prove(args: argparse.Namespace, plan: Plan | None) -> Proof:
+def _prove(args: argparse.Namespace, plan: Plan | ModularPlan | None) -> Proof:
     assert plan is not None, "_read refuses --dynamic without a plan"
     try:
         from .dynamic import prove

@@ -15,10 +15,11 @@ import numpy as np
 
 from ..core.action import Action, Kind
 from ..core.model import ModelSpec
-from ..core.parameters import expert_biases, parameters
+from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from .digest import Region, add, bit_words, region_size, regions_overlap
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
+from .modules import in_whole, model_shapes, own_key, plan_of_rank, tensor_shapes
 
 Problem = Literal["differs", "missing", "extra", "incomplete"]
 
@@ -46,7 +47,7 @@ class Difference:
     values: Values | None = None
 
 
-def compare(reference: RunLedger, run: RunLedger, model: ModelSpec) -> list[Difference]:
+def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan) -> list[Difference]:
     """Every tensor of which any rank's piece differs from the reference, in dataflow order: the first is the nearest to the cause.
 
     Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are assembled.
@@ -107,9 +108,10 @@ def _ranks(pieces: Sequence[Piece]) -> tuple[int, ...]:
 # Dataflow order
 
 
-def _position(reference: RunLedger, model: ModelSpec, found: Sequence[Difference]) -> Callable[[Difference], tuple]:
+def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Sequence[Difference]) -> Callable[[Difference], tuple]:
     """A sort key: activations forward, loss, their gradients backward, parameter gradients backward, norm, optimizer, weights."""
-    parameter_position = {each.name: i for i, each in enumerate((*parameters(model), *expert_biases(model)))}
+    names = model_shapes(model) if isinstance(model, ModelSpec) else tensor_shapes(model)
+    parameter_position = {name: i for i, name in enumerate(names)}
     keys = [*reference.pieces, *(difference.key for difference in found)]
     activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT))
     forward = {name: i for i, name in enumerate(activations)}
@@ -132,8 +134,13 @@ def _position(reference: RunLedger, model: ModelSpec, found: Sequence[Difference
     return position
 
 
-def action_of(plan: Plan, key: Key, global_rank: int) -> Action:
+def action_of(plan: Plan | ModularPlan, key: Key, global_rank: int) -> Action:
     """The action in which a rank computes a tensor: its F or B, the gradient reduction of its stage, or the optimizer step."""
+    part = plan_of_rank(plan, global_rank)
+    return in_whole(part, _own_action(part, own_key(plan, key), global_rank))
+
+
+def _own_action(plan: Plan, key: Key, global_rank: int) -> Action:
     block = key.tensor.split(".")
     if block[0] == "layers":
         stage = next((content.stage for content in plan.stages if int(block[1]) in content.layers), len(plan.stages) - 1)

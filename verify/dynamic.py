@@ -9,25 +9,28 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from ..backend.launch import run_ranks
+from ..backend.trainer import unsupported
 from ..core.errors import MissingExtraError, PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout
-from ..core.parameters import expert_biases, parameters
+from ..core.modules import ModularPlan, uncut
 from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
 from .compare import Difference, action_of, compare, explain
 from .digest import to_hex
 from .fast_run import FastCheck, check_fast, state_files
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
+from .modules import leaf_sizes, parts_of, plan_of_rank, provable, tensor_shapes
 from .mutations import DropReduction, drop_reduction
 from .twin import twin
 
@@ -63,9 +66,8 @@ class Proof:
         held = [name for name, holds in report["assumptions"].items() if holds]
         lines.append(f"Assumptions about the library measured here, with these shapes: {', '.join(held)} hold.")
         losses = " ".join(f"{loss:.6f}" for loss in report["losses"])
-        lines.append(
-            f"{report['world_size']} ranks over {report['transport']} against one device, {_count(report['steps'], 'step')}, loss {losses}."
-        )
+        ranks, devices = f"{report['world_size']} ranks over {report['transport']}", _devices(report["num_modules"])
+        lines.append(f"{ranks} against {devices}, {_count(report['steps'], 'step')}, loss {losses}.")
         compared = _count(report["tensors_compared"], "tensor")
         if report["tensors_different"]:
             lines.append(f"NOT EQUAL: {report['tensors_different']} of {compared} differ.")
@@ -82,7 +84,7 @@ class Proof:
 class ProofJob:
     """What every rank of one run needs to know."""
 
-    plan: Plan
+    plan: Plan | ModularPlan
     steps: int
     capture: frozenset[Key] = frozenset()
     folder: Path | None = None
@@ -90,10 +92,12 @@ class ProofJob:
     block: BlockFactory | None = None
     start: Mapping[Key, str] = field(default_factory=dict)
     """Files of weights and moments that every step but the first starts from; none to go on from the step before."""
+    core: int | None = None
+    """The core that the ranks keep to, where they are threads that would only wake each other on several; None for any."""
 
 
 def prove(
-    plan: Plan,
+    plan: Plan | ModularPlan,
     *,
     block: BlockFactory | None = None,
     transport: TransportName = "gloo",
@@ -103,8 +107,8 @@ def prove(
 ) -> Proof:
     """Runs `steps` steps of the plan (or of its twin) and of one device, and compares every tensor of every rank.
 
-    A plan in fast numerics is proved in exact ones first, and then run as it is and held to the derived bounds (`bounds`); not in fp16,
-    because bounds of rounding say nothing where numbers leave its range.
+    A plan in fast numerics is proved in exact ones first, and then run as it is, by torch's `fully_shard` where it says so and ranks are
+    processes, and held to the derived bounds (`bounds`); not in fp16, because bounds of rounding say nothing where numbers leave its range.
 
     `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for `Trainer`.
     `fault` is injected into the sharded run only. Raises `PlanError` for a fault that the run cannot have, `RankFailure` when a rank
@@ -112,20 +116,26 @@ def prove(
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.")
-    small, changes = twin(plan)
+    small: Plan | ModularPlan
+    small, changes = twin(plan) if isinstance(plan, Plan) else provable(plan, unsupported(plan))
     if fault is not None:
+        if not isinstance(small, Plan):
+            raise PlanError("--inject breaks a reduction of one model, and this plan has [[modules]]. Leave it out.")
         fault.check(small)
     one = one_device(small)
-    assumptions = run_ranks(probe_rank, one, world_size=1, transport="memory")[0]
+    assumptions = probed(one)
     progress(f"one device: {steps} steps")
     reference = run_ledger(ProofJob(one, steps, block=block), "memory")
-    progress(f"{small.layout.world_size} ranks over {transport}: {steps} steps")
+    progress(f"{small.world_size} ranks over {transport}: {steps} steps")
     run, differences = run_against(reference, ProofJob(small, steps, fault=fault, block=block), transport, progress=progress)
     proof = _proof(small, steps, transport, changes, reference, run, differences, assumptions)
-    if plan.numerics.mode == "exact" or not proof.ok or small.precision.dtype == "fp16":
+    if plan.numerics.mode == "exact" or not proof.ok or small.precision.dtype == "fp16" or not isinstance(small, Plan):
         return proof
     progress(f"{small.layout.world_size} ranks over {transport} in fast numerics: {steps} steps, each from the weights of one device")
     fast = replace(small, numerics=replace(small.numerics, mode="fast"), precision=replace(small.precision, gradient_dtype=None))
+    if isinstance(plan, Plan) and plan.data_parallel.library == "torch" and transport != "memory":
+        own = replace(fast, data_parallel=plan.data_parallel, schedule=replace(fast.schedule, max_active_stages=None))
+        fast = fast if unsupported(own) else own
     check = run_fast(ProofJob(fast, steps, frozenset(reference.pieces), block=block), transport)
     findings = (*proof.findings, *_fast_findings(fast, check))
     report = {**proof.report, "ok": not findings, "findings": [each.to_dict() for each in findings], "fast": check.report}
@@ -135,7 +145,8 @@ def prove(
 def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
     """A job of a plan in fast numerics against one device in exact ones, which keep all values: every step starts from the weights and
     moments of one device, so that errors are those of one step."""
-    exact = one_device(replace(job.plan, numerics=replace(job.plan.numerics, mode="exact")))
+    assert isinstance(job.plan, Plan), "modules are not proved in fast numerics"
+    exact = one_device(replace(job.plan, numerics=replace(job.plan.numerics, mode="exact"), data_parallel=DataParallel()))
     with tempfile.TemporaryDirectory(prefix="shardproof-fast-") as name:
         one, many = Path(name, "one"), Path(name, "many")
         for folder in (one, many):
@@ -144,14 +155,21 @@ def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
         return check_fast(job.plan, reference, run_ledger(replace(job, folder=many, start=state_files(reference)), transport))
 
 
-def one_device(plan: Plan) -> Plan:
-    """The same problem on one device: layout 1, one sample per microbatch, one after the other, every activation kept."""
+@overload
+def one_device(plan: Plan) -> Plan: ...
+@overload
+def one_device(plan: ModularPlan) -> ModularPlan: ...
+def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
+    """The same problem on one device: layout 1, one sample per microbatch, one after the other, every activation kept. Of several modules
+    each has such a device."""
+    if not isinstance(plan, Plan):
+        return uncut(plan)
     return replace(
         plan,
         layout=Layout(),
         cluster=replace(plan.cluster, num_devices=1),
         batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
-        runtime=replace(plan.runtime, tp_comm_overlap=None),
+        runtime=replace(plan.runtime, tp_comm_overlap=None, ep_comm_overlap=None, p2p_overlap=None, p2p_batched=None, trim_padding=False),
         schedule=ScheduleChoice("1F1B"),
         recompute=Recompute("none"),
         data_parallel=DataParallel(),
@@ -167,17 +185,28 @@ def probe_rank(transport: Any, plan: Plan) -> dict[str, Finding | None]:
     return {entry.name: broken.get(entry.name) for entry in PROBES}
 
 
+def probed(one: Plan | ModularPlan) -> dict[str, Finding | None]:
+    """`probe_rank` of every model of a plan, in a process that has torch."""
+    found: dict[str, Finding | None] = {}
+    for part in {part.model: part for part in parts_of(one)}.values():
+        for name, finding in run_ranks(probe_rank, part, world_size=1, transport="memory")[0].items():
+            found[name] = found.get(name) or finding
+    return found
+
+
 def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
     """What one rank does, in a process that has torch: the trainer's steps with a ledger as observer."""
+    from ..backend.modules import training_rank
     from ..backend.numerics import make_numerics
-    from ..backend.training_rank import TrainingRank
 
-    numerics = make_numerics(job.plan, transport.device, global_rank=transport.global_rank)
+    if job.core is not None:
+        os.sched_setaffinity(0, {job.core})  # of this thread, and of those that it starts
+    part = plan_of_rank(job.plan, transport.global_rank)
+    numerics = make_numerics(part, transport.device, global_rank=transport.global_rank)
     if job.fault is not None and job.fault.global_rank == transport.global_rank:
         numerics = drop_reduction(numerics, job.fault, lambda: transport.recorder.current_layer)
-    shapes = {each.name: each.shape for each in (*parameters(job.plan.model), *expert_biases(job.plan.model))}
-    writer = LedgerWriter(transport.global_rank, shapes, job.capture, job.folder, cp=job.plan.layout.cp)
-    rank = TrainingRank(transport, job.plan, model=job.block, numerics=numerics, observer=writer)
+    writer = LedgerWriter(transport.global_rank, tensor_shapes(job.plan), job.capture, job.folder, cp=part.layout.cp)
+    rank = training_rank(transport, job.plan, model=job.block, numerics=numerics, observer=writer)
     for step in range(job.steps):
         if step and job.start:
             _restore(rank, job.start, step - 1)
@@ -203,7 +232,7 @@ def _restore(rank: Any, files: Mapping[Key, str], step: int) -> None:
 def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
     """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what only a rank could find."""
     try:
-        return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.layout.world_size, transport=transport))
+        return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport))
     except RankFailure as failure:
         if isinstance(failure.__cause__, PlanError):  # the user's problem, found by a rank: no fault of that rank
             raise failure.__cause__ from None
@@ -215,7 +244,7 @@ def run_against(
 ) -> tuple[RunLedger, list[Difference]]:
     """What the ranks of a job's plan computed, and every tensor of it that is not that of the reference, `one_device` of the same plan."""
     run = run_ledger(job, transport)
-    differences = compare(reference, run, job.plan.model)
+    differences = compare(reference, run, job.plan.model if isinstance(job.plan, Plan) else job.plan)
     if differences:
         progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
         one = ProofJob(one_device(job.plan), job.steps, block=job.block)
@@ -227,7 +256,7 @@ def _look_closer(
     differences: Sequence[Difference], reference: RunLedger, one: ProofJob, many: ProofJob, transport: TransportName
 ) -> list[Difference]:
     """The differences with their values, as far as the capture budget reaches. The folder of values is removed in any case."""
-    chosen = _within_budget(differences, reference, many.plan.layout.world_size)
+    chosen = _within_budget(differences, reference, many.plan.world_size)
     with tempfile.TemporaryDirectory(prefix="shardproof-proof-") as name:
         ledgers = []
         runs: tuple[tuple[ProofJob, TransportName, str], ...] = ((one, "memory", "one"), (many, transport, "many"))
@@ -251,7 +280,7 @@ def _within_budget(differences: Sequence[Difference], reference: RunLedger, worl
 
 
 def _proof(
-    plan: Plan,
+    plan: Plan | ModularPlan,
     steps: int,
     transport: str,
     changes: Sequence[str],
@@ -271,11 +300,12 @@ def _proof(
         "tensors_different": len(differences),
         "bits_different": sum(d.values.bits_different if d.values else 1 for d in differences),
         "first_divergence": _divergence(plan, differences[0]) if differences else None,
-        "world_size": plan.layout.world_size,
+        "world_size": plan.world_size,
+        "num_modules": len(parts_of(plan)),
         "transport": transport,
         "assumptions": {name: finding is None for name, finding in assumptions.items()},
         "twin": list(changes),
-        "leaf_sizes": asdict(plan.leaf_sizes),
+        "leaf_sizes": leaf_sizes(plan),
         "fingerprint": _fingerprint(reference),
         "fast": None,
     }
@@ -291,11 +321,15 @@ def _fingerprint(ledger: RunLedger) -> str:
 # Words for differences
 
 
+def _devices(num_modules: int) -> str:
+    return "one device" if num_modules == 1 else f"one device for each of {num_modules} modules"
+
+
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _divergence(plan: Plan, difference: Difference) -> dict[str, Any]:
+def _divergence(plan: Plan | ModularPlan, difference: Difference) -> dict[str, Any]:
     """The JSON form of the first divergence. Steps are counted from 1."""
     key, values = difference.key, difference.values
     rank = difference.global_ranks[0] if difference.global_ranks else None
@@ -342,7 +376,7 @@ def _fast_findings(plan: Plan, check: FastCheck) -> list[Finding]:
     return found
 
 
-def describe(plan: Plan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
+def describe(plan: Plan | ModularPlan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
     """The first difference as an error that says where and how, and one line about the rest."""
     if not differences:
         return []
@@ -355,7 +389,7 @@ def describe(plan: Plan, run: RunLedger, differences: Sequence[Difference]) -> l
     return found
 
 
-def _first_words(plan: Plan, run: RunLedger, first: Difference) -> tuple[str, Literal["error"], str, str, str]:
+def _first_words(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> tuple[str, Literal["error"], str, str, str]:
     """Rule, severity, where, what and hint of the first divergence."""
     key, values, ranks = first.key, first.values, first.global_ranks
     where = ", ".join([f"step {key.step + 1}", *_places(plan, key, ranks), _name(key)])
@@ -377,7 +411,7 @@ def _first_words(plan: Plan, run: RunLedger, first: Difference) -> tuple[str, Li
     return "bits-differ", "error", where, what, _hint(plan, run, first)
 
 
-def _places(plan: Plan, key: Key, ranks: Sequence[int]) -> list[str]:
+def _places(plan: Plan | ModularPlan, key: Key, ranks: Sequence[int]) -> list[str]:
     if not ranks:
         return []
     return [_ranks_listed(ranks), str(action_of(plan, key, ranks[0]))]
@@ -393,14 +427,14 @@ def _name(key: Key) -> str:
     return words if key.sample is None else f"{words} of sample {key.sample}"
 
 
-def _hint(plan: Plan, run: RunLedger, first: Difference) -> str:
+def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
     """Which reduction to look at: the one over the axis that separates wrong replicas from right ones."""
     wrong = set(first.global_ranks)
     regions = {piece.region for piece in run.pieces[first.key] if piece.global_rank in wrong}
     right = {piece.global_rank for piece in run.pieces[first.key] if piece.region in regions} - wrong
     if not right:
         return "Every rank that holds this tensor has the same wrong bits: look at what feeds it, the last tensor before it was right."
-    axis = _axis_between(plan, wrong, right, first.key.phase)
+    axis = _axis_between(plan_of_rank(plan, min(wrong)), wrong, right, first.key.phase)
     what = "input-gradient reduction behind" if first.key.phase == ACTIVATION_GRADIENT else "reduction of"
     if first.key.phase not in (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT):
         what = "step of"

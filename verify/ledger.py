@@ -128,11 +128,25 @@ class LedgerWriter:
         return RankLedger(tuple(self.entries))
 
     def _samples(self, phase: str, name: str, microbatch: Any, tokens: Sequence[slice], tensor: Any) -> None:
+        if microbatch.lengths is not None:
+            self._padded(phase, name, microbatch, tokens, tensor)
+            return
         sequence, ends = self.cp * microbatch.tokens.shape[1], np.cumsum([run.stop - run.start for run in tokens])
         for offset, values in enumerate(_values(tensor)):
             shape, key = (sequence, *values.shape[1:]), Key(self.step, phase, name, microbatch.first_sample + offset)
             for run, part in zip(tokens, np.split(values, ends[:-1]), strict=True):
                 self._enter(key, part, shape, ((run.start, run.stop), *full_region(values.shape[1:])))
+
+    def _padded(self, phase: str, name: str, microbatch: Any, tokens: Sequence[slice], tensor: Any) -> None:
+        """Of padded documents only their own tokens: what follows them changes nothing, and may be left out."""
+        for offset, (values, length) in enumerate(zip(_values(tensor), microbatch.lengths, strict=True)):
+            key, first = Key(self.step, phase, name, microbatch.first_sample + offset), 0
+            for run in tokens:
+                lo, hi = run.start, min(run.stop, length)
+                if lo < hi:
+                    part = values[first : first + hi - lo]
+                    self._enter(key, part, (length, *values.shape[1:]), ((lo, hi), *full_region(values.shape[1:])))
+                first += run.stop - run.start
 
     def _shard(self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any) -> None:
         region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))

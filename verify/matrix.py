@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
 from ..backend.launch import run_ranks
 from ..core.errors import PlanError, ShardproofError, did_you_mean
 from ..core.findings import Finding
+from ..core.modules import ModularPlan
 from ..core.options import add_output, check_output, emit
 from ..core.plan import Plan
 from .covering import Covering, Feature, Row
@@ -75,6 +77,8 @@ def label(row: Row) -> str:
     >>> label({"problem": "gpt", "pipeline": "ZBH2 2x1", "tp": 3, "sequence": "cut", "micro": 1, "overlap": "tp"})
     'gpt, ZBH2 2x1, tp3, sp, micro1, overlap'
     """
+    if "modules" in row:  # of `matrix_modules`
+        return f"modules {row['modules']}"
     words = [f"{row['problem']}, {row['pipeline']}"]
     words += [f"{name}{row[name]}" for name in ("tp", "dp", "cp", "ep", "etp") if row.get(name, 1) not in (1, "tp")]
     words += ["sp"] if row["sequence"] == "cut" else []
@@ -82,6 +86,10 @@ def label(row: Row) -> str:
     words += ["uneven"] if row.get("split") == "uneven" and row["dp"] != 1 else []
     words += [f"recompute {row['recompute']}"] if row.get("recompute", "none") != "none" else []
     words += ["overlap"] if row["overlap"] == "tp" else []
+    words += [f"messages {row['messages']}"] if row.get("messages", "beside") != "beside" else []
+    words += [f"zero{row['zero']}"] if row.get("zero", 0) != 0 else []
+    words += ["hybrid"] if row.get("shard") == "some" and row["dp"] != 1 and row.get("zero", 0) != 0 else []
+    words += [f"buckets {row['buckets']}"] if row.get("buckets", "one") != "one" and row["dp"] != 1 and row["cp"] == 1 else []
     words += ["ring"] if row.get("keys") == "ring" and row["cp"] != 1 else []
     return ", ".join([*words, *(["pp fastest"] if str(row.get("order")).startswith("pp") else [])])
 
@@ -93,7 +101,7 @@ class References:
         self.steps = steps
         self._runs: dict[str, Future[RunLedger]] = {}
 
-    def of(self, plan: Plan) -> RunLedger:
+    def of(self, plan: Plan | ModularPlan) -> RunLedger:
         """What one device computes of a plan's problem. Threads that need the same one wait for the first."""
         one = one_device(plan)
         mine: Future[RunLedger] = Future()
@@ -111,20 +119,22 @@ class References:
         return len(self._runs)
 
 
-def run_row(row: Row, references: References, *, transport: TransportName = "memory") -> Outcome:
-    """One layout against its reference. A rank that fails is a finding, too."""
+def run_row(row: Row, references: References, *, transport: TransportName = "memory", core: int | None = None) -> Outcome:
+    """One layout against its reference, with ranks that keep to a core if one is given. A rank that fails is a finding, too."""
     plan = plan_of(row)
     assert isinstance(plan, Plan), f"{label(row)} is not run: {plan}"
-    return prove_plan(plan, row, references, transport=transport)
+    return prove_plan(plan, row, references, transport=transport, core=core)
 
 
-def prove_plan(plan: Plan, row: Row, references: References, *, transport: TransportName = "memory") -> Outcome:
+def prove_plan(
+    plan: Plan | ModularPlan, row: Row, references: References, *, transport: TransportName = "memory", core: int | None = None
+) -> Outcome:
     """The same for any plan that the backend runs; `row` only names it."""
-    outcome = Outcome(row, plan.layout.world_size, 0, 0, True, (), 0.0)
+    outcome = Outcome(row, plan.world_size, 0, 0, True, (), 0.0)
     try:
         reference = references.of(plan)
         start_s = time.perf_counter()
-        run, differences = run_against(reference, ProofJob(plan, references.steps), transport)
+        run, differences = run_against(reference, ProofJob(plan, references.steps, core=core), transport)
     except ShardproofError as error:
         notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
         return replace(outcome, findings=(Finding("run-failed", "error", label(row), notes),))
@@ -142,8 +152,17 @@ def run_rows(rows: Sequence[Row], *, steps: int, transport: TransportName, jobs:
     """Every row's outcome, `jobs` of them at a time, shown in the order of the rows."""
     references = References(steps)
     outcomes = []
+    cores = _cores(jobs, transport)
+
+    def run_on_a_core(row: Row) -> Outcome:
+        core = cores.get()
+        try:
+            return run_row(row, references, transport=transport, core=core)
+        finally:
+            cores.put(core)
+
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run_row, row, references, transport=transport) for row in rows]
+        futures = [pool.submit(run_on_a_core, row) for row in rows]
         try:
             for future in futures:
                 outcomes.append(future.result())
@@ -152,6 +171,19 @@ def run_rows(rows: Sequence[Row], *, steps: int, transport: TransportName, jobs:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return outcomes
+
+
+def _cores(jobs: int, transport: TransportName) -> SimpleQueue[int | None]:
+    """A core for each of so many jobs at a time whose ranks are threads, None where ranks are processes.
+
+    Threads hand the interpreter's lock to each other at every operation, and between cores each time wake a thread that sleeps: eight
+    ranks of a matrix' size take 1.1 s of processor on two cores, 0.4 s on one (measured).
+    """
+    cores: SimpleQueue[int | None] = SimpleQueue()
+    usable: Sequence[int | None] = sorted(os.sched_getaffinity(0)) if transport == "memory" and hasattr(os, "sched_getaffinity") else [None]
+    for job in range(jobs):
+        cores.put(usable[job % len(usable)])
+    return cores
 
 
 # Choosing rows

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..backend.trainer import unsupported
+from ..core.divisors import divisors
 from ..core.errors import PlanError
 from ..core.layout import DEFAULT_ORDER, Layout
-from ..core.plan import Batch, Plan, Recompute, Runtime, ScheduleChoice
+from ..core.plan import Batch, DataParallel, Plan, Recompute, Runtime, ScheduleChoice
 from ..core.reduction import cut
 from ..core.schedules import CATALOG
 from .covering import Covering, Feature, Row, Space, cover, first_possible
@@ -52,6 +53,9 @@ PIPELINES: Mapping[str, tuple[str, int, int]] = {
 }
 """`schedule ranks x stages per rank`: every schedule of the catalog."""
 
+PAIRED = ("Combined1F1B", "DualPipe", "DualPipeV")
+"""The schedules with pairs of a forward and a backward, which `ep_comm_overlap` lets run in turns."""
+
 RECOMPUTE: Mapping[str, Recompute] = {
     "none": Recompute(),
     "core": Recompute("selective"),
@@ -62,6 +66,12 @@ RECOMPUTE: Mapping[str, Recompute] = {
     "spread": Recompute("full", distribute=True),
 }
 """Modes of recomputation; of `modules` those that a problem's model has."""
+
+MESSAGES: Mapping[str, tuple[bool | None, bool | None]] = {"beside": (None, None), "together": (False, None), "in order": (False, False)}
+"""How messages between stages are sent: `p2p_overlap` and `p2p_batched`."""
+
+BUCKET_BYTES = 2**14
+"""Several buckets in every stage."""
 
 FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "problem": tuple(PROBLEMS),
@@ -77,8 +87,12 @@ FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "recompute": tuple(RECOMPUTE),
     "order": (DEFAULT_ORDER, "pp-dp-tp-cp-ep"),
     "overlap": ("no", "tp"),
+    "ep_comm_overlap": ("no", "yes"),
     "keys": ("all_gather", "ring"),
-    "zero": (0, 1),
+    "messages": tuple(MESSAGES),
+    "zero": (0, 1, 2, 3),
+    "shard": ("all", "some"),
+    "buckets": ("one", "several", "overlapped"),
 }
 """What a layout of the matrix chooses; the first value of each is the plain one."""
 
@@ -98,6 +112,7 @@ def matrix_space(max_ranks: int = MAX_RANKS) -> Space:
         plain=(
             plain,
             {**plain, "cp": 2, "dp": 2},
+            {**plain, "dp": 2, "zero": 1},
             {**plain, "problem": next(name for name, problem in PROBLEMS.items() if problem.is_moe)},
         ),
         features=features,
@@ -105,7 +120,9 @@ def matrix_space(max_ranks: int = MAX_RANKS) -> Space:
         too_large=lambda row: plan_of(row, max_ranks) is None,
         cost=_cost,
         group=_reference,
-        varied=frozenset({"problem", "sequence", "micro", "recompute", "order", "overlap", "keys", "split"}),
+        varied=frozenset(
+            {"problem", "sequence", "micro", "recompute", "order", "overlap", "ep_comm_overlap", "keys", "messages", "split", "buckets"}
+        ),
     )
 
 
@@ -143,7 +160,11 @@ def _features(values: tuple[str | int, ...]) -> tuple[Feature, ...]:
         (set() if problem.is_moe else {"ep", "etp"})
         | (set() if row["cp"] != 1 else {"keys"})
         | (set() if row["dp"] != 1 else {"split"})
+        | (set() if pp != 1 else {"messages"})
+        | (set() if schedule in PAIRED else {"ep_comm_overlap"})
         | (set() if row["dp"] != 1 or row["cp"] != 1 else {"zero"})
+        | (set() if row["dp"] != 1 and row["zero"] != 0 else {"shard"})
+        | (set() if row["dp"] != 1 and row["cp"] == 1 else {"buckets"})
     )
     names = [name for name in FACTORS if name not in idle]
     return (("schedule", schedule), ("pp", pp), *((name, row[name]) for name in names), *problem.features)
@@ -185,14 +206,31 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
         return Refusal(error.problems)
     samples = micro * _microbatches(schedule, pp=pp, dp=dp, micro=micro, short=row["split"] == "uneven" and dp > 1)
     choices = {
-        "schedule": ScheduleChoice(schedule),
+        "schedule": ScheduleChoice(schedule, max_active_stages=1 + (schedule in PAIRED) if row["zero"] == 3 else None),
+        "data_parallel": data_parallel_of(row),
         "recompute": recompute_of(PROBLEMS[str(row["problem"])], str(row["recompute"])),
         "runtime": Runtime(
             tp_comm_overlap=True if row["overlap"] == "tp" else None,
+            ep_comm_overlap=True if row["ep_comm_overlap"] == "yes" and schedule in PAIRED else None,
+            p2p_overlap=MESSAGES[str(row["messages"])][0] if pp > 1 else None,
+            p2p_batched=MESSAGES[str(row["messages"])][1] if pp > 1 else None,
             context_parallel=None if cp == 1 else "ring" if row["keys"] == "ring" else "all_gather",
         ),
     }
     return _first_plan(PROBLEMS[str(row["problem"])], layout, samples=samples, micro=micro, choices=choices)
+
+
+def data_parallel_of(row: Row) -> DataParallel:
+    """How copies share gradients and weights: `some` shards over the largest part of the data-parallel ranks that is not all of them."""
+    dp, cp, is_sharded, buckets = int(row["dp"]), int(row["cp"]), row["zero"] != 0, row["buckets"]
+    buckets = "one" if dp == 1 or cp > 1 else buckets
+    late = buckets == "overlapped"
+    return DataParallel(
+        shard=cp * divisors(dp)[-2] if row["shard"] == "some" and is_sharded and dp > 1 else None,
+        bucket_bytes=None if buckets == "one" else BUCKET_BYTES,
+        overlap_grad_reduce=True if late else None,
+        overlap_param_gather=True if late and is_sharded else None,
+    )
 
 
 def recompute_of(problem: Problem, name: str) -> Recompute:
@@ -249,9 +287,9 @@ def stages(num_stages: int) -> str | None:
 
 def _microbatches(schedule: str, *, pp: int, dp: int, micro: int, short: bool) -> int:
     """The fewest microbatches of a step for which the schedule exists: six samples at least, and in a pipeline two rounds unless they are
-    long. With `short` the last data-parallel rank has one less than the others, and the rounds are two or more."""
+    long. With `short` the last data-parallel rank has fewer than the others, and the rounds are two or more."""
     least = max(-(-6 // (dp * micro)), 2 if short or (pp > 1 and dp * micro <= 6) else 1)
-    exists = CATALOG[schedule].condition
+    exists, together = CATALOG[schedule].condition, CATALOG[schedule].together
     counts = range(least, least + 4 * pp)
-    rounds = next((m for m in counts if exists(pp, m) is None and not (short and exists(pp, m - 1))), least)
-    return rounds * dp - short
+    rounds = next((m for m in counts if exists(pp, m) is None and not (short and exists(pp, m - together))), least)
+    return rounds * dp - short * together

@@ -92,21 +92,24 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
         own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name == fault.tensor}
         return {**numerics.reduce_experts(gradients, group, nodes), **own}
 
-    def kept(gradients: Mapping[str, Any], group: Any, part: Any) -> Any:
-        """A member's part of all gradients, in which those of the faulty one are its own."""
+    def kept(gradients: Mapping[str, Any], group: Any, reduce: Callable[[], Any]) -> Any:
+        """A member's part of all gradients that `reduce` gives, in which those of the faulty one are its own."""
         ends = list(accumulate((each.held[0].numel() for each in gradients.values()), initial=0))
-        first, _ = cut(ends[-1], group.size, group.rank)
+        (first, last), own = cut(ends[-1], group.size, group.rank), []
         for (name, each), lo, hi in zip(gradients.items(), ends, ends[1:], strict=False):
-            start, stop = max(lo, first), min(hi, first + len(part))
+            start, stop = max(lo, first), min(hi, last)
             if name.partition("@")[0] == fault.tensor and start < stop:
-                part[start - first : stop - first] = sum(held.clone().reshape(-1) for held in each.held)[start - lo : stop - lo]
+                own.append((start, stop, sum(held.clone().reshape(-1) for held in each.held)[start - lo : stop - lo]))
+        part = reduce()
+        for start, stop, values in own:
+            part[start - first : stop - first] = values
         return part
 
-    def reduce_gradients_part(gradients: Mapping[str, Any], group: Any, samples_of: Callable[[int], tuple[int, int]]) -> Any:
-        return kept(gradients, group, numerics.reduce_gradients_part(gradients, group, samples_of))
+    def reduce_gradients_part(gradients: Mapping[str, Any], copies: Any, samples_of: Callable[[int], tuple[int, int]]) -> Any:
+        return kept(gradients, copies.shard, lambda: numerics.reduce_gradients_part(gradients, copies, samples_of))
 
-    def reduce_experts_part(gradients: Mapping[str, Any], group: Any, nodes: Any) -> Any:
-        return kept(gradients, group, numerics.reduce_experts_part(gradients, group, nodes))
+    def reduce_experts_part(gradients: Mapping[str, Any], copies: Any, nodes: Any) -> Any:
+        return kept(gradients, copies.shard, lambda: numerics.reduce_experts_part(gradients, copies, nodes))
 
     faulty.reduce_gradients = reduce_gradients
     faulty.reduce_experts = reduce_experts

@@ -10,7 +10,8 @@ from ..core.action import Kind
 from ..core.errors import ScheduleError
 from ..core.parameters import layer_prefix, stage_parameters
 from ..core.plan import Plan
-from ..core.program import Collective, num_shards, operations, sequences_are_cut
+from ..core.program import Collective, num_shards, operations, reduce_microbatch, sequences_are_cut
+from ..core.program.buckets import bucket_sizes, waits_for_parts
 from ..core.schedule import Schedule
 from ..core.stages import StageLayers
 from .calls import Call, Calls
@@ -70,7 +71,7 @@ def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
     which covers dp); those of experts over `edp`. Hybrid sharding adds first inside its groups, then over them. With sequence
     parallelism every tensor-parallel rank knows the gradients of whole norms, biases, routers and low-rank projections for its own
     tokens only; those of the norms of query and key heads, without it too, for its own heads. A stage without layers has no gradients,
-    hence no axes.
+    hence no axes; what is reduced after every microbatch is complete before REDUCE_GRAD.
     """
     layout, held = plan.layout, stage_parameters(plan.model, plan.stages[stage])
     replicas = len(plan.placement.ranks[stage])
@@ -79,6 +80,8 @@ def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
         if copies * replicas > 1 and any(parameter.expert == expert for parameter in held):
             axis = (("dp", "replica"), ("edp", "expert_replica"))[expert][replicas > 1]
             axes |= _split(axis, copies * replicas, num_shards(plan, stage)[expert] if layout.zero else copies * replicas)
+    waiting = any(waits_for_parts(plan, size.layer) for size in bucket_sizes(plan, stage, 0))
+    axes -= {each.axis for each in reduce_microbatch(plan, stage) if not (waiting and each.axis.startswith("dp"))}
     if layout.tp > 1 and (layout.sequence_parallel or plan.model.qk_norm):
         whole = (parameter for parameter in held if parameter.cut is None and not parameter.expert)
         by_tokens = (parameter for parameter in whole if not parameter.name.startswith("embedding."))

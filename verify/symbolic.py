@@ -24,7 +24,7 @@ from ..core.cluster import ClusterSpec
 from ..core.findings import Finding
 from ..core.layout import Layout
 from ..core.plan import DataParallel, Plan, ScheduleChoice
-from ..core.program import LayerWork, Product
+from ..core.program import LayerWork, Product, sequences_are_cut
 from ..core.schedule import Schedule
 from ..core.schedules import lower
 from ..core.variation import NO_VARIATION
@@ -114,11 +114,10 @@ def prove(plan: Plan, schedule: Schedule, program: Program | None = None) -> Sym
 
 def beyond_proof(plan: Plan) -> tuple[str, ...]:
     """What of a plan the proof has no expressions for; empty when it knows all of it."""
-    return tuple(
-        what
-        for there, what in ((plan.data_parallel.shard is not None, f"hybrid sharding (data_parallel.shard={plan.data_parallel.shard})"),)
-        if there
-    )
+    shard, cp = plan.data_parallel.shard, plan.layout.cp
+    if shard is not None and sequences_are_cut(plan) and shard % cp:
+        return (f"hybrid sharding (data_parallel.shard={shard}) that keeps the cp={cp} parts of a sequence apart in exact numerics",)
+    return ()
 
 
 class _Prover:

@@ -89,6 +89,11 @@ class ExpertGrid:
         total = self.summed(own, (1, 2))
         return np.broadcast_to(total.sum(2, keepdims=True, dtype=np.uint64), own.shape) if replicas > 1 else total
 
+    def copy_of(self, cell: tuple[int, ...], num_replicas: int) -> tuple[tuple[int, ...], int]:
+        """The experts that a rank (tp, dp, replica) has, and which of their copies."""
+        copy, ep_rank, etp_rank = self.places[cell[0], cell[1]]
+        return (ep_rank, etp_rank), copy * num_replicas + cell[2]
+
     def with_squares(
         self, calls: Sequence[Collective], own: np.ndarray, wanted: np.uint64, stages: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.uint64]:

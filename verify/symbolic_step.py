@@ -16,13 +16,14 @@ import numpy as np
 from ..core.action import Kind
 from ..core.parameters import Usage, stage_parameters, stage_usages
 from ..core.plan import Plan
-from ..core.program import EXPERT_BIAS, Collective, Operations, sequences_are_cut
-from ..core.program.buckets import bucket_layers, gathered_sizes
+from ..core.program import EXPERT_BIAS, Collective, Operations, num_copies, num_shards, sequences_are_cut
+from ..core.program.buckets import bucket_layers, gathered_sizes, sums_are_sharded
 from ..core.program.holdings import PART_LAYERS, KnownPart, knows_heads
 from ..core.schedule import Placement
 from .expressions import MODULUS, digest
 from .symbolic_experts import EXPERT_AXES, ExpertGrid
 from .symbolic_layers import Program
+from .symbolic_shards import dense_place, split_axis, summed
 from .symbolic_tensors import MisfitError
 
 States = Mapping[str, tuple[tuple[int, int], ...]]
@@ -43,7 +44,7 @@ class StageGradients:
     """The gradients of one stage: arrays [tp, dp, replica] of digests by usage, alike for usages that are treated alike.
 
     `is_part` says that each copy has finished a part of the elements only (ZeRO), `in_turn` that these are parts of a sum over tensor- and
-    context-parallel ranks, which have to come together first.
+    context-parallel ranks, which have to come together first, `divided` that they are parts of what a rank is to keep.
     """
 
     plan: Plan
@@ -53,6 +54,7 @@ class StageGradients:
     wanted: dict[str, np.ndarray] = field(default_factory=dict)
     is_part: bool = False
     in_turn: bool = False
+    divided: bool = False
     reordered: bool = False
 
     @property
@@ -86,15 +88,18 @@ def reduced_gradients(
     operations, note = _in_step(calls)
     if note:
         differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", note))
+    after_each, note = _after_each_microbatch(plan, program, stage)
+    if note:
+        differences.append(StepDifference("value", f"{stage}B", note))
     counted = [operation for operation in operations if operation.layer == EXPERT_BIAS]
     operations = [operation for operation in operations if operation.layer != EXPERT_BIAS]
     differences += _counts_difference(gradients, counted)
     per_holder = [num_reductions.get((rank, stage), ()) for rank in placement.ranks[stage]]
     for usage in representatives.values():
         try:
-            own_operations = _operations_for(plan, usage, operations, covered, buckets.get(usage.key, ""))
+            given = [_operations_for(plan, usage, each, covered, buckets.get(usage.key, "")) for each in (after_each, operations)]
             covering = usage.parameter.name in covered
-            total = _reduce_usage(gradients, usage, states[usage.key], own_operations, per_holder, covering)
+            total = _reduce_usage(gradients, usage, states[usage.key], given, per_holder, covering)
         except MisfitError as error:
             differences.append(StepDifference("value", f"{stage}REDUCE_GRAD, {usage.key}", str(error)))
             continue
@@ -104,7 +109,7 @@ def reduced_gradients(
             what = _how(total, wanted, per_holder, operations) + (f" (and {alike - 1} more gradients alike)" if alike > 1 else "")
             differences.append(StepDifference("value", f"{stage}REDUCE_GRAD, {usage.key}", what))
         gradients.values[usage.key] = wanted  # what follows is judged on its own
-    in_parts = plan.layout.zero > 0 and plan.num_copies(stage) > 1
+    in_parts = plan.layout.zero > 0 and num_shards(plan, stage).dense > 1
     if usages and gradients.is_part != in_parts and not any(difference.kind == "value" for difference in differences):
         what = "every copy keeps whole gradients" if in_parts else "every copy keeps a part of the gradients only"
         differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", f"{what}, and zero={plan.layout.zero} wants it otherwise"))
@@ -156,25 +161,48 @@ def _operations_for(plan: Plan, usage: Usage, operations: Sequence[Collective], 
     which exact numerics exchange apart."""
     kind: KnownPart = "heads" if knows_heads(usage.parameter) and plan.numerics.mode == "exact" else "tokens"
     layer = PART_LAYERS[kind] if usage.parameter.name in covered else None
-    theirs = [each for each in operations if (each.axis in EXPERT_AXES) == usage.parameter.expert]
+    theirs = [each for each in operations if (split_axis(each.axis)[0] in EXPERT_AXES) == usage.parameter.expert]
     return [each for each in theirs if each.layer == (layer if each.axis in ("tp", "tp_cp") else bucket)]
+
+
+def _after_each_microbatch(plan: Plan, program: Program, stage: int) -> tuple[list[Collective], str]:
+    """The collectives over copies that follow the weight gradients of every microbatch, and what is wrong with them: they are part of B and
+    of W, and not of I."""
+    if not sums_are_sharded(plan):
+        return [], ""
+    calls, note = [], ""
+    for tp_rank in range(plan.layout.tp):
+        by_kind = [
+            [each for each in program.actions(plan, kind, stage, tp_rank) if isinstance(each, Collective) and _is_over_copies(each)]
+            for kind in (Kind.B, Kind.W, Kind.I)
+        ]
+        if by_kind[0] != by_kind[1] or by_kind[2]:
+            note = "gradients of a microbatch are reduced otherwise after B than after W"
+        calls.append(by_kind[0])
+    operations, apart = _in_step(calls)
+    return operations, note or apart
+
+
+def _is_over_copies(operation: Collective) -> bool:
+    return split_axis(operation.axis)[0] in ("dp", "replica", *EXPERT_AXES)
 
 
 def _reduce_usage(
     gradients: StageGradients,
     usage: Usage,
     tokens: Sequence[tuple[int, int]],
-    operations: Sequence[Collective],
+    given: Sequence[Sequence[Collective]],
     per_holder: Sequence[tuple[int, ...]],
     covered: bool,
 ) -> np.ndarray:
-    """The sum over all groups of contributions, each reduced as often as the schedule does it.
+    """The sum over all groups of contributions, each reduced by what is `given` after its microbatch, and then by what is given at
+    REDUCE_GRAD as often as the schedule does it.
 
     Where context-parallel ranks finish sequences after every microbatch (`exchange_difference`), each then has a part of the elements.
     """
     if usage.parameter.expert:
-        return _reduce_experts(gradients, usage, tokens, operations, per_holder)
-    shape, plan = gradients.shape, gradients.plan
+        return _reduce_experts(gradients, usage, tokens, given, per_holder)
+    (after_each, operations), shape, plan = given, gradients.shape, gradients.plan
     local, by_parts = plan.batch.sequence // plan.layout.cp, sequences_are_cut(plan)
     whole_part = plan.leaf_sizes.heads.num_leaves if knows_heads(usage.parameter) else local
     tokens = [(0, local) if by_parts and each == (0, plan.batch.sequence) else each for each in tokens]  # gathered, not summed
@@ -190,8 +218,10 @@ def _reduce_usage(
         gradients.is_part, gradients.in_turn = by_parts and not covered, False
         if gradients.is_part:
             own = _over_cp(own, plan.layout.cp)
+        for operation in after_each:
+            own = _collective(gradients, operation, own)
         for _ in range(times):
-            over_tokens = [operation for operation in operations if operation.axis not in ("dp", "replica")]
+            over_tokens = [operation for operation in operations if split_axis(operation.axis)[0] not in ("dp", "replica")]
             for operation in over_tokens:
                 own = _collective(gradients, operation, own)
             gradients.is_part |= by_parts  # of what has come together each takes its part again
@@ -199,7 +229,15 @@ def _reduce_usage(
                 own = _collective(gradients, operation, own)
         total += own
     gradients.wanted[usage.key] = wanted
+    _check_together(gradients)
     return total
+
+
+def _check_together(gradients: StageGradients) -> None:
+    """Raises `MisfitError` where hybrid sharding has left a rank less than the part it is to keep."""
+    if gradients.divided:
+        gradients.divided = False
+        raise MisfitError("its parts, which ranks that keep equal ones have finished, do not come together")
 
 
 def _over_cp(own: np.ndarray, cp: int) -> np.ndarray:
@@ -212,7 +250,7 @@ def _reduce_experts(
     gradients: StageGradients,
     usage: Usage,
     tokens: Sequence[tuple[int, int]],
-    operations: Sequence[Collective],
+    given: Sequence[Sequence[Collective]],
     per_holder: Sequence[tuple[int, ...]],
 ) -> np.ndarray:
     """The same for a parameter of experts, whose copies lie on other ranks."""
@@ -226,12 +264,12 @@ def _reduce_experts(
         own[:, :, [r for r in range(shape[2]) if r not in replicas]] = 0
         wanted += grid.wanted(name, replicas, shape, cut=cut, whole=lambda name, _: int(_tokens_digest(name, 0, local)))
         gradients.is_part = False
-        for _ in range(times):
-            for operation in operations:
-                own = _collective(gradients, operation, own)
+        for operation in [*given[0], *(each for _ in range(times) for each in given[1])]:
+            own = _collective(gradients, operation, own)
         total += own
     gradients.wanted[usage.key] = wanted
-    in_parts = plan.layout.zero > 0 and plan.layout.expert_dp * shape[2] > 1
+    _check_together(gradients)
+    in_parts = plan.layout.zero > 0 and num_shards(plan, gradients.stage).expert > 1
     if gradients.is_part != in_parts and per_holder:
         raise MisfitError(f"zero={plan.layout.zero}, and every copy keeps {'a part' if gradients.is_part else 'all'} of it")
     gradients.is_part = of_dense
@@ -244,7 +282,33 @@ def _tokens_digest(name: tuple[object, ...], lo: int, hi: int) -> np.uint64:
     return np.uint64((ends[0] - ends[1]) % 2**64)
 
 
+def _over_level(gradients: StageGradients, operation: Collective, own: np.ndarray) -> np.ndarray:
+    """A collective of hybrid sharding: a reduction over those that keep a part each, then one over those that keep equal parts, which exact
+    numerics make of parts of these parts, that have to come together again."""
+    plan, (base, level), replicas = gradients.plan, split_axis(operation.axis), own.shape[2]
+    is_expert = base in EXPERT_AXES
+    parts, size = num_shards(plan, gradients.stage)[is_expert], num_copies(plan, gradients.stage)[is_expert]
+    if operation.op == "all_gather":
+        if level == "shard" or not gradients.divided:
+            raise MisfitError(f"all_gather over {operation.axis} is given gradients that every rank keeps")
+        gradients.divided = False
+        return own
+    by_parts = sequences_are_cut(plan) and not is_expert
+    if level == "shard" and gradients.is_part and not by_parts:
+        raise MisfitError(f"{operation.op} adds parts of different elements")
+    if level == "replicate" and (gradients.divided or gradients.is_part != (parts > 1)):
+        raise MisfitError(f"{operation.op} over {operation.axis} comes before every rank has a part")
+    gradients.is_part |= level == "shard"
+    gradients.divided = level == "replicate" and operation.op == "all_to_all"
+    gradients.reordered |= operation.op != "all_to_all"
+    grid = ExpertGrid(plan.layout)
+    place = (lambda cell: grid.copy_of(cell, replicas)) if is_expert else dense_place(plan, replicas)
+    return summed(operation, level, own, place, size=size, parts=parts, apart=plan.layout.cp if by_parts else 1)
+
+
 def _collective(gradients: StageGradients, operation: Collective, own: np.ndarray) -> np.ndarray:
+    if split_axis(operation.axis)[1]:
+        return _over_level(gradients, operation, own)
     axes = {"tp": (0,), "dp": (1,), "replica": (1, 2), "tp_cp": (0,)}.get(operation.axis, ())
     if not axes and operation.axis not in EXPERT_AXES:
         raise MisfitError(f"{operation.op} over {operation.axis} does not join ranks that hold the same gradients")
@@ -308,7 +372,8 @@ def exchange_difference(plan: Plan, program: Program, stage: int) -> StepDiffere
     for kind, wanted in ((Kind.B, due), (Kind.W, due), (Kind.I, [])):
         for tp_rank in range(plan.layout.tp):
             operations = program.actions(plan, kind, stage, tp_rank)
-            calls = [(each.op, each.axis, each.group_size) for each in operations if isinstance(each, Collective) and not each.layer]
+            sent = (each for each in operations if isinstance(each, Collective) and not each.layer and not _is_over_copies(each))
+            calls = [(each.op, each.axis, each.group_size) for each in sent]
             if calls != wanted:
                 called = ", ".join(f"{op} over {axis} of {size}" for op, axis, size in calls) or "none"
                 what = f"{len(wanted)} exchanges over context-parallel ranks are due after the last weight gradient, and {called} is called"
@@ -320,12 +385,14 @@ def unshard_difference(plan: Plan, placement: Placement, program: Program, stage
     """What is wrong with UNSHARD of a stage: it has to bring together the parts of all copies (ZeRO-3)."""
     shape = plan.layout.tp, plan.layout.dp * plan.layout.cp, len(placement.ranks[stage])
     calls, note = _in_step([program.actions(plan, Kind.UNSHARD, stage, t, d // plan.layout.cp, replica=r) for t, d, r in np.ndindex(shape)])
-    size = shape[1] * shape[2]
-    due = plan.layout.zero == 3 and size > 1 and bool(stage_parameters(plan.model, plan.stages[stage]))
-    dense = [each for each in gathered_sizes(plan, stage, 0) if not each.is_expert]
-    wanted = [("all_gather", "dp" if shape[2] == 1 else "replica", size)] * due * len(dense)
-    if (copies := plan.layout.expert_dp * shape[2]) > 1 and any(each.expert for each in stage_parameters(plan.model, plan.stages[stage])):
-        wanted += [("all_gather", "edp" if shape[2] == 1 else "expert_replica", copies)] * (plan.layout.zero == 3)
+    parts, copies = num_shards(plan, stage), num_copies(plan, stage)
+    axes = ("dp", "edp") if shape[2] == 1 else ("replica", "expert_replica")
+    levels = ["_shard" * (some < size) for some, size in zip(parts, copies, strict=True)]
+    wanted = [
+        ("all_gather", f"{axes[each.is_expert]}{levels[each.is_expert]}", parts[each.is_expert])
+        for each in gathered_sizes(plan, stage, 0)
+        if plan.layout.zero == 3 and parts[each.is_expert] > 1
+    ]
     if note or [(call.op, call.axis, call.group_size) for call in calls] != wanted:
         called = _calls_text([(call.op, call.axis, call.layer) for call in calls])
         return StepDifference(
@@ -371,9 +438,13 @@ class Step:
             squares = np.empty(gradients.shape, dtype=np.uint64)
             for cell in np.ndindex(gradients.shape):
                 squares[cell] = digest("squares", gradients.stage, *cell)
+            place, parts = dense_place(self.plan, gradients.shape[2]), num_shards(self.plan, gradients.stage).dense
+            for cell in np.ndindex(gradients.shape if self.plan.layout.zero else ()):
+                if cell and place(cell)[1] >= parts:  # of equal parts one counts
+                    squares[cell] = 0
             total = squares.sum(dtype=np.uint64, initial=total)
             for replica, pp_rank in enumerate(self.placement.ranks[gradients.stage]):
-                if gradients.is_part:
+                if self.plan.layout.zero:
                     own[self.ranks.index(pp_rank)] += squares[:, :, replica]
                 elif replica == 0:
                     own[self.ranks.index(pp_rank)] += squares.sum((1, 2), dtype=np.uint64)[:, None]
@@ -440,7 +511,8 @@ class Step:
             return
         first, last = self.placement.ranks[0], self.placement.ranks[-1]
         for rank, pp_rank in enumerate(self.ranks):
-            needed = int((pp_rank in first) != (pp_rank in last))
+            crossed = bool(self.plan.layout.zero and self.placement.crossed_ends_of(pp_rank))
+            needed = int((pp_rank in first) != (pp_rank in last) or crossed)
             for t, d in np.ndindex(self.shape[1:]):
                 calls = [each for each in self.operations[rank, t, d] if isinstance(each, Collective) and each.axis == "embedding"]
                 if len(calls) != needed:
@@ -455,7 +527,7 @@ class Step:
         if not self.plan.layout.zero:
             return []
         stages = [stage for stage in self.placement.stages_of(pp_rank) if any(usage.parameter.expert for usage in self._usages(stage))]
-        copies = [self.plan.layout.expert_dp * len(self.placement.ranks[stage]) for stage in stages]
+        copies = [num_shards(self.plan, stage).expert for stage in stages]
         return [size for size in copies if size > 1]
 
     def _parameters(self) -> Iterator[StepDifference]:
@@ -469,10 +541,10 @@ class Step:
                 own = self.operations[rank, t, d]
                 buckets = {size.layer for stage in apart for size in gathered_sizes(self.plan, stage, t)} | {""}
                 gathers = [each for each in own if isinstance(each, Collective) and each.layer in buckets and each.op == "all_gather"]
-                sizes = [each.group_size for each in gathers if each.axis in ("dp", "replica")]
-                of_experts = [each.group_size for each in gathers if each.axis in EXPERT_AXES]
+                sizes = [each.group_size for each in gathers if split_axis(each.axis)[0] in ("dp", "replica")]
+                of_experts = [each.group_size for each in gathers if split_axis(each.axis)[0] in EXPERT_AXES]
                 dense = [(stage, size) for stage in apart for size in gathered_sizes(self.plan, stage, t) if not size.is_expert]
-                wanted = [int(np.prod(by_stage[stage].shape[1:])) for stage, _ in dense]
+                wanted = [num_shards(self.plan, stage).dense for stage, _ in dense]
                 if sizes != wanted or of_experts != self._expert_copies(pp_rank):
                     where = f"STEP on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
                     what = f"stages {apart} are updated in parts, which {len(gathers)} all_gather over their copies bring together"

@@ -19,8 +19,9 @@ from ..core.errors import PlanError
 from ..core.expert_tokens import RoutedTokens
 from ..core.layout import Layout
 from ..core.model import ModelSpec
-from ..core.plan import Batch, DataParallel, Numerics, Plan
+from ..core.plan import Batch, Numerics, Plan
 from ..core.schedules import CATALOG
+from ..core.schedules.passes import MAX_ACTIVE_STAGES
 from ..core.stages import StageLayers, to_string
 from ..core.variation import NO_VARIATION
 
@@ -88,7 +89,7 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with everything the backend does not run replaced by what it runs, and why."""
     changes: list[str] = []
     cluster = plan.cluster
-    layout = _supported_layout(plan, changes)
+    layout = _supported_layout(plan)
     if plan.numerics.mode != "exact":
         only = ", and bounds for fast ones do not hold where numbers leave the range of fp16" if plan.precision.dtype == "fp16" else ""
         changes.append(f"numerics.mode fast -> exact: only exact numerics promise bits{only}.")
@@ -97,15 +98,21 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
         changes.append(f"precision.dtype {plan.precision.dtype} -> {dtype}: the backend computes in fp32, bf16 and fp16.")
     if plan.precision.gradient_dtype == "bf16" and plan.numerics.mode == "fast":
         changes.append("precision.gradient_dtype bf16 -> none in the run in fast numerics: bounds are those of sums in fp32.")
-    if plan.schedule.max_active_stages is not None:
-        changes.append(f"schedule.max_active_stages {plan.schedule.max_active_stages} -> none: whole parameters need no gathers.")
+    schedule = plan.schedule
+    if layout.zero == 3 and schedule.max_active_stages is None and schedule.file is None:
+        schedule = replace(schedule, max_active_stages=MAX_ACTIVE_STAGES)
+        changes.append(f"schedule.max_active_stages none -> {MAX_ACTIVE_STAGES}: the backend gathers whole stages, not layer by layer.")
     bucket_bytes = plan.data_parallel.bucket_bytes if layout.cp == 1 else None
     early = plan.data_parallel.overlap_grad_reduce if bucket_bytes is not None else None
-    data_parallel = DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=early)
-    if plan.data_parallel != data_parallel:
-        changes.append(
-            "[data_parallel] -> buckets and their overlap, and nothing with cp: the backend shards over all copies, and gathers late."
-        )
+    data_parallel = replace(plan.data_parallel, bucket_bytes=bucket_bytes, overlap_grad_reduce=early)
+    if (shard := data_parallel.shard) is not None and shard % layout.cp:
+        data_parallel = replace(data_parallel, shard=layout.cp)
+        changes.append(f"data_parallel.shard {shard} -> {layout.cp}: exact numerics keep the cp={layout.cp} parts of a sequence together.")
+    if plan.data_parallel != replace(data_parallel, shard=plan.data_parallel.shard):
+        changes.append("[data_parallel] -> no buckets with cp, and no overlap without buckets: that is what the backend runs.")
+    if data_parallel.library != "shardproof":
+        data_parallel = replace(data_parallel, library="shardproof")
+        changes.append("data_parallel.library torch -> shardproof in exact numerics: fully_shard adds in its collectives' order.")
     runtime = plan.runtime
     if runtime.cuda_graphs or runtime.compile or runtime.launch_blocking or runtime.fused_loss:
         changes.append("[runtime] graphs and compile -> none: the backend launches every kernel itself, one after another.")
@@ -119,7 +126,7 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
             layout=layout,
             runtime=replace(plan.runtime, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None),
             data_parallel=data_parallel,
-            schedule=replace(plan.schedule, max_active_stages=None),
+            schedule=schedule,
             precision=replace(plan.precision, dtype=dtype),
             numerics=_exact(plan, layout, changes),
             variation=NO_VARIATION,
@@ -173,19 +180,11 @@ def _splits_blocks(plan: Plan, layout: Layout, numerics: Numerics) -> bool:
     return plan.model.is_moe and tokens.split_piece(layout) is not None
 
 
-def _supported_layout(plan: Plan, changes: list[str]) -> Layout:
-    """The axes that the backend runs; adds why to `changes`."""
-    layout, zero = plan.layout, min(plan.layout.zero, 1)
-    if zero < layout.zero:
-        changes.append(f"layout.zero {layout.zero} -> {zero}: the backend spreads optimizer states only.")
-    if zero and any(len(ranks) > 1 for ranks in plan.placement.ranks) and plan.model.shares_table:
-        changes.append(f"layout.zero {zero} -> 0: the backend does not cut a tied table of which stages have replicas.")
-        zero = 0
-    if zero and plan.model.is_moe and plan.precision.dtype != "fp32":
-        changes.append(f"layout.zero {zero} -> 0: the backend keeps routers whole in fp32.")
-        zero = 0
+def _supported_layout(plan: Plan) -> Layout:
+    """The axes that the backend runs."""
+    layout = plan.layout
     stages = None if layout.stages is None else re.sub(r"m(\*\d+)?", "", layout.stages)
-    return replace(layout, zero=zero, stages=stages)
+    return replace(layout, stages=stages)
 
 
 def _shrink(plan: Plan) -> Plan:
@@ -203,10 +202,21 @@ def _shrink(plan: Plan) -> Plan:
         cluster=cluster_preset("this-host", layout.world_size),
         layout=layout,
         batch=Batch(global_size=micro * num_microbatches * layout.dp, micro_size=micro, sequence=sequence),
+        data_parallel=replace(plan.data_parallel, shard=_small_shard(plan, layout)),
         numerics=Numerics("exact", gradient_token_block=TOKEN_BLOCK // (2 if parts else 1), reduction_token_block=TOKEN_BLOCK // 2),
         recompute=replace(plan.recompute, layers=_small_layers(plan.recompute.layers, model)),
         train=replace(plan.train, load=None),
     )
+
+
+def _small_shard(plan: Plan, layout: Layout) -> int | None:
+    """The size of groups that shard together: the largest that is no larger than the plan's, and of which there are several where the plan
+    has several."""
+    if (shard := plan.data_parallel.shard) is None:
+        return None
+    several = shard < plan.layout.dp * plan.layout.cp
+    sizes = [size for size in divisors(layout.dp) if size * layout.cp <= shard and not (several and size == layout.dp)]
+    return max(sizes, default=1) * layout.cp
 
 
 def _small_layers(layers: tuple[int, ...] | None, model: ModelSpec) -> tuple[int, ...] | None:

@@ -11,16 +11,18 @@ from typing import Any
 
 from ..core.commands import Command, service
 from ..core.errors import PlanError, TimelineError
-from ..core.options import add_plan, option_values, read_plan
+from ..core.options import add_durations, add_plan, option_values, read_any_plan, read_durations
 from ..core.schedules import read_csv
 from ..core.timeline import Timeline
 from .axis import TimeUnit
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
+from .lanes import compare_lanes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds PLAN, the plan options and those of the picture."""
     add_plan(parser, "a plan.toml (simulated), a schedule .csv (unit costs) or a recorded .timeline.json")
+    add_durations(parser)
     group = parser.add_argument_group("picture")
     group.add_argument("--compare", metavar="OTHER", help="a second plan, schedule or recorded timeline, drawn below the first")
     group.add_argument(
@@ -28,6 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "time", "own"),
         default="auto",
         help="with --compare: one time scale, or each its own; auto takes own from a factor of three on",
+    )
+    group.add_argument(
+        "--by",
+        choices=("lane", "timeline"),
+        default="lane",
+        help="with --compare of a prediction and a measurement of the same actions: lane by lane (default), or one below the other",
     )
     group.add_argument("--width", type=_positive, metavar="N", help="characters of text (default: the terminal's) or pixels of a picture")
     group.add_argument("--no-memory", action="store_true", help="leave the memory curves out")
@@ -54,14 +62,25 @@ def run(args: argparse.Namespace) -> int:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else TEXT_WIDTH
     if output is not None or not args.json:
         drawn = draw(
-            timeline, output, memory=not args.no_memory, width=width, compare=other, scale=args.scale, time_unit=time_unit, color=color
+            timeline,
+            output,
+            memory=not args.no_memory,
+            width=width,
+            compare=other,
+            scale=args.scale,
+            by=args.by,
+            time_unit=time_unit,
+            color=color,
         )
         if output is None:
             print(drawn, end="")
         else:
             print(f"written: {output}", file=sys.stderr)
     if args.json:
-        print(json.dumps({**summary(timeline), "compare": summary(other) if other else None, "file": output}, indent=2))
+        told = {**summary(timeline), "compare": summary(other) if other else None, "file": output}
+        if other is not None:
+            told["lanes"] = [lane.report() for lane in compare_lanes(timeline, other)]
+        print(json.dumps(told, indent=2))
     return 0
 
 
@@ -95,18 +114,20 @@ def _read(args: argparse.Namespace) -> tuple[Timeline, TimeUnit]:
     name = args.plan or ""
     if name.endswith((".csv", ".json", ".json.gz")):
         given = [value.origin for table in option_values(args).values() for value in table.values()]
+        given += ["--durations"] * bool(args.durations)
         if given:
             raise PlanError(f"{', '.join(given)}: plan options have no effect on {name}. Give a plan.toml, or leave them out.")
         if name.endswith(".csv"):
             return service("run_schedule")(read_csv(name)), "unit"
         return Timeline.load(name), "s"
-    return service("simulate")(read_plan(args)).timeline, "s"
+    return service("simulate")(read_any_plan(args), durations=read_durations(args)).timeline, "s"
 
 
 def _only_plan(name: str) -> argparse.Namespace:
     """The arguments of a verb that was given PLAN alone: the options on the command line belong to the first."""
     parser = argparse.ArgumentParser()
     add_plan(parser)
+    add_durations(parser)
     return parser.parse_args([name])
 
 

@@ -17,7 +17,7 @@ from ..core.units import format_bytes
 from . import palette
 from .axis import format_time
 from .memory import MemoryPlot
-from .scene import Box, LegendEntry, Panel, Row, Scene, Track
+from .panels import Box, LegendEntry, Panel, Row, Scene, Track
 
 LEFT = 84.0
 RIGHT = 112.0
@@ -155,13 +155,14 @@ def _panel(marks: list[Mark], scene: Scene, panel: Panel, width: float, top: flo
     marks.append(Text(EDGE, top + 12.0, panel.heading, 12.0, bold=True))
     if panel.notes:
         marks.append(Text(width - EDGE, top + 12.0, "; ".join(panel.notes), 10.0, palette.MUTED, "end"))
-    style = _style(len(panel.rows))
+    style = _style(sum(track.role == "compute" for row in panel.rows for track in row.tracks))
     first = y = top + 24.0
     scale = plot_width(width) / panel.axis.end
     body: list[Mark] = []
-    sizes = _label_sizes([box for row in panel.rows for box in row.tracks[0].boxes], style.track, scale)
+    boxes = [box for row in panel.rows for track in row.tracks if track.role == "compute" for box in track.boxes]
+    sizes = _label_sizes(boxes, style.track, scale)
     for row in panel.rows:
-        y = _row(body, scene, panel, row, style, sizes, scale, width, y)
+        y = _row(body, scene, row, style, sizes, scale, width, y)
     if panel.memory is not None:
         y = _memory(body, panel, panel.memory, scale, width, y + 6.0)
     _grid(marks, panel, scale, first, y)
@@ -184,7 +185,6 @@ def _style(num_rows: int) -> Style:
 def _row(
     marks: list[Mark],
     scene: Scene,
-    panel: Panel,
     row: Row,
     style: Style,
     sizes: dict[Kind, float],
@@ -193,26 +193,37 @@ def _row(
     top: float,
 ) -> float:
     """One rank: its name, its tracks from compute down to the thin lanes, its idle share; returns the y below."""
-    middle = top + style.track / 2
-    size = 11.0 if style.track >= 16 else 8.5
-    marks.append(Text(EDGE, middle + size * 0.36, row.name, size, palette.INK))
-    marks.append(Text(width - RIGHT + 8.0, middle + size * 0.36, f"{row.idle_fraction:.1%} idle", size - 1.0, palette.MUTED))
-    marks.append(Rect(LEFT, top, panel.makespan_s * scale, style.track, palette.IDLE, crisp=True))
     labels: list[Mark] = []
     y = top
-    for track in row.tracks:
-        height = style.track if track.role == "compute" else style.thin
-        if style.lane_names and track.role != "compute":
+    for track, before in zip(row.tracks, (None, *row.tracks), strict=False):
+        is_compute, is_second = track.role == "compute", before is not None and before.name == track.name
+        height = style.track if is_compute else style.thin
+        if is_compute:
+            marks += _names(row, track, style, width, y, is_second)
+            marks.append(Rect(LEFT, y, track.end_s * scale, height, palette.IDLE, crisp=True))
+        elif style.lane_names and not is_second:
             name = track.name.replace(">", "\u2192").replace("<", "\u2190")
             marks.append(Text(LEFT - 5.0, y + height - 0.8, name, 7.5, palette.MUTED, "end"))
         for box in track.boxes:
             rect = _rect(scene, row, track, box, (y, height), scale)
             marks.append(rect)
-            if track.role == "compute":
+            if is_compute:
                 labels += _label(box, rect, sizes)
-        y += height + 1.0
+        y += height + (3.0 if is_second else 1.0)
     marks += labels
     return y - 1.0 + style.gap
+
+
+def _names(row: Row, track: Track, style: Style, width: float, top: float, is_second: bool) -> Iterator[Text]:
+    """The rank beside its compute lane, of two timelines which one that is, and the idle share."""
+    middle = top + style.track / 2
+    size = 11.0 if style.track >= 16 else 8.5
+    lift = size * 0.45 if track.source and not is_second else 0.0
+    if not is_second:
+        yield Text(EDGE, middle + size * 0.36 - lift, row.name, size, palette.INK)
+    if track.source:
+        yield Text(EDGE, middle + size * 0.36 + lift, track.source, size - 2.5, palette.MUTED)
+    yield Text(width - RIGHT + 8.0, middle + size * 0.36, f"{track.idle_fraction:.1%} idle", size - 1.0, palette.MUTED)
 
 
 def _rect(scene: Scene, row: Row, track: Track, box: Box, band: tuple[float, float], scale: float) -> Rect:
@@ -237,7 +248,8 @@ def _label(box: Box, rect: Rect, sizes: dict[Kind, float]) -> Iterator[Text]:
 
 def _hover(scene: Scene, row: Row, track: Track, box: Box) -> str:
     start, end, length = (format_time(value, scene.time_unit) for value in (box.start_s, box.end_s, box.end_s - box.start_s))
-    return f"{box.action} on {row.name}, {track.name}: {start} to {end} ({length})"
+    source = f", {track.source}" if track.source else ""
+    return f"{box.action} on {row.name}, {track.name}{source}: {start} to {end} ({length})"
 
 
 def _label_sizes(boxes: list[Box], height: float, scale: float) -> dict[Kind, float]:

@@ -18,11 +18,11 @@ from ..core.action import COMPUTE, Kind
 from ..core.errors import TimelineError
 from ..core.timeline import COMPUTE_LANE, Spans, Timeline
 from .axis import Axis, TimeUnit, format_time, time_axis
-from .memory import MemoryPlot, memory_plot
+from .lanes import compare_lanes, order_note, side_by_side
+from .memory import memory_plot
 from .palette import NAMES
+from .panels import Box, LegendEntry, Panel, Role, Row, Scene, Track
 from .shares import Column, bucket_shares, stack
-
-Role = Literal["compute", "send", "receive", "collective"]
 
 Scale = Literal["auto", "time", "own"]
 """How two timelines share the paper: one time scale, each on its own, or whichever reads better."""
@@ -32,72 +32,12 @@ OWN_SCALE_FROM = 3.0
 would have less than a third of the width, and its shape, which is what one compares then, would be lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """One action, or (with `action` empty) a share of a bucket. `low` to `high` is the part of the track's height, from below."""
+By = Literal["lane", "timeline"]
+"""How a prediction and a measurement of the same actions are put together: every lane of one above the same lane of the other, where
+actions can be seen and both have one time scale, or all of one above all of the other, as all other pairs are."""
 
-    start_s: float
-    end_s: float
-    kind: Kind
-    chunk: int = 0
-    label: str = ""
-    action: str = ""
-    low: float = 0.0
-    high: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Track:
-    """One lane of a row. `name` is the timeline's lane."""
-
-    name: str
-    role: Role
-    boxes: tuple[Box, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One rank (or several that share a row), its tracks with the compute lane first, and the idle share of its compute lanes."""
-
-    name: str
-    global_ranks: tuple[int, ...]
-    tracks: tuple[Track, ...]
-    idle_fraction: float
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One timeline as actions or as shares. `axis` is in seconds, and longer than the makespan where a longer timeline is beside it."""
-
-    heading: str
-    makespan_s: float
-    bubble_fraction: float
-    bubble_rank: int
-    axis: Axis
-    rows: tuple[Row, ...]
-    memory: MemoryPlot | None
-    as_shares: bool
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LegendEntry:
-    """What a colour means; `kind` None is idle time, `num_chunks` above 1 asks for one swatch per chunk."""
-
-    kind: Kind | None
-    name: str
-    num_chunks: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """Everything a renderer needs. `num_chunks` is the largest number of stages on one rank."""
-
-    title: str
-    panels: tuple[Panel, ...]
-    legend: tuple[LegendEntry, ...]
-    num_chunks: int
-    time_unit: TimeUnit
+MOST_ROWS_BY_LANE = 16
+"""More rows are drawn one timeline above the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +72,11 @@ def build_scene(
     compare: Timeline | None = None,
     memory: bool = True,
     scale: Scale = "auto",
+    by: By = "lane",
     time_unit: TimeUnit = "s",
 ) -> Scene:
-    """The scene of one timeline, or of two, one above the other. Raises `TimelineError` when there is nothing to draw."""
+    """The scene of one timeline, or of two, which share the paper as `scale` and `by` say. Raises `TimelineError` when there is nothing
+    to draw."""
     given = [timeline] if compare is None else [timeline, compare]
     shown = _same_ranks(given)
     for each in shown:
@@ -155,6 +97,12 @@ def build_scene(
             other = shown[0].source if shown[0].source != each.source else "the first"
             panel = replace(panel, heading=f"{panel.heading}, {each.makespan_s / lengths_s[0]:.3g} x {other}")
         panels.append(replace(panel, notes=(*remarks, *panel.notes)))
+    if len(shown) > 1 and {each.source for each in shown} == {"predicted", "measured"}:
+        lanes = compare_lanes(*shown)
+        panels[1] = replace(panels[1], notes=(*panels[1].notes, order_note(lanes)))
+        seen = not (own or any(panel.as_shares for panel in panels)) and len(panels[0].rows) <= MOST_ROWS_BY_LANE
+        if by == "lane" and seen and all(lane.same_order for lane in lanes):
+            panels = side_by_side(panels[0], panels[1], sources=(shown[0].source, shown[1].source))
     num_chunks = max((box.chunk + 1 for box in _boxes(panels)), default=1)
     return Scene(_title(shown), tuple(panels), _legend(panels), num_chunks, time_unit)
 
@@ -207,7 +155,8 @@ class _Table:
         for lanes in self.lanes.values():
             self._number_chunks(lanes)
         durations = spans.end_s - spans.start_s
-        compute = durations[np.isin(spans.actions.kind, [int(kind) for kind in COMPUTE])]
+        on_lane = spans.lane == spans.lanes.index(COMPUTE_LANE) if COMPUTE_LANE in spans.lanes else np.zeros(len(spans), dtype=bool)
+        compute = durations[on_lane & np.isin(spans.actions.kind, [int(kind) for kind in COMPUTE])]
         self.median_compute_s = float(np.median(compute)) if len(compute) else float(durations.max())
 
     def _number_chunks(self, lanes: dict[str, np.ndarray]) -> None:
@@ -226,17 +175,18 @@ def _row(timeline: Timeline, table: _Table, group: tuple[int, ...], bucket_s: fl
     idle = float(np.mean([timeline.bubble_fraction(rank) for rank in group]))
     name = f"rank {group[0]}" if len(group) == 1 else f"ranks {group[0]}-{group[-1]}"
     if bucket_s is not None:
-        return Row(name, group, (_share_track(table, group, timeline.makespan_s, bucket_s),), idle)
+        return Row(name, group, (_share_track(table, group, timeline.makespan_s, bucket_s, idle),))
     lanes = table.lanes[group[0]]
-    tracks = [_action_track(table, COMPUTE_LANE, lanes.get(COMPUTE_LANE, np.zeros(0, dtype=np.int64)))]
+    compute = _action_track(table, COMPUTE_LANE, lanes.get(COMPUTE_LANE, np.zeros(0, dtype=np.int64)), timeline.makespan_s)
+    tracks = [replace(compute, idle_fraction=idle)]
     for lane in sorted(lanes, key=_lane_order):
         if lane != COMPUTE_LANE and _role(lane) not in hidden:
-            track = _action_track(table, lane, lanes[lane])
+            track = _action_track(table, lane, lanes[lane], timeline.makespan_s)
             tracks += [track] if track.boxes else []
-    return Row(name, group, tuple(tracks), idle)
+    return Row(name, group, tuple(tracks))
 
 
-def _action_track(table: _Table, lane: str, part: np.ndarray) -> Track:
+def _action_track(table: _Table, lane: str, part: np.ndarray, makespan_s: float) -> Track:
     """A track with one box per span of positive length; an overlapped pair is a forward above a backward."""
     spans = table.spans
     visible = part[spans.end_s[part] > spans.start_s[part]]
@@ -248,16 +198,16 @@ def _action_track(table: _Table, lane: str, part: np.ndarray) -> Track:
         for half, (each, chunk) in enumerate(zip(halves, chunks, strict=False)):
             low, high = (0.0, 1.0) if len(halves) == 1 else ((0.5, 1.0), (0.0, 0.5))[half]
             boxes.append(Box(start_s, end_s, each.kind, chunk, _label(each.kind, each.microbatch), str(action), low, high))
-    return Track(lane, _role(lane), tuple(boxes))
+    return Track(lane, _role(lane), tuple(boxes), makespan_s)
 
 
-def _share_track(table: _Table, group: Sequence[int], makespan_s: float, bucket_s: float) -> Track:
+def _share_track(table: _Table, group: Sequence[int], makespan_s: float, bucket_s: float, idle: float) -> Track:
     """A compute track with the average share of each kind and chunk over the ranks of the group."""
     edges = np.linspace(0.0, makespan_s, max(1, math.ceil(makespan_s / bucket_s)) + 1)
     found = np.concatenate([table.lanes[rank].get(COMPUTE_LANE, np.zeros(0, dtype=np.int64)) for rank in group])
     columns = share_columns(table.spans, found, table.chunk, table.pair_chunk, edges, len(group))
     boxes = [Box(start, end, Kind(kind), chunk, low=low, high=high) for start, end, kind, chunk, low, high in stack(columns, edges)]
-    return Track(COMPUTE_LANE, "compute", tuple(boxes))
+    return Track(COMPUTE_LANE, "compute", tuple(boxes), makespan_s, idle)
 
 
 def share_columns(

@@ -16,7 +16,7 @@ from ..core.units import format_bytes
 from . import palette
 from .axis import Axis
 from .memory import MemoryCurve
-from .scene import Box, Panel, Row, Scene
+from .panels import Box, Panel, Row, Scene, Track
 
 MARGIN = 18
 """Characters that names and numbers beside the plot take at least."""
@@ -42,7 +42,8 @@ def to_text(scene: Scene, *, width: int = 100, color: bool = False) -> str:
     """Lines of at most `width` characters (headings apart), newline at the end. Without `color` only ASCII is used."""
     names = [row.name for panel in scene.panels for row in panel.rows]
     left = max(map(len, [*names, "memory"])) + 1
-    columns = _regular_columns(scene, max(width - left - 9, 10))
+    sources = max(len(track.source) for panel in scene.panels for row in panel.rows for track in row.tracks)
+    columns = _regular_columns(scene, max(width - left - 9 - sources - bool(sources), 10))
     lines = [scene.title]
     for panel in scene.panels:
         lines += ["", panel.heading, *(f"({note})" for note in panel.notes)]
@@ -53,7 +54,7 @@ def to_text(scene: Scene, *, width: int = 100, color: bool = False) -> str:
 
 def _regular_columns(scene: Scene, columns: int) -> int:
     """Fewer columns where that makes all boxes of a schedule with commensurate durations a whole number of characters."""
-    tracks = [row.tracks[0] for panel in scene.panels for row in panel.rows if not panel.as_shares]
+    tracks = [track for panel in scene.panels if not panel.as_shares for row in panel.rows for track in row.tracks if _is_compute(track)]
     boxes = [box for track in tracks for box in track.boxes]
     if not boxes:
         return columns
@@ -68,24 +69,31 @@ def _panel(scene: Scene, panel: Panel, left: int, columns: int, color: bool) -> 
     scale = columns / panel.axis.end
     used = max(1, round(panel.makespan_s * scale))
     lines = []
-    wires = [_wire(row, scale, used, color) for row in panel.rows]
-    show_wires = any(cell.char != " " for wire in wires for cell in wire)
-    for row, wire in zip(panel.rows, wires, strict=True):
-        cells = _share_row(row, panel.makespan_s, used, color) if panel.as_shares else _box_row(row, scale, used, color)
-        edge = " " if color else "|"
-        pad = " " * (columns - used)
-        lines.append(f"{row.name:<{left}}{edge}{_paint(cells, color)}{edge}{pad}{row.idle_fraction:>6.1%}")
+    wires = {(row, track): _wire(row, track.source, scale, used, color) for row in panel.rows for track in row.tracks if _is_compute(track)}
+    show_wires = any(cell.char != " " for wire in wires.values() for cell in wire)
+    for row in panel.rows:
+        compute = [track for track in row.tracks if _is_compute(track)]
+        for track in compute:
+            end = max(1, round(track.end_s * scale))
+            cells = _share_row(track, track.end_s, end, color) if panel.as_shares else _box_row(track, scale, end, color)
+            edge, pad = " " if color else "|", " " * (columns - end)
+            name = row.name if track is compute[0] else ""
+            source = f" {track.source}" if track.source else ""
+            lines.append(f"{name:<{left}}{edge}{_paint(cells, color)}{edge}{pad}{track.idle_fraction:>6.1%}{source}")
         if show_wires:
-            lines.append(f"{'':<{left}} {_paint(wire, color)}")
+            lines += [f"{'':<{left}} {_paint(wires[row, track], color)}" for track in compute]
     lines += [*_axis(panel.axis, left, columns), *_memory(panel, left, used, color)]
     return lines
 
 
-def _box_row(row: Row, scale: float, used: int, color: bool) -> list[Cell]:
+def _is_compute(track: Track) -> bool:
+    return track.name == COMPUTE_LANE
+
+
+def _box_row(track: Track, scale: float, used: int, color: bool) -> list[Cell]:
     """Boxes as runs of characters; a pair that runs together is one box of both."""
     idle = Cell(" ", None, IDLE_ANSI) if color else Cell(".")
     cells = [idle] * used
-    track = row.tracks[0]
     for index, box in enumerate(track.boxes):
         if box.high < 1.0:
             continue
@@ -116,10 +124,10 @@ def _coloured_box(box: Box, below: Box | None, length: int) -> list[Cell]:
     return [Cell(char, foreground, background) for char in f"{label:<{length}}"]
 
 
-def _share_row(row: Row, makespan_s: float, used: int, color: bool) -> list[Cell]:
+def _share_row(track: Track, makespan_s: float, used: int, color: bool) -> list[Cell]:
     """A character per column of shares, read at the column's middle."""
     layers: list[list[Box]] = [[] for _ in range(used)]
-    for box in row.tracks[0].boxes:
+    for box in track.boxes:
         first, last = (round(time / makespan_s * used) for time in (box.start_s, box.end_s))
         for column in range(first, last):
             layers[column].append(box)
@@ -152,11 +160,11 @@ def _diffused(layers: Sequence[Sequence[Box]]) -> list[Cell]:
     return cells
 
 
-def _wire(row: Row, scale: float, used: int, color: bool) -> list[Cell]:
-    """Sends and collectives of a rank on one line."""
+def _wire(row: Row, source: str, scale: float, used: int, color: bool) -> list[Cell]:
+    """Sends and collectives of a rank, in one of two timelines where there are two, on one line."""
     cells = [Cell(" ")] * used
     for track in row.tracks:
-        for box in track.boxes if track.name != COMPUTE_LANE else ():
+        for box in track.boxes if track.source == source and not _is_compute(track) else ():
             if box.kind in WIRE:
                 first = min(int(box.start_s * scale), used - 1)
                 last = max(first + 1, min(round(box.end_s * scale), used))  # even the shortest message is seen

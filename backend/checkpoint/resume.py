@@ -15,6 +15,7 @@ from typing import Any
 
 from ...core.errors import PlanError
 from ...core.huggingface_config import TRAINING_FIELDS
+from ...core.modules import ModularPlan
 from ...core.plan import Plan
 
 STATE_FILE = "state.json"
@@ -59,7 +60,7 @@ def saved_in(folder: Path) -> list[Saved]:
     return sorted((Saved(path, int(match[1])) for path, match in found if match), key=lambda saved: saved.steps)
 
 
-def resumption(plan: Plan, *, resume: bool) -> Resumption | None:
+def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
     """What a run starts from; None is the beginning, also with `resume` while nothing has been saved.
 
     Raises `PlanError` where the newest checkpoint is one of another model or of other data, or is beyond the plan's last step, and without
@@ -96,15 +97,18 @@ def resumption(plan: Plan, *, resume: bool) -> Resumption | None:
     return Resumption(saved, tuple(_differences(plan, theirs, lambda section, name: not _decides(section, name))))
 
 
-def problem_of(plan: Plan) -> dict[str, dict[str, Any]]:
+def problem_of(plan: Plan | ModularPlan) -> dict[str, dict[str, Any]]:
     """Everything that the bits of a run are a function of, by section of a plan, as JSON has it. Layout, schedule and microbatches are
-    not among it, and neither is the number of steps."""
-    exact = plan.numerics.mode == "exact"
+    not among it, and neither is the number of steps. What is each module's own begins with its name."""
+    parts, leaves = (plan,) if isinstance(plan, Plan) else plan.parts, {}
+    if plan.numerics.mode == "exact":
+        leaves = {part.name_in_run(name): value for part in parts for name, value in asdict(part.leaf_sizes).items()}
+    models = {part.name_in_run(name): value for part in parts for name, value in asdict(part.model).items() if name != "name"}
     sections: dict[str, dict[str, Any]] = {
-        "model": {name: value for name, value in asdict(plan.model).items() if name != "name"},
+        "model": models,
         "batch": {"global": plan.batch.global_size, "sequence": plan.batch.sequence},
         "precision": asdict(plan.precision),
-        "numerics": {"mode": plan.numerics.mode, **(asdict(plan.leaf_sizes) if exact else {})},
+        "numerics": {"mode": plan.numerics.mode, **leaves},
         "optimizer": asdict(plan.optimizer),
         "train": {name: value for name, value in asdict(plan.train).items() if name not in ("steps", "data", "load", "timeout_s")},
     }
@@ -114,11 +118,11 @@ def problem_of(plan: Plan) -> dict[str, dict[str, Any]]:
 def _decides(section: str, name: str) -> bool:
     """Whether a run cannot go on where this differs: weights have other shapes or meanings, or other samples would follow."""
     if section == "model":
-        return name not in TRAINING_FIELDS
-    return section == "batch" or (section, name) in (("optimizer", "name"), ("train", "seed"))
+        return name.rpartition(".")[2] not in TRAINING_FIELDS
+    return section == "batch" or (section, name) in (("optimizer", "name"), ("train", "seed"), ("train", "padded"))
 
 
-def _differences(plan: Plan, theirs: Mapping[str, Mapping[str, Any]], chosen: Any) -> Iterator[str]:
+def _differences(plan: Plan | ModularPlan, theirs: Mapping[str, Mapping[str, Any]], chosen: Any) -> Iterator[str]:
     """`batch.sequence=32, saved with 16` for every chosen field that differs; one that the file does not know is left out."""
     for section, fields in problem_of(plan).items():
         saved = theirs.get(section, {})

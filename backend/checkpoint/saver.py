@@ -17,6 +17,7 @@ import torch
 
 from ...core.errors import PlanError
 from ...core.files import write_text
+from ...core.modules import ModularPlan
 from ...core.plan import Plan
 from ..data import Corpus
 from ..measure import gather_objects
@@ -41,7 +42,7 @@ class Checkpoints:
 
     newest: Path | None = None
 
-    def __init__(self, plan: Plan, corpus: Corpus | None, world: Group, device: torch.device):
+    def __init__(self, plan: Plan | ModularPlan, corpus: Corpus | None, world: Group, device: torch.device):
         assert plan.checkpoint.folder is not None
         assert corpus is not None or world.rank > 0, "rank 0 reads the data"
         self._plan = plan

@@ -1,7 +1,8 @@
 """What the next step of a training rank depends on, as pieces of tensors with canonical names.
 
 These are weights (fp32) and the biases of experts by their own names, `optimizer.NAME.exp_avg`, `.exp_avg_sq` and `.step` of all that is
-trained, and with fp16 the `loss_scale`. Samples, dropout and noise follow from the number of the step.
+trained, and with fp16 the `loss_scale`. Of several modules every name begins with the module's. Samples, dropout and noise follow from
+the number of the step.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ def pieces_of(rank: TrainingRank) -> list[Piece]:
 
     Where ranks cut a parameter in different places, those that count in the gradient's norm have each element once: they are written.
     """
-    held = [(one, one.counts or not rank.sharded) for one in rank.optimizer.held]
+    called = rank.plan.name_in_run
+    held = [(one, one.counts or not rank.plan.layout.zero) for one in rank.optimizer.held]
     trained = {name for stage in rank.stages.values() for name in stage.trained}
-    pieces = [Piece(one.name, one.parameter.shape, one.slices, one.tensor, written) for one, written in held]
+    pieces = [Piece(called(one.name), one.parameter.shape, one.slices, one.tensor, written) for one, written in held]
     pieces += [
-        Piece(each.parameter.name, each.parameter.shape, each.slices, each.tensor)
+        Piece(called(each.parameter.name), each.parameter.shape, each.slices, each.tensor)
         for each in rank.saved_shards
         if each.parameter.name not in trained
     ]
     for one, written in held:
         for name, tensor in rank.optimizer.saved_state(one).items():
             place = (one.parameter.shape, one.slices) if tensor.ndim else ((), ())
-            pieces.append(Piece(f"optimizer.{one.name}.{name}", *place, tensor, written))
+            pieces.append(Piece(f"optimizer.{called(one.name)}.{name}", *place, tensor, written))
     if rank.plan.precision.dtype == "fp16":
         state = torch.tensor(rank.loss_scale.state)
         pieces.append(Piece(LOSS_SCALE, tuple(state.shape), (slice(0, len(state)),), state))

@@ -39,13 +39,16 @@ class FlatBucket:
     """The weights of a bucket one after the other, which `shards` become views of, and the part of them that this rank keeps.
 
     `weights` are what layers compute with. `master`, fp32, is the part that is updated: a view of the weights where these are fp32. The
-    fp32 weights of other elements are then given up.
+    fp32 weights of other elements are then given up. With `rests_in_parts` (ZeRO 3) so are the weights themselves, but between `gather`
+    and `free`.
     """
 
-    def __init__(self, bucket: Bucket, shards: Mapping[str, Shard], group: Group, cp: int):
-        """`shards` are those of the stage that are trained; `cp` as in `kept_interval`."""
+    def __init__(self, bucket: Bucket, shards: Mapping[str, Shard], group: Group, cp: int, *, rests_in_parts: bool = False):
+        """`shards` are those of the stage that are trained, `group` joins the ranks that keep parts of one copy; `cp` as in
+        `kept_interval`."""
         self.bucket = bucket
         self.group = group
+        self.rests_in_parts = rests_in_parts and group.size > 1
         names = [usage.parameter.name for usage in bucket.usages if usage.parameter.name in shards]
         self.keys = [usage.key for usage in bucket.usages if usage.parameter.name in shards]
         self.shards = [shards[name] for name in names]
@@ -60,17 +63,29 @@ class FlatBucket:
     def flatten(self) -> None:
         """Moves the weights into one buffer."""
         lo, hi = self.own
+        self.dtype = self.shards[0].operand.dtype
         masters = torch.cat([shard.storage.reshape(-1) for shard in self.shards])
         self.weights = torch.cat([shard.operand.reshape(-1) for shard in self.shards])
-        self.master = self.weights[lo:hi] if self.weights.dtype == torch.float32 else masters[lo:hi].clone()
-        for shard, (first, last) in zip(self.shards, self.places, strict=True):
-            shard.operand.data = self.weights[first:last].view(shard.operand.shape)
+        self.master = masters[lo:hi].clone() if self.keeps_masters else self.weights[lo:hi]
+        self._lend()
         self.give_up_masters()
+        if self.rests_in_parts:
+            self.free()
 
     @property
     def keeps_masters(self) -> bool:
         """Whether this rank's fp32 weights are not what layers compute with."""
-        return self.master.dtype != self.weights.dtype
+        return self.rests_in_parts or self.dtype != torch.float32
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of weights that are there between `gather` and `free` only."""
+        return self.weights.nbytes if self.rests_in_parts else 0
+
+    def _lend(self) -> None:
+        """Layers compute with `weights`."""
+        for shard, (first, last) in zip(self.shards, self.places, strict=True):
+            shard.operand.data = self.weights[first:last].view(shard.operand.shape)
 
     def restore_masters(self) -> None:
         """Brings the fp32 weights of all copies together in `Shard.storage`, to be saved: one all-gather."""
@@ -85,7 +100,21 @@ class FlatBucket:
         """Lets go of what `restore_masters` brings."""
         if self.keeps_masters:
             for shard in self.shards:
-                shard.storage.data = self.master.new_zeros(1).expand(shard.storage.shape)
+                shard.storage.data = _nothing(self.master.dtype, shard.storage)
+
+    def gather(self) -> None:
+        """Brings the weights of all copies together, where they rest in parts: one all-gather of parts of one length."""
+        if self.rests_in_parts:
+            self.weights = torch.empty(len(self), dtype=self.dtype, device=self.master.device)
+            self._bring()
+            self._lend()
+
+    def free(self) -> None:
+        """Lets go of what `gather` brings."""
+        if self.rests_in_parts:
+            self.weights = self.master.new_empty(0, dtype=self.dtype)
+            for shard in self.shards:
+                shard.operand.data = _nothing(self.dtype, shard.operand)
 
     def pieces(self) -> Iterator[KeptPiece]:
         """What this rank keeps, parameter by parameter in boxes."""
@@ -102,7 +131,17 @@ class FlatBucket:
                 yield KeptPiece(shard.parameter, canonical_slices(shard, box), tensor, run, shape)
 
     def share(self) -> None:
-        """Every copy gets the updated weights of all others: one all-gather of parts of one length."""
+        """Every copy gets the updated weights of all others, as `gather` does; those that rest in parts wait for it."""
+        if not self.rests_in_parts:
+            self._bring()
+
+    @property
+    def parts(self) -> set[str]:
+        """The parts of the stage that compute with these weights, as `LayerContext.comes_to` names them; `head` is whatever comes last."""
+        names = [usage.parameter.name.split(".") for usage in self.bucket.usages]
+        return {f"layers.{number}" if part == "layers" else part for part, number, *_ in names}
+
+    def _bring(self) -> None:
         lo, hi = self.own
         if self.keeps_masters:
             self.weights[lo:hi] = self.master
@@ -113,6 +152,11 @@ class FlatBucket:
             gathered = self.group.all_gather(F.pad(self.weights[lo:hi], (0, longest - (hi - lo))))
         for (first, last), part in zip(self.kept, gathered, strict=True):
             self.weights[first:last] = part[: last - first]
+
+
+def _nothing(dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Of the shape of `like`, and without memory of its own: no numbers, so that whoever computes with them is found out."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=like.device).expand(like.shape)
 
 
 def boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[tuple[slice, ...]]:

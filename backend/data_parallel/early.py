@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from ...core.program.buckets import EXPERTS, WAITING, Bucket
+from ...core.program.buckets import EXPERTS, ROUTERS, WAITING, Bucket
 from ..pipeline.messages import Mail
 from ..tensor_parallel.gradients import Gradients
 
@@ -42,5 +42,5 @@ class EarlyReduction:
 
     def wait(self, stage: int, bucket: Bucket) -> None:
         """Returns when a bucket is ready. What other ranks know parts of, and experts, are so when the stage is complete."""
-        by_itself = bucket.name not in (WAITING, EXPERTS)
+        by_itself = bucket.name not in (ROUTERS, WAITING, EXPERTS)
         self._mail.wait_until(lambda: stage in self._complete or (by_itself and self._gradients[stage].is_ready(bucket)))

@@ -2,61 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
+from ...core.parameters import Parameter
 from ...core.plan import Plan
-from ...core.program.buckets import Bucket, gradient_buckets
+from ...core.program.buckets import Bucket, gradient_buckets, sums_are_sharded, waits_for_parts
 from ...core.program.tensors import sequences_are_cut
+from ..not_finite import NotFinite
+from ..numerics import Numerics
+from ..numerics.copies import Copies
+from ..numerics.fast import FastNumerics
 from ..tensor_parallel.gradients import ExpertCopies, Gradients
+from ..tensor_parallel.overlap import CommunicationLane
 from ..tensor_parallel.parameter import Shard
 from ..transport.base import Group
+from .base import DataParallel, SamplesOf
 from .buckets import FlatBucket, KeptPiece
+from .copies import StageCopies
+from .late import LateGather
+from .part_sums import PartSums, Reduced
 
 
-def trained_buckets(plan: Plan, stage: int, trained: Container[str]) -> list[tuple[Bucket, list[str]]]:
-    """The buckets of a stage with the keys of the gradients in them; only parameters that are `trained` have any."""
-    found = [(each, [usage.key for usage in each.usages if usage.parameter.name in trained]) for each in gradient_buckets(plan, stage)]
-    return [(bucket, keys) for bucket, keys in found if keys]
-
-
-class ShardedStage:
+class ShardedStage(DataParallel):
     """The buckets of one stage. `weights` hold its parameters, each once; `gradients` are all its sums, two for a table that is tied in the
     stage, by bucket with the keys of those that are trained."""
 
-    def __init__(self, plan: Plan, stage: int, shards: Mapping[str, Shard], copies: Group, experts: Group | None):
-        """`shards` are the trained ones; `copies` and `experts` join the copies of the stage and of its experts."""
-        cp = plan.layout.cp if sequences_are_cut(plan) else 1
-        flat = [self._bucket(each, shards, copies, experts, cp) for each in gradient_buckets(plan, stage)]
+    def __init__(
+        self,
+        plan: Plan,
+        stage: int,
+        shards: Mapping[str, Shard],
+        sums: Gradients,
+        copies: StageCopies,
+        *,
+        numerics: Numerics,
+        lane: CommunicationLane | None = None,
+        late: LateGather | None = None,
+    ):
+        """`shards` are the trained ones, `sums` their gradients; `copies` those of the stage and of its experts. Where gradients are
+        reduced after every microbatch, `lane` does it beside the backward; `late` brings updated weights beside the next forward."""
+        self._copies = copies
+        flat = [self._bucket(plan, each, shards) for each in gradient_buckets(plan, stage)]
         flat = [each for each in flat if len(each)]
         tables = [each for each in flat if each.bucket.usages[0].role]
         self.gradients: list[tuple[Bucket, list[str]]] = [(each.bucket, each.keys) for each in flat]
         self.weights = [each for each in flat if each not in tables[1:]]
         for each in self.weights:
             each.flatten()
-        self.pieces: list[tuple[FlatBucket, KeptPiece]] = [(each, piece) for each in self.weights for piece in each.pieces()]
-        self.copies = copies
+        self._kept: list[tuple[FlatBucket, KeptPiece]] = [(each, piece) for each in self.weights for piece in each.pieces()]
+        self._sums = sums
+        self._late = late
+        self.part_sums = self._part_sums(plan, sums, numerics, lane) if sums_are_sharded(plan) else None
+        sums.reduce_in(self.gradients)
 
-    @staticmethod
-    def _bucket(bucket: Bucket, shards: Mapping[str, Shard], copies: Group, experts: Group | None, cp: int) -> FlatBucket:
-        if not bucket.is_expert:
-            return FlatBucket(bucket, shards, copies, cp)
-        assert experts is not None, "experts have copies of their own"
-        return FlatBucket(bucket, shards, experts, 1)
+    @property
+    def pieces(self) -> Sequence[KeptPiece]:
+        return [piece for _, piece in self._kept]
 
-    def reduce(
-        self, gradients: Gradients, samples_of: Callable[[int], tuple[int, int]], tp: Group | None, experts: ExpertCopies | None
-    ) -> dict[str, Tensor]:
+    def _part_sums(self, plan: Plan, sums: Gradients, numerics: Numerics, lane: CommunicationLane | None) -> PartSums:
+        assert isinstance(numerics, FastNumerics)
+        own = [(bucket, keys) for bucket, keys in self.gradients if not waits_for_parts(plan, bucket.name)]
+        return PartSums(numerics, sums, [Reduced(bucket, keys, self._copies_of(bucket.is_expert)) for bucket, keys in own], lane)
+
+    def _copies_of(self, expert: bool) -> Copies:
+        copies = self._copies.experts if expert else self._copies.dense
+        assert copies is not None, "experts have copies of their own"
+        return copies
+
+    def _bucket(self, plan: Plan, bucket: Bucket, shards: Mapping[str, Shard]) -> FlatBucket:
+        copies = self._copies_of(bucket.is_expert)
+        cp = plan.layout.cp if sequences_are_cut(plan) and not bucket.is_expert else 1
+        return FlatBucket(bucket, shards, copies.gathers, cp, rests_in_parts=plan.layout.zero == 3)
+
+    def reduce(self, samples_of: SamplesOf, tp: Group | None, experts: ExpertCopies | None) -> dict[str, Tensor]:
         """REDUCE_GRAD: by bucket this rank's part of the sums over the global batch."""
-        return gradients.reduce_parts(self.copies, samples_of, tp, experts)
+        nodes = () if experts is None else experts.nodes
+        return self._sums.reduce_parts(self._copies.dense, samples_of, tp, self._copies.experts, nodes)
+
+    def not_finite(self) -> NotFinite | None:
+        return None if self.part_sums is None else self.part_sums.take_not_finite()
+
+    def counts(self, parameter: Parameter) -> bool:
+        return self._copies_of(parameter.expert).is_first
+
+    def gather(self) -> None:
+        for each in self.weights:
+            each.gather()
+
+    def free(self) -> None:
+        for each in self.weights:
+            each.free()
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(each.gathered_bytes for each in self.weights)
 
     def share(self) -> None:
-        """All copies get the weights that each has updated."""
-        for each in self.weights:
-            each.share()
+        """All copies get the weights that each has updated; beside the next forward where the plan says so."""
+        if self._late is None:
+            for each in self.weights:
+                each.share()
+        else:
+            self._late.start(self.weights)
+
+    def settle(self) -> None:
+        if self._late is not None:
+            self._late.finish()
 
     def finished(self, parts: Mapping[str, Tensor], table: Tensor | None) -> list[Tensor]:
         """The gradients of `pieces` from `reduce`; `table` is that of a tied table, of which both sums are added."""
         tied = {id(flat) for flat in self.weights if flat.bucket.usages[0].role and table is not None}
-        return [piece.of(table if table is not None and id(flat) in tied else parts[flat.bucket.name]) for flat, piece in self.pieces]
+        return [piece.of(table if table is not None and id(flat) in tied else parts[flat.bucket.name]) for flat, piece in self._kept]
+
+    @contextmanager
+    def whole_masters(self) -> Iterator[None]:
+        self.settle()
+        for each in self.weights:
+            each.restore_masters()
+        try:
+            yield
+        finally:
+            for each in self.weights:
+                each.give_up_masters()

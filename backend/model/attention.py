@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from ...core.parameters import layer_prefix
@@ -25,14 +28,36 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         model = self.context.model
-        qkv = self.qkv(x_BSH).unflatten(-1, (-1, model.query_heads_per_group + 2, model.head_dim))
-        q, k, v = qkv.split([model.query_heads_per_group, 1, 1], dim=3)
+        q, k, v = _GroupsApart.apply(self.qkv(x_BSH), model.query_heads_per_group, model.head_dim)
         if self.norms:
             q, k = (norm(part.contiguous()) for norm, part in zip(self.norms, (q, k), strict=True))
-        q, k, v = (part.flatten(2, 3).transpose(1, 2).contiguous() for part in (q, k, v))
+        q, k, v = (part.permute(0, 2, 3, 1, 4).contiguous().flatten(1, 2) for part in (q, k, v))
         if model.position == "rope":
             cos, sin = rotary_table(self.context)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         again = "core_attn" in self.context.recomputed_modules
         attended = recomputed(self.context, self.core, q, k, v) if again else self.core(q, k, v)
         return self.output(attended.transpose(1, 2).flatten(2))
+
+
+class _GroupsApart(torch.autograd.Function):
+    """[b, s, l (q+2) d] -> views of the q query heads, the key head and the value head of every group, [b, s, l, n, d]; the backward writes
+    their gradients where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, queries: int, head_dim: int) -> tuple[Tensor, ...]:
+        ctx.of = queries, head_dim
+        return _groups(qkv, queries, head_dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        queries, head_dim = ctx.of
+        (samples, tokens, groups, *_), first = gradients[0].shape, gradients[0]
+        dqkv = first.new_empty(samples, tokens, groups * (queries + 2) * head_dim)
+        for part, gradient in zip(_groups(dqkv, queries, head_dim), gradients, strict=True):
+            part.copy_(gradient)
+        return dqkv, None, None
+
+
+def _groups(qkv: Tensor, queries: int, head_dim: int) -> tuple[Tensor, ...]:
+    return qkv.unflatten(-1, (-1, queries + 2, head_dim)).split([queries, 1, 1], dim=3)

@@ -171,7 +171,8 @@ class DropoutKernel:
         queries, keys = (torch.arange(size, device=scores.device) for size in scores.shape)
         index = (row + queries.unsqueeze(-1)) * sequence + keys
         assert self.microbatch.step is not None
-        return dropout_mask(context.plan.train.seed, self.operation, self.microbatch.step, index, model.attention_dropout)
+        seed, operation = context.plan.train.seed, context.plan.name_in_run(self.operation)
+        return dropout_mask(seed, operation, self.microbatch.step, index, model.attention_dropout)
 
 
 def _places(q: Tensor) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.chunks import Chunks
 from ..tensor_parallel import LayerContext, Microbatch
 from .attention_blocks import Block, DropoutKernel, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
 from .attention_exchange import KeySums, gathered, scattered
@@ -42,7 +43,7 @@ class AttentionCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         microbatch = self.context.microbatch
         assert microbatch is not None
-        (samples, heads, own, d), width, keys = q.shape, v.shape[-1], self.context.chunks.num_items
+        (samples, heads, own, d), width, keys = q.shape, v.shape[-1], self.context.chunks_of(microbatch).num_items
         with self.context.recorder.layer(self.name):
             self.context.recorder.product(own, keys, d, samples * heads)
             self.context.recorder.product(own, width, keys, samples * heads)
@@ -60,29 +61,27 @@ class AttentionCore(nn.Module):
         if context.model.attention_dropout and microbatch.step is not None:
             return DropoutKernel(context, self.name, microbatch, self.scale)
         alike, plain = q.shape[-1] == v.shape[-1], microbatch.documents is None and not self.window
-        if len(list(self.blocks())) == 1 and plain and (alike or not self.exact):
+        if len(list(self.blocks(context.chunks))) == 1 and plain and (alike or not self.exact):
             return None
         if q.device.type != "cpu":
             return RepeatedKernel(self.scale)
         # for values as wide as keys the library works per sample and head, for others it multiplies all of them together
         return FusedKernel(self.scale) if alike else PaddedKernel(self.scale or 1 / math.sqrt(q.shape[-1]))
 
-    @property
-    def block(self) -> int:
+    def block_size(self, chunks: Chunks) -> int:
         """Tokens of a block."""
-        chunks = self.context.chunks
         return min(self.context.plan.leaf_sizes.gradient_token_block, chunks.num_items) if self.exact else chunks.size
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self, chunks: Chunks) -> Iterator[Block]:
         """This rank's blocks of queries, in the order of the sequence."""
-        chunks = self.context.chunks
+        size = self.block_size(chunks)
         for lo, hi in chunks.spans:
-            for start in range(lo, hi, self.block):
-                yield Block(start // self.block, chunks.local(start), min(self.block, hi - start), start)
+            for start in range(lo, hi, size):
+                yield Block(start // size, chunks.local(start), min(size, hi - start), start)
 
-    def record_backward(self, dy: Tensor, d: int) -> None:
+    def record_backward(self, dy: Tensor, d: int, keys: int) -> None:
         """The gradients of scores, of values, of queries and of keys; `dy` is [b, heads, s, w]."""
-        (samples, heads, own, width), keys = dy.shape, self.context.chunks.num_items
+        samples, heads, own, width = dy.shape
         count, recorder = samples * heads, self.context.recorder
         with recorder.layer(self.name):
             recorder.product(own, keys, width, count)
@@ -102,7 +101,7 @@ class _Blockwise(torch.autograd.Function):
         dtype = torch.float32 if core.exact else q.dtype
         keys, values = _keys_and_values(core, q, k, v, dtype)
         y, saved = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), []
-        for block in core.blocks():
+        for block in core.blocks(core.context.chunks_of(microbatch)):
             mask = block.mask(microbatch.documents, dtype, q.device, window=core.window)
             part, kept = kernel.forward(block.of(q, dtype), keys[:, :, : block.end], values[:, :, : block.end], mask, block.start)
             y[:, :, block.rows] = part
@@ -113,9 +112,10 @@ class _Blockwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, y, *saved), (core, kernel, microbatch) = ctx.saved_tensors, ctx.of
-        core.record_backward(dy, q.shape[3])
+        chunks = core.context.chunks_of(microbatch)
+        core.record_backward(dy, q.shape[3], chunks.num_items)
         keys, values = _keys_and_values(core, q, k, v, y.dtype)
-        dq, sums, blocks = torch.empty_like(q), KeySums(core.context.chunks, core.block), list(core.blocks())
+        dq, sums, blocks = torch.empty_like(q), KeySums(chunks, core.block_size(chunks)), list(core.blocks(chunks))
         per_block = len(saved) // len(blocks)
         for number, block in enumerate(blocks):
             mask = block.mask(microbatch.documents, y.dtype, q.device, window=core.window)
@@ -157,7 +157,7 @@ class _RecordBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         core, d = ctx.of
-        core.record_backward(dy, d)
+        core.record_backward(dy, d, dy.shape[2])
         return dy.contiguous(), None, None
 
 

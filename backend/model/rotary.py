@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,17 @@ from ..tensor_parallel import LayerContext
 
 def rotary_table(context: LayerContext) -> tuple[Tensor, Tensor]:
     """cos and sin of the running microbatch's tokens, fp32 [1 or b, 1, s, d]."""
-    sequence, positions = context.chunks.num_items, context.positions(context.running_microbatch)
-    frequencies = rotary_frequencies(context.model, sequence)
-    table = rope_table(sequence, frequencies, context.numerics.device, growth=rotary_growth(context.model))
+    microbatch = context.running_microbatch
+    if microbatch.documents is not None:
+        return _rows(context, context.positions(microbatch))
+    cos, sin = context.constant("rotary", lambda: _rows(context, context.places().unsqueeze(0)))
+    own = context.chunks_of(microbatch).num_own
+    return cos[:, :, :own], sin[:, :, :own]
+
+
+def _rows(context: LayerContext, positions: Tensor) -> tuple[Tensor, Tensor]:
+    sequence, device = context.chunks.num_items, context.numerics.device
+    table = rope_table(sequence, rotary_frequencies(context.model, sequence), device, growth=rotary_growth(context.model))
     cos, sin = (part[positions].unsqueeze(1) for part in table)
     return cos, sin
 
@@ -33,5 +42,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     The halves lie as in Llama's published weights.
     """
-    low, high = x.chunk(2, -1)
-    return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """Its backward turns back: the transpose of y = x cos + (-high, low) sin."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        low, high = x.chunk(2, -1)
+        return (x * cos).add_(torch.cat([-high, low], -1) * sin).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        low, high = (dy * sin).chunk(2, -1)
+        return (dy * cos).add_(torch.cat([high, -low], -1)).to(dy.dtype), None, None

@@ -123,7 +123,8 @@ class Router(nn.Module):
             assert microbatch.step is not None
             sample, feature = (torch.arange(size, device=places_S.device) for size in (shape[0], shape[2]))
             rows = (microbatch.first_sample + sample[:, None]) * context.plan.batch.sequence + places_S
-            drawn = uniform(context.plan.train.seed, self.name, microbatch.step, rows[..., None] * shape[2] + feature)
+            seed, operation = context.plan.train.seed, context.plan.name_in_run(self.name)
+            drawn = uniform(seed, operation, microbatch.step, rows[..., None] * shape[2] + feature)
             return drawn.mul_(2).sub_(1).mul_(self.jitter).add_(1)
 
         source = context.source_of(x_BSH) or _source(x_BSH.detach())

@@ -106,10 +106,14 @@ class Stage(nn.Module):
         first stage, which reads `microbatch.tokens`.
         """
         with self.context.running(microbatch):
+            if self.embedding is not None:
+                self.context.comes_to("embedding")
             x_BSH = hidden_BSH if self.embedding is None else self.embedding(microbatch.tokens)
             for layer, block in zip(self.stage.layers, self.blocks, strict=True):
+                self.context.comes_to(layer_prefix(layer))
                 x_BSH = recomputed_layer(self.context, layer, block, x_BSH)
                 self.context.observe(f"{layer_prefix(layer)}.output", x_BSH)
+            self.context.comes_to("head")
             if self.head is None:
                 return x_BSH
             x_BSH = self.head.norm(x_BSH)

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...core.leaves import Leaves
 from ...core.reduction import Node, maximal_nodes
 from ..transport.base import Group
+from .copies import Copies
 from .expert_rows import ExpertContribution, ExpertNumerics
 from .heads import OwnedHeads, OwnedPart
 from .open_sums import OpenSums
@@ -200,9 +201,10 @@ class Numerics(ExpertNumerics):
 
     @abstractmethod
     def reduce_gradients_part(
-        self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
+        self, gradients: Mapping[str, Accumulator], copies: Copies, samples_of: Callable[[int], tuple[int, int]]
     ) -> Tensor:
-        """This member's even part of `reduce_gradients`, of all elements one gradient after the other: its first half."""
+        """This member's even part of `reduce_gradients` over `copies.whole`, of all elements one gradient after the other, cut over
+        `copies.shard`: without hybrid sharding its first half."""
 
     @abstractmethod
     def sum(self, tensors: Iterable[Tensor]) -> Scalar:

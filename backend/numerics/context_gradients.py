@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ...core.reduction import CarryTree, Node, cut, maximal_nodes
 from ..transport.base import Group
+from .copies import Copies
 from .exact_gradients import ExactAccumulator
 from .open_sums import OpenSums
+from .summands import Summands, sum_over
 from .tree import add_in_place
 
 _ORDER = ("blocks", "tokens", "heads", "whole")
@@ -90,7 +92,7 @@ class ContextGradients:
         widths = [sum(shape.numel() for shape in table.values()) for table in (self._shapes, shapes)]
         values = torch.stack([self._own_part(node, others, widths[1]) for node in nodes[copy]])
         lengths = [sum(hi - lo for lo, hi in (cut(width, size, member) for width in widths)) for member in range(size)]
-        own = _over_copies(copies, values, nodes, self.num_samples, size)
+        own = _over_copies(copies, values, nodes, self.num_samples, size).root()
         pieces = [cut(lengths[member], num_copies, index) for index in range(num_copies) for member in range(size)]
         gathered = copies.all_gather(own, [(hi - lo,) for lo, hi in pieces])
         parts = [torch.cat(gathered[member::size]) for member in range(size)]
@@ -98,16 +100,17 @@ class ContextGradients:
 
     def reduce_kept(
         self,
-        copies: Group,
+        copies: Copies,
         samples_of: Callable[[int], tuple[int, int]],
         buckets: Sequence[Sequence[str]],
         waiting: Sequence[ExactAccumulator],
     ) -> list[Tensor]:
         """As `reduce`, but each member keeps of every bucket an even part of what it has finished; last comes that of `waiting`, gradients
-        that all of a copy's ranks have whole, if there are any."""
-        size, num_copies = self.cp.size, copies.size // self.cp.size
-        copy = copies.rank // size
-        nodes = [maximal_nodes(self.num_samples, *samples_of(member * size)) for member in range(num_copies)]
+        that all of a copy's ranks have whole, if there are any. A shard of the copies has whole copies."""
+        size, shard = self.cp.size, copies.shard
+        num_copies, copy = shard.size // size, shard.rank // size
+        seen = copies.of_shard(samples_of)
+        nodes = [maximal_nodes(self.num_samples, *seen(member * size)) for member in range(num_copies)]
         elements = [sum(self._shapes[key].numel() for key in keys) for keys in buckets]
         values = [[self._batch.tree.value(node)] if elements else [] for node in nodes[copy]]
         if waiting:
@@ -117,7 +120,13 @@ class ContextGradients:
                 parts.append(torch.cat([each.tree.value(node).reshape(-1) for each in waiting])[lo:hi])
         widths = [hi - lo for lo, hi in (cut(each, size, self.cp.rank) for each in elements)]
         kept = [[cut(width, num_copies, index) for width in widths] for index in range(num_copies)]
-        finished = _over_copies(copies, torch.stack([torch.cat(parts) for parts in values]), nodes, self.num_samples, size, widths)
+        tree = _over_copies(shard, torch.stack([torch.cat(parts) for parts in values]), nodes, self.num_samples, size, widths)
+        if copies.replicate is None:
+            finished = tree.root()
+        else:
+            held = tuple(maximal_nodes(self.num_samples, *samples) for samples in copies.of_replicate(samples_of))
+            own = torch.stack([tree.value(node) for node in tree.nodes])
+            finished = sum_over(copies.replicate, own, Summands(self.num_samples, held))
         return list(finished.split([hi - lo for lo, hi in kept[copy]]))
 
     def _own_part(self, node: Node, others: Mapping[str, ExactAccumulator], width: int) -> Tensor:
@@ -196,9 +205,9 @@ def _finished(given: Given, sample: int, elements: tuple[int, int], arrived: Seq
 
 def _over_copies(
     copies: Group, values: Tensor, nodes: Sequence[Sequence[Node]], num_samples: int, cp: int, widths: Sequence[int] | None = None
-) -> Tensor:
-    """The batch's tree over all copies, finished for this copy's even part of `values` [nodes, n], which ranks with equal parts have; where
-    these are several vectors of `widths` one after the other, for its part of each."""
+) -> CarryTree[Tensor]:
+    """The batch's tree over all copies, for this copy's even part of `values` [nodes, n], which ranks with equal parts have; where these
+    are several vectors of `widths` one after the other, for its part of each."""
     num_copies, (copy, part) = len(nodes), divmod(copies.rank, cp)
     tree: CarryTree[Tensor] = CarryTree(num_samples, add_in_place)
     if num_copies == 1:
@@ -214,7 +223,7 @@ def _over_copies(
     for theirs, rows in zip(nodes, arrived, strict=True):
         for node, row in zip(theirs, rows, strict=True):
             tree.insert(node, row)
-    return tree.root()
+    return tree
 
 
 def _unflattened(parts: Sequence[Tensor], widths: Sequence[int], tables: Sequence[Mapping[str, torch.Size]]) -> dict[str, Tensor]:

@@ -19,12 +19,13 @@ from ...core.leaves import LeafSizes
 from ...core.reduction import CarryTree, cut, maximal_nodes
 from ..transport.base import Group
 from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
+from .copies import Copies
 from .exact_gradients import ExactAccumulator, TokenNodes, finished_parts
 from .exact_sum import ExactSum, exact_sum
 from .expert_rows import ExactExpertNumerics
 from .heads import OwnedHeads, OwnedPart
 from .open_sums import OpenKind, OpenSums
-from .summands import Summands, merged, part_over, sum_over
+from .summands import Summands, merged, open_over, part_over, sum_over
 from .tiles import contract_tiles, multiply_into, outer_tiles, project_tiles
 from .tokens import OwnedTokens
 from .tree import add_in_place, block_sums, fold, node_sums, token_sums, tree_fold
@@ -169,12 +170,14 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         return TokenNodes(num_samples) if partial else ExactAccumulator(num_samples)
 
     def finish_parts(self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]) -> dict[str, Accumulator]:
-        """All gradients of one kind of parts together."""
+        """All gradients of one kind of parts together, that have equally many uses."""
         finished: dict[str, Accumulator] = {}
         for part in dict.fromkeys(owned.values()):
-            alike = {name: each for name, each in gradients.items() if owned[name] == part and isinstance(each, TokenNodes)}
+            of_part = {name: each for name, each in gradients.items() if owned[name] == part and isinstance(each, TokenNodes)}
             with group.recorder.layer(part.layer):
-                finished.update(finished_parts(alike, group, part))
+                for num_rows in sorted({each.num_rows for each in of_part.values()}):
+                    alike = {name: each for name, each in of_part.items() if each.num_rows == num_rows}
+                    finished.update(finished_parts(alike, group, part))
         return finished
 
     def reduce_gradients(
@@ -188,12 +191,17 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         return unflatten(sum_over(group, values, summands), shapes)
 
     def reduce_gradients_part(
-        self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
+        self, gradients: Mapping[str, Accumulator], copies: Copies, samples_of: Callable[[int], tuple[int, int]]
     ) -> Tensor:
         trees = {name: accumulator.tree for name, accumulator in gradients.items() if isinstance(accumulator, ExactAccumulator)}
-        values, summands, _ = _over_samples(trees, group, samples_of)
-        bounds = [cut(values.shape[1], group.size, member) for member in range(group.size)]
-        return part_over(group, values, summands, dim=0, sizes=[hi - lo for lo, hi in bounds])
+        shard = copies.shard
+        values, summands, _ = _over_samples(trees, shard, copies.of_shard(samples_of))
+        sizes = [hi - lo for lo, hi in (cut(values.shape[1], shard.size, member) for member in range(shard.size))]
+        if copies.replicate is None:
+            return part_over(shard, values, summands, dim=0, sizes=sizes)
+        held = open_over(shard, values, summands, dim=0, sizes=sizes)
+        nodes = tuple(maximal_nodes(summands.num_leaves, *samples) for samples in copies.of_replicate(samples_of))
+        return sum_over(copies.replicate, held, Summands(summands.num_leaves, nodes))
 
     def sum(self, tensors: Iterable[Tensor]) -> ExactSum:
         return exact_sum(tensors, device=self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -32,7 +33,8 @@ class ExactAccumulator:
 
 
 class TokenNodes:
-    """The gradient of a norm or bias of which this rank knows its own tokens' (or heads') part: per sample the tree nodes [nodes, n] of it.
+    """The gradient of a norm or bias of which this rank knows its own tokens' (or heads') part: per sample the tree nodes [nodes, n] of it,
+    those of each layer that uses it one after the other.
 
     The batch's tree is over whole samples, so nothing can be added before `finished_parts` has met the other ranks: a vector or two
     per sample of the step are held, which is little beside the matrices of a layer.
@@ -49,13 +51,18 @@ class TokenNodes:
             self.samples[first_sample + offset] = nodes
 
     @property
+    def num_rows(self) -> int:
+        """Nodes of one sample, of all uses together; 0 before the first has come."""
+        return next((len(nodes) for nodes in self.samples.values()), 0)
+
+    @property
     def held(self) -> list[Tensor]:
         """The nodes of every sample."""
         return list(self.samples.values())
 
 
 def finished_parts(gradients: Mapping[str, TokenNodes], group: Group, owned: OwnedPart) -> dict[str, Accumulator]:
-    """The gradients as carry trees over whole samples, the same on every member.
+    """The gradients as carry trees over whole samples, the same on every member. All have equally many uses.
 
     All gradients go side by side: an all-to-all brings each member the nodes of an even part of the elements, of which it finishes every
     sample and the batch's tree over them as far as its samples reach; an all-gather puts the parts together.
@@ -69,15 +76,17 @@ def finished_parts(gradients: Mapping[str, TokenNodes], group: Group, owned: Own
     held = torch.cat([torch.stack([each.samples[sample] for sample in samples]) for each in gradients.values()], -1)
     parts = [cut(sum(widths), group.size, member) for member in range(group.size)]
     nodes = [owned.nodes(member) for member in range(group.size)]
-    own = parts[group.rank][1] - parts[group.rank][0]
-    shapes = [(len(samples), len(theirs), own) for theirs in nodes]
+    own, uses = parts[group.rank][1] - parts[group.rank][0], held.shape[1] // len(nodes[group.rank])
+    shapes = [(len(samples), uses * len(theirs), own) for theirs in nodes]
     arrived = group.all_to_all([held[..., lo:hi] for lo, hi in parts], shapes)
-    sequence: CarryTree = CarryTree(owned.num_leaves, torch.add)
+    sequences: list[CarryTree] = [CarryTree(owned.num_leaves, torch.add) for _ in range(uses)]
     for theirs, values in zip(nodes, arrived, strict=True):
-        for node, value in zip(theirs, values.unbind(1), strict=True):
-            sequence.insert(node, value)
+        for sequence, of_use in zip(sequences, values.split(len(theirs), 1), strict=True):
+            for node, value in zip(theirs, of_use.unbind(1), strict=True):
+                sequence.insert(node, value)
     batch: CarryTree = CarryTree(num_samples, torch.add)
-    for sample, value in zip(samples, sequence.root(), strict=True):
+    finished_samples = functools.reduce(torch.add, [sequence.root() for sequence in sequences])
+    for sample, value in zip(samples, finished_samples, strict=True):
         batch.insert((sample, sample + 1), value)
     whole = group.all_gather(torch.stack([batch.value(node) for node in batch.nodes]), [(len(batch.nodes), hi - lo) for lo, hi in parts])
     finished: dict[str, Accumulator] = {}

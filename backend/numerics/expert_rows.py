@@ -7,7 +7,7 @@ width, F a whole feature dimension. Weights are stored [E, C, F], the cut dimens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...core.expert_tokens import ExpertNodes
+from ...core.expert_tokens import ExpertNodes, joined_nodes
 from ...core.reduction import NestedTree, cut
 from ..transport.base import Group
+from .copies import Copies
 from .tree import add_in_place, fold
 
 if TYPE_CHECKING:
@@ -92,8 +93,9 @@ class ExpertNumerics(ABC):
         """
 
     @abstractmethod
-    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> Tensor:
-        """This member's even part of `reduce_experts`, of all elements one gradient after the other: its first half."""
+    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]) -> Tensor:
+        """This member's even part of `reduce_experts` over `copies.whole`, of all elements one gradient after the other, cut over
+        `copies.shard`: without hybrid sharding its first half."""
 
 
 class ExactExpertNumerics(ExpertNumerics):
@@ -153,13 +155,23 @@ class ExactExpertNumerics(ExpertNumerics):
         if group.size == 1 or not trees:
             return {name: tree.root() for name, tree in trees.items()}
         shapes = [_held(tree, nodes[group.rank])[0].shape for tree in trees.values()]
-        bounds = [cut(sum(shape.numel() for shape in shapes), group.size, member) for member in range(group.size)]
-        whole = torch.cat(group.all_gather(_own_part(trees, group, nodes), [(hi - lo,) for lo, hi in bounds]))
+        flat = _flat(trees.values(), nodes[group.rank])
+        whole = _whole(_joined(flat, group, nodes, trees), group, flat.shape[1])
         parts = whole.split([shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(trees, parts, shapes, strict=True)}
 
-    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> Tensor:
-        return _own_part({name: each.tree for name, each in gradients.items() if isinstance(each, ExpertAccumulator)}, group, nodes)
+    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]) -> Tensor:
+        trees = {name: each.tree for name, each in gradients.items() if isinstance(each, ExpertAccumulator)}
+        shard, own = copies.shard, copies.whole.rank - copies.shard.rank
+        tree = _joined(_flat(trees.values(), nodes[copies.whole.rank]), shard, nodes[own : own + shard.size], trees)
+        if copies.replicate is None:
+            return tree.root()
+        some, size = next(iter(trees.values())), shard.size
+        together = [
+            joined_nodes(some.samples.num_leaves, some.num_blocks, nodes[first : first + size]) for first in range(0, len(nodes), size)
+        ]
+        flat = _flat([tree], together[copies.replicate.rank])
+        return _whole(_joined(flat, copies.replicate, together, trees), copies.replicate, flat.shape[1])
 
 
 class FastExpertNumerics(ExpertNumerics):
@@ -225,13 +237,15 @@ def _held(tree: NestedTree[Tensor], nodes: ExpertNodes) -> list[Tensor]:
     return [tree.samples.value(node) for node in nodes.whole] + [tree.part(*part) for part in nodes.parts]
 
 
-def _own_part(trees: Mapping[str, NestedTree[Tensor]], group: Group, nodes: Sequence[ExpertNodes]) -> Tensor:
-    """All gradients side by side: each member finishes the trees for an even part of the elements."""
-    own, some = nodes[group.rank], next(iter(trees.values()))
-    if group.size == 1:
-        return torch.cat([tree.root().reshape(-1) for tree in trees.values()])
-    held = [_held(tree, own) for tree in trees.values()]
-    flat = torch.stack([torch.cat([value.reshape(-1) for value in values]) for values in zip(*held, strict=True)])
+def _flat(trees: Iterable[NestedTree[Tensor]], nodes: ExpertNodes) -> Tensor:
+    """The values of a member's nodes, of all gradients side by side: [nodes, n]."""
+    held = [_held(tree, nodes) for tree in trees]
+    return torch.stack([torch.cat([value.reshape(-1) for value in values]) for values in zip(*held, strict=True)])
+
+
+def _joined(flat: Tensor, group: Group, nodes: Sequence[ExpertNodes], trees: Mapping[str, NestedTree[Tensor]]) -> NestedTree[Tensor]:
+    """What all members have of this one's even part of the elements, added up; `flat` is what this one has of all, `nodes` who has what."""
+    some = next(iter(trees.values()))
     bounds = [cut(flat.shape[1], group.size, member) for member in range(group.size)]
     width = bounds[group.rank][1] - bounds[group.rank][0]
     arrived = group.all_to_all([flat[:, lo:hi] for lo, hi in bounds], [(len(theirs), width) for theirs in nodes])
@@ -241,4 +255,10 @@ def _own_part(trees: Mapping[str, NestedTree[Tensor]], group: Group, nodes: Sequ
             joined.samples.insert(node, value)
         for (sample, node), value in zip(theirs.parts, values[len(theirs.whole) :], strict=True):
             joined.insert(sample, node, value)
-    return joined.root()
+    return joined
+
+
+def _whole(tree: NestedTree[Tensor], group: Group, elements: int) -> Tensor:
+    """The finished sums of all members' parts."""
+    bounds = [cut(elements, group.size, member) for member in range(group.size)]
+    return torch.cat(group.all_gather(tree.root(), [(hi - lo,) for lo, hi in bounds]))

@@ -13,6 +13,7 @@ from ...core.expert_tokens import ExpertNodes
 from ...core.reduction import cut
 from ..transport.base import Group
 from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
+from .copies import Copies
 from .expert_rows import FastExpertNumerics
 from .heads import OwnedHeads, OwnedPart
 from .summands import Summands
@@ -103,17 +104,41 @@ class FastNumerics(FastExpertNumerics, Numerics):
         return unflatten(summed, {name: total.shape for name, total in totals.items()})
 
     def reduce_gradients_part(
-        self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
+        self, gradients: Mapping[str, Accumulator], copies: Copies, samples_of: Callable[[int], tuple[int, int]]
     ) -> Tensor:
-        """Libraries add up parts of one length only, so shorter ones get a zero behind."""
-        flat = flatten(accumulator.total for accumulator in gradients.values() if isinstance(accumulator, FastAccumulator))
-        if group.size == 1:
-            return flat.float()
-        bounds = [cut(len(flat), group.size, member) for member in range(group.size)]
-        own = bounds[group.rank][1] - bounds[group.rank][0]
-        longest = bounds[0][1]
-        parts = [F.pad(flat[lo:hi], (0, longest - (hi - lo))) for lo, hi in bounds]
-        return group.reduce_scatter(parts, wide=self.gradient_dtype != torch.float32)[:own].float()
+        own, elements = self.scattered(gradients, copies.shard)
+        return self.replicated(own, copies)[:elements].float()
+
+    def scattered(self, gradients: Mapping[str, Accumulator], shard: Group) -> tuple[Tensor, int]:
+        """This member's even part of the sums over `shard`, and its length: libraries add up parts of one length only, so shorter ones have
+        a zero behind. Every accumulator is let go of as soon as it has its place in what is sent."""
+        own = [each for each in gradients.values() if isinstance(each, FastAccumulator)]
+        if shard.size == 1:
+            flat = flatten(each.total for each in own)
+            return flat, len(flat)
+        elements = sum(each.total.numel() for each in own)
+        bounds = [cut(elements, shard.size, member) for member in range(shard.size)]
+        parts = own[0].total.new_empty(shard.size, bounds[0][1])
+        for part, (lo, hi) in zip(parts, bounds, strict=True):
+            part[hi - lo :].zero_()
+        first = 0
+        for each in own:
+            total = each.total.reshape(-1)
+            for part, (lo, hi) in zip(parts, bounds, strict=True):
+                start, stop = max(lo, first), min(hi, first + len(total))
+                if start < stop:
+                    part[start - lo : stop - lo] = total[start - first : stop - first]
+            first += len(total)
+            del total
+            each.held.clear()
+        lo, hi = bounds[shard.rank]
+        return shard.reduce_scatter(list(parts), wide=self.gradient_dtype != torch.float32), hi - lo
+
+    def replicated(self, own: Tensor, copies: Copies) -> Tensor:
+        """What `scattered` gave, added over those that keep equal parts."""
+        if copies.replicate is None:
+            return own
+        return copies.replicate.all_reduce(own.to(self.gradient_dtype), "sum", wide=self.gradient_dtype != torch.float32)
 
     def expert_accumulator(self, num_samples: int, num_blocks: int) -> Accumulator:
         return FastAccumulator(self.gradient_dtype)
@@ -121,14 +146,14 @@ class FastNumerics(FastExpertNumerics, Numerics):
     def reduce_experts(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
         return self.reduce_gradients(gradients, group, lambda _: (0, 0))
 
-    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> Tensor:
-        return self.reduce_gradients_part(gradients, group, lambda _: (0, 0))
+    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]) -> Tensor:
+        return self.reduce_gradients_part(gradients, copies, lambda _: (0, 0))
 
     def sum(self, tensors: Iterable[Tensor]) -> FastSum:
         return FastSum(sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors), self.device)
 
     def sum_of_squares(self, tensors: Iterable[Tensor]) -> FastSum:
-        return FastSum(sum(tensor.double().square().sum().item() for tensor in tensors), self.device)
+        return FastSum(sum(torch.linalg.vector_norm(tensor, dtype=torch.float64).item() ** 2 for tensor in tensors), self.device)
 
 
 class FastAccumulator:

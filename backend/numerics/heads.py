@@ -23,6 +23,10 @@ class OwnedPart(Protocol):
     def layer(self) -> str:
         """What recorders call the exchange."""
 
+    @property
+    def member(self) -> int:
+        """This rank's place among the members."""
+
     def nodes(self, member: int, /) -> tuple[Node, ...]:
         """The nodes that a member computes."""
 

@@ -84,17 +84,28 @@ def part_over(
     return _finished(group, values.split(list(sizes), dim + 1), summands).to(dtype)
 
 
+def open_over(group: Group, values: Tensor, summands: Summands, *, dim: int, sizes: Sequence[int]) -> Tensor:
+    """As `part_over`, where the members together do not have all leaves: the values of the largest nodes they have, [n, ...]."""
+    tree = _joined(group, values.split(list(sizes), dim + 1), summands)
+    return torch.stack([tree.value(node) for node in tree.nodes])
+
+
 def _finished(group: Group, parts: Sequence[Tensor], summands: Summands) -> Tensor:
     """The finished sum of the part that every member has for this one; `parts[i]`, [n, ...], is what member i finishes."""
+    tree = _joined(group, parts, summands)
+    own = parts[group.rank]
+    return tree.root() if summands.num_leaves else own.new_zeros(own.shape[1:])
+
+
+def _joined(group: Group, parts: Sequence[Tensor], summands: Summands) -> CarryTree[Tensor]:
+    """What all members have for the part of this one, added up."""
     nodes, own = [summands.shipped(member) for member in range(group.size)], parts[group.rank]
     arrived = group.all_to_all(parts, [(len(theirs), *own.shape[1:]) for theirs in nodes]) if group.size > 1 else [own]
-    if summands.num_leaves == 0:
-        return own.new_zeros(own.shape[1:])
     tree: CarryTree = CarryTree(summands.num_leaves, add_in_place)
     for theirs, rows in zip(nodes, arrived, strict=True):
         for node, row in zip(theirs, rows, strict=True):
             tree.insert(node, row)
-    return tree.root()
+    return tree
 
 
 def _intervals(sizes: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -37,16 +37,16 @@ class MemoryMeter(Protocol):
 class ActivationMeter:
     """Counts the storages that autograd saves, each once per forward, and samples the total over time.
 
-    Every sample adds `base_bytes` (weights, optimizer state) and what `gradient_bytes()` says then. Storages of `resident` tensors, the
-    weights, are not counted as activations.
+    Every sample adds `base_bytes` (weights, optimizer state) and what `lasting_bytes()` says then (gradients, gathered weights). Storages
+    of `resident` tensors, the weights, are not counted as activations.
     """
 
-    def __init__(self, global_rank: int, resident: Iterable[Tensor], base_bytes: int, gradient_bytes: Callable[[], int]):
+    def __init__(self, global_rank: int, resident: Iterable[Tensor], base_bytes: int, lasting_bytes: Callable[[], int]):
         self.samples: list[MemorySample] = []
         self._global_rank = global_rank
         self._resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
         self._base_bytes = base_bytes
-        self._gradient_bytes = gradient_bytes
+        self._lasting_bytes = lasting_bytes
         self._held: dict[tuple[int, int], int] = {}
 
     def watch(self) -> AbstractContextManager[object]:
@@ -81,5 +81,5 @@ class ActivationMeter:
 
     def sample(self, time_s: float) -> None:
         """Notes what is held from `time_s` on."""
-        num_bytes = self._base_bytes + self._gradient_bytes() + sum(self._held.values())
+        num_bytes = self._base_bytes + self._lasting_bytes() + sum(self._held.values())
         self.samples.append(MemorySample(self._global_rank, time_s, num_bytes))

@@ -7,7 +7,7 @@ messages go from rank to rank in one order, for grids that share no rank: to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,12 +108,25 @@ class BridgeSender:
 
     def send(self, tensor: Tensor) -> None:
         """Returns once every destination has its part. Raises `ValueError` for a tensor of another shape than the grid says."""
+        self.begin_send(tensor)()
+
+    def begin_send(self, tensor: Tensor) -> Callable[[], None]:
+        """`send` in two parts, as a channel's."""
         if tuple(tensor.shape) != self._shape:
             raise ValueError(f"this end of a bridge sends {_shape_words(self._shape)}, but was given {_shape_words(tuple(tensor.shape))}.")
-        for message, channel in self._lines:
-            channel.send(_packed(tensor.detach(), message))
+        begun = [channel.begin_send(_packed(tensor.detach(), message)) for message, channel in self._lines]
+
+        def send() -> None:
+            for end in begun:
+                end()
+
+        return send
 
     def receive(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Always raises `ValueError`: a bridge has a direction."""
+        return self.begin_receive(shape, dtype)()
+
+    def begin_receive(self, shape: Shape, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Always raises `ValueError`: a bridge has a direction."""
         raise ValueError("this is the sending end of a bridge. Gradients come back over a bridge of the other direction.")
 
@@ -128,18 +141,31 @@ class BridgeReceiver:
 
     def receive(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The next tensor. Raises `ValueError` for another shape than the grid says."""
+        return self.begin_receive(shape, dtype)()
+
+    def begin_receive(self, shape: Shape, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """`receive` in two parts, as a channel's."""
         if tuple(shape) != self._shape:
             raise ValueError(f"this end of a bridge receives {_shape_words(self._shape)}, but was asked for {_shape_words(tuple(shape))}.")
-        whole = torch.empty(self._shape, dtype=dtype, device=self._device)
-        for message, channel in self._lines:
-            _unpack(channel.receive((message.num_items,), dtype), message, whole)
-        return whole
+        begun = [(channel.begin_receive((message.num_items,), dtype), message) for message, channel in self._lines]
+
+        def receive() -> Tensor:
+            whole = torch.empty(self._shape, dtype=dtype, device=self._device)
+            for end, message in begun:
+                _unpack(end(), message, whole)
+            return whole
+
+        return receive
 
     def sent_bytes(self, tensor: Tensor) -> int:
         """None: nothing is sent from here."""
         return 0
 
     def send(self, tensor: Tensor) -> None:
+        """Always raises `ValueError`: a bridge has a direction."""
+        self.begin_send(tensor)()
+
+    def begin_send(self, tensor: Tensor) -> Callable[[], None]:
         """Always raises `ValueError`: a bridge has a direction."""
         raise ValueError("this is the receiving end of a bridge. Gradients go back over a bridge of the other direction.")
 

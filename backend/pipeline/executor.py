@@ -7,24 +7,32 @@ for the `dp` lane. This is the simulator's execution rule, and a test compares t
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...core.action import RECEIVES, Action, ActionArray, Kind
+from ...core.action import RECEIVES, SENDS, Action, ActionArray, Kind
 from ...core.schedule import Schedule
-from ...core.timeline import COMPUTE_LANE, Span
+from ...core.timeline import COMPUTE_LANE, Span, collective_lane
 from ..recorder import Recorder
 from .activations import MemoryMeter
 from .messages import Clock, Lane, Mail, MessageChannel, lane_name, message_lanes
-from .watch import Place, RankWatch
+from .overlap import PairRunner
+from .row_messages import RowMessages, RowOrder
+from .watch import BACKWARD_LANE, Place, RankWatch
 
 DP_LANE = "dp"
+
+MESSAGES = SENDS | RECEIVES
+DP_ACTIONS = (Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.RESHARD)
+"""What that lane does, in list order."""
 
 
 class WeightWork(Protocol):
@@ -48,6 +56,16 @@ class EarlyReduction(Protocol):
 
     def complete(self, stage: int) -> None:
         """The compute lane has come to REDUCE_GRAD of a stage: all weight gradients are there."""
+
+
+class StageWeights(Protocol):
+    """The weights of a stage, which UNSHARD and RESHARD bring and take; `backend.data_parallel.base.DataParallel` is one."""
+
+    def gather(self) -> None:
+        """UNSHARD."""
+
+    def free(self) -> None:
+        """RESHARD."""
 
 
 class ExecutableStage(Protocol):
@@ -79,11 +97,12 @@ class Pass:
     clock: Clock
     trace: Trace
     place: Place
-    saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = field(default_factory=dict)
     meter: MemoryMeter | None = None
     reduce_gradients: Callable[[int], None] | None = None
     step: Callable[[dict[int, Tensor]], None] | None = None
     early: EarlyReduction | None = None
+    gathered: set[int] = field(default_factory=set)
 
     def watch(self, action: Action | None) -> AbstractContextManager[object]:
         """Where a lane's thread (None), or one of its actions, runs."""
@@ -96,7 +115,8 @@ class Executor:
     """Runs the row of one pipeline rank.
 
     `stages` are the rank's own, by stage number; `channel(direction, peer, sending)` is the line to a pipeline rank;
-    `message_shape` is the shape `[samples, sequence, hidden]` of every message.
+    `message_shape` is the shape `[samples, sequence, hidden]` of every message, or a function that tells it from the microbatch: both ends
+    of a message have the microbatch, so they know how long it is without asking each other.
     """
 
     def __init__(
@@ -106,21 +126,25 @@ class Executor:
         stages: Mapping[int, ExecutableStage],
         *,
         channel: Callable[[Literal["F", "B"], int, bool], MessageChannel],
-        message_shape: tuple[int, ...],
+        message_shape: tuple[int, ...] | Callable[[Any], tuple[int, ...]],
         dtype: torch.dtype,
         global_rank: int,
         recorder: Recorder,
         watch: RankWatch | None = None,
         global_rank_of: Callable[[int], int] = lambda pp_rank: pp_rank,
+        pairs: PairRunner | None = None,
+        weights: Mapping[int, StageWeights] | None = None,
+        row_order: RowOrder | None = None,
     ):
-        """`watch` shows others where the lanes are; there, pipeline ranks are called `global_rank_of(pp_rank)`."""
+        """`watch` shows others where the lanes are; there, pipeline ranks are called `global_rank_of(pp_rank)`. Without `pairs` the parts
+        of a pair run one after the other. `weights` are needed for a row with UNSHARD and RESHARD. With `row_order`
+        the compute lane sends and receives itself, without lanes for messages."""
         assert schedule.is_lowered
         self.row = schedule.row(pp_rank)
         self.forward_row = forward_only(self.row)
         self.stages = stages
         self._placement = schedule.placement
         self._pp_rank = pp_rank
-        self._last_stage = schedule.num_stages - 1
         self._channel = channel
         self._message_shape = message_shape
         self._dtype = dtype
@@ -128,6 +152,10 @@ class Executor:
         self._recorder = recorder
         self._watch = watch or RankWatch(global_rank)
         self._global_rank_of = global_rank_of
+        self._pairs = pairs
+        self._weights = weights or {}
+        self._row_order = row_order
+        self._unsharded = {action.stage for action in self.row if action.kind is Kind.UNSHARD}
         self._watch.walks(self.row)
 
     def train(
@@ -171,13 +199,18 @@ class Executor:
         mail = current.mail
         try:
             lanes = self._start_lanes(row, current)
+            messages = None if self._row_order is None else self._row_messages(self._row_order, current)
             for number, action in enumerate(row, 1):
+                if messages is not None and action.kind not in MESSAGES:
+                    messages.settle()
                 current.place.comes_to(number)
-                if action.kind in RECEIVES:
+                if messages is not None and action.kind in MESSAGES:
+                    messages.add(action)
+                elif action.kind in RECEIVES:
                     lanes[lane_name(action, self._placement)].permit()
-                elif action.kind is Kind.REDUCE_GRAD and current.early is not None:
-                    current.early.complete(action.stage)
-                elif action.kind is Kind.REDUCE_GRAD:
+                elif action.kind in DP_ACTIONS:
+                    if action.kind is Kind.REDUCE_GRAD and current.early is not None:
+                        current.early.complete(action.stage)
                     lanes[DP_LANE].permit()
                 elif action.kind is Kind.STEP:
                     if DP_LANE in lanes:
@@ -186,6 +219,9 @@ class Executor:
                     self._step(action, current)
                 elif action.kind not in (Kind.SEND_F, Kind.SEND_B):
                     self._compute(action, current)
+            if messages is not None:
+                messages.settle()
+                current.trace.spans += messages.spans
             for name, lane in lanes.items():
                 current.place.waits("the end of the row", needs=f"lane {name}")
                 lane.finish()
@@ -200,10 +236,10 @@ class Executor:
 
     def _start_lanes(self, row: Sequence[Action], current: Pass) -> dict[str, Lane]:
         lanes = message_lanes(
-            row,
+            row if self._row_order is None else (),
             placement=self._placement,
             channel=self._channel,
-            shape=self._message_shape,
+            shape_of=functools.partial(self._shape_of, current),
             dtype=self._dtype,
             mail=current.mail,
             clock=current.clock,
@@ -212,30 +248,63 @@ class Executor:
             watch=current.watch,
             places=self._watch,
         )
-        if reductions := [action for action in row if action.kind is Kind.REDUCE_GRAD]:
+        if over_copies := [action for action in row if action.kind in DP_ACTIONS]:
 
-            def reduce_gradients(action: Action, _: Tensor | None) -> None:
-                assert current.reduce_gradients is not None
+            def perform(action: Action, _: Tensor | None) -> None:
                 with self._recorder.action(action):
-                    current.reduce_gradients(action.stage)
+                    self._over_copies(action, current)
 
             def wait_for_first(action: Action) -> None:
-                if current.early is not None:
+                if current.early is not None and action.kind is Kind.REDUCE_GRAD:
                     current.early.wait_for_first(action.stage)
 
+            begins_early = current.early is not None and all(action.kind is Kind.REDUCE_GRAD for action in over_copies)
             lanes[DP_LANE] = Lane(
                 DP_LANE,
-                reductions,
+                over_copies,
                 mail=current.mail,
                 clock=current.clock,
                 global_rank=self._global_rank,
                 prepare=wait_for_first,
-                perform=reduce_gradients,
-                permits=0 if current.early is None else len(reductions),
+                perform=perform,
+                permits=len(over_copies) if begins_early else 0,
                 watch=current.watch,
-                place=self._watch.place(DP_LANE, len(reductions)),
+                place=self._watch.place(DP_LANE, len(over_copies)),
             )
         return lanes
+
+    def _shape_of(self, current: Pass, action: Action) -> tuple[int, ...]:
+        shape = self._message_shape
+        return shape(current.microbatches[action.microbatch]) if callable(shape) else shape
+
+    def _row_messages(self, order: RowOrder, current: Pass) -> RowMessages:
+        return RowMessages(
+            order,
+            placement=self._placement,
+            channel=self._channel,
+            shape_of=functools.partial(self._shape_of, current),
+            dtype=self._dtype,
+            mail=current.mail,
+            clock=current.clock,
+            global_rank=self._global_rank,
+            global_rank_of=self._global_rank_of,
+            record=self._recorder.message,
+            watch=current.watch,
+            place=current.place,
+        )
+
+    def _over_copies(self, action: Action, current: Pass) -> None:
+        """An action of the `dp` lane."""
+        stage = action.stage
+        if action.kind is Kind.REDUCE_GRAD:
+            assert current.reduce_gradients is not None
+            current.reduce_gradients(stage)
+        elif action.kind is Kind.UNSHARD:
+            self._weights[stage].gather()
+            current.mail.notify(lambda: current.gathered.add(stage))
+        else:
+            current.mail.notify(lambda: current.gathered.discard(stage))
+            self._weights[stage].free()
 
     def _step(self, action: Action, current: Pass) -> None:
         assert current.step is not None
@@ -247,28 +316,65 @@ class Executor:
     def _compute(self, action: Action, current: Pass) -> None:
         """An action of the compute lane: waits for its inputs, then works inside one span."""
         inputs = [self._input_of(part, current) for part in action.parts]
+        for part in action.parts:
+            self._await_weights(part, current)
         with self._span(action, current):
-            for part, tensor in zip(action.parts, inputs, strict=True):
-                with self._recorder.action(part):
-                    _WORK[part.kind](self, part, tensor, current)
+            if self._pairs is not None and action.kind is Kind.OVERLAP_F_B:
+                self._run_pair(self._pairs, action, inputs, current)
+            else:
+                for part, tensor in zip(action.parts, inputs, strict=True):
+                    self._work(part, tensor, current)
         if current.meter is not None:
             for part in action.parts:
                 if part.kind in (Kind.B, Kind.W):
                     current.meter.release(part.stage, part.microbatch)
             current.meter.sample(current.clock.now_s())
 
+    def _work(self, part: Action, tensor: Tensor | None, current: Pass) -> None:
+        with self._recorder.action(part):
+            _WORK[part.kind](self, part, tensor, current)
+
+    def _run_pair(self, pairs: PairRunner, action: Action, inputs: Sequence[Tensor | None], current: Pass) -> None:
+        """Forward and backward in turns, each under the other's collectives."""
+        (forward, backward), (hidden_BSH, gradient_BSH) = action.parts, inputs
+        place = self._watch.place(BACKWARD_LANE)
+        place.waits(backward)
+
+        def beside() -> None:
+            place.runs(backward)
+            with current.watch(None), current.watch(backward):
+                self._work(backward, gradient_BSH, current)
+            place.done()
+
+        pairs.run(lambda: self._work(forward, hidden_BSH, current), beside)
+        for wait in pairs.take_waits():
+            times_s = current.clock.at(wait.start_s), current.clock.at(wait.end_s)
+            current.trace.spans.append(Span(self._global_rank, collective_lane(wait.part, wait.axis), wait.part, *times_s))
+
     def _input_of(self, action: Action, current: Pass) -> Tensor | None:
         """What must have arrived before `action` starts: hidden states for F, the output's gradient for B and I."""
-        if action.kind is Kind.F and action.stage > 0:
-            self._show_wait(action, Action(action.stage - 1, Kind.F, action.microbatch), current)
-            return current.mail.take(Action(action.stage, Kind.RECV_F, action.microbatch))
-        if action.kind in (Kind.B, Kind.I) and action.stage < self._last_stage:
-            self._show_wait(action, Action(action.stage + 1, Kind.B, action.microbatch), current)
+        if action.kind is Kind.F and (sources := self._placement.sources_of(action.stage)):
+            self._show_wait(action, Action(sources[0], Kind.F, action.microbatch), current)
+            if not self._is_here(sources[0], action.microbatch):
+                return current.mail.take(Action(action.stage, Kind.RECV_F, action.microbatch))
+            return current.mail.take(Action(sources[0], Kind.SEND_F, action.microbatch))
+        if action.kind in (Kind.B, Kind.I) and not self._placement.has_loss(action.stage):
+            self._show_wait(action, Action(self._placement.target_of(action.stage), Kind.B, action.microbatch), current)
             return current.mail.take(Action(action.stage, Kind.RECV_B, action.microbatch))
         return None
 
+    def _is_here(self, stage: int, microbatch: int | None) -> bool:
+        return self._placement.rank_of(stage, microbatch) == self._pp_rank
+
+    def _await_weights(self, action: Action, current: Pass) -> None:
+        """Returns when a stage that rests in parts has come together."""
+        if action.stage in self._unsharded and action.stage not in current.gathered:
+            current.place.waits(action, needs=f"lane {DP_LANE}")
+            current.mail.wait_until(lambda: action.stage in current.gathered)
+
     def _show_wait(self, action: Action, needs: Action, current: Pass) -> None:
         peer = self._placement.rank_of(needs.stage, needs.microbatch)
+        needs = replace(needs, stage=self._placement.called_there(needs.stage))
         current.place.waits(action, needs=str(needs), peer=self._global_rank_of(peer))
 
     def _forward(self, action: Action, hidden_BSH: Tensor | None, current: Pass) -> None:
@@ -280,11 +386,12 @@ class Executor:
         with metering:
             output = self.stages[stage](current.microbatches[microbatch], hidden_BSH)
         if training:
-            current.saved[stage, microbatch] = hidden_BSH, output
-        if stage == self._last_stage:
+            # what is sent is freed when it has left: of an output, its backward needs no more than its place in autograd's graph
+            current.saved[stage, microbatch] = hidden_BSH, output if self._placement.has_loss(stage) else get_gradient_edge(output)
+        if self._placement.has_loss(stage):
             current.trace.token_losses[microbatch] = output.detach()
         else:
-            self._hand_over(Action(stage, Kind.SEND_F, microbatch), Action(stage + 1, Kind.RECV_F, microbatch), output.detach(), current)
+            current.mail.put(Action(stage, Kind.SEND_F, microbatch), output.detach())  # for the send lane, or a later stage of this rank
 
     def _backward(self, action: Action, gradient_BSH: Tensor | None, current: Pass) -> None:
         """B and I: the gradient of the stage's input; the last stage starts from the sum of its token losses."""
@@ -292,11 +399,15 @@ class Executor:
         hidden_BSH, output = current.saved.pop((stage, microbatch))
         work = self.stages[stage].weight_work
         with work.defer(microbatch) if action.kind is Kind.I else nullcontext():
-            torch.autograd.backward(output, torch.ones_like(output) if gradient_BSH is None else gradient_BSH)
+            torch.autograd.backward(output, torch.ones_like(output) if isinstance(output, Tensor) else gradient_BSH)
         if action.kind is Kind.B:
             self._finish_gradients(action, current)
         if hidden_BSH is not None:
-            self._hand_over(Action(stage, Kind.SEND_B, microbatch), Action(stage - 1, Kind.RECV_B, microbatch), hidden_BSH.grad, current)
+            assert hidden_BSH.grad is not None
+            sources = self._placement.sources_of(stage)
+            here = self._is_here(sources[0], microbatch)
+            taken_as = Action(sources[0], Kind.RECV_B, microbatch) if here else Action(stage, Kind.SEND_B, microbatch)
+            current.mail.put(taken_as, hidden_BSH.grad)
 
     def _weight_gradient(self, action: Action, _: Tensor | None, current: Pass) -> None:
         with torch.no_grad():
@@ -306,11 +417,6 @@ class Executor:
     def _finish_gradients(self, action: Action, current: Pass) -> None:
         with torch.no_grad():
             self.stages[action.stage].finish_gradients(current.microbatches[action.microbatch])
-
-    def _hand_over(self, send: Action, receive: Action, tensor: Tensor, current: Pass) -> None:
-        """To the send lane, or directly to the neighbour stage where this rank holds that too."""
-        here = self._placement.rank_of(receive.stage, receive.microbatch) == self._pp_rank
-        current.mail.put(receive if here else send, tensor)
 
     @contextmanager
     def _span(self, action: Action, current: Pass) -> Iterator[None]:
@@ -330,6 +436,17 @@ _WORK: dict[Kind, Callable[[Executor, Action, Tensor | None, Pass], None]] = {
 
 
 def forward_only(row: ActionArray) -> list[Action]:
-    """The forwards of a row with their messages, in the row's order: a part of a legal order is legal."""
-    kept = (Kind.F, Kind.SEND_F, Kind.RECV_F)
-    return [part for action in row for part in action.parts if part.kind in kept]
+    """The forwards of a row with their messages and the gathers they need, in the row's order: a part of a legal order is legal."""
+    kept = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
+    forward: list[Action] = []
+    gathers: dict[int, Action] = {}  # by stage those that no forward has needed yet
+    for action in (part for each in row for part in each.parts if part.kind in kept):
+        if action.kind is Kind.UNSHARD:
+            gathers[action.stage] = action
+            continue
+        if action.kind is Kind.RESHARD and gathers.pop(action.stage, None) is not None:
+            continue
+        if action.kind is Kind.F and action.stage in gathers:
+            forward.append(gathers.pop(action.stage))
+        forward.append(action)
+    return forward

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...core.timeline import COMPUTE_LANE
-from ..rank_messages import Call, Whereabouts
-from .watch import Board, LaneAt
+from ..rank_messages import Call, ThreadAt, Whereabouts
+from .watch import BACKWARD_LANE, Board, LaneAt
 
 VALIDATION = "validation"
 """The phase whose walk is over the forwards of the row and their messages."""
@@ -87,6 +87,9 @@ def _rank_at(rank: int, found: Found, board: Board | None) -> RankAt:
     words = _lane_words(rank, compute, board)
     if own is None:
         return RankAt(rank, f"{words}.", (), lanes)
+    backward = next((thread for thread in where.threads if thread.lane == BACKWARD_LANE), None)
+    if backward is not None and any(lane.lane == BACKWARD_LANE and lane.state != "done" for lane in lanes):
+        return _pair_at(rank, words, list(zip(_parts(compute.action), (own, backward), strict=True)), found, lanes)
     if own.call is not None:
         return RankAt(rank, f"{words}, {_call_words(own.call, found)}.", _missing(own.call, found), lanes)
     if not own.in_mail:
@@ -99,6 +102,19 @@ def _rank_at(rank: int, found: Found, board: Board | None) -> RankAt:
     at = next((each.action for each in lanes if each.lane == lane.lane), "")
     doing = _call_words(lane.call, found) if lane.call is not None else f"in {lane.at}"
     return RankAt(rank, f"{words}, which is at {at}, {doing}.", _missing(lane.call, found) if lane.call else (), lanes)
+
+
+def _pair_at(rank: int, words: str, parts: Sequence[tuple[str, ThreadAt]], found: Found, lanes: tuple[LaneAt, ...]) -> RankAt:
+    """A rank at a pair whose parts run in turns, `parts` with their threads. It waits for nobody while one of them computes."""
+    doing, waits_for, computes = [], {}, False
+    for token, thread in parts:
+        if thread.call is not None:
+            doing.append(f"{token} {_call_words(thread.call, found)}")
+            waits_for |= dict.fromkeys(_missing(thread.call, found))
+        elif not thread.in_mail:
+            doing.append(f"{token} in {thread.at}")
+            computes = True
+    return RankAt(rank, f"{words}: {'; '.join(doing)}.", () if computes else tuple(waits_for), lanes)
 
 
 def _lane_words(rank: int, lane: LaneAt, board: Board | None) -> str:

@@ -29,6 +29,7 @@ _NEXT = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.RECV_F: -1, Kind.SEND_B: -1}
 """The stage a message goes to or comes from, relative to the stage it is written with."""
 
 RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+_SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
 
 
 class MessageChannel(Protocol):
@@ -37,11 +38,17 @@ class MessageChannel(Protocol):
     def send(self, tensor: Tensor) -> None:
         """Returns once the peer has it."""
 
+    def begin_send(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins a send; what comes back ends it."""
+
     def sent_bytes(self, tensor: Tensor) -> int:
         """Bytes that leave this rank when `tensor` is sent."""
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next message."""
+
+    def begin_receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Begins a receive; what comes back ends it."""
 
 
 class Clock:
@@ -63,6 +70,10 @@ class Clock:
         """Seconds since the origin."""
         return self._finished_s() - self._origin_s
 
+    def at(self, moment_s: float) -> float:
+        """Seconds since the origin at a moment of `time.perf_counter`."""
+        return moment_s - self._origin_s
+
     def own_stream(self) -> AbstractContextManager[object]:
         """A CUDA stream for the calling thread, because a receive waiting on the shared one would hold up the products behind it."""
         return torch.cuda.stream(torch.cuda.Stream(self.device)) if self.device.type == "cuda" else nullcontext()
@@ -79,8 +90,16 @@ def receive_of(send: Action) -> Action:
 
 
 def peer_of(action: Action, placement: Placement) -> int:
-    """The pipeline rank at the other end of a send or receive."""
-    return placement.rank_of(action.stage + _NEXT[action.kind], action.microbatch)
+    """The pipeline rank at the other end of a send or receive; the first of them where a stage has several sources."""
+    forward = _NEXT[action.kind] > 0
+    return placement.rank_of(placement.target_of(action.stage) if forward else placement.sources_of(action.stage)[0], action.microbatch)
+
+
+def other_end(action: Action, placement: Placement) -> Action:
+    """The receive that takes a send, or the send that a receive takes, in the peer's row: `1SEND_F4` and `2RECV_F4` are each other's."""
+    forward = _NEXT[action.kind] > 0
+    stage = placement.target_of(action.stage) if forward else placement.sources_of(action.stage)[0]
+    return Action(stage, RECEIVE_OF.get(action.kind) or _SEND_OF[action.kind], action.microbatch)
 
 
 def direction_of(action: Action) -> Literal["F", "B"]:
@@ -94,48 +113,70 @@ def lane_name(action: Action, placement: Placement) -> str:
 
 
 class Mail:
-    """Tensors on their way between lanes, by the action that sends or receives them, and the first failure of any lane."""
+    """Tensors on their way between lanes, by the action that sends or receives them, and the first failure of any lane.
+
+    A change wakes only the threads whose wait is over: a rank has as many lanes as peers and directions, and each that is woken for
+    nothing takes the interpreter's lock from the compute lane.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Callable[[], bool], threading.Lock]] = []
         self._tensors: dict[Action, Tensor] = {}
         self._failure: BaseException | None = None
 
     def put(self, action: Action, tensor: Tensor) -> None:
         """Leaves a tensor for whoever takes `action`."""
-        with self._changed:
+        with self._lock:
             assert action not in self._tensors, f"{action} was delivered twice"
             self._tensors[action] = tensor
-            self._changed.notify_all()
+            self._wake()
 
     def take(self, action: Action) -> Tensor:
         """The tensor of `action`, once it is there. Raises the failure of another lane instead of waiting for ever."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or action in self._tensors)
-            self._raise_failure()
+        with self._lock:
+            self._wait(lambda: action in self._tensors)
             return self._tensors.pop(action)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Returns once `ready()` holds. Raises the failure of another lane."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or ready())
-            self._raise_failure()
+        with self._lock:
+            self._wait(ready)
 
     def notify(self, change: Callable[[], None]) -> None:
         """Runs `change` so that those in `wait_until` see it."""
-        with self._changed:
+        with self._lock:
             change()
-            self._changed.notify_all()
+            self._wake()
 
     def fail(self, error: BaseException) -> None:
         """Wakes every lane with `error`; the first one counts."""
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or error
-            self._changed.notify_all()
+            self._wake()
 
-    def _raise_failure(self) -> None:
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Called with the lock held, which others have in between."""
+        while self._failure is None and not ready():
+            over = threading.Lock()
+            over.acquire()
+            self._waiting.append((ready, over))
+            self._lock.release()
+            try:
+                over.acquire()
+            finally:
+                self._lock.acquire()
         if self._failure is not None:
             raise self._failure
+
+    def _wake(self) -> None:
+        """Lets those go on whose wait is over. Called with the lock held."""
+        waiting, self._waiting = self._waiting, []
+        for ready, over in waiting:
+            if self._failure is not None or ready():
+                over.release()
+            else:
+                self._waiting.append((ready, over))
 
 
 class Lane:
@@ -211,7 +252,7 @@ def message_lanes(
     *,
     placement: Placement,
     channel: Callable[[Literal["F", "B"], int, bool], MessageChannel],
-    shape: tuple[int, ...],
+    shape_of: Callable[[Action], tuple[int, ...]],
     dtype: torch.dtype,
     mail: Mail,
     clock: Clock,
@@ -222,7 +263,7 @@ def message_lanes(
 ) -> dict[str, Lane]:
     """Started lanes by name for the sends and receives of one row.
 
-    `channel(direction, peer, sending)` is the channel to or from a pipeline rank; every message has one `shape` and `dtype`;
+    `channel(direction, peer, sending)` is the channel to or from a pipeline rank; `shape_of(action)` and `dtype` are those of a message;
     `record(action, num_bytes)` hears of each send; `watch` is that of `Lane`; `places` shows where lanes are.
     """
     by_lane: dict[str, list[Action]] = defaultdict(list)
@@ -240,7 +281,7 @@ def message_lanes(
             line.send(tensor)
 
         def receive(action: Action, _: Tensor | None) -> None:
-            mail.put(action, line.receive(shape, dtype))
+            mail.put(action, line.receive(shape_of(action), dtype))
 
         return Lane(
             name,

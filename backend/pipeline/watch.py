@@ -17,6 +17,9 @@ from ...core.timeline import COMPUTE_LANE
 
 State = Literal["runs", "waits", "done"]
 
+BACKWARD_LANE = "backward"
+"""The lane of the backward part of a pair that runs in turns with its forward part, which is on the compute lane (`overlap`)."""
+
 MAX_LANES = 32
 """Lanes of a rank that a board has room for: compute, dp, and four for every neighbour of the pipeline, of which there are two or three."""
 RECORD_BYTES = 192

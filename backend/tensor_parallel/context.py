@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,7 +46,8 @@ class Microbatch:
     tokens, are scaled by it. `documents`, int64 [b, s], is for every token the place in its sequence at which its document begins, where
     documents are packed; None is one document per sequence. `later`, int64 [b, s, k], is what each of k modules of multi-token prediction
     predicts at a token, the id of tokens that do not count where there is nothing to predict; None where there are none. `loss_scale` is
-    what all losses are multiplied by before gradients are taken of them.
+    what all losses are multiplied by before gradients are taken of them. `lengths` are the tokens of each sample up to the last whose
+    target counts, where sequences are padded documents; what follows changes nothing.
     """
 
     index: int
@@ -57,6 +59,13 @@ class Microbatch:
     documents: Tensor | None = None
     later: Tensor | None = None
     loss_scale: float = 1.0
+    lengths: tuple[int, ...] | None = None
+
+
+class _Running(threading.local):
+    """What the current thread runs forward."""
+
+    microbatch: Microbatch | None = None
 
 
 class LayerContext:
@@ -65,6 +74,7 @@ class LayerContext:
     `dtype` is the format of hidden states. `chunks` are the tokens of each sequence that this context-parallel rank has; `tokens` says
     which of those the ranks hold between the cut layers, and None means all (no sequence parallelism). `lane` runs collectives beside
     products, where the plan overlaps them (`runtime.tp_comm_overlap`).
+    `comes_to` hears of each part of the stage (`embedding`, `layers.3`, `head`) before it runs forward.
     """
 
     def __init__(
@@ -91,38 +101,44 @@ class LayerContext:
         self.observer = observer
         self.shards: dict[str, Shard] = {}
         self.frozen: set[str] = set()
-        self.lane = CommunicationLane(numerics.device, recorder) if plan.runtime.tp_comm_overlap and tp.size > 1 else None
+        self.lane = CommunicationLane(numerics.device, recorder, tp.waiting) if plan.runtime.tp_comm_overlap and tp.size > 1 else None
         self.heads = owned_heads(plan, tp, self.cp)
-        self.gradients = Gradients(numerics, plan.batch.global_size, num_token_blocks(plan), self.cp)
+        self.gradients = Gradients(numerics, plan.batch.global_size, num_token_blocks(plan), self.cp, plan.batch.micro_size)
         self.weight_work = WeightWork()
-        self.microbatch: Microbatch | None = None
+        self._running = _Running()
         self.dtype = DTYPES[plan.precision.dtype]
         self.recomputed_modules = recomputed_modules(plan)
+        self._constants: dict[str, tuple[Tensor, Tensor]] = {}
         self._sources: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.comes_to: Callable[[str], None] = lambda part: None
         self._known = {parameter.name: parameter for parameter in parameters(plan.model)}
 
     def has(self, name: str) -> bool:
         """Whether the model has a parameter of this name (biases are optional)."""
         return name in self._known
 
-    def shard(self, name: str, role: Literal["", "embedding", "output"] = "", *, frozen: bool = False) -> tuple[Shard, Usage]:
+    def shard(
+        self, name: str, role: Literal["", "embedding", "output"] = "", *, frozen: bool = False, fp32: bool = False
+    ) -> tuple[Shard, Usage]:
         """This rank's part of a parameter of the model, and the use whose gradient sum is registered. A tied table is made once.
 
-        A `frozen` one has no gradient and is never updated.
+        A `frozen` one has no gradient and is never updated; layers compute with an `fp32` one in fp32, whatever the plan's precision.
         Raises `UnknownNameError` for a name the model does not have.
         """
         parameter = self._parameter(name)
         if name not in self.shards:
             slices = self._slices(parameter)
             seed = self.plan.train.seed if self.plan.train.load is None else None
-            self.shards[name] = initial_shard(parameter, slices, seed, self.numerics.device, self.dtype)
+            dtype, drawn_as = torch.float32 if fp32 else self.dtype, self.plan.name_in_run(name)
+            self.shards[name] = initial_shard(parameter, slices, seed, self.numerics.device, dtype, drawn_as=drawn_as)
         usage = Usage(parameter, role)
         usage = replace(usage, use=self.gradients.num_uses(usage))
         if frozen:
             self.frozen.add(name)
             return self.shards[name], usage
         known = known_part(parameter, sequence_parallel=self.tokens is not None, exact=self.numerics.mode == "exact")
-        self.gradients.register(usage, self.heads if known == "heads" else self.tokens if known == "tokens" else None)
+        owned = self.heads if known == "heads" else self.tokens if known == "tokens" else None
+        self.gradients.register(usage, self.shards[name].storage.shape, owned)
         return self.shards[name], usage
 
     def owned_leaves(self, name: str) -> OwnedLeaves:
@@ -154,10 +170,20 @@ class LayerContext:
         self.weight_work.submit(microbatch.index, work)
 
     @property
+    def microbatch(self) -> Microbatch | None:
+        """The microbatch that the calling thread runs forward: that of a forward, or that a backward recomputes beside it."""
+        return self._running.microbatch
+
+    @property
     def running_microbatch(self) -> Microbatch:
         """The microbatch that is being run forward."""
         assert self.microbatch is not None, "no microbatch is run forward"
         return self.microbatch
+
+    def chunks_of(self, microbatch: Microbatch) -> Chunks:
+        """The tokens that this rank has of each sequence of a microbatch: `chunks`, or fewer where its padding is left out."""
+        whole = self.cp.size > 1 or microbatch.tokens.shape[1] == self.chunks.num_items
+        return self.chunks if whole else Chunks(microbatch.tokens.shape[1])
 
     def places(self) -> Tensor:
         """int64 [s]: where in the sequence the tokens of this context-parallel rank lie."""
@@ -170,7 +196,7 @@ class LayerContext:
     def positions(self, microbatch: Microbatch) -> Tensor:
         """int64 [b, s] of a microbatch (or [1, s], the same for all samples): the positions of this context-parallel rank's tokens in their
         documents, which learned and rotary positions go by."""
-        places = self.places().unsqueeze(0)
+        places = self.places()[: microbatch.tokens.shape[1]].unsqueeze(0)
         return places if microbatch.documents is None else places - microbatch.documents
 
     def gather(self, x_BSH: Tensor) -> Tensor:
@@ -180,6 +206,12 @@ class LayerContext:
     def gather_sequence(self, x: Tensor) -> Tensor:
         """[b, s, ...] of the whole sequence, from what every context-parallel rank has of it."""
         return x if self.cp.size == 1 else context_whole(self.cp.all_gather(x))
+
+    def constant(self, name: str, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What `make` makes the first time: tensors that are the same for every microbatch, under a `name` of their own."""
+        if name not in self._constants:
+            self._constants[name] = make()
+        return self._constants[name]
 
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor]) -> Tensor:
         """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again."""
@@ -201,11 +233,11 @@ class LayerContext:
     @contextmanager
     def running(self, microbatch: Microbatch) -> Iterator[None]:
         """Inside, layers run forward for `microbatch`."""
-        self.microbatch = microbatch
+        self._running.microbatch = microbatch
         try:
             yield
         finally:
-            self.microbatch = None
+            self._running.microbatch = None
 
     def anchor(self) -> Tensor:
         """An empty tensor that requires a gradient, so that autograd reaches layers whose inputs are integers."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ...core.plan import Train
 from ..numerics import Numerics, OwnedLeaves
@@ -86,6 +87,9 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"padding_rows={choice.padding_rows} leave no id of a vocabulary of {leaves.leaves.num_items} rows.")
     if not targets_BS.is_cuda:
         _check_targets(targets_BS, num_ids, choice)
+    if numerics.mode == "fast" and group.size == 1 and choice == LossChoice(ignore_index=choice.ignore_index):
+        logits, targets = logits_BSV.float().flatten(0, 1), targets_BS.flatten().clone()  # the batch is not kept for the backward
+        return F.cross_entropy(logits, targets, ignore_index=choice.ignore_index, reduction="none").view(targets_BS.shape)
     return _CrossEntropy.apply(logits_BSV, targets_BS, leaves, group, numerics, choice)
 
 

@@ -38,4 +38,4 @@ def _hidden_mask(context: LayerContext, operation: str, microbatch: Microbatch, 
     rows = (microbatch.first_sample + sample[:, None]) * context.plan.batch.sequence + context.own_places()
     assert microbatch.step is not None
     index = rows[..., None] * hidden + feature
-    return dropout_mask(context.plan.train.seed, operation, microbatch.step, index, context.model.hidden_dropout)
+    return dropout_mask(context.plan.train.seed, context.plan.name_in_run(operation), microbatch.step, index, context.model.hidden_dropout)

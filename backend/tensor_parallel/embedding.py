@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ...core.parameters import TOKEN_TABLE
 from ..numerics import Contribution
@@ -62,10 +63,14 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tokens_BS: Tensor, layer: VocabParallelEmbedding) -> Tensor:
         lo, hi = layer.leaves.items
         context = layer.context
-        elsewhere = (tokens_BS < lo) | (tokens_BS >= hi)
         ctx.layer, ctx.microbatch = layer, context.microbatch
-        ctx.save_for_backward(torch.where(elsewhere, hi - lo, tokens_BS - lo))
-        rows = layer.shard.operand[torch.where(elsewhere, 0, tokens_BS - lo)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        if context.tp.size == 1:
+            ctx.save_for_backward(tokens_BS.clone())  # of its own, so that it does not keep the whole batch
+            rows = F.embedding(tokens_BS, layer.shard.operand)
+        else:
+            elsewhere = (tokens_BS < lo) | (tokens_BS >= hi)
+            ctx.save_for_backward(torch.where(elsewhere, hi - lo, tokens_BS - lo))
+            rows = layer.shard.operand[torch.where(elsewhere, 0, tokens_BS - lo)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         with context.recorder.layer(layer.name):
             x_BSH = context.numerics.sum_lookups(rows, context.tp, context.tokens)
         if layer.positions is None:

@@ -7,7 +7,9 @@ layer), which ties the order of features to the number of parts only where all a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +26,36 @@ def split_fused(x: Tensor, widths: Sequence[int], dim: int = -1) -> list[Tensor]
     dim %= x.dim()
     if x.shape[dim] % sum(widths):
         raise ValueError(f"{x.shape[dim]} features are no whole items of {' + '.join(map(str, widths))}.")
-    items = x.unflatten(dim, (x.shape[dim] // sum(widths), sum(widths)))
-    return [part.flatten(dim, dim + 1).contiguous() for part in items.split(list(widths), dim + 1)]
+    return list(_Split.apply(x, tuple(widths), dim))
+
+
+class _Split(torch.autograd.Function):
+    """`split_fused`, whose backward writes the parts where they belong, which is faster than to put them one behind the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
+        ctx.of = widths, dim
+        if _are_pairs(x, widths, dim):
+            pairs = x.contiguous().view(torch.int64)
+            return pairs.to(torch.int32).view(torch.float32), (pairs >> 32).to(torch.int32).view(torch.float32)
+        return tuple(part.flatten(dim, dim + 1).contiguous() for part in _items(x, widths, dim).split(list(widths), dim + 1))
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None, None]:
+        widths, dim = ctx.of
+        if _are_pairs(parts[0], widths, dim):
+            return torch.view_as_real(torch.complex(*parts)).flatten(-2), None, None
+        return join_fused(parts, widths, dim), None, None
+
+
+def _are_pairs(x: Tensor, widths: tuple[int, ...], dim: int) -> bool:
+    """Whether two neighbouring elements can be moved as one number, which takes half the time of copies with strides on a CPU."""
+    on_cpu = x.device.type == "cpu" and sys.byteorder == "little"
+    return on_cpu and widths == (1, 1) and dim == x.dim() - 1 and x.dtype == torch.float32 and x.storage_offset() % 2 == 0
+
+
+def _items(x: Tensor, widths: Sequence[int], dim: int) -> Tensor:
+    return x.unflatten(dim, (x.shape[dim] // sum(widths), sum(widths)))
 
 
 def join_fused(parts: Sequence[Tensor], widths: Sequence[int], dim: int = 0) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,13 +13,18 @@ from torch import Tensor
 from ...core.expert_tokens import ExpertNodes
 from ...core.parameters import Usage
 from ...core.program.buckets import EXPERTS, WAITING, Bucket
+from .. import not_finite
 from ..numerics import Contribution, Numerics
 from ..numerics.base import Accumulator
 from ..numerics.context_gradients import ContextGradients
+from ..numerics.copies import Copies
 from ..numerics.exact_gradients import ExactAccumulator
 from ..numerics.heads import OwnedPart
 from ..transport.base import Group
 from .parameter import canonical
+
+if TYPE_CHECKING:
+    from ..data_parallel.part_sums import PartSums
 
 
 class WeightWork:
@@ -72,12 +78,15 @@ class Gradients:
     `add` may come in any order of microbatches. `reduce` finishes the step and starts the next one empty.
     """
 
-    def __init__(self, numerics: Numerics, num_samples: int, num_blocks: int = 1, cp: Group | None = None):
+    def __init__(self, numerics: Numerics, num_samples: int, num_blocks: int = 1, cp: Group | None = None, micro_size: int = 1):
         """`num_blocks` are the token blocks of a sequence, which the leaves of expert gradients are made of; `cp` joins the ranks that have
-        parts of the same sequences."""
+        parts of the same sequences; `micro_size` are the samples of a microbatch."""
         self._numerics = numerics
         self._num_samples = num_samples
         self._num_blocks = num_blocks
+        self._micro_size = micro_size
+        self._shapes: dict[str, torch.Size] = {}
+        self._came: dict[int, set[tuple[str, int]]] = {}
         self._usages: dict[str, Usage] = {}
         self._num_uses: dict[str, int] = {}
         self._waiting: dict[tuple[str, int], dict[int, Contribution]] = {}
@@ -90,20 +99,27 @@ class Gradients:
         self._changed: Callable[[], None] = lambda: None
         self._wait: Callable[[Bucket], None] = lambda bucket: None
         self._owned_are_finished = False
+        self._parts: PartSums | None = None
+        self._are_handed_over = False
+        self._looked_at: set[str] = set()
+        self._not_finite: not_finite.NotFinite | None = None
 
-    def register(self, usage: Usage, owned: OwnedPart | None = None) -> None:
-        """Starts a sum for the uses of a parameter; with `owned` this rank contributes only that part of it, of its tokens or heads."""
+    def register(self, usage: Usage, shape: torch.Size, owned: OwnedPart | None = None) -> None:
+        """Starts a sum for the uses of a parameter, of which this rank holds a part of `shape`; with `owned` this rank contributes only
+        that part of it, of its tokens or heads."""
         assert usage.use == self.num_uses(usage), f"{usage.key} has {self.num_uses(usage)} uses, this is called number {usage.use}"
         self._num_uses[usage.key] = usage.use + 1
         if usage.use:
             return
         self._usages[usage.key] = usage
+        self._shapes[usage.key] = shape
         if owned is not None:
             self._owned[usage.key] = owned
         self._sums[usage.key] = self._empty(usage.key)
 
     def add(self, usage: Usage, first_sample: int, contribution: Contribution) -> None:
         """Takes one microbatch's contribution, in storage orientation; it belongs to this object now."""
+        self._came.setdefault(first_sample, set()).add((usage.key, usage.use))
         if self._context is not None and self._in_context(usage.key):
             assert not isinstance(contribution, Tensor), "exact numerics keep samples apart"
             self._context.add(usage.key, usage.use, first_sample, contribution)
@@ -113,10 +129,13 @@ class Gradients:
             waiting[usage.use] = contribution
             if len(waiting) < self.num_uses(usage):
                 return
-            contribution = _added([waiting[use] for use in range(len(waiting))])
+            in_order = [waiting[use] for use in range(len(waiting))]
+            contribution = _beside(in_order) if usage.key in self._owned else _added(in_order)
             del self._waiting[usage.key, first_sample]
         self._sums[usage.key].add(first_sample, contribution)
         self._count(usage.key)
+        if self._parts is not None:
+            self._parts.arrived(usage.key)
 
     def expect(self, num_microbatches: int, *, changed: Callable[[], None], wait: Callable[[Bucket], None]) -> None:
         """A step begins in which buckets are reduced while backward passes go on: so many microbatches contribute to every gradient.
@@ -131,6 +150,22 @@ class Gradients:
         """Whether every gradient of a bucket has all that `expect` announced."""
         return not any(self._missing.get(key) for each, keys in self._buckets if each == bucket for key in keys)
 
+    def hand_over(self, receivers: Mapping[str, Accumulator]) -> None:
+        """From now on contributions go to these, by `Usage.key`; whoever has them reduces them, in place of `reduce`."""
+        assert self._numerics.mode == "fast", "exact numerics reduce what they add up"
+        self._sums = dict(receivers)
+        self._are_handed_over = True
+
+    @property
+    def usages(self) -> Mapping[str, Usage]:
+        """Every gradient by `Usage.key`."""
+        return self._usages
+
+    @property
+    def owned(self) -> Mapping[str, OwnedPart]:
+        """The gradients that this rank knows for its own tokens or heads only, by `Usage.key`."""
+        return self._owned
+
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets of `reduce_in`, in order."""
@@ -143,9 +178,42 @@ class Gradients:
                 self._changed()
 
     def finish(self, first_sample: int) -> None:
-        """Called when the microbatch that starts at `first_sample` has given everything: context-parallel ranks finish its sequences."""
+        """Called when the microbatch that starts at `first_sample` has given everything: context-parallel ranks finish its sequences. A use
+        of a parameter that it did without has zeros for a gradient."""
+        came = self._came.pop(first_sample, set())
+        if len(came) < sum(self._num_uses.values()):
+            for key, use in self._without(came):
+                self.add(replace(self._usages[key], use=use), first_sample, self._zeros(key))
+            self._came.pop(first_sample, None)
         if self._context is not None:
             self._context.finish(first_sample, self._usages, self._open_buckets)
+        if self._parts is not None:
+            self._parts.finish()
+
+    def _without(self, came: Container[tuple[str, int]]) -> list[tuple[str, int]]:
+        """The uses of dense parameters that are not among those that came. What is handed over is its receiver's to fill up."""
+        if self._are_handed_over:
+            return []
+        dense = [key for key, usage in self._usages.items() if not usage.parameter.expert]
+        return [(key, use) for key in dense for use in range(self._num_uses[key]) if (key, use) not in came]
+
+    def _zeros(self, key: str) -> Contribution:
+        shape, device = tuple(self._shapes[key]), self._numerics.device
+        if self._numerics.mode == "fast":
+            return torch.zeros(shape, device=device)
+        if (owned := self._owned.get(key)) is not None:
+            shape = (len(owned.nodes(owned.member)), *shape)
+        return [torch.zeros(shape, device=device) for _ in range(self._micro_size)]
+
+    def reduce_each(self, parts: PartSums) -> None:
+        """From now on `parts` reduces gradients after every microbatch, those that it `take`s."""
+        self._parts = parts
+
+    def take(self, keys: Iterable[str]) -> dict[str, Accumulator]:
+        """The sums of some gradients, which start again empty."""
+        taken = {key: self._sums[key] for key in keys}
+        self._sums.update({key: self._empty(key) for key in taken})
+        return taken
 
     def reduce_in(self, buckets: Sequence[tuple[Bucket, Sequence[str]]]) -> None:
         """From now on gradients are reduced in these buckets, given with the keys of their gradients."""
@@ -182,6 +250,7 @@ class Gradients:
         """
         buckets = self._buckets or [(Bucket("", ()), [key for key in self._sums if not self._usages[key].parameter.expert])]
         if self._context is not None:
+            self._look_at(self._usages)
             self._finish_owned(tp)
         by_experts = {key: each for key, each in self._sums.items() if self._usages[key].parameter.expert}
         if self._context is not None and self._cp is not None:
@@ -198,16 +267,24 @@ class Gradients:
         if by_experts:
             assert experts is not None, "gradients of experts are added over copies of their own"
             self._wait(Bucket(EXPERTS, ()))
+            self._look_at(by_experts)
             sums |= self._numerics.reduce_experts(by_experts, experts.group, experts.nodes)
         self._start_empty()
         return {key: canonical(self._usages[key].parameter, total) for key, total in sums.items()}
 
     def reduce_parts(
-        self, copies: Group, samples_of: Callable[[int], tuple[int, int]], tp: Group | None = None, experts: ExpertCopies | None = None
+        self,
+        copies: Copies,
+        samples_of: Callable[[int], tuple[int, int]],
+        tp: Group | None = None,
+        experts: Copies | None = None,
+        nodes: Sequence[ExpertNodes] = (),
     ) -> dict[str, Tensor]:
-        """As `reduce`, but of each bucket of `reduce_in` this rank's part only: by the bucket's name [n]."""
-        found: dict[str, Tensor] = {}
+        """As `reduce`, but of each bucket of `reduce_in` this rank's part only: by the bucket's name [n]. `nodes` are what each copy of the
+        experts has of their gradients (exact numerics)."""
+        found: dict[str, Tensor] = {} if self._parts is None else dict(self._parts.take())
         if self._context is not None and self._buckets:  # a stage without parameters has none
+            self._look_at(self._usages)
             self._finish_owned(tp)
             found = self._reduce_context(copies, samples_of)
         for bucket, keys in self._buckets:
@@ -215,16 +292,16 @@ class Gradients:
                 continue
             self._begin(bucket, keys, tp)
             sums = {key: self._sums.pop(key) for key in keys}
-            with copies.recorder.layer(bucket.layer):
+            with copies.whole.recorder.layer(bucket.layer):
                 if bucket.is_expert:
                     assert experts is not None, "gradients of experts are added over copies of their own"
-                    found[bucket.name] = self._numerics.reduce_experts_part(sums, experts.group, experts.nodes)
+                    found[bucket.name] = self._numerics.reduce_experts_part(sums, experts, nodes)
                 else:
                     found[bucket.name] = self._numerics.reduce_gradients_part(sums, copies, samples_of)
         self._start_empty()
         return found
 
-    def _reduce_context(self, copies: Group, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Tensor]:
+    def _reduce_context(self, copies: Copies, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Tensor]:
         """The buckets of dense gradients, of which context-parallel ranks have parts."""
         assert self._context is not None and self._cp is not None and self._open_buckets is not None
         waiting = [key for bucket, keys in self._buckets if bucket.name == WAITING for key in keys]
@@ -237,8 +314,23 @@ class Gradients:
     def _begin(self, bucket: Bucket, keys: Sequence[str], tp: Group | None) -> None:
         """Comes before the reduction of a bucket over the copies: what it holds must be there, and be sums over all tokens and heads."""
         self._wait(bucket)
+        self._look_at(keys)
         if any(key in self._owned for key in keys):
+            self._look_at(self._owned)
             self._finish_owned(tp)
+
+    def _look_at(self, keys: Container[str]) -> None:
+        """Notes a gradient of this rank that has elements which are no numbers, before sums over ranks spread them."""
+        held = {key: list(each.held) for key, each in self._sums.items() if key in keys and key not in self._looked_at}
+        self._looked_at |= held.keys()
+        found, order = not_finite.find(held), list(self._usages)
+        if found is not None and (self._not_finite is None or order.index(found.name) > order.index(self._not_finite.name)):
+            self._not_finite = found
+
+    def take_not_finite(self) -> not_finite.NotFinite | None:
+        """The last gradient of the stage's layers that was not finite when it was reduced; it is forgotten."""
+        found, self._not_finite = self._not_finite, None
+        return found
 
     def _finish_owned(self, tp: Group | None) -> None:
         """Adds over tensor-parallel ranks what each knows of its own tokens or heads, all gradients together, once in a step."""
@@ -251,6 +343,7 @@ class Gradients:
     def _start_empty(self) -> None:
         self._sums = {key: self._empty(key) for key in self._usages}
         self._owned_are_finished = False
+        self._looked_at = set()
 
     def _empty(self, key: str) -> Accumulator:
         if self._usages[key].parameter.expert:
@@ -265,9 +358,10 @@ class Gradients:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all partial sums held now."""
-        held = [tensor for accumulator in self._sums.values() for tensor in accumulator.held]
-        return sum(tensor.nbytes for tensor in held + ([] if self._context is None else self._context.held))
+        """Bytes of all partial sums held now; lanes that reduce may take some away meanwhile."""
+        held = [tensor for accumulator in list(self._sums.values()) for tensor in accumulator.held]
+        beside = [each.held for each in (self._context, self._parts) if each is not None]
+        return sum(tensor.nbytes for tensors in (held, *beside) for tensor in tensors)
 
 
 def _added(contributions: Sequence[Contribution]) -> Contribution:
@@ -277,6 +371,12 @@ def _added(contributions: Sequence[Contribution]) -> Contribution:
         for total, value in zip(first, other, strict=True):
             total.add_(value)
     return first
+
+
+def _beside(contributions: Sequence[Contribution]) -> Contribution:
+    """The tree nodes [nodes, n] of what the uses of one parameter give, sample by sample, those of one use after those of another: they
+    are added when their sums are finished."""
+    return [torch.cat(list(uses)) for uses in zip(*contributions, strict=True)]
 
 
 def finish_tied(embedding: Tensor, output: Tensor) -> Tensor:

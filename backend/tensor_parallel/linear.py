@@ -160,17 +160,8 @@ class RowParallelLinear(ParallelLinear):
     Without `input_is_parallel` every rank brings all input features, of the tokens it holds between the cut layers.
     """
 
-    def __init__(
-        self,
-        context: LayerContext,
-        name: str,
-        *,
-        weight: str | None = None,
-        role: Literal["", "embedding", "output"] = "",
-        frozen: bool = False,
-        input_is_parallel: bool = True,
-    ):
-        super().__init__(context, name, weight=weight, role=role, frozen=frozen)
+    def __init__(self, context: LayerContext, name: str, *, frozen: bool = False, input_is_parallel: bool = True):
+        super().__init__(context, name, frozen=frozen)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x_BSC: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 
 import torch
@@ -21,10 +21,13 @@ class CommunicationLane:
     """A thread that runs one piece of work after the other, each under the layer and action of whoever started it.
 
     On a GPU it has a stream of its own, which waits for what the caller has queued, as the caller's stream waits for the result. A group
-    is used by one thread at a time: whoever starts work asks for its result before using the group again.
+    is used by one thread at a time: whoever starts work asks for its result before using the group again. `waiting` is around that wait.
     """
 
-    def __init__(self, device: torch.device, recorder: Recorder):
+    def __init__(
+        self, device: torch.device, recorder: Recorder, waiting: Callable[[], AbstractContextManager[object]] = lambda: nullcontext()
+    ):
+        self._waiting = waiting
         self._recorder = recorder
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -46,7 +49,8 @@ class CommunicationLane:
                 future.set_exception(error)
 
         def finish() -> Tensor:
-            result = future.result()
+            with self._waiting():
+                result = future.result()
             if caller is not None and self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
                 result.record_stream(torch.cuda.current_stream(self._device))

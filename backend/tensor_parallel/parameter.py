@@ -54,14 +54,22 @@ def canonical_slices(shard: Shard, box: tuple[slice, ...]) -> tuple[slice, ...]:
     return tuple(slice(whole.start + part.start, whole.start + part.stop) for whole, part in zip(shard.slices, box, strict=True))
 
 
-def initial_shard(parameter: Parameter, slices: tuple[slice, ...], seed: int | None, device: torch.device, dtype: torch.dtype) -> Shard:
+def initial_shard(
+    parameter: Parameter,
+    slices: tuple[slice, ...],
+    seed: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    drawn_as: str | None = None,
+) -> Shard:
     """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw; without a seed zeros, which
-    loaded weights replace. Layers compute in `dtype`."""
+    loaded weights replace. Layers compute in `dtype`. The draw goes by the name `drawn_as`, by default the parameter's own."""
     if seed is None or parameter.constant is not None:
         constant = 0.0 if seed is None or parameter.constant is None else parameter.constant
         values = torch.full([part.stop - part.start for part in slices], constant)
     else:
-        values = normal(seed, parameter.name, parameter.shape, slices, parameter.init_std)
+        values = normal(seed, drawn_as or parameter.name, parameter.shape, slices, parameter.init_std)
     storage = values.transpose(-1, -2) if _columns_cut(parameter) else values
     storage = storage.contiguous().to(device)
     return Shard(parameter, slices, storage, storage.to(dtype))

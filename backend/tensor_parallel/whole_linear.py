@@ -28,14 +28,14 @@ class WholeLinear(nn.Module):
         self.name = name
         self.context = context
         self.fp32 = fp32
-        self.shard, self.usage = context.shard(f"{name}.weight")
+        self.shard, self.usage = context.shard(f"{name}.weight", fp32=fp32)
         self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.has(f"{name}.bias") else (None, None)
         self.leaves = OwnedLeaves(Leaves(1, 1), len(self.shard.storage), 1, 0)
 
     @property
     def weight(self) -> Tensor:
         """[n, f], as this layer computes with it."""
-        return self.shard.storage if self.fp32 else self.shard.operand
+        return self.shard.operand
 
     def forward(self, x_BSF: Tensor) -> Tensor:
         return _Whole.apply(x_BSF, self, self.context.source_of(x_BSF))

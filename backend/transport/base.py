@@ -12,13 +12,16 @@ What a caller may rely on, whatever the transport:
   by different threads freely.
 - Calls on CUDA tensors are ordered on the calling thread's current stream, as torch's own operators are.
 - A peer that died or did not come in time raises `TransportError`. After that the transport is of no further use.
+- Closing a transport ends all its communicators, whoever still has one of its groups or channels: connections, threads and memory
+  go then. Calls on them raise `TransportError` afterwards.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal
 
@@ -57,6 +60,7 @@ class Group(ABC):
         self.num_calls = 0
         self._global_rank = global_rank
         self._recorder = recorder
+        self._is_open = True
 
     @property
     def recorder(self) -> Recorder:
@@ -78,7 +82,7 @@ class Group(ABC):
         if self.size == 1:
             return [contiguous_copy(parts[0])]
         sent_bytes = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
-        self.num_calls += 1
+        self._begin_call()
         self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
         return self._all_to_all(parts, [tuple(shape) for shape in shapes])
 
@@ -95,7 +99,7 @@ class Group(ABC):
             raise ValueError(f"{self}: all_gather expects {shapes[self.rank]} from this member, but was given {own}.")
         if self.size == 1:
             return [contiguous_copy(tensor)]
-        self.num_calls += 1
+        self._begin_call()
         self._recorder.collective("all_gather", self.axis, self.size, tensor.nbytes * (self.size - 1))
         return self._all_gather(tensor, shapes)
 
@@ -108,7 +112,7 @@ class Group(ABC):
         tensor = tensor.detach()
         if self.size == 1:
             return contiguous_copy(tensor)
-        self.num_calls += 1
+        self._begin_call()
         self._recorder.collective("all_reduce", self.axis, self.size, ring_all_reduce_bytes(tensor.nbytes, self.size))
         return self._wide_all_reduce(tensor) if wide else self._all_reduce(tensor, op)
 
@@ -125,7 +129,7 @@ class Group(ABC):
         if self.size == 1:
             return contiguous_copy(parts[0])
         payload_bytes = sum(part.nbytes for part in parts)
-        self.num_calls += 1
+        self._begin_call()
         self._recorder.collective("reduce_scatter", self.axis, self.size, -(-(self.size - 1) * payload_bytes // self.size))
         return self._wide_sum(parts) if wide else self._reduce_scatter(parts)
 
@@ -149,11 +153,25 @@ class Group(ABC):
     def barrier(self) -> None:
         """Returns once every member has called it. Not recorded: it moves no data."""
         if self.size > 1:
-            self.num_calls += 1
+            self._begin_call()
             self._barrier()
+
+    def release(self) -> None:
+        """Ends the communicator; for the transport that opened it. Calling it again does nothing."""
+        self._is_open = False
+        self._end()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The caller waits inside, for a call of this group that another thread makes for it."""
+        return nullcontext()
 
     def __str__(self) -> str:
         return f"rank {self._global_rank}, group {self.name!r} over ranks {_few(self.ranks)}"
+
+    def _begin_call(self) -> None:
+        if not self._is_open:
+            raise TransportError(f"{self}: the transport was closed, and this group with it.")
+        self.num_calls += 1
 
     def _check(self, op: str, *counts: int) -> None:
         if any(count != self.size for count in counts):
@@ -173,6 +191,9 @@ class Group(ABC):
 
     @abstractmethod
     def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _end(self) -> None: ...
 
 
 class SoloGroup(Group):
@@ -196,6 +217,9 @@ class SoloGroup(Group):
     def _barrier(self) -> None:
         raise AssertionError("one rank waits for nobody")
 
+    def _end(self) -> None:
+        """Nothing to let go of."""
+
 
 class Channel(ABC):
     """One direction between two ranks: a communicator of its own, FIFO, blocking rendezvous.
@@ -211,18 +235,32 @@ class Channel(ABC):
         self.source = source
         self.destination = destination
         self._global_rank = global_rank
+        self._is_open = True
 
-    @abstractmethod
     def send(self, tensor: Tensor) -> None:
         """Gives `tensor` to the destination; returns when it has been received. Only the source calls it."""
+        self.begin_send(tensor)()
+
+    @abstractmethod
+    def begin_send(self, tensor: Tensor) -> Callable[[], None]:
+        """`send` in two parts: begins it, and what comes back ends it. The tensor must stay as it is in between."""
 
     def sent_bytes(self, tensor: Tensor) -> int:
         """Bytes that leave the source when it sends `tensor`: all of it."""
         return tensor.nbytes
 
-    @abstractmethod
     def receive(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The next tensor of the source. `shape` and `dtype` must be what is sent: gloo ends the process where sizes differ."""
+        return self.begin_receive(shape, dtype)()
+
+    @abstractmethod
+    def begin_receive(self, shape: Shape, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """`receive` in two parts: begins it, and what comes back ends it. Several that have begun end in that order."""
+
+    def release(self) -> None:
+        """Ends the communicator; for the transport that opened it. Calling it again does nothing."""
+        self._is_open = False
+        self._end()
 
     def __str__(self) -> str:
         return f"rank {self._global_rank}, channel {self.name!r} from rank {self.source} to rank {self.destination}"
@@ -230,6 +268,11 @@ class Channel(ABC):
     def _check_end(self, expected: int, call: str) -> None:
         if self._global_rank != expected:
             raise ValueError(f"{self}: only rank {expected} may {call}.")
+        if not self._is_open:
+            raise TransportError(f"{self}: the transport was closed, and this channel with it.")
+
+    @abstractmethod
+    def _end(self) -> None: ...
 
 
 class Transport(ABC):
@@ -249,19 +292,35 @@ class Transport(ABC):
         self.device = device
         self.recorder = recorder or Recorder()
         self.watch = RankWatch(global_rank, board)
-        self._names: set[str] = set()
+        self._opened: dict[str, Group | Channel] = {}
 
-    @abstractmethod
     def group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
         """A new communicator over `ranks`, in that order. `axis` is what the recorder calls it."""
+        self._check_name(name, ranks)
+        opened = self._opened[name] = self._group(name, axis, ranks)
+        return opened
 
-    @abstractmethod
     def channel(self, name: str, source: int, destination: int) -> Channel:
         """A new communicator for one direction between two ranks."""
+        self._check_name(name, (source, destination))
+        opened = self._opened[name] = self._channel(name, source, destination)
+        return opened
+
+    @property
+    def opened(self) -> tuple[Group | Channel, ...]:
+        """The groups and channels of this rank, in the order they were opened."""
+        return tuple(self._opened.values())
+
+    def close(self) -> None:
+        """Ends all groups and channels, the last one first. Calling it again does nothing."""
+        for opened in reversed(self.opened):
+            opened.release()
 
     @abstractmethod
-    def close(self) -> None:
-        """Lets go of all groups and channels. Calling it again does nothing."""
+    def _group(self, name: str, axis: str, ranks: Sequence[int]) -> Group: ...
+
+    @abstractmethod
+    def _channel(self, name: str, source: int, destination: int) -> Channel: ...
 
     def __str__(self) -> str:
         return f"rank {self.global_rank} of {self.world_size}"
@@ -272,14 +331,13 @@ class Transport(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _claim(self, name: str, ranks: Sequence[int]) -> None:
-        """Notes that `name` is taken. Raises `ValueError` for a name used before or a rank outside the world."""
-        if name in self._names:
+    def _check_name(self, name: str, ranks: Sequence[int]) -> None:
+        """Raises `ValueError` for a name used before or a rank outside the world."""
+        if name in self._opened:
             raise ValueError(f"rank {self.global_rank} has opened {name!r} before; every group and channel needs a name of its own.")
         outside = [rank for rank in ranks if not 0 <= rank < self.world_size]
         if outside:
             raise ValueError(f"{name!r} names ranks {outside}, which are outside the world of {self.world_size} ranks.")
-        self._names.add(name)
 
 
 def check_members(name: str, ranks: Sequence[int], global_rank: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -106,11 +107,13 @@ class _Meeting:
 
 
 class _Mailbox:
-    """Where a sender waits until its one tensor has been taken."""
+    """Where tensors lie until they are taken, and senders wait for that."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.tensor: Tensor | None = None
+        self.tensors: deque[Tensor] = deque()
+        self.num_sent = 0
+        self.num_taken = 0
 
 
 class MemoryGroup(Group):
@@ -151,6 +154,9 @@ class MemoryGroup(Group):
     def _barrier(self) -> None:
         self._exchange("barrier", None)
 
+    def _end(self) -> None:
+        """Nothing to let go of: the world ends with its last thread."""
+
     def _exchange(self, op: str, value: Any) -> list[Any]:
         self._num_calls += 1
         return self._meeting.exchange(self._world, self, self._num_calls, op, value)
@@ -171,27 +177,39 @@ class MemoryChannel(Channel):
         self._world = world
         self._mailbox = world.place(("channel", name, source, destination), _Mailbox)
 
-    def send(self, tensor: Tensor) -> None:
+    def begin_send(self, tensor: Tensor) -> Callable[[], None]:
         self._check_end(self.source, "send")
         mailbox = self._mailbox
         with mailbox.changed:
-            mailbox.tensor = tensor.detach()
+            mailbox.tensors.append(tensor.detach())
+            mailbox.num_sent = number = mailbox.num_sent + 1
             mailbox.changed.notify_all()
-            self._world.wait(mailbox.changed, lambda: mailbox.tensor is None, lambda: f"{self}: send is not received")
 
-    def receive(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        def send() -> None:
+            with mailbox.changed:
+                self._world.wait(mailbox.changed, lambda: mailbox.num_taken >= number, lambda: f"{self}: send is not received")
+
+        return send
+
+    def begin_receive(self, shape: Shape, dtype: torch.dtype) -> Callable[[], Tensor]:
         self._check_end(self.destination, "receive")
         mailbox = self._mailbox
-        with mailbox.changed:
-            self._world.wait(mailbox.changed, lambda: mailbox.tensor is not None, lambda: f"{self}: nothing was sent")
-            tensor = mailbox.tensor
-            assert tensor is not None
-            if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-                raise TransportError(f"{self}: expects {dtype} {tuple(shape)}, but {tensor.dtype} {tuple(tensor.shape)} was sent.")
-            received = contiguous_copy(tensor)
-            mailbox.tensor = None
-            mailbox.changed.notify_all()
-        return received
+
+        def receive() -> Tensor:
+            with mailbox.changed:
+                self._world.wait(mailbox.changed, lambda: bool(mailbox.tensors), lambda: f"{self}: nothing was sent")
+                tensor = mailbox.tensors[0]
+                if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+                    raise TransportError(f"{self}: expects {dtype} {tuple(shape)}, but {tensor.dtype} {tuple(tensor.shape)} was sent.")
+                received = contiguous_copy(mailbox.tensors.popleft())
+                mailbox.num_taken += 1
+                mailbox.changed.notify_all()
+            return received
+
+        return receive
+
+    def _end(self) -> None:
+        """Nothing to let go of: the world ends with its last thread."""
 
 
 class MemoryTransport(Transport):
@@ -201,16 +219,11 @@ class MemoryTransport(Transport):
         super().__init__(global_rank, world.world_size, world.device, recorder, world.board)
         self._world = world
 
-    def group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
-        self._claim(name, ranks)
+    def _group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
         return MemoryGroup(self._world, name, axis, ranks, self.global_rank, self.recorder)
 
-    def channel(self, name: str, source: int, destination: int) -> Channel:
-        self._claim(name, (source, destination))
+    def _channel(self, name: str, source: int, destination: int) -> Channel:
         return MemoryChannel(self._world, name, source, destination, self.global_rank)
-
-    def close(self) -> None:
-        """Nothing to let go of: the world ends with its last thread."""
 
 
 def run_threads(world: MemoryWorld, job: Callable[[MemoryTransport, Any], Any], payload: Any) -> list[Any]:

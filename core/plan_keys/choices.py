@@ -97,4 +97,12 @@ def data_parallel_keys() -> tuple[Key, ...]:
             doc="ranks that ZeRO shards over (hybrid sharding)",
             **{**more, "read_by": "core.program.holdings", "default_note": "all data-parallel ranks"},
         ),
+        Key(
+            "data_parallel",
+            "library",
+            "str",
+            "with zero=2 or 3: whose code keeps parameters in parts (torch: its fully_shard, FSDP2)",
+            "backend.training_rank",
+            choices=("shardproof", "torch"),
+        ),
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..cluster import ClusterSpec
 from ..layout import Layout
 from ..model import ModelSpec
+from ..modules import Module
 from ..plan import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
 from ..variation import Variation
 
@@ -91,7 +92,7 @@ class Key:
 
     @property
     def _field_default(self) -> Any:
-        for field in dataclasses.fields(NOUNS[self.section]):
+        for field in dataclasses.fields(Module if self.section == "modules" else NOUNS[self.section]):
             if field.name == self.attribute:
                 return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         return None

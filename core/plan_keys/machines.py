@@ -106,6 +106,11 @@ def runtime_keys() -> tuple[Key, ...]:
         Key(name="compile", doc="a compiler fuses elementwise kernels", **switch),
         Key(name="tp_comm_overlap", doc="tensor-parallel collectives run beside products", **switch),
         Key(name="p2p_overlap", doc="messages between stages run beside products", **switch),
+        Key(
+            name="p2p_batched",
+            doc="without p2p_overlap: neighbouring messages of a rank's list begin together, not one by one",
+            **{**switch, "read_by": "backend.pipeline.row_messages", "default_note": "true"},
+        ),
         Key(name="cuda_graphs", doc="the kernels of an action are launched as one", **switch),
         Key(name="ep_comm_overlap", doc="tokens travel between experts beside another microbatch's products", **switch),
         Key(
@@ -116,6 +121,7 @@ def runtime_keys() -> tuple[Key, ...]:
         ),
         Key(name="dispatch_once", doc="a token goes once to each node (or device of a node), not to each of its experts", **switch),
         Key(name="scatter_gather", doc="messages that all tp ranks hold cross nodes in tp parts", **switch),
+        Key("runtime", "trim_padding", "bool", "microbatches of padded documents end with their longest one", "backend.batches"),
         Key(name="launch_blocking", doc="the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)", **switch),
         Key(name="fused_loss", doc="the loss keeps no fp32 softmax", **{**switch, "read_by": "simulator.memory_profiles"}),
     )

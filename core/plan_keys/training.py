@@ -23,6 +23,7 @@ def training_keys() -> tuple[Key, ...]:
         Key("train", "seed", "int", "seed of weights and data order", data, minimum=0),
         Key("train", "learning_rate", "float", "constant learning rate", rank, minimum=0),
         Key("train", "packed", "bool", "attention and positions begin again with every document", data),
+        Key("train", "padded", "bool", "a sequence is one document, filled up with ignore_token", data),
         Key(
             "train",
             "ignore_token",

@@ -121,6 +121,28 @@ def token_blocks_admit_cp(layout: Layout, batch: Batch, numerics: Numerics, mode
             )
 
 
+def torch_shards_by_itself(data_parallel: DataParallel, layout: Layout, numerics: Numerics) -> Iterator[str]:
+    """Torch's fully_shard keeps parameters in parts, in fast numerics, and has its own buckets."""
+    if data_parallel.library != "torch":
+        return
+    if layout.zero < 2:
+        yield (
+            f'library="torch" keeps parameters in parts by fully_shard, but zero={layout.zero} keeps them whole on every rank. '
+            "Set layout.zero = 3, or 2 to gather them once in a step, or leave library out."
+        )
+    if numerics.mode == "exact":
+        yield (
+            'library="torch" adds gradients in the order of its collectives, which depends on the number of ranks, and not in that of '
+            'numerics.mode="exact". Set numerics.mode = "fast", or leave library out.'
+        )
+    names = ("overlap_grad_reduce", "overlap_param_gather", "bucket_bytes", "shard")
+    if given := [f"{name}={getattr(data_parallel, name)}" for name in names if getattr(data_parallel, name) is not None]:
+        yield (
+            f'library="torch" gathers and reduces every transformer layer by itself, overlapped in its own way, and has no use for '
+            f"{', '.join(given)}. Leave one of the two out."
+        )
+
+
 def shards_divide(data_parallel: DataParallel, layout: Layout) -> Iterator[str]:
     """ZeRO shards over a divisor of the data-parallel ranks."""
     shard, ranks = data_parallel.shard, layout.dp * layout.cp

@@ -8,7 +8,7 @@ from ..errors import LayoutError, did_you_mean
 from ..layout import Layout
 from ..microbatches import microbatch_counts
 from ..model import ModelSpec
-from ..plan import Batch, ScheduleChoice
+from ..plan import Batch, Runtime, ScheduleChoice
 from ..schedules import CATALOG, default_name
 from ..stages import assign_layers, num_mtp_written
 
@@ -68,7 +68,8 @@ def interleaving_matches(schedule: ScheduleChoice, layout: Layout) -> Iterator[s
 
 def sizes_are_built(schedule: ScheduleChoice, layout: Layout, batch: Batch) -> Iterator[str]:
     """The schedule exists for this number of ranks and microbatches."""
-    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp)
+    together = CATALOG[schedule.name].together if schedule.file is None and schedule.name in CATALOG else 1
+    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp, together)
     if schedule.file is None and schedule.name in CATALOG:
         yield from filter(None, (CATALOG[schedule.name].condition(layout.pp, count) for count in counts))
     elif schedule.file is not None and len(counts) > 1:
@@ -91,4 +92,14 @@ def stages_are_sharded(schedule: ScheduleChoice, layout: Layout) -> Iterator[str
         yield (
             f"max_active_stages={schedule.max_active_stages} says how many stages' parameters ZeRO-3 gathers at a time, "
             f"but zero={layout.zero} keeps them all. Set layout.zero = 3, or leave max_active_stages out."
+        )
+
+
+def batches_are_waited_for(runtime: Runtime) -> Iterator[str]:
+    """Messages beside the products have lanes of their own, which need no batches."""
+    if runtime.p2p_batched is not None and runtime.p2p_overlap is not False:
+        written = str(runtime.p2p_batched).lower()
+        yield (
+            f"p2p_batched={written} says how messages are sent for which products wait, but p2p_overlap=false is not set. "
+            "Set it, or leave p2p_batched out."
         )

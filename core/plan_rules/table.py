@@ -18,10 +18,33 @@ from .layout import (
     shards_divide,
     token_blocks_admit_cp,
     token_blocks_admit_tp,
+    torch_shards_by_itself,
+)
+from .modules import (
+    modules_cover_ranks,
+    modules_fit_together,
+    modules_form_a_tree,
+    modules_have_a_schedule,
+    modules_have_names,
+    modules_recompute_alike,
 )
 from .recompute import distributed_inputs_are_whole, recompute_is_chosen_once, recomputed_layers_exist, recomputed_modules_exist
-from .schedule import interleaving_matches, microbatches_divide, name_or_file, sizes_are_built, stages_are_sharded, stages_hold_all_layers
-from .training import ADAPTING, checkpoints_have_a_folder, dtype_has_peak, loss_scales_are_powers_of_two
+from .schedule import (
+    batches_are_waited_for,
+    interleaving_matches,
+    microbatches_divide,
+    name_or_file,
+    sizes_are_built,
+    stages_are_sharded,
+    stages_hold_all_layers,
+)
+from .training import (
+    ADAPTING,
+    checkpoints_have_a_folder,
+    dtype_has_peak,
+    loss_scales_are_powers_of_two,
+    padding_is_told_apart,
+)
 from .variation import (
     checkpoints_need_failures,
     classes_are_known,
@@ -112,6 +135,12 @@ RULES: tuple[Rule, ...] = (
         ("schedule.max_active_stages", "layout.zero"),
         "only ZeRO-3 gathers the parameters of stages",
         stages_are_sharded,
+    ),
+    Rule(
+        "batches-are-waited-for",
+        ("runtime.p2p_batched", "runtime.p2p_overlap"),
+        "messages are batched where products wait for them",
+        batches_are_waited_for,
     ),
     Rule("name-or-file", ("schedule.name", "schedule.file"), "a schedule has a name or a file, not both", name_or_file),
     Rule("positions-suffice", ("batch.sequence", "model.max_positions"), "learned positions cover the sequence", positions_suffice),
@@ -208,6 +237,12 @@ RULES: tuple[Rule, ...] = (
         shards_divide,
     ),
     Rule(
+        "torch-shards-by-itself",
+        ("data_parallel.library", "layout.zero", "numerics.mode"),
+        "torch's fully_shard keeps parameters in parts, in fast numerics, and has its own buckets",
+        torch_shards_by_itself,
+    ),
+    Rule(
         "checkpoints-have-a-folder",
         ("checkpoint.folder", "checkpoint.every", "checkpoint.keep"),
         "what is saved is saved somewhere",
@@ -218,6 +253,12 @@ RULES: tuple[Rule, ...] = (
         tuple(f"precision.{name}" for name in ("loss_scale", *ADAPTING, "dtype")),
         "fp16 scales losses by powers of two, which change no bits",
         loss_scales_are_powers_of_two,
+    ),
+    Rule(
+        "padding-is-told-apart",
+        ("train.padded", "train.packed", "train.ignore_token", "runtime.trim_padding"),
+        "padded documents have a token that counts for nothing, and only they are trimmed",
+        padding_is_told_apart,
     ),
     Rule("dtype-has-peak", ("precision.dtype", "cluster.peak_flops_per_s"), "the cluster has a rate for it", dtype_has_peak),
     Rule(
@@ -250,5 +291,26 @@ RULES: tuple[Rule, ...] = (
         "checkpoints count where devices fail",
         checkpoints_need_failures,
     ),
+    Rule("modules-have-names", ("modules.name",), "modules are there, and their names tell them apart", modules_have_names),
+    Rule(
+        "modules-cover-ranks",
+        ("modules.ranks", "cluster.num_devices"),
+        "the modules' ranks follow each other, as many as each layout has",
+        modules_cover_ranks,
+    ),
+    Rule("modules-form-a-tree", ("modules.inputs",), "every module but the last feeds one later module", modules_form_a_tree),
+    Rule(
+        "modules-fit-together",
+        ("modules.name",),
+        "hidden states keep their width, and nothing ties one end of the whole to the other",
+        modules_fit_together,
+    ),
+    Rule(
+        "modules-have-a-schedule",
+        ("modules.name", "schedule.name", "schedule.file"),
+        "one schedule runs the stages of all modules",
+        modules_have_a_schedule,
+    ),
+    Rule("modules-recompute-alike", ("modules.name", "recompute.layers"), "layers are not named by numbers", modules_recompute_alike),
 )
 """Every cross-key rule. The first key of a rule that the file gives is the line that its problems point at."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ..cluster import ClusterSpec
-from ..plan import Checkpoint, Precision
+from ..plan import Checkpoint, Precision, Runtime, Train
 
 ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")
 """How a loss scale adapts itself."""
@@ -47,3 +47,13 @@ def dtype_has_peak(precision: Precision, cluster: ClusterSpec) -> Iterator[str]:
     if precision.dtype not in cluster.peak_flops_per_s:
         known = sorted(cluster.peak_flops_per_s)
         yield f'dtype="{precision.dtype}" has no peak rate on cluster {cluster.name}. Use one of {", ".join(known)}.'
+
+
+def padding_is_told_apart(train: Train, runtime: Runtime) -> Iterator[str]:
+    """Padded documents have a token that counts for nothing, and only they can be trimmed."""
+    if train.padded and train.packed:
+        yield "packed=true puts several documents into a sequence and padded=true one. Leave one of the two out."
+    if train.padded and train.ignore_token is None:
+        yield "padded=true fills sequences up with ignore_token, which is not given. Use train.ignore_token = 0, say."
+    if runtime.trim_padding and not train.padded:
+        yield "trim_padding=true leaves padding out, but padded=true is not set. Set train.padded = true, or leave trim_padding out."

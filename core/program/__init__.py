@@ -11,7 +11,7 @@ rotations and softmax are elementwise or row-wise work without products; they ar
 from .actions import message_bytes, operations
 from .batch import load_batch
 from .context import finish_sequences
-from .gradients import EXPERT_BIAS, copies_axis, gradient_bytes, own_token_parameters, tied_ends
+from .gradients import EXPERT_BIAS, copies_axis, gradient_bytes, own_token_parameters, reduce_microbatch, tied_ends
 from .holdings import (
     Held,
     gradient_elements,
@@ -80,6 +80,7 @@ __all__ = [
     "recomputed_runs",
     "recomputes_all",
     "recomputes_whole",
+    "reduce_microbatch",
     "sequences_are_cut",
     "stage_elements",
     "stage_groups",

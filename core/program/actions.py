@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..action import Kind
 from .context import finish_sequences
-from .gradients import gather_parameters, reduce_gradients, step, step_counts
+from .gradients import gather_parameters, reduce_gradients, reduce_microbatch, step, step_counts
 from .layers import stage_work
 from .tensors import Tensors
 from .work import LayerWork, Message, Operation, Operations
@@ -30,8 +30,10 @@ def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: in
             return tuple(operation for work in stage_work(plan, stage, tp_rank, cp_rank) for operation in work.forward)
         case Kind.B | Kind.I | Kind.W:
             works = stage_work(plan, stage, tp_rank, cp_rank)
-            finish = finish_sequences(plan, stage, tp_rank, cp_rank) if kind is not Kind.I else ()
-            return (*_backward(works, kind), *finish)
+            if kind is Kind.I:
+                return tuple(_backward(works, kind))
+            finish = finish_sequences(plan, stage, tp_rank, cp_rank)
+            return (*_backward(works, kind), *finish, *reduce_microbatch(plan, stage, tp_rank))
         case Kind.SEND_F | Kind.SEND_B:
             return (Message("", message_bytes(plan, tp_rank)),)
         case Kind.REDUCE_GRAD:

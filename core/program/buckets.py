@@ -5,7 +5,7 @@ Every copy of the stage keeps one interval of each bucket (`cut`). The sums of a
 the model cut it alike and add their parts. Where context-parallel ranks finish sequences after every microbatch, what waits for
 tensor-parallel ranks until REDUCE_GRAD is a bucket of its own too, and the others lie by kind (`context.open_gradients`); so it is where
 buckets are reduced before REDUCE_GRAD. With `data_parallel.bucket_bytes` the dense parameters make several buckets, none of which cuts
-a parameter.
+a parameter. Routers, which compute in fp32, are a bucket of their own where the other weights come together in another format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..parameters import TOKEN_TABLE, Usage, embedding_parameters, stage_usages
 from ..reduction import cut
-from .holdings import held_gradients, known_part, local_elements, partial_elements
+from .holdings import held_gradients, known_part, local_elements, num_routers, partial_elements
 from .open_kinds import open_kind
 from .tensors import sequences_are_cut
 from .work import PARTIAL_BYTES
@@ -22,13 +22,13 @@ from .work import PARTIAL_BYTES
 if TYPE_CHECKING:
     from ..plan import Plan
 
-DENSE, WAITING, EXPERTS = "", "waiting", "experts"
+DENSE, ROUTERS, WAITING, EXPERTS = "", "routers", "waiting", "experts"
 NUMBERED = "bucket."
 """What the names of several buckets of dense parameters begin with."""
 
 
 class Bucket(NamedTuple):
-    """Gradient sums that are cut together. `name` is "" for dense parameters (`bucket.0` and so on where they make several),
+    """Gradient sums that are cut together. `name` is "" for dense parameters (`bucket.0` and so on where they make several), `routers`,
     `waiting`, `experts`, or the key of a tied table's sum."""
 
     name: str
@@ -54,15 +54,15 @@ class BucketSize(NamedTuple):
 
 
 def gradient_buckets(plan: Plan, stage: int) -> tuple[Bucket, ...]:
-    """All buckets of a stage, in the order in which they are reduced: dense ones, tied tables, what waits, experts. Empty ones are left
-    out."""
+    """All buckets of a stage, in the order in which they are reduced: dense ones, tied tables, routers, what waits, experts. Empty
+    ones are left out."""
     groups: dict[str, list[Usage]] = {DENSE: []}
     for usage in reversed(stage_usages(plan.model, plan.stages[stage])):
         groups.setdefault(_bucket_of(plan, usage), []).append(usage)
     if sequences_are_cut(plan):
         groups[DENSE].sort(key=lambda usage: open_kind(plan, usage))
-    last = [(name, groups.pop(name, [])) for name in (WAITING, EXPERTS)]
-    dense = _filled(plan, groups.pop(DENSE))
+    last = [(name, groups.pop(name, [])) for name in (ROUTERS, WAITING, EXPERTS)]
+    dense = filled_buckets(plan, groups.pop(DENSE))
     return tuple(Bucket(name, tuple(usages)) for name, usages in [*dense, *groups.items(), *last] if usages)
 
 
@@ -86,12 +86,40 @@ def bucket_sizes(plan: Plan, stage: int, tp_rank: int) -> tuple[BucketSize, ...]
         table = local_elements(plan, next(embedding_parameters(plan.model)), tp_rank)
         roles = (*(["output"] if content.head else []), *(["embedding"] if content.embedding else []))
         tables = [BucketSize(f"{TOKEN_TABLE}@{role}", table) for role in roles]
+    routers = BucketSize(ROUTERS, router_elements(plan, stage))
     waiting = BucketSize(WAITING, sum(partial_elements(plan, stage).values()) if _waits(plan) else 0)
-    dense = [BucketSize(DENSE, held.dense - sum(each.elements for each in (*tables, waiting)))]
+    if waiting.elements and plan.layout.sequence_parallel and plan.numerics.mode == "fast":  # routers are known by tokens then
+        waiting = waiting._replace(elements=waiting.elements - routers.elements)
+    dense = [BucketSize(DENSE, held.dense - sum(each.elements for each in (*tables, routers, waiting)))]
     if _bucket_bytes(plan) is not None:
         filled = [each for each in gradient_buckets(plan, stage) if each.name == DENSE or each.name.startswith(NUMBERED)]
         dense = [BucketSize(name, sum(local_elements(plan, each.parameter, tp_rank) for each in usages)) for name, usages in filled]
-    return tuple(each for each in (*dense, *tables, waiting, BucketSize("", held.expert, is_expert=True)) if each.elements)
+    return tuple(each for each in (*dense, *tables, routers, waiting, BucketSize("", held.expert, is_expert=True)) if each.elements)
+
+
+def router_elements(plan: Plan, stage: int) -> int:
+    """Elements of a stage's routers where they are a bucket of their own: with ZeRO weights of one format come together at a time, and
+    those of routers stay fp32 in every precision."""
+    if not plan.layout.zero or plan.precision.dtype == "fp32":
+        return 0
+    return num_routers(plan, stage) * plan.model.num_experts * plan.model.hidden_size
+
+
+def sums_are_sharded(plan: Plan) -> bool:
+    """Whether gradients are reduced after the backward of every microbatch, so that a rank holds a part of their sums only (ZeRO 2 and 3).
+
+    Exact numerics put every sample in its place of the batch's tree, of which a part of the elements would have to hold as many nodes from
+    each copy as all elements have on one: there, and where copies of a stage do not run the same microbatches one after the other, sums
+    are whole until REDUCE_GRAD.
+    """
+    in_step = len(plan.microbatch_counts) == 1 and all(len(ranks) == 1 for ranks in plan.placement.ranks)
+    return plan.layout.zero >= 2 and plan.numerics.mode == "fast" and in_step
+
+
+def waits_for_parts(plan: Plan, layer: str) -> bool:
+    """Whether what a bucket holds has to be added over tensor-parallel ranks at REDUCE_GRAD, before copies add it."""
+    by_tokens = plan.layout.tp > 1 and plan.layout.sequence_parallel and plan.numerics.mode == "fast"
+    return layer == WAITING or (layer == ROUTERS and by_tokens)
 
 
 def gathered_sizes(plan: Plan, stage: int, tp_rank: int) -> tuple[BucketSize, ...]:
@@ -118,7 +146,7 @@ def _bucket_bytes(plan: Plan) -> int | None:
     return None if sequences_are_cut(plan) else plan.data_parallel.bucket_bytes
 
 
-def _filled(plan: Plan, usages: list[Usage]) -> list[tuple[str, list[Usage]]]:
+def filled_buckets(plan: Plan, usages: list[Usage]) -> list[tuple[str, list[Usage]]]:
     """Buckets that are closed as soon as they have `bucket_bytes`, by the sizes of the first tensor-parallel rank, alike on all."""
     limit = _bucket_bytes(plan)
     if limit is None:
@@ -139,10 +167,12 @@ def _bucket_of(plan: Plan, usage: Usage) -> str:
         return EXPERTS
     if usage.role:
         return usage.key
+    if ".mlp.router." in usage.parameter.name and plan.layout.zero and plan.precision.dtype != "fp32":
+        return ROUTERS
     known = known_part(usage.parameter, sequence_parallel=plan.layout.sequence_parallel, exact=plan.numerics.mode == "exact")
     return WAITING if known is not None and _waits(plan) else DENSE
 
 
 def _waits(plan: Plan) -> bool:
     early = _bucket_bytes(plan) is not None and bool(plan.data_parallel.overlap_grad_reduce)
-    return plan.layout.tp > 1 and (sequences_are_cut(plan) or early)
+    return plan.layout.tp > 1 and (sequences_are_cut(plan) or early or sums_are_sharded(plan))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..chunks import Chunks
 from ..parameters import Parameter, stage_usages
 from ..reduction import cut, maximal_nodes
-from .buckets import bucket_sizes, kept_interval
-from .holdings import known_part, local_elements, partial_elements
+from .buckets import bucket_sizes, kept_interval, router_elements
+from .holdings import known_part, local_elements, num_shards, partial_elements
 from .open_kinds import OPEN_KINDS, OpenKind, open_kind
 from .tensors import sequences_are_cut
 from .work import PARTIAL_BYTES, Collective, Operation
@@ -62,7 +62,7 @@ def finish_sequences(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0)
 
 
 def _cut_together(plan: Plan, stage: int, tp_rank: int, given: Sequence[OpenGradients]) -> list[list[OpenGradients]]:
-    """All gradients, of which every rank finishes an even part; with ZeRO each bucket, of which tied tables are some."""
+    """All gradients, of which every rank finishes an even part; with ZeRO each bucket, of which tied tables and routers are some."""
     if not plan.layout.zero:
         return [list(given)]
     dense, tables = list(given), []
@@ -72,7 +72,10 @@ def _cut_together(plan: Plan, stage: int, tp_rank: int, given: Sequence[OpenGrad
             table = OpenGradients(OPEN_KINDS[kind], uses, local_elements(plan, usage.parameter, tp_rank))
             dense = [each._replace(elements=each.elements - table.elements) if each[:2] == table[:2] else each for each in dense]
             tables.append([table])
-    return [dense, *tables]
+    if not (routers := router_elements(plan, stage)):
+        return [dense, *tables]
+    dense = [each._replace(elements=each.elements - routers) if each[:2] == ("blocks", 1) else each for each in dense]
+    return [dense, *tables, [OpenGradients("blocks", 1, routers)]]
 
 
 def reduce_parts(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> Iterator[Operation]:
@@ -93,14 +96,28 @@ def reduce_parts(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> 
 
 def reduce_kept(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> Iterator[Operation]:
     """REDUCE_GRAD of dense gradients with ZeRO: over the copies that hold the same part of them, each of which keeps a part of that."""
-    cp, size = plan.layout.cp, plan.num_copies(stage)
+    cp, size, parts = plan.layout.cp, plan.num_copies(stage), num_shards(plan, stage).dense
     sizes = [each.elements for each in bucket_sizes(plan, stage, tp_rank) if not each.is_expert]
-    if size == cp or not sizes:
+    if not sizes:
         return
     part = sum(hi - lo for lo, hi in (cut(elements, cp, copy % cp) for elements in sizes))
-    kept = sum(hi - lo for lo, hi in (kept_interval(elements, size, cp, copy) for elements in sizes))
-    num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
-    yield Collective("", "all_to_all", axis, size, num_nodes * (part - kept) * PARTIAL_BYTES)
+    kept = sum(hi - lo for lo, hi in (kept_interval(elements, parts, cp, copy % parts) for elements in sizes))
+    if parts > cp:
+        num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
+        shard_axis = axis if parts == size else f"{axis}_shard"
+        yield Collective("", "all_to_all", shard_axis, parts, num_nodes * (part - kept) * PARTIAL_BYTES)
+    if parts < size:
+        first = copy - copy % parts
+        samples = plan.copy_samples(stage, first)[0], plan.copy_samples(stage, first + parts - 1)[1]
+        num_nodes = len(maximal_nodes(plan.batch.global_size, *samples))
+        yield from replicated_part(axis, size // parts, copy // parts, kept, num_nodes)
+
+
+def replicated_part(axis: str, size: int, member: int, elements: int, num_nodes: int, layer: str = "") -> Iterator[Collective]:
+    """The tree over those that keep equal parts of so many elements (hybrid sharding), each with so many nodes: all get the sum."""
+    lo, hi = cut(elements, size, member)
+    yield Collective(layer, "all_to_all", f"{axis}_replicate", size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
+    yield Collective(layer, "all_gather", f"{axis}_replicate", size, (hi - lo) * PARTIAL_BYTES * (size - 1))
 
 
 def _is_partial(plan: Plan, parameter: Parameter) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..expert_tokens import expert_nodes
+from ..expert_tokens import ExpertNodes, expert_nodes, joined_nodes, num_token_blocks
 from ..parameters import Parameter, embedding_parameters, stage_parameters
 from ..reduction import cut, maximal_nodes
-from .buckets import BucketSize, are_bucketed, bucket_sizes, gathered_sizes, kept_interval
-from .context import reduce_kept, reduce_parts
+from .buckets import ROUTERS, BucketSize, are_bucketed, bucket_sizes, gathered_sizes, kept_interval, sums_are_sharded, waits_for_parts
+from .context import reduce_kept, reduce_parts, replicated_part
 from .holdings import (
     PART_LAYERS,
     KnownPart,
@@ -17,6 +17,7 @@ from .holdings import (
     known_part,
     local_elements,
     num_copies,
+    num_routers,
     num_shards,
     partial_elements,
     rank_stages,
@@ -85,26 +86,36 @@ def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
             payload = elements * gradient_bytes(plan)
             yield Collective("", "all_reduce", axis, size, -(-2 * (size - 1) * payload // size))
         return
+    each_microbatch = sums_are_sharded(plan)
     for layer, axis, elements, size, parts in _bucketed(plan, stage, bucket_sizes(plan, stage, tp_rank)):
         if not layout.zero:
             payload = elements * gradient_bytes(plan)
             yield Collective(layer, "all_reduce", axis, size, -(-2 * (size - 1) * payload // size))
             continue
         payload = -(-elements // parts) * parts * gradient_bytes(plan)  # parts of one length
-        if parts > 1:
+        if parts > 1 and not (each_microbatch and not waits_for_parts(plan, layer)):
             yield Collective(layer, "reduce_scatter", axis if parts == size else f"{axis}_shard", parts, scattered_bytes(payload, parts))
         if parts < size:
             others = size // parts
             yield Collective(layer, "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (payload // parts) // others))
 
 
+def reduce_microbatch(plan: Plan, stage: int, tp_rank: int = 0) -> Iterator[Collective]:
+    """What follows the weight gradients of a microbatch where sums are sharded: every rank keeps its part of each bucket."""
+    if not sums_are_sharded(plan):
+        return
+    for layer, axis, elements, size, parts in _bucketed(plan, stage, bucket_sizes(plan, stage, tp_rank)):
+        if parts > 1 and not waits_for_parts(plan, layer):
+            payload = -(-elements // parts) * parts * gradient_bytes(plan)
+            yield Collective(layer, "reduce_scatter", axis if parts == size else f"{axis}_shard", parts, scattered_bytes(payload, parts))
+
+
 def step_counts(plan: Plan, stage: int) -> Iterator[Operation]:
     """REDUCE_GRAD where experts have a bias: how many of a step's tokens chose each, over all ranks that saw different tokens."""
-    model, layout, content = plan.model, plan.layout, plan.stages[stage]
+    model, layout = plan.model, plan.layout
     if not model.expert_bias:
         return
-    layers = [*content.layers, *(range(model.num_layers, model.num_layers + model.num_mtp_layers) if content.head else ())]
-    num_bytes = sum(map(model.layer_is_moe, layers)) * model.num_experts * STEP_COUNT_BYTES
+    num_bytes = num_routers(plan, stage) * model.num_experts * STEP_COUNT_BYTES
     over_tp = layout.tp if layout.sequence_parallel else 1
     for axis, size in (("tp", over_tp), (copies_axis(plan, stage), plan.num_copies(stage))):
         if size > 1 and num_bytes:
@@ -115,16 +126,19 @@ def gather_parameters(plan: Plan, stage: int, tp_rank: int) -> Iterator[Operatio
     """Brings the whole stage's weights to every copy, from parts of one length."""
     for layer, axis, elements, size, parts in _bucketed(plan, stage, gathered_sizes(plan, stage, tp_rank)):
         if parts > 1:
-            part = -(-elements // parts) * weight_bytes(plan.precision.dtype)
+            part = -(-elements // parts) * weight_bytes("fp32" if layer == ROUTERS else plan.precision.dtype)
             yield Collective(layer, "all_gather", axis if parts == size else f"{axis}_shard", parts, part * (parts - 1))
 
 
 def tied_ends(plan: Plan, pp_rank: int) -> tuple[int, ...]:
     """The pipeline ranks of first and last stage that add up a table both use together with this rank; () where nothing is to be sent.
 
-    The output head is not the token table and nothing else on the last stage reads it, the rank holds neither stage, or it holds both.
+    The output head is not the token table and nothing else on the last stage reads it, the rank holds neither stage, or it holds both
+    and, where ZeRO cuts their sums, in one replica.
     """
-    return plan.placement.ends_of(pp_rank) if plan.model.shares_table else ()
+    if not plan.model.shares_table:
+        return ()
+    return plan.placement.ends_of(pp_rank) or (plan.placement.crossed_ends_of(pp_rank) if plan.layout.zero else ())
 
 
 def step(plan: Plan, pp_rank: int, tp_rank: int, copy: int = 0) -> Iterator[Operation]:
@@ -134,9 +148,10 @@ def step(plan: Plan, pp_rank: int, tp_rank: int, copy: int = 0) -> Iterator[Oper
     copies, model_ranks = layout.dp * layout.cp, layout.tp * layout.pp
     if tied_ends(plan, pp_rank):
         table = local_elements(plan, next(embedding_parameters(plan.model)), tp_rank)
-        if layout.zero:  # each end has a part of its sum
-            lo, hi = kept_interval(table, copies, layout.cp if sequences_are_cut(plan) else 1, copy)
-            table = hi - lo
+        if layout.zero:  # of each end that it holds a rank has a part of the sum
+            table = sum(
+                _kept_of_table(plan, table, stage, pp_rank, copy) for stage in {0, len(plan.stages) - 1} & {*rank_stages(plan, pp_rank)}
+            )
         yield Collective("embedding.tokens", "all_gather", "embedding", 2, table * PARTIAL_BYTES)
     if layout.zero:  # each copy then holds the squares of its part only
         yield from _scalar(plan, "grad_norm", "dp", copies)
@@ -155,6 +170,14 @@ def step(plan: Plan, pp_rank: int, tp_rank: int, copy: int = 0) -> Iterator[Oper
     if layout.zero in (1, 2):
         for own_stage in rank_stages(plan, pp_rank):
             yield from gather_parameters(plan, own_stage, tp_rank)
+
+
+def _kept_of_table(plan: Plan, elements: int, stage: int, pp_rank: int, copy: int) -> int:
+    """How many elements of a table's sum a rank keeps of a stage; `copy` counts the copies of its data-parallel group."""
+    dp_rank, cp_rank = divmod(copy, plan.layout.cp)
+    own, parts = plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank), num_shards(plan, stage).dense
+    lo, hi = kept_interval(elements, parts, plan.layout.cp if sequences_are_cut(plan) else 1, own % parts)
+    return hi - lo
 
 
 def _copied(plan: Plan, stage: int, held: tuple[int, int]) -> Iterator[tuple[str, int, int, int]]:
@@ -199,14 +222,18 @@ def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
     """Partial sums of all copies, each of which finishes an equal part of the tree; dense parameters, then experts."""
     size, axis, held = plan.num_copies(stage), copies_axis(plan, stage), held_gradients(plan, stage, tp_rank)
     num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
+    parts = num_shards(plan, stage)
+    first = copy - copy % parts.dense
+    samples = plan.copy_samples(stage, first)[0], plan.copy_samples(stage, first + parts.dense - 1)[1]
+    nodes = num_nodes, len(maximal_nodes(plan.batch.global_size, *samples))
     if sequences_are_cut(plan):
         yield from (reduce_kept if plan.layout.zero else reduce_parts)(plan, stage, tp_rank, copy, axis)
     elif are_bucketed(plan):
         for each in bucket_sizes(plan, stage, tp_rank):
             if not each.is_expert:
-                yield from _tree_over(plan, axis, size, copy, each.elements, num_nodes, each.layer)
+                yield from _tree_over(plan, axis, (size, parts.dense), copy, each.elements, nodes, each.layer)
     else:
-        yield from _tree_over(plan, axis, size, copy, held.dense, num_nodes)
+        yield from _tree_over(plan, axis, (size, size), copy, held.dense, nodes)
     if not held.expert:
         return
     num_replicas = len(plan.placement.ranks[stage])
@@ -214,17 +241,40 @@ def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
     pp_rank = plan.placement.ranks[stage][replica]
     here = plan.layout.global_rank(tp=tp_rank, cp=copy % plan.layout.cp, dp=dp_rank, pp=pp_rank)
     own = plan.layout.expert_coordinates(here)["dp"] * num_replicas + replica
-    axis = "edp" if num_replicas == 1 else "expert_replica"
-    yield from _tree_over(plan, axis, plan.layout.expert_dp * num_replicas, own, held.expert, len(expert_nodes(plan, stage, here)))
+    axis, size = "edp" if num_replicas == 1 else "expert_replica", plan.layout.expert_dp * num_replicas
+    num_nodes = len(expert_nodes(plan, stage, here))
+    joint = len(_nodes_of_shard(plan, stage, here, own, parts.expert)) if parts.expert < size else num_nodes
+    yield from _tree_over(plan, axis, (size, parts.expert), own, held.expert, (num_nodes, joint))
 
 
-def _tree_over(plan: Plan, axis: str, size: int, member: int, elements: int, num_nodes: int, layer: str = "") -> Iterator[Operation]:
+def _nodes_of_shard(plan: Plan, stage: int, global_rank: int, member: int, parts: int) -> ExpertNodes:
+    """What the copies of the experts have together of which each keeps a part (hybrid sharding); `member` is the rank's place among all."""
+    owners, here = plan.placement.ranks[stage], plan.layout.coordinates(global_rank)
+    by_pp: dict[int, list[int]] = {owner: [] for owner in owners}
+    for rank in plan.layout.expert_group_of(global_rank, "dp-pp" if len(owners) > 1 else "dp"):
+        by_pp.setdefault(plan.layout.coordinates(rank)["pp"], []).append(rank)
+    columns = [by_pp[owner] for owner in owners] if len(owners) > 1 else [by_pp[here["pp"]]]
+    everyone = [rank for copy in zip(*columns, strict=True) for rank in copy]
+    first = member - member % parts
+    nodes = [expert_nodes(plan, stage, rank) for rank in everyone[first : first + parts]]
+    return joined_nodes(plan.batch.global_size, num_token_blocks(plan), nodes)
+
+
+def _tree_over(
+    plan: Plan, axis: str, sizes: tuple[int, int], member: int, elements: int, num_nodes: tuple[int, int], layer: str = ""
+) -> Iterator[Operation]:
+    """The tree over (all copies, those that keep a part each), for what has so many nodes on (one of them, the latter together)."""
+    size, parts = sizes
     if size == 1 or not elements:  # a stage without layers has none
         return
-    lo, hi = cut(elements, size, member)
-    yield Collective(layer, "all_to_all", axis, size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
+    lo, hi = cut(elements, parts, member % parts)
+    if parts > 1:
+        shard_axis = axis if parts == size else f"{axis}_shard"
+        yield Collective(layer, "all_to_all", shard_axis, parts, num_nodes[0] * (elements - (hi - lo)) * PARTIAL_BYTES)
     if not plan.layout.zero:
         yield Collective(layer, "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))
+    elif parts < size:
+        yield from replicated_part(axis, size // parts, member // parts, hi - lo, num_nodes[1], layer)
 
 
 def _scalar(plan: Plan, layer: str, axis: str, size: int) -> Iterator[Operation]:

@@ -56,6 +56,13 @@ def _held(plan: Plan, stage: int, tp_rank: int) -> Held:
     return Held(dense, expert)
 
 
+def num_routers(plan: Plan, stage: int) -> int:
+    """Layers with experts of a stage, those of multi-token prediction among them."""
+    model, content = plan.model, plan.stages[stage]
+    ahead = range(model.num_layers, model.num_layers + model.num_mtp_layers) if content.head else ()
+    return sum(map(model.layer_is_moe, [*content.layers, *ahead]))
+
+
 def held_gradients(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
     """Gradient elements that a stage accumulates: as its parameters, but a table used at both ends of one stage counts twice."""
     held, content = held_elements(plan, stage, tp_rank), plan.stages[stage]

@@ -10,13 +10,14 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from helpers.stage import spread_weights, tokens_of, whole_gradients
 from shardproof.backend.model.transformer import Microbatch, Stage, finish_tied
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, parameters
+from shardproof.core.parameters import TOKEN_TABLE
 from shardproof.core.plan import Batch, Numerics, Plan, Precision
 
 settings.register_profile("shared-machine", deadline=None)
@@ -39,22 +40,6 @@ def fp32_plan(model: ModelSpec, *, tp=1, dp=1, micro=1, samples=6, sequence=18, 
     cluster = cluster_preset("this-host", layout.world_size)
     batch, precision = Batch(samples, micro, sequence), Precision("fp32")
     return Plan(model, cluster, layout, batch, precision=precision, numerics=Numerics(mode, **blocks))
-
-
-def tokens_of(plan: Plan) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of one global batch, [samples, s]."""
-    size = (plan.batch.global_size, plan.batch.sequence + 1)
-    text = torch.randint(0, plan.model.vocab_size, size, generator=torch.Generator().manual_seed(5))
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-def spread_weights(model: ModelSpec) -> dict[str, Tensor]:
-    """Weights far from their start, so that biases and norms matter and attention is not uniform."""
-    generator = torch.Generator().manual_seed(11)
-    return {
-        p.name: torch.randn(p.shape, generator=generator) * (0.1 if len(p.shape) == 2 else 0.2) + (p.constant or 0.0)
-        for p in parameters(model)
-    }
 
 
 def stage_rank(transport, plan: Plan):
@@ -84,14 +69,7 @@ def stage_rank(transport, plan: Plan):
 
 def assemble(plan: Plan, results) -> StepGradients:
     """Full gradients from all ranks; replicas of one slice must be equal to the bit."""
-    shapes = {p.name: p.shape for p in parameters(plan.model)}
-    full: dict[str, Tensor] = {}
-    for _, _, gradients, slices in results:
-        for name, gradient in gradients.items():
-            target = full.setdefault(name, torch.full(shapes[name], torch.nan))[slices[name]]
-            known = ~target.isnan()
-            assert torch.equal(target[known], gradient[known]), f"{name} differs between replicas"
-            target.copy_(gradient)
+    full = whole_gradients(plan.model, [(gradients, slices) for _, _, gradients, slices in results])
     first_of_tp = [plan.layout.global_rank(dp=dp) for dp in range(plan.layout.dp)]
     return StepGradients(results[0][0], torch.cat([results[rank][1] for rank in first_of_tp]), full)
 

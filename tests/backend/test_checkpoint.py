@@ -21,6 +21,7 @@ from shardproof.backend.checkpoint.saver import Checkpoints
 from shardproof.backend.checkpoint.tensors import Piece, _SavePlanner
 from shardproof.backend.data import Corpus
 from shardproof.backend.launch import Workers
+from shardproof.backend.observe import Observer
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cli import main
@@ -30,7 +31,7 @@ from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
 from shardproof.core.parameters import expert_biases, parameters
-from shardproof.core.plan import Batch, Checkpoint, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.plan import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
 
 STEPS, SAVED = 3, 1
 """Of an undisturbed run, and after how many of them it is interrupted."""
@@ -63,7 +64,7 @@ def tiny(
     )
 
 
-class LastState:
+class LastState(Observer):
     """An observer that keeps what the last step left of every tensor, by the names of a checkpoint."""
 
     def __init__(self, pieces: list):
@@ -71,15 +72,6 @@ class LastState:
 
     def begin_step(self, step):
         self.pieces.clear()
-
-    def activation(self, name, microbatch, tokens, tensor):
-        pass
-
-    def scalar(self, name, value):
-        pass
-
-    def gradient(self, name, slices, tensor):
-        pass
 
     def optimizer_state(self, name, slices, exp_avg, exp_avg_sq):
         self.pieces.append((f"optimizer.{name}.exp_avg", slices, exp_avg.clone()))
@@ -160,6 +152,14 @@ CHANGES = {
     "pp2-to-zero1-tp2-pp2": (tiny(layout=Layout(pp=2)), tiny(layout=Layout(tp=2, pp=2, dp=3, zero=1))),
     "bf16-zero1-tp2-to-zero1-dp3": (tiny(layout=Layout(tp=2, dp=2, zero=1), **BF16), tiny(layout=Layout(dp=3, zero=1), **BF16)),
     "experts-zero1-to-ep3": (tiny(layout=Layout(dp=3, ep=3, zero=1), model=EXPERTS), tiny(layout=Layout(pp=2, dp=3), model=EXPERTS)),
+    "zero3-to-hybrid-zero2": (
+        tiny(layout=Layout(dp=3, zero=3), schedule=ScheduleChoice(max_active_stages=1)),
+        tiny(layout=Layout(dp=4, zero=2), micro=1, data_parallel=DataParallel(None, True, bucket_bytes=30_000, shard=2)),
+    ),
+    "bf16-hybrid-to-zero3": (
+        tiny(layout=Layout(dp=4, zero=1), micro=1, data_parallel=DataParallel(shard=2), **BF16),
+        tiny(layout=Layout(pp=2, dp=2, zero=3), schedule=ScheduleChoice(max_active_stages=1), **BF16),
+    ),
     "fp16-dp2-to-tp2-with-a-moving-loss-scale": (tiny(layout=Layout(dp=2), **FP16), tiny(layout=Layout(tp=2), **FP16)),
     "the-same-layout": (tiny(layout=Layout(tp=2, dp=2)), tiny(layout=Layout(tp=2, dp=2))),
     "bf16-tp2-to-pp2": (tiny(layout=Layout(tp=2), **BF16), tiny(layout=Layout(pp=2), recompute=Recompute("full"), **BF16)),

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from dataclasses import fields, replace
 
 import pytest
 
-from shardproof import lower
-from shardproof.backend.training_rank import TrainingRank
-from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from helpers.program import assert_every_action_records_the_program
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
-from shardproof.core.program import load_batch, operations
-from shardproof.core.schedules import schedule_for
 
 DENSE = {
     field.name: field.default
@@ -39,12 +34,6 @@ def plan_of(layout: Layout, mode: str, *, sequence=24, block=3, samples=4, micro
         schedule=ScheduleChoice(choices.get("schedule", "1F1B")),
         numerics=Numerics(mode, gradient_token_block=block, reduction_token_block=min(block, 3)),
     )
-
-
-def recorded_step(transport, plan):
-    transport.recorder.enabled = True
-    TrainingRank(transport, plan).step(0)
-    return transport.recorder.events
 
 
 LAYOUTS = [
@@ -70,17 +59,4 @@ LAYOUTS = [
     [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in LAYOUTS for mode in ("exact", "fast")],
 )
 def test_every_action_of_a_step_records_the_program(layout, choices, mode):
-    plan = plan_of(layout, mode, **choices)
-    schedule = lower(schedule_for(plan))
-    for global_rank, events in enumerate(run_threads(MemoryWorld(layout.world_size, timeout_s=60), recorded_step, plan)):
-        here = layout.coordinates(global_rank)
-        recorded = defaultdict(Counter)
-        for action, operation in events:
-            recorded[action][operation] += 1
-        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
-        for row_action in schedule.row(here["pp"]):
-            for action in row_action.parts:
-                replica = plan.placement.replica_of(action.stage, here["pp"])
-                expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"], cp_rank=here["cp"], replica=replica))
-                assert recorded.pop(action, Counter()) == expected, f"rank {global_rank}, {action}"
-        assert not recorded, "something was computed or sent outside of the schedule's actions"
+    assert_every_action_records_the_program(plan_of(layout, mode, **choices))

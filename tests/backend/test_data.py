@@ -149,3 +149,26 @@ def test_one_file_is_one_document_whose_tail_is_another(tmp_path):
     corpus = Corpus.load(str(tmp_path / "text"))
     assert corpus.train_starts.tolist() == corpus.validation_starts.tolist() == [0]
     assert corpus.documents(0, 0, 2, 8, 1, 2).unique().tolist() == [0]
+
+
+def test_padded_samples_are_documents_cut_or_filled_up_each_once_in_a_pass(tmp_path):
+    texts = [b"ab", b"x", b"cdefg", b"hijklmnopq"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    corpus = Corpus.load(str(tmp_path))  # lines end between documents; the last tenth, two letters, is for validation
+    tokens, targets = corpus.padded(0, 0, 4, 6, 1234, 4, 0)
+    rows = {bytes(row): bytes(ahead) for row, ahead in zip(tokens.tolist(), targets.tolist(), strict=True)}
+    assert rows == {
+        b"ab".ljust(6, b"\0"): b"b\n".ljust(6, b"\0"),
+        b"x".ljust(6, b"\0"): b"\n".ljust(6, b"\0"),
+        b"cdefg".ljust(6, b"\0"): b"defg\n".ljust(6, b"\0"),
+        b"hijklm": b"ijklmn",
+    }
+    again, _ = corpus.padded(1, 0, 4, 6, 1234, 4, 0)
+    assert sorted(map(bytes, again.tolist())) == sorted(rows) and again.tolist() != tokens.tolist()
+    held_out, ahead = corpus.padded_validation(0, 2, 6, 0)
+    assert bytes(held_out[0].tolist()) == bytes(held_out[1].tolist()) and int((ahead != 0).sum()) == 2
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "z.txt").write_bytes(b"z")
+    with pytest.raises(PlanError, match="no document of two tokens or more"):
+        Corpus.load(str(tmp_path / "one")).padded(0, 0, 1, 6, 1, 1, 0)

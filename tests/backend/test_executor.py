@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shardproof import Schedule, build, lower, run_schedule
+from shardproof import Schedule, build, check, lower, run_schedule
 from shardproof.backend.measure import transfers_only
 from shardproof.backend.pipeline.executor import Executor, forward_only
 from shardproof.backend.pipeline.messages import Clock, receive_of
@@ -102,7 +102,7 @@ def expected(num_stages, num_microbatches):
     return [loss.detach() for loss in losses], [weight.grad for weight in weights]
 
 
-def run(schedule, prepare=lambda stages, rank: None):
+def run(schedule, prepare=lambda stages, rank: None, row_order=None, timeout_s=20):
     """Every rank's (trace, weight sums, REDUCE_GRAD order, events around STEP), all ranks being threads."""
 
     def job(transport, _):
@@ -121,6 +121,7 @@ def run(schedule, prepare=lambda stages, rank: None):
             dtype=torch.float32,
             global_rank=rank,
             recorder=Recorder(),
+            row_order=row_order,
         )
         reduced, stepped = [], []
         microbatches = range(schedule.num_microbatches)
@@ -131,11 +132,11 @@ def run(schedule, prepare=lambda stages, rank: None):
         forward = executor.evaluate(microbatches, clock=clock)
         return trace, {s: stage.weight_work for s, stage in stages.items()}, stepped, forward
 
-    return run_threads(MemoryWorld(schedule.num_ranks, timeout_s=20), job, None)
+    return run_threads(MemoryWorld(schedule.num_ranks, timeout_s=timeout_s), job, None)
 
 
-def check_values(schedule):
-    results = run(schedule)
+def check_values(schedule, row_order=None):
+    results = run(schedule, row_order=row_order)
     losses, gradients = expected(schedule.num_stages, schedule.num_microbatches)
     last_rank = schedule.placement.rank_of(schedule.num_stages - 1, 0)
     for trace in (results[last_rank][0], results[last_rank][3]):
@@ -173,15 +174,20 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_losses_and_gradients_are_those_of_plain_autograd(schedule):
-    check_values(lower(schedule))
+every_order = pytest.mark.parametrize("row_order", [None, "together", "in order"], ids=["lanes", "together", "in-order"])
 
 
+@every_order
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_order_on_every_lane_is_the_rows_and_the_simulators(schedule):
+def test_losses_and_gradients_are_those_of_plain_autograd(schedule, row_order):
+    check_values(lower(schedule), row_order)
+
+
+@every_order
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_order_on_every_lane_is_the_rows_and_the_simulators(schedule, row_order):
     schedule = lower(schedule)
-    measured = Timeline.from_spans([span for trace, *_ in run(schedule) for span in trace.spans], "measured")
+    measured = Timeline.from_spans([span for trace, *_ in run(schedule, row_order=row_order) for span in trace.spans], "measured")
     predicted = run_schedule(schedule)
     assert sorted(measured.spans.lanes) == sorted(predicted.spans.lanes)
     for rank, row in enumerate(schedule.rows()):
@@ -210,19 +216,34 @@ class SlowStage(ToyStage):
         return super().__call__(microbatch, hidden)
 
 
-def test_while_a_forward_runs_two_more_receives_complete_than_its_row_lists_before_it():
+@pytest.mark.parametrize(("row_order", "ahead"), [(None, 2), ("together", 0), ("in order", 0)])
+def test_while_a_forward_runs_two_more_receives_complete_than_its_row_lists_before_it_or_none(row_order, ahead):
     schedule = lower(build("GPipe", pp=2, num_microbatches=6))
 
     def slow_down(stages, rank):
         if rank == 1:
             stages[1].__class__ = SlowStage
 
-    trace = run(schedule, slow_down)[1][0]
+    trace = run(schedule, slow_down, row_order)[1][0]
     first_forward = next(span for span in trace.spans if span.action == Action(1, Kind.F, 0))
     early = [str(span.action) for span in trace.spans if span.lane == "F<0" and span.end_s < first_forward.end_s]
     row = [str(action) for action in schedule.row(1)]
     listed = [cell for cell in row[: row.index("1F0")] if "RECV_F" in cell]
-    assert early == [f"1RECV_F{microbatch}" for microbatch in range(len(listed) + 2)]
+    assert early == [f"1RECV_F{microbatch}" for microbatch in range(len(listed) + ahead)]
+
+
+CROSSING = """0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
+1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1
+"""
+
+
+def test_messages_that_cross_pass_each_other_together_and_wait_for_ever_one_by_one_as_check_says():
+    schedule = lower(Schedule.from_csv(CROSSING))
+    (finding,) = check(schedule)
+    assert finding.rule == "rendezvous-cycle" and "rank 0 in 0SEND_F1 waits for 1RECV_F1" in finding.what
+    check_values(schedule, "together")
+    with pytest.raises(RankFailure, match=r"channel '(F 0>1|B 1>0)' .*: send is not received after 0.5 s"):
+        run(schedule, row_order="in order", timeout_s=0.5)
 
 
 def test_an_error_in_one_rank_ends_all_and_is_named():

@@ -7,13 +7,14 @@ errors add along a chain. A layer with experts has the dense chain and beside it
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from helpers.program import assert_every_action_records_the_program, recorded_step
+from helpers.stage import spread_weights, tokens_of, whole_gradients
 from shardproof import lower
 from shardproof.backend.mesh import Mesh
 from shardproof.backend.model import router
@@ -21,7 +22,6 @@ from shardproof.backend.model.transformer import Microbatch, Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel.exchange import ExpertGroups
 from shardproof.backend.tensor_parallel.gradients import ExpertCopies
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
@@ -30,7 +30,7 @@ from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import TOKEN_TABLE, parameters
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
-from shardproof.core.program import Collective, Product, load_batch, operations
+from shardproof.core.program import Collective, Product
 from shardproof.core.schedules import schedule_for
 
 BOUND = 50 * 108 * 2.0**-24
@@ -54,7 +54,6 @@ GPT = ModelSpec(
     router_scaling=1.5,
 )
 CAPPED = replace(LLAMA, name="capped", expert_capacity_factor=0.75)
-CHOICES = {"samples": 6, "sequence": 18}
 
 
 def plan_of(model, mode="exact", *, samples=6, sequence=18, micro=1, dtype="fp32", recompute=None, schedule="1F1B", **degrees) -> Plan:
@@ -72,28 +71,14 @@ def plan_of(model, mode="exact", *, samples=6, sequence=18, micro=1, dtype="fp32
     )
 
 
-def weights_of(model):
-    generator = torch.Generator().manual_seed(11)
-    return {
-        p.name: torch.randn(p.shape, generator=generator) * (0.1 if len(p.shape) >= 2 else 0.2) + (p.constant or 0.0)
-        for p in parameters(model)
-    }
-
-
-def data_of(plan):
-    size = (plan.batch.global_size, plan.batch.sequence + 1)
-    text = torch.randint(0, plan.model.vocab_size, size, generator=torch.Generator().manual_seed(5))
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
 def gradients_rank(transport, plan):
-    """Losses, and finished gradients of this rank's slices, of one step from `weights_of`."""
+    """Losses, and finished gradients of this rank's slices, of one step from `spread_weights`."""
     mesh = Mesh(transport, plan.layout, lower(schedule_for(plan)), experts=True)
     numerics = make_numerics(plan)
     groups = ExpertGroups(mesh.etp, mesh.ep)
     stage = Stage(plan, plan.stages[0], tp=mesh.tp, numerics=numerics, recorder=transport.recorder, experts=groups)
-    stage.load(weights_of(plan.model))
-    tokens, targets = data_of(plan)
+    stage.load(spread_weights(plan.model))
+    tokens, targets = tokens_of(plan)
     lo, hi = plan.samples_of(mesh.coordinates["dp"])
     losses = []
     for index, first in enumerate(range(lo, hi, plan.batch.micro_size)):
@@ -110,13 +95,7 @@ def gradients_rank(transport, plan):
 def step_of(plan):
     """Losses [samples, s] and full gradients by name; pieces that several ranks hold are equal to the bit."""
     results = run_threads(MemoryWorld(plan.layout.world_size, timeout_s=60), gradients_rank, plan)
-    full = {p.name: torch.full(p.shape, torch.nan) for p in parameters(plan.model)}
-    for _, gradients, slices in results:
-        for name, gradient in gradients.items():
-            target = full[name][slices[name]]
-            known = ~target.isnan()
-            assert torch.equal(target[known], gradient[known]), name
-            target.copy_(gradient)
+    full = whole_gradients(plan.model, [(gradients, slices) for _, gradients, slices in results])
     firsts = [plan.layout.global_rank(dp=dp) for dp in range(plan.layout.dp)]
     return torch.cat([results[rank][0] for rank in firsts]), full
 
@@ -213,7 +192,7 @@ def oracle():
 
     def of(model):
         if model not in cache:
-            cache[model] = plain_step(model, weights_of(model), *data_of(plan_of(model)))
+            cache[model] = plain_step(model, spread_weights(model), *tokens_of(plan_of(model)))
         return cache[model]
 
     return of
@@ -264,12 +243,6 @@ def balanced(scores_BSE, model, bias, *, grouped=True):
     return places.sort(-1).values.expand(samples, -1, -1).contiguous()
 
 
-def recorded_step(transport, plan):
-    transport.recorder.enabled = True
-    TrainingRank(transport, plan).step(0)
-    return transport.recorder.events
-
-
 MODULES = Recompute("selective", modules=("moe", "shared_experts"))
 RECORDED = [
     pytest.param({}, id="one-device"),
@@ -297,20 +270,7 @@ RECORDED = [
 def test_every_action_of_a_step_with_balanced_experts_records_the_program(monkeypatch, choices, mode):
     monkeypatch.setattr(router, "choose", balanced)
     model = replace(LLAMA, vocab_size=256)
-    plan = plan_of(model, mode, **{"samples": 8, "sequence": 16, **choices})
-    schedule = lower(schedule_for(plan))
-    for global_rank, events in enumerate(run_threads(MemoryWorld(plan.layout.world_size, timeout_s=60), recorded_step, plan)):
-        here = plan.layout.coordinates(global_rank)
-        recorded = defaultdict(Counter)
-        for action, operation in events:
-            recorded[action][operation] += 1
-        row = [part for action in schedule.row(here["pp"]) for part in action.parts]
-        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
-        assert recorded.keys() <= set(row)
-        for action in row:
-            replica = plan.placement.replica_of(action.stage, here["pp"]) if action.stage < schedule.num_stages else 0
-            expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"], cp_rank=here["cp"], replica=replica))
-            assert recorded[action] == expected, f"rank {global_rank}, {action}"
+    assert_every_action_records_the_program(plan_of(model, mode, **{"samples": 8, "sequence": 16, **choices}))
 
 
 def test_routing_as_it_comes_moves_the_same_bytes_in_all_and_multiplies_as_many_rows():

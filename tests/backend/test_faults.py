@@ -21,7 +21,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import RankFailure
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice, Train
+from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Runtime, ScheduleChoice, Train
 
 SECOND_STEP = "step 2"
 
@@ -132,7 +132,24 @@ def test_a_rank_killed_inside_an_action_ends_the_job_within_10_s_and_the_action_
     assert json.loads(json.dumps(failure.report))["holders"] == [global_rank]
 
 
+EARLY = replace(tiny(Layout(dp=2), global_size=8), data_parallel=DataParallel(bucket_bytes=2000, overlap_grad_reduce=True))
+"""REDUCE_GRAD begins under the backward of the last of four microbatches."""
+
+
+def test_a_rank_killed_in_a_bucket_under_the_last_backward_is_named_with_that_action():
+    failure = fail(Fault(EARLY, 1, "0REDUCE_GRAD", "kill"))
+    assert str(failure).startswith("rank 1 was killed by SIGKILL") and "lane dp at 0REDUCE_GRAD" in str(failure), str(failure)
+
+
 # ranks that hang
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_a_rank_that_hangs_in_a_bucket_holds_up_the_others_step_and_not_their_backward(transport):
+    text = str(fail(Fault(EARLY, 1, "0REDUCE_GRAD", "hang"), transport, stall_s=2.0))
+    assert text.startswith("no rank has come further for 2 s: rank 1 holds up the others"), text
+    assert "rank 0 waits for its lane dp before 0STEP (step 2, action 10 of 10), which is at 0REDUCE_GRAD, in all_reduce" in text, text
+    assert "of group 'dp/0' over ranks 0, 1: rank 1 has not come." in text, text
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
@@ -146,6 +163,16 @@ def test_a_rank_that_hangs_in_an_action_is_named_with_what_the_others_wait_for(t
     assert "rank 1 is at 1B0 (step 2, action" in text and "in strike (" in text and "time.sleep(3600)" in text
 
 
+@pytest.mark.parametrize(
+    "runtime", [Runtime(p2p_overlap=False), Runtime(p2p_overlap=False, p2p_batched=False)], ids=["together", "in-order"]
+)
+def test_without_lanes_for_messages_a_rank_that_waits_names_the_message_and_what_its_peer_does(runtime):
+    plan = replace(tiny(Layout(pp=2), global_size=3), runtime=runtime)
+    text = str(fail(Fault(plan, 1, "1B0", "hang"), "memory", stall_s=2.0))
+    assert "rank 0 waits for 1SEND_B0 from rank 1 to run 0RECV_B0 (step 2, action" in text and "rank 1 is at 1B0" in text, text
+    assert "in receive of channel 'B/1-0', whose other end is rank 1" in text, text
+
+
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_a_collective_that_one_rank_does_not_come_to_names_the_group_the_call_and_that_rank(transport):
     failure = fail(Fault(tiny(Layout(tp=2)), 1, "0F1", "hang"), transport, stall_s=2.0)
@@ -153,6 +180,25 @@ def test_a_collective_that_one_rank_does_not_come_to_names_the_group_the_call_an
     assert text.startswith("no rank has come further for 2 s: rank 1 holds up the others"), text
     assert "rank 0 is at 0F1 (step 2, action 3 of 10), in all_" in text, text
     assert "of group 'tp/0' over ranks 0, 1: rank 1 has not come." in text, text
+
+
+TURNS = replace(tiny(Layout(tp=2), schedule="Combined1F1B"), runtime=Runtime(ep_comm_overlap=True))
+"""Both ranks run 0F0, three pairs whose parts compute in turns, and 0B3."""
+
+
+def test_a_rank_killed_inside_a_pair_is_named_with_the_pair_and_the_part():
+    failure = fail(Fault(TURNS, 1, "0B1", "kill"))
+    assert str(failure).startswith("rank 1 was killed by SIGKILL")
+    assert "rank 1 was at (0F2;0B1)OVERLAP_F_B (step 2, action 3 of 7); lane backward at 0B1." in str(failure), str(failure)
+
+
+@pytest.mark.parametrize(("part", "transport"), [("0B1", "gloo"), ("0F2", "memory")])
+def test_a_rank_that_hangs_in_a_part_of_a_pair_names_what_each_part_of_the_others_waits_for(part, transport):
+    text = str(fail(Fault(TURNS, 1, part, "hang"), transport, stall_s=2.0))
+    assert text.startswith("no rank has come further for 2 s: rank 1 holds up the others"), text
+    assert "rank 0 is at (0F2;0B1)OVERLAP_F_B (step 2, action 3 of 7): 0F2 in all_" in text, text
+    assert "of group 'tp/0' over ranks 0, 1: rank 1 has not come" in text, text
+    assert f"{part} in strike (" in text, text
 
 
 def test_a_job_that_moves_is_not_ended_however_short_the_limit_beside_its_length():

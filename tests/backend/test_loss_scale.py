@@ -16,7 +16,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import DivergedError, PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Precision, ScheduleChoice, Train
+from shardproof.core.plan import Batch, DataParallel, Numerics, Precision, ScheduleChoice, Train
 from shardproof.verify.dynamic import prove
 
 TOO_MUCH = 2.0**20
@@ -24,6 +24,9 @@ TOO_MUCH = 2.0**20
 
 
 ONE = Layout()
+
+ALL_AT_ONCE, EARLY = DataParallel(), DataParallel(bucket_bytes=2000, overlap_grad_reduce=True)
+"""Gradients of a stage reduced together, and in buckets under the last backward."""
 
 
 def tiny(layout=ONE, *, dtype="fp16", mode="exact", schedule="1F1B", steps=3, model=None, **precision) -> Plan:
@@ -144,8 +147,9 @@ EXPERTS = replace(
         tiny(Layout(pp=2, cp=2), schedule="ZBH1"),
         tiny(Layout(tp=2, ep=2, etp=1), model=EXPERTS),
         tiny(Layout(dp=2, zero=1), initial_loss_scale=2.0**17, loss_scale_hysteresis=1, steps=4),
+        replace(tiny(Layout(dp=3), initial_loss_scale=2.0**17, loss_scale_hysteresis=1, steps=4), data_parallel=EARLY),
     ],
-    ids=["tp2 pp2", "sp2 dp3, with overflows", "cp2, split backward", "experts", "zero, with overflows"],
+    ids=["tp2 pp2", "sp2 dp3, with overflows", "cp2, split backward", "experts", "zero, with overflows", "early buckets, with overflows"],
 )
 def test_no_bit_depends_on_the_layout(plan):
     if plan.model.is_moe:
@@ -193,17 +197,19 @@ def poisoned_rank(transport, payload):
 
 
 @pytest.mark.parametrize(
-    ("layout", "mode", "global_rank", "name"),
+    ("layout", "mode", "global_rank", "name", "data_parallel"),
     [
-        (Layout(tp=2, pp=2), "exact", 3, "layers.1.mlp.up.weight"),
-        (Layout(pp=2, dp=2), "fast", 1, "layers.0.attention.norm.weight"),
-        (Layout(dp=3), "exact", 2, "embedding.tokens.weight"),
-        (Layout(dp=2, pp=2, zero=1), "exact", 1, "layers.0.mlp.up.weight"),
-        (Layout(tp=2, dp=2, sequence_parallel=True), "fast", 2, "layers.0.mlp.down.weight"),
+        (Layout(tp=2, pp=2), "exact", 3, "layers.1.mlp.up.weight", ALL_AT_ONCE),
+        (Layout(pp=2, dp=2), "fast", 1, "layers.0.attention.norm.weight", ALL_AT_ONCE),
+        (Layout(dp=3), "exact", 2, "embedding.tokens.weight", ALL_AT_ONCE),
+        (Layout(dp=2, pp=2, zero=1), "exact", 1, "layers.0.mlp.up.weight", ALL_AT_ONCE),
+        (Layout(tp=2, dp=2, sequence_parallel=True), "fast", 2, "layers.0.mlp.down.weight", ALL_AT_ONCE),
+        (Layout(dp=2), "exact", 1, "layers.1.mlp.up.weight", EARLY),
+        (Layout(tp=2, dp=2, sequence_parallel=True, zero=1), "fast", 3, "layers.0.attention.norm.weight", EARLY),
     ],
 )
-def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(layout, mode, global_rank, name):
-    plan = tiny(layout, dtype="fp32", mode=mode)
+def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(layout, mode, global_rank, name, data_parallel):
+    plan = replace(tiny(layout, dtype="fp32", mode=mode), data_parallel=data_parallel)
     found = run_ranks(poisoned_rank, (plan, global_rank, name), world_size=layout.world_size, transport="memory")
     assert len(set(found)) == 1
     assert "step 1: " in found[0] and "the gradient norm nan" in found[0], found[0]

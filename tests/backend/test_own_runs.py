@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 import shardproof
+from shardproof.backend.measure import measured_timeline
 from shardproof.core.layout import Layout
+from shardproof.core.schedules import CATALOG
+from shardproof.simulator import simulate
 
 
 def load_benchmark():
@@ -57,3 +60,26 @@ def test_there_are_at_least_twelve_layouts_of_two_models():
     assert len({(plan.model.name, plan.layout, plan.schedule.name) for plan in own.RUNS}) >= 12
     assert {plan.model.name for plan in own.RUNS} == {"own-gpt", "own-llama"}
     assert all(plan.layout.world_size <= 2 for plan in own.TIMED)
+
+
+SMALL = {"hidden_size": 32, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "num_layers": 6}
+
+
+def scheduled(name):
+    """A plan of a schedule over three or four pipeline ranks, every other one with two replicas."""
+    entry = CATALOG[name]
+    pp, vpp = 4 if name.startswith("DualPipe") else 3, entry.nearest_vpp(1)
+    microbatches = 2 * pp if entry.problem(pp=pp, num_microbatches=5, vpp=vpp) else 5
+    odd = list(CATALOG).index(name) % 2
+    layout, model = Layout(pp=pp, vpp=vpp, dp=1 + odd), (own.llama, own.gpt)[odd](**SMALL | {"num_layers": pp * vpp})
+    return own.own_plan(model, layout, name, samples=microbatches * layout.dp, sequence=16)
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_every_schedule_runs_as_predicted_and_its_durations_give_its_step(name, workers):
+    plan = scheduled(name)
+    ranks = workers(plan.layout.world_size, "memory").run(own.record_order, plan)
+    assert own.differences(plan, ranks, simulate(plan)) == []
+    measured = measured_timeline([span for rank in ranks for span in rank.spans], (), plan.layout, "")
+    replayed = simulate(plan, durations=[measured]).report["step_time_s"]
+    assert replayed == pytest.approx(measured.makespan_s, rel=1e-9)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-
 import pytest
 
-from shardproof import lower
-from shardproof.backend.training_rank import TrainingRank
-from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from helpers.program import assert_every_action_records_the_program
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
-from shardproof.core.program import load_batch, operations
-from shardproof.core.schedules import schedule_for
 
 HEADS = ModelSpec("heads", 2, 32, 48, 6, 3, 8, 256, 32, qk_norm=True, qkv_bias=True)
 LATENT = ModelSpec(
@@ -55,12 +49,6 @@ def plan_of(model: ModelSpec, layout: Layout, mode: str, *, micro: int = 1, dtyp
     )
 
 
-def recorded_step(transport, plan):
-    transport.recorder.enabled = True
-    TrainingRank(transport, plan).step(0)
-    return transport.recorder.events
-
-
 UP = Recompute("selective", modules=("core_attn", "mla_up_proj"))
 LAYOUTS = [
     pytest.param(HEADS, Layout(tp=3), {"micro": 2}, id="heads-tp3"),
@@ -78,14 +66,4 @@ LAYOUTS = [
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize(("model", "layout", "choices"), LAYOUTS)
 def test_every_action_of_a_step_records_the_program(model, layout, choices, mode):
-    plan = plan_of(model, layout, mode, **choices)
-    schedule = lower(schedule_for(plan))
-    for global_rank, events in enumerate(run_threads(MemoryWorld(layout.world_size, timeout_s=60), recorded_step, plan)):
-        here = layout.coordinates(global_rank)
-        recorded = defaultdict(Counter)
-        for action, operation in events:
-            recorded[action][operation] += 1
-        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
-        for action in schedule.row(here["pp"]):
-            expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"]))
-            assert recorded[action] == expected, f"rank {global_rank}, {action}"
+    assert_every_action_records_the_program(plan_of(model, layout, mode, **choices))

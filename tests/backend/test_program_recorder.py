@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from shardproof import lower
+from helpers.program import assert_every_action_records_the_program
 from shardproof.backend.model.transformer import Microbatch, Stage
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.action import Action, Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
-from shardproof.core.program import load_batch, operations
-from shardproof.core.schedules import schedule_for
+from shardproof.core.program import operations
 
 KEEP = Recompute()
 
@@ -35,12 +33,6 @@ def plan_of(layout: Layout, mode: str, *, model="tiny-gpt", samples=8, micro=1, 
         schedule=ScheduleChoice(schedule),
         numerics=Numerics(mode, gradient_token_block=8),
     )
-
-
-def recorded_step(transport, plan):
-    transport.recorder.enabled = True
-    TrainingRank(transport, plan).step(0)
-    return transport.recorder.events
 
 
 LAYOUTS = [
@@ -81,19 +73,7 @@ UNEVEN = [pytest.param(Layout(tp=3, sequence_parallel=True), {"model": "tiny-gpt
     [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in LAYOUTS for mode in ("exact", "fast")] + UNEVEN,
 )
 def test_every_action_of_a_step_records_the_program(layout, choices, mode):
-    plan = plan_of(layout, mode, **choices)
-    schedule = lower(schedule_for(plan))
-    for global_rank, events in enumerate(run_threads(MemoryWorld(layout.world_size, timeout_s=60), recorded_step, plan)):
-        here = layout.coordinates(global_rank)
-        recorded = defaultdict(Counter)
-        for action, operation in events:
-            recorded[action][operation] += 1
-        row = list(schedule.row(here["pp"]))
-        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
-        assert recorded.keys() <= set(row), "something was computed or sent outside of the schedule's actions"
-        for action in row:
-            expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"]))
-            assert recorded[action] == expected, f"rank {global_rank}, {action}"
+    assert_every_action_records_the_program(plan_of(layout, mode, **choices))
 
 
 def deferred_step(transport, plan):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
 
-from shardproof import lower
-from shardproof.backend.training_rank import TrainingRank
-from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from helpers.program import assert_every_action_records_the_program
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
-from shardproof.core.program import load_batch, operations
-from shardproof.core.schedules import schedule_for
+from shardproof.core.program import Collective, Operation
 
 
 def plan_of(
@@ -30,6 +26,9 @@ def plan_of(
     tied=True,
     bucket_bytes=None,
     early=None,
+    shard=None,
+    active=None,
+    late=None,
 ) -> Plan:
     return Plan(
         replace(model_preset(model), num_layers=max(2, layout.num_stages), tied_embeddings=tied),
@@ -37,16 +36,10 @@ def plan_of(
         layout,
         Batch(samples, micro, 24),
         precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule),
-        data_parallel=DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=early),
+        schedule=ScheduleChoice(schedule, max_active_stages=active),
+        data_parallel=DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=early, shard=shard, overlap_param_gather=late),
         numerics=Numerics(mode, gradient_token_block=8 if layout.cp == 1 else 6, reduction_token_block=4 if layout.cp == 1 else 3),
     )
-
-
-def recorded_step(transport, plan):
-    transport.recorder.enabled = True
-    TrainingRank(transport, plan).step(0)
-    return transport.recorder.events
 
 
 LAYOUTS = [
@@ -60,22 +53,43 @@ LAYOUTS = [
     pytest.param(Layout(cp=2, dp=2, zero=1), {"samples": 4}, id="cp2-dp2-tied"),
     pytest.param(Layout(tp=2, cp=2, sequence_parallel=True, zero=1), {"samples": 2, "model": "tiny-llama", "tied": False}, id="tp2-sp-cp2"),
     pytest.param(Layout(pp=2, vpp=2, dp=2, zero=1), {"schedule": "ZBVZeroBubble"}, id="zbv-tied-on-one-rank"),
+    pytest.param(Layout(pp=2, dp=6, zero=1), {"samples": 12, "shard": 3}, id="hybrid-3-of-6-tied"),
+    pytest.param(Layout(cp=2, dp=4, zero=2), {"samples": 8, "shard": 4, "tied": False}, id="hybrid-cp2"),
+    pytest.param(
+        Layout(tp=2, pp=2, dp=3, sequence_parallel=True, zero=2),
+        {"model": "tiny-llama", "samples": 6, "bucket_bytes": 50_000, "early": True, "schedule": "ZBH1"},
+        id="zero2-buckets-beside-the-backward",
+    ),
+    pytest.param(
+        Layout(dp=4, zero=2),
+        {"samples": 8, "shard": 2, "dtype": "bf16", "bucket_bytes": 50_000, "late": True},
+        id="zero2-hybrid-late-gather",
+    ),
+    pytest.param(
+        Layout(pp=2, vpp=2, dp=3, zero=3), {"schedule": "Interleaved1F1B", "active": 1, "samples": 6, "dtype": "bf16"}, id="zero3"
+    ),
 ]
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize(("layout", "choices"), LAYOUTS)
 def test_every_action_of_a_step_with_zero_or_buckets_records_the_program(layout, choices, mode):
-    plan = plan_of(layout, mode, **choices)
-    schedule = lower(schedule_for(plan), max_active_stages=plan.schedule.max_active_stages)
-    for global_rank, events in enumerate(run_threads(MemoryWorld(layout.world_size, timeout_s=60), recorded_step, plan)):
-        here = layout.coordinates(global_rank)
-        recorded = defaultdict(Counter)
-        for action, operation in events:
-            recorded[action][operation] += 1
-        row = list(schedule.row(here["pp"]))
-        assert recorded.pop(None, Counter()) == Counter(load_batch(plan, here["tp"]))
-        assert recorded.keys() <= set(row), "something was computed or sent outside of the schedule's actions"
-        for action in row:
-            expected = Counter(operations(plan, action.kind, action.stage, here["tp"], here["dp"], cp_rank=here["cp"]))
-            assert recorded[action] == expected, f"rank {global_rank}, {action}"
+    assert_every_action_records_the_program(plan_of(layout, mode, **choices))
+
+
+EXPERTS = [
+    pytest.param(Layout(dp=4, tp=2, ep=2, etp=1, zero=2), {"shard": 2}, id="hybrid"),
+    pytest.param(Layout(dp=2, cp=2, ep=2, zero=3), {"active": 1}, id="zero3-cp2"),
+]
+
+
+def over_copies(operation: Operation) -> bool:
+    """Whether copies share something by it; what is sent to experts depends on the tokens."""
+    return isinstance(operation, Collective) and operation.axis.partition("_")[0] in ("dp", "edp")
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize(("layout", "choices"), EXPERTS)
+def test_copies_of_experts_share_what_the_program_says(layout, choices, mode):
+    plan = plan_of(layout, mode, **{"model": "tiny-moe", "samples": 4, "tied": False, **choices})
+    assert {operation.axis.partition("_")[0] for operation in assert_every_action_records_the_program(plan, over_copies)} == {"dp", "edp"}

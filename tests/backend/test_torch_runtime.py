@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from shardproof import Schedule, build, check, lower
 from shardproof.backend.model.transformer import Microbatch, Stage
+from shardproof.backend.observe import Observer
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.base import Transport
 from shardproof.core.cluster_presets import cluster_preset
@@ -85,7 +86,7 @@ def export(schedule: Schedule, folder: Path) -> Export:
     return Export(plan, files, str(folder / "rendezvous"))
 
 
-class Seen:
+class Seen(Observer):
     """An observer that keeps activations by (name, first sample) and finished gradients by name."""
 
     def __init__(self):
@@ -100,15 +101,6 @@ class Seen:
 
     def gradient(self, name, slices, tensor):
         self.gradients[name] = tensor.clone()
-
-    def scalar(self, name, value):
-        pass
-
-    def optimizer_state(self, name, slices, exp_avg, exp_avg_sq):
-        pass
-
-    def weight(self, name, slices, tensor):
-        pass
 
 
 class BackwardBegins(torch.autograd.Function):
@@ -280,7 +272,9 @@ def case(name: str, pp: int, num_microbatches: int, vpp: int = 1) -> Schedule:
 
 
 SHAPES = [
-    *((name, 4, 8, 2) for name in CATALOG if name not in REPLICATED),
+    *((name, 3, 6, 2) for name in CATALOG if name not in REPLICATED),
+    ("1F1B", 4, 8, 1),
+    ("ZBVZeroBubble", 4, 8, 2),
     ("1F1B", 3, 2, 1),  # fewer microbatches than ranks
     ("Interleaved1F1B", 2, 4, 3),  # both directions of every value go to the same peer
     ("Interleaved1F1B", 3, 5, 2),

@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
 from shardproof import Trainer, lower, run_schedule
+from shardproof.backend.observe import Observer
 from shardproof.backend.optimizer import Held, ShardedAdamW, clip_coefficient
 from shardproof.backend.trainer import BYTE_VOCABULARY, TrainJob, run_steps, train_rank, unsupported, validation_points
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import DivergedError, PlanError, RankFailure
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import Parameter, parameters
-from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
+from shardproof.core.parameters import Parameter
+from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Runtime, ScheduleChoice, Train
 from shardproof.core.program import operations
 from shardproof.core.schedules import schedule_for
 
@@ -48,62 +50,6 @@ def tiny(layout: Layout = ONE, *, global_size=6, micro_size=1, sequence=16, mode
     )
 
 
-class Collect:
-    """An observer that keeps this rank's slices of what the last step left, and every scalar."""
-
-    def __init__(self):
-        self.scalars, self.pieces = [], []
-
-    def begin_step(self, step):
-        self.pieces.clear()
-
-    def activation(self, name, microbatch, tokens, tensor):
-        pass
-
-    def scalar(self, name, value):
-        self.scalars.append((name, value))
-
-    def gradient(self, name, slices, tensor):
-        self.pieces.append((f"gradient {name}", slices, tensor.numpy().copy()))
-
-    def optimizer_state(self, name, slices, exp_avg, exp_avg_sq):
-        self.pieces.append((f"exp_avg {name}", slices, exp_avg.numpy().copy()))
-        self.pieces.append((f"exp_avg_sq {name}", slices, exp_avg_sq.numpy().copy()))
-
-    def weight(self, name, slices, tensor):
-        self.pieces.append((f"weight {name}", slices, tensor.numpy().copy()))
-
-
-def collect(transport, payload):
-    """`(scalars, pieces, steps, timeline)` of one rank."""
-    plan, model = payload
-    observer = Collect()
-    result = run_steps(transport, plan, observer=observer, model=model)
-    return observer.scalars, observer.pieces, result
-
-
-def assemble(plan, ranks):
-    """Whole tensors by name; every rank that holds an element must hold the same bits."""
-    shapes = {parameter.name: parameter.shape for parameter in parameters(plan.model)}
-    whole, seen = {}, {}
-    for _, pieces, _ in ranks:
-        for name, slices, values in pieces:
-            shape = shapes[name.split()[1]]
-            full, known = whole.setdefault(name, np.zeros(shape, np.float32)), seen.setdefault(name, np.zeros(shape, bool))
-            before, known_before = full[slices], known[slices]
-            assert before.shape == values.shape, (name, before.shape, values.shape)
-            assert np.array_equal(before[known_before].view(np.int32), values[known_before].view(np.int32)), f"replicas of {name} differ"
-            full[slices], known[slices] = values, True
-    assert all(known.all() for known in seen.values())
-    return whole
-
-
-def assert_same_bits(one, many):
-    assert one.keys() == many.keys()
-    different = [name for name in one if not np.array_equal(one[name].view(np.int32), many[name].view(np.int32))]
-    assert not different
-
-
 @pytest.fixture(scope="module")
 def one_device(workers):
     """`one_device(plan)`: scalars and whole tensors of the same problem on one device, microbatches of one sample. Computed once each."""
@@ -112,15 +58,9 @@ def one_device(workers):
     def run(plan):
         key = (plan.model, plan.batch.global_size, plan.batch.sequence, plan.train)
         if key not in known:
-            one = replace(
-                plan,
-                layout=Layout(),
-                cluster=cluster_preset("this-host", 1),
-                batch=replace(plan.batch, micro_size=1),
-                schedule=ScheduleChoice("1F1B"),
-            )
+            one = on_one_device(plan)
             ranks = workers(1, "memory").run(collect, (one, None))
-            known[key] = ranks[0][0], assemble(one, ranks)
+            known[key] = ranks[0][0], whole_tensors(one, ranks)
         return known[key]
 
     return run
@@ -129,11 +69,7 @@ def one_device(workers):
 LAYOUTS = {
     "tp2 pp2 dp2 1f1b": tiny(Layout(tp=2, pp=2, dp=2), global_size=8, micro_size=2),
     "tp4": tiny(Layout(tp=4)),
-    "pp4 m8 gpipe": tiny(Layout(pp=4), global_size=8, schedule=ScheduleChoice("GPipe")),
-    "pp4 m8 1f1b": tiny(Layout(pp=4), global_size=8),
     "pp2 vpp2 m4 interleaved": tiny(Layout(pp=2, vpp=2), global_size=8, micro_size=2),
-    "dp3": tiny(Layout(dp=3)),
-    "tp3 with 6 heads": tiny(Layout(tp=3), model="tiny-gpt-6h"),
     "pp5 m3, fewer microbatches than ranks": tiny(Layout(pp=5), micro_size=2),
     "tp2 pp3, an empty stage": tiny(Layout(tp=2, pp=3, stages="Ett||tL"), micro_size=2),
     "pp3 zbh1, an empty stage": tiny(Layout(pp=3, stages="Ett||tL"), micro_size=2, schedule=ScheduleChoice("ZBH1")),
@@ -147,7 +83,7 @@ def test_every_layout_trains_to_the_bits_of_one_device(plan, workers, one_device
     ranks = workers(plan.layout.world_size, "memory").run(collect, (plan, None))
     for found, _, _ in ranks:
         assert found == scalars
-    assert_same_bits(whole, assemble(plan, ranks))
+    assert_same_bits(whole, whole_tensors(plan, ranks))
 
 
 def test_gloo_processes_give_the_bits_of_one_device(workers, one_device):
@@ -155,7 +91,7 @@ def test_gloo_processes_give_the_bits_of_one_device(workers, one_device):
     scalars, whole = one_device(plan)
     ranks = workers(2).run(collect, (plan, None))
     assert ranks[0][0] == ranks[1][0] == scalars
-    assert_same_bits(whole, assemble(plan, ranks))
+    assert_same_bits(whole, whole_tensors(plan, ranks))
 
 
 SPLIT = """0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1
@@ -178,7 +114,7 @@ def test_schedules_from_files_train_to_the_bits_of_one_device(text, vpp, tmp_pat
     scalars, whole = one_device(plan)
     ranks = workers(2, "memory").run(collect, (plan, None))
     assert ranks[0][0] == ranks[1][0] == scalars
-    assert_same_bits(whole, assemble(plan, ranks))
+    assert_same_bits(whole, whole_tensors(plan, ranks))
 
 
 @pytest.mark.parametrize("name", ["tp2 pp2 dp2 1f1b", "pp2 vpp2 m4 interleaved"])
@@ -296,11 +232,10 @@ def test_three_steps_agree_with_plain_torch_within_2e_5(mode, workers):
     still = replace(plan, train=replace(plan.train, steps=1, learning_rate=0.0))
     run = workers(4, "memory").run
     prefix = "weight "
-    initial = {
-        name.removeprefix(prefix): value for name, value in assemble(still, run(collect, (still, None))).items() if name.startswith(prefix)
-    }
+    start = whole_tensors(still, run(collect, (still, None)))
+    initial = {name.removeprefix(prefix): value for name, value in start.items() if name.startswith(prefix)}
     ranks = run(collect, (plan, None))
-    whole, scalars = assemble(plan, ranks), ranks[0][0]
+    whole, scalars = whole_tensors(plan, ranks), ranks[0][0]
 
     plain, corpus = PlainGPT(plan.model, initial), Corpus.load(plan.train.data)
     decay = [p for p in plain.parameters() if p.dim() > 1]
@@ -338,11 +273,10 @@ def test_training_and_validation_loss_fall_on_the_standard_librarys_text():
     assert result.validation_losses[0] > result.validation_losses[1] > result.validation_losses[-1]
 
 
-class KillAtSecondStep(Collect):
+class KillAtSecondStep(Observer):
     """Ends the process of rank 2 at its second step, after noting when."""
 
     def __init__(self, note, global_rank):
-        super().__init__()
         self.note, self.global_rank = note, global_rank
 
     def begin_step(self, step):
@@ -367,24 +301,16 @@ def test_a_loss_that_is_no_number_ends_training_with_a_sentence():
 
 
 def test_what_the_backend_does_not_run_is_said_with_one_sentence_each():
-    plan = tiny(Layout(tp=2, dp=2, zero=2, sequence_parallel=True), global_size=8, recompute=Recompute("full"))
-    plan = replace(plan, data_parallel=DataParallel(shard=2))
+    blocks = Numerics("exact", gradient_token_block=4, reduction_token_block=4)
+    plan = tiny(Layout(cp=2, dp=3, zero=3), global_size=6, runtime=Runtime(cuda_graphs=True), numerics=blocks)
+    plan = replace(plan, data_parallel=DataParallel(shard=3))
     problems = unsupported(plan)
-    assert len(problems) == 2
-    for problem, key in zip(problems, ("layout.zero=2", "data_parallel.shard=2"), strict=True):
+    assert len(problems) == 3
+    for problem, key in zip(problems, ("data_parallel.shard=3", "layer by layer", "runtime.cuda_graphs=true"), strict=True):
         assert key in problem and "Use " in problem
-    with pytest.raises(PlanError, match=r"layout\.zero=2 yet"):
+    with pytest.raises(PlanError, match=r"layer by layer yet"):
         Trainer(plan)
     assert unsupported(tiny()) == []
-    overlapped = replace(
-        tiny(Layout(dp=2, zero=1)),
-        runtime=Runtime(cuda_graphs=True),
-        data_parallel=DataParallel(overlap_param_gather=True, bucket_bytes=64),
-    )
-    assert unsupported(overlapped) == [
-        "the backend does not run runtime.cuda_graphs=true yet. Use runtime.cuda_graphs=false.",
-        "the backend does not run data_parallel.overlap_param_gather=true yet. Use data_parallel.overlap_param_gather=false.",
-    ]
     small = tiny()
     small = replace(small, model=replace(small.model, vocab_size=100))
     assert unsupported(small) == ["model.vocab_size=100 is too small for bytes as tokens. Use 256 or more."]
@@ -415,7 +341,7 @@ def test_fast_numerics_of_four_ranks_are_close_to_one_device_but_not_its_bits(wo
     ranks = workers(4, "memory").run(collect, (fast, None))
     np.testing.assert_allclose([value for _, value in ranks[0][0]], [value for _, value in scalars], rtol=1e-5)
     with pytest.raises(AssertionError):
-        assert_same_bits(whole, assemble(fast, ranks))
+        assert_same_bits(whole, whole_tensors(fast, ranks))
 
 
 def test_a_text_that_is_not_there_is_the_users_error_and_not_a_ranks():
@@ -448,7 +374,7 @@ def test_adamw_gives_the_same_bits_however_a_tensor_is_cut():
         held = [Held(Parameter(f"part{i}", (b - a, 7)), (slice(a, b),), whole[a:b].clone(), True) for i, (a, b) in enumerate(cuts)]
         optimizer = ShardedAdamW(held, Optimizer(), 1e-2)
         for gradient in gradients:
-            optimizer.step([gradient[a:b] for a, b in cuts], 0.5)
+            optimizer.step([gradient[a:b].clone() for a, b in cuts], 0.5)
         return torch.cat([one.tensor for one in held])
 
     whole = train([(0, 60)])

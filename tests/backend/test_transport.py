@@ -1,5 +1,6 @@
 """One contract, held by every transport: what arrives, what is recorded, what may be changed afterwards, and what is refused."""
 
+import functools
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from shardproof.backend.transport.base import ring_all_reduce_bytes
+from shardproof.backend.transport.process_group import EXCHANGED_BYTES
 from shardproof.core.program import Collective
 
 TRANSPORTS = ("memory", "gloo")
@@ -175,6 +177,40 @@ def test_reduce_scatter_gives_each_member_the_sum_of_its_parts_and_records_a_rin
         assert recorded == (sent if world_size > 1 else [])
 
 
+def member_values(member, count):
+    return torch.randn(count, generator=torch.Generator().manual_seed(1000 * count + member))
+
+
+def sums_job(transport, counts):
+    group = transport.group("world", "tp", range(transport.world_size))
+    results = []
+    for count in counts:
+        own = member_values(group.rank, count * group.size)
+        results.append((group.all_reduce(own, "sum"), group.all_reduce(own, "max"), group.reduce_scatter(own.split(count))))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_gloo_sums_of_few_bytes_are_made_in_member_order_and_large_ones_are_alike_on_all_members(workers, world_size):
+    """Of one and of many elements a member, within `EXCHANGED_BYTES`, and of more."""
+    counts = (1, 7, 1000, EXCHANGED_BYTES // 4)
+    ranks = workers(world_size, "gloo").run(sums_job, counts)
+    for number, count in enumerate(counts):
+        values = [member_values(member, count * world_size) for member in range(world_size)]
+        total = functools.reduce(torch.add, values)
+        bound = (
+            0.0
+            if 4 * count * world_size <= EXCHANGED_BYTES
+            else 2 * world_size * 2.0**-24 * float(sum(value.abs() for value in values).max())
+        )
+        for member, results in enumerate(ranks):
+            summed, largest, own = results[number]
+            assert torch.equal(summed, ranks[0][number][0])
+            assert torch.equal(largest, functools.reduce(torch.maximum, values))
+            assert float((summed - total).abs().max()) <= bound
+            assert float((own - total.split(count)[member]).abs().max()) <= bound
+
+
 def test_ring_all_reduce_bytes_round_up():
     assert [ring_all_reduce_bytes(100, n) for n in (1, 2, 3, 4, 8)] == [0, 100, 134, 150, 175]
 
@@ -200,6 +236,23 @@ def channel_job(transport, dtypes):
 def test_a_channel_delivers_in_order_also_empty_tensors_and_scalars(workers, transport):
     results = workers(3, transport).run(channel_job, DTYPES)
     assert results == [None, [True] * 28, None]
+
+
+def crossing_job(transport, num_messages):
+    """Both ranks begin all their messages, in both directions, before either ends one; receives end first."""
+    here, other = transport.global_rank, 1 - transport.global_rank
+    lines = {source: transport.channel(f"{source}-{1 - source}", source, 1 - source) for source in (0, 1)}
+    sends = [lines[here].begin_send(torch.full((i + 1,), 10.0 * here + i)) for i in range(num_messages)]
+    receives = [lines[other].begin_receive((i + 1,), torch.float32) for i in range(num_messages)]
+    received = [end()[0].item() for end in receives]
+    for end in sends:
+        end()
+    return received
+
+
+@every_transport
+def test_messages_that_have_begun_pass_each_other_and_end_in_their_order(workers, transport):
+    assert workers(2, transport).run(crossing_job, 4) == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
 
 
 def rendezvous_job(transport, shape):

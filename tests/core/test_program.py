@@ -125,7 +125,8 @@ def test_zero_replaces_the_all_reduce_by_a_reduce_scatter_and_a_parameter_gather
     plan = plan_of(model=replace(MODEL, tied_embeddings=False), dp=3, micro=1, zero=zero, dtype="bf16")
     elements = stage_elements(plan, 0)
     gather = [("all_gather", -(-elements // 3) * 2 * 2)]
-    reduced, unshard = sent(operations(plan, Kind.REDUCE_GRAD, 0), "dp"), sent(operations(plan, Kind.UNSHARD, 0), "dp")
+    reduces = Kind.B if zero >= 2 else Kind.REDUCE_GRAD  # after every microbatch
+    reduced, unshard = sent(operations(plan, reduces, 0), "dp"), sent(operations(plan, Kind.UNSHARD, 0), "dp")
     step = [entry for entry in sent(operations(plan, Kind.STEP, 0), "dp") if entry[1] > 1000]
     if zero == 0:
         assert reduced == [("all_reduce", -(-elements * 4 * 4 // 3))]

@@ -24,7 +24,7 @@ RATE = 50e9
 NAMES = [
     "add", "add_", "transpose", "take_second", "interleave", "row_mean", "token_sum", "layer_norm", "layer_norm_backward", "gelu",
     "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "silu", "silu_backward", "exp", "square_sum", "adamw", "rotate",
-    "rotate_backward", "repeat", "rope_table", "function", "function_backward_16",
+    "rotate_backward", "repeat", "function", "function_backward_16",
 ]
 # fmt: on
 

@@ -219,10 +219,11 @@ def test_exact_numerics_pay_for_finishing_sequences_after_weight_gradients(kind)
     assert sends or finishing_s == pytest.approx(0, abs=1e-9)
 
 
-def test_an_overlapped_pair_hides_the_exchange_of_tokens():
+@pytest.mark.parametrize("runtime", [Runtime("megatron-te"), Runtime(ep_comm_overlap=True)])
+def test_an_overlapped_pair_hides_the_exchange_of_tokens(runtime):
     layout = Layout(tp=1, ep=8, dp=16, pp=2, vpp=2)
     model = replace(model_preset("mixtral-8x7b"), num_layers=8)
-    moe = plan(layout, Runtime("megatron-te"), model=model, sequence=4096, schedule=ScheduleChoice("Combined1F1B"))
+    moe = plan(layout, runtime, model=model, sequence=4096, schedule=ScheduleChoice("Combined1F1B"))
     pricing = Pricing(moe)
     pair = pricing.price(Sort(Kind.OVERLAP_F_B, 2, 0, 0))
     apart = pricing.seconds(Kind.F, 2) + pricing.seconds(Kind.B, 0)
@@ -230,6 +231,18 @@ def test_an_overlapped_pair_hides_the_exchange_of_tokens():
     assert pair.total_s >= apart.total_s - apart.ep_comm
     report = simulate(moe).report
     assert sum(report["time_s"].values()) == report["step_time_s"]
+
+
+def test_our_own_backend_runs_a_pair_in_turns_where_it_is_asked_to_and_no_other_passes():
+    model = replace(model_preset("mixtral-8x7b"), num_layers=8)
+    layout = Layout(ep=8, dp=16, pp=2, vpp=2)
+    plain, asked = (
+        Pricing(plan(layout, Runtime(ep_comm_overlap=turns), model=model, sequence=4096, schedule=ScheduleChoice("Combined1F1B")))
+        for turns in (None, True)
+    )
+    pair, apart = Sort(Kind.OVERLAP_F_B, 2, 0, 0), plain.seconds(Kind.F, 2) + plain.seconds(Kind.B, 0)
+    assert plain.price(pair) == apart and asked.price(pair).ep_comm < apart.ep_comm / 2
+    assert all(asked.seconds(kind, 2) == plain.seconds(kind, 2) for kind in (Kind.F, Kind.B))
 
 
 def test_reports_of_expert_and_context_parallel_plans_name_their_communication():

@@ -172,7 +172,7 @@ def test_repeating_any_action_anywhere_is_found(schedule: Schedule, data: st.Dat
     assert check(with_rows(schedule, rows)) != []
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(lowered_with_messages(), st.data())
 def test_swapping_two_actions_is_found_exactly_when_the_result_does_not_run_right(schedule: Schedule, data: st.DataObject) -> None:
     rows = [list(row) for row in schedule.rows()]

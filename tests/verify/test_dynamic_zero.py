@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardproof.backend.trainer import unsupported
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.action import Kind
@@ -28,6 +29,9 @@ def tiny(
     tied: bool = True,
     bucket_bytes: int | None = None,
     overlap: bool | None = None,
+    late: bool | None = None,
+    shard: int | None = None,
+    active: int | None = None,
     **degrees,
 ) -> Plan:
     """A batch of sequences of 24 tokens, clipped; blocks are small enough for every cut."""
@@ -39,10 +43,10 @@ def tiny(
         layout,
         Batch(samples, micro, 24),
         precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule),
+        schedule=ScheduleChoice(schedule, max_active_stages=active),
         numerics=Numerics("exact", **{"reduction_token_block": 4, **blocks}),
         optimizer=Optimizer(clip_grad_norm=0.1),
-        data_parallel=DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=overlap),
+        data_parallel=DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=overlap, overlap_param_gather=late, shard=shard),
         train=Train(steps=2, learning_rate=1e-2),
     )
 
@@ -61,6 +65,13 @@ def tiny(
         pytest.param(tiny(cp=2, pp=3, stages="Ett||tL", samples=2, tied=False), id="cp2-pp3-an-empty-stage"),
         pytest.param(tiny(model="tiny-moe", tp=2, etp=1, ep=2, dp=2, tied=False), id="experts-with-other-copies"),
         pytest.param(tiny(model="tiny-moe", cp=2, dp=2, ep=2, tied=False), id="experts-and-cp"),
+        pytest.param(tiny(dp=5, samples=7, zero=2), id="zero2-dp5-uneven-samples"),
+        pytest.param(tiny(dp=3, pp=2, vpp=2, zero=3, active=1, schedule="ZBVZeroBubble", dtype="bf16", samples=6), id="zero3-zbv-bf16"),
+        pytest.param(tiny(dp=2, pp=2, zero=3, active=2, schedule="DualPipe", samples=8), id="zero3-replicas-crossed-table"),
+        pytest.param(tiny(dp=6, shard=3, samples=7), id="hybrid-3-of-6-uneven-samples"),
+        pytest.param(tiny(cp=2, dp=2, shard=2, zero=3, active=1, samples=3), id="hybrid-cp2-zero3"),
+        pytest.param(tiny(model="tiny-moe", dp=4, tp=2, ep=2, etp=1, shard=2, tied=False), id="hybrid-experts"),
+        pytest.param(tiny(dp=3, pp=2, zero=2, bucket_bytes=30_000, late=True, samples=6), id="late-gather"),
     ],
 )
 def test_no_bit_differs_with_sharded_optimizer_states(plan: Plan) -> None:
@@ -100,6 +111,40 @@ def test_over_gloo_and_in_fast_numerics_within_the_bounds() -> None:
     proof = prove(replace(tiny(dp=3, samples=3), numerics=Numerics("fast")), steps=2)
     assert proof.ok and proof.changes == ("numerics.mode fast -> exact: only exact numerics promise bits.",)
     assert proof.report["fast"]["tensors"] > 100
+
+
+def test_a_schedule_file_with_its_own_gathers_runs_and_has_the_bits_of_one_device(tmp_path) -> None:
+    file = tmp_path / "gathers.csv"
+    file.write_text(
+        "0UNSHARD,0F0,0F1,0RESHARD,2UNSHARD,2F0,2B0,2F1,2B1,2RESHARD,0UNSHARD,0B0,0B1,0RESHARD\n"
+        "1UNSHARD,1F0,1F1,1RESHARD,3UNSHARD,3F0,3B0,3F1,3B1,3RESHARD,1UNSHARD,1B0,1B1,1RESHARD\n"
+    )
+    plan = tiny(dp=3, pp=2, vpp=2, zero=3, samples=6, schedule="Interleaved1F1B")
+    plan = replace(plan, schedule=ScheduleChoice(file=str(file)))
+    assert unsupported(plan) == []
+    proof = prove(plan, transport="memory", steps=2)
+    assert proof.findings == () and proof.changes == () and proof.report["bits_different"] == 0
+
+
+def weights_between_steps(transport, plan):
+    """Bytes of this rank's weights that are there between two steps, and of what it would have whole."""
+    rank = TrainingRank(transport, plan)
+    rank.step(0)
+    loss = rank.evaluate()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in rank._weights}
+    return sum(storages.values()), 4 * sum(shard.storage.numel() for shard in rank.shards), loss
+
+
+def test_between_steps_and_after_an_evaluation_only_parts_of_the_weights_are_left() -> None:
+    found = run_threads(MemoryWorld(3, timeout_s=60), weights_between_steps, tiny(dp=3, zero=3, active=1, tied=False, samples=3))
+    whole = found[0][1]
+    assert sum(num_bytes for num_bytes, _, _ in found) == pytest.approx(whole, rel=0.01) and len({loss for _, _, loss in found}) == 1
+
+
+def test_zero_3_with_gradients_reduced_beside_every_backward_is_within_the_bounds_over_gloo() -> None:
+    plan = tiny(dp=2, zero=3, active=1, bucket_bytes=30_000, overlap=True, schedule="ZBH1")
+    proof = prove(replace(plan, numerics=Numerics("fast")), steps=2)
+    assert proof.ok and proof.report["fast"]["tensors"] > 100
 
 
 def last_backward_and_reduction(transport, plan):

@@ -9,7 +9,7 @@ import pytest
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
 from shardproof.core.schedules import lower, schedule_for
 from shardproof.verify.calls import Calls
 from shardproof.verify.check import check
@@ -21,7 +21,7 @@ from shardproof.verify.twin import twin
 KEPT = Recompute()
 
 
-def plan_of(model: str = "tiny-moe", schedule: str = "1F1B", *, recompute: Recompute = KEPT, shard=None, **degrees) -> Plan:
+def plan_of(model: str = "tiny-moe", schedule: str = "1F1B", *, recompute: Recompute = KEPT, shard=None, mode="fast", **degrees) -> Plan:
     layout = Layout(**degrees)
     return Plan(
         model_preset(model),
@@ -31,6 +31,7 @@ def plan_of(model: str = "tiny-moe", schedule: str = "1F1B", *, recompute: Recom
         recompute=recompute,
         schedule=ScheduleChoice(schedule),
         data_parallel=DataParallel(shard=shard),
+        numerics=Numerics(mode, gradient_token_block=16, reduction_token_block=16),
     )
 
 
@@ -106,7 +107,7 @@ def test_a_forgotten_sum_of_expert_gradients_is_found() -> None:
 @pytest.mark.parametrize(
     ("plan", "named"),
     [
-        (plan_of("tiny-llama", dp=4, zero=1, shard=2), ["hybrid sharding (data_parallel.shard=2)"]),
+        (plan_of("tiny-llama", cp=2, dp=3, zero=1, shard=3, mode="exact"), ["the cp=2 parts of a sequence apart"]),
     ],
     ids=["hybrid"],
 )

@@ -11,14 +11,16 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.parameters import stage_parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
-from shardproof.core.program import Collective, Product, operations, stage_work
+from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.program import Collective, Product, operations, reduce_microbatch, stage_work
 from shardproof.core.schedules import lower, schedule_for
 from shardproof.verify.symbolic import ORDER_RULE, VALUE_RULE, SymbolicProof, prove
 from shardproof.verify.symbolic_layers import Program
 
 
-def plan_of(model="tiny-gpt", mode="exact", *, recompute="none", micro=1, per_copy=4, layers=None, schedule=None, **degrees) -> Plan:
+def plan_of(
+    model="tiny-gpt", mode="exact", *, recompute="none", micro=1, per_copy=4, layers=None, schedule=None, shard=None, **degrees
+) -> Plan:
     layout = Layout(**degrees)
     preset = model_preset(model)
     return Plan(
@@ -30,6 +32,7 @@ def plan_of(model="tiny-gpt", mode="exact", *, recompute="none", micro=1, per_co
         recompute=Recompute("full", distribute=True) if recompute == "distributed" else Recompute(recompute),
         schedule=ScheduleChoice(schedule or ("Interleaved1F1B" if layout.vpp > 1 else "1F1B")),
         numerics=Numerics(mode, gradient_token_block=8),
+        data_parallel=DataParallel(shard=shard),
     )
 
 
@@ -172,6 +175,8 @@ def step_program(change) -> Program:
         pytest.param({"mode": "fast", "tp": 2, "pp": 2, "dp": 3, "zero": 1}, id="fast-zero1"),
         pytest.param({"mode": "exact", "tp": 2, "pp": 2, "dp": 3, "zero": 2, "model": "tiny-llama"}, id="exact-zero2"),
         pytest.param({"mode": "fast", "pp": 2, "dp": 2, "schedule": "DualPipe", "per_copy": 8}, id="fast-dualpipe"),
+        pytest.param({"mode": "exact", "pp": 2, "dp": 6, "zero": 1, "shard": 3}, id="exact-hybrid"),
+        pytest.param({"mode": "fast", "tp": 2, "pp": 2, "dp": 4, "zero": 2, "shard": 2, "sequence_parallel": True}, id="fast-zero2-hybrid"),
     ],
 )
 def test_every_collective_of_the_reduction_and_the_step_counts(choices, how):
@@ -188,6 +193,21 @@ def test_every_collective_of_the_reduction_and_the_step_counts(choices, how):
             assert wrong and not proof.ok, (kind, operation, how)
             expected = "1REDUCE_GRAD" if kind is Kind.REDUCE_GRAD else "STEP"
             assert all(expected in where for where in wrong), (kind, operation, how, wrong)
+
+
+@pytest.mark.parametrize("how", ["drop", "double", "axis"])
+@pytest.mark.parametrize("kinds", [(Kind.B, Kind.W), (Kind.B,)], ids=["both", "only-after-b"])
+def test_every_collective_after_a_microbatch_counts(kinds, how):
+    plan = plan_of(mode="fast", dp=3, zero=2)
+    assert proof_of(plan).ok
+    for index, _ in enumerate(reduce_microbatch(plan, 0)):
+
+        def change(ops, kind, stage, tp_rank, dp_rank, index=index):
+            num_each = len(list(reduce_microbatch(plan, stage)))
+            return changed(ops, len(ops) - num_each + index, how) if kind in kinds else ops
+
+        wrong = [finding.where for finding in proof_of(plan, step_program(change)).findings if finding.rule == VALUE_RULE]
+        assert wrong and all(where.startswith(("0B", "0REDUCE_GRAD", "0W")) for where in wrong), wrong
 
 
 def test_a_reduction_over_tp_instead_of_dp_says_what_is_called():

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.divisors import divisors
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, ScheduleChoice, Train
 from shardproof.verify.twin import MAX_WORLD_SIZE, twin
 
 
@@ -53,8 +54,15 @@ def test_a_twin_draws_its_weights_instead_of_loading_those_of_the_whole() -> Non
 def test_only_what_the_backend_lacks_changes_in_a_plan_that_fits() -> None:
     whole = plan("tiny-gpt", Layout(dp=3, zero=2), Batch(6, 2, 32), precision=Precision("bf16"))
     small, changes = twin(whole)
-    assert small.model == whole.model and small.batch == whole.batch and small.layout == Layout(dp=3, zero=1)
-    assert small.precision == whole.precision and len(changes) == 2
+    assert small.model == whole.model and small.batch == whole.batch and small.layout == whole.layout
+    assert small.precision == whole.precision and len(changes) == 1
+
+
+def test_zero_3_gathers_whole_stages_and_hybrid_groups_shrink_with_the_copies() -> None:
+    whole = plan("llama3-70b", Layout(pp=4, dp=48, zero=3), Batch(48 * 8, 1, 4096), data_parallel=DataParallel(shard=8))
+    small, changes = twin(whole)
+    assert small.schedule.max_active_stages == 3 and any("max_active_stages none -> 3" in change for change in changes)
+    assert small.layout.zero == 3 and small.layout.dp > 1 and small.data_parallel.shard in divisors(small.layout.dp)[:-1]
 
 
 def test_degrees_that_are_no_powers_of_two_stay_so() -> None:

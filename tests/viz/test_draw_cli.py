@@ -78,16 +78,25 @@ def test_json_tells_makespan_bubbles_and_peaks(folder, capsys):
         "bubble_fraction": pytest.approx(1 / 3),
         "peak_memory_bytes": 3 * 2**30,
     }
+    assert report["lanes"][0] == {
+        "global_rank": 0,
+        "lane": "compute",
+        "num_actions": [4, 4],
+        "same_order": True,
+        "busy_s": [6.0, 6.0],
+    }
     assert report["file"] == "x.svg" and report["compare"]["makespan_s"] == 9.0 and (folder / "x.svg").exists()
 
 
 def test_compare_draws_both(folder, capsys, full):
     slow = Timeline(full.spans, "measured", (), "real")
     slow.save("slow.timeline.json.gz")
-    assert main(["draw", "run.timeline.json", "--compare", "slow.timeline.json.gz"]) == 0
+    assert main(["draw", "run.timeline.json", "--compare", "slow.timeline.json.gz", "--by", "timeline"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("tiny / real\n") and out.count("rank 1 |") == 3  # two Gantt rows and one memory curve
     assert "Measured: 9 s, bubble 33.3% on every rank, 1 x predicted" in out
+    assert main(["draw", "run.timeline.json", "--compare", "slow.timeline.json.gz"]) == 0
+    assert "Predicted: 9 s, bubble 33.3% on every rank; measured: 9 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

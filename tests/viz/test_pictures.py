@@ -136,6 +136,6 @@ def test_chunks_get_lighter_and_labels_keep_their_contrast():
 
 def test_a_second_makespan_is_marked_by_a_dashed_line(tiny, make_timeline):
     rows = [(s.global_rank, s.lane, str(s.action), 2 * s.start_s, 2 * s.end_s) for s in tiny.spans]
-    picture = lay_out(build_scene(tiny, Resolution(900), compare=make_timeline(rows, source="measured")), 1100)
+    picture = lay_out(build_scene(tiny, Resolution(900), compare=make_timeline(rows, source="measured"), by="timeline"), 1100)
     dashed = [mark.points[0][0] for mark in picture.marks if isinstance(mark, Line) and mark.dashed]
     assert dashed == pytest.approx([LEFT + plot_width(1100) / 2])

@@ -121,7 +121,7 @@ def slower(timeline, factor, make_timeline, ranks=(0, 1)):
 
 
 def test_compared_timelines_share_the_longer_time_axis(tiny, make_timeline):
-    scene = build_scene(tiny, PAPER, compare=slower(tiny, 1.5, make_timeline))
+    scene = build_scene(tiny, PAPER, compare=slower(tiny, 1.5, make_timeline), by="timeline")
     assert [panel.axis.end for panel in scene.panels] == [13.5, 13.5]
     assert [panel.makespan_s for panel in scene.panels] == [9.0, 13.5]
     assert scene.panels[1].heading == "Measured: 13.5 s, bubble 33.3% on every rank, 1.5 x predicted"
@@ -131,15 +131,18 @@ def test_compared_timelines_share_the_longer_time_axis(tiny, make_timeline):
     ("factor", "scale", "ends"), [(4, "auto", [9, 36]), (4, "time", [36, 36]), (2, "own", [9, 18]), (3, "auto", [27, 27])]
 )
 def test_own_scales_from_a_factor_of_three_on(tiny, make_timeline, factor, scale, ends):
-    scene = build_scene(tiny, PAPER, compare=slower(tiny, factor, make_timeline), scale=scale)
+    scene = build_scene(tiny, PAPER, compare=slower(tiny, factor, make_timeline), scale=scale, by="timeline")
     assert [panel.axis.end for panel in scene.panels] == ends
     assert ("own time scale" in scene.panels[0].notes) == (ends[0] != ends[1])
 
 
 def test_ranks_that_only_one_timeline_has_are_left_out_and_counted(tiny, make_timeline):
-    scene = build_scene(slower(tiny, 1, make_timeline, ranks=(1,)), PAPER, compare=tiny)
+    scene = build_scene(slower(tiny, 1, make_timeline, ranks=(1,)), PAPER, compare=tiny, by="timeline")
     assert [[row.name for row in panel.rows] for panel in scene.panels] == [["rank 1"], ["rank 1"]]
-    assert [panel.notes for panel in scene.panels] == [(), ("1 of 2 ranks shown",)]
+    assert [panel.notes for panel in scene.panels] == [
+        (),
+        ("1 of 2 ranks shown", "the same 4 actions in the same order on all 1 lanes"),
+    ]
 
 
 def test_an_empty_timeline_is_refused(make_timeline):

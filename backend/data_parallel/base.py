@@ -1,0 +1,100 @@
+"""`DataParallel`: how the copies of one stage share its gradients, the work of the optimizer, and its weights.
+
+| implementation | each copy keeps | `core.plan` |
+|---|---|---|
+| `replicated.ReplicatedStage` | everything: the sums of gradients go to all copies, all of which do the same update | `layout.zero=0` |
+| `sharded.ShardedStage` | a part of every bucket, which it alone updates (ZeRO) | `layout.zero` from 1 on |
+| `torch_fsdp.TorchShardedStage` | rows of every parameter, by torch's `fully_shard` | `data_parallel.library="torch"` |
+
+The trainer knows only this class. What a step asks of it, in this order: `reduce` at the stage's REDUCE_GRAD, `finished` when STEP has all
+stages, then `share`, when the optimizer has changed the tensors of `pieces`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+from ...core.parameters import Parameter
+from ..not_finite import NotFinite
+from ..tensor_parallel.gradients import ExpertCopies
+from ..transport.base import Group
+
+SamplesOf = Callable[[int], tuple[int, int]]
+"""The interval of the global batch that a copy of a stage has seen (`Plan.copy_samples`)."""
+
+
+class Piece(Protocol):
+    """A box of a parameter that this rank updates: its place in the full parameter, and the fp32 weights, shaped as that place."""
+
+    @property
+    def parameter(self) -> Parameter:
+        """The parameter it is of."""
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its place."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weights."""
+
+
+class DataParallel(ABC):
+    """One stage on one rank. All copies of the stage make the same calls in the same order."""
+
+    @property
+    @abstractmethod
+    def pieces(self) -> Sequence[Piece]:
+        """What this rank updates."""
+
+    @abstractmethod
+    def reduce(self, samples_of: SamplesOf, tp: Group | None, experts: ExpertCopies | None) -> dict[str, Tensor]:
+        """REDUCE_GRAD: sums over the global batch, by names that `finished` understands; those of a tied table by its use.
+
+        `tp` joins ranks that know different tokens or heads, where there are such, and `experts` the copies of experts. Raises
+        `ValueError` while a microbatch has not contributed.
+        """
+
+    @abstractmethod
+    def finished(self, reduced: Mapping[str, Tensor], table: Tensor | None) -> list[Tensor]:
+        """The gradients of `pieces`, in their order, from what `reduce` gave; `table` replaces that of a tied table, both of whose uses it
+        adds."""
+
+    @abstractmethod
+    def share(self) -> None:
+        """Brings the weights of `pieces`, after they have changed, to the layers of all copies."""
+
+    def not_finite(self) -> NotFinite | None:
+        """What this rank's own gradients of the step had that is no number, where they were reduced before REDUCE_GRAD."""
+        return None
+
+    def counts(self, parameter: Parameter) -> bool:
+        """Whether this rank is the one copy whose pieces of a parameter enter sums over all."""
+        return True
+
+    def settle(self) -> None:
+        """Returns when what `share` brings is there, which may be later than `share` returns."""
+        return
+
+    @abstractmethod
+    def gather(self) -> None:
+        """UNSHARD: brings the weights that layers compute with together, where they rest in parts (ZeRO 3)."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """RESHARD: lets go of what `gather` brings."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of weights that `gather` has brought."""
+        return 0
+
+    @contextmanager
+    def whole_masters(self) -> Iterator[None]:
+        """Inside, the fp32 weights of the stage's shards are there in full, to be saved, wherever copies keep parts of them."""
+        yield

@@ -1,0 +1,58 @@
+"""`ReplicatedStage`: every copy of a stage has all of its weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...core.parameters import TOKEN_TABLE
+from ...core.plan import Plan
+from ...core.program.buckets import Bucket, are_bucketed, gradient_buckets
+from ..tensor_parallel.gradients import ExpertCopies, Gradients
+from ..tensor_parallel.parameter import Shard
+from ..transport.base import Group
+from .base import DataParallel, SamplesOf
+
+
+@dataclass(frozen=True)
+class ReplicatedStage(DataParallel):
+    """The trained shards of a stage, and the sums of their gradients, over `copies` of the stage."""
+
+    shards: Mapping[str, Shard]
+    gradients: Gradients
+    copies: Group
+
+    @classmethod
+    def of(cls, plan: Plan, stage: int, shards: Mapping[str, Shard], gradients: Gradients, copies: Group) -> ReplicatedStage:
+        """Reduced in the plan's buckets, where it has such."""
+        if are_bucketed(plan):
+            gradients.reduce_in(trained_buckets(plan, stage, shards))
+        return cls(shards, gradients, copies)
+
+    @property
+    def pieces(self) -> list[Shard]:
+        return list(self.shards.values())
+
+    def reduce(self, samples_of: SamplesOf, tp: Group | None, experts: ExpertCopies | None) -> dict[str, Tensor]:
+        return self.gradients.reduce(self.copies, samples_of, tp, experts)
+
+    def finished(self, reduced: Mapping[str, Tensor], table: Tensor | None) -> list[Tensor]:
+        return [table if table is not None and name == TOKEN_TABLE else reduced[name] for name in self.shards]
+
+    def gather(self) -> None:
+        pass  # weights rest whole
+
+    def free(self) -> None:
+        pass
+
+    def share(self) -> None:
+        for shard in self.shards.values():
+            shard.refresh()
+
+
+def trained_buckets(plan: Plan, stage: int, trained: Container[str]) -> list[tuple[Bucket, list[str]]]:
+    """The buckets of a stage with the keys of the gradients in them; only parameters that are `trained` have any."""
+    found = [(each, [usage.key for usage in each.usages if usage.parameter.name in trained]) for each in gradient_buckets(plan, stage)]
+    return [(bucket, keys) for bucket, keys in found if keys]

@@ -1,0 +1,90 @@
+"""Pipelines at the edge of what schedules are made for: fewer microbatches than ranks, stages without a layer, vees of two ranks; with
+messages beside the products, together, and one by one in the row's order. No bit differs from one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Runtime, ScheduleChoice, Train
+from shardproof.core.schedules import CATALOG, schedule_for
+from shardproof.verify.cli import prove_schedule
+from shardproof.verify.matrix import References, prove_plan
+
+REFERENCES = References(steps=1)
+BESIDE, TOGETHER, IN_ORDER = Runtime(), Runtime(p2p_overlap=False), Runtime(p2p_overlap=False, p2p_batched=False)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A schedule over stages written as Megatron does; `samples` are those of every data-parallel rank, one a microbatch."""
+
+    schedule: str
+    pp: int
+    samples: int
+    stages: str
+    runtime: Runtime = BESIDE
+    dp: int = 1
+    zero: int = 0
+    tied: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        vpp = len(self.stages.split("|")) // self.pp
+        sizes = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+        layout = Layout(pp=self.pp, vpp=vpp, dp=self.dp, zero=self.zero, stages=self.stages)
+        return Plan(
+            replace(model_preset("tiny-llama"), **sizes, tied_embeddings=self.tied),
+            cluster_preset("this-host", layout.world_size),
+            layout,
+            Batch(self.samples * self.dp, 1, 8),
+            precision=Precision("fp32"),
+            schedule=ScheduleChoice(self.schedule),
+            numerics=Numerics("exact", gradient_token_block=4, reduction_token_block=4),
+            optimizer=Optimizer(clip_grad_norm=0.05),
+            runtime=self.runtime,
+            train=Train(steps=1, learning_rate=1e-2),
+        )
+
+    def __str__(self) -> str:
+        way = {BESIDE: "beside", TOGETHER: "together", IN_ORDER: "in-order"}[self.runtime]
+        more = f" dp{self.dp} zero{self.zero}" if self.dp > 1 else ""
+        return f"{self.schedule} p{self.pp} m{self.samples} {self.stages} {way}{more}{' tied' if self.tied else ''}"
+
+
+EDGES = (
+    Edge("1F1B", 5, 2, "Et|t|||L", IN_ORDER, tied=True),
+    Edge("1F1B", 3, 2, "E||ttL", TOGETHER, dp=2, zero=1),
+    Edge("GPipe", 3, 2, "Et||tL", TOGETHER, dp=2),
+    Edge("Interleaved1F1B", 3, 2, "E|t||t||L", BESIDE),
+    Edge("LoopedBFS", 2, 1, "E|t|t|L", TOGETHER),
+    Edge("InterleavedZeroBubble", 3, 2, "E|t||t||L", BESIDE),
+    Edge("ZBH1", 4, 1, "Et|||tL", IN_ORDER),
+    Edge("ZBH2", 3, 2, "Et||tL", BESIDE, dp=2, zero=1),
+    Edge("ZBAuto", 4, 2, "E|t|t|L", TOGETHER),
+    Edge("ZBVZeroBubble", 2, 1, "E|tt||L", IN_ORDER, tied=True),
+    Edge("ZBVZeroBubble", 2, 3, "Et|||tL", BESIDE),
+    Edge("VHalf", 3, 2, "E||t|t||L", IN_ORDER),
+    Edge("VMin", 2, 3, "Et||t|L", IN_ORDER),
+    Edge("DualPipe", 2, 4, "Ett|L", IN_ORDER),
+    Edge("DualPipe", 4, 8, "E|t||tL", TOGETHER),
+    Edge("DualPipeV", 2, 4, "E|tt||L", TOGETHER, tied=True),
+    Edge("Combined1F1B", 3, 1, "Et||tL", IN_ORDER),
+)
+
+
+def test_every_schedule_of_the_catalog_is_here() -> None:
+    assert {edge.schedule for edge in EDGES} == set(CATALOG)
+    assert all(sum(edge.runtime == way for edge in EDGES) >= 4 for way in (BESIDE, TOGETHER, IN_ORDER))
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+def test_no_bit_differs_from_one_device(edge: Edge) -> None:
+    plan = edge.plan
+    assert prove_schedule(plan, schedule_for(plan)) == []
+    outcome = prove_plan(plan, {}, REFERENCES)
+    assert outcome.ok and outcome.tensors_compared > 60, outcome.line

@@ -1,0 +1,77 @@
+"""What the proofs need of a plan of several modules (`core.modules`): its reference, the names of its tensors, and where they are made.
+
+The reference has every module on one device, uncut, a sample at a time, all in one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..core.action import Action
+from ..core.errors import PlanError
+from ..core.model import ModelSpec
+from ..core.modules import ModularPlan, ModulePlan
+from ..core.parameters import expert_biases, parameters
+from ..core.plan import Plan
+from .ledger import SCALAR, Key
+from .twin import MAX_PARAMETERS, MAX_WORLD_SIZE
+
+AnyPlan = Plan | ModularPlan
+
+
+def provable(plan: ModularPlan, unsupported: list[str]) -> tuple[ModularPlan, list[str]]:
+    """What of a plan of modules is run, and how it differs from the plan. Raises `PlanError` for one that the backend, for the reasons
+    given, or this host does not run: modules are not shrunk."""
+    problems = list(unsupported)
+    for what, size, most in (("ranks", plan.world_size, 2 * MAX_WORLD_SIZE), ("parameters", plan.num_parameters, MAX_PARAMETERS)):
+        if size > most:
+            problems.append(
+                f"the modules have {size} {what}, and the dynamic proof runs at most {most}. Prove smaller modules of the same cuts."
+            )
+    if problems:
+        raise PlanError(problems)
+    changes = []
+    if plan.numerics.mode == "fast":
+        changes.append("numerics.mode fast -> exact: bits of fast numerics depend on the layout.")
+        plan = replace(plan, numerics=replace(plan.numerics, mode="exact"))
+    return plan, changes
+
+
+def parts_of(plan: AnyPlan) -> tuple[Plan, ...]:
+    """The plans that ranks train by."""
+    return (plan,) if isinstance(plan, Plan) else plan.parts
+
+
+def plan_of_rank(plan: AnyPlan, global_rank: int) -> Plan:
+    """The plan that a rank trains by."""
+    return plan if isinstance(plan, Plan) else plan.part_of(global_rank)
+
+
+def own_key(plan: AnyPlan, key: Key) -> Key:
+    """A tensor by its name in its own module."""
+    if isinstance(plan, Plan) or key.phase == SCALAR:
+        return key
+    return key._replace(tensor=key.tensor.partition(".")[2])
+
+
+def in_whole(part: Plan, action: Action) -> Action:
+    """An action of a module's plan with the stages of the whole."""
+    return replace(action, stage=action.stage + part.first_stage) if isinstance(part, ModulePlan) else action
+
+
+def tensor_shapes(plan: AnyPlan) -> dict[str, tuple[int, ...]]:
+    """Everything that training changes, in canonical order."""
+    if isinstance(plan, Plan):
+        return model_shapes(plan.model)
+    return {name: shape for part in plan.parts for name, shape in part.named_shapes.items()}
+
+
+def model_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The same of one model."""
+    return {each.name: each.shape for each in (*parameters(model), *expert_biases(model))}
+
+
+def leaf_sizes(plan: AnyPlan) -> dict[str, Any]:
+    """The leaf sizes of a plan's sums, or of each module's."""
+    return asdict(plan.leaf_sizes) if isinstance(plan, Plan) else {part.name: asdict(part.leaf_sizes) for part in plan.parts}

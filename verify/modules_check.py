@@ -1,0 +1,184 @@
+"""The static proof of a plan of several modules: the rules over every way through it, and the whole run blocking, in list order.
+
+A way leads from a module that reads tokens to the last one; its stages make a line, about which the rules speak. Where branches join, a
+stage receives once for all its sources: that the whole cannot halt is seen by running its lists. Of every module the collectives are
+checked by its own plan, and that the bridges bring every rank what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.action import ActionArray, Kind
+from ..core.bridge import messages, stage_grid
+from ..core.findings import Finding
+from ..core.modules import ModularPlan, ModulePlan
+from ..core.schedule import Placement, Schedule
+from ..core.schedules import lower, schedule_for
+from .check import examine
+from .facts import Facts
+from .plan_facts import plan_calls
+
+HALTS = "joined-stages-halt"
+"""The rule that is asked of the whole where branches join."""
+
+
+@dataclass(frozen=True)
+class ModulesProof:
+    """What was looked at, and what is wrong."""
+
+    plan: ModularPlan
+    schedule: Schedule
+    findings: tuple[Finding, ...]
+    rules: tuple[str, ...]
+    num_ways: int
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing is wrong."""
+        return not self.findings
+
+    @property
+    def report(self) -> dict[str, object]:
+        """The JSON keys of `verify`."""
+        schedule = self.schedule
+        return {
+            "ok": self.ok,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "checked": {
+                "schedule": schedule.name,
+                "num_actions": len(schedule),
+                "num_ranks": schedule.num_ranks,
+                "num_stages": schedule.num_stages,
+                "num_microbatches": schedule.num_microbatches,
+                "num_modules": len(self.plan.modules),
+                "num_ways": self.num_ways,
+                "rules": list(self.rules),
+            },
+        }
+
+    @property
+    def text(self) -> str:
+        """The same for people."""
+        schedule = self.schedule
+        ways = "one way" if self.num_ways == 1 else f"{self.num_ways} ways"
+        head = (
+            f"{schedule.name} over {len(self.plan.modules)} modules ({self.plan.degrees}): {len(schedule)} actions on {schedule.num_ranks} "
+            f"pipeline ranks, {schedule.num_microbatches} microbatches; {len(self.rules)} rules checked on {ways} from tokens to loss."
+        )
+        if self.ok:
+            return (
+                f"{head}\nThe schedule is right: no rule is broken, and no rank waits in a circle. Bridges bring every rank all it needs."
+            )
+        return "\n".join([head, *map(str, self.findings)])
+
+
+def prove_modules(plan: ModularPlan) -> ModulesProof:
+    """Every finding about a plan of modules, for each number of microbatches that its ranks have."""
+    findings: list[Finding] = []
+    rules: dict[str, None] = {}
+    counts = sorted({count for part in plan.parts for count in part.microbatch_counts}, reverse=True)
+    for count in counts:
+        schedule = plan.schedule_of(count)
+        for way in ways(plan):
+            examination = examine(_line(schedule, way))
+            rules.update((rule.name, None) for rule in examination.rules)
+            findings += examination.findings
+        if schedule.placement.sources is not None:
+            rules[HALTS] = None
+            findings += halts(schedule)
+    for part in plan.parts:
+        findings += _of_module(part, rules)
+    for source, target in plan.joins:
+        findings += _of_bridge(source, target)
+    unique = tuple(dict.fromkeys(findings))
+    return ModulesProof(plan, plan.schedule_of(counts[0]), unique, tuple(rules), len(list(ways(plan))))
+
+
+def ways(plan: ModularPlan) -> Iterator[tuple[int, ...]]:
+    """The stages from each stage that reads tokens to the last one."""
+    placement = plan.schedule_of(1).placement
+    for stage in range(placement.num_stages):
+        if not placement.sources_of(stage):
+            way = [stage]
+            while not placement.has_loss(way[-1]):
+                way.append(placement.target_of(way[-1]))
+            yield tuple(way)
+
+
+def halts(schedule: Schedule) -> list[Finding]:
+    """Runs all rows in list order with sends that wait for their receive: a finding for every rank that does not come to its end."""
+    placement, rows = schedule.placement, [list(row) for row in schedule.rows()]
+    at = [0] * len(rows)
+    delivered: set[tuple[Kind, int, int, int | None]] = set()  # what went from one stage to another: kind of send, ends, microbatch
+
+    def heads(stage: int) -> tuple[Kind, int | None] | None:
+        row = rows[stage]
+        return (row[at[stage]].kind, row[at[stage]].microbatch) if at[stage] < len(row) else None
+
+    def ends_of(kind: Kind, stage: int) -> tuple[int, ...]:
+        forward = kind in (Kind.SEND_F, Kind.RECV_B)
+        return (placement.target_of(stage),) if forward else placement.sources_of(stage)
+
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(len(rows)):
+            while (head := heads(stage)) is not None:
+                kind, microbatch = head
+                if kind in (Kind.SEND_F, Kind.SEND_B):
+                    receive = Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B
+                    others = ends_of(kind, stage)
+                    delivered |= {(kind, stage, other, microbatch) for other in others if heads(other) == (receive, microbatch)}
+                    done = all((kind, stage, other, microbatch) in delivered for other in others)
+                elif kind in (Kind.RECV_F, Kind.RECV_B):
+                    send = Kind.SEND_F if kind is Kind.RECV_F else Kind.SEND_B
+                    done = all((send, other, stage, microbatch) in delivered for other in ends_of(kind, stage))
+                else:
+                    done = True
+                if not done:
+                    break
+                at[stage] += 1
+                moved = True
+    hint = "List the receive before what waits for it, in the order in which its sources send."
+    return [
+        Finding(HALTS, "error", f"rank {stage}, {rows[stage][place]}", "it waits for other ranks, which wait for it.", hint)
+        for stage, place in enumerate(at)
+        if place < len(rows[stage])
+    ]
+
+
+def _line(schedule: Schedule, way: tuple[int, ...]) -> Schedule:
+    """The rows of the stages of a way, numbered along it."""
+    placement = Placement.loop(len(way), len(way), schedule.num_microbatches)
+    rows = [schedule.row(stage) for stage in way]
+    columns = [np.concatenate(column) for column in zip(*(row.columns for row in rows), strict=True)]
+    columns[0] = np.concatenate([np.full(len(row), place) for place, row in enumerate(rows)])
+    return Schedule(schedule.name, placement, ActionArray(*columns), np.cumsum([0, *map(len, rows)]))
+
+
+def _of_module(part: ModulePlan, rules: dict[str, None]) -> list[Finding]:
+    """Findings about the collectives of a module, which its own ranks make."""
+    alone = part.alone
+    schedule = lower(schedule_for(alone))
+    examination = examine(schedule, facts=Facts(collectives=plan_calls(alone, schedule, per_microbatch=False)))
+    rules.update((rule.name, None) for rule in examination.rules)
+    return [Finding(each.rule, each.severity, f"module {part.name}, {each.where}", each.what, each.hint) for each in examination.findings]
+
+
+def _of_bridge(source: ModulePlan, target: ModulePlan) -> list[Finding]:
+    """A finding where hidden states that ranks of the target need are on no rank of the source."""
+    grids = [
+        stage_grid(part, samples=[(part.samples_of(dp),) for dp in range(part.layout.dp)], pp_rank=pp_rank)
+        for part, pp_rank in ((source, source.layout.pp - 1), (target, 0))
+    ]
+    try:
+        messages(*grids)
+        messages(*reversed(grids))
+    except ValueError as error:
+        where = f"bridge {source.name} -> {target.name}"
+        return [Finding("bridge-incomplete", "error", where, str(error), "Cut the same batch and sequence in both modules.")]
+    return []
