@@ -15,12 +15,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 try:
-    from . import _digest
+    from . import _digest as compiled
 except ImportError:
-    _digest = None  # type: ignore[assignment]
-
-IS_COMPILED = _digest is not None
-"""Whether the compiled loops were built with this installation."""
+    compiled = None  # type: ignore[assignment]
 
 Digest = tuple[int, int]
 Region = tuple[tuple[int, int], ...]
@@ -28,7 +25,7 @@ Region = tuple[tuple[int, int], ...]
 
 EMPTY: Digest = (0, 0)
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LANE_SEEDS = (np.uint64(0x243F6A8885A308D3), np.uint64(0x13198A2E03707344))
 _CHUNK = 1 << 16
 """Elements mixed at once: the temporaries stay in the cache."""
@@ -47,10 +44,10 @@ def digest(values: np.ndarray, shape: Sequence[int] | None = None, region: Regio
     region = full_region(shape) if region is None else region
     size = region_size(region)
     assert len(words) == size, f"{len(words)} values do not fill a region of {size} elements"
-    if _digest is None:
+    if compiled is None:
         return digest_plainly(words, element_index(shape, region).reshape(-1))
-    starts, length = _runs(shape, region)
-    return _digest.runs(words, words.itemsize, length, starts)
+    starts, length = runs_of(shape, region)
+    return compiled.runs(words, words.itemsize, length, starts)
 
 
 def digest_plainly(words: np.ndarray, index: np.ndarray) -> Digest:
@@ -87,7 +84,7 @@ def element_index(shape: Sequence[int], region: Region | None = None) -> np.ndar
     return index
 
 
-def _runs(shape: Sequence[int], region: Region) -> tuple[np.ndarray, int]:
+def runs_of(shape: Sequence[int], region: Region) -> tuple[np.ndarray, int]:
     """The first elements (uint64) of the runs that a region is made of, each of neighbours in the whole tensor, and their length."""
     length, outer = 1, len(shape)
     while outer and (outer == len(shape) or region[outer] == (0, shape[outer])):
@@ -114,12 +111,12 @@ def regions_overlap(a: Region, b: Region) -> bool:
 
 
 def _digest_chunk(words: np.ndarray, index: np.ndarray) -> Digest:
-    placed = words.astype(np.uint64) + index * _GOLDEN
-    first, second = (int(_mix(placed + seed).sum(dtype=np.uint64)) for seed in _LANE_SEEDS)
+    placed = words.astype(np.uint64) + index * GOLDEN
+    first, second = (int(mix(placed + seed).sum(dtype=np.uint64)) for seed in _LANE_SEEDS)
     return first, second
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def mix(z: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64 (Steele, Lea & Flood 2014, figure 17, variant 13 of Stafford): a bijection of 64 bits."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
