@@ -19,7 +19,8 @@ from ..core.model import ModelSpec
 from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
 from .digest import Digest, Region, add, bit_words, region_size, regions_overlap
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
+from .summary import Summary, add_summaries
 
 Problem = Literal["differs", "missing", "extra", "incomplete", "unclear"]
 """`missing`: no rank has the tensor, `extra`: the reference has not, `incomplete`: the ranks' pieces are not the whole tensor once,
@@ -75,8 +76,8 @@ def _compare_tensor(key: Key, expected: Sequence[Piece], pieces: Sequence[Piece]
     if not _is_whole(pieces, held, shape):
         return Difference(key, "incomplete", _ranks(pieces))
     whole = _digest_of(_covers(sorted(known))[0], known)
-    if torn := _unequal(held):
-        suspects = torn
+    if torn := _unequal(held):  # a copy with which the others make up the right tensor is right
+        suspects = [piece for piece in torn if whole_summary(pieces, piece).digest != whole]
     else:
         differ = [cover for cover in _covers(sorted(held)) if _digest_of(cover, held) != whole]
         suspects = [piece for cover in differ for region in cover for piece in held[region]]
@@ -104,6 +105,14 @@ def _unequal(by_region: Mapping[Region, list[Piece]]) -> list[Piece]:
 
 def _digest_of(cover: Sequence[Region], by_region: Mapping[Region, list[Piece]]) -> Digest:
     return add(by_region[region][0].digest for region in cover)
+
+
+def whole_summary(pieces: Sequence[Piece], one: Piece | None = None) -> Summary:
+    """The summary of a whole tensor from its pieces, of replicas the first; with `one` from a set of pieces that it is in."""
+    by_region = _by_region(pieces) if one is None else {**_by_region(pieces), one.region: [one]}
+    covers = _covers(sorted(by_region))
+    cover = covers[0] if one is None else next(cover for cover in covers if one.region in cover)
+    return add_summaries(by_region[region][0].summary for region in cover)
 
 
 def _covers(regions: Sequence[Region]) -> list[list[Region]]:
@@ -137,13 +146,15 @@ def _position(reference: RunLedger, model: ModelSpec, found: Sequence[Difference
     """A sort key: activations forward, loss, their gradients backward, parameter gradients backward, norm, optimizer, weights."""
     parameter_position = {each.name: i for i, each in enumerate((*parameters(model), *expert_biases(model)))}
     keys = [*reference.pieces, *(difference.key for difference in found)]
-    activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT))
+    activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT))
     forward = {name: i for i, name in enumerate(activations)}
 
     def position(difference: Difference) -> tuple:
         step, phase, tensor, sample = difference.key
         if phase == ACTIVATION:
             where: tuple = (0, forward[tensor], sample)
+        elif phase == HELD_OUT:
+            where = (7, forward[tensor], sample)
         elif phase == ACTIVATION_GRADIENT:
             where = (2, -forward[tensor], sample)
         elif phase == GRADIENT:
@@ -167,7 +178,7 @@ def action_of(plan: Plan, key: Key, global_rank: int) -> Action:
         stage = 0 if block[0] == "embedding" else len(plan.stages) - 1
     if key.sample is not None:
         first, _ = plan.samples_of(plan.layout.coordinates(global_rank)["dp"])
-        kind = Kind.F if key.phase == ACTIVATION else Kind.B
+        kind = Kind.B if key.phase == ACTIVATION_GRADIENT else Kind.F
         return Action(stage, kind, (key.sample - first) // plan.batch.micro_size)
     if key.phase == GRADIENT:
         return Action(stage, Kind.REDUCE_GRAD)

@@ -19,10 +19,15 @@ from .summary import NUM_SUMS, Summary, summarize
 
 ACTIVATION = "activation"
 ACTIVATION_GRADIENT = "activation gradient"
+HELD_OUT = "held-out activation"
+"""Of a held-out batch, seen after the step (`NO_STEP`: before the first) that its key names."""
 GRADIENT = "gradient"
 OPTIMIZER = "optimizer state"
 WEIGHT = "weight"
 SCALAR = "scalar"
+
+
+NO_STEP = -1
 
 
 class Key(NamedTuple):
@@ -107,7 +112,7 @@ class LedgerWriter:
 
     def activation(self, name: str, microbatch: Any, tokens: Sequence[slice], tensor: Any) -> None:
         """A tensor [samples, tokens, ...] of one microbatch, and, once backward reaches it, its gradient."""
-        self._samples(ACTIVATION, name, microbatch, tokens, tensor)
+        self._samples(HELD_OUT if microbatch.step is None else ACTIVATION, name, microbatch, tokens, tensor)
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient))
 
@@ -159,7 +164,8 @@ class LedgerWriter:
 
 def summary_of_scalar(value: float) -> Summary:
     """Of a number in fp64, every bit of which counts; its place is known."""
-    return Summary(digest(np.asarray(value)), 0, abs(value), (value,) * NUM_SUMS)
+    lanes = digest(np.asarray(value))
+    return Summary(lanes, lanes[0], abs(value), (value,) * NUM_SUMS)
 
 
 def _values(tensor: Any) -> np.ndarray:
