@@ -1,6 +1,6 @@
-"""The one part of the package that setuptools cannot read from pyproject.toml: the compiled loops of the event engine.
+"""The one part of the package that setuptools cannot read from pyproject.toml: the compiled loops of the event engine and of digests.
 
-They are optional: where no C compiler is found the package installs without them, and the plain Python loops do the work. Built against
+They are optional: where no C compiler is found the package installs without them, and plain Python and numpy do the work. Built against
 the stable ABI of Python 3.11, so one wheel per platform serves every later Python.
 """
 
@@ -9,17 +9,22 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-FOLDER = Path("simulator", "csrc")
 
-kernel = Extension(
-    "shardproof.simulator._kernel",
-    sources=sorted(map(str, FOLDER.glob("*.c"))),
-    depends=sorted(map(str, FOLDER.glob("*.h"))),
-    define_macros=[("Py_LIMITED_API", "0x030B0000")],
-    # No fused multiply-add: compiled and plain loops give the same bits on every processor.
-    extra_compile_args=[] if os.name == "nt" else ["-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off"],
-    optional=True,
-    py_limited_api=True,
+def compiled(name: str, folder: Path) -> Extension:
+    """The extension `shardproof.name` from the C files of a folder."""
+    return Extension(
+        f"shardproof.{name}",
+        sources=sorted(map(str, folder.glob("*.c"))),
+        depends=sorted(map(str, folder.glob("*.h"))),
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        # No fused multiply-add: compiled and plain loops give the same bits on every processor.
+        extra_compile_args=[] if os.name == "nt" else ["-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off"],
+        optional=True,
+        py_limited_api=True,
+    )
+
+
+setup(
+    ext_modules=[compiled("simulator._kernel", Path("simulator", "csrc")), compiled("verify._digest", Path("verify", "csrc"))],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )
-
-setup(ext_modules=[kernel], options={"bdist_wheel": {"py_limited_api": "cp311"}})

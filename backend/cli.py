@@ -63,6 +63,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="go on from the newest checkpoint in checkpoint.folder, whatever layout saved it; from the start where there is none",
     )
     parser.add_argument(
+        "--ledger",
+        metavar="DIR",
+        help="write what every rank computes, as digests, to a new or empty folder; `shardproof verify DIR --against DIR` compares two",
+    )
+    parser.add_argument(
         "--failure-report",
         metavar="FILE",
         default="train-failure.json",
@@ -96,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         live_memory=args.live_memory,
         save_huggingface=args.save_huggingface,
         resume=args.resume,
+        observer=None if args.ledger is None else service("ledger_observers")(plan, args.ledger),
     )
     left = plan.train.steps - (0 if trainer.resumption is None else trainer.resumption.saved.steps)
     if left == 0 and args.output is not None and args.output.endswith(TIMELINE_SUFFIX):

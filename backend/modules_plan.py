@@ -17,7 +17,7 @@ def unsupported_modules(plan: ModularPlan, of_one: Callable[[Plan], list[str]]) 
     if any(module.layout.zero == 3 for module in plan.modules):
         problems.append("the backend does not run layout.zero=3 with [[modules]] yet. Use layout.zero=2.")
     if plan.data_parallel.library != "shardproof":
-        problems.append(f"data_parallel.library={plan.data_parallel.library!r} is not tried with [[modules]]. Use \"shardproof\".")
+        problems.append(f'data_parallel.library={plan.data_parallel.library!r} is not tried with [[modules]]. Use "shardproof".')
     if plan.runtime.trim_padding:
         problems.append(
             "the backend does not run runtime.trim_padding=true with [[modules]] yet, whose bridges carry whole sequences. Use false."

@@ -133,7 +133,7 @@ class Trainer:
     every tensor storage in the last step (which takes longer for it), so that the timeline's memory is all that was held.
     `save_huggingface` is a new or empty folder, seen by all ranks, for the trained weights and their `config.json`. `resume` goes on from
     the newest checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from the start.
-    `resumption` says which it is.
+    `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the numbers of a rank.
     Raises `PlanError` at once for a plan that the backend does not run, that loads or saves what Hugging Face files do not hold, or that
     does not go on from what its `checkpoint.folder` holds.
     """
@@ -148,6 +148,7 @@ class Trainer:
         live_memory: bool = False,
         save_huggingface: str | None = None,
         resume: bool = False,
+        observer: Callable[[int], Observer | None] | None = None,
     ):
         if problems := unsupported(plan):
             raise PlanError(problems)
@@ -159,7 +160,7 @@ class Trainer:
         self.plan = plan
         self.transport = transport
         path = None if self.resumption is None else str(self.resumption.saved.path)
-        self._job = TrainJob(plan, model, on_step, live_memory=live_memory, save_huggingface=save_huggingface, resume=path)
+        self._job = TrainJob(plan, model, on_step, observer, live_memory=live_memory, save_huggingface=save_huggingface, resume=path)
 
     def fit(self) -> TrainResult:
         """Trains `plan.train.steps` steps. Raises `RankFailure` that names the rank when one ends before its work is done."""
@@ -260,7 +261,7 @@ def unsupported(plan: Plan | ModularPlan) -> list[str]:
 
 def _check_travels(job: TrainJob) -> None:
     """Raises `TypeError` for a model or callback that cannot be sent to the ranks."""
-    for name, value in (("model", job.model), ("on_step", job.on_step)):
+    for name, value in (("model", job.model), ("on_step", job.on_step), ("observer", job.observer)):
         try:
             pickle.dumps(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -19,7 +19,7 @@ from shardproof.core.commands import QUESTIONS, Command, command
 ROOT = Path(shardproof.__file__).parent
 ROOMS = ("core", "simulator", "viz", "backend", "verify")
 KNOWS = {room: {room, "core"} for room in ROOMS}
-MAY_USE_BACKEND = {"verify/dynamic.py", "verify/matrix.py", "verify/matrix_layouts.py", "verify/mutations.py"}
+MAY_USE_BACKEND = {"verify/dynamic.py", "verify/matrix.py", "verify/matrix_layouts.py", "verify/mutations.py", "verify/record.py"}
 LIGHT_PACKAGES = {"numpy", "shardproof"}
 FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 

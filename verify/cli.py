@@ -14,10 +14,12 @@ from ..core.modules import ModularPlan
 from ..core.options import add_output, add_plan, emit, option_values, read_any_plan
 from ..core.schedule import Schedule
 from ..core.schedules import lower, read_csv, schedule_for
+from .against import compare_saved
 from .check import Examination, examine
 from .facts import Facts
 from .facts_file import read_facts
 from .grid import grid
+from .ledger_file import is_ledger, read_ledger
 from .modules_check import prove_modules
 from .plan_facts import plan_calls
 from .rules import RULES, Rule, View
@@ -33,10 +35,11 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the verb."""
-    add_plan(parser, "a plan.toml or a schedule CSV")
+    add_plan(parser, "a plan.toml, a schedule CSV, or the folder of a ledger (train --ledger)")
     parser.add_argument("--list", action="store_true", help="print the static rules and stop")
     parser.add_argument("--facts", metavar="FILE", help="TOML with more to check: buffers, layers, message formats, collectives")
     parser.add_argument("--write-collectives", metavar="FILE", help="write the collectives of every rank of a plan as CSV and stop")
+    parser.add_argument("--against", metavar="DIR", help="the ledger of a right run, with which the ledger PLAN is compared")
     dynamic = parser.add_argument_group("dynamic proof", "runs the plan's backend and one device, and compares bits; needs the train extra")
     dynamic.add_argument("--dynamic", action="store_true", help="prove that the plan computes what one device computes, bit for bit")
     dynamic.add_argument("--steps", type=_positive, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
@@ -50,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         emit(args, list_rules(), {"rules": [_described(rule) for rule in RULES]})
         return 0
+    if args.against is not None or (args.plan is not None and is_ledger(args.plan)):
+        return _compare(args)
     if args.inject is not None and not args.dynamic:
         raise PlanError("--inject breaks the sharded run of the dynamic proof. Add --dynamic.")
     given = None if args.plan is not None and args.plan.lower().endswith(".csv") else read_any_plan(args)
@@ -99,6 +104,18 @@ def prove_schedule(plan: Plan, schedule: Schedule) -> list[Finding]:
     examination = examine(schedule, plan=plan, facts=Facts())
     symbolic = prove_symbolically(plan, examination.schedule).findings if examination.ok else ()
     return [finding for finding in (*examination.findings, *symbolic) if finding.severity == "error"]
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Two ledgers after the fact."""
+    if args.plan is None or args.against is None:
+        what = "the ledger to look at" if args.plan is None else f"{args.plan} is a ledger, and another one to compare it with"
+        raise PlanError(f"two ledgers are compared: give {what}, as in: shardproof verify run.ledger --against right.ledger")
+    if given := [flag for flag, value in (("--dynamic", args.dynamic), ("--facts", args.facts), ("--inject", args.inject)) if value]:
+        raise PlanError(f"{given[0]} belongs to a plan, and --against compares two runs that are over. Leave one of them out.")
+    comparison = compare_saved(read_ledger(args.plan), read_ledger(args.against))
+    emit(args, comparison.text, comparison.report)
+    return 0 if comparison.ok else 1
 
 
 def _with_shorter(plan: Plan, report: dict[str, Any], text: str) -> tuple[dict[str, Any], str]:

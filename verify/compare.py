@@ -1,12 +1,13 @@
-"""Compares the ledger of a sharded run with that of one device, in dataflow order, and names what differs.
+"""Compares the ledgers of two runs, of one device and a sharded one or of any two layouts, in dataflow order, and names what differs.
 
 Digests decide *whether* tensors differ; where they do, `explain` looks at captured values and says where and how.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -17,11 +18,14 @@ from ..core.action import Action, Kind
 from ..core.model import ModelSpec
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
-from .digest import Region, add, bit_words, region_size, regions_overlap
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
+from .digest import Digest, Region, add, bit_words, region_size, regions_overlap
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
 from .modules import in_whole, model_shapes, own_key, plan_of_rank, tensor_shapes
+from .summary import Summary, add_summaries
 
-Problem = Literal["differs", "missing", "extra", "incomplete"]
+Problem = Literal["differs", "missing", "extra", "incomplete", "unclear"]
+"""`missing`: no rank has the tensor, `extra`: the reference has not, `incomplete`: the ranks' pieces are not the whole tensor once,
+`unclear`: those of the reference are not, or its own copies differ, on the ranks that are named."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class Difference:
 def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan) -> list[Difference]:
     """Every tensor of which any rank's piece differs from the reference, in dataflow order: the first is the nearest to the cause.
 
-    Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are assembled.
+    Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are assembled, on both sides.
     """
     found = []
-    for key, (expected, *_) in reference.pieces.items():
+    for key, expected in reference.pieces.items():
         difference = _compare_tensor(key, expected, run.pieces.get(key, ()))
         if difference is not None:
             found.append(difference)
@@ -61,24 +65,55 @@ def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan
     return sorted(found, key=_position(reference, model, found))
 
 
-def _compare_tensor(key: Key, expected: Piece, pieces: Sequence[Piece]) -> Difference | None:
+def _compare_tensor(key: Key, expected: Sequence[Piece], pieces: Sequence[Piece]) -> Difference | None:
     if not pieces:
         return Difference(key, "missing", ())
-    by_region: dict[Region, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        by_region[piece.region].append(piece)
-    covers = _covers(sorted(by_region))
-    if any(piece.shape != expected.shape for piece in pieces) or not all(_partitions(cover, expected) for cover in covers):
+    shape = expected[0].shape
+    known, held = _by_region(expected), _by_region(pieces)
+    if not _is_whole(expected, known, shape) or len({_digest_of(cover, known) for cover in _covers(sorted(known))}) > 1:
+        return Difference(key, "unclear", _ranks(expected))
+    if unequal := _unequal(known):
+        return Difference(key, "unclear", _ranks(unequal))
+    if not _is_whole(pieces, held, shape):
         return Difference(key, "incomplete", _ranks(pieces))
-    if len(by_region) == 1:
-        wrong = [piece for piece in pieces if piece.digest != expected.digest]
-        return Difference(key, "differs", _ranks(wrong)) if wrong else None
-    torn = [piece for held in by_region.values() if len({piece.digest for piece in held}) > 1 for piece in held]
-    if torn:
-        return Difference(key, "differs", _ranks(torn))
-    differ = [cover for cover in covers if add(by_region[region][0].digest for region in cover) != expected.digest]
-    suspects = [piece for cover in differ for region in cover for piece in by_region[region]]
-    return Difference(key, "differs", _ranks(suspects)) if suspects else None
+    whole = _digest_of(_covers(sorted(known))[0], known)
+    if torn := _unequal(held):  # a copy with which the others make up the right tensor is right
+        suspects = [piece for piece in torn if whole_summary(pieces, piece).digest != whole]
+    else:
+        differ = [cover for cover in _covers(sorted(held)) if _digest_of(cover, held) != whole]
+        suspects = [piece for cover in differ for region in cover for piece in held[region]]
+    # a piece of which the reference has the same region is right or wrong for itself
+    wrong = [piece for piece in suspects if piece.region not in known or known[piece.region][0].digest != piece.digest]
+    return Difference(key, "differs", _ranks(wrong)) if wrong else None
+
+
+def _by_region(pieces: Sequence[Piece]) -> dict[Region, list[Piece]]:
+    found: dict[Region, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.region].append(piece)
+    return found
+
+
+def _is_whole(pieces: Sequence[Piece], by_region: Mapping[Region, list[Piece]], shape: tuple[int, ...]) -> bool:
+    """Whether pieces make up tensors of a shape, each element once."""
+    return all(piece.shape == shape for piece in pieces) and all(_partitions(cover, shape) for cover in _covers(sorted(by_region)))
+
+
+def _unequal(by_region: Mapping[Region, list[Piece]]) -> list[Piece]:
+    """The pieces of all regions of which two ranks have other bits."""
+    return [piece for held in by_region.values() if len({piece.digest for piece in held}) > 1 for piece in held]
+
+
+def _digest_of(cover: Sequence[Region], by_region: Mapping[Region, list[Piece]]) -> Digest:
+    return add(by_region[region][0].digest for region in cover)
+
+
+def whole_summary(pieces: Sequence[Piece], one: Piece | None = None) -> Summary:
+    """The summary of a whole tensor from its pieces, of replicas the first; with `one` from a set of pieces that it is in."""
+    by_region = _by_region(pieces) if one is None else {**_by_region(pieces), one.region: [one]}
+    covers = _covers(sorted(by_region))
+    cover = covers[0] if one is None else next(cover for cover in covers if one.region in cover)
+    return add_summaries(by_region[region][0].summary for region in cover)
 
 
 def _covers(regions: Sequence[Region]) -> list[list[Region]]:
@@ -96,8 +131,8 @@ def _covers(regions: Sequence[Region]) -> list[list[Region]]:
     return covers
 
 
-def _partitions(regions: Sequence[Region], whole: Piece) -> bool:
-    covered = sum(region_size(region) for region in regions) == region_size(whole.region)
+def _partitions(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
+    covered = sum(region_size(region) for region in regions) == math.prod(shape)
     return covered and not any(regions_overlap(a, b) for a, b in combinations(regions, 2))
 
 
@@ -113,13 +148,15 @@ def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Seque
     names = model_shapes(model) if isinstance(model, ModelSpec) else tensor_shapes(model)
     parameter_position = {name: i for i, name in enumerate(names)}
     keys = [*reference.pieces, *(difference.key for difference in found)]
-    activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT))
+    activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT))
     forward = {name: i for i, name in enumerate(activations)}
 
     def position(difference: Difference) -> tuple:
         step, phase, tensor, sample = difference.key
         if phase == ACTIVATION:
             where: tuple = (0, forward[tensor], sample)
+        elif phase == HELD_OUT:
+            where = (7, forward[tensor], sample)
         elif phase == ACTIVATION_GRADIENT:
             where = (2, -forward[tensor], sample)
         elif phase == GRADIENT:
@@ -148,7 +185,7 @@ def _own_action(plan: Plan, key: Key, global_rank: int) -> Action:
         stage = 0 if block[0] == "embedding" else len(plan.stages) - 1
     if key.sample is not None:
         first, _ = plan.samples_of(plan.layout.coordinates(global_rank)["dp"])
-        kind = Kind.F if key.phase == ACTIVATION else Kind.B
+        kind = Kind.B if key.phase == ACTIVATION_GRADIENT else Kind.F
         return Action(stage, kind, (key.sample - first) // plan.batch.micro_size)
     if key.phase == GRADIENT:
         return Action(stage, Kind.REDUCE_GRAD)

@@ -1,6 +1,7 @@
-"""The ledger: what one run computed, as digests under names that no layout changes. numpy only.
+"""The ledger: what one run computed, as summaries under names that no layout changes. numpy only.
 
-Each rank keeps a `LedgerWriter`, which the trainer calls as its observer, and hands back a `RankLedger` of small numbers.
+Each rank keeps a `LedgerWriter`, which the trainer calls as its observer, and hands back a `RankLedger` of small numbers, or writes them
+to a file as they come (`ledger_file`).
 Values themselves are kept only when asked for (`capture`), one file each in a folder that the caller owns.
 """
 
@@ -14,13 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .digest import Digest, Region, digest, full_region
+from .summary import NUM_SUMS, Summary, summarize
 
 ACTIVATION = "activation"
 ACTIVATION_GRADIENT = "activation gradient"
+HELD_OUT = "held-out activation"
+"""Of a held-out batch, seen after the step (`NO_STEP`: before the first) that its key names."""
 GRADIENT = "gradient"
 OPTIMIZER = "optimizer state"
 WEIGHT = "weight"
 SCALAR = "scalar"
+
+
+NO_STEP = -1
 
 
 class Key(NamedTuple):
@@ -34,7 +41,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a tensor that one rank saw: its region of `shape`, its digest, and its values where they were kept.
+    """The part of a tensor that one rank saw: its region of `shape`, its summary, and its values where they were kept.
 
     `kept` is the file of the values, or the value itself for a scalar.
     """
@@ -42,8 +49,13 @@ class Piece:
     global_rank: int
     shape: tuple[int, ...]
     region: Region
-    digest: Digest
+    summary: Summary
     kept: str | float | None = None
+
+    @property
+    def digest(self) -> Digest:
+        """What is equal exactly when all bits are."""
+        return self.summary.digest
 
     def load(self) -> np.ndarray:
         """The values, in the shape of the region. Only for scalars and captured tensors."""
@@ -100,7 +112,7 @@ class LedgerWriter:
 
     def activation(self, name: str, microbatch: Any, tokens: Sequence[slice], tensor: Any) -> None:
         """A tensor [samples, tokens, ...] of one microbatch, and, once backward reaches it, its gradient."""
-        self._samples(ACTIVATION, name, microbatch, tokens, tensor)
+        self._samples(HELD_OUT if microbatch.step is None else ACTIVATION, name, microbatch, tokens, tensor)
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient))
 
@@ -120,8 +132,7 @@ class LedgerWriter:
     def scalar(self, name: str, value: float) -> None:
         """A number that every rank knows, such as the loss."""
         value = float(value)
-        piece = Piece(self.global_rank, (), (), digest(np.asarray(value)), value)
-        self.entries.append((Key(self.step, SCALAR, name), piece))
+        self.keep(Key(self.step, SCALAR, name), Piece(self.global_rank, (), (), summary_of_scalar(value), value))
 
     def finish(self) -> RankLedger:
         """What was seen so far."""
@@ -158,7 +169,17 @@ class LedgerWriter:
             assert self.folder is not None
             kept = str(self.folder / f"{self.global_rank}-{len(self.entries)}.npy")
             np.save(kept, values)
-        self.entries.append((key, Piece(self.global_rank, tuple(shape), region, digest(values, shape, region), kept)))
+        self.keep(key, Piece(self.global_rank, tuple(shape), region, summarize(values, shape, region), kept))
+
+    def keep(self, key: Key, piece: Piece) -> None:
+        """Takes one entry into the ledger."""
+        self.entries.append((key, piece))
+
+
+def summary_of_scalar(value: float) -> Summary:
+    """Of a number in fp64, every bit of which counts; its place is known."""
+    lanes = digest(np.asarray(value))
+    return Summary(lanes, lanes[0], abs(value), (value,) * NUM_SUMS)
 
 
 def _values(tensor: Any) -> np.ndarray:

@@ -290,7 +290,10 @@ BROKEN = {
     "torch-shards-by-itself": (("[batch]", '[data_parallel]\nlibrary = "torch"\n[batch]'), "zero=1 keeps them whole on every rank"),
     "stages-are-sharded": (('name = "1F1B"', 'name = "1F1B"\nmax_active_stages = 2'), "Set layout.zero = 3, or leave max_active_stages"),
     "batches-are-waited-for": (("[runtime]", "[runtime]\np2p_batched = false"), "p2p_overlap=false is not set. Set it, or leave"),
-    "padding-is-told-apart": (("steps = 20", "steps = 20\npadded = true"), "padded=true fills sequences up with ignore_token, which is not"),
+    "padding-is-told-apart": (
+        ("steps = 20", "steps = 20\npadded = true"),
+        "padded=true fills sequences up with ignore_token, which is not",
+    ),
     "name-or-file": (('name = "1F1B"', 'name = "GPipe"\nfile = "x.csv"'), "both choose a schedule"),
     "positions-suffice": (("sequence = 2048", "sequence = 4096"), "sequence=4096 is longer than the learned position table"),
     "cluster-is-filled": (("dp = 16", "dp = 8"), "512 ranks, but num_devices=1024. Use dp=16"),

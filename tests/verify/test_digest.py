@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.verify.digest import add, bit_words, digest, element_index, regions_overlap, to_hex
+from shardproof.verify.digest import add, bit_words, digest, digest_plainly, element_index, regions_overlap, to_hex
 
 
 def values(*shape: int, seed: int = 0) -> np.ndarray:
@@ -23,6 +23,14 @@ def test_digest_of_a_grid_of_pieces_is_that_of_the_whole(rows: int, columns: int
     column_cuts = [0, *sorted(data.draw(st.lists(st.integers(0, columns), max_size=3))), columns]
     pieces = [digest(whole[a:b, c:d], whole.shape, ((a, b), (c, d))) for a, b in pairwise(row_cuts) for c, d in pairwise(column_cuts)]
     assert add(pieces) == digest(whole)
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.sampled_from([np.uint8, np.float16, np.float32, np.float64]), st.data())
+def test_compiled_loops_give_the_digests_of_numpy(shape: list[int], dtype: type, data: st.DataObject) -> None:
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    region = tuple((lo, hi) for lo, hi in bounds)
+    part = (100 * values(*shape)).astype(dtype)[tuple(slice(lo, hi) for lo, hi in region)]
+    assert digest(part, shape, region) == digest_plainly(bit_words(part).reshape(-1), element_index(shape, region).reshape(-1))
 
 
 def test_two_equal_elements_apart_from_their_places_change_the_digest() -> None:

@@ -16,6 +16,7 @@ from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, 
 class Samples:
     first_sample: int
     tokens: torch.Tensor
+    step: int | None = 0
 
 
 def test_each_sample_of_a_microbatch_is_a_tensor_of_its_own() -> None:

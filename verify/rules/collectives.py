@@ -73,7 +73,8 @@ def gradient_axes(view: View) -> Iterator[Violation]:
 def _reductions(calls: Iterable[Call]) -> Counter[tuple[int, str]]:
     """How often gradients of a stage are added over an axis; those of a bucket go by themselves."""
     times = Counter(
-        (call.action.stage, call.axis, call.layer if call.layer.startswith((TOKEN_TABLE, NUMBERED, ROUTERS, WAITING)) else "") for call in calls
+        (call.action.stage, call.axis, call.layer if call.layer.startswith((TOKEN_TABLE, NUMBERED, ROUTERS, WAITING)) else "")
+        for call in calls
     )
     found: Counter[tuple[int, str]] = Counter()
     for (stage, axis, _), count in times.items():

@@ -1,0 +1,112 @@
+"""What a ledger costs: digests and summaries in GB/s of one core, and training steps with a ledger against the same steps without.
+
+    python benchmarks/ledger.py [--model tiny-llama] [--steps 6] [--rounds 3] [--json]
+
+Steps with and without alternate in one process over the in-memory transport with one rank; what counts is processor time, of several rounds
+the least. Every step writes all its lines. Numbers are in docs/measurements.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.plan import Batch, Plan, Precision, Train
+from shardproof.verify.digest import digest
+from shardproof.verify.record import LedgerObservers
+from shardproof.verify.summary import summarize
+
+ELEMENTS = 1 << 24
+
+
+def rate(function: Callable[[np.ndarray], object]) -> float:
+    """GB/s of processor time over 64 MB of fp32, the best of five."""
+    values = np.random.default_rng(0).normal(size=ELEMENTS).astype(np.float32)
+    best = min(_seconds(lambda: function(values)) for _ in range(5))
+    return values.nbytes / best / 1e9
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start_s = time.process_time()
+    work()
+    return time.process_time() - start_s
+
+
+def step_seconds(plan: Plan, steps: int, rounds: int) -> tuple[float, float]:
+    """Processor seconds of one training step without and with a ledger."""
+    from shardproof.backend.training_rank import TrainingRank
+    from shardproof.backend.transport.memory import MemoryWorld, run_threads
+
+    def job(transport: object, folder: Path | None) -> float:
+        observer = None if folder is None else LedgerObservers(plan, folder)(0)
+        rank = TrainingRank(transport, plan, observer=observer)
+        rank.step(0)
+        return min(_seconds(lambda step=step: rank.step(step)) for step in range(1, steps))
+
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as name:
+            for times, folder in zip(found, (None, Path(name)), strict=True):
+                times += run_threads(MemoryWorld(1, timeout_s=600), job, folder)
+    return min(found[0]), min(found[1])
+
+
+def main() -> None:
+    """Prints the table, or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-llama")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--mode", choices=("fast", "exact"), default="fast")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    preset = model_preset(args.model)
+    hidden = args.hidden
+    model = replace(
+        preset,
+        num_layers=args.layers,
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        head_dim=hidden // preset.num_heads,
+        max_positions=args.sequence,
+    )
+    plan = Plan(
+        model,
+        cluster_preset("this-host", 1),
+        Layout(),
+        Batch(args.samples, 1, args.sequence),
+        precision=Precision("fp32"),
+        train=Train(steps=1),
+    )
+    plan = replace(plan, numerics=replace(plan.numerics, mode=args.mode))
+    without, with_ledger = step_seconds(plan, args.steps, args.rounds)
+    report = {
+        "digest_gb_per_s": rate(digest),
+        "summary_gb_per_s": rate(summarize),
+        "step_s": without,
+        "step_with_ledger_s": with_ledger,
+        "cost": with_ledger / without - 1,
+    }
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print(f"digest {report['digest_gb_per_s']:.1f} GB/s, summary {report['summary_gb_per_s']:.1f} GB/s of one core")
+        print(f"step {without:.3f} s, with a ledger {with_ledger:.3f} s: {100 * report['cost']:.1f}% more")
+
+
+if __name__ == "__main__":
+    main()

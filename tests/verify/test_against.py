@@ -1,0 +1,183 @@
+"""Ledgers of two runs are compared after the fact: any two layouts, with the kind of every difference, and rounding told from faults."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shardproof import Plan, Trainer
+from shardproof.core.cli import main
+from shardproof.core.layout import Layout
+from shardproof.verify.against import compare_saved, relate
+from shardproof.verify.ledger_file import read_ledger
+from shardproof.verify.record import ledger_observers
+from shardproof.verify.summary import Summary, summarize
+
+PLAN = """
+[model]
+preset = "tiny-gpt"
+num_layers = 2
+hidden_size = 24
+num_heads = 6
+num_kv_heads = 3
+head_dim = 4
+ffn_hidden_size = 48
+[layout]
+{layout}
+[batch]
+global = 6
+sequence = 16
+[precision]
+dtype = "fp32"
+[numerics]
+mode = "{mode}"
+[optimizer]
+clip_grad_norm = 0.5
+[train]
+steps = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of the ledger of a run over threads, each layout trained once."""
+    root, runs = tmp_path_factory.mktemp("ledgers"), {}
+
+    def folder(layout: str, mode: str = "exact") -> Path:
+        if (layout, mode) not in runs:
+            path = root / str(len(runs))
+            plan = Plan.from_toml(PLAN.format(layout=layout, mode=mode))
+            Trainer(plan, transport="memory", observer=ledger_observers(plan, str(path))).fit()
+            runs[layout, mode] = path
+        return runs[layout, mode]
+
+    return folder
+
+
+def test_two_layouts_of_one_problem_have_equal_ledgers(saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = saved("tp = 3\ndp = 2"), saved("pp = 2\ndp = 3")
+    assert main(["verify", str(one), "--against", str(other), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["bitwise"], report["tensors_different"], report["findings"]) == (True, True, 0, [])
+    assert report["steps"] == 2 and report["tensors_compared"] > 200 and len(report["losses"]) == 2
+
+
+def test_fast_numerics_are_explained_by_the_order_of_sums(saved: Callable[..., Path]) -> None:
+    found = compare_saved(read_ledger(saved("tp = 3", "fast")), read_ledger(saved("tp = 3\ndp = 2")))
+    assert found.ok and not found.report["bitwise"]
+    assert found.report["tensors_explained"] == found.report["tensors_different"] > 100
+    assert [finding.rule for finding in found.findings] == ["order-of-sums"]
+
+
+def spoiled(folder: Path, target: Path, change: Callable[[list], list | None], rank: int = 1) -> Path:
+    """A copy of a ledger in which the lines of one rank are changed."""
+    shutil.copytree(folder, target)
+    path = target / f"rank-{rank}.jsonl"
+    header, *lines = path.read_text().splitlines()
+    changed = [change(json.loads(line)) for line in lines]
+    path.write_text("\n".join([header, *(json.dumps(line) for line in changed if line is not None), ""]))
+    return target
+
+
+def other_bits(*chosen: object) -> Callable[[list], list]:
+    """Changes the digest and doubles the sums of the tensor `(step, phase, name)`."""
+
+    def change(line: list) -> list:
+        if tuple(line[:3]) == chosen:
+            line[6:8], line[9] = ["ab" * 16, "cd" * 8], [2 * each for each in line[9]]
+        return line
+
+    return change
+
+
+def test_the_first_difference_along_the_dataflow_is_named_with_rank_action_and_kind(saved: Callable[..., Path], tmp_path: Path) -> None:
+    name = "layers.1.mlp.down.weight"
+    changes = [other_bits(1, "weight", name), other_bits(0, "gradient", name)]
+    wrong = spoiled(saved("tp = 3\ndp = 2"), tmp_path / "wrong", lambda line: changes[0](changes[1](line)), rank=4)
+    found = compare_saved(read_ledger(wrong), read_ledger(saved("pp = 2\ndp = 3")))
+    first = found.report["first_divergence"]
+    assert not found.ok
+    assert (first["step"], first["phase"], first["tensor"], first["action"]) == (1, "gradient", name, "0REDUCE_GRAD")
+    assert (first["ranks"], first["class"]) == ([4], "other values")  # a third of the tensor is doubled
+    same_cut = compare_saved(read_ledger(wrong), read_ledger(saved("tp = 3\ndp = 2"))).report["first_divergence"]
+    assert (same_cut["ranks"], same_cut["class"]) == ([4], "doubled")
+
+
+def test_a_lost_tensor_and_half_a_line_at_the_end_are_told_apart(saved: Callable[..., Path], tmp_path: Path) -> None:
+    lost = spoiled(saved("tp = 3"), tmp_path / "lost", lambda line: None if line[1] == "gradient" else line)
+    rules = [finding.rule for finding in compare_saved(read_ledger(lost), read_ledger(saved("pp = 2\ndp = 3"))).findings]
+    assert rules[0] == "tensor-incomplete"
+    with (lost / "rank-0.jsonl").open("a") as file:
+        file.write('[1,"weight","lay')  # the rank was killed here
+    assert read_ledger(lost).run.pieces
+
+
+def test_other_problems_and_other_machines_are_said_first(saved: Callable[..., Path]) -> None:
+    one, other = read_ledger(saved("tp = 3\ndp = 2")), read_ledger(saved("pp = 2\ndp = 3"))
+    problem = replace(other, plan=replace(other.plan, train=replace(other.plan.train, seed=7)))
+    (finding,) = compare_saved(one, problem).findings
+    assert finding.rule == "other-problem" and finding.what == "train.seed is 1234 and was 7."
+    machine = replace(other, environments=({**other.environments[0], "kernels": "AVX2"},))
+    found = compare_saved(one, machine)
+    assert found.ok and not found.report["bitwise"] and found.findings[0].rule == "other-machine" and "kernels" in found.findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda x: x * 0, "missing"),
+        (lambda x: x * 2, "doubled"),
+        (lambda x: x / 3, "scaled"),
+        (lambda x: x * 2 / 3, "scaled"),
+        (lambda x: x.flip(0), "permuted"),
+        (lambda x: torch.nextafter(x, x + 1), "order only"),
+        (lambda x: x + 1, "other values"),
+        (lambda x: x / 0, "not finite"),
+    ],
+)
+def test_the_relation_of_two_tensors_is_known_from_their_summaries(change: Callable[[torch.Tensor], torch.Tensor], kind: str) -> None:
+    right = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    assert relate(summarize(right.numpy()), summarize(change(right).numpy())).kind == kind
+
+
+def test_stale_values_and_the_axis_of_a_ratio_are_named() -> None:
+    old, new = (summarize(np.random.default_rng(seed).normal(size=99).astype(np.float32)) for seed in (0, 1))
+    assert relate(new, old, before=[old]).kind == "stale"
+    third = Summary((1, 2), 3, new.largest / 3, tuple(each / 3 for each in new.sums))
+    assert "1/3, as dp is" in relate(new, third, layout=Layout(tp=2, dp=3)).words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{one}"], "two ledgers are compared"),
+        (["{one}", "--against", "{empty}"], "has no ledger"),
+        (["{one}", "--against", "{one}", "--dynamic"], "--dynamic belongs to a plan"),
+        (["{torn}", "--against", "{one}"], "rank-2.jsonl is not there"),
+        (["{broken}", "--against", "{one}"], "is no file of a ledger, or broken"),
+    ],
+)
+def test_what_is_no_pair_of_ledgers_ends_with_2_and_says_what_to_do(
+    saved: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    one, empty, torn, broken = saved("tp = 3\ndp = 2"), tmp_path / "empty", tmp_path / "torn", tmp_path / "broken"
+    empty.mkdir()
+    for copy in (torn, broken):
+        shutil.copytree(one, copy)
+    (torn / "rank-2.jsonl").unlink()
+    (broken / "rank-0.jsonl").write_text("{}\n")
+    places = {"one": one, "empty": empty, "torn": torn, "broken": broken}
+    assert main(["verify", *(each.format(**places) for each in arguments)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_folder_with_something_in_it_is_no_place_for_a_ledger(saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--model", "tiny-gpt", "--ledger", str(saved("tp = 3\ndp = 2"))]) == 2
+    assert "is not empty" in capsys.readouterr().err

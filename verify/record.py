@@ -1,0 +1,40 @@
+"""`ledger_observers`: what `train --ledger` gives the ranks of a run, so that each writes what it computes to its file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .ledger_file import FileLedger, prepare_folder
+from .modules import AnyPlan, plan_of_rank, tensor_shapes
+
+
+@dataclass(frozen=True)
+class LedgerObservers:
+    """Makes the observer of a rank, in that rank's process. Can be pickled."""
+
+    plan: AnyPlan
+    folder: Path
+
+    def __call__(self, global_rank: int) -> FileLedger:
+        """The writer of one rank's file."""
+        import torch
+
+        from ..backend.environment import environment
+
+        plan = self.plan
+        header = {
+            "world_size": plan.world_size,
+            "environment": environment(torch.device("cpu")),
+            "plan": plan.to_toml(),
+        }
+        part = plan_of_rank(plan, global_rank)
+        return FileLedger(global_rank, tensor_shapes(plan), cp=part.layout.cp, target=self.folder, header=header)
+
+
+def ledger_observers(plan: AnyPlan, folder: str) -> LedgerObservers:
+    """For a new ledger in `folder`, which is made. Raises `PlanError` where something is in it."""
+    if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks find it made
+        prepare_folder(Path(folder))
+    return LedgerObservers(plan, Path(folder).absolute())

@@ -1,0 +1,89 @@
+"""`Summary`: what a ledger keeps of a tensor instead of its values. Summaries of pieces add up to that of the whole, wherever it was cut.
+
+Equal digests are equal bits. Where they differ, the rest says how, long after the values are gone. `alike` is a digest without places:
+equal in two tensors that hold the same values in other places. `sums` are eight sums of all elements with signs that their places draw:
+they are linear, so those of a multiple are that multiple, and the mean square of the differences of two tensors' sums is, on average
+over signs, the squared distance of the tensors (Alon, Matias & Szegedy 1996, The space complexity of approximating the frequency moments,
+section 2.2; with eight sums its standard deviation is half of it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .digest import (
+    EMPTY,
+    GOLDEN,
+    Digest,
+    Region,
+    add,
+    bit_words,
+    compiled,
+    digest_plainly,
+    element_index,
+    full_region,
+    mix,
+    region_size,
+    runs_of,
+)
+
+NUM_SUMS = 8
+
+_ALIKE_SEED = np.uint64(0xA4093822299F31D0)
+_SIGN_SEED = np.uint64(0x082EFA98EC4E6C89)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`digest` sees every bit and its place, `alike` every bit; `largest` is the largest magnitude (NaN if there is one)."""
+
+    digest: Digest = EMPTY
+    alike: int = 0
+    largest: float = 0.0
+    sums: tuple[float, ...] = (0.0,) * NUM_SUMS
+
+    def distance(self, other: Summary) -> float:
+        """About the Euclidean distance of two tensors of one shape: the root of the mean square that their sums differ by."""
+        return math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(self.sums, other.sums, strict=True)) / NUM_SUMS)
+
+    @property
+    def norm(self) -> float:
+        """About the Euclidean norm."""
+        return self.distance(Summary())
+
+
+def summarize(values: np.ndarray, shape: Sequence[int] | None = None, region: Region | None = None) -> Summary:
+    """The summary of fp32 `values`, which fill `region` of a tensor of `shape` (without them: the whole tensor)."""
+    words = bit_words(np.asarray(values, dtype=np.float32)).reshape(-1)
+    shape = values.shape if shape is None else shape
+    region = full_region(shape) if region is None else region
+    size = region_size(region)
+    assert len(words) == size, f"{len(words)} values do not fill a region of {size} elements"
+    if compiled is None:
+        return summarize_plainly(words, element_index(shape, region).reshape(-1))
+    starts, length = runs_of(shape, region)
+    return Summary(*compiled.summarize(words, length, starts))
+
+
+def summarize_plainly(words: np.ndarray, index: np.ndarray) -> Summary:
+    """The summary of fp32 words `[n]` that are the elements `index` (uint64) of their tensor, by numpy."""
+    values = words.view(np.float32).astype(np.float64)
+    signs = mix(index * GOLDEN + _SIGN_SEED)
+    sums = tuple(float(np.where(signs >> np.uint64(bit) & np.uint64(1), -values, values).sum()) for bit in range(NUM_SUMS))
+    alike = int(mix(words.astype(np.uint64) + _ALIKE_SEED).sum(dtype=np.uint64))
+    return Summary(digest_plainly(words, index), alike, float(np.abs(values).max(initial=0.0)), sums)
+
+
+def add_summaries(summaries: Iterable[Summary]) -> Summary:
+    """The summary of disjoint pieces together."""
+    parts = list(summaries)
+    return Summary(
+        add(each.digest for each in parts),
+        sum(each.alike for each in parts) % 2**64,
+        float(np.max([each.largest for each in parts], initial=0.0)),
+        tuple(math.fsum(column) for column in zip(*(each.sums for each in parts), strict=True)) or (0.0,) * NUM_SUMS,
+    )
