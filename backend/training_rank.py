@@ -235,7 +235,8 @@ class TrainingRank:
         gradients as they come and go."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._weights}
         base_bytes = sum(storages.values()) + self.optimizer.state_bytes
-        return ActivationMeter(self.transport.global_rank, self._weights, base_bytes, self._lasting_bytes)
+        constants = [tensor for stage in self.stages.values() for tensor in stage.context.constants]
+        return ActivationMeter(self.transport.global_rank, [*self._weights, *constants], base_bytes, self._lasting_bytes)
 
     @property
     def shards(self) -> list[Shard]:

@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..core.plan import Plan
 from .memory_tape import Node
-from .memory_tensors import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, LayerTensors
+from .memory_tensors import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, LayerTensors, rotary_table_bytes
 
 
 def layer_nodes(tensors: LayerTensors, *, moe: bool) -> tuple[Node, ...]:
@@ -114,6 +115,8 @@ def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
         yield Node("head.loss", logits, logits, forward_bytes=rows, backward_bytes=-logits)  # the gradient lies where the logits did
         return
     softmax = elements * STATISTIC_BYTES
+    if tensors.profile.separate_gradients and _is_plain_loss(tensors.plan):  # torch's own keeps the targets and how many count
+        rows = tensors.tokens * INDEX_BYTES + STATISTIC_BYTES
     if tensors.profile.eager_loss:  # beside the softmax its gradient and that of the loss, both fp32
         copies = 2 + (tensors.profile.loss_copies if tensors.plan.layout.tp > 1 else 0)
         yield Node("head.loss", softmax + rows, logits, forward_bytes=logits + softmax, backward_bytes=copies * softmax - logits)
@@ -121,12 +124,19 @@ def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
     yield Node("head.loss", softmax + rows, logits if tensors.element < STATISTIC_BYTES else 0, forward_bytes=logits)
 
 
+def _is_plain_loss(plan: Plan) -> bool:
+    """Whether our own backend takes the library's cross-entropy (`backend.tensor_parallel.cross_entropy`)."""
+    has_choice = plan.train.label_smoothing or plan.train.z_loss or plan.model.padding_rows
+    return plan.numerics.mode == "fast" and plan.layout.tp == 1 and not has_choice
+
+
 def _attention(tensors: LayerTensors) -> Iterator[Node]:
     """Norm and qkv product, split and rotation, attention core, output product."""
     hidden, mixed, eager = tensors.hidden, tensors.queries + tensors.keys + tensors.values, tensors.profile.eager
     yield _norm_linear(tensors, "attention.qkv", hidden, tensors.normalised, mixed, module="norm")
-    rotates, model = tensors.plan.model.position == "rope", tensors.plan.model
-    tables = 2 * tensors.plan.batch.sequence // tensors.plan.layout.cp * model.head_dim * STATISTIC_BYTES if rotates and eager else 0
+    rotates = tensors.plan.model.position == "rope"
+    makes_tables = rotates and eager and (tensors.plan.train.packed or not tensors.profile.kept_tables)
+    tables = rotary_table_bytes(tensors.plan) if makes_tables else 0
     rotated = tensors.queries + tensors.keys if rotates else 0
     yield Node("attention.rotary", tables, mixed, hidden, forward_bytes=mixed + rotated)
     kept = tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed  # keys and values repeated for every query head

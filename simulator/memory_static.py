@@ -14,7 +14,7 @@ from ..core.plan import Plan
 from ..core.program import Held, held_elements, held_gradients, num_shards, weight_bytes
 from ..core.program.buckets import sums_are_sharded
 from .memory_profiles import MemoryProfile
-from .memory_tensors import LayerTensors
+from .memory_tensors import LayerTensors, rotary_table_bytes
 
 MOMENT_BYTES = 8
 """Two fp32 moments of Adam."""
@@ -69,9 +69,11 @@ def gathered_bytes(plan: Plan, stage: int) -> int:
 
 @lru_cache(maxsize=1024)
 def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *, gathers: bool) -> int:
-    """ZeRO's gathered layers and buckets, scratch of the product libraries, and placeholders for gradients."""
+    """ZeRO's gathered layers and buckets, scratch of the product libraries, placeholders for gradients, and tables that are kept."""
     contents = [plan.stages[stage] for stage in stages]
     total = 0
+    if profile.kept_tables and plan.model.position == "rope" and not plan.train.packed:
+        total += rotary_table_bytes(plan) * sum(bool(len(content.layers)) for content in contents)
     if any(max(num_shards(plan, stage)) > 1 for stage in stages):
         layer = max((_unit_elements(plan, stage) for stage in stages), default=0)
         total += LAYERS_IN_FLIGHT * layer * weight_bytes(plan.precision.dtype) if gathers else 0

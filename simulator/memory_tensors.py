@@ -19,6 +19,12 @@ INDEX_BYTES = 8
 """Token numbers and indices are int64."""
 
 
+def rotary_table_bytes(plan: Plan) -> int:
+    """cos and sin of a sequence's positions on a context-parallel rank, fp32."""
+    width = plan.model.qk_rope_head_dim if plan.model.is_mla else plan.model.head_dim
+    return 2 * plan.batch.sequence // plan.layout.cp * width * STATISTIC_BYTES
+
+
 @dataclass(frozen=True)
 class LayerTensors:
     """Sizes of a plan's tensors on tensor-parallel rank 0, in bytes of one microbatch."""

@@ -213,6 +213,11 @@ class LayerContext:
             self._constants[name] = make()
         return self._constants[name]
 
+    @property
+    def constants(self) -> list[Tensor]:
+        """The tensors that `constant` has made so far."""
+        return [tensor for pair in self._constants.values() for tensor in pair]
+
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor]) -> Tensor:
         """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again."""
         self._sources[tensor] = source

@@ -21,7 +21,7 @@ DOWN = "layers.1.mlp.down.weight"
 
 
 class Samples:
-    first_sample, tokens, step = 0, torch.zeros(1, 3), 0
+    first_sample, tokens, step, lengths = 0, torch.zeros(1, 3), 0, None
 
 
 def full(name: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ class Samples:
     first_sample: int
     tokens: torch.Tensor
     step: int | None = 0
+    lengths: None = None
 
 
 def test_each_sample_of_a_microbatch_is_a_tensor_of_its_own() -> None:
