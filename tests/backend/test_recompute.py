@@ -68,7 +68,7 @@ LAYERS = [
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("model", "layout", "chosen"), LAYERS)
 def test_a_layer_keeps_what_the_memory_model_says(model: str, layout: Layout, chosen: dict, mode: str) -> None:
-    """The measured difference of three layers and two, within one percent: statistics are padded to vector registers."""
+    """The measured difference of three layers and two, within one percent or half a kilobyte: statistics are padded to vector registers."""
     world = layout.world_size
     two, three = (
         run_threads(MemoryWorld(world, timeout_s=60), held_by_a_forward, plan_of(model, num_layers, MODES[mode], layout, **chosen))[0]
@@ -78,7 +78,7 @@ def test_a_layer_keeps_what_the_memory_model_says(model: str, layout: Layout, ch
     tensors = LayerTensors(plan, memory_profile(plan))
     nodes = layer_nodes(tensors, moe=False)
     predicted = sum(node.kept_bytes for node in (full_recompute(nodes, tensors.hidden, tensors.kept_input) if mode == "full" else nodes))
-    assert three - two == pytest.approx(predicted, rel=0.01)
+    assert three - two == pytest.approx(predicted, rel=0.01, abs=512)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

@@ -11,7 +11,7 @@ from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import layer_parameters
+from shardproof.core.parameters import layer_parameters, parameters
 from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision
 from shardproof.core.program import (
     Collective,
@@ -52,6 +52,14 @@ def plan_of(*, model=MODEL, samples=16, dtype="bf16", shard=None, **layout) -> P
 
 def flops(found):
     return sum(operation.flops for operation in found if isinstance(operation, Product))
+
+
+def sent_in_all(plan, axis, *kinds):
+    """Bytes of a stage's collectives over an axis, by operation and size of the group."""
+    total = Counter()
+    for op, size, num_bytes in (each for kind in kinds for each in sent(operations(plan, kind, 0), axis)):
+        total[op, size] += num_bytes
+    return total
 
 
 def sent(found, axis):
@@ -188,13 +196,13 @@ def test_experts_are_added_up_over_their_own_data_parallelism(zero):
     plan = plan_of(tp=2, cp=2, dp=4, ep=8, etp=1, sequence_parallel=True, zero=zero)
     held = held_elements(plan, 0)
     assert num_copies(plan, 0) == num_shards(plan, 0) == Held(8, 2)
-    reduced = operations(plan, Kind.REDUCE_GRAD, 0)
+    dense, expert = (sent_in_all(plan, axis, Kind.REDUCE_GRAD, *([Kind.B] if zero > 1 else [])) for axis in ("dp", "edp"))
     if zero == 0:
-        assert sent(reduced, "dp") == [("all_reduce", 8, held.dense * 4 * 2 * 7 // 8)]
-        assert sent(reduced, "edp") == [("all_reduce", 2, held.expert * 4)]
+        assert dense == {("all_reduce", 8): held.dense * 4 * 2 * 7 // 8}
+        assert expert == {("all_reduce", 2): held.expert * 4}
     else:
-        assert sent(reduced, "dp") == [("reduce_scatter", 8, held.dense * 4 * 7 // 8)]
-        assert sent(reduced, "edp") == [("reduce_scatter", 2, held.expert * 4 // 2)]
+        assert dense == {("reduce_scatter", 8): held.dense * 4 * 7 // 8}
+        assert expert == {("reduce_scatter", 2): held.expert * 4 // 2}
     gathered = operations(plan, Kind.UNSHARD if zero == 3 else Kind.STEP, 0)
     expected = [("all_gather", 2, held.expert // 2 * 2)] if zero else []
     assert sent(gathered, "edp") == expected
@@ -208,14 +216,16 @@ def test_experts_without_copies_are_not_reduced():
 def test_hybrid_sharding_scatters_in_a_shard_group_and_adds_up_over_its_copies():
     """Zhao et al. 2023, PyTorch FSDP, section 3.2.2: a reduce-scatter over 4 ranks, then an all-reduce of the quarter over 2 groups."""
     plan = plan_of(dp=8, ep=2, zero=3, shard=4)
-    held, reduced = held_elements(plan, 0), operations(plan, Kind.REDUCE_GRAD, 0)
+    held = held_elements(plan, 0)
     assert num_shards(plan, 0) == Held(4, 2) and num_copies(plan, 0) == Held(8, 4)
-    assert sent(reduced, "dp_shard") == [("reduce_scatter", 4, held.dense * 4 * 3 // 4)]
-    assert sent(reduced, "dp_replicate") == [("all_reduce", 2, held.dense)]
-    assert sent(reduced, "edp_shard") == [("reduce_scatter", 2, held.expert * 2)]
-    assert sent(reduced, "edp_replicate") == [("all_reduce", 2, held.expert * 2)]
-    assert sent(operations(plan, Kind.UNSHARD, 0), "dp_shard") == [("all_gather", 4, held.dense * 2 * 3 // 4)]
-    assert sent(reduced, "dp") == sent(reduced, "edp") == []
+    assert sent_in_all(plan, "dp_shard", Kind.B) == {("reduce_scatter", 4): held.dense * 4 * 3 // 4}  # after every microbatch
+    assert sent_in_all(plan, "dp_replicate", Kind.REDUCE_GRAD) == {("all_reduce", 2): held.dense}
+    assert sent_in_all(plan, "edp_shard", Kind.B) == {("reduce_scatter", 2): held.expert * 2}
+    assert sent_in_all(plan, "edp_replicate", Kind.REDUCE_GRAD) == {("all_reduce", 2): held.expert * 2}
+    routers = sum(each.num_elements for each in parameters(plan.model) if ".router." in each.name)  # compute in fp32
+    gathered = sent_in_all(plan, "dp_shard", Kind.UNSHARD)
+    assert gathered == {("all_gather", 4): (held.dense - routers) * 2 * 3 // 4 + routers * 4 * 3 // 4}
+    assert sent_in_all(plan, "dp", Kind.REDUCE_GRAD, Kind.B) == sent_in_all(plan, "edp", Kind.REDUCE_GRAD, Kind.B) == Counter()
 
 
 def test_bf16_gradients_halve_what_is_reduced():

@@ -212,7 +212,7 @@ def test_no_right_plan_breaks_any_rule(name: str, choice: dict, plan_of) -> None
 @pytest.mark.parametrize("name", sorted(CATALOG))
 def test_stages_gathered_by_unshard_are_called_in_one_order_and_right(name: str, plan_of) -> None:
     """ZeRO-3 with two stages gathered at a time: UNSHARD is a collective over data parallelism too."""
-    plan = plan_of(name, zero=3, mode="fast")
+    plan = plan_of(name, zero=3, mode="exact")  # fast numerics reduce after every microbatch, exact ones before the step
     plan = replace(plan, schedule=replace(plan.schedule, max_active_stages=2))
     schedule = lower(schedule_for(plan))
     assert check(schedule, plan=plan) == []

@@ -12,11 +12,12 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.verify.digest import digest, full_region
+from shardproof.verify.digest import full_region
 from shardproof.verify.dynamic import ProofJob, one_device, prove, run_fast, run_ledger
 from shardproof.verify.fast_run import check_fast
 from shardproof.verify.ledger import ACTIVATION, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
 from shardproof.verify.mutations import parse_fault
+from shardproof.verify.summary import summarize
 
 
 def fast_plan(layout: Layout, *, samples: int = 4, micro: int = 1, model: str = "tiny-gpt", dtype: str = "fp32", **fields: Any) -> Plan:
@@ -86,7 +87,7 @@ def ledger(values: dict[Key, np.ndarray], folder: Any, rank: int = 0) -> RunLedg
     pieces = {}
     for index, (key, array) in enumerate(values.items()):
         np.save(path := folder / f"{rank}-{index}.npy", array)
-        pieces[key] = (Piece(rank, array.shape, full_region(array.shape), digest(array), str(path)),)
+        pieces[key] = (Piece(rank, array.shape, full_region(array.shape), summarize(array), str(path)),)
     return RunLedger(pieces)
 
 
