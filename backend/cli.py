@@ -27,7 +27,8 @@ from ..core.units import format_bytes, format_count
 from .checkpoint.resume import Resumption
 from .huggingface.config import check_load, check_save
 from .modules_plan import only_model
-from .trainer import Trainer, TrainResult, unsupported
+from .trainer import Trainer, TrainResult
+from .unsupported import unsupported
 
 if TYPE_CHECKING:
     from .training_rank import StepResult

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..core.action import Kind
 from ..core.errors import DivergedError, PlanError, RankFailure
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
-from ..core.program.buckets import sums_are_sharded
-from ..core.schedules import lower, schedule_for
 from ..core.timeline import MemorySample, Span, Timeline
 from .checkpoint.resume import resumption
 from .huggingface.config import check_load, check_save
 from .launch import run_ranks
-from .modules_plan import only_model, unsupported_modules
+from .modules_plan import only_model
 from .torchrun import gave_up, torchrun_transport, under_torchrun
+from .unsupported import unsupported
 
 if TYPE_CHECKING:
     from .model.block import BlockFactory
@@ -32,9 +30,6 @@ TransportName = Literal["gloo", "nccl", "memory"]
 
 NUM_VALIDATIONS = 4
 """Held-out losses after the one before the first step, evenly spread, the last one after the last step."""
-
-BYTE_VOCABULARY = 256
-"""Tokens are bytes (`backend.data`, which needs torch)."""
 
 
 @dataclass(frozen=True)
@@ -220,43 +215,12 @@ class Trainer:
         )
 
 
-RUN_DTYPES = ("fp32", "bf16", "fp16")
-"""Formats of hidden states that layers compute with (`backend.tensor_parallel.context.DTYPES`, which needs torch)."""
-
-
 def _check_devices(needed: int) -> None:
     """Raises `PlanError` where this machine has fewer GPUs than ranks would take."""
     import torch
 
     if (found := torch.cuda.device_count()) < needed:
         raise PlanError(f"nccl needs a CUDA device per rank, {needed} here, and torch finds {found}. Use gloo, or fewer ranks.")
-
-
-def unsupported(plan: Plan | ModularPlan) -> list[str]:
-    """What the backend does not run of a plan that can be simulated, one sentence each. Empty when it runs all of it."""
-    if isinstance(plan, ModularPlan):
-        return unsupported_modules(plan, unsupported)
-    problems = [
-        f"the backend does not run {what} yet. Use {instead}."
-        for wrong, what, instead in (
-            (
-                plan.precision.dtype not in RUN_DTYPES,
-                f"precision.dtype={plan.precision.dtype!r}",
-                'precision.dtype="bf16", "fp16" or "fp32"',
-            ),
-            *_unsupported_sharding(plan),
-            *_unsupported_torch(plan),
-            *_unsupported_overlap(plan),
-            *_unsupported_trimming(plan),
-        )
-        if wrong
-    ]
-    problems += _unsupported_pairs(plan)
-    if plan.model.vocab_size - plan.model.padding_rows < BYTE_VOCABULARY:
-        padding = f" with model.padding_rows={plan.model.padding_rows}" if plan.model.padding_rows else ""
-        least = BYTE_VOCABULARY + plan.model.padding_rows
-        problems.append(f"model.vocab_size={plan.model.vocab_size}{padding} is too small for bytes as tokens. Use {least} or more.")
-    return problems + _unsupported_schedule(plan)
 
 
 def _check_travels(job: TrainJob) -> None:
@@ -269,107 +233,6 @@ def _check_travels(job: TrainJob) -> None:
                 f"{name}={value!r} cannot be sent to the ranks, which are other processes: {error}. "
                 "Use a function or class at the top level of a module, or functools.partial of one."
             ) from error
-
-
-def _unsupported_sharding(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    """`(wrong, what, instead)` of what ZeRO does not cut."""
-    layout, shard = plan.layout, plan.data_parallel.shard
-    apart = shard is not None and plan.numerics.mode == "exact" and shard % layout.cp != 0
-    yield apart, f"data_parallel.shard={shard} with cp={layout.cp} in exact numerics", f"shard={layout.cp}, or another multiple of it"
-    parts = layout.zero == 3 and plan.schedule.max_active_stages is None and plan.schedule.file is None
-    instead = 'schedule.max_active_stages=3, say, which gathers whole stages, or data_parallel.library="torch"'
-    yield parts and plan.data_parallel.library == "shardproof", "layout.zero=3 layer by layer", instead
-
-
-def _unsupported_torch(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    """`(wrong, what, instead)` of what torch's fully_shard does not do around our layers."""
-    if plan.data_parallel.library == "torch":
-        what, own = 'data_parallel.library="torch" with', 'data_parallel.library="shardproof"'
-        yield plan.layout.pp > 1, f"{what} layout.pp={plan.layout.pp}", f"layout.pp=1 or {own}"
-        gathers = plan.schedule.max_active_stages is not None
-        yield gathers, f"{what} schedule.max_active_stages={plan.schedule.max_active_stages}", "none, for it gathers layer by layer"
-        uneven, per_round = len(plan.microbatch_counts) > 1, plan.batch.micro_size * plan.layout.dp
-        fitting = f"batch.global={min(plan.microbatch_counts) * per_round} or {own}"  # copies gather together, once in a microbatch
-        yield uneven, f"{what} batch.global={plan.batch.global_size} over dp={plan.layout.dp} ranks", fitting
-        yield plan.model.is_moe, f"{what} experts, which have copies of their own", own
-        turns = bool(plan.runtime.ep_comm_overlap)  # its hooks gather and reduce in the order of one thread
-        yield turns, f"{what} runtime.ep_comm_overlap=true", f"ep_comm_overlap=false or {own}"
-        dtype = plan.precision.dtype  # it takes gradients in the format of the gathered weights, and ours are sums in fp32
-        yield dtype != "fp32", f'{what} precision.dtype="{dtype}"', f'precision.dtype="fp32" or {own}'
-
-
-def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    """`(wrong, what, instead)` of what runs beside products, messages between stages alone, and of fused launches."""
-    for name in ("compile", "cuda_graphs", "launch_blocking", "fused_loss"):
-        value = getattr(plan.runtime, name)
-        written = "true" if value is True else value
-        yield bool(value), f"runtime.{name}={written}", f"runtime.{name}=false"
-    overlap = "data_parallel.overlap_grad_reduce=true without data_parallel.bucket_bytes"
-    at_once = plan.data_parallel.bucket_bytes is None and not sums_are_sharded(plan)
-    yield bool(plan.data_parallel.overlap_grad_reduce) and at_once, overlap, "bucket_bytes=25000000, say"
-    if (bucket_bytes := plan.data_parallel.bucket_bytes) is not None:
-        by_parts = plan.layout.cp > 1 and plan.numerics.mode == "exact"
-        yield by_parts, f"data_parallel.bucket_bytes={bucket_bytes} with cp={plan.layout.cp} in exact numerics", "none"
-
-
-def _unsupported_trimming(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    """`(wrong, what, instead)` of what is counted or drawn over whole sequences, or cuts them."""
-    model, layout, trimmed = plan.model, plan.layout, plan.runtime.trim_padding
-    for wrong, what in (
-        (layout.cp > 1, f"cp={layout.cp}"),
-        (layout.sequence_parallel, "sequence_parallel=true"),
-        (model.is_moe, "experts"),
-        (model.qk_norm and layout.tp > 1, f"norms of heads and tp={layout.tp}"),
-        (model.num_mtp_layers > 0, "multi-token prediction"),
-        (model.hidden_dropout > 0 or model.attention_dropout > 0, "dropout"),
-    ):
-        yield trimmed and wrong, f"runtime.trim_padding=true with {what}", "trim_padding=false"
-
-
-def _unsupported_pairs(plan: Plan) -> list[str]:
-    """What `runtime.ep_comm_overlap` lets run in turns are the pairs of a schedule."""
-    if not plan.runtime.ep_comm_overlap or (schedule_for(plan).actions.kind == Kind.OVERLAP_F_B).any():
-        return []
-    schedule = plan.schedule.file or plan.schedule.name
-    return [
-        f"runtime.ep_comm_overlap=true lets the forward and the backward of a schedule's pairs run in turns, and {schedule} with "
-        f"{plan.num_microbatches} microbatches has no pairs. Use Combined1F1B, DualPipe or DualPipeV, or more microbatches."
-    ]
-
-
-def _unsupported_schedule(plan: Plan) -> list[str]:
-    if plan.schedule.file is None:
-        return _unsupported_counts(plan)
-    schedule = lower(schedule_for(plan))
-    problems = []
-    first, last = schedule.placement.ranks[0], schedule.placement.ranks[-1]
-    if plan.model.shares_table and set(first) != set(last) and not schedule.placement.ends_of(first[0]):
-        problems.append(
-            f"the backend adds up a tied table between ranks that hold one end each, or on ranks that hold both, but in "
-            f"{plan.schedule.file} the first stage lies on ranks {first} and the last on {last}. Place the ends alike, or use "
-            "model.tied_embeddings=false."
-        )
-    return problems
-
-
-def _unsupported_counts(plan: Plan) -> list[str]:
-    """Data-parallel ranks with one microbatch less than others must reduce gradients, and gather weights, in the same order."""
-    if len(plan.microbatch_counts) == 1:
-        return []
-    orders = []
-    for count in plan.microbatch_counts:
-        schedule = lower(schedule_for(plan, count))
-        rows = (schedule.row(pp_rank) for pp_rank in range(schedule.num_ranks))
-        orders.append([[str(action) for action in row if action.kind in (Kind.REDUCE_GRAD, Kind.UNSHARD)] for row in rows])
-    if orders[0] == orders[1]:
-        return []
-    (most, least), per_round = plan.microbatch_counts, plan.batch.micro_size * plan.layout.dp
-    return [
-        f"schedule {plan.schedule.name} reduces gradients and gathers weights of a rank's stages in one order with {most} microbatches "
-        f"and in another with {least}, and global={plan.batch.global_size} gives some of the dp={plan.layout.dp} ranks {most} and others "
-        f"{least}. "
-        f"Use global = {least * per_round} or {most * per_round}."
-    ]
 
 
 def validation_points(steps: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from ..backend.launch import run_ranks
-from ..backend.trainer import unsupported
+from ..backend.unsupported import unsupported
 from ..core.errors import MissingExtraError, PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout

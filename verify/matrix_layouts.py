@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..backend.trainer import unsupported
+from ..backend.unsupported import unsupported
 from ..core.divisors import divisors
 from ..core.errors import PlanError
 from ..core.layout import DEFAULT_ORDER, Layout

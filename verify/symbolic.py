@@ -5,7 +5,7 @@ The proof is put together from three parts, each of which asks nothing of the ot
 - *layers*: in every block of a stage all tensor-parallel ranks make what one device makes, from complete inputs (`symbolic_layers`);
 - *schedule*: with stages as functions, every action reads the values it should, and every gradient and loss is the sum over its
   microbatches (`symbolic_schedule`, `symbolic_sums`);
-- *step*: REDUCE_GRAD and STEP finish these sums over all ranks (`symbolic_step`).
+- *step*: REDUCE_GRAD and STEP finish these sums over all ranks (`symbolic_reduction`, `symbolic_step`).
 
 One device is the same plan with every degree 1, described by `core.program` itself. What is assumed: ranks do what the program says (a
 test holds the backend to it), and in a step all tensor- and data-parallel ranks walk the same rows, which is how a schedule is written.
@@ -31,7 +31,8 @@ from ..core.variation import NO_VARIATION
 from .rules import View
 from .symbolic_blocks import EMBEDDING, HEAD, Block, blocks_of, run_block
 from .symbolic_layers import Difference, Program
-from .symbolic_step import StageGradients, Step, StepDifference, exchange_difference, reduced_gradients, unshard_difference
+from .symbolic_reduction import StageGradients, StepDifference, exchange_difference, reduced_gradients
+from .symbolic_step import Step, unshard_difference
 from .symbolic_sums import Judgement, judge
 
 VALUE_RULE, ORDER_RULE, SCOPE_RULE = "other-mathematics", "other-order", "not-proved"

@@ -1,4 +1,4 @@
-"""Experts in gradient reductions and the optimizer step on expressions: the same ranks on the expert grid; see `symbolic_step`.
+"""Experts in gradient reductions and the optimizer step on expressions: the same ranks on the expert grid; see `symbolic_reduction`.
 
 Arrays are [tp, dp, ...] as there. A *copy* of the experts is the ranks of one etp x ep grid: a rank's expert gradients are of the tokens of
 all ranks of its copy.
@@ -26,7 +26,7 @@ Digest = Callable[[tuple[object, ...], int], int]
 class ExpertGrid:
     """The tensor-, context- and data-parallel ranks of a pipeline rank, by their place on the expert grid.
 
-    Data-parallel ranks are counted with their context-parallel ones as the fastest axis, as in `symbolic_step`.
+    Data-parallel ranks are counted with their context-parallel ones as the fastest axis, as in `symbolic_reduction`.
     """
 
     def __init__(self, layout: Layout):

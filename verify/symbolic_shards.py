@@ -1,6 +1,6 @@
 """Hybrid sharding on expressions: sums over some copies of a stage that keep a part each, and over those that keep equal parts.
 
-Arrays are [tp, dp, replica] as in `symbolic_step`.
+Arrays are [tp, dp, replica] as in `symbolic_reduction`.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ from shardproof.backend.numerics import OwnedLeaves
 from shardproof.backend.numerics.exact import ExactNumerics
 from shardproof.backend.numerics.fast import FastNumerics
 from shardproof.backend.tensor_parallel.cross_entropy import IGNORE_INDEX, LossChoice, vocab_parallel_cross_entropy
-from shardproof.backend.trainer import TrainJob, train_rank, unsupported
+from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import ModelError, PlanError, RankFailure

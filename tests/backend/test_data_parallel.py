@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shardproof import lower
-from shardproof.backend.trainer import unsupported
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import PlanError

@@ -16,9 +16,10 @@ from shardproof.backend.model.transformer import Microbatch, Stage
 from shardproof.backend.modules import training_rank
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.recorder import Recorder
-from shardproof.backend.trainer import TrainJob, train_rank, unsupported
+from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.base import SoloGroup
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.action import SENDS, Kind
 from shardproof.core.errors import DivergedError, PlanError
 from shardproof.core.modules import uncut

@@ -10,8 +10,8 @@ from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
 from helpers.program import assert_every_action_records_the_program
 from shardproof import lower, run_schedule
 from shardproof.backend.mesh import Mesh
-from shardproof.backend.trainer import unsupported
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset

@@ -9,8 +9,8 @@ import torch
 
 from shardproof import Plan, Trainer
 from shardproof.backend.launch import run_ranks
-from shardproof.backend.trainer import unsupported
 from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout

@@ -20,7 +20,8 @@ from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
 from shardproof import Trainer, lower, run_schedule
 from shardproof.backend.observe import Observer
 from shardproof.backend.optimizer import Held, ShardedAdamW, clip_coefficient
-from shardproof.backend.trainer import BYTE_VOCABULARY, TrainJob, run_steps, train_rank, unsupported, validation_points
+from shardproof.backend.trainer import TrainJob, run_steps, train_rank, validation_points
+from shardproof.backend.unsupported import BYTE_VOCABULARY, unsupported
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import DivergedError, PlanError, RankFailure
 from shardproof.core.layout import Layout

@@ -10,7 +10,7 @@ import pytest
 
 from shardproof.backend.data import Corpus
 from shardproof.backend.launch import run_ranks
-from shardproof.backend.trainer import unsupported
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.backend.trainer import unsupported
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.cli import main
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import PlanError

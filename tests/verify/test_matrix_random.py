@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from shardproof.backend.trainer import unsupported
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import AXES, Layout
 from shardproof.core.plan import Batch, Plan, Runtime, ScheduleChoice
