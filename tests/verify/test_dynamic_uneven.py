@@ -77,7 +77,7 @@ def test_reductions_of_one_rank_in_two_orders_are_refused(monkeypatch: pytest.Mo
     plan = tiny(Layout(pp=2, vpp=2, dp=2), 7, schedule="ZBVZeroBubble")
     vee = schedule_for(plan, 3)
     other = schedule_for(replace(plan, schedule=ScheduleChoice("Interleaved1F1B")), 4)
-    monkeypatch.setattr("shardproof.backend.trainer.schedule_for", lambda plan, count: vee if count == 3 else other)
+    monkeypatch.setattr("shardproof.backend.unsupported.schedule_for", lambda plan, count: vee if count == 3 else other)
     (problem,) = unsupported(plan)
     assert "in one order with 4 microbatches and in another with 3" in problem and "Use global = 6 or 8" in problem
 
