@@ -6,10 +6,12 @@ has one reference per set of sizes, which all layouts of those sizes share.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.cluster import ClusterSpec
 from ..core.cluster_presets import cluster_preset
 from ..core.layout import Layout
 from ..core.model import ModelSpec
@@ -63,6 +65,7 @@ class Problem:
     dtype: str = "fp32"
     dropout: float = 0.0
     train: Mapping[str, Any] = field(default_factory=dict)
+    _specs: dict[tuple[int, ...], ModelSpec] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_moe(self) -> bool:
@@ -104,6 +107,13 @@ class Problem:
             }
         )
 
+    def _spec_of(self, *cut: int) -> ModelSpec:
+        """`spec`, each made once."""
+        if cut not in self._specs:
+            tp, ep, sequence = cut
+            self._specs[cut] = self.spec(tp=tp, ep=ep, sequence=sequence)
+        return self._specs[cut]
+
     def _experts(self, tp: int, ep: int) -> dict[str, int]:
         """As many experts as ep divides, and of a width that tp divides."""
         number = next((number for number in EXPERTS if number % ep == 0), EXPERTS[0])
@@ -113,8 +123,8 @@ class Problem:
     def plan(self, layout: Layout, tokens: Tokens, batch: Batch, **choices: Any) -> Plan:
         """The plan of a layout; `choices` are further sections of a plan. Raises `PlanError` with every rule that it breaks."""
         return Plan(
-            self.spec(tp=layout.tp, ep=layout.ep, sequence=tokens.sequence),
-            cluster_preset("this-host", layout.world_size),
+            self._spec_of(layout.tp, layout.ep, tokens.sequence),
+            _host(layout.world_size),
             layout,
             batch,
             precision=Precision(self.dtype),  # type: ignore[arg-type]
@@ -123,6 +133,11 @@ class Problem:
             train=Train(steps=3, learning_rate=1e-2, **self.train),
             **choices,
         )
+
+
+@functools.cache
+def _host(num_devices: int) -> ClusterSpec:
+    return cluster_preset("this-host", num_devices)
 
 
 PROBLEMS: Mapping[str, Problem] = {
