@@ -18,9 +18,9 @@ from ..core.model import ModelSpec
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from .bounds import StepBounds
-from .compare import Difference, action_of, compare, whole_summary
+from .compare import Difference, action_of, compare, name_of, places, whole_summary
 from .digest import EMPTY, Digest, Region
-from .ledger import ACTIVATION, HELD_OUT, NO_STEP, Key, Piece
+from .ledger import HELD_OUT, NO_STEP, Piece
 from .ledger_file import SavedLedger
 from .modules import AnyPlan, plan_of_rank
 from .summary import Summary
@@ -92,7 +92,7 @@ def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
     explained = [finding for _, finding in judged if finding.severity != "error"]
     findings = [*judge.premises, *(finding for _, finding in wrong[:1])]
     if len(wrong) > 1:
-        names = list(dict.fromkeys(_name(difference.key._replace(sample=None)) for difference, _ in wrong[1:]))
+        names = list(dict.fromkeys(name_of(difference.key._replace(sample=None)) for difference, _ in wrong[1:]))
         findings.append(
             Finding("bits-differ-later", "info", "later in dataflow order", f"{_count(len(wrong) - 1)} more, first {', '.join(names[:3])}.")
         )
@@ -129,7 +129,7 @@ class _Judge:
         """A fault, or what other orders of the same sums explain."""
         key = difference.key
         when = "before the first step" if key.step == NO_STEP else f"step {key.step + 1}"
-        where = ", ".join([when, *_places(self.run.plan, key, difference.global_ranks), _name(key)])
+        where = ", ".join([when, *places(self.run.plan, key, difference.global_ranks), name_of(key)])
         if difference.problem != "differs":
             what, hint = PROBLEMS[difference.problem]
             return Finding(f"tensor-{difference.problem}", "error", where, what, hint)
@@ -261,18 +261,6 @@ def _other_machines(run: SavedLedger, reference: SavedLedger) -> Iterator[Findin
         names = sorted({name for kind in kinds for name, value in kind if any((name, value) not in other for other in kinds)})
         values = "; ".join(f"{name}: {', '.join(sorted({dict(kind).get(name, 'none') for kind in kinds}))}" for name in names)
         yield Finding("other-machine", "info", "the ranks", f"bits are promised on one kind of machine, and these differ in {values}.")
-
-
-def _places(plan: AnyPlan, key: Key, ranks: Sequence[int]) -> list[str]:
-    if not ranks:
-        return []
-    listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return [listed, str(action_of(plan, key, ranks[0]))]
-
-
-def _name(key: Key) -> str:
-    words = key.tensor if key.phase == ACTIVATION else f"{key.phase} {key.tensor}"
-    return words if key.sample is None else f"{words} of sample {key.sample}"
 
 
 def _count(number: int) -> str:

@@ -192,6 +192,24 @@ def _own_action(plan: Plan, key: Key, global_rank: int) -> Action:
     return Action(plan.placement.stages_of(plan.layout.coordinates(global_rank)["pp"])[0], Kind.STEP)
 
 
+def places(plan: Plan | ModularPlan, key: Key, ranks: Sequence[int]) -> list[str]:
+    """The ranks that hold a tensor wrongly, and their action, in words."""
+    if not ranks:
+        return []
+    return [ranks_listed(ranks), str(action_of(plan, key, ranks[0]))]
+
+
+def ranks_listed(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 4`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def name_of(key: Key) -> str:
+    """A tensor in words: `gradient layers.0.mlp.down.weight`, `layers.0.mlp of sample 3`."""
+    words = key.tensor if key.phase == ACTIVATION else f"{key.phase} {key.tensor}"
+    return words if key.sample is None else f"{words} of sample {key.sample}"
+
+
 # Values
 
 

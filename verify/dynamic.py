@@ -26,7 +26,7 @@ from ..core.layout import Layout
 from ..core.modules import ModularPlan, uncut
 from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
-from .compare import Difference, action_of, compare, explain
+from .compare import Difference, action_of, compare, explain, name_of, places, ranks_listed
 from .digest import to_hex
 from .fast_run import FastCheck, check_fast, state_files
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
@@ -363,14 +363,14 @@ def _fast_findings(plan: Plan, check: FastCheck) -> list[Finding]:
     if not check.wrong:
         return []
     key, far = check.wrong[0], check.distances[check.wrong[0]]
-    where = ", ".join([f"step {key.step + 1}", *_places(plan, key, (far.global_rank,)), _name(key)])
+    where = ", ".join([f"step {key.step + 1}", *places(plan, key, (far.global_rank,)), name_of(key)])
     what = f"fast numerics are {far.distance:.3g} from exact ones, where {check.terms(key)} bound the distance by {far.bound:.3g}."
     hint = "Orders of sums cannot explain it: look at what is summed over ranks here, and how often."
     if plan.model.is_moe:
         hint += " With experts also at the router: rounding may have decided which of two equal experts a token goes to."
     found = [Finding("bound-left", "error", where, what, hint)]
     if rest := check.wrong[1:]:
-        names = ", ".join(list(dict.fromkeys(_name(each._replace(sample=None)) for each in rest))[:3])
+        names = ", ".join(list(dict.fromkeys(name_of(each._replace(sample=None)) for each in rest))[:3])
         later = f"{len(rest)} more tensors leave theirs, first {names}."
         found.append(Finding("bound-left-later", "info", "later in dataflow order", later))
     return found
@@ -383,7 +383,7 @@ def describe(plan: Plan | ModularPlan, run: RunLedger, differences: Sequence[Dif
     first, rest = differences[0], differences[1:]
     found = [Finding(*_first_words(plan, run, first))]
     if rest:
-        names = dict.fromkeys(_name(d.key._replace(sample=None)) for d in rest)
+        names = dict.fromkeys(name_of(d.key._replace(sample=None)) for d in rest)
         later = ", ".join(list(names)[:3])
         found.append(Finding("bits-differ-later", "info", "later in dataflow order", f"{len(rest)} more tensors differ, first {later}."))
     return found
@@ -392,7 +392,7 @@ def describe(plan: Plan | ModularPlan, run: RunLedger, differences: Sequence[Dif
 def _first_words(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> tuple[str, Literal["error"], str, str, str]:
     """Rule, severity, where, what and hint of the first divergence."""
     key, values, ranks = first.key, first.values, first.global_ranks
-    where = ", ".join([f"step {key.step + 1}", *_places(plan, key, ranks), _name(key)])
+    where = ", ".join([f"step {key.step + 1}", *places(plan, key, ranks), name_of(key)])
     if first.problem != "differs":
         what = {
             "missing": "one device computes this tensor, but no rank did.",
@@ -411,22 +411,6 @@ def _first_words(plan: Plan | ModularPlan, run: RunLedger, first: Difference) ->
     return "bits-differ", "error", where, what, _hint(plan, run, first)
 
 
-def _places(plan: Plan | ModularPlan, key: Key, ranks: Sequence[int]) -> list[str]:
-    if not ranks:
-        return []
-    return [_ranks_listed(ranks), str(action_of(plan, key, ranks[0]))]
-
-
-def _ranks_listed(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 4`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _name(key: Key) -> str:
-    words = key.tensor if key.phase == ACTIVATION else f"{key.phase} {key.tensor}"
-    return words if key.sample is None else f"{words} of sample {key.sample}"
-
-
 def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
     """Which reduction to look at: the one over the axis that separates wrong replicas from right ones."""
     wrong = set(first.global_ranks)
@@ -439,7 +423,7 @@ def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
     if first.key.phase not in (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT):
         what = "step of"
     plural = len(right) > 1
-    replicas = f"{'Replicas' if plural else 'The replica'} on {_ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
+    replicas = f"{'Replicas' if plural else 'The replica'} on {ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
     return f"{replicas}: look at the {axis} {what} {first.key.tensor} on rank {min(wrong)}."
 
 
