@@ -35,6 +35,10 @@ _ROOMS = {
     ),
     "verify": (
         "Facts",
+        "Recorder",
+        "assert_bitwise",
+        "assert_fits",
+        "assert_schedule",
         "check",
     ),
     "viz": ("draw",),

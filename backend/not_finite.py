@@ -35,10 +35,22 @@ def find(held: Mapping[str, Iterable[Tensor]]) -> NotFinite | None:
     return None
 
 
-def tell(found: NotFinite | None, names: Sequence[str], mesh: Mesh, device: torch.device) -> str:
+def first(own: NotFinite | None, sums: Iterable[tuple[str, Tensor]], names: Sequence[str], mesh: Mesh, device: torch.device) -> str:
+    """The gradient that the backward came to first of those that are not finite, as one sentence: of what ranks have found in their `own`,
+    else of the `sums` over ranks, given by name. Empty when there is none. All ranks call it together."""
+    if named := _tell(own, names, mesh, device, "before it is added up with others'"):
+        return named
+    held: dict[str, list[Tensor]] = {name: [] for name in names}
+    for name, tensor in sums:
+        held[name].append(tensor)
+    return _tell(find(held), names, mesh, device, "after it was added up; each rank's own part has none. Look at this reduction")
+
+
+def _tell(found: NotFinite | None, names: Sequence[str], mesh: Mesh, device: torch.device, when: str) -> str:
     """One sentence about what all ranks have found, the same on every rank, which all call it together; empty when none has found any.
 
-    `names` are the gradients of the model in order. What is named is the last of them: a backward spreads it to those before.
+    `names` are the gradients of the model in order, `when` is the end of the sentence. What is named is the last of them: a backward
+    spreads it to those before.
     """
     own = (-1, 0, 0) if found is None else (names.index(found.name), found.num_bad, found.num_elements)
     row = torch.tensor([own], dtype=torch.int64, device=device)
@@ -51,7 +63,7 @@ def tell(found: NotFinite | None, names: Sequence[str], mesh: Mesh, device: torc
     ranks = sorted(_rank_of(mesh, copy, member) for copy, member in where)
     _, num_bad, num_elements = everyone[where[0]].tolist()
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"The gradient of {names[last]} has {num_bad} such elements of {num_elements} on {named}, before it is added up with others'."
+    return f"The gradient of {names[last]} has {num_bad} such elements of {num_elements} on {named}, {when}."
 
 
 def _rank_of(mesh: Mesh, copy: int, member: int) -> int:

@@ -32,7 +32,8 @@ class Observer(Protocol):
         """
 
     def scalar(self, name: str, value: float) -> None:
-        """`loss` (mean over the tokens of the global batch) and `grad_norm` (before clipping): the same on every rank."""
+        """`loss` (mean over the tokens of the global batch) and `grad_norm` (before clipping): the same on every rank. `validation_loss`
+        follows the held-out pass that it is the mean of."""
 
     def gradient(self, name: str, slices: Slices, tensor: Tensor) -> None:
         """This rank's slice of a finished gradient: summed over the global batch, divided by its tokens, not yet clipped."""

@@ -246,6 +246,10 @@ def validation_points(steps: int) -> tuple[int, ...]:
 
 def train_rank(transport: Transport, job: TrainJob) -> RankResult:
     """The whole run on one rank: the job for `launch.run_ranks`."""
+    import torch
+
+    if transport.device.type == "cuda":  # before the observer is made, which tells where the rank runs
+        torch.cuda.set_device(transport.device)
     observer = job.observer(transport.global_rank) if job.observer is not None else None
     return run_steps(
         transport,
@@ -292,6 +296,7 @@ def run_steps(
     if resume is not None:
         assert checkpoints is not None, "a checkpoint comes from the plan's folder"
         first = checkpoints.restore(Path(resume), rank)
+    rank.show_state(first - 1)
     if save_huggingface is not None:
         check_complete(only_model(plan, "save_huggingface"), rank.saved_shards, world, transport.device)
     validate_at = validation_points(steps) if validate else ()

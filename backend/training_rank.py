@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -210,6 +210,8 @@ class TrainingRank:
             raise DivergedError(
                 f"the validation loss is {loss}, which is no finite number. Lower train.learning_rate={self.plan.train.learning_rate}."
             )
+        if self.observer is not None:
+            self.observer.scalar("validation_loss", loss)
         return loss
 
     @contextmanager
@@ -349,7 +351,7 @@ class TrainingRank:
         aux_loss, mtp_loss = self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)
         overflow = not math.isfinite(norm)
         if not math.isfinite(loss) or (overflow and not scale.bears_overflow):
-            raise DivergedError(self._diverged(step, loss, norm))
+            raise DivergedError(self._diverged(step, loss, norm, gradients))
         self._not_finite.clear()
         self.loss_scale = scale.after(overflow=overflow)
         if not overflow:
@@ -372,13 +374,14 @@ class TrainingRank:
                 self.observer.scalar("mtp_loss", mtp_loss)
         return loss, norm, aux_loss, mtp_loss
 
-    def _diverged(self, step: int, loss: float, norm: float) -> str:
+    def _diverged(self, step: int, loss: float, norm: float, gradients: Sequence[Tensor]) -> str:
         """What is said when a loss or a gradient is not finite, the same on all ranks, which come here together."""
-        names = [parameter.name for parameter in parameters(self.plan.model)]
         last = max(self._not_finite, default=None)
         found = None if last is None else self._not_finite[last]
         own = None if found is None else replace(found, name=found.name.partition("@")[0])
-        named = not_finite.tell(own, names, self.mesh, self.transport.device) if math.isfinite(loss) else ""
+        names = [parameter.name for parameter in parameters(self.plan.model)]
+        sums = ((one.name, gradient) for one, gradient in zip(self.optimizer.held, gradients, strict=True))
+        named = not_finite.first(own, sums, names, self.mesh, self.transport.device) if math.isfinite(loss) else ""
         scale = f" with losses scaled by {self.loss_scale.value:g}" if self.loss_scale.value != 1.0 else ""
         return (
             f"step {step}: the loss is {loss} and the gradient norm {norm}{scale}, which are no finite numbers. {named}{' ' * bool(named)}"
@@ -402,6 +405,13 @@ class TrainingRank:
         for one, gradient in reversed(list(zip(self.optimizer.held, gradients, strict=True))):
             observer.gradient(one.name, one.slices, gradient)
         observer.scalar("grad_norm", norm)
+
+    def show_state(self, step: int) -> None:
+        """Shows the observer, if there is one, the weights that training goes on from, and the moments if there are any, as those that
+        `step` left; of a new start that is step -1."""
+        if self.observer is not None:
+            self.observer.begin_step(step)
+            (self._show_update if self.optimizer.state_tensors else self._show_weights)(self.observer)
 
     def _show_update(self, observer: Observer) -> None:
         """What the update left, to the observer."""

@@ -58,7 +58,15 @@ def _run(verb: str, rest: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     chosen.configure(parser)
-    return chosen.run(parser.parse_args(rest))
+    args = parser.parse_args(rest)
+    try:
+        return chosen.run(args)
+    except ShardproofError as error:
+        if getattr(args, "format", None) == "github":
+            from .github import error_annotations
+
+            print("\n".join(error_annotations(verb, error)))
+        raise
 
 
 def _overview() -> str:

@@ -30,6 +30,25 @@ class Finding:
         return {"rule": self.rule, "severity": self.severity, "where": self.where, "what": self.what, "hint": self.hint}
 
 
+@dataclass(frozen=True)
+class Spot:
+    """Where a finding belongs in what the user wrote: a file, as the user named it, and a line, counted from 1; None where unknown."""
+
+    file: str | None = None
+    line: int | None = None
+
+
+NOWHERE = Spot()
+
+
+class ProofFailed(AssertionError):
+    """A proof that a test asserts does not hold: the message is for people, `findings` are its parts with the places they belong to."""
+
+    def __init__(self, text: str, findings: tuple[tuple[Finding, Spot], ...]):
+        super().__init__(text)
+        self.findings = findings
+
+
 def has_errors(findings: list[Finding]) -> bool:
     """True when any finding has severity `error` (exit code 1)."""
     return any(finding.severity == "error" for finding in findings)

@@ -246,9 +246,14 @@ def _fill_schedule(values: Values) -> None:
         values["schedule"] = {**schedule, "name": Given(default_name(layout.get("pp", 1), layout["vpp"]), "--schedule (default)")}
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds --json and -o."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+def add_output(parser: argparse.ArgumentParser, *, findings: bool = False) -> None:
+    """Adds --json and -o; with `findings` also --format, for verbs whose result is something that is wrong."""
+    printed = parser.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    if findings:
+        printed.add_argument(
+            "--format", choices=("text", "github"), default="text", help="github: text, and findings as annotations of GitHub Actions"
+        )
     parser.add_argument("-o", "--output", metavar="FILE", help="also write the result, as JSON or text by its suffix; - is standard output")
 
 

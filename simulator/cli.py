@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.commands import Command
 from ..core.errors import PlanError
+from ..core.github import CAPACITY_KEYS, annotation, spot_of_keys
 from ..core.modules import ModularPlan
 from ..core.options import (
     add_durations,
@@ -50,6 +51,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
 
 
+def configure_fit(parser: argparse.ArgumentParser) -> None:
+    """Adds those options, and how findings are told."""
+    add_plan(parser)
+    add_output(parser, findings=True)
+
+
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
     """Adds those options, and what else of the step to tell."""
     configure(parser)
@@ -81,6 +88,9 @@ def run_fit(args: argparse.Namespace) -> int:
     plan = read_plan(args)
     result = fit(plan)
     emit(args, fit_text(plan, result.report), result.report)
+    if args.format == "github":
+        for finding in result.findings:
+            print(annotation(finding, spot_of_keys(args.plan, CAPACITY_KEYS)))
     return 0 if result.fits else 1
 
 
@@ -246,7 +256,7 @@ SIMULATE = Command(
     configure_simulate,
     run_simulate,
 )
-FIT = Command("fit", "shardproof fit --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2", configure, run_fit)
+FIT = Command("fit", "shardproof fit --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2", configure_fit, run_fit)
 PLAN = Command(
     "plan",
     "shardproof plan --model llama3-70b --cluster dgx-h100 --devices 512 --global-batch 1024 --sequence 8192 -o plan.toml",

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.findings import Finding
 from ..core.plan import Plan
+from ..core.units import format_bytes
 from .columns import capacities_bytes
 from .memory import rank_memories
 from .profiles import profile_of
 from .simulate import lowered_schedule, representatives
+
+OUT_OF_MEMORY = "out-of-memory"
+"""The finding of a plan that does not fit."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,18 @@ class Fit:
     def fits(self) -> bool:
         """True when every rank's peak is within the device's memory."""
         return bool(self.report["fits"])
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Nothing for a plan that fits, else what the worst rank needs."""
+        if self.fits:
+            return ()
+        report = self.report
+        peak, capacity = format_bytes(report["peak_memory_bytes"]), format_bytes(report["capacity_bytes"])
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in report["memory_bytes"].items())
+        where = ", ".join(filter(None, (f"rank {report['peak_memory_rank']}", report["peak_memory_action"])))
+        hint = "Cut the model further, hold fewer microbatches, recompute activations, or use ZeRO."
+        return (Finding(OUT_OF_MEMORY, "error", where, f"it needs {peak} and the device has {capacity}: {parts}.", hint),)
 
 
 def fit(plan: Plan) -> Fit:

@@ -19,8 +19,15 @@ from shardproof.core.commands import QUESTIONS, Command, command
 ROOT = Path(shardproof.__file__).parent
 ROOMS = ("core", "simulator", "viz", "backend", "verify")
 KNOWS = {room: {room, "core"} for room in ROOMS}
-MAY_USE_BACKEND = {"verify/dynamic.py", "verify/matrix.py", "verify/matrix_layouts.py", "verify/mutations.py", "verify/record.py"}
+MUTATIONS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verify/mutations").glob("*.py")}
+MAY_USE_BACKEND = {
+    *("verify/dynamic.py", "verify/matrix.py", "verify/matrix_layouts.py", "verify/proof_run.py", "verify/record.py"),
+    *MUTATIONS,
+    "verify/contributions.py",
+    "verify/foreign/recorder.py",
+}
 LIGHT_PACKAGES = {"numpy", "shardproof"}
+LOADED_BY_PYTEST = "core/pytest_plugin.py"
 FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 
@@ -70,7 +77,8 @@ def test_planning_rooms_load_nothing_heavy(name: str) -> None:
             continue
         for module in [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]:
             package = module.split(".")[0]
-            assert package in sys.stdlib_module_names or package in LIGHT_PACKAGES, f"{name}:{node.lineno} loads {module} at import"
+            allowed = package in LIGHT_PACKAGES or (package == "pytest" and name == LOADED_BY_PYTEST)
+            assert package in sys.stdlib_module_names or allowed, f"{name}:{node.lineno} loads {module} at import"
 
 
 def test_package_list_in_pyproject_is_complete() -> None:
@@ -92,6 +100,13 @@ def test_importing_every_light_module_leaves_torch_and_matplotlib_unloaded() -> 
     ]
     heavy = "{'torch', 'matplotlib', 'networkx', 'triton'}"
     code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nprint(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_pytest_plugin_brings_nothing_that_pytest_has_not_loaded() -> None:
+    heavy = "{'numpy', 'torch', 'shardproof.verify'}"
+    code = f"import pytest, sys; import shardproof.core.pytest_plugin; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

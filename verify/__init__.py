@@ -3,7 +3,9 @@
 `check` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last stays.
 """
 
+from .assertions import assert_bitwise, assert_fits, assert_schedule
 from .check import check
 from .facts import Facts
+from .foreign import Recorder
 
-__all__ = ["Facts", "check"]
+__all__ = ["Facts", "Recorder", "assert_bitwise", "assert_fits", "assert_schedule", "check"]

@@ -27,7 +27,7 @@ from functools import cached_property
 from ..core.model import ModelSpec
 from ..core.parameters import Parameter, parameters
 from ..core.plan import Plan
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Half the distance from 1 to the next number: 24, 8 and 11 bits of significand (IEEE 754; bfloat16 keeps 8)."""
@@ -95,7 +95,10 @@ class StepBounds:
     plan: Plan
 
     def of(self, key: Key, largest: Mapping[Key, float]) -> float:
-        """The largest distance of any element of a tensor from the reference's, whose largest magnitudes are `largest`, by tensor."""
+        """The largest distance of any element of a tensor from the reference's, whose largest magnitudes are `largest`, by tensor. Weights
+        before the first step are equal."""
+        if key.step == NO_STEP:
+            return 0.0
         if key.phase in (OPTIMIZER, WEIGHT):
             return self._of_state(key, largest)
         if key.phase == SCALAR and key.tensor == "grad_norm":

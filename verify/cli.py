@@ -10,6 +10,7 @@ from ..core.commands import Command
 from ..core.errors import MissingExtraError, PlanError
 from ..core.files import write_text
 from ..core.findings import Finding
+from ..core.github import annotation
 from ..core.modules import ModularPlan
 from ..core.options import add_output, add_plan, emit, option_values, read_any_plan
 from ..core.schedule import Schedule
@@ -18,13 +19,15 @@ from .against import compare_saved
 from .check import Examination, examine
 from .facts import Facts
 from .facts_file import read_facts
+from .foreign.compare import compare_recorded
 from .grid import grid
-from .ledger_file import is_ledger, read_ledger
+from .ledger_file import SavedLedger, is_ledger, read_ledger
 from .modules_check import prove_modules
 from .plan_facts import plan_calls
 from .rules import RULES, Rule, View
 from .rules.deadlock import SEND_MEANINGS, send_meanings
 from .rules.memory import peak_in_flight
+from .spots import spot_of
 from .symbolic import SymbolicProof
 from .symbolic import prove as prove_symbolically
 
@@ -43,9 +46,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     dynamic = parser.add_argument_group("dynamic proof", "runs the plan's backend and one device, and compares bits; needs the train extra")
     dynamic.add_argument("--dynamic", action="store_true", help="prove that the plan computes what one device computes, bit for bit")
     dynamic.add_argument("--steps", type=_positive, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
-    dynamic.add_argument("--transport", choices=("gloo", "memory", "nccl"), default="gloo", help="how ranks talk (default: gloo)")
+    dynamic.add_argument(
+        "--transport",
+        choices=("gloo", "memory", "nccl"),
+        help="ranks are processes (gloo), or threads of one (memory), of which 64 run as they are (default: gloo; of 9 to 64 ranks memory)",
+    )
     dynamic.add_argument("--inject", metavar="FAULT", help="break the sharded run on purpose: drop-reduction:RANK:TENSOR")
-    add_output(parser)
+    mutations = parser.add_argument_group("mutation score", "breaks the backend as real bugs did, and counts what a proof sees")
+    mutations.add_argument("--mutations", action="store_true", help="run every mutant of the catalog; needs the train extra")
+    mutations.add_argument("--only", metavar="ID,ID", help="these mutants alone, such as MR01,LS05")
+    add_output(parser, findings=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         emit(args, list_rules(), {"rules": [_described(rule) for rule in RULES]})
         return 0
+    if args.mutations or args.only is not None:
+        return _score(args)
     if args.against is not None or (args.plan is not None and is_ledger(args.plan)):
         return _compare(args)
     if args.inject is not None and not args.dynamic:
@@ -79,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         text = f"{text}\n\n{proof.text()}"
     elif args.dynamic:
         text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
-    emit(args, text, report)
+    _tell(args, text, report)
     return 0 if report["ok"] else 1
 
 
@@ -95,7 +107,7 @@ def _run_modules(args: argparse.Namespace, plan: ModularPlan) -> int:
         report, text = {**report, **proof.report}, f"{text}\n\n{proof.text()}"
     elif args.dynamic:
         text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
-    emit(args, text, report)
+    _tell(args, text, report)
     return 0 if report["ok"] else 1
 
 
@@ -106,6 +118,27 @@ def prove_schedule(plan: Plan, schedule: Schedule) -> list[Finding]:
     return [finding for finding in (*examination.findings, *symbolic) if finding.severity == "error"]
 
 
+def _score(args: argparse.Namespace) -> int:
+    """How many faults on purpose a proof sees."""
+    if not args.mutations:
+        raise PlanError(f"--only {args.only} chooses mutants. Add --mutations.")
+    if args.plan is not None or args.dynamic or args.against is not None:
+        raise PlanError("--mutations brings its own plans and runs them. Leave out PLAN, --dynamic and --against.")
+    try:
+        from .mutations.catalog import chosen
+        from .mutations.report import report_of, text_of
+        from .mutations.run import judge_mutants
+
+        mutants = chosen(args.only)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtraError("--mutations runs the backend, which needs torch. Run: pip install 'shardproof[train]'.") from error
+    report = report_of(judge_mutants(mutants, progress=lambda line: print(line, file=sys.stderr)))
+    _tell(args, text_of(report), report)
+    return 0 if report["ok"] else 1
+
+
 def _compare(args: argparse.Namespace) -> int:
     """Two ledgers after the fact."""
     if args.plan is None or args.against is None:
@@ -113,9 +146,22 @@ def _compare(args: argparse.Namespace) -> int:
         raise PlanError(f"two ledgers are compared: give {what}, as in: shardproof verify run.ledger --against right.ledger")
     if given := [flag for flag, value in (("--dynamic", args.dynamic), ("--facts", args.facts), ("--inject", args.inject)) if value]:
         raise PlanError(f"{given[0]} belongs to a plan, and --against compares two runs that are over. Leave one of them out.")
-    comparison = compare_saved(read_ledger(args.plan), read_ledger(args.against))
-    emit(args, comparison.text, comparison.report)
+    run, reference = read_ledger(args.plan), read_ledger(args.against)
+    if isinstance(run, SavedLedger) and isinstance(reference, SavedLedger):
+        comparison = compare_saved(run, reference)
+    else:
+        comparison = compare_recorded(run, reference)
+    _tell(args, comparison.text, comparison.report)
     return 0 if comparison.ok else 1
+
+
+def _tell(args: argparse.Namespace, text: str, report: dict[str, Any]) -> None:
+    """Prints a result, and with --format github its findings as annotations, too."""
+    emit(args, text, report)
+    if args.format == "github":
+        for each in report["findings"]:
+            finding = Finding(**each)
+            print(annotation(finding, spot_of(finding, args.plan)))
 
 
 def _with_shorter(plan: Plan, report: dict[str, Any], text: str) -> tuple[dict[str, Any], str]:

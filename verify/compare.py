@@ -1,6 +1,6 @@
-"""Compares the ledgers of two runs, of one device and a sharded one or of any two layouts, in dataflow order, and names what differs.
+"""Compares the ledgers of two runs, of one device and a sharded one or of any two layouts, in dataflow order.
 
-Digests decide *whether* tensors differ; where they do, `explain` looks at captured values and says where and how.
+Digests decide *whether* tensors differ, and on which ranks; `relations` says how.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
-
-import numpy as np
 
 from ..core.action import Action, Kind
 from ..core.model import ModelSpec
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
-from .digest import Digest, Region, add, bit_words, region_size, regions_overlap
+from ..core.schedules import schedule_for
+from .digest import Digest, Region, add, region_size, regions_overlap
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
 from .modules import in_whole, model_shapes, own_key, plan_of_rank, tensor_shapes
+from .relations import Class, Relation
 from .summary import Summary, add_summaries
 
 Problem = Literal["differs", "missing", "extra", "incomplete", "unclear"]
@@ -35,7 +35,6 @@ class Values:
     elements_different: int
     num_elements: int
     bits_different: int
-    kind: str
     index: tuple[int, ...]
     expected: float
     found: float
@@ -43,26 +42,40 @@ class Values:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not what one device computes. `global_ranks` hold it wrongly; before `explain` they may be suspects."""
+    """One tensor that is not what one device computes. `global_ranks` hold it wrongly; before values are looked at they may be suspects.
+
+    `relation` says how it differs, as far as that was asked: of the first difference only.
+    """
 
     key: Key
     problem: Problem
     global_ranks: tuple[int, ...]
     values: Values | None = None
+    relation: Relation | None = None
+
+    @property
+    def kind(self) -> Class:
+        """The kind of difference, for machines."""
+        if self.relation is not None:
+            return self.relation.kind
+        if self.problem == "differs":
+            return "other values" if self.global_ranks else "run-dependent"
+        return "missing" if self.problem in ("missing", "incomplete") else "other values"
 
 
-def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan) -> list[Difference]:
+def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan | None) -> list[Difference]:
     """Every tensor of which any rank's piece differs from the reference, in dataflow order: the first is the nearest to the cause.
 
     Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are assembled, on both sides.
+    Without a model (another stack, whose names say nothing of the order) differences stand as the reference recorded their tensors.
     """
     found = []
     for key, expected in reference.pieces.items():
         difference = _compare_tensor(key, expected, run.pieces.get(key, ()))
         if difference is not None:
             found.append(difference)
-    found += [Difference(key, "extra", _ranks(pieces)) for key, pieces in run.pieces.items() if key not in reference.pieces]
-    return sorted(found, key=_position(reference, model, found))
+    found += [Difference(key, "extra", ranks_of(pieces)) for key, pieces in run.pieces.items() if key not in reference.pieces]
+    return found if model is None else sorted(found, key=_position(reference, model, found))
 
 
 def _compare_tensor(key: Key, expected: Sequence[Piece], pieces: Sequence[Piece]) -> Difference | None:
@@ -71,11 +84,11 @@ def _compare_tensor(key: Key, expected: Sequence[Piece], pieces: Sequence[Piece]
     shape = expected[0].shape
     known, held = _by_region(expected), _by_region(pieces)
     if not _is_whole(expected, known, shape) or len({_digest_of(cover, known) for cover in _covers(sorted(known))}) > 1:
-        return Difference(key, "unclear", _ranks(expected))
+        return Difference(key, "unclear", ranks_of(expected))
     if unequal := _unequal(known):
-        return Difference(key, "unclear", _ranks(unequal))
+        return Difference(key, "unclear", ranks_of(unequal))
     if not _is_whole(pieces, held, shape):
-        return Difference(key, "incomplete", _ranks(pieces))
+        return Difference(key, "incomplete", ranks_of(pieces))
     whole = _digest_of(_covers(sorted(known))[0], known)
     if torn := _unequal(held):  # a copy with which the others make up the right tensor is right
         suspects = [piece for piece in torn if whole_summary(pieces, piece).digest != whole]
@@ -84,7 +97,7 @@ def _compare_tensor(key: Key, expected: Sequence[Piece], pieces: Sequence[Piece]
         suspects = [piece for cover in differ for region in cover for piece in held[region]]
     # a piece of which the reference has the same region is right or wrong for itself
     wrong = [piece for piece in suspects if piece.region not in known or known[piece.region][0].digest != piece.digest]
-    return Difference(key, "differs", _ranks(wrong)) if wrong else None
+    return Difference(key, "differs", ranks_of(wrong)) if wrong else None
 
 
 def _by_region(pieces: Sequence[Piece]) -> dict[Region, list[Piece]]:
@@ -136,7 +149,8 @@ def _partitions(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
     return covered and not any(regions_overlap(a, b) for a, b in combinations(regions, 2))
 
 
-def _ranks(pieces: Sequence[Piece]) -> tuple[int, ...]:
+def ranks_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """The ranks that hold some pieces, each once."""
     return tuple(sorted({piece.global_rank for piece in pieces}))
 
 
@@ -162,7 +176,7 @@ def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Seque
         elif phase == GRADIENT:
             where = (3, -parameter_position[tensor])
         elif phase == SCALAR:
-            where = (4 if tensor == "grad_norm" else 1, tensor)
+            where = ({"grad_norm": 4, "validation_loss": 8}.get(tensor, 1), tensor)
         else:
             name = tensor.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
             where = (5 if phase == OPTIMIZER else 6, parameter_position[name], tensor)
@@ -185,11 +199,19 @@ def _own_action(plan: Plan, key: Key, global_rank: int) -> Action:
         stage = 0 if block[0] == "embedding" else len(plan.stages) - 1
     if key.sample is not None:
         first, _ = plan.samples_of(plan.layout.coordinates(global_rank)["dp"])
-        kind = Kind.B if key.phase == ACTIVATION_GRADIENT else Kind.F
-        return Action(stage, kind, (key.sample - first) // plan.batch.micro_size)
+        microbatch = (key.sample - first) // plan.batch.micro_size
+        backward = key.phase == ACTIVATION_GRADIENT
+        return Action(stage, _backward_kind(plan, stage, global_rank) if backward else Kind.F, microbatch)
     if key.phase == GRADIENT:
         return Action(stage, Kind.REDUCE_GRAD)
     return Action(plan.placement.stages_of(plan.layout.coordinates(global_rank)["pp"])[0], Kind.STEP)
+
+
+def _backward_kind(plan: Plan, stage: int, global_rank: int) -> Kind:
+    """B, or I where the schedule parts input gradients from weight gradients."""
+    here = plan.layout.coordinates(global_rank)
+    row = schedule_for(plan, plan.microbatches_of(here["dp"])).row(here["pp"])
+    return Kind.I if any(action.kind is Kind.I and action.stage == stage for action in row) else Kind.B
 
 
 def places(plan: Plan | ModularPlan, key: Key, ranks: Sequence[int]) -> list[str]:
@@ -208,60 +230,3 @@ def name_of(key: Key) -> str:
     """A tensor in words: `gradient layers.0.mlp.down.weight`, `layers.0.mlp of sample 3`."""
     words = key.tensor if key.phase == ACTIVATION else f"{key.phase} {key.tensor}"
     return words if key.sample is None else f"{words} of sample {key.sample}"
-
-
-# Values
-
-
-def explain(difference: Difference, reference: RunLedger, run: RunLedger) -> Difference:
-    """The same difference with the ranks that really hold other bits and how the values differ. Both ledgers captured this tensor.
-
-    Ranks are left empty when the second run has the right bits: then the result depends on the run.
-    """
-    expected = reference.pieces[difference.key][0].load()
-    wrong: list[tuple[Piece, np.ndarray, np.ndarray]] = []
-    for piece in run.pieces[difference.key]:
-        part, found = expected[tuple(slice(lo, hi) for lo, hi in piece.region)], piece.load()
-        if not np.array_equal(bit_words(part), bit_words(found)):
-            wrong.append((piece, np.atleast_1d(part), np.atleast_1d(found)))
-    if not wrong:
-        return replace(difference, global_ranks=())
-    different = [bit_words(part) ^ bit_words(found) for _, part, found in wrong]
-    piece, part, found = wrong[0]
-    first = tuple(int(i) for i in np.argwhere(different[0])[0])
-    values = Values(
-        elements_different=sum(int(np.count_nonzero(words)) for words in different),
-        num_elements=sum(words.size for words in different),
-        bits_different=sum(_popcount(words) for words in different),
-        kind=classify(part, found),
-        index=tuple(i + lo for i, (lo, _) in zip(first, piece.region, strict=True)) if piece.region else (),
-        expected=float(part[first]),
-        found=float(found[first]),
-    )
-    return replace(difference, global_ranks=_ranks([piece for piece, _, _ in wrong]), values=values)
-
-
-def classify(expected: np.ndarray, found: np.ndarray) -> str:
-    """How wrong values relate to right ones: `zero`, `scaled by 2`, `permuted`, `rounding only` or `other values`.
-
-    `rounding only` means a largest error below 1e-5 of the largest value: as other orders of the same fp32 sums give.
-    """
-    scale = float(np.abs(expected).max())
-    if not np.isfinite(found).all():
-        return "not finite"
-    if scale > 0 and not found.any():
-        return "zero"
-    for factor in range(2, 65):
-        if np.array_equal(found, expected * found.dtype.type(factor)):
-            return f"scaled by {factor}"
-        if np.array_equal(found, expected / found.dtype.type(factor)):
-            return f"scaled by 1/{factor}"
-    if np.array_equal(np.sort(expected, axis=None), np.sort(found, axis=None)):
-        return "permuted"
-    if float(np.abs(found.astype(np.float64) - expected).max()) <= 1e-5 * scale:
-        return "rounding only"
-    return "other values"
-
-
-def _popcount(words: np.ndarray) -> int:
-    return int(np.unpackbits(np.ascontiguousarray(words).view(np.uint8)).sum())

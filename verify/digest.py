@@ -1,8 +1,10 @@
 """Order-aware digests that add up: the digest of a tensor is the sum of the digests of its pieces, wherever it was cut.
 
-Each element is mixed with its index in the *full* tensor, and the mixed words are added as integers modulo 2^64. Integer addition has no
-order, so ranks digest what they hold and the pieces are added afterwards; two elements that trade places still change the result.
-Two lanes give 128 bits. The digest guards against errors, not against an adversary.
+Each element, as an integer, is multiplied by a key that its index in the *full* tensor draws, and the products are added modulo 2^64
+(multilinear hashing: Carter & Wegman 1981, New hash functions and their use in authentication and set equality). Integer addition has no
+order, so ranks digest what they hold and the pieces are added afterwards; two elements that trade places still change the result. Keys
+are odd: an element that differs alone is always seen, others are missed with a chance of 2^-32 in each of the two lanes. The
+digest guards against errors, not against an adversary.
 
 The loops are compiled (`csrc`) where the installation could; without them numpy gives the same digests, some thirty times slower.
 """
@@ -27,8 +29,11 @@ EMPTY: Digest = (0, 0)
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LANE_SEEDS = (np.uint64(0x243F6A8885A308D3), np.uint64(0x13198A2E03707344))
+_WORD_MASK = np.uint64(0x9E3779B9)
+_BLOCK = np.uint64(1024)
+"""Elements that have keys of their own; those of the next block are these times its factor."""
 _CHUNK = 1 << 16
-"""Elements mixed at once: the temporaries stay in the cache."""
+"""Elements multiplied at once: the temporaries stay in the cache."""
 
 
 def digest(values: np.ndarray, shape: Sequence[int] | None = None, region: Region | None = None) -> Digest:
@@ -84,8 +89,13 @@ def element_index(shape: Sequence[int], region: Region | None = None) -> np.ndar
     return index
 
 
+_WHOLE = np.zeros(1, dtype=np.uint64)
+
+
 def runs_of(shape: Sequence[int], region: Region) -> tuple[np.ndarray, int]:
     """The first elements (uint64) of the runs that a region is made of, each of neighbours in the whole tensor, and their length."""
+    if all(lo == 0 and hi == size for (lo, hi), size in zip(region, shape, strict=True)):
+        return _WHOLE, math.prod(shape)
     length, outer = 1, len(shape)
     while outer and (outer == len(shape) or region[outer] == (0, shape[outer])):
         outer -= 1
@@ -111,9 +121,21 @@ def regions_overlap(a: Region, b: Region) -> bool:
 
 
 def _digest_chunk(words: np.ndarray, index: np.ndarray) -> Digest:
-    placed = words.astype(np.uint64) + index * GOLDEN
-    first, second = (int(mix(placed + seed).sum(dtype=np.uint64)) for seed in _LANE_SEEDS)
+    first, second = (int((_numbers(words) * _keys(index, seed)).sum(dtype=np.uint64)) for seed in _LANE_SEEDS)
     return first, second
+
+
+def _numbers(words: np.ndarray) -> np.ndarray:
+    """What stands for words of any width: none of zeros is 0, and the highest bit of 64, which would be lost in every other sum, is not
+    alone."""
+    wide = words.astype(np.uint64)
+    return wide ^ _WORD_MASK if words.itemsize < 8 else wide ^ (wide >> np.uint64(32)) ^ GOLDEN
+
+
+def _keys(index: np.ndarray, seed: np.uint64) -> np.ndarray:
+    """The odd numbers that elements are multiplied by."""
+    own, factor = mix(index % _BLOCK * GOLDEN + seed), mix(index // _BLOCK * GOLDEN + ~seed)
+    return (own | np.uint64(1)) * (factor | np.uint64(1))
 
 
 def mix(z: np.ndarray) -> np.ndarray:

@@ -12,11 +12,15 @@ have equal digests by accident only, with probability 2^-64 for each comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+
 from ..core.reduction import Node, split
+from .digest import GOLDEN, mix
 
 MODULUS = 1 << 64
 
@@ -24,6 +28,11 @@ MODULUS = 1 << 64
 def digest(*parts: object) -> int:
     """64 bits of a tuple of texts and integers."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def digests(shape: Sequence[int], *name: object) -> np.ndarray:
+    """One digest for every cell of a grid (uint64), of the name and the cell's place: the numbers that splitmix64 draws from the name's."""
+    return mix(np.uint64(digest("cells", *name)) + np.arange(math.prod(shape), dtype=np.uint64).reshape(shape) * GOLDEN)
 
 
 @dataclass(frozen=True)

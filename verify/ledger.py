@@ -85,6 +85,19 @@ class RunLedger:
                 pieces.setdefault(key, []).append(piece)
         return cls({key: tuple(found) for key, found in pieces.items()})
 
+    def as_far_as(self, resumed: RunLedger) -> RunLedger:
+        """What a run that goes on from a checkpoint can have of this ledger: the state that it begins with, and what came after that; all
+        of it where the other run is not such a one."""
+        first = min((key.step for key in resumed.pieces), default=NO_STEP)
+        computed = (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT)
+        if first == NO_STEP or any(key.step == first and key.phase in computed for key in resumed.pieces):
+            return self
+
+        def is_due(key: Key) -> bool:
+            return key.step > first or (key.step == first and (key.phase in (OPTIMIZER, WEIGHT) or key in resumed.pieces))
+
+        return RunLedger({key: pieces for key, pieces in self.pieces.items() if is_due(key)})
+
     def scalars(self, name: str) -> list[float]:
         """One value per step, as the lowest rank saw it."""
         return [float(found[0].load()) for key, found in self.pieces.items() if key.phase == SCALAR and key.tensor == name]

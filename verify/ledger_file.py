@@ -20,7 +20,7 @@ from .ledger import NO_STEP, SCALAR, Key, LedgerWriter, Piece, RankLedger, RunLe
 from .modules import AnyPlan
 from .summary import Summary
 
-FORMAT = 1
+FORMAT = 2
 """Of the lines of a file; files of another one are refused."""
 
 
@@ -41,7 +41,13 @@ class FileLedger(LedgerWriter):
                 path = self.target / _file_name(self.global_rank)
                 self._file = path.open("x", encoding="utf-8", buffering=1)
                 print(json.dumps({"format": FORMAT, "rank": self.global_rank, **self.header}), file=self._file)
-            print(_line(key, piece), file=self._file)
+            self._file.write(_line(key, piece) + "\n")
+
+    def close(self) -> None:
+        """Ends the file, if it was begun."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,21 @@ class SavedLedger:
     path: Path
     run: RunLedger
     plan: AnyPlan
+    environments: tuple[Mapping[str, Any], ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run has the bits of every other of its plan."""
+        return self.plan.numerics.mode == "exact"
+
+
+@dataclass(frozen=True)
+class RecordedLedger:
+    """A ledger of another stack (`foreign.Recorder`) read back; there is no plan, and `exact` is what the run claims of its bits."""
+
+    path: Path
+    run: RunLedger
+    exact: bool
     environments: tuple[Mapping[str, Any], ...]
 
 
@@ -66,7 +87,7 @@ def is_ledger(path: str) -> bool:
     return Path(path).is_dir()
 
 
-def read_ledger(path: str | Path) -> SavedLedger:
+def read_ledger(path: str | Path) -> SavedLedger | RecordedLedger:
     """The ledger in a folder. Raises `PlanError` for a folder that has none, whose ranks are not complete, or that is broken."""
     folder = Path(path)
     files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.partition("-")[2]))
@@ -76,8 +97,10 @@ def read_ledger(path: str | Path) -> SavedLedger:
     world_size = headers[0]["world_size"]
     if missing := sorted(set(range(world_size)) - {header["rank"] for header in headers}):
         raise PlanError(f"{folder}: {world_size} ranks ran, but {_file_name(missing[0])} is not there. Gather the files of all hosts.")
-    plan = Plan.from_toml(headers[0]["plan"])
-    return SavedLedger(folder, RunLedger.merge(ledgers), plan, tuple(header["environment"] for header in headers))
+    run, environments = RunLedger.merge(ledgers), tuple(header["environment"] for header in headers)
+    if "plan" not in headers[0]:
+        return RecordedLedger(folder, run, all(header["exact"] for header in headers), environments)
+    return SavedLedger(folder, run, Plan.from_toml(headers[0]["plan"]), environments)
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], RankLedger]:
@@ -104,14 +127,19 @@ def _entries(global_rank: int, lines: Sequence[str]) -> Iterator[tuple[Key, Piec
         yield Key(step, phase, tensor, sample), Piece(global_rank, tuple(shape), spans, summary, kept)
 
 
+_ENCODED = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def _line(key: Key, piece: Piece) -> str:
     summary = piece.summary
-    numbers = [_written(summary.largest), [_written(each) for each in summary.sums]]
-    return json.dumps([*key, piece.shape, piece.region, to_hex(summary.digest), f"{summary.alike:016x}", *numbers], separators=(",", ":"))
+    numbers: list[float] | list[float | str] = [summary.largest, *summary.sums]
+    if not math.isfinite(sum(summary.sums, summary.largest)):  # JSON has no infinity
+        numbers = [_written(summary.largest), *map(_written, summary.sums)]
+    return _ENCODED([*key, piece.shape, piece.region, to_hex(summary.digest), f"{summary.alike:016x}", numbers[0], numbers[1:]])
 
 
 def _written(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)  # JSON has no infinity
+    return value if math.isfinite(value) else str(value)
 
 
 def _number(value: float | str) -> float:

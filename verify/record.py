@@ -24,9 +24,11 @@ class LedgerObservers:
         from ..backend.environment import environment
 
         plan = self.plan
+        # a rank on a GPU has chosen it by now, and others leave CUDA alone
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
         header = {
             "world_size": plan.world_size,
-            "environment": environment(torch.device("cpu")),
+            "environment": environment(device),
             "plan": plan.to_toml(),
         }
         part = plan_of_rank(plan, global_rank)

@@ -4,7 +4,9 @@ Equal digests are equal bits. Where they differ, the rest says how, long after t
 equal in two tensors that hold the same values in other places. `sums` are eight sums of all elements with signs that their places draw:
 they are linear, so those of a multiple are that multiple, and the mean square of the differences of two tensors' sums is, on average
 over signs, the squared distance of the tensors (Alon, Matias & Szegedy 1996, The space complexity of approximating the frequency moments,
-section 2.2; with eight sums its standard deviation is half of it).
+section 2.2; with eight sums its standard deviation is half of it). Signs are those of a place in one of eight groups times the group's in
+a row of Hadamard's matrix, so that each element is added once, to its group (Charikar, Chen & Farach-Colton 2002, Finding frequent items
+in data streams, section 3), and the groups at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from .digest import (
 NUM_SUMS = 8
 
 _ALIKE_SEED = np.uint64(0xA4093822299F31D0)
+_ALIKE_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SIGN_SEED = np.uint64(0x082EFA98EC4E6C89)
+_HADAMARD = np.array([[1 - 2 * ((row & column).bit_count() % 2) for column in range(NUM_SUMS)] for row in range(NUM_SUMS)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,14 @@ def summarize(values: np.ndarray, shape: Sequence[int] | None = None, region: Re
 def summarize_plainly(words: np.ndarray, index: np.ndarray) -> Summary:
     """The summary of fp32 words `[n]` that are the elements `index` (uint64) of their tensor, by numpy."""
     values = words.view(np.float32).astype(np.float64)
-    signs = mix(index * GOLDEN + _SIGN_SEED)
-    sums = tuple(float(np.where(signs >> np.uint64(bit) & np.uint64(1), -values, values).sum()) for bit in range(NUM_SUMS))
-    alike = int(mix(words.astype(np.uint64) + _ALIKE_SEED).sum(dtype=np.uint64))
-    return Summary(digest_plainly(words, index), alike, float(np.abs(values).max(initial=0.0)), sums)
+    eight, place = np.divmod(index, np.uint64(NUM_SUMS))
+    signs = mix(eight * GOLDEN + _SIGN_SEED)  # of eight elements in its lowest bits, and in its highest how far their places are turned
+    signed = np.where(signs >> place & np.uint64(1), -values, values)
+    group = (place + (signs >> np.uint64(61))) % np.uint64(NUM_SUMS)
+    sums = _HADAMARD @ np.array([signed[group == each].sum() for each in range(NUM_SUMS)])
+    mixed = (words.astype(np.uint64) + _ALIKE_SEED) * _ALIKE_FACTOR
+    alike = int((mixed ^ (mixed >> np.uint64(32))).sum(dtype=np.uint64))
+    return Summary(digest_plainly(words, index), alike, float(np.abs(values).max(initial=0.0)), tuple(sums.tolist()))
 
 
 def add_summaries(summaries: Iterable[Summary]) -> Summary:

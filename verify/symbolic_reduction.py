@@ -20,7 +20,7 @@ from ..core.program import EXPERT_BIAS, Collective, num_copies, num_shards, sequ
 from ..core.program.buckets import bucket_layers, sums_are_sharded
 from ..core.program.holdings import PART_LAYERS, KnownPart, knows_heads
 from ..core.schedule import Placement
-from .expressions import MODULUS, digest
+from .expressions import MODULUS, digest, digests
 from .symbolic_experts import EXPERT_AXES, ExpertGrid
 from .symbolic_layers import Program
 from .symbolic_shards import dense_place, split_axis, summed
@@ -208,12 +208,14 @@ def _reduce_usage(
     tokens = [(0, local) if by_parts and each == (0, plan.batch.sequence) else each for each in tokens]  # gathered, not summed
     total, wanted = np.zeros(shape, dtype=np.uint64), np.zeros(shape, dtype=np.uint64)
     for times in sorted({times for counts in per_holder for times in counts}):
-        own, whole = np.zeros(shape, dtype=np.uint64), np.zeros(shape, dtype=np.uint64)
-        for t, d, r in np.ndindex(shape):
-            if times in per_holder[r]:
-                name = (gradients.stage, usage.key, t if usage.parameter.cut is not None else "", d, r, times)
-                own[t, d, r] = _tokens_digest(name, *tokens[t])
-                whole[t, d, r] = _tokens_digest(name, 0, whole_part)
+        counted = np.array([times in counts for counts in per_holder], dtype=np.uint64)
+        cells = shape if usage.parameter.cut is not None else (1, *shape[1:])
+        at = {
+            end: _tokens_digests((gradients.stage, usage.key, times), end, cells)
+            for end in {whole_part, *(e for each in tokens for e in each)}
+        }
+        own = np.stack([(at[hi] - at[lo])[t % cells[0]] for t, (lo, hi) in enumerate(tokens)]) * counted
+        whole = np.broadcast_to(at[whole_part], shape) * counted
         wanted += np.broadcast_to(whole.sum((1, 2), keepdims=True, dtype=np.uint64), shape)
         gradients.is_part, gradients.in_turn = by_parts and not covered, False
         if gradients.is_part:
@@ -282,6 +284,11 @@ def _tokens_digest(name: tuple[object, ...], lo: int, hi: int) -> np.uint64:
     return np.uint64((ends[0] - ends[1]) % 2**64)
 
 
+def _tokens_digests(name: tuple[object, ...], end: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The digests of the tokens before `end`, one for every cell."""
+    return digests(shape, name, end) if end else np.zeros(shape, dtype=np.uint64)
+
+
 def _over_level(gradients: StageGradients, operation: Collective, own: np.ndarray) -> np.ndarray:
     """A collective of hybrid sharding: a reduction over those that keep a part each, then one over those that keep equal parts, which exact
     numerics make of parts of these parts, that have to come together again."""
@@ -342,7 +349,8 @@ def _collective(gradients: StageGradients, operation: Collective, own: np.ndarra
 
 def in_step(sequences: Sequence[Sequence[object]]) -> tuple[list[Collective], str]:
     """The collectives that all ranks call in one order, and a note when they do not."""
-    calls = [[each for each in sequence if isinstance(each, Collective)] for sequence in sequences]
+    distinct = {id(sequence): sequence for sequence in sequences}.values()  # ranks that do the same may share one sequence
+    calls = [[each for each in sequence if isinstance(each, Collective)] for sequence in distinct]
     kinds = [[(call.op, call.axis, call.layer) for call in own] for own in calls]
     for own in kinds:
         if own != kinds[0]:

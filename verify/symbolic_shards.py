@@ -45,6 +45,14 @@ def dense_place(plan: Plan, num_replicas: int) -> Place:
     return place
 
 
+def dense_members(plan: Plan, shape: tuple[int, ...]) -> np.ndarray:
+    """The place of every cell among the copies of its stage, as `dense_place` has it."""
+    _, num_d, num_replicas = shape
+    dp_rank, cp_rank = np.divmod(np.arange(num_d), plan.layout.cp)
+    members = (dp_rank[:, None] * num_replicas + np.arange(num_replicas)) * plan.layout.cp + cp_rank[:, None]
+    return np.broadcast_to(members, shape)
+
+
 def summed(operation: Collective, level: Level, own: np.ndarray, place: Place, *, size: int, parts: int, apart: int = 1) -> np.ndarray:
     """The sums over the groups of a level. There are `size` copies, of which `parts` keep a part each; of these every `apart`-th have parts
     of the same elements to begin with (context parallelism). Raises `MisfitError` where the operation joins other groups."""

@@ -12,11 +12,11 @@ from ..core.plan import Plan
 from ..core.program import Collective, Operations, num_copies, num_shards
 from ..core.program.buckets import gathered_sizes
 from ..core.schedule import Placement
-from .expressions import MODULUS, digest
+from .expressions import MODULUS, digest, digests
 from .symbolic_experts import EXPERT_AXES, ExpertGrid
 from .symbolic_layers import Program
 from .symbolic_reduction import StageGradients, StepDifference, calls_text, in_step
-from .symbolic_shards import dense_place, split_axis
+from .symbolic_shards import dense_members, split_axis
 
 
 def unshard_difference(plan: Plan, placement: Placement, program: Program, stage: int) -> StepDifference | None:
@@ -47,10 +47,11 @@ class Step:
         self.ranks = [rank for rank in range(placement.num_ranks) if placement.stages_of(rank)]
         self.shape = (len(self.ranks), plan.layout.tp, plan.layout.dp * plan.layout.cp)
         self.operations: dict[tuple[int, int, int], Operations] = {}
-        for rank, t, d in np.ndindex(self.shape):
-            stage = placement.stages_of(self.ranks[rank])[0]
-            replica = placement.replica_of(stage, self.ranks[rank])
-            self.operations[rank, t, d] = program.actions(plan, Kind.STEP, stage, t, d // plan.layout.cp, replica=replica)
+        for rank, pp_rank in enumerate(self.ranks):
+            stage = placement.stages_of(pp_rank)[0]
+            replica = placement.replica_of(stage, pp_rank)
+            for t, d in np.ndindex(self.shape[1:]):
+                self.operations[rank, t, d] = program.actions(plan, Kind.STEP, stage, t, d // plan.layout.cp, replica=replica)
 
     def differences(self) -> Iterator[StepDifference]:
         """Everything STEP does otherwise than one device."""
@@ -63,8 +64,17 @@ class Step:
         yield from self._tied_table()
         yield from self._parameters()
 
+    def _different(self, rank: int) -> list[tuple[tuple[int, int], Operations]]:
+        """The operations of a pipeline rank's tensor-parallel ranks and copies, of copies that share one sequence the first."""
+        found: dict[tuple[int, int], tuple[tuple[int, int], Operations]] = {}
+        for t, d in np.ndindex(self.shape[1:]):
+            own = self.operations[rank, t, d]
+            found.setdefault((t, id(own)), ((t, d), own))
+        return list(found.values())
+
     def _of_layer(self, layer: str) -> tuple[list[Collective], str]:
-        return in_step([[each for each in own if getattr(each, "layer", None) == layer] for own in self.operations.values()])
+        distinct = {id(own): own for own in self.operations.values()}.values()
+        return in_step([[each for each in own if getattr(each, "layer", None) == layer] for own in distinct])
 
     def _squares(self) -> tuple[np.ndarray, np.uint64]:
         """Each rank's sum of squares, every element of the model counted once: on a stage's first replica, or every copy's own part. What
@@ -73,13 +83,10 @@ class Step:
         for gradients in self.stages:
             if not gradients.values:  # a stage without layers
                 continue
-            squares = np.empty(gradients.shape, dtype=np.uint64)
-            for cell in np.ndindex(gradients.shape):
-                squares[cell] = digest("squares", gradients.stage, *cell)
-            place, parts = dense_place(self.plan, gradients.shape[2]), num_shards(self.plan, gradients.stage).dense
-            for cell in np.ndindex(gradients.shape if self.plan.layout.zero else ()):
-                if cell and place(cell)[1] >= parts:  # of equal parts one counts
-                    squares[cell] = 0
+            squares = digests(gradients.shape, "squares", gradients.stage)
+            parts, copies = num_shards(self.plan, gradients.stage).dense, num_copies(self.plan, gradients.stage).dense
+            if self.plan.layout.zero and parts < copies:  # of equal parts one counts
+                squares[dense_members(self.plan, gradients.shape) >= parts] = 0
             total = squares.sum(dtype=np.uint64, initial=total)
             for replica, pp_rank in enumerate(self.placement.ranks[gradients.stage]):
                 if self.plan.layout.zero:
@@ -151,8 +158,8 @@ class Step:
         for rank, pp_rank in enumerate(self.ranks):
             crossed = bool(self.plan.layout.zero and self.placement.crossed_ends_of(pp_rank))
             needed = int((pp_rank in first) != (pp_rank in last) or crossed)
-            for t, d in np.ndindex(self.shape[1:]):
-                calls = [each for each in self.operations[rank, t, d] if isinstance(each, Collective) and each.axis == "embedding"]
+            for (t, d), own in self._different(rank):
+                calls = [each for each in own if isinstance(each, Collective) and each.axis == "embedding"]
                 if len(calls) != needed:
                     where = f"STEP, embedding.tokens.weight on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
                     uses = "without the other end's use" if len(calls) < needed else "with a sum that is added more than once"
@@ -175,15 +182,15 @@ class Step:
         by_stage = {gradients.stage: gradients for gradients in self.stages}
         for rank, pp_rank in enumerate(self.ranks):
             apart = [stage for stage in self.placement.stages_of(pp_rank) if by_stage[stage].is_part]
-            for t, d in np.ndindex(self.shape[1:]):
-                own = self.operations[rank, t, d]
+            expert_copies = self._expert_copies(pp_rank)
+            for (t, d), own in self._different(rank):
                 buckets = {size.layer for stage in apart for size in gathered_sizes(self.plan, stage, t)} | {""}
                 gathers = [each for each in own if isinstance(each, Collective) and each.layer in buckets and each.op == "all_gather"]
                 sizes = [each.group_size for each in gathers if split_axis(each.axis)[0] in ("dp", "replica")]
                 of_experts = [each.group_size for each in gathers if split_axis(each.axis)[0] in EXPERT_AXES]
                 dense = [(stage, size) for stage in apart for size in gathered_sizes(self.plan, stage, t) if not size.is_expert]
                 wanted = [num_shards(self.plan, stage).dense for stage, _ in dense]
-                if sizes != wanted or of_experts != self._expert_copies(pp_rank):
+                if sizes != wanted or of_experts != expert_copies:
                     where = f"STEP on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
                     what = f"stages {apart} are updated in parts, which {len(gathers)} all_gather over their copies bring together"
                     yield StepDifference("value", where, what)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from ..core.cluster_presets import cluster_preset
 from ..core.divisors import divisors
@@ -19,6 +19,7 @@ from ..core.errors import PlanError
 from ..core.expert_tokens import RoutedTokens
 from ..core.layout import Layout
 from ..core.model import ModelSpec
+from ..core.modules import ModularPlan
 from ..core.plan import Batch, Numerics, Plan
 from ..core.schedules import CATALOG
 from ..core.schedules.passes import MAX_ACTIVE_STAGES
@@ -27,6 +28,9 @@ from ..core.variation import NO_VARIATION
 
 MAX_WORLD_SIZE = 8
 """Ranks of a twin: gloo start-up and collectives grow steeply beyond it on a few cores."""
+
+MAX_THREADS = 64
+"""Ranks that run as they are where they are threads of one process: 64 take some 15 s on two cores."""
 
 MAX_PARAMETERS = 20_000_000
 """Above this many parameters the model is shrunk."""
@@ -71,18 +75,26 @@ TOKEN_BLOCK = 8
 """A quarter of the twin's sequence, so that its token trees have more than one leaf."""
 
 
-def twin(plan: Plan) -> tuple[Plan, list[str]]:
-    """A plan that this host can run and that proves the same thing, and one sentence per change; the plan itself and [] if it can run."""
+def usual_transport(plan: Plan | ModularPlan) -> Literal["gloo", "memory"]:
+    """Processes, or threads where only these run all ranks of a plan as they are."""
+    return "memory" if isinstance(plan, Plan) and MAX_WORLD_SIZE < plan.layout.world_size <= MAX_THREADS else "gloo"
+
+
+def twin(plan: Plan, most_ranks: int = MAX_WORLD_SIZE) -> tuple[Plan, list[str]]:
+    """A plan that this host can run and that proves the same thing, and one sentence per change; the plan itself and [] if it can run.
+
+    Layouts of more than `most_ranks` ranks shrink to `MAX_WORLD_SIZE`; others stay, whatever becomes of the model.
+    """
     supported, changes = _supported(plan)
-    if not _too_large(supported):
+    if not _too_large(supported, most_ranks):
         return supported, changes
-    small = _shrink(supported)
+    small = _shrink(supported, most_ranks)
     return small, changes + _sentences(supported, small)
 
 
-def _too_large(plan: Plan) -> bool:
+def _too_large(plan: Plan, most_ranks: int) -> bool:
     work = 6.0 * plan.model.num_parameters * plan.batch.global_size * plan.batch.sequence
-    return plan.layout.world_size > MAX_WORLD_SIZE or plan.model.num_parameters > MAX_PARAMETERS or work > MAX_STEP_FLOPS
+    return plan.layout.world_size > most_ranks or plan.model.num_parameters > MAX_PARAMETERS or work > MAX_STEP_FLOPS
 
 
 def _supported(plan: Plan) -> tuple[Plan, list[str]]:
@@ -187,8 +199,8 @@ def _supported_layout(plan: Plan) -> Layout:
     return replace(layout, stages=stages)
 
 
-def _shrink(plan: Plan) -> Plan:
-    layout = _small_layout(plan)
+def _shrink(plan: Plan, most_ranks: int) -> Plan:
+    layout = _kept_layout(plan) if MAX_WORLD_SIZE < plan.layout.world_size <= most_ranks else _small_layout(plan)
     model = _small_model(plan, layout)
     parts = model.is_moe and layout.expert_tp * layout.ep % layout.tp != 0
     micro = min(plan.batch.micro_size, 2)
@@ -224,6 +236,14 @@ def _small_layers(layers: tuple[int, ...] | None, model: ModelSpec) -> tuple[int
     if not layers:
         return layers
     return tuple(layer for layer in layers if layer < model.num_layers) or (model.num_layers - 1,)
+
+
+def _kept_layout(plan: Plan) -> Layout:
+    """The layout with the layers of a small model; a smaller one where a twin's sequence has no tokens for every tensor-parallel rank."""
+    layout = plan.layout
+    if layout.tp > SEQUENCE // TOKEN_BLOCK * 2:
+        return _small_layout(plan)
+    return layout if layout.stages is None else replace(layout, stages=_small_stages(plan, layout.num_stages))
 
 
 def _small_layout(plan: Plan) -> Layout:

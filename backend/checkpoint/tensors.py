@@ -9,6 +9,7 @@ which DCP reads anywhere, and `dcp_to_torch_save` converts.
 from __future__ import annotations
 
 import pickle
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint import (
     Metadata,
     ReadItem,
     SavePlan,
+    default_planner,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -64,7 +66,8 @@ class Piece:
 def write_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
     """Saves a folder `path` with all tensors that the ranks of `world`, which call this together, have pieces of.
 
-    It is on the disk when this returns on rank 0. Raises `ValueError` when the pieces of a tensor overlap or leave parts of it out.
+    It is on the disk when this returns on rank 0. Raises `ValueError` when the pieces of a tensor overlap or leave parts out, `OSError`
+    when a rank has not written all that it was to write.
     """
     writer, planner, leads = FileSystemWriter(path), _SavePlanner(pieces), world.rank == 0
     planner.set_up_planner({}, is_coordinator=leads)
@@ -74,8 +77,11 @@ def write_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: tor
     if leads:
         plans, metadata = planner.create_global_plan(wanted)
         agreed = writer.prepare_global_plan(plans)
-    own = gather_objects(world, agreed, device)[0][world.rank]
-    written = gather_objects(world, writer.write_data(planner.finish_plan(own), planner).wait(), device)
+    agreed = gather_objects(world, agreed, device)[0]
+    written = gather_objects(world, writer.write_data(planner.finish_plan(agreed[world.rank]), planner).wait(), device)
+    for rank, (plan, done) in enumerate(zip(agreed, written, strict=True)):
+        if len(done) < len(plan.items):
+            raise OSError(f"{path}: rank {rank} has written {len(done)} of its {len(plan.items)} pieces. Look at its disk, and save again.")
     if leads:
         writer.finish(metadata, written)
 
@@ -120,9 +126,32 @@ class _SavePlanner(DefaultSavePlanner):
             ]
         )
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what: of equal pieces one. Raises `ValueError` that names tensor and ranks where they do not make it up once."""
+        _check_whole(default_planner.dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
+        return super().create_global_plan(all_plans)
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The values of a piece."""
         return self._pieces[write_item.index].tensor.detach()
+
+
+def _check_whole(plans: Sequence[SavePlan]) -> None:
+    """Raises `ValueError` for the first tensor of which ranks write elements twice, or not all."""
+    elements: Counter[str] = Counter()
+    shapes: dict[str, torch.Size] = {}
+    writers: defaultdict[str, set[int]] = defaultdict(set)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None, "everything saved is a tensor"
+            name, block = item.index.fqn, item.tensor_data
+            elements[name] += block.chunk.sizes.numel()
+            shapes[name] = block.size
+            writers[name].add(rank)
+    for name, shape in shapes.items():
+        if elements[name] != shape.numel():
+            ranks = ", ".join(map(str, sorted(writers[name])))
+            raise ValueError(f"{name} has {shape.numel()} elements, and ranks {ranks} are to write {elements[name]} of it.")
 
 
 class _LoadPlanner(LoadPlanner):

@@ -61,6 +61,12 @@ class Folder:
             )
         return dict.fromkeys(self._file(file).keys(), file)
 
+    @property
+    def absent(self) -> list[str]:
+        """The tensors that the index names and the files do not have, each with the file that should."""
+        held = {file: set(self._file(file).keys()) for file in dict.fromkeys(self.files.values())}
+        return [f"{name} ({file.name})" for name, file in self.files.items() if name not in held[file]]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The full shape of a tensor."""
         return tuple(self._slice(name).get_shape())

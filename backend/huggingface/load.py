@@ -11,7 +11,7 @@ from ...core.errors import PlanError, named
 from ...core.model import ModelSpec
 from ..tensor_parallel import Shard
 from .config import family_of
-from .folder import QUANTISED, READ_DTYPES, SCALES, Folder
+from .folder import INDEX, QUANTISED, READ_DTYPES, SCALES, Folder
 from .names import BASE_PREFIXES, sources, unused_names
 from .parts import Source, file_shapes, regions
 
@@ -31,7 +31,12 @@ def load_weights(model: ModelSpec, path: str, shards: Iterable[Shard]) -> int:
 
 
 def _checked_names(model: ModelSpec, folder: Folder, places: Mapping[str, Source]) -> dict[str, str]:
-    """Tensor name -> its name in this folder. Raises `PlanError` when a tensor is missing, has another shape, or is left over."""
+    """Tensor name -> its name in this folder. Raises `PlanError` when a tensor is missing, has another shape, or is left over, and when the
+    index promises one that no file has."""
+    if absent := folder.absent:
+        raise PlanError(
+            f"train.load={str(folder.path)!r}: {INDEX} names tensors that are not there: {named(absent)}. Write the folder again."
+        )
     expected = file_shapes(places)
     names = {name: found for name in expected if (found := _found(name, folder.files)) is not None}
     problems = _listed("has no", [f"{name} {list(expected[name])}" for name in expected if name not in names])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from ..action import Kind
 from .context import finish_sequences
-from .gradients import gather_parameters, reduce_gradients, reduce_microbatch, step, step_counts
+from .gradients import copies_differ, gather_parameters, reduce_gradients, reduce_microbatch, step, step_counts, tied_ends
 from .layers import stage_work
 from .tensors import Tensors
 from .work import LayerWork, Message, Operation, Operations
@@ -37,14 +37,29 @@ def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: in
         case Kind.SEND_F | Kind.SEND_B:
             return (Message("", message_bytes(plan, tp_rank)),)
         case Kind.REDUCE_GRAD:
-            copy = plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank)
-            return (*reduce_gradients(plan, stage, tp_rank, copy), *step_counts(plan, stage))
+            copy = plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank) if copies_differ(plan) else 0
+            return _once(plan, (kind, stage, tp_rank, copy), lambda: _reductions(plan, stage, tp_rank, copy))
         case Kind.UNSHARD:
-            return tuple(gather_parameters(plan, stage, tp_rank)) if plan.layout.zero == 3 else ()
+            return (
+                _once(plan, (kind, stage, tp_rank), lambda: tuple(gather_parameters(plan, stage, tp_rank))) if plan.layout.zero == 3 else ()
+            )
         case Kind.STEP:
-            return tuple(step(plan, pp_rank, tp_rank, dp_rank * plan.layout.cp + cp_rank))
+            copy = dp_rank * plan.layout.cp + cp_rank if plan.layout.zero and tied_ends(plan, pp_rank) else 0
+            return _once(plan, (kind, pp_rank, tp_rank, copy), lambda: tuple(step(plan, pp_rank, tp_rank, copy)))
         case _:
             return ()
+
+
+def _once(plan: Plan, key: tuple[Any, ...], make: Callable[[], Operations]) -> Operations:
+    """What was made under a key before, else what `make` gives."""
+    if key not in plan.memo:
+        plan.memo[key] = make()
+    found: Operations = plan.memo[key]
+    return found
+
+
+def _reductions(plan: Plan, stage: int, tp_rank: int, copy: int) -> Operations:
+    return (*reduce_gradients(plan, stage, tp_rank, copy), *step_counts(plan, stage))
 
 
 def message_bytes(plan: Plan, tp_rank: int = 0) -> int:

@@ -80,6 +80,14 @@ def bucket_layers(plan: Plan, stage: int) -> dict[str, str]:
 
 def bucket_sizes(plan: Plan, stage: int, tp_rank: int) -> tuple[BucketSize, ...]:
     """The sizes of `gradient_buckets`, without looking at each parameter."""
+    key = ("bucket_sizes", stage, tp_rank)
+    if key not in plan.memo:
+        plan.memo[key] = _bucket_sizes(plan, stage, tp_rank)
+    found: tuple[BucketSize, ...] = plan.memo[key]
+    return found
+
+
+def _bucket_sizes(plan: Plan, stage: int, tp_rank: int) -> tuple[BucketSize, ...]:
     held, content = held_gradients(plan, stage, tp_rank), plan.stages[stage]
     tables: list[BucketSize] = []
     if plan.model.shares_table:

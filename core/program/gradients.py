@@ -100,6 +100,11 @@ def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
             yield Collective(layer, "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (payload // parts) // others))
 
 
+def copies_differ(plan: Plan) -> bool:
+    """Whether copies of a stage send other bytes in REDUCE_GRAD: exact numerics send the nodes of their own samples."""
+    return plan.numerics.mode == "exact"
+
+
 def reduce_microbatch(plan: Plan, stage: int, tp_rank: int = 0) -> Iterator[Collective]:
     """What follows the weight gradients of a microbatch where sums are sharded: every rank keeps its part of each bucket."""
     if not sums_are_sharded(plan):

@@ -72,6 +72,14 @@ def group_work(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[LayerWork, .
 
 def stage_work(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
     """The layers of a stage in forward order."""
+    key = ("stage_work", stage, tp_rank, cp_rank)
+    if key not in plan.memo:
+        plan.memo[key] = _stage_work(plan, stage, tp_rank, cp_rank)
+    found: tuple[LayerWork, ...] = plan.memo[key]
+    return found
+
+
+def _stage_work(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> tuple[LayerWork, ...]:
     content = plan.stages[stage]
     works: list[LayerWork] = [embedding_work(plan, tp_rank)] if content.embedding else []
     for layer in content.layers:

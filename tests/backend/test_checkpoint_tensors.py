@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
 
 from shardproof.backend.checkpoint.tensors import Piece, read_tensors, write_tensors
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -80,7 +83,28 @@ def test_pieces_that_do_not_make_up_a_tensor_are_not_saved(places, tmp_path):
         world, own = transport.group("world", "world", range(2)), places[transport.global_rank]
         write_tensors(tmp_path, [rows("a", (4, 3), *own, values)], world, transport.device)
 
-    with pytest.raises(RankFailure) as failure:
+    with pytest.raises(RankFailure, match=r"a has 12 elements, and ranks 0, 1 are to write (9|15) of it") as failure:
         run_threads(MemoryWorld(2, timeout_s=60), save, None)
     assert isinstance(failure.value.__cause__, ValueError)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_has_not_written_its_pieces_is_named_on_every_rank(tmp_path, monkeypatch):
+    """Rank 2 of three comes back from writing without having done it."""
+    values, write_data = torch.zeros(6, 3), FileSystemWriter.write_data
+
+    def write(writer, plan, planner):
+        if threading.current_thread().name != "rank 2":
+            return write_data(writer, plan, planner)
+        nothing = torch.futures.Future()
+        nothing.set_result([])
+        return nothing
+
+    def save(transport, _):
+        world, rank = transport.group("world", "world", range(3)), transport.global_rank
+        with pytest.raises(OSError, match="rank 2 has written 0 of its 2 pieces"):
+            write_tensors(tmp_path, [rows(name, (6, 3), 2 * rank, 2 * rank + 2, values) for name in "ab"], world, transport.device)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write)
+    run_threads(MemoryWorld(3, timeout_s=60), save, None)
+    assert not (tmp_path / ".metadata").exists()

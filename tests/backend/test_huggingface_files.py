@@ -275,6 +275,16 @@ def test_all_problems_of_a_folder_are_told_at_once(tmp_path):
     assert len(caught.value.problems) == 2
 
 
+def test_an_index_that_names_a_tensor_that_its_file_does_not_have_is_refused(tmp_path):
+    """Of a tied model the head is the table: a converter that leaves it out, and not its line in the index, writes such a folder."""
+    folder, _ = written(tmp_path, LLAMA)
+    names = [*load_file(folder / "model.safetensors"), "model.rotary_emb.inv_freq"]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(PlanError, match=r"names tensors that are not there: model\.rotary_emb\.inv_freq \(model\.safetensors\)"):
+        load_weights(LLAMA, str(folder), [])
+
+
 def test_a_folder_of_another_model_is_refused_before_anything_is_read(tmp_path):
     folder, _ = written(tmp_path, LLAMA)
     other = ModelSpec("other", 2, 48, 100, 12, 6, 8, 101, 128, rope_theta=500000.0, hidden_dropout=0.1)

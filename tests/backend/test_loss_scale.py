@@ -214,3 +214,30 @@ def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(layo
     assert len(set(found)) == 1
     assert "step 1: " in found[0] and "the gradient norm nan" in found[0], found[0]
     assert f"The gradient of {name} has 1 such elements of " in found[0] and f"on rank {global_rank}, before" in found[0], found[0]
+
+
+def poisoned_sum(transport, plan):
+    """What rank 2 brings to its sums over the copies is spoilt behind its back, in the second step."""
+    rank = TrainingRank(transport, plan)
+    plain = rank.mesh.dp.all_to_all
+
+    def all_to_all(parts, shapes):
+        arrived = plain(parts, shapes)
+        if rank.transport.watch.phase == "step 2" and transport.global_rank == 2:
+            arrived[0].view(-1)[5] = float("inf")
+        return arrived
+
+    rank.mesh.dp.all_to_all = all_to_all
+    try:
+        for step in range(3):
+            rank.step(step)
+    except DivergedError as error:
+        return str(error)
+    return "no rank has seen it"
+
+
+def test_a_sum_over_ranks_that_is_not_finite_although_its_parts_were_is_named_too():
+    plan = tiny(Layout(dp=3), dtype="fp32", mode="exact")
+    found = run_ranks(poisoned_sum, plan, world_size=3, transport="memory")
+    assert len(set(found)) == 1 and "step 1: " in found[0], found
+    assert "has 1 such elements of " in found[0] and "on ranks 0, 1, 2, after it was added up; each rank's own part has none" in found[0]

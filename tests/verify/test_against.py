@@ -8,17 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from shardproof import Plan, Trainer
 from shardproof.core.cli import main
-from shardproof.core.layout import Layout
-from shardproof.verify.against import compare_saved, relate
+from shardproof.core.plan import Checkpoint
+from shardproof.verify.against import compare_saved
 from shardproof.verify.ledger_file import read_ledger
 from shardproof.verify.record import ledger_observers
-from shardproof.verify.summary import Summary, summarize
 
 PLAN = """
 [model]
@@ -67,6 +64,27 @@ def test_two_layouts_of_one_problem_have_equal_ledgers(saved: Callable[..., Path
     report = json.loads(capsys.readouterr().out)
     assert (report["ok"], report["bitwise"], report["tensors_different"], report["findings"]) == (True, True, 0, [])
     assert report["steps"] == 2 and report["tensors_compared"] > 200 and len(report["losses"]) == 2
+
+
+def test_a_resumed_run_is_compared_from_the_state_on_that_it_loaded(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """It goes on after the first of two steps under another layout; a moment that was loaded wrongly is named before anything it spoils."""
+
+    def train(layout: str, steps: int, **choices: object) -> None:
+        plan = Plan.from_toml(PLAN.format(layout=layout, mode="exact"))
+        plan = replace(plan, train=replace(plan.train, steps=steps), checkpoint=Checkpoint(str(tmp_path / "checkpoints")))
+        observer = ledger_observers(plan, str(tmp_path / "resumed")) if choices else None
+        Trainer(plan, transport="memory", observer=observer, **choices).fit()
+
+    train("pp = 2", 1)
+    train("dp = 3", 2, resume=True)
+    right = read_ledger(saved("tp = 3\ndp = 2"))
+    found = compare_saved(read_ledger(tmp_path / "resumed"), right)
+    assert found.ok and found.report["tensors_different"] == 0, found.text
+    assert 100 < found.report["tensors_compared"] < len(right.run.pieces)
+    name = "layers.0.mlp.norm.weight.exp_avg"
+    wrong = spoiled(tmp_path / "resumed", tmp_path / "wrong", other_bits(0, "optimizer state", name))
+    first = compare_saved(read_ledger(wrong), right).report["first_divergence"]
+    assert (first["step"], first["phase"], first["tensor"], first["ranks"]) == (1, "optimizer state", name, [1])
 
 
 def test_fast_numerics_are_explained_by_the_order_of_sums(saved: Callable[..., Path]) -> None:
@@ -127,31 +145,6 @@ def test_other_problems_and_other_machines_are_said_first(saved: Callable[..., P
     machine = replace(other, environments=({**other.environments[0], "kernels": "AVX2"},))
     found = compare_saved(one, machine)
     assert found.ok and not found.report["bitwise"] and found.findings[0].rule == "other-machine" and "kernels" in found.findings[0].what
-
-
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        (lambda x: x * 0, "missing"),
-        (lambda x: x * 2, "doubled"),
-        (lambda x: x / 3, "scaled"),
-        (lambda x: x * 2 / 3, "scaled"),
-        (lambda x: x.flip(0), "permuted"),
-        (lambda x: torch.nextafter(x, x + 1), "order only"),
-        (lambda x: x + 1, "other values"),
-        (lambda x: x / 0, "not finite"),
-    ],
-)
-def test_the_relation_of_two_tensors_is_known_from_their_summaries(change: Callable[[torch.Tensor], torch.Tensor], kind: str) -> None:
-    right = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
-    assert relate(summarize(right.numpy()), summarize(change(right).numpy())).kind == kind
-
-
-def test_stale_values_and_the_axis_of_a_ratio_are_named() -> None:
-    old, new = (summarize(np.random.default_rng(seed).normal(size=99).astype(np.float32)) for seed in (0, 1))
-    assert relate(new, old, before=[old]).kind == "stale"
-    third = Summary((1, 2), 3, new.largest / 3, tuple(each / 3 for each in new.sums))
-    assert "1/3, as dp is" in relate(new, third, layout=Layout(tp=2, dp=3)).words
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import parameters
-from shardproof.verify.compare import _covers, classify, compare, explain
+from shardproof.verify.compare import _covers, compare
+from shardproof.verify.first_cause import explain
 from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key, LedgerWriter, RunLedger
 
 MODEL = ModelSpec("tiny", 2, 4, 8, 2, 2, 2, 16, 8)
@@ -101,8 +101,7 @@ def test_a_replica_that_differs_is_named_among_six_ranks(tmp_path: Path) -> None
     (found,) = compare(reference(), run, MODEL)
     found = explain(found, reference(frozenset({key}), tmp_path / "reference"), run)
     assert found.global_ranks == (3,)
-    assert found.values is not None and found.values.kind == "scaled by 2"
-    assert found.values.elements_different == found.values.num_elements == 16
+    assert found.values is not None and found.values.elements_different == found.values.num_elements == 16
     assert found.values.index == (0, 4), "the index is that of the full tensor"
 
 
@@ -133,23 +132,6 @@ def test_a_second_run_with_the_right_bits_leaves_no_rank_to_blame(tmp_path: Path
     assert (
         explain(found, reference(frozenset({key}), tmp_path / "reference"), run_with({0: {key: lambda t: t}}, tmp_path)).global_ranks == ()
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        (lambda x: x * 0, "zero"),
-        (lambda x: x * 3, "scaled by 3"),
-        (lambda x: x / np.float32(5), "scaled by 1/5"),
-        (lambda x: x[::-1], "permuted"),
-        (lambda x: np.nextafter(x, np.float32(9)), "rounding only"),
-        (lambda x: x + 1, "other values"),
-        (lambda x: x * np.nan, "not finite"),
-    ],
-)
-def test_classes_of_wrong_values(change: Callable[[np.ndarray], np.ndarray], kind: str) -> None:
-    right = np.random.default_rng(1).normal(size=50).astype(np.float32)
-    assert classify(right, change(right)) == kind
 
 
 def test_ranks_that_hold_a_tensor_alike_may_cut_it_otherwise_among_their_copies():

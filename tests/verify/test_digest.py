@@ -74,3 +74,26 @@ def test_regions_overlap_only_when_they_share_an_element() -> None:
 def test_hex_is_32_digits_and_bits_are_words_of_the_width() -> None:
     assert len(to_hex(digest(values(2)))) == 32
     assert bit_words(np.array([1.0], dtype=np.float32)).tolist() == [0x3F800000]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_signs_that_flip_together_and_blocks_that_trade_places_are_seen(dtype: type) -> None:
+    """Highest bits alone, of any two elements; whole blocks of keys, whose elements keep their places in the block."""
+    whole = values(4096).astype(dtype)
+    found = {digest(whole)}
+    for other in range(1, 2048, 13):
+        flipped = whole.copy()
+        flipped[[0, other]] *= -1
+        found.add(digest(flipped))
+    for block in range(1, 4):
+        traded = whole.copy()
+        traded[:1024], traded[block * 1024 : (block + 1) * 1024] = whole[block * 1024 : (block + 1) * 1024], whole[:1024]
+        found.add(digest(traded))
+    assert len({lane for each in found for lane in each}) == 2 * (1 + len(range(1, 2048, 13)) + 3)
+
+
+def test_rows_that_move_by_any_number_and_scaled_tensors_have_digests_of_their_own() -> None:
+    whole = values(64, 48)
+    moved = {digest(np.roll(whole, rows, 0)) for rows in range(64)} | {digest(np.roll(whole, columns, 1)) for columns in range(1, 48)}
+    scaled = {digest(whole * np.float32(2.0**power)) for power in range(1, 20)}
+    assert len(moved | scaled | {digest(np.zeros((64, 48), dtype=np.float32)), digest(whole.T)}) == 64 + 47 + 19 + 2

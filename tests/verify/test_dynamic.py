@@ -155,7 +155,7 @@ def test_a_fault_that_the_run_cannot_have_is_refused(fault: str, message: str) -
     ("difference", "rule", "word"),
     [
         (Difference(Key(1, ACTIVATION, "layers.0.mlp", 3), "differs", ()), "run-dependent", "depends on time"),
-        (Difference(Key(1, WEIGHT, "head.norm.weight"), "missing", ()), "tensor-missing", "no rank did"),
+        (Difference(Key(1, WEIGHT, "head.norm.weight"), "missing", ()), "tensor-missing", "no rank of the run"),
         (Difference(Key(1, WEIGHT, "head.norm.weight"), "incomplete", (2, 3)), "tensor-incomplete", "ranks 2, 3, 1STEP"),
     ],
 )

@@ -15,7 +15,7 @@ from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Sc
 from shardproof.verify.digest import full_region
 from shardproof.verify.dynamic import ProofJob, one_device, prove, run_fast, run_ledger
 from shardproof.verify.fast_run import check_fast
-from shardproof.verify.ledger import ACTIVATION, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
+from shardproof.verify.ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
 from shardproof.verify.mutations import parse_fault
 from shardproof.verify.summary import summarize
 
@@ -119,4 +119,5 @@ def test_every_phase_of_a_step_has_a_bound() -> None:
     keys = frozenset(run_ledger(ProofJob(one, 1), "memory").pieces)
     check = run_fast(ProofJob(plan, 1, keys), "memory")
     assert {key.phase for key in check.distances} >= {ACTIVATION, GRADIENT, OPTIMIZER, WEIGHT, SCALAR}
-    assert all(0 < each.bound < np.inf for key, each in check.distances.items())
+    assert all(0 < each.bound < np.inf for key, each in check.distances.items() if key.step > NO_STEP)
+    assert all(each.bound == each.distance == 0 for key, each in check.distances.items() if key.step == NO_STEP)

@@ -19,6 +19,7 @@ from shardproof.verify.dynamic import describe, prove
 from shardproof.verify.ledger import ACTIVATION, GRADIENT, Key, Piece, RunLedger
 from shardproof.verify.modules_check import HALTS, halts, prove_modules, ways
 from shardproof.verify.mutations import parse_fault
+from shardproof.verify.relations import Relation
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "encoder_decoder.toml"
 JOINING = modular(module("slow", tp=2, pp=2), module("fast", dp=1), module("last", ["slow", "fast"], tp=3, model="tiny-moe"), samples=5)
@@ -55,8 +56,8 @@ def test_ranks_that_wait_for_each_other_where_branches_join_are_found() -> None:
 
 def test_the_first_divergence_is_told_by_module_and_rank() -> None:
     key = Key(1, ACTIVATION, "last.layers.0.output", 3)
-    values = Values(1, 8, 2, "rounding only", (0, 0), 1.0, 2.0)
-    difference = Difference(key, "differs", (6,), values)
+    values = Values(1, 8, 2, (0, 0), 1.0, 2.0)
+    difference = Difference(key, "differs", (6,), values, Relation("doubled", "the right values times 2", 1.0, 1.0))
     pieces = {key: tuple(Piece(rank, (2, 4), ((0, 2), (0, 4)), ()) for rank in (5, 6, 7))}
     (finding,) = describe(JOINING, RunLedger(pieces), [difference])
     assert finding.where == "step 2, rank 6, 3F3, last.layers.0.output of sample 3"

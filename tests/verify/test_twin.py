@@ -14,7 +14,7 @@ from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, ScheduleChoice, Train
-from shardproof.verify.twin import MAX_WORLD_SIZE, twin
+from shardproof.verify.twin import MAX_THREADS, MAX_WORLD_SIZE, twin, usual_transport
 
 
 def plan(model: str, layout: Layout, batch: Batch, schedule: str = "1F1B", **more: object) -> Plan:
@@ -119,3 +119,18 @@ def test_every_axis_above_1_stays_above_1_on_at_most_8_ranks(tp: int, pp: int, d
         assert degree <= before and (degree > 1) == (before > 1)
     assert (small.batch.micro_size > 1) == (micro > 1)
     assert small.model.num_parameters < 10**6
+
+
+def test_64_ranks_that_are_threads_stay_and_processes_do_not() -> None:
+    whole = plan("tiny-gpt", Layout(tp=4, pp=4, dp=4), Batch(16, 1, 32), numerics=Numerics("exact"), precision=Precision("fp32"))
+    whole = replace(whole, model=replace(whole.model, num_layers=4))
+    assert usual_transport(whole) == "memory" and twin(whole, MAX_THREADS) == (whole, [])
+    assert twin(whole)[0].layout.world_size == MAX_WORLD_SIZE
+
+
+def test_a_model_that_is_too_large_shrinks_under_a_layout_that_stays() -> None:
+    layout = Layout(tp=8, pp=3, dp=2, sequence_parallel=True, stages="Et*30|t*25|t*25L")
+    small, changes = twin(plan("llama3-70b", layout, Batch(6, 1, 4096)), MAX_THREADS)
+    assert small.layout == replace(layout, stages="Ett|t|tL") and small.model.num_parameters < 10**6
+    assert small.model.num_kv_heads % 8 == 0 and not any("layout.dp" in change for change in changes)
+    assert usual_transport(gpt3()) == "gloo" and twin(gpt3(), MAX_THREADS)[0].layout.world_size == MAX_WORLD_SIZE

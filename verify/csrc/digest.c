@@ -1,9 +1,9 @@
-/* The compiled half of digest.py and summary.py: elements of a tensor mixed with their places and added up, modulo 2^64, in two lanes;
- * the same without their places; and sums of elements with signs that their places draw.
+/* The compiled half of digest.py and summary.py: elements of a tensor times keys that their places draw, added up modulo 2^64, in two lanes;
+ * a sum of them without their places; and sums of elements with signs that their places draw.
  *
  * Digests are those of the numpy paths, to the last bit, sums to rounding; tests hold them together. The loops are compiled for several
  * generations of x86-64, of which the newest that runs is taken when the module is loaded: 64-bit products of vectors came with AVX-512.
- * Only the stable ABI of Python 3.11 is used, so one build serves every later Python.
+ * Sums are written with the vectors of GCC and Clang. Only the stable ABI of Python 3.11 is used, so one build serves every later Python.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,11 +20,14 @@
 #define FIRST_SEED 0x243F6A8885A308D3ull
 #define SECOND_SEED 0x13198A2E03707344ull
 #define ALIKE_SEED 0xA4093822299F31D0ull
+#define ALIKE_FACTOR 0xBF58476D1CE4E5B9ull
 #define SIGN_SEED 0x082EFA98EC4E6C89ull
+#define WORD_MASK 0x9E3779B9ull
 
-#define NUM_SUMS 8 /* signed sums of a summary */
-#define WIDE 8     /* elements at a time; each has sums of its own, which are added at the end */
-#define CHUNK 512
+#define BLOCK 1024 /* elements that have keys of their own; those of the next block are these times its factor */
+#define WIDE 8     /* elements that draw their signs together, and signed sums of a summary */
+
+static uint64_t first_keys[BLOCK], second_keys[BLOCK];
 
 static inline uint64_t mix(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -32,23 +35,49 @@ static inline uint64_t mix(uint64_t z) {
     return z ^ (z >> 31);
 }
 
+static inline uint64_t key(uint64_t place, uint64_t seed) { return mix(place * GOLDEN + seed) | 1; }
+
+static void make_keys(void) {
+    for (uint64_t i = 0; i < BLOCK; i++) {
+        first_keys[i] = key(i, FIRST_SEED);
+        second_keys[i] = key(i, SECOND_SEED);
+    }
+}
+
+/* How many of `count` elements from `index` on are in its block. */
+static inline Py_ssize_t in_block(uint64_t index, Py_ssize_t count) {
+    Py_ssize_t left = BLOCK - (Py_ssize_t)(index % BLOCK);
+    return count < left ? count : left;
+}
+
+static inline void add_block(uint64_t index, uint64_t first, uint64_t second, uint64_t *lanes) {
+    lanes[0] += first * key(index / BLOCK, ~FIRST_SEED);
+    lanes[1] += second * key(index / BLOCK, ~SECOND_SEED);
+}
+
 /* Adds the digest of `count` words, the first of which is element `index` of its tensor, to `lanes`. */
-#define DEFINE_RUN(NAME, WORD)                                                                                                             \
+#define DEFINE_RUN(NAME, WORD, NUMBER)                                                                                                     \
     FOR_EACH_PROCESSOR static void NAME(const WORD *words, Py_ssize_t count, uint64_t index, uint64_t *lanes) {                           \
-        uint64_t first = 0, second = 0, place = index * GOLDEN;                                                                            \
-        for (Py_ssize_t i = 0; i < count; i++) {                                                                                           \
-            uint64_t placed = (uint64_t)words[i] + (place + (uint64_t)i * GOLDEN);                                                         \
-            first += mix(placed + FIRST_SEED);                                                                                             \
-            second += mix(placed + SECOND_SEED);                                                                                           \
-        }                                                                                                                                  \
-        lanes[0] += first;                                                                                                                 \
-        lanes[1] += second;                                                                                                                \
+        for (Py_ssize_t size; count; count -= size, words += size, index += (uint64_t)size) {                                             \
+            const uint64_t *keys = first_keys + index % BLOCK, *others = second_keys + index % BLOCK;                                     \
+            uint64_t first = 0, second = 0;                                                                                               \
+            size = in_block(index, count);                                                                                                \
+            for (Py_ssize_t i = 0; i < size; i++) {                                                                                       \
+                uint64_t number = NUMBER(words[i]);                                                                                       \
+                first += number * keys[i];                                                                                                \
+                second += number * others[i];                                                                                             \
+            }                                                                                                                             \
+            add_block(index, first, second, lanes);                                                                                       \
+        }                                                                                                                                 \
     }
 
-DEFINE_RUN(run_of_1, uint8_t)
-DEFINE_RUN(run_of_2, uint16_t)
-DEFINE_RUN(run_of_4, uint32_t)
-DEFINE_RUN(run_of_8, uint64_t)
+#define NARROW(word) ((uint64_t)(word) ^ WORD_MASK) /* so that words of zeros count, too */
+#define FOLDED(word) ((word) ^ ((word) >> 32) ^ GOLDEN) /* the highest bit alone would be lost in every other sum */
+
+DEFINE_RUN(run_of_1, uint8_t, NARROW)
+DEFINE_RUN(run_of_2, uint16_t, NARROW)
+DEFINE_RUN(run_of_4, uint32_t, NARROW)
+DEFINE_RUN(run_of_8, uint64_t, FOLDED)
 
 static void digest_runs(const char *words, int width, Py_ssize_t length, const uint64_t *starts, Py_ssize_t num_runs, uint64_t *lanes) {
     for (Py_ssize_t run = 0; run < num_runs; run++, words += length * width) switch (width) {
@@ -82,64 +111,90 @@ static PyObject *runs(PyObject *module, PyObject *args) {
     return Py_BuildValue("KK", (unsigned long long)lanes[0], (unsigned long long)lanes[1]);
 }
 
+typedef float Floats __attribute__((vector_size(4 * WIDE)));
+typedef double Doubles __attribute__((vector_size(8 * WIDE)));
+typedef uint64_t Words __attribute__((vector_size(8 * WIDE)));
+
 typedef struct {
     uint64_t lanes[2], alike;
-    double sums[NUM_SUMS][WIDE];
+    double sums[WIDE][WIDE]; /* by how far the places are turned, and by the place among WIDE elements */
     float largest;
     uint32_t largest_bits; /* of magnitudes, which sort like their bits; NaN is above infinity */
 } Summary;
 
-/* Adds a run of words to a summary, CHUNK at a time: one plain loop per thing that is found out, which compilers turn into vectors. */
+/* The signs of WIDE elements in its lowest bits, and in its highest three how far their places are turned. */
+static inline uint64_t signs_of(uint64_t eight) { return mix(eight * GOLDEN + SIGN_SEED); }
+
+/* Adds single elements with their signs. */
+static void add_few(const uint32_t *words, Py_ssize_t count, uint64_t index, Summary *all) {
+    for (Py_ssize_t i = 0; i < count; i++, index++) {
+        uint64_t signs = signs_of(index / WIDE), place = index % WIDE;
+        float value;
+        memcpy(&value, words + i, sizeof value);
+        all->sums[signs >> 61][place] += signs >> place & 1 ? -(double)value : (double)value;
+    }
+}
+
+/* Adds elements with their signs, WIDE at a time; the first of all is the first of its WIDE. */
+FOR_EACH_PROCESSOR static void add_many(const uint32_t *words, Py_ssize_t count, uint64_t index, Summary *all) {
+    const Words to_top = {63, 62, 61, 60, 59, 58, 57, 56}, top = (Words){0} + (1ull << 63);
+    uint64_t signs[BLOCK / WIDE];
+    Doubles sums[WIDE];
+    memcpy(sums, all->sums, sizeof sums);
+    for (Py_ssize_t i = 0; i < count / WIDE; i++) signs[i] = signs_of(index / WIDE + (uint64_t)i);
+    for (Py_ssize_t i = 0; i < count / WIDE; i++) {
+        Floats narrow;
+        memcpy(&narrow, words + i * WIDE, sizeof narrow);
+        Doubles value = __builtin_convertvector(narrow, Doubles);
+        sums[signs[i] >> 61] += (Doubles)((Words)value ^ (((Words){0} + signs[i]) << to_top & top));
+    }
+    memcpy(all->sums, sums, sizeof sums);
+}
+
+/* Adds a run of words to a summary, a block of keys at a time. */
 FOR_EACH_PROCESSOR static void summarize_run(const uint32_t *words, Py_ssize_t count, uint64_t index, Summary *all) {
-    uint64_t bits[CHUNK], signs[CHUNK];
-    for (Py_ssize_t from = 0; from < count; from += CHUNK) {
-        Py_ssize_t size = count - from < CHUNK ? count - from : CHUNK;
-        const uint32_t *word = words + from;
-        uint64_t first = 0, second = 0, alike = 0, place = (index + (uint64_t)from) * GOLDEN;
+    for (Py_ssize_t size; count; count -= size, words += size, index += (uint64_t)size) {
+        const uint64_t *keys = first_keys + index % BLOCK, *others = second_keys + index % BLOCK;
+        uint64_t first = 0, second = 0, alike = 0;
         uint32_t largest = all->largest_bits;
+        size = in_block(index, count);
         for (Py_ssize_t i = 0; i < size; i++) {
-            uint64_t placed = word[i] + (place + (uint64_t)i * GOLDEN);
-            first += mix(placed + FIRST_SEED);
-            second += mix(placed + SECOND_SEED);
-            alike += mix(word[i] + ALIKE_SEED);
+            uint64_t number = NARROW(words[i]), mixed = (words[i] + ALIKE_SEED) * ALIKE_FACTOR;
+            first += number * keys[i];
+            second += number * others[i];
+            alike += mixed ^ (mixed >> 32);
         }
         for (Py_ssize_t i = 0; i < size; i++) {
-            uint32_t magnitude = word[i] & 0x7FFFFFFFu;
+            uint32_t magnitude = words[i] & 0x7FFFFFFFu;
             largest = magnitude > largest ? magnitude : largest;
         }
-        for (Py_ssize_t i = 0; i < size; i++) {
-            float narrow;
-            double value;
-            memcpy(&narrow, word + i, sizeof narrow);
-            value = narrow;
-            memcpy(bits + i, &value, sizeof value);
-            signs[i] = mix(place + (uint64_t)i * GOLDEN + SIGN_SEED);
-        }
-        for (Py_ssize_t i = size; i % WIDE; i++) bits[i] = signs[i] = 0; /* zeros change no sum */
-        for (int sum = 0; sum < NUM_SUMS; sum++) {
-            double total[WIDE];
-            memcpy(total, all->sums[sum], sizeof total);
-            for (Py_ssize_t i = 0; i < size; i += WIDE)
-                for (int j = 0; j < WIDE; j++) {
-                    uint64_t turned = bits[i + j] ^ (signs[i + j] >> sum << 63);
-                    double value;
-                    memcpy(&value, &turned, sizeof value);
-                    total[j] += value;
-                }
-            memcpy(all->sums[sum], total, sizeof total);
-        }
-        all->lanes[0] += first;
-        all->lanes[1] += second;
+        add_block(index, first, second, all->lanes);
         all->alike += alike;
         all->largest_bits = largest;
+        Py_ssize_t before = (Py_ssize_t)(-index % WIDE), many;
+        before = before < size ? before : size;
+        many = (size - before) / WIDE * WIDE;
+        add_few(words, before, index, all);
+        add_many(words + before, many, index + (uint64_t)before, all);
+        add_few(words + before + many, size - before - many, index + (uint64_t)(before + many), all);
     }
+}
+
+/* The WIDE signed sums: each adds all places, with the signs of its row of Hadamard's matrix. */
+static void fold(const Summary *all, double *sums) {
+    for (int turned = 0; turned < WIDE; turned++)
+        for (int place = 0; place < WIDE; place++)
+            for (int sum = 0; sum < WIDE; sum++) {
+                int both = sum & (place + turned) % WIDE, odd = (both ^ both >> 1 ^ both >> 2) & 1;
+                sums[sum] += odd ? -all->sums[turned][place] : all->sums[turned][place];
+            }
 }
 
 static PyObject *summarize(PyObject *module, PyObject *args) {
     Py_buffer words, starts;
     Py_ssize_t length;
     Summary all;
-    double sums[NUM_SUMS] = {0};
+    double sums[WIDE] = {0};
     (void)module;
     if (!PyArg_ParseTuple(args, "y*ny*", &words, &length, &starts)) return NULL;
     memset(&all, 0, sizeof all);
@@ -157,8 +212,7 @@ static PyObject *summarize(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "the words do not fill the runs");
         return NULL;
     }
-    for (int sum = 0; sum < NUM_SUMS; sum++)
-        for (int i = 0; i < WIDE; i++) sums[sum] += all.sums[sum][i];
+    fold(&all, sums);
     memcpy(&all.largest, &all.largest_bits, sizeof all.largest);
     return Py_BuildValue("(KK)Kd(dddddddd)", (unsigned long long)all.lanes[0], (unsigned long long)all.lanes[1],
                          (unsigned long long)all.alike, (double)all.largest, sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7]);
@@ -172,4 +226,7 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_digest", "Compiled loops of digests; see digest.py.", 0, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__digest(void) { return PyModuleDef_Init(&module); }
+PyMODINIT_FUNC PyInit__digest(void) {
+    make_keys();
+    return PyModuleDef_Init(&module);
+}

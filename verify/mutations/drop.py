@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ..core.errors import PlanError, did_you_mean
-from ..core.parameters import Parameter, stage_usages
-from ..core.plan import Plan
-from ..core.program import num_copies
-from ..core.reduction import cut
+from ...core.errors import PlanError, did_you_mean
+from ...core.parameters import Parameter, stage_usages
+from ...core.plan import Plan
+from ...core.program import num_copies
+from ...core.reduction import cut
 
 DROP_REDUCTION = "drop-reduction"
 FORM = f"{DROP_REDUCTION}:RANK:TENSOR, such as {DROP_REDUCTION}:1:layers.0.mlp.down"

@@ -1,0 +1,91 @@
+"""Findings and errors as annotations of GitHub Actions: lines that a workflow prints, and GitHub shows at the file they name.
+
+The form is that of the workflow commands (docs.github.com, "Workflow commands for GitHub Actions", Setting an error message).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from .errors import PlanError, ShardproofError
+from .files import read_text
+from .findings import NOWHERE, Finding, Spot
+from .plan_toml import Given, Values, read_values
+
+LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
+"""Severity of a finding -> the command that shows it."""
+
+WORKSPACE = "GITHUB_WORKSPACE"
+"""The variable with the folder of the checkout, from which the paths of annotations count."""
+
+_AT_LINE = re.compile(r"(?P<file>[^\n:]+?)(?::(?P<line>\d+): |: line (?P<row>\d+) )")
+"""How messages begin that name a line of a file: `plan.toml:12: ...`, `schedule.csv: line 3 (rank 2), ...`."""
+
+
+def annotation(finding: Finding, spot: Spot = NOWHERE) -> str:
+    """One line for a finding: its rule is the title; place, text and hint are the message.
+
+    >>> annotation(Finding("missing-step", "error", "rank 1", "there is no STEP.", "Add it."), Spot("plan.toml", 3))
+    '::error file=plan.toml,line=3,title=shardproof%3A missing-step::rank 1: there is no STEP.%0AAdd it.'
+    """
+    text = f"{finding.where}: {finding.what}" + (f"\n{finding.hint}" if finding.hint else "")
+    return _command(LEVELS[finding.severity], f"shardproof: {finding.rule}", text, spot)
+
+
+def error_annotations(verb: str, error: ShardproofError) -> Iterator[str]:
+    """One line for every problem of bad input, at the file and line that its message opens with."""
+    for problem in error.problems if isinstance(error, PlanError) else (str(error),):
+        found = _AT_LINE.match(problem)
+        spot = NOWHERE if found is None else Spot(found["file"], int(found["line"] or found["row"]))
+        yield _command("error", f"shardproof {verb}", problem, spot)
+
+
+CAPACITY_KEYS = ("cluster.device_memory_bytes", "cluster.preset", "cluster.file")
+"""What says how much memory a device has, the nearest first."""
+
+
+def spot_of_keys(source: str | None, keys: Iterable[str]) -> Spot:
+    """The place of the first of some dotted keys in a plan file, which has been read before; without a file, none."""
+    return NOWHERE if source is None else Spot(source, line_of(read_values(read_text(source), source), keys))
+
+
+def line_of(values: Values, keys: Iterable[str]) -> int | None:
+    """The line of the first of some keys that a plan gives, else of the first key in one of their sections; None where there is none."""
+    sections = []
+    for key in keys:
+        section, _, name = key.partition(".")
+        sections.append(section)
+        if (given := values.get(section, {}).get(name)) is not None and _says_something(section, given):
+            return given.line
+    return next((given.line for section in sections for given in values.get(section, {}).values()), None)
+
+
+def _says_something(section: str, given: Given) -> bool:
+    return section != "layout" or given.value != 1  # a degree of 1 cuts nothing
+
+
+def _command(level: str, title: str, text: str, spot: Spot) -> str:
+    known: Mapping[str, str | None] = {
+        "file": None if spot.file is None else _in_checkout(spot.file),
+        "line": None if spot.line is None else str(spot.line),
+        "title": title,
+    }
+    properties = ",".join(f"{name}={_escaped_property(value)}" for name, value in known.items() if value is not None)
+    return f"::{level} {properties}::{_escaped(text)}"
+
+
+def _in_checkout(file: str) -> str:
+    """A path as GitHub takes it: from the root of the checkout, which is this folder where no variable names it."""
+    root, path = Path(os.environ.get(WORKSPACE, "")).resolve(), Path(file).resolve()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else file
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _escaped_property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")

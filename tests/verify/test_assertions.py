@@ -1,0 +1,103 @@
+"""The assertions of the pytest plugin: what they take, what they say, and where in the user's files it belongs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardproof import Plan, Schedule, assert_bitwise, assert_fits, assert_schedule
+from shardproof.core.errors import PlanError
+from shardproof.core.findings import Finding, ProofFailed, Spot
+from shardproof.core.schedules import build, lower
+from shardproof.verify.rules import COLLECTIVE_RULES, DEADLOCK_RULES
+from shardproof.verify.spots import spot_of
+
+TEXT = """
+[model]
+preset = "tiny-gpt-6h"
+[cluster]
+preset = "this-host"
+num_devices = 6
+[layout]
+tp = 3
+pp = 2
+[batch]
+global = 4
+micro = 1
+sequence = 24
+[precision]
+dtype = "fp32"
+[schedule]
+name = "1F1B"
+[numerics]
+mode = "exact"
+"""
+RIGHT = build("1F1B", pp=2, num_microbatches=4).to_csv()
+WITHOUT_BACKWARD = RIGHT.replace("1B2,", "")
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_right_ones_pass_in_every_form(tmp_path: Path) -> None:
+    plan, path = Plan.from_toml(TEXT), written(tmp_path / "plan.toml", TEXT)
+    for form in (plan, path, str(path), TEXT):
+        assert_fits(form)
+        assert_schedule(form)
+    for form in (Schedule.from_csv(RIGHT), written(tmp_path / "right.csv", RIGHT), RIGHT):
+        assert_schedule(form)
+
+
+def test_a_schedule_that_leaves_out_a_backward_fails_at_its_row(tmp_path: Path) -> None:
+    path = written(tmp_path / "wrong.csv", WITHOUT_BACKWARD)
+    for form, spot in ((path, Spot(str(path), 2)), (WITHOUT_BACKWARD, Spot()), (Schedule.from_csv(WITHOUT_BACKWARD), Spot())):
+        with pytest.raises(ProofFailed, match="missing-backward at rank 1") as caught:
+            assert_schedule(form)
+        ((finding, place),) = caught.value.findings
+        assert (finding.rule, place) == ("missing-backward", spot)
+
+
+def test_the_schedule_file_of_a_plan_is_named_and_no_rank_is_started_for_it(tmp_path: Path) -> None:
+    """Hidden sends: rank 1 waits for what rank 0 never sends."""
+    lowered = lower(build("1F1B", pp=2, num_microbatches=4)).to_csv()
+    path = written(tmp_path / "wrong.csv", lowered.replace("0SEND_F2,", ""))
+    plan = written(tmp_path / "plan.toml", TEXT.replace('name = "1F1B"', f'file = "{path}"'))
+    for check in (assert_schedule, assert_bitwise):
+        with pytest.raises(ProofFailed, match="receive-without-send") as caught:
+            check(plan)
+        assert caught.value.findings[0][1] == Spot(str(path), 2)
+
+
+def test_a_plan_that_does_not_fit_fails_at_the_memory_of_its_device(tmp_path: Path) -> None:
+    with pytest.raises(ProofFailed, match=r"rank 0, .* it needs .* and the device has 1 MiB") as caught:
+        assert_fits(written(tmp_path / "plan.toml", TEXT.replace("num_devices = 6", "num_devices = 6\ndevice_memory_bytes = 1048576")))
+    ((finding, spot),) = caught.value.findings
+    assert (finding.rule, spot.line) == ("out-of-memory", 7)
+
+
+def test_a_schedule_where_only_a_plan_makes_sense_and_a_wrong_plan_are_refused() -> None:
+    with pytest.raises(TypeError, match="only a schedule"):
+        assert_bitwise(RIGHT)
+    with pytest.raises(TypeError, match="one model"):
+        assert_fits(RIGHT)
+    with pytest.raises(PlanError, match=r"plan:6: num_devices=6 is no multiple"):
+        assert_schedule(TEXT.replace("tp = 3", "tp = 5"))
+
+
+@pytest.mark.parametrize(
+    ("finding", "line"),
+    [
+        (Finding(COLLECTIVE_RULES[0].name, "error", "rank 3", "x."), 8),
+        (Finding(DEADLOCK_RULES[0].name, "error", "rank 1, step 2", "x."), 17),
+        (Finding("bits-differ", "error", "step 1, rank 2", "x.", "look at the data-parallel reduction"), 8),
+        (Finding("bits-differ", "error", "step 1, rank 2", "x.", "look at the tensor-parallel reduction"), 8),
+        (Finding("bound-left", "error", "step 1, rank 2", "x."), 19),
+    ],
+)
+def test_findings_belong_to_the_key_they_are_about(tmp_path: Path, finding: Finding, line: int) -> None:
+    plan = str(written(tmp_path / "plan.toml", TEXT))
+    assert spot_of(finding, plan) == Spot(plan, line)
+    assert spot_of(finding, None) == spot_of(finding, str(tmp_path)) == Spot()

@@ -1,0 +1,106 @@
+"""How wrong values relate to right ones: by summaries and by values, the same words for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardproof.core.layout import Layout
+from shardproof.verify.digest import full_region
+from shardproof.verify.relations import Around, relate, relate_values
+from shardproof.verify.summary import Summary, summarize
+
+RIGHT = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
+
+
+def by_summaries(right: np.ndarray, wrong: np.ndarray, around: Around | None = None):
+    return relate(summarize(right), summarize(wrong), around)
+
+
+def by_values(right: np.ndarray, wrong: np.ndarray, around: Around | None = None):
+    return relate_values(right, wrong, right.shape, full_region(right.shape), around)
+
+
+@pytest.mark.parametrize("related", [by_summaries, by_values])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda x: x * 0, "missing"),
+        (lambda x: x * 2, "doubled"),
+        (lambda x: x / np.float32(3), "scaled"),
+        (lambda x: x * np.float32(2 / 3), "scaled"),
+        (lambda x: x * np.float32(-1), "scaled"),
+        (lambda x: x * np.float32(0.7316), "scaled"),
+        (lambda x: x * np.float32(2**-16), "scaled"),
+        (lambda x: x[::-1].copy(), "permuted"),
+        (lambda x: np.roll(x, 3, 1), "permuted"),
+        (lambda x: np.nextafter(x, x + 1), "order only"),
+        (lambda x: x + 1, "other values"),
+        (lambda x: x / np.float32(0), "not finite"),
+    ],
+)
+def test_the_relation_of_two_tensors_is_known(related: Callable, change: Callable[[np.ndarray], np.ndarray], kind: str) -> None:
+    with np.errstate(all="ignore"):
+        assert related(RIGHT, change(RIGHT)).kind == kind
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(0, 2**32 - 1))
+def test_every_ratio_up_to_64_is_found_in_its_lowest_terms(top: int, bottom: int, seed: int) -> None:
+    ratio = Fraction(top, bottom)
+    right = np.random.default_rng(seed).normal(size=(3, 5, 6)).astype(np.float32)
+    wrong = (right * np.float32(float(ratio))).astype(np.float32)
+    for found in (by_summaries(right, wrong), by_values(right, wrong)) if ratio != 1 else ():
+        assert found.kind == ("doubled" if ratio == 2 else "scaled") and found.words == f"the right values times {ratio}"
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.5, 2.0))
+def test_other_values_are_never_called_a_multiple_or_moved(seed: int, size: float) -> None:
+    rng = np.random.default_rng(seed)
+    right = rng.normal(size=(6, 7)).astype(np.float32)
+    wrong = right + (size * rng.normal(size=right.shape)).astype(np.float32)
+    assert by_summaries(right, wrong).kind == by_values(right, wrong).kind == "other values"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda x: x[4:8].fill(0), "missing", "all zero, in 200 of 2,000 elements: [4:8, 0:50]"),
+        (lambda x: x[:, 5:].__imul__(2), "doubled", "the right values times 2, in 1,800 of 2,000 elements: [0:40, 5:50]"),
+        (lambda x: x.__setitem__([0, 3], x[[3, 0]]), "permuted", "[0:4, 0:50]"),
+    ],
+)
+def test_a_part_that_is_wrong_is_related_by_itself(change: Callable[[np.ndarray], object], kind: str, words: str) -> None:
+    wrong = RIGHT.copy()
+    change(wrong)
+    found = by_values(RIGHT, wrong)
+    assert found.kind == kind and words in found.words
+
+
+def test_stale_values_other_samples_and_the_axis_of_a_ratio_are_named() -> None:
+    old, new = (np.random.default_rng(seed).normal(size=99).astype(np.float32) for seed in (0, 1))
+    for related in (by_summaries, by_values):
+        assert related(new, old, Around(before=[summarize(old)])).kind == "stale"
+        other = related(new, old, Around(others={summarize(old).digest: "sample 3"}))
+        assert (other.kind, other.words) == ("permuted", "the values of sample 3")
+        assert "1/3, as dp is" in related(new, new / np.float32(3), Around(layout=Layout(tp=2, dp=3))).words
+
+
+def test_a_tensor_that_went_through_bf16_is_called_so() -> None:
+    wrong = (RIGHT.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    found = by_values(RIGHT, wrong)
+    assert found.kind == "order only" and found.words.startswith("rounded to bf16")
+
+
+def test_a_constant_is_told_by_its_values_where_its_signed_sums_cancel() -> None:
+    tenth, one = (np.full(16, value, np.float32) for value in (0.1, 1.0))
+    found = by_values(tenth, one, Around(others={summarize(one).digest: "head.losses"}))
+    assert (found.kind, found.words) == ("scaled", "the right values times 10")
+
+
+def test_nothing_is_a_multiple_of_zero() -> None:
+    assert relate(Summary(), summarize(RIGHT)).words == "not zero as they should be"

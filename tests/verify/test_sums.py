@@ -1,0 +1,189 @@
+"""A wrong sum is told by its parts: every rank, sequence or leaf that is missing, doubled or scaled is named."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.layout import Layout
+from shardproof.core.model_presets import model_preset
+from shardproof.core.parameters import parameters
+from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.verify.contributions import Contributions, Part
+from shardproof.verify.norms import told_by_squares
+from shardproof.verify.sums import told_by_columns, told_by_moved_use, told_by_parts
+
+SHAPE = (12, 9)
+SEQUENCE = 24
+
+
+def plan_of(samples: int = 6, micro: int = 1, **degrees: int) -> Plan:
+    layout = Layout(**degrees)
+    return Plan(
+        model_preset("tiny-gpt-6h"),
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(samples, micro, SEQUENCE),
+        precision=Precision("fp32"),
+        numerics=Numerics("exact", gradient_token_block=4, reduction_token_block=2),
+    )
+
+
+def summands(parts: list[Part], seed: int = 0) -> Contributions:
+    values = np.random.default_rng(seed).normal(size=(len(parts), *SHAPE))
+    return Contributions(tuple(parts), values)
+
+
+def told(plan: Plan, own: Contributions, factors: list[float], rank: int = 0, scale: float = 0.25):
+    """What is said of the sum of parts times factors, rounded as a run rounds it."""
+    total = [scale * np.tensordot(each, own.values, 1) for each in (np.ones(len(factors)), factors)]
+    expected, found = (each.astype(np.float32) for each in total)
+    return told_by_parts(plan, rank, expected, found, own, scale=scale)
+
+
+SAMPLES = [Part(sample, (lo, lo + 4)) for sample in range(6) for lo in range(0, SEQUENCE, 4)]
+LEAVES = [Part(leaf=leaf, num_leaves=6) for leaf in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "factor", "kind", "words"),
+    [
+        ({"dp": 3}, lambda part: part.sample in (2, 3), "missing", "only the part of dp rank 1 (samples 2-3)"),
+        ({"dp": 3}, lambda part: part.sample not in (2, 3), "missing", "without the part of dp rank 1 (samples 2-3)"),
+        ({"dp": 3}, lambda part: 1 + (part.sample >= 4), "doubled", "the right sum with the part of dp rank 2 (samples 4-5) twice"),
+        ({"dp": 2}, lambda part: 1 if part.sample < 3 else 0.5, "scaled", "the part of dp rank 1 (samples 3-5) times 1/2"),
+        ({"dp": 6}, lambda part: {0: 2, 5: 0}.get(part.sample, 1), "permuted", "sample 0) twice, and without the part of dp rank 5"),
+        (
+            {"dp": 2},
+            lambda part: 2 * (part.sample < 3),
+            "missing",
+            "without the part of dp rank 1 (samples 3-5), and the part of dp rank 0",
+        ),
+        ({"cp": 3}, lambda part: 8 <= part.tokens[0] < 16, "missing", "only the part of cp rank 2"),
+        ({"dp": 2, "cp": 3}, lambda part: part.sample < 3 and part.tokens[0] in (4, 16), "missing", "(samples 0-2), cp rank 1"),
+        ({"dp": 2}, lambda part: part.sample != 4, "missing", "without the part of microbatch 1 of dp rank 1"),
+        ({"dp": 2}, lambda part: (part.sample, part.tokens) != (4, (8, 12)), "missing", "without the part of sample 4, the tokens from 8"),
+    ],
+)
+def test_gradients_name_ranks_samples_and_tokens(degrees: dict[str, int], factor, kind: str, words: str) -> None:
+    found = told(plan_of(**degrees), summands(SAMPLES), [float(factor(part)) for part in SAMPLES])
+    assert found is not None and found[0] == kind and words in found[1]
+
+
+@pytest.mark.parametrize(
+    ("tp", "lost", "words"), [(2, {3, 4, 5}, "without the part of tp rank 1"), (3, {4, 5}, "without the part of tp rank 2")]
+)
+def test_leaves_of_products_name_tensor_parallel_ranks(tp: int, lost: set[int], words: str) -> None:
+    assert told(plan_of(tp=tp), summands(LEAVES), [float(part.leaf not in lost) for part in LEAVES]) == ("missing", words)
+
+
+def test_a_bias_that_every_rank_adds_is_what_is_added_to_the_product() -> None:
+    own = summands([*LEAVES, Part(rest=True)])
+    found = told(plan_of(tp=3), own, [1.0] * 6 + [3.0])
+    assert found == ("scaled", "the right sum with the part of what is added to the product times 3")
+
+
+@settings(max_examples=25)
+@given(st.data(), st.sampled_from([2, 3, 5, 6]), st.integers(0, 2**32 - 1))
+def test_any_whole_multiples_of_ranks_are_found_and_never_called_otherwise(data: st.DataObject, dp: int, seed: int) -> None:
+    plan = plan_of(samples=2 * dp, dp=dp)
+    own = summands([Part(sample) for sample in range(2 * dp)], seed)
+    by_rank = data.draw(st.lists(st.sampled_from([0, 1, 2]), min_size=dp, max_size=dp).filter(lambda each: each != [1] * dp))
+    found = told(
+        plan, own, [float(by_rank[sample // 2]) for sample in range(2 * dp)], rank=next((r for r, n in enumerate(by_rank) if n), 0)
+    )
+    assert found is not None
+    if not any(by_rank):
+        assert found == ("missing", "without any of its parts")
+    elif len(set(by_rank)) == 1:
+        assert found[0] == ("doubled" if by_rank[0] == 2 else "scaled")
+    elif 0 not in by_rank:
+        assert found[0] == "doubled"
+    else:
+        assert found[0] in (("missing",) if 2 not in by_rank else ("missing", "permuted"))
+        assert (
+            all(f"dp rank {rank} " in found[1] for rank, factor in enumerate(by_rank) if factor == 0)
+            or "more" in found[1]
+            or "only" in found[1]
+        )
+
+
+def test_what_no_multiple_explains_is_not_explained() -> None:
+    own, plan = summands(SAMPLES), plan_of(dp=3)
+    right = own.values.sum(0).astype(np.float32)
+    noise = right + np.random.default_rng(7).normal(size=SHAPE).astype(np.float32)
+    assert told_by_parts(plan, 0, right, noise, own, scale=1.0) is None
+    rounding = np.nextafter(right, np.float32(9))
+    assert told_by_parts(plan, 0, right, rounding, own, scale=1.0) is None
+
+
+def test_parts_that_were_rounded_to_bf16_before_they_were_added() -> None:
+    own, plan = summands([Part(sample) for sample in range(6)]), plan_of(dp=3)
+    ranks = own.values.reshape(3, 2, *SHAPE).sum(1).astype(np.float32)
+    narrow = ((ranks.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
+    found = told_by_parts(plan, 0, own.values.sum(0).astype(np.float32) / 3, narrow.sum(0) / 3, own, scale=1 / 3)
+    assert found is not None and found[0] == "order only" and "bf16" in found[1]
+
+
+def test_one_number_names_the_rank_that_is_missing_in_a_loss() -> None:
+    losses = np.random.default_rng(3).uniform(5, 6, size=(6, 1))
+    own, plan = Contributions(tuple(Part(sample) for sample in range(6)), losses), plan_of(dp=3)
+    right = losses.sum() / 6
+    for found, kind, words in [
+        (losses[:4].sum() / 6, "missing", "without the part of dp rank 2 (samples 4-5)"),
+        (losses[2:4].sum() / 2, "missing", "dp rank 1 (samples 2-3) times 3"),
+        ((losses.sum() + losses[5, 0]) / 6, "doubled", "microbatch 1 of dp rank 2 twice"),
+    ]:
+        told = told_by_parts(plan, 1, np.array([right]), np.array([found]), own, scale=1 / 6)
+        assert told is not None and told[0] == kind and words in told[1]
+
+
+def test_uses_of_a_table_are_missing_or_in_other_places() -> None:
+    own = summands([Part(sample, use=use) for sample in range(3) for use in ("embedding", "output")])
+    lost = told(plan_of(pp=2), own, [1.0, 0.0] * 3)
+    assert lost == ("missing", "without the part of its use as output")
+    uses = own.values.reshape(3, 2, *SHAPE).sum(0)
+    right, crossed = uses.sum(0).astype(np.float32), (uses[0] + np.roll(uses[1], 3, 0)).astype(np.float32)
+    box = (slice(0, 12), slice(0, 9))
+    assert told_by_moved_use(right, crossed, own, box, 1.0) == ("permuted", "with its use as output in other places")
+    assert told_by_moved_use(right, np.float32(2) * crossed, own, box, 1.0) is None
+
+
+def test_columns_name_the_update_that_is_scaled_and_values_that_were_added() -> None:
+    rng = np.random.default_rng(0)
+    old, update = (rng.normal(size=SHAPE).astype(np.float32) for _ in range(2))
+    columns, extra = {"the decay": -0.01 * old, "the update": update}, {"those of the step before": ("stale", old)}
+    right = 0.99 * old + update
+    for wrong, kind, words in [
+        (0.99 * old + 3 * update, "scaled", "the update times 3"),
+        (old + update, "missing", "without the decay"),
+        (right + old, "stale", "with those of the step before added"),
+    ]:
+        found = told_by_columns(
+            right, wrong.astype(np.float32), columns if kind != "stale" else {}, extra if kind == "stale" else {}, dtype="fp32"
+        )
+        assert found == (kind, words)
+
+
+@pytest.mark.parametrize(
+    ("counts", "kind", "words"),
+    [
+        (lambda each: 3 if each.cut is None else 1, "scaled", "the parameters that tensor parallelism does not cut are counted times 3"),
+        (lambda each: 2 if each.name.startswith("layers.1.") else 1, "doubled", "layers.1 are counted twice"),
+        (lambda each: 0 if each.name == "head.norm.weight" else 1, "missing", "head.norm.weight are not counted"),
+        (lambda each: Fraction(1, 3) if each.cut else 1, "scaled", "cuts are counted times 1/3"),
+    ],
+)
+def test_a_norm_names_the_parameters_that_are_counted_wrongly(counts, kind: str, words: str) -> None:
+    plan, rng = plan_of(tp=3), np.random.default_rng(1)
+    squares = {each.name: rng.normal(size=each.shape) ** 2 for each in parameters(plan.model)}
+    total = {each.name: float(squares[each.name].sum()) for each in parameters(plan.model)}
+    wrong = sum(float(counts(each)) * total[each.name] for each in parameters(plan.model))
+    found = told_by_squares(plan, sum(total.values()) ** 0.5, wrong**0.5, squares, {})
+    assert found is not None and found[0] == kind and words in found[1]
+    assert told_by_squares(plan, sum(total.values()) ** 0.5, sum(total.values()) ** 0.5 * 1.2345, squares, {}) is None

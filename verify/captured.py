@@ -1,0 +1,229 @@
+"""How the first difference relates to what is right, from the values that two more runs have kept of it and of what it is made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..core.parameters import parameters
+from ..core.plan import Plan
+from .compare import Difference
+from .contributions import Contributions, Part
+from .digest import Digest, Region, bit_words
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
+from .modules import AnyPlan, plan_of_rank
+from .norms import told_by_squares
+from .part_groups import rank_of_token
+from .relations import Around, Class, Known, Relation, earlier, relate, relate_values
+from .summary import summarize
+from .sums import told_by_columns, told_by_moved_use, told_by_narrow_operands, told_by_parts
+
+MOST_SAMPLES = 16
+LOSSES = "head.losses"
+
+
+def context_of(key: Key, reference: RunLedger) -> list[Key]:
+    """The tensors whose values tell about one that differs: itself in the steps around and for other samples, and what it is made from."""
+    if key.phase == SCALAR:
+        phase, tensor = (
+            (GRADIENT, None) if key.tensor == "grad_norm" else (HELD_OUT if key.tensor == "validation_loss" else ACTIVATION, LOSSES)
+        )
+        return [each for each in reference.pieces if (each.step, each.phase) == (key.step, phase) and tensor in (None, each.tensor)]
+    before, after = key._replace(step=key.step - 1), key._replace(step=key.step + 1)
+    others = [each for each in reference.pieces if each._replace(sample=key.sample) in (key, before) and each != key][:MOST_SAMPLES]
+    through = [key._replace(tensor=each) for each in _operands(key)]
+    return [each for each in dict.fromkeys((before, after, *others, *through)) if each in reference.pieces]
+
+
+def _operands(key: Key) -> list[str]:
+    """The tensors of the same sample that are added up in the output of a layer."""
+    words = key.tensor.split(".")
+    if key.phase != ACTIVATION or words[0] != "layers" or words[-1] != "output":
+        return []
+    layer = int(words[1])
+    return ["embedding.output" if layer == 0 else f"layers.{layer - 1}.output", f"layers.{layer}.attention", f"layers.{layer}.mlp"]
+
+
+def part_of(whole: np.ndarray, region: Region) -> np.ndarray:
+    """The values of a region."""
+    return whole[tuple(slice(lo, hi) for lo, hi in region)]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Two runs that kept values: `right`, of one device, and `wrong`, of the ranks of `plan`. `first_run` is another run of these, in which
+    the tensors `differing` were not right; `parts` is the file of what the first of them is the sum of, if there is one."""
+
+    plan: AnyPlan
+    right: RunLedger
+    wrong: RunLedger
+    first_run: RunLedger
+    differing: frozenset[Key]
+    parts: Path
+
+    def relation(self, difference: Difference) -> Relation:
+        """How a difference relates to what is right; of the ranks that hold it wrongly the first that tells most."""
+        key = difference.key
+        pieces = [piece for piece in self.wrong.pieces[key] if self._is_wrong(key, piece)]
+        before = {(piece.global_rank, piece.region): piece.digest for piece in self.first_run.pieces[key]}
+        if any(before.get((piece.global_rank, piece.region)) != piece.digest for piece in pieces):
+            return Relation("run-dependent", "other wrong bits in every run of the same ranks", math.nan, math.nan)
+        relations = [self._related(key, piece) for piece in pieces[:8]]
+        if (plain := next((each for each in relations if not each.is_rough), None)) is not None:
+            return plain
+        for piece, related in zip(pieces, relations, strict=False):
+            if (told := self._told(key, piece)) is not None:
+                return replace(related, kind=told[0], words=told[1])
+        return next((each for each in relations if each.kind != "other values"), relations[0])
+
+    def _is_wrong(self, key: Key, piece: Piece) -> bool:
+        return not np.array_equal(bit_words(part_of(self._whole(key), piece.region)), bit_words(piece.load()))
+
+    # One tensor as it is
+
+    def _related(self, key: Key, piece: Piece) -> Relation:
+        """By itself: among its own elements, those of other samples and steps, and other tensors."""
+        part = plan_of_rank(self.plan, piece.global_rank)
+        around = Around(
+            earlier(key, piece, self.wrong), self._others(key, piece), part.layout, _dtype(part, key), tuple(self._known(key, piece))
+        )
+        if key.phase == SCALAR:
+            return relate(self.right.pieces[key][0].summary, piece.summary, around)
+        expected, found = part_of(self._whole(key), piece.region), piece.load()
+        return relate_values(expected, found, piece.shape, piece.region, around)
+
+    def _whole(self, key: Key) -> np.ndarray:
+        return self.right.pieces[key][0].load()
+
+    def _others(self, key: Key, piece: Piece) -> dict[Digest | int, str]:
+        """Right tensors of the same step and kind by digest, and other parts of the same one by what they hold."""
+        found: dict[Digest | int, str] = {}
+        good = ((each, held) for each, held in self.wrong.pieces.items() if each not in self.differing)
+        for other, pieces in [*self.right.pieces.items(), *good]:
+            if other != key and (other.step, other.phase) == (key.step, key.phase):
+                words = f"sample {other.sample}" if other.tensor == key.tensor else other.tensor
+                found |= {each.digest: words for each in pieces if each.region == piece.region}
+        for each in self.wrong.pieces[key]:
+            if each.region != piece.region:
+                own = part_of(self._whole(key), each.region)
+                found[summarize(own, each.shape, each.region).alike] = f"rank {each.global_rank}"
+        return found
+
+    def _known(self, key: Key, piece: Piece) -> Iterator[Known]:
+        """What rows of the tensor may have been taken for: other parts of it, other samples, the step before."""
+        if not piece.region:
+            return
+        yield Known("permuted", "the right ones of other places", self._whole(key), piece.region)
+        for other in context_of(key, self.right):
+            same = (other.phase, other.tensor) == (key.phase, key.tensor)
+            if not same or self.right.pieces[other][0].kept is None or len(self.right.pieces[other][0].shape) != len(piece.shape):
+                continue
+            stale = other.step != key.step
+            words = f"those of step {other.step + 1}" if other.step != NO_STEP else "those before the first step"
+            words = words if other.sample in (None, key.sample) else f"{words if stale else 'those'} of sample {other.sample}"
+            yield Known("stale" if stale else "permuted", words, self._whole(other), piece.region)
+
+    # One tensor by what it is made from
+
+    def _told(self, key: Key, piece: Piece) -> tuple[Class, str] | None:
+        plan = plan_of_rank(self.plan, piece.global_rank)
+        if key.phase == SCALAR:
+            return self._scalar_told(plan, key, piece)
+        expected, found = part_of(self._whole(key), piece.region), piece.load()
+        if self.parts.exists() and isinstance(self.plan, Plan):
+            whole = Contributions.load(self.parts)
+            scale = _scale(whole.values.sum(0), self._whole(key))
+            box = tuple(slice(lo, hi) for lo, hi in piece.region)
+            own = Contributions(whole.parts, whole.values[(slice(None), *box)])
+            told = told_by_parts(
+                plan, piece.global_rank, expected, found, own, scale=scale, rows=_rows(plan, key, piece), dtype=_dtype(plan, key)
+            )
+            if told is None and whole.narrow is not None:
+                told = told_by_narrow_operands(expected, found, whole.narrow[box])
+            told = told or told_by_moved_use(expected, found, whole, box, scale)
+            if told is not None:
+                return told
+        columns = {words: part_of(values, piece.region) for words, values in self._columns(plan, key)}
+        extra = {words: (kind, part_of(values, piece.region)) for words, kind, values in self._extra(plan, key)}
+        return told_by_columns(expected, found, columns, extra, dtype=_dtype(plan, key))
+
+    def _columns(self, plan: Plan, key: Key) -> Iterator[tuple[str, np.ndarray]]:
+        """What a tensor is the sum of, in words, where it is not recorded as a sum."""
+        before = key._replace(step=key.step - 1)
+        now = self._whole(key).astype(np.float64)
+        old = self._whole(before).astype(np.float64) if self._has(before) else np.zeros_like(now)
+        if key.phase == OPTIMIZER:
+            beta = plan.optimizer.betas[key.tensor.endswith(".exp_avg_sq")]
+            yield "what is left of the moment before", beta * old
+            yield "what the gradient of this step adds", now - beta * old
+        elif key.phase == WEIGHT and self._has(before):
+            decay = _decay(plan, old) if _decays(plan, key.tensor) else np.zeros_like(old)
+            yield "the weight decay", decay
+            yield "the update", now - old - decay
+        elif (operands := [key._replace(tensor=each) for each in _operands(key)]) and all(map(self._has, operands)):
+            yield from ((each.tensor, self._whole(each).astype(np.float64)) for each in operands)
+
+    def _extra(self, plan: Plan, key: Key) -> Iterator[tuple[str, Class, np.ndarray]]:
+        """What does not belong to a tensor and may have been added to it, and the kind of difference that this is."""
+        before = key._replace(step=key.step - 1)
+        if not self._has(before):
+            return
+        old = self._whole(before).astype(np.float64)
+        if key.phase != WEIGHT:
+            yield "the values of the step before", "stale", old
+        elif not _decays(plan, key.tensor):
+            yield "a weight decay that it does not have", "scaled", _decay(plan, old)
+
+    def _has(self, key: Key) -> bool:
+        return key in self.right.pieces and self.right.pieces[key][0].kept is not None
+
+    def _scalar_told(self, plan: Plan, key: Key, piece: Piece) -> tuple[Class, str] | None:
+        right, found = float(self._whole(key)), float(piece.load())
+        if key.tensor == "grad_norm":
+            held = {each.tensor: each for each in context_of(key, self.right) if self._has(each)}
+            squares = {name: np.square(self._whole(each).astype(np.float64)) for name, each in held.items()}
+            regions = {name: self.wrong.pieces.get(each, ()) for name, each in held.items()}
+            return told_by_squares(plan, right, found, squares, regions)
+        losses = [each for each in context_of(key, self.right) if self._has(each)]
+        parts = [
+            (Part(each.sample, (at, at + 1)), value) for each in losses for at, value in enumerate(self._whole(each).astype(np.float64))
+        ]
+        if not parts:
+            return None
+        labels, values = zip(*parts, strict=True)
+        own = Contributions(labels, np.array(values)[:, None])
+        scale = _scale(own.values.sum(0), np.array([right]))
+        return told_by_parts(plan, piece.global_rank, np.array([right]), np.array([found]), own, scale=scale, dtype="fp32")
+
+
+def _rows(plan: Plan, key: Key, piece: Piece) -> dict[str, slice]:
+    """The rows of a piece of an activation by the tensor-parallel rank that works on their tokens, where such ranks cut them."""
+    if key.sample is None or plan.layout.tp == 1:
+        return {}
+    first, last = piece.region[0]
+    owners = [rank_of_token(plan, "tp", token) for token in range(first, last)]
+    return {
+        f"of the tokens of tp rank {rank}": slice(owners.index(rank), len(owners) - owners[::-1].index(rank))
+        for rank in dict.fromkeys(owners)
+    }
+
+
+def _scale(total: np.ndarray, right: np.ndarray) -> float:
+    return float((total * right).sum() / max(float((total * total).sum()), np.finfo(float).tiny))
+
+
+def _decays(plan: Plan, name: str) -> bool:
+    return any(each.decay for each in parameters(plan.model) if each.name == name)
+
+
+def _decay(plan: Plan, old: np.ndarray) -> np.ndarray:
+    """What weight decay adds to weights (Loshchilov & Hutter 2019, algorithm 2)."""
+    return -plan.train.learning_rate * plan.optimizer.weight_decay * old
+
+
+def _dtype(plan: Plan, key: Key) -> str:
+    return plan.precision.dtype if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT) else "fp32"

@@ -1,0 +1,311 @@
+"""What one tensor of one device is the sum of: recorded while that device runs again, so that a wrong sum can be told by its parts.
+
+The gradient of a parameter is a sum over sequences and blocks of their tokens. The output of a row-parallel layer and the input gradient of
+a column-parallel one are sums over leaves of the features that are cut, those of experts sums over experts. Parts are computed beside the
+run in fp64 and change none of its bits. Imported by ranks only for a proof that has failed; torch comes as the tensors do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .digest import Region
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, Key, LedgerWriter
+from .relations import in_bf16
+
+MAX_ELEMENTS = 2**25
+"""Of all parts together; those of larger sums are not kept."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One summand: of a sequence of the global batch, of its tokens `[lo, hi)`, of a leaf of `num_leaves` of cut features, of an expert, or
+    of one use of a parameter that is used twice. What is none of these is `rest`."""
+
+    sample: int | None = None
+    tokens: tuple[int, int] | None = None
+    leaf: int | None = None
+    num_leaves: int | None = None
+    expert: int | None = None
+    use: str | None = None
+    rest: bool = False
+
+
+Blocks = list[list[tuple[Part, np.ndarray]]]
+"""The parts of a microbatch, sample by sample."""
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """The parts of a tensor with their values, fp64 [parts, ...] of the whole tensor, up to a factor that all share."""
+
+    parts: tuple[Part, ...]
+    values: np.ndarray
+    narrow: np.ndarray | None = None
+    """The whole tensor as products of operands in bf16 would make it, where products make it."""
+
+    def save(self, path: Path) -> None:
+        """Writes them to a file."""
+        labels, narrow = json.dumps([asdict(each) for each in self.parts]), np.empty(0) if self.narrow is None else self.narrow
+        np.savez(path, labels=labels, values=self.values, narrow=narrow)
+
+    @classmethod
+    def load(cls, path: Path) -> Contributions:
+        """Reads them."""
+        with np.load(path) as file:
+            labels = json.loads(str(file["labels"]))
+            parts = tuple(Part(**{**each, "tokens": each["tokens"] and tuple(each["tokens"])}) for each in labels)
+            return cls(parts, file["values"], file["narrow"] if file["narrow"].size else None)
+
+
+@dataclass
+class ContributionWriter(LedgerWriter):
+    """A `LedgerWriter` of one device that writes the contributions to the tensor `wanted` beside it, to `target`.
+
+    `follow` has to be called before the first step.
+    """
+
+    wanted: Key = field(default_factory=lambda: Key(0, "", ""))
+    target: Path = field(default_factory=Path)
+    _found: list[tuple[Part, np.ndarray]] = field(default_factory=list)
+    _last: tuple[object, Callable[[], Blocks]] | None = None
+    _narrow: list[np.ndarray] = field(default_factory=list)
+    _rows: list[np.ndarray] = field(default_factory=list)
+    _input: np.ndarray | None = None
+    _head_norm: Any = None
+
+    def follow(self, rank: Any) -> None:
+        """Looks into what a training rank, a `backend.training_rank.TrainingRank` of a layout of one, computes from now on."""
+        if self.wanted.phase == GRADIENT:
+            self._follow_gradients(rank)
+        elif self.wanted.sample is not None:
+            self._follow_products(rank)
+
+    # Gradients of parameters: the numerics make a contribution of one microbatch, and hand it to `Gradients.add`
+
+    def _follow_gradients(self, rank: Any) -> None:
+        numerics = rank.numerics
+        for name, blocks_of in (
+            ("weight_gradient", _weight_blocks),
+            ("token_sums", _token_blocks),
+            ("head_sums", _head_blocks),
+            ("embedding_gradient", _lookup_blocks),
+        ):
+            setattr(numerics, name, self._remembering(getattr(numerics, name), blocks_of, numerics))
+        for stage in rank.stages.values():
+            stage.gradients.add = self._added(stage.gradients.add, numerics.gradient_block)
+
+    def _remembering(self, compute: Callable[..., Any], blocks_of: Callable[..., Any], numerics: Any) -> Callable[..., Any]:
+        def computed(*operands: Any) -> Any:
+            result = compute(*operands)
+            self._last = result, lambda: blocks_of(numerics, *operands)
+            return result
+
+        return computed
+
+    def _added(self, add: Callable[..., None], block: int) -> Callable[..., None]:
+        def added(usage: Any, first_sample: int, contribution: Any) -> None:
+            if usage.parameter.name == self.wanted.tensor and self.step == self.wanted.step:
+                if not isinstance(contribution, Sequence):  # of experts: leaves (sample, block of tokens), made as they are taken
+                    contribution = [(leaf, value.clone()) for leaf, value in contribution]
+                    whole = [(Part(sample, (block * at, block * (at + 1))), _wide(value)) for (sample, at), value in contribution]
+                    contribution = iter(contribution)
+                elif self._last is not None and self._last[0] is contribution:
+                    samples = enumerate(self._last[1](), first_sample)
+                    whole = [(replace(part, sample=sample), value) for sample, blocks in samples for part, value in blocks]
+                else:
+                    whole = [(Part(sample), _wide(value)) for sample, value in enumerate(contribution, first_sample)]
+                use = usage.role or (str(usage.use) if usage.use else None)
+                self._found += [(replace(part, use=use), _oriented(usage.parameter, value)) for part, value in whole]
+            self._last = None
+            add(usage, first_sample, contribution)
+
+        return added
+
+    def scalar(self, name: str, value: float) -> None:
+        """By then all gradients of a step are there."""
+        super().scalar(name, value)
+        if self.wanted.phase == GRADIENT and self.step == self.wanted.step:
+            self._finish()
+
+    # Activations and their gradients: what was multiplied last before they are seen
+
+    def _follow_products(self, rank: Any) -> None:
+        numerics = rank.numerics
+        compute = numerics.partial_contract
+
+        def computed(x_BSC: Any, weight_CF: Any, leaves: Any) -> Any:
+            x, weight = _wide(x_BSC), _wide(weight_CF)
+            for leaf, (lo, hi) in enumerate(leaves.bounds):
+                self._found.append((Part(leaf=leaf, num_leaves=leaves.num_leaves), x[0, :, lo:hi] @ weight[lo:hi]))
+            self._narrow.append(in_bf16(x[0]) @ in_bf16(weight))
+            return compute(x_BSC, weight_CF, leaves)
+
+        numerics.partial_contract = computed
+        multiply = numerics.multiply
+
+        def multiplied(x_BSK: Any, matrix_KN: Any) -> Any:
+            x, matrix = _wide(x_BSK), _wide(matrix_KN)
+            self._found.append((Part(use="the layer that no rank cuts"), x[0] @ matrix))
+            self._narrow.append(in_bf16(x[0]) @ in_bf16(matrix))
+            return multiply(x_BSK, matrix_KN)
+
+        numerics.multiply = multiplied
+        contract_experts = numerics.contract_experts
+
+        def computed_experts(x_NC: Any, weight_ECF: Any, rows: Any, leaves: Any) -> Any:
+            self._rows = list(_expert_rows(_wide(x_NC), _wide(weight_ECF), rows, leaves.bounds))
+            return contract_experts(x_NC, weight_ECF, rows, leaves)
+
+        numerics.contract_experts = computed_experts
+        for stage in rank.stages.values():
+            if stage.head is not None and self.wanted.tensor == f"layers.{max(stage.stage.layers, default=0)}.output":
+                self._head_norm = stage.head.norm
+            for experts in (module for module in stage.modules() if hasattr(module, "exchanged")):
+                self._follow_experts(experts)
+
+    def _follow_experts(self, experts: Any) -> None:
+        """The rows that come back from every expert: in a forward its results, to be multiplied with their weights, or gradients."""
+        forward, exchanged = experts.forward, experts.exchanged
+        weights: list[Any] = []
+
+        def seen(x_BSH: Any, routing: Any) -> Any:
+            weights.append(routing.weights_BSK.flatten(0, 1))
+            y_BSH = forward(x_BSH, routing)
+            weights.pop()
+            return y_BSH
+
+        def brought(rows: Any, exchange: Any, to_experts: bool, layer: str) -> Any:
+            result = exchanged(rows, exchange, to_experts, layer)
+            if not to_experts:
+                inverse = exchange.inverse.cpu().numpy()
+                for leaf, values in enumerate(self._rows):
+                    label = Part(leaf=leaf, num_leaves=len(self._rows))
+                    self._found += _by_expert(label, values[inverse], exchange.outgoing, weights[-1] if weights else None)
+            return result
+
+        experts.forward, experts.exchanged = seen, brought
+
+    def _enter(self, key: Key, values: np.ndarray, shape: tuple[int, ...], region: Region) -> None:
+        super()._enter(key, values, shape, region)
+        if key.sample is None or self.wanted.phase == GRADIENT:
+            return
+        if (key.step, key.tensor, key.sample) == (self.wanted.step, self.wanted.tensor, self.wanted.sample) and key.phase == ACTIVATION:
+            self._input = values.copy()
+        if key == self.wanted:
+            if self._head_norm is not None and key.phase == ACTIVATION_GRADIENT and self._input is not None:
+                through = _through_norm(self._head_norm, self._input)
+                self._found = [(part, through(value)) for part, value in self._found if value.shape == values.shape]
+            fitting = [(part, value) for part, value in self._found if value.shape == values.shape]
+            rest = values - sum((value for _, value in fitting), np.zeros(values.shape))
+            self._found = [*fitting, (Part(rest=True), rest)]
+            narrow = [each for each in self._narrow if each.shape == values.shape]
+            self._finish(narrow[0] + rest if len(narrow) == 1 else None)
+        if not key.tensor.endswith(".router"):  # which is seen among what the rest of its layer does
+            self._found.clear()
+            self._narrow.clear()
+
+    def _finish(self, narrow: np.ndarray | None = None) -> None:
+        """Writes what was found, once."""
+        found, self._found = self._found, []
+        if found and not self.target.exists() and sum(value.size for _, value in found) <= MAX_ELEMENTS:
+            parts, values = zip(*found, strict=True)
+            Contributions(tuple(parts), np.stack(values), narrow).save(self.target)
+
+
+def _wide(tensor: Any) -> np.ndarray:
+    return tensor.detach().cpu().double().numpy()
+
+
+def _oriented(parameter: Any, value: np.ndarray) -> np.ndarray:
+    """A gradient in storage orientation as the parameter is."""
+    import torch
+
+    from ..backend.tensor_parallel.parameter import canonical
+
+    return canonical(parameter, torch.from_numpy(value)).numpy()
+
+
+def _spans(length: int, block: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + block, length)) for first in range(0, length, block))
+
+
+def _weight_blocks(numerics: Any, x_BSC: Any, y_BSF: Any, leaves: Any) -> Blocks:
+    def blocks(x_SC: np.ndarray, y_SF: np.ndarray) -> list[tuple[Part, np.ndarray]]:
+        return _blocks(len(x_SC), numerics.gradient_block, lambda lo, hi: x_SC[lo:hi].T @ y_SF[lo:hi])
+
+    return [blocks(x_SC, y_SF) for x_SC, y_SF in zip(_wide(x_BSC), _wide(y_BSF), strict=True)]
+
+
+def _token_blocks(numerics: Any, x_BSN: Any, tokens: Any = None) -> Blocks:
+    def blocks(x_SN: np.ndarray) -> list[tuple[Part, np.ndarray]]:
+        return _blocks(len(x_SN), numerics.reduction_block, lambda lo, hi: x_SN[lo:hi].sum(0))
+
+    return [blocks(x_SN) for x_SN in _wide(x_BSN)]
+
+
+def _head_blocks(numerics: Any, x_BSLQD: Any, heads: Any) -> Blocks:
+    x_BLD = _wide(x_BSLQD).sum((1, 3))
+    return [[(Part(leaf=leaf, num_leaves=len(x_LD)), value) for leaf, value in enumerate(x_LD)] for x_LD in x_BLD]
+
+
+def _lookup_blocks(numerics: Any, ids_BS: Any, gradient_BSH: Any, num_rows: int) -> Blocks:
+    def blocks(ids_S: np.ndarray, gradient_SH: np.ndarray) -> list[tuple[Part, np.ndarray]]:
+        def rows(lo: int, hi: int) -> np.ndarray:
+            total = np.zeros((num_rows + 1, gradient_SH.shape[-1]))
+            np.add.at(total, ids_S[lo:hi], gradient_SH[lo:hi])
+            return total[:num_rows]
+
+        return _blocks(len(ids_S), numerics.gradient_block, rows)
+
+    return [blocks(ids_S, gradient_SH) for ids_S, gradient_SH in zip(ids_BS.cpu().numpy(), _wide(gradient_BSH), strict=True)]
+
+
+def _blocks(length: int, block: int, value: Callable[[int, int], np.ndarray]) -> list[tuple[Part, np.ndarray]]:
+    return [(Part(tokens=span), value(*span)) for span in _spans(length, block)]
+
+
+def _expert_rows(x_NC: np.ndarray, weight_ECF: np.ndarray, rows: Any, bounds: Sequence[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """The products of every leaf, [n, f], of rows that are grouped by expert."""
+    for lo, hi in bounds:
+        total = np.zeros((len(x_NC), weight_ECF.shape[2]))
+        for group in rows.groups:
+            here = slice(group.first, group.last)
+            total[here] = x_NC[here, lo:hi] @ weight_ECF[group.expert, lo:hi]
+        yield total
+
+
+def _by_expert(label: Part, rows: np.ndarray, outgoing: Any, weights_TK: Any) -> Iterator[tuple[Part, np.ndarray]]:
+    """What each expert brings to every token, [tokens, h], of the rows of the copies; times their weights, where there are any."""
+    tokens, experts = outgoing.tokens.cpu().numpy(), outgoing.experts.cpu().numpy()
+    places = outgoing.places_TK.cpu().numpy()
+    if weights_TK is not None:
+        kept, weights = places < outgoing.num_copies, np.zeros(outgoing.num_copies)
+        weights[places[kept]] = _wide(weights_TK)[kept]
+        rows = rows * weights[:, None]
+    for expert in range(outgoing.num_experts):
+        total, own = np.zeros((len(places), rows.shape[1])), experts == expert
+        np.add.at(total, tokens[own], rows[own])
+        yield replace(label, expert=expert), total
+
+
+def _through_norm(norm: Any, x: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """The backward of a norm at its input x [tokens, h], as a function of the gradient of its result."""
+    import torch
+
+    weight = norm.weight.operand.double()
+
+    def backward(dy: np.ndarray) -> np.ndarray:
+        with torch.enable_grad():
+            own = torch.from_numpy(x).double().requires_grad_()
+            centred = own if norm.bias is None else own - own.mean(-1, keepdim=True)
+            normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + norm.eps) * weight
+        return torch.autograd.grad(normed, own, torch.from_numpy(dy))[0].numpy()
+
+    return backward

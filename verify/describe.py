@@ -1,0 +1,154 @@
+"""The words and the JSON form of differences and of distances from bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ..core.findings import Finding
+from ..core.modules import ModularPlan
+from ..core.plan import Plan
+from .compare import Difference, Problem, action_of, name_of, places, ranks_listed
+from .fast_run import FastCheck
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, Key, RunLedger
+from .modules import plan_of_rank
+from .relations import HINTS
+
+_PROBLEMS: Mapping[Problem, str] = {
+    "differs": "a second run of the same ranks had the right bits",
+    "missing": "the reference has this tensor, and no rank of the run",
+    "extra": "the run has this tensor, and the reference has not",
+    "incomplete": "the pieces of the ranks do not make up the whole tensor exactly once",
+    "unclear": "these ranks of the reference hold the same tensor and have other bits",
+}
+
+
+def devices_words(num_modules: int) -> str:
+    """What a run is compared with."""
+    return "one device" if num_modules == 1 else f"one device for each of {num_modules} modules"
+
+
+def count_words(number: int, what: str) -> str:
+    """`1 tensor`, `2,000 tensors`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def divergence(plan: Plan | ModularPlan, difference: Difference) -> dict[str, Any]:
+    """The JSON form of the first divergence. Steps are counted from 1; 0 is before the first. Numbers that are not known are null."""
+    key, values, relation = difference.key, difference.values, difference.relation
+    rank = difference.global_ranks[0] if difference.global_ranks else None
+    action = None if rank is None else action_of(plan, key, rank)
+    return {
+        "step": key.step + 1,
+        "rank": rank,
+        "ranks": list(difference.global_ranks),
+        "action": None if action is None else str(action),
+        "microbatch": None if action is None else action.microbatch,
+        "tensor": key.tensor,
+        "phase": key.phase,
+        "sample": key.sample,
+        "problem": difference.problem,
+        "elements_different": values.elements_different if values else None,
+        "num_elements": values.num_elements if values else None,
+        "bits_different": values.bits_different if values else None,
+        "class": difference.kind,
+        "words": _PROBLEMS[difference.problem] if relation is None else relation.words,
+        "distance": relation.distance if relation and math.isfinite(relation.distance) else None,
+        "norm": relation.norm if relation and math.isfinite(relation.norm) else None,
+    }
+
+
+def fast_words(fast: Mapping[str, Any]) -> str:
+    """The verdict on fast numerics (`FastCheck.report`)."""
+    compared, nearest = count_words(fast["tensors"], "tensor"), fast["nearest"]
+    if fast["tensors_outside"]:
+        return f"Fast numerics LEAVE THE BOUND: {fast['tensors_outside']} of {compared} are farther from exact ones than rounding allows."
+    place = f"{nearest['phase']} {nearest['tensor']} of step {nearest['step']}"
+    return f"Fast numerics, {compared}: all within the bound derived from their terms; {place} uses most of it, {nearest['share']:.2%}."
+
+
+def fast_findings(plan: Plan, check: FastCheck) -> list[Finding]:
+    """The first tensor that leaves its bound, and one line about the rest."""
+    if not check.wrong:
+        return []
+    key, far = check.wrong[0], check.distances[check.wrong[0]]
+    where = where_words(plan, key, (far.global_rank,))
+    what = f"fast numerics are {far.distance:.3g} from exact ones, where {check.terms(key)} bound the distance by {far.bound:.3g}."
+    hint = "Orders of sums cannot explain it: look at what is summed over ranks here, and how often."
+    if plan.model.is_moe:
+        hint += " With experts also at the router: rounding may have decided which of two equal experts a token goes to."
+    found = [Finding("bound-left", "error", where, what, hint)]
+    if rest := check.wrong[1:]:
+        names = ", ".join(list(dict.fromkeys(name_of(each._replace(sample=None)) for each in rest))[:3])
+        later = f"{len(rest)} more tensors leave theirs, first {names}."
+        found.append(Finding("bound-left-later", "info", "later in dataflow order", later))
+    return found
+
+
+def describe(plan: Plan | ModularPlan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
+    """The first difference as an error that says where and how, and one line about the rest."""
+    if not differences:
+        return []
+    first, rest = differences[0], differences[1:]
+    found = [Finding(*_first_words(plan, run, first))]
+    if rest:
+        names = dict.fromkeys(name_of(d.key._replace(sample=None)) for d in rest)
+        later = ", ".join(list(names)[:3])
+        found.append(Finding("bits-differ-later", "info", "later in dataflow order", f"{len(rest)} more tensors differ, first {later}."))
+    return found
+
+
+def problem_words(problem: Problem) -> tuple[str, str]:
+    """What and hint of a difference that is not one of values."""
+    held = "Find what is wrong in the reference first." if problem == "unclear" else "Look at which layers and leaves each rank holds."
+    return f"{_PROBLEMS[problem]}.", held
+
+
+def where_words(plan: Plan | ModularPlan, key: Key, ranks: Sequence[int]) -> str:
+    """`step 2, rank 6, 3F3, layers.0.output of sample 3`."""
+    when = "the start of training" if key.step == NO_STEP else f"step {key.step + 1}"
+    return ", ".join([when, *places(plan, key, ranks), name_of(key)])
+
+
+def _first_words(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> tuple[str, Literal["error"], str, str, str]:
+    """Rule, severity, where, what and hint of the first divergence."""
+    key, values, ranks, relation = first.key, first.values, first.global_ranks, first.relation
+    where = where_words(plan, key, ranks)
+    if first.problem != "differs":
+        return f"tensor-{first.problem}", "error", where, *problem_words(first.problem)
+    if values is None or relation is None:
+        return "run-dependent", "error", where, f"digests differed, but {_PROBLEMS['differs']}.", HINTS["run-dependent"]
+    what = (
+        f"{relation.kind}: {relation.words}. {values.elements_different} of {values.num_elements} elements differ "
+        f"({values.bits_different} bits); at {list(values.index)} one device has {values.expected!r}, rank {ranks[0]} has {values.found!r}."
+    )
+    return "run-dependent" if relation.kind == "run-dependent" else "bits-differ", "error", where, what, _hint(plan, run, first)
+
+
+def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
+    """Which reduction to look at: the one over the axis that separates wrong replicas from right ones."""
+    wrong = set(first.global_ranks)
+    regions = {piece.region for piece in run.pieces[first.key] if piece.global_rank in wrong}
+    right = {piece.global_rank for piece in run.pieces[first.key] if piece.region in regions} - wrong
+    if not right:
+        return HINTS[first.kind]
+    axis = _axis_between(plan_of_rank(plan, min(wrong)), wrong, right, first.key.phase)
+    what = "input-gradient reduction behind" if first.key.phase == ACTIVATION_GRADIENT else "reduction of"
+    if first.key.phase not in (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT):
+        what = "step of"
+    plural = len(right) > 1
+    replicas = f"{'Replicas' if plural else 'The replica'} on {ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
+    return f"{replicas}: look at the {axis} {what} {first.key.tensor} on rank {min(wrong)}."
+
+
+def _axis_between(plan: Plan, wrong: set[int], right: set[int], phase: str) -> str:
+    """The kind of reduction that tells wrong ranks from right ones: over tensor or data parallelism, or over replicas of a stage."""
+
+    def separates(axis: str) -> bool:
+        places = [{plan.layout.coordinates(rank)[axis] for rank in ranks} for ranks in (wrong, right)]
+        return places[0].isdisjoint(places[1])
+
+    if separates("tp") or phase in (ACTIVATION, ACTIVATION_GRADIENT):
+        return "tensor-parallel"
+    return "cross-replica" if separates("pp") and not separates("dp") else "data-parallel"

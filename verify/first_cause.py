@@ -1,0 +1,102 @@
+"""The first tensor of a run that is not right, and what happened to it: both programs run again and keep the values that tell."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ..core.plan import Plan
+from .captured import Captured, context_of, part_of
+from .compare import Difference, Values, compare, ranks_of
+from .digest import bit_words
+from .ledger import Key, Piece, RunLedger
+from .proof_run import PARTS_FILE, ProofJob, TransportName, one_device, run_ledger
+
+CAPTURE_BYTES = 2**28
+"""Values of differing tensors that a second run keeps, over all ranks: the first ones in dataflow order."""
+
+Progress = Callable[[str], None]
+
+
+def run_against(
+    reference: RunLedger, job: ProofJob, transport: TransportName, *, progress: Progress = lambda line: None
+) -> tuple[RunLedger, list[Difference]]:
+    """What the ranks of a job's plan computed, and every tensor of it that is not that of the reference, `one_device` of the same plan."""
+    run = run_ledger(job, transport)
+    differences = compare(reference, run, job.plan.model if isinstance(job.plan, Plan) else job.plan)
+    if differences:
+        progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
+        one = replace(job, plan=one_device(job.plan), fault=None, around=None)
+        differences = _look_closer(differences, reference, run, one, job, transport)
+    return run, differences
+
+
+def _look_closer(
+    differences: Sequence[Difference], reference: RunLedger, run: RunLedger, one: ProofJob, many: ProofJob, transport: TransportName
+) -> list[Difference]:
+    """The differences with their values, as far as the capture budget reaches, and the relation of the first. The folder of values is
+    removed in any case."""
+    chosen = _within_budget(differences, reference, many.plan.world_size)
+    with tempfile.TemporaryDirectory(prefix="shardproof-proof-") as name:
+        folders = Path(name, "one"), Path(name, "many")
+        for folder in folders:
+            folder.mkdir()
+        parts_of = differences[0].key if isinstance(one.plan, Plan) and differences[0].key in chosen else None
+        right = run_ledger(replace(one, capture=chosen, folder=folders[0], parts_of=parts_of), "memory")
+        wrong = run_ledger(replace(many, capture=chosen, folder=folders[1]), transport)
+        first, *rest = [explain(each, right, wrong) if each.key in chosen else each for each in differences]
+        if first.values is not None:
+            captured = Captured(many.plan, right, wrong, run, frozenset(each.key for each in differences), folders[0] / PARTS_FILE)
+            first = replace(first, relation=captured.relation(first))
+        return [first, *rest]
+
+
+def _within_budget(differences: Sequence[Difference], reference: RunLedger, world_size: int) -> frozenset[Key]:
+    """The tensors to keep: the first that differs, what tells about it, and as many of the others as there is room for."""
+    first = differences[0].key
+    wanted = [first, *context_of(first, reference)] if differences[0].problem == "differs" else []
+    wanted += [difference.key for difference in differences if difference.problem == "differs"]
+    chosen: set[Key] = set()
+    used = 0
+    for key in dict.fromkeys(wanted):
+        used += 4 * math.prod(reference.pieces[key][0].shape) * (world_size + 1)
+        if chosen and used > CAPTURE_BYTES:
+            break
+        chosen.add(key)
+    return frozenset(chosen)
+
+
+def explain(difference: Difference, reference: RunLedger, run: RunLedger) -> Difference:
+    """The same difference with the ranks that really hold other bits and where values differ. Both ledgers captured this tensor.
+
+    Ranks are left empty when the second run has the right bits: then the result depends on the run.
+    """
+    expected = reference.pieces[difference.key][0].load()
+    wrong: list[tuple[Piece, np.ndarray, np.ndarray]] = []
+    for piece in run.pieces[difference.key]:
+        part, found = part_of(expected, piece.region), piece.load()
+        if not np.array_equal(bit_words(part), bit_words(found)):
+            wrong.append((piece, np.atleast_1d(part), np.atleast_1d(found)))
+    if not wrong:
+        return replace(difference, global_ranks=())
+    different = [bit_words(part) ^ bit_words(found) for _, part, found in wrong]
+    piece, part, found = wrong[0]
+    first = tuple(int(i) for i in np.argwhere(different[0])[0])
+    values = Values(
+        elements_different=sum(int(np.count_nonzero(words)) for words in different),
+        num_elements=sum(words.size for words in different),
+        bits_different=sum(_popcount(words) for words in different),
+        index=tuple(i + lo for i, (lo, _) in zip(first, piece.region, strict=True)) if piece.region else (),
+        expected=float(part[first]),
+        found=float(found[first]),
+    )
+    return replace(difference, global_ranks=ranks_of([piece for piece, _, _ in wrong]), values=values)
+
+
+def _popcount(words: np.ndarray) -> int:
+    return int(np.unpackbits(np.ascontiguousarray(words).view(np.uint8)).sum())

@@ -1,0 +1,213 @@
+"""Attention under context parallelism, and its heads: keys that come from elsewhere, stale or without their sums."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...backend.model import attention_core, attention_exchange
+from ...backend.model.attention_blocks import Block
+from ...backend.model.attention_core import AttentionCore
+from ...backend.tensor_parallel import LayerContext
+from ...core.plan import Runtime
+from ..ledger import ACTIVATION, ACTIVATION_GRADIENT
+from .mutant import Expected, Mutant
+from .patches import Patches
+from .plans import tiny
+
+Function = Callable[..., Any]
+
+
+def keeps_the_block_before(patches: Patches) -> None:
+    """In a backward the last step of the ring uses the keys and values that came in the step before it."""
+    inside = threading.local()
+
+    def record_backward(original: Function) -> Function:
+        def recorded(*given: Any) -> None:
+            inside.backward = True
+            original(*given)
+
+        return recorded
+
+    def around(original: Function) -> Function:
+        def blocks(group: Any, own: Any) -> Any:
+            found = original(group, own)
+            if inside.__dict__.pop("backward", False):
+                last, before = (group.rank + 1) % group.size, (group.rank + 2) % group.size
+                found[last] = found[before]
+            return found
+
+        return blocks
+
+    patches.replace(AttentionCore, "record_backward", record_backward)
+    patches.replace(attention_exchange, "_around", around)
+
+
+def forgets_the_window(patches: Patches) -> None:
+    """Blocks of queries are not told how many keys they may see."""
+    patches.replace(Block, "mask", lambda original: lambda block, *given, window: original(block, *given))
+
+
+def does_not_wait_for_key_gradients(patches: Patches) -> None:
+    """The gradients of keys go on to their norm before those of other ranks have come."""
+
+    def scattered(original: Function) -> Function:
+        def own(context: Any, sums: Any, dtype: Any) -> Any:
+            nodes = [sums.tree.value(node).clone() for node in sums.tree.nodes]
+            found = original(context, sums, dtype)
+            keys = found.shape[-1] // 2
+            found[..., :keys] = 0
+            for node in nodes:
+                whole = torch.nn.functional.pad(node, (0, 0, 0, context.chunks.num_items - node.shape[2]))
+                found[..., :keys] += torch.cat([whole[:, :, lo:hi, :keys] for lo, hi in context.chunks.spans], 2)
+            return found
+
+        return own
+
+    patches.replace(attention_core, "scattered", scattered)
+
+
+def gathers_along_heads(patches: Patches) -> None:
+    """Keys and values of all ranks are put together along the dimension of heads, and read as if along the sequence."""
+
+    def gathered(original: Function) -> Function:
+        def joined(context: Any, parts: Any) -> Any:
+            own = torch.cat(list(parts), -1)
+            whole = torch.cat(context.cp.all_gather(own), 1).reshape(*own.shape[:2], -1, own.shape[3])
+            return [part.contiguous() for part in whole.split([part.shape[-1] for part in parts], -1)]
+
+        return joined
+
+    patches.replace(attention_core, "gathered", gathered)
+
+
+def joins_chunks_in_order_of_ranks(patches: Patches) -> None:
+    """Keys and values are put together rank by rank, though each has an early and a late chunk of the sequence."""
+
+    def gathered(original: Function) -> Function:
+        def joined(context: Any, parts: Any) -> Any:
+            whole = torch.cat(context.cp.all_gather(torch.cat(list(parts), -1)), 2)
+            return [part.contiguous() for part in whole.split([part.shape[-1] for part in parts], -1)]
+
+        return joined
+
+    patches.replace(attention_core, "gathered", gathered)
+
+
+def counts_places_of_its_own(patches: Patches) -> None:
+    """Positions go by the token among those of this context-parallel rank."""
+    patches.replace(LayerContext, "places", lambda original: lambda context: torch.arange(len(original(context))))
+
+
+def does_not_transpose_heads(patches: Patches) -> None:
+    """The result of attention, head by head, is read as if it lay token by token."""
+
+    def forward(original: Function) -> Function:
+        def attended(core: Any, q: Any, k: Any, v: Any) -> Any:
+            y = original(core, q, k, v)
+            samples, heads, tokens, width = y.shape
+            return y.reshape(samples, tokens, heads, width).transpose(1, 2)
+
+        return attended
+
+    patches.replace(AttentionCore, "forward", forward)
+
+
+def forgets_where_documents_begin(patches: Patches) -> None:
+    """The positions of the later one of a rank's two chunks of packed documents count from the beginning of the sequence."""
+
+    def positions(original: Function) -> Function:
+        def counted(context: Any, microbatch: Any) -> Any:
+            found, half = original(context, microbatch), context.chunks.size
+            return torch.cat([found[:, :half], context.places()[half:].expand(len(found), -1)], 1)
+
+        return counted
+
+    patches.replace(LayerContext, "positions", positions)
+
+
+@functools.cache
+def _documents() -> tempfile.TemporaryDirectory[str]:
+    """A folder of short documents, of which a sequence has several; it goes with the process."""
+    folder = tempfile.TemporaryDirectory(prefix="shardproof-documents-")
+    for number in range(100):
+        Path(folder.name, f"{number:03}.txt").write_text(f"{number:03} sheep go")
+    return folder
+
+
+def _context() -> Any:
+    return tiny(tp=2, cp=2, model={"qk_norm": True, "sliding_window": 6})
+
+
+MUTANTS = (
+    Mutant(
+        "MR19",
+        "one step of the ring of a backward uses a stale block of keys and values",
+        "NVIDIA/Megatron-LM#1464",
+        plan=lambda: tiny(cp=3, sequence=24, sections={"runtime": Runtime(context_parallel="ring")}),
+        breaks=keeps_the_block_before,
+        expected=Expected(ACTIVATION_GRADIENT, "layers.1.attention.norm", ("other values",), ("B",)),
+    ),
+    Mutant(
+        "MR20",
+        "an optional argument of attention (here its window) is not handed on where sequences are cut",
+        "NVIDIA/TransformerEngine#3551",
+        plan=_context,
+        breaks=forgets_the_window,
+        expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "MR21",
+        "the backward of the keys' norm runs before the exchange of its gradient is over",
+        "ByteDance-Seed/VeOmni#419",
+        plan=_context,
+        breaks=does_not_wait_for_key_gradients,
+        expected=Expected(ACTIVATION_GRADIENT, "layers.1.attention.norm", ("missing",), ("B",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "LY01",
+        "heads are reshaped without a transpose",
+        "deepspeedai/DeepSpeed#5664",
+        plan=_context,
+        breaks=does_not_transpose_heads,
+        expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "LY02",
+        "keys and values are gathered along the heads in place of the sequence",
+        "pytorch/torchtitan#3206",
+        plan=_context,
+        breaks=gathers_along_heads,
+        expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "LY02-b",
+        "keys and values are joined rank by rank, and chunks lie otherwise on ranks",
+        "pytorch/torchtitan#3206",
+        plan=_context,
+        breaks=joins_chunks_in_order_of_ranks,
+        expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "LY04-b",
+        "rotary positions count a rank's own tokens where sequences are cut",
+        "NVIDIA/Megatron-LM#5243",
+        plan=_context,
+        breaks=counts_places_of_its_own,
+        expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "LY04",
+        "rotary positions of packed documents lose the document's offset in one of a rank's chunks",
+        "NVIDIA/Megatron-LM#5243",
+        plan=lambda: tiny(cp=2, train={"packed": True, "data": _documents().name}),
+        breaks=forgets_where_documents_begin,
+        expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1)),
+    ),
+)

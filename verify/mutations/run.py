@@ -1,0 +1,156 @@
+"""Runs mutants: each plan as it is, which must have no finding, then broken, and what the verifier and the usual practice say of it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import PlanError, RankFailure
+from ...core.plan import Plan
+from ..describe import describe, divergence
+from ..first_cause import run_against
+from ..ledger import RunLedger
+from ..proof_run import ProofJob, Scenario, one_device, run_ledger
+from .mutant import Mutant, Stops
+from .patches import Broken
+from .practice import NOTICED, Practice, first_step_keys, judge_by_habit
+
+STALL_S = 15.0
+"""Ranks of these plans take milliseconds for an action; a machine may be busy."""
+
+Progress = Callable[[str], None]
+Problem = tuple[Plan, int, Scenario]
+"""What is run, for how many steps, and what the ranks do."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was said of one mutant. `first` is the JSON form of the first divergence, None where nothing differs or the run stopped;
+    `words` is the finding for people. `is_placed` and `is_classed` compare with what was expected."""
+
+    mutant: Mutant
+    caught: bool
+    is_placed: bool
+    is_classed: bool
+    words: str
+    first: dict[str, Any] | None
+    practice: Practice
+
+    @property
+    def located(self) -> bool:
+        """At the right action and tensor, and by the right name."""
+        return self.is_placed and self.is_classed
+
+
+@dataclass(frozen=True)
+class Score:
+    """All verdicts; the findings in plans that nobody broke, each with a mutant of that plan; and how many such plans there were."""
+
+    verdicts: tuple[Verdict, ...]
+    false_alarms: tuple[tuple[str, str], ...]
+    num_clean: int
+
+    @property
+    def ok(self) -> bool:
+        """True when every mutant was caught and nothing else."""
+        return not self.false_alarms and all(verdict.caught for verdict in self.verdicts)
+
+
+def judge_mutants(mutants: Sequence[Mutant], *, progress: Progress = lambda line: None) -> Score:
+    """Every mutant in a run of threads over memory, as many mutants at a time as there are cores. Raises `RankFailure` where a plan that
+    nobody broke does not run."""
+    with ExitStack() as stack:
+        judge = Judge(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardproof-mutations-"))))
+        pool = stack.enter_context(ThreadPoolExecutor(len(os.sched_getaffinity(0))))
+        futures = {pool.submit(judge.verdict, mutant): mutant for mutant in mutants}
+        try:
+            for number, future in enumerate(as_completed(futures), 1):
+                progress(f"{number}/{len(mutants)} {futures[future].id} {_told(future.result())}: {future.result().words}")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        alarms = [(mutant.id, alarm) for mutant in mutants if (alarm := judge.false_alarms.get(mutant.id)) is not None]
+        return Score(tuple(future.result() for future in futures), tuple(alarms), judge.num_clean)
+
+
+def _told(verdict: Verdict) -> str:
+    if not verdict.caught:
+        return "MISSED"
+    wrong = [what for what, right in (("place", verdict.is_placed), ("class", verdict.is_classed)) if not right]
+    return f"caught, {' and '.join(wrong)} WRONG" if wrong else "located"
+
+
+class Judge:
+    """Judges mutants, several at a time. Plans that mutants share run once, and so do their references; values lie in `folder`.
+
+    `false_alarms` has the finding in a plan as it is by the id of the mutant that it was run for.
+    """
+
+    def __init__(self, folder: Path):
+        self.false_alarms: dict[str, str] = {}
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._references: dict[Problem, Future[RunLedger]] = {}
+        self._clean: dict[Problem, Future[RunLedger]] = {}
+
+    @property
+    def num_clean(self) -> int:
+        """How many plans were run as they are."""
+        return len(self._clean)
+
+    def verdict(self, mutant: Mutant) -> Verdict:
+        """What is found in the mutant's plan when it is broken; what is found when it is not is added to `false_alarms`."""
+        plan = mutant.plan()
+        job = ProofJob(plan, mutant.steps, scenario=mutant.scenario, stall_s=STALL_S)
+        reference = self._reference(job)
+        self._once(self._clean, job, lambda: self._run_clean(mutant.id, job, reference))
+        try:
+            run, differences = run_against(reference, self._kept(replace(job, around=Broken(mutant.breaks))), "memory")
+        except (RankFailure, PlanError) as failure:
+            placed = isinstance(mutant.expected, Stops) and mutant.expected.is_placed(failure)
+            return Verdict(mutant, True, placed, isinstance(mutant.expected, Stops), str(failure), None, NOTICED)
+        practice = judge_by_habit(reference, run)
+        if not differences:
+            return Verdict(mutant, False, False, False, "no bit differs", None, practice)
+        words, first = str(describe(plan, run, differences)[0]), divergence(plan, differences[0])
+        if isinstance(mutant.expected, Stops):
+            return Verdict(mutant, True, False, False, words, first, practice)
+        placed, classed = mutant.expected.is_placed(first), first["class"] in mutant.expected.kinds
+        return Verdict(mutant, True, placed, classed, words, first, practice)
+
+    def _reference(self, job: ProofJob) -> RunLedger:
+        """One device."""
+        job = replace(job, plan=one_device(job.plan))
+        return self._once(self._references, job, lambda: run_ledger(self._kept(job), "memory"))
+
+    def _run_clean(self, mutant_id: str, job: ProofJob, reference: RunLedger) -> RunLedger:
+        run, differences = run_against(reference, job, "memory")
+        if differences:
+            self.false_alarms[mutant_id] = str(describe(job.plan, run, differences)[0])
+        return run
+
+    def _once(self, known: dict[Problem, Future[RunLedger]], job: ProofJob, run: Callable[[], RunLedger]) -> RunLedger:
+        """What `run` gives for the problem of a job; who comes later waits for who came first."""
+        assert isinstance(job.plan, Plan) and job.scenario is not None
+        problem = job.plan, job.steps, job.scenario
+        with self._lock:
+            is_first = problem not in known
+            future = known.setdefault(problem, Future())
+        if is_first:
+            try:
+                future.set_result(run())
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+    def _kept(self, job: ProofJob) -> ProofJob:
+        """The same job, which keeps the values that the usual practice looks at."""
+        assert isinstance(job.plan, Plan)
+        return replace(job, capture=first_step_keys(job.plan), folder=Path(tempfile.mkdtemp(dir=self._folder)))

@@ -1,0 +1,164 @@
+"""One run of a proof: what every rank does, with a ledger as observer, and the one device that it is compared with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from ..backend.launch import run_ranks
+from ..core.errors import PlanError, RankFailure
+from ..core.findings import Finding
+from ..core.layout import Layout
+from ..core.modules import ModularPlan, uncut
+from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
+from ..core.variation import NO_VARIATION
+from .contributions import ContributionWriter
+from .ledger import NO_STEP, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
+from .modules import parts_of, plan_of_rank, tensor_shapes
+from .mutations.drop import DropReduction, drop_reduction
+
+if TYPE_CHECKING:
+    from ..backend.model.block import BlockFactory
+
+PARTS_FILE = "parts.npz"
+
+TransportName = Literal["gloo", "memory", "nccl"]
+Scenario = Callable[[Any, "ProofJob"], RankLedger]
+"""What a rank does with its transport for a job."""
+
+
+@dataclass(frozen=True)
+class ProofJob:
+    """What every rank of one run needs to know."""
+
+    plan: Plan | ModularPlan
+    steps: int
+    capture: frozenset[Key] = frozenset()
+    folder: Path | None = None
+    fault: DropReduction | None = None
+    block: BlockFactory | None = None
+    start: Mapping[Key, str] = field(default_factory=dict)
+    """Files of weights and moments that every step but the first starts from; none to go on from the step before."""
+    core: int | None = None
+    """The core that the ranks keep to, where they are threads that would only wake each other on several; None for any."""
+    scenario: Scenario | None = None
+    """What every rank does, where it is not `train_steps`."""
+    around: Callable[[int], AbstractContextManager[None]] | None = None
+    """What a rank of the sharded run does that in, by its number."""
+    stall_s: float | None = None
+    """Ends the run when no rank has come further for so long."""
+    parts_of: Key | None = None
+    """A tensor of which one device writes what it is the sum of (`contributions`) to `PARTS_FILE` in `folder`."""
+
+
+@overload
+def one_device(plan: Plan) -> Plan: ...
+@overload
+def one_device(plan: ModularPlan) -> ModularPlan: ...
+def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
+    """The same problem on one device: layout 1, one sample per microbatch, one after the other, every activation kept. Of several modules
+    each has such a device."""
+    if not isinstance(plan, Plan):
+        return uncut(plan)
+    return replace(
+        plan,
+        layout=Layout(),
+        cluster=replace(plan.cluster, num_devices=1),
+        batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
+        runtime=replace(plan.runtime, tp_comm_overlap=None, ep_comm_overlap=None, p2p_overlap=None, p2p_batched=None, trim_padding=False),
+        schedule=ScheduleChoice("1F1B"),
+        recompute=Recompute("none"),
+        data_parallel=DataParallel(),
+        variation=NO_VARIATION,
+    )
+
+
+def probe_rank(transport: Any, plan: Plan) -> dict[str, Finding | None]:
+    """Every assumption of exact numerics about the library by name, with a finding where it does not hold for the plan's shapes here."""
+    from ..backend.numerics.probe import PROBES, probe
+
+    broken = {finding.rule: finding for finding in probe(plan, transport.device)}
+    return {entry.name: broken.get(entry.name) for entry in PROBES}
+
+
+def probed(one: Plan | ModularPlan) -> dict[str, Finding | None]:
+    """`probe_rank` of every model of a plan, in a process that has torch."""
+    found: dict[str, Finding | None] = {}
+    for part in {part.model: part for part in parts_of(one)}.values():
+        for name, finding in run_ranks(probe_rank, part, world_size=1, transport="memory")[0].items():
+            found[name] = found.get(name) or finding
+    return found
+
+
+def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
+    """What one rank does, in a process that has torch."""
+    with nullcontext() if job.around is None else job.around(transport.global_rank):
+        return (job.scenario or train_steps)(transport, job)
+
+
+def train_steps(transport: Any, job: ProofJob) -> RankLedger:
+    """The trainer's steps with a ledger as observer."""
+    from ..backend.modules import training_rank
+    from ..backend.numerics import make_numerics
+
+    if job.core is not None:
+        os.sched_setaffinity(0, {job.core})  # of this thread, and of those that it starts
+    part = plan_of_rank(job.plan, transport.global_rank)
+    numerics = make_numerics(part, transport.device, global_rank=transport.global_rank)
+    if job.fault is not None and job.fault.global_rank == transport.global_rank:
+        numerics = drop_reduction(numerics, job.fault, lambda: transport.recorder.current_layer)
+    writer = writer_of(transport, job, part)
+    rank = training_rank(transport, job.plan, model=job.block, numerics=numerics, observer=writer)
+    follow(writer, rank)
+    rank.show_state(NO_STEP)
+    for step in range(job.steps):
+        if step and job.start:
+            _restore(rank, job.start, step - 1)
+        rank.step(step)
+    return writer.finish()
+
+
+def writer_of(transport: Any, job: ProofJob, part: Plan) -> LedgerWriter:
+    """The ledger of a rank that trains by `part`, as the job wants it. `follow` has to be called when the rank is there."""
+    common = transport.global_rank, tensor_shapes(job.plan), job.capture, job.folder
+    if job.parts_of is None:
+        return LedgerWriter(*common, cp=part.layout.cp)
+    assert job.folder is not None
+    return ContributionWriter(*common, cp=part.layout.cp, wanted=job.parts_of, target=job.folder / PARTS_FILE)
+
+
+def follow(writer: LedgerWriter, rank: Any) -> None:
+    """Lets a writer that records contributions see what a training rank computes."""
+    if isinstance(writer, ContributionWriter):
+        writer.follow(rank)
+
+
+def _restore(rank: Any, files: Mapping[Key, str], step: int) -> None:
+    """Gives a training rank the weights and moments that are in `files` as they were after a step."""
+    import torch
+
+    def load(key: Key, target: Any, slices: tuple[slice, ...]) -> None:
+        with torch.no_grad():
+            target.copy_(torch.from_numpy(np.load(files[key])[slices]))
+
+    for held in rank.optimizer.held:
+        load(Key(step, WEIGHT, held.name), held.tensor, held.slices)
+        for moment, tensor in zip(("exp_avg", "exp_avg_sq"), rank.optimizer.moments(held), strict=True):
+            load(Key(step, OPTIMIZER, f"{held.name}.{moment}"), tensor, held.slices)
+    rank.refresh()
+
+
+def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
+    """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what only a rank could find."""
+    try:
+        return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=job.stall_s))
+    except RankFailure as failure:
+        if isinstance(failure.__cause__, PlanError):  # the user's problem, found by a rank: no fault of that rank
+            raise failure.__cause__ from None
+        raise

@@ -1,0 +1,261 @@
+"""`relate`: how the wrong values of a tensor relate to the right ones, from their summaries, or closer where the values were kept.
+
+One table of kinds for proofs and for ledgers of runs that are over. A kind is named only where it follows from the numbers; what follows
+from nothing is `other values`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from ..core.layout import Layout
+from .digest import EMPTY, Digest, Region, bit_words
+from .ledger import Key, Piece, RunLedger
+from .summary import Summary, summarize
+
+Class = Literal["missing", "doubled", "scaled", "permuted", "stale", "order only", "not finite", "run-dependent", "other values"]
+
+HINTS: Mapping[Class, str] = {
+    "missing": "A contribution was dropped or a buffer was zeroed: look at the reduction of this tensor.",
+    "doubled": "Something was added twice: look at reductions over replicas, and at contributions that are counted on two ranks.",
+    "scaled": "A sum was divided or multiplied once too often: look at where the axis of this ratio is averaged.",
+    "permuted": "Shards, samples or chunks were put together in another order: look at gathers and at the order of ranks.",
+    "stale": "Something was not refreshed in this step: look at what copies it, and at waits that are missing.",
+    "order only": "Another order or precision of the same sums: look for a reduction that is not exact.",
+    "not finite": "Look at what feeds it: the last tensor before it was right.",
+    "run-dependent": "Something depends on time: an unordered reduction, a buffer reused too early, or memory never written.",
+    "other values": "Look at what feeds it: the last tensor before it was right.",
+}
+"""Where to look, by kind of relation."""
+
+AXES = ("tp", "cp", "dp", "ep", "etp", "pp")
+LARGEST_RATIO = 64
+LARGEST_POWER = 32
+ROUNDING = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
+"""A distance below this part of the norm is what other orders of the same sums give in tensors of a format."""
+SAME_RATIO = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 8e-3}
+"""A tensor and a multiple of it that was rounded to a format agree to this part of the norm."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How the wrong values of a tensor relate to the right ones: `kind` for machines, `words` for people; the distance and the norm of the
+    right ones are Euclidean."""
+
+    kind: Class
+    words: str
+    distance: float
+    norm: float
+    is_rough: bool = False
+    """Whether what the tensor is made from may say more: of a distance alone, and of a multiple that is not simple."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A whole tensor of which wrong values may be found to be: then they are of `kind`, and are `words`. `region` is the part of it that
+    takes the place of the wrong one."""
+
+    kind: Class
+    words: str
+    values: np.ndarray
+    region: Region
+
+
+@dataclass(frozen=True)
+class Around:
+    """What else was computed, among which wrong values may be found again: `before` are the same tensor's summaries in earlier steps,
+    `others` names other tensors of the step by digest, or by `Summary.alike` where they may be in other places. `layout` names the axes
+    of ratios; `dtype` is the format of the tensor. `known` are tensors whose values were kept."""
+
+    before: Sequence[Summary] = ()
+    others: Mapping[Digest | int, str] = field(default_factory=dict)
+    layout: Layout | None = None
+    dtype: str = "fp32"
+    known: Sequence[Known] = ()
+
+
+def earlier(key: Key, piece: Piece, run: RunLedger) -> list[Summary]:
+    """The summaries that a rank's piece of a tensor had in earlier steps, of any sample."""
+    same = (each for old, pieces in run.pieces.items() if _is_earlier(old, key) for each in pieces)
+    return [each.summary for each in same if each.global_rank == piece.global_rank and each.region == piece.region]
+
+
+def _is_earlier(old: Key, key: Key) -> bool:
+    return old.step < key.step and (old.phase, old.tensor) == (key.phase, key.tensor)
+
+
+def relate(expected: Summary, found: Summary, around: Around | None = None) -> Relation:
+    """How `found` relates to `expected`, from their summaries."""
+    around, distance, norm = around or Around(), found.distance(expected), expected.norm
+
+    def relation(kind: Class, words: str) -> Relation:
+        return Relation(kind, words, distance, norm)
+
+    if not (math.isfinite(found.largest) and all(map(math.isfinite, found.sums))):
+        return relation("not finite", "not finite numbers")
+    if found.digest in {each.digest for each in around.before} - {EMPTY}:
+        return relation("stale", "the values of an earlier step")
+    if found.largest == 0 < expected.largest:
+        return relation("missing", "all zero")
+    if found.alike == expected.alike:
+        return relation("permuted", "the right values in other places")
+    ratio = ratio_of(expected.sums, found.sums, around.dtype)
+    if isinstance(ratio, Fraction):
+        return relation(*in_ratio(ratio, around.layout))
+    if (other := around.others.get(found.digest, around.others.get(found.alike))) is not None:
+        return relation("permuted", f"the values of {other}")
+    if not norm and expected.largest:  # signs may cancel, as those of equal numbers do
+        return replace(relation("other values", "other values"), is_rough=True)
+    told = apart(distance, norm, around.dtype) if ratio is None else in_ratio(ratio, around.layout)
+    return replace(relation(*told), is_rough=True)
+
+
+def relate_values(expected: np.ndarray, found: np.ndarray, shape: Sequence[int], region: Region, around: Around | None = None) -> Relation:
+    """How the values of `region` of a tensor of `shape` relate to the right ones: of all its elements, or of those that differ."""
+    around = around or Around()
+    whole = relate(summarize(expected, shape, region), summarize(found, shape, region), around)
+    if whole.kind in ("not finite", "stale"):
+        return whole
+    right, wrong = expected.astype(np.float64), found.astype(np.float64)
+    differ = right != wrong
+    if not differ.any():  # bits differ all the same: the sign of a zero
+        return replace(whole, kind="order only", words="zeros of the other sign")
+    kind, words, is_rough = _of_elements(right[differ], wrong[differ], around)
+    if is_rough and not whole.is_rough:
+        return whole
+    if is_rough and (same := _same_as_known(found, differ, region, around.known)) is not None:
+        (kind, words), is_rough = same, False
+    if kind != "other values" and not differ.all():
+        words += where_of(differ, region)
+    distance, norm = float(np.linalg.norm(wrong - right)), float(np.linalg.norm(right))
+    return Relation(kind, words, distance, norm, is_rough)
+
+
+def _of_elements(expected: np.ndarray, found: np.ndarray, around: Around) -> tuple[Class, str, bool]:
+    """Kind and words of a list of elements that all differ, and whether they are rough."""
+    if not found.any():
+        return "missing", "all zero", False
+    if around.dtype == "fp32" and np.array_equal(found, in_bf16(expected)):
+        return "order only", "rounded to bf16", False
+    if len(found) > 1 and np.array_equal(np.sort(expected), np.sort(found)):
+        return "permuted", "the right values in other places", False
+    ratio = ratio_of(expected, found, around.dtype)
+    if ratio is not None and (len(found) > 2 or isinstance(ratio, Fraction)):
+        return *in_ratio(ratio, around.layout), isinstance(ratio, float)
+    distance, norm = (float(np.linalg.norm(each)) for each in (found - expected, expected))
+    if around.dtype == "fp32" and np.array_equal(found, in_bf16(found)) and distance <= norm * 2.0**-8:
+        return "order only", f"rounded to bf16: off by {distance / norm:.1e} of their norm", False
+    return *apart(distance, norm, around.dtype), True
+
+
+def _same_as_known(found: np.ndarray, differ: np.ndarray, region: Region, known: Sequence[Known]) -> tuple[Class, str] | None:
+    """Kind and words of wrong elements that are those of known tensors: in their places, or in rows that were moved."""
+    for each in known:
+        if np.array_equal(found[differ], each.values[_box(each.region)][differ]):
+            return each.kind, each.words
+    for dim in range(found.ndim):
+        if found.ndim > 1 and (moved := _moved_rows(found, differ, region, dim, known)) is not None:
+            return moved
+    return None
+
+
+def _moved_rows(found: np.ndarray, differ: np.ndarray, region: Region, dim: int, known: Sequence[Known]) -> tuple[Class, str] | None:
+    """Kind and words where every wrong row along a dimension is a row of a known tensor, or zero."""
+    places: dict[bytes, tuple[Known, int]] = {}
+    for each in known:
+        box = tuple(slice(None) if other == dim else slice(lo, hi) for other, (lo, hi) in enumerate(each.region))
+        for place, row in enumerate(np.moveaxis(each.values[box], dim, 0)):
+            if row.size > 1 and row.any():
+                places.setdefault(np.ascontiguousarray(row).tobytes(), (each, place))
+    rows = np.moveaxis(found, dim, 0)
+    wrong = np.flatnonzero(np.moveaxis(differ, dim, 0).reshape(len(rows), -1).any(1))
+    taken = [(int(at), places.get(np.ascontiguousarray(rows[at]).tobytes())) for at in wrong if rows[at].any()]
+    sources = [source for _, source in taken if source is not None]
+    if not sources or len(sources) < len(taken):
+        return None
+    kinds = {source.kind for source, _ in sources}
+    (source, place), at = sources[0], taken[0][0] + region[dim][0]
+    kind: Class = "stale" if kinds == {"stale"} else "permuted"
+    return kind, f"{source.words} along dimension {dim}: at {at} those of {place}"
+
+
+def _box(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in region)
+
+
+def ratio_of(expected: Sequence[float] | np.ndarray, found: Sequence[float] | np.ndarray, dtype: str) -> Fraction | float | None:
+    """The ratio of two tensors that are multiples of each other, simple where it may be; None of all others, and 1 is none."""
+    right, wrong = np.asarray(expected, dtype=np.float64).reshape(-1), np.asarray(found, dtype=np.float64).reshape(-1)
+    size = float(right @ right)
+    if not size or not math.isfinite(size):
+        return None
+    ratio, tolerance = float(right @ wrong) / size, SAME_RATIO[dtype]
+    for simple in _simple_near(ratio, dtype):
+        if simple not in (0, 1) and _fits(right, wrong, float(simple), tolerance):
+            return simple
+    odd = ratio != 0 and abs(ratio - 1) > 10 * tolerance and (wrong != wrong[0]).any()  # any two numbers have a ratio
+    return ratio if odd and _fits(right, wrong, ratio, tolerance) else None
+
+
+def _simple_near(ratio: float, dtype: str) -> Iterator[Fraction]:
+    """Simple ratios near one: numerator and denominator up to 64, or where rounding hides such up to 8 and whole multiples and parts; and
+    powers of two, as losses are scaled by."""
+    most = LARGEST_RATIO if dtype == "fp32" else 8
+    near = [Fraction(ratio).limit_denominator(most), Fraction(round(ratio))]
+    if 1 / LARGEST_RATIO < abs(ratio) < 1:
+        near.append(Fraction(1, round(1 / ratio)))
+    for each in near:
+        limit = LARGEST_RATIO if 1 in (abs(each.numerator), each.denominator) else most
+        if max(abs(each.numerator), each.denominator) <= limit:
+            yield each
+    if ratio and abs(power := round(math.log2(abs(ratio)))) <= LARGEST_POWER:
+        yield Fraction(2) ** power * (1 if ratio > 0 else -1)
+
+
+def _fits(right: np.ndarray, wrong: np.ndarray, ratio: float, tolerance: float) -> bool:
+    return bool(np.abs(wrong - ratio * right).max() <= tolerance * abs(ratio) * np.abs(right).max())
+
+
+def in_ratio(ratio: Fraction | float, layout: Layout | None) -> tuple[Class, str]:
+    """Kind and words of a multiple, with the axes of that degree."""
+    if not isinstance(ratio, Fraction):
+        return "scaled", f"the right values times {ratio:.6g}"
+    axes = [] if layout is None else [axis for axis in AXES if degree_of(layout, axis) in (ratio, 1 / ratio)]
+    named = f", as {' or '.join(axes)} is" if axes else ""
+    return "doubled" if ratio == 2 else "scaled", f"the right values times {ratio}{named}"
+
+
+def apart(distance: float, norm: float, dtype: str) -> tuple[Class, str]:
+    """Kind and words of values of which only a distance is known."""
+    if not norm:
+        return "other values", "not zero as they should be"
+    if distance <= ROUNDING[dtype] * norm:
+        return "order only", f"off by {distance / norm:.1e} of their norm, as rounding is"
+    return "other values", f"off by {distance / norm:.1e} of their norm"
+
+
+def in_bf16(values: np.ndarray) -> np.ndarray:
+    """fp64 values rounded to the nearest numbers of bf16, ties to even."""
+    words = bit_words(values.astype(np.float32))
+    words = (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return words.view(np.float32).astype(np.float64)
+
+
+def where_of(differ: np.ndarray, region: Region) -> str:
+    """The smallest box around the elements that differ, in words: `, in 12 of 48 elements: [4:8, 0:6]`."""
+    box = []
+    for dim, (lo, _) in enumerate(region):
+        hit = np.flatnonzero(differ.any(axis=tuple(other for other in range(differ.ndim) if other != dim)))
+        box.append(f"{lo + hit[0]}:{lo + hit[-1] + 1}")
+    return f", in {int(np.count_nonzero(differ)):,} of {differ.size:,} elements: [{', '.join(box)}]"
+
+
+def degree_of(layout: Layout, axis: str) -> int:
+    """The ranks along an axis."""
+    return layout.expert_tp if axis == "etp" else int(getattr(layout, axis))
