@@ -1,4 +1,4 @@
-"""AdamW on a rank's shards, after one division by the token count and clipping by the norm of the whole gradient.
+"""AdamW on a rank's shards, of gradients divided by the token count and clipped by the norm of the whole gradient.
 
 The update itself is `torch.optim.AdamW` in fp32. It is elementwise, so it gives the same bits however a tensor is cut; but for the fused
 kernel, which rounds the last elements of a tensor, fewer than a vector has, otherwise: fast numerics use that.
@@ -43,8 +43,13 @@ class ShardedAdamW:
     def __init__(self, held: Sequence[Held], choice: Optimizer, learning_rate: float, *, fused: bool = False):
         """`fused` runs torch's kernel that passes once over every tensor; the bits of its last elements depend on where a tensor is cut."""
         self.held = tuple(held)
+        self._fused = fused
+        self._updated = {id(one.tensor): _by_rows(one.tensor) for one in self.held}
         groups = [
-            {"params": [one.tensor for one in held if one.parameter.decay == decay], "weight_decay": choice.weight_decay * decay}
+            {
+                "params": [self._updated[id(one.tensor)] for one in self.held if one.parameter.decay == decay],
+                "weight_decay": choice.weight_decay * decay,
+            }
             for decay in (True, False)
         ]
         self._adamw = UPDATES[choice.name](groups, lr=learning_rate, betas=choice.betas, eps=choice.eps, foreach=False, fused=fused)
@@ -52,22 +57,29 @@ class ShardedAdamW:
     def step(self, gradients: Sequence[Tensor], coefficient: float) -> None:
         """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order of `held`, and used up."""
         for one, gradient in zip(self.held, gradients, strict=True):
-            one.tensor.grad = _laid_out_as(one.tensor, gradient if coefficient == 1.0 else gradient.mul_(coefficient))
+            updated = self._updated[id(one.tensor)]
+            if coefficient != 1.0 and not self._fused:
+                gradient.mul_(coefficient)
+            updated.grad = _laid_out_as(updated, gradient.mT if updated is not one.tensor else gradient)
+        if self._fused and self.held:  # the kernel divides as it goes, as it does for torch's loss scaling
+            self._adamw.grad_scale = torch.tensor(1 / coefficient, device=self.held[0].tensor.device) if coefficient != 1.0 else None
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 
     def moments(self, one: Held) -> tuple[Tensor, Tensor]:
         """First and second moment of a held tensor. There are none before the first step."""
-        state: Mapping[str, Tensor] = self._adamw.state[one.tensor]
+        state = self.saved_state(one)
         return state["exp_avg"], state["exp_avg_sq"]
 
     def saved_state(self, one: Held) -> Mapping[str, Tensor]:
         """What the update of a held tensor goes on from, by torch's names: `step`, which counts updates, and both moments. Before the first
         step they are zero. They may be written to."""
-        state = self._adamw.state[one.tensor]
+        updated = self._updated[id(one.tensor)]
+        state = self._adamw.state[updated]
         if not state:
-            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(one.tensor), exp_avg_sq=torch.zeros_like(one.tensor))
-        return dict(state)
+            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(updated), exp_avg_sq=torch.zeros_like(updated))
+        turned = updated is not one.tensor
+        return {name: value.mT if turned and value.dim() > 1 else value for name, value in state.items()}
 
     @property
     def state_tensors(self) -> list[Tensor]:
@@ -78,6 +90,12 @@ class ShardedAdamW:
     def state_bytes(self) -> int:
         """Bytes of both moments once they exist."""
         return sum(2 * one.tensor.nbytes for one in self.held)
+
+
+def _by_rows(tensor: Tensor) -> Tensor:
+    """A matrix whose columns lie one after the other as its transpose: what the fused kernel would copy is then updated where it lies."""
+    turned = tensor.dim() > 1 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
+    return tensor.mT if turned else tensor
 
 
 def _laid_out_as(tensor: Tensor, gradient: Tensor) -> Tensor:

@@ -343,8 +343,10 @@ class TrainingRank:
         """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update."""
         scale = self.loss_scale
         num_counted = self.batches.num_counted
-        gradients = [gradient / (num_counted * scale.value) for gradient in self._finished_gradients()]
-        norm = self.totals.norm(self.optimizer.held, gradients)
+        gradients, share = self._finished_gradients(), 1 / (num_counted * scale.value)
+        if self.numerics.mode == "exact" or self.observer is not None:  # others divide where they clip
+            gradients, share = [gradient.div_(num_counted * scale.value) for gradient in gradients], 1.0
+        norm = self.totals.norm(self.optimizer.held, gradients) * share
         loss = self.totals.mean_loss(token_losses, num_counted)
         aux_loss, mtp_loss = self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)
         overflow = not math.isfinite(norm)
@@ -355,7 +357,7 @@ class TrainingRank:
         if not overflow:
             if self.observer is not None:
                 self._show_gradients(self.observer, gradients, loss, norm)
-            self.optimizer.step(gradients, clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
+            self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
             self.refresh()
         for router in self._routers:
             router.update_bias(0.0 if overflow else self.plan.train.expert_bias_rate)
