@@ -1,6 +1,6 @@
-"""AdamW on a rank's shards, after one division by the token count and clipping by the norm of the whole gradient.
+"""AdamW on a rank's shards, of gradients divided by the token count and clipped by the norm of the whole gradient.
 
-The update itself is `torch.optim.AdamW` in fp32. It is elementwise, so it gives the same bits however a tensor is cut; but for the fused
+The update itself is torch's AdamW in fp32. It is elementwise, so it gives the same bits however a tensor is cut; but for the fused
 kernel, which rounds the last elements of a tensor, fewer than a vector has, otherwise: fast numerics use that.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from ..core.parameters import Parameter
 from ..core.plan import Optimizer
@@ -18,7 +19,7 @@ from ..core.plan import Optimizer
 CLIP_EPS = 1e-6
 """Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
 
-UPDATES = {"adamw": torch.optim.AdamW}
+UPDATES = {"adamw": adamw}
 """`optimizer.name` -> the update; it must be elementwise, or cuts would change bits."""
 
 
@@ -43,41 +44,84 @@ class ShardedAdamW:
     def __init__(self, held: Sequence[Held], choice: Optimizer, learning_rate: float, *, fused: bool = False):
         """`fused` runs torch's kernel that passes once over every tensor; the bits of its last elements depend on where a tensor is cut."""
         self.held = tuple(held)
-        groups = [
-            {"params": [one.tensor for one in held if one.parameter.decay == decay], "weight_decay": choice.weight_decay * decay}
-            for decay in (True, False)
-        ]
-        self._adamw = UPDATES[choice.name](groups, lr=learning_rate, betas=choice.betas, eps=choice.eps, foreach=False, fused=fused)
+        self.learning_rate = learning_rate
+        self._choice, self._fused = choice, fused
+        self._updated = {id(one.tensor): _by_rows(one.tensor) for one in self.held}
+        self._states: dict[int, dict[str, Tensor]] = {}
 
+    @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], coefficient: float) -> None:
         """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order of `held`, and used up."""
-        for one, gradient in zip(self.held, gradients, strict=True):
-            one.tensor.grad = _laid_out_as(one.tensor, gradient if coefficient == 1.0 else gradient.mul_(coefficient))
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        scale = None
+        if self._fused and self.held and coefficient != 1.0:  # the kernel divides as it goes, as it does for torch's loss scaling
+            scale = torch.tensor(1 / coefficient, device=self.held[0].tensor.device)
+        elif coefficient != 1.0:
+            for gradient in gradients:
+                gradient.mul_(coefficient)
+        pairs = list(zip(self.held, gradients, strict=True))
+        for decay in (True, False):
+            self._update([(one, gradient) for one, gradient in pairs if one.parameter.decay == decay], decay, scale)
+
+    def _update(self, pairs: Sequence[tuple[Held, Tensor]], decay: bool, scale: Tensor | None) -> None:
+        """One call of the library for tensors with equal weight decay."""
+        updated = [self._updated[id(one.tensor)] for one, _ in pairs]
+        turned = [gradient if each is one.tensor else gradient.mT for each, (one, gradient) in zip(updated, pairs, strict=True)]
+        states = [self._state(one) for one, _ in pairs]
+        first, second = self._choice.betas
+        UPDATES[self._choice.name](
+            updated,
+            [_laid_out_as(each, gradient) for each, gradient in zip(updated, turned, strict=True)],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=False,
+            fused=self._fused,
+            grad_scale=scale,
+            amsgrad=False,
+            beta1=first,
+            beta2=second,
+            lr=self.learning_rate,
+            weight_decay=self._choice.weight_decay * decay,
+            eps=self._choice.eps,
+            maximize=False,
+        )
+
+    def _state(self, one: Held) -> dict[str, Tensor]:
+        """By torch's names, laid out as the tensor that is updated; zeros before the first step."""
+        updated = self._updated[id(one.tensor)]
+        state = self._states.setdefault(id(one.tensor), {})
+        if not state:
+            count = torch.zeros((), device=updated.device if self._fused else None)
+            state.update(step=count, exp_avg=torch.zeros_like(updated), exp_avg_sq=torch.zeros_like(updated))
+        return state
 
     def moments(self, one: Held) -> tuple[Tensor, Tensor]:
-        """First and second moment of a held tensor. There are none before the first step."""
-        state: Mapping[str, Tensor] = self._adamw.state[one.tensor]
+        """First and second moment of a held tensor, zero before the first step."""
+        state = self.saved_state(one)
         return state["exp_avg"], state["exp_avg_sq"]
 
     def saved_state(self, one: Held) -> Mapping[str, Tensor]:
         """What the update of a held tensor goes on from, by torch's names: `step`, which counts updates, and both moments. Before the first
         step they are zero. They may be written to."""
-        state = self._adamw.state[one.tensor]
-        if not state:
-            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(one.tensor), exp_avg_sq=torch.zeros_like(one.tensor))
-        return dict(state)
+        turned = self._updated[id(one.tensor)] is not one.tensor
+        return {name: value.mT if turned and value.dim() > 1 else value for name, value in self._state(one).items()}
 
     @property
     def state_tensors(self) -> list[Tensor]:
         """Everything the update keeps between steps: the moments and step counts, once they exist."""
-        return [value for state in self._adamw.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return [value for state in self._states.values() for value in state.values()]
 
     @property
     def state_bytes(self) -> int:
         """Bytes of both moments once they exist."""
         return sum(2 * one.tensor.nbytes for one in self.held)
+
+
+def _by_rows(tensor: Tensor) -> Tensor:
+    """A matrix whose columns lie one after the other as its transpose: what the fused kernel would copy is then updated where it lies."""
+    turned = tensor.dim() > 1 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
+    return tensor.mT if turned else tensor
 
 
 def _laid_out_as(tensor: Tensor, gradient: Tensor) -> Tensor:

@@ -25,8 +25,17 @@ from typing import NoReturn
 
 from .rank_messages import RANK_ENDED
 
-PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "shardproof.backend.rank", "shardproof.backend.training_rank")
-"""torch._dynamo takes a second, and every optimizer loads it (`torch.optim` asks it to stay away from them)."""
+PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "shardproof.backend.rank",
+    "shardproof.backend.trainer",
+    "shardproof.backend.modules",
+    "shardproof.backend.numerics.probe",
+    "shardproof.verify.dynamic",
+)
+"""What the jobs of this package need, so that no rank loads it anew."""
 
 
 def main(control_fd: int, folder: str) -> NoReturn:

@@ -345,8 +345,10 @@ class TrainingRank:
         """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update."""
         scale = self.loss_scale
         num_counted = self.batches.num_counted
-        gradients = [gradient / (num_counted * scale.value) for gradient in self._finished_gradients()]
-        norm = self.totals.norm(self.optimizer.held, gradients)
+        gradients, share = self._finished_gradients(), 1 / (num_counted * scale.value)
+        if self.numerics.mode == "exact":  # fast numerics divide where they clip
+            gradients, share = [gradient.div_(num_counted * scale.value) for gradient in gradients], 1.0
+        norm = self.totals.norm(self.optimizer.held, gradients) * share
         loss = self.totals.mean_loss(token_losses, num_counted)
         aux_loss, mtp_loss = self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)
         overflow = not math.isfinite(norm)
@@ -356,8 +358,8 @@ class TrainingRank:
         self.loss_scale = scale.after(overflow=overflow)
         if not overflow:
             if self.observer is not None:
-                self._show_gradients(self.observer, gradients, loss, norm)
-            self.optimizer.step(gradients, clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
+                self._show_gradients(self.observer, gradients, share, loss, norm)
+            self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
             self.refresh()
         for router in self._routers:
             router.update_bias(0.0 if overflow else self.plan.train.expert_bias_rate)
@@ -399,11 +401,11 @@ class TrainingRank:
     def _routers(self) -> list[Router]:
         return [router for stage in self.stages.values() for router in stage.routers]
 
-    def _show_gradients(self, observer: Observer, gradients: list[Tensor], loss: float, norm: float) -> None:
-        """What STEP computed before the update, to the observer: gradients as backward finishes them, last layer first."""
+    def _show_gradients(self, observer: Observer, gradients: list[Tensor], share: float, loss: float, norm: float) -> None:
+        """What STEP computed before the update, to the observer: gradients times `share` as backward finishes them, last layer first."""
         observer.scalar("loss", loss)
         for one, gradient in reversed(list(zip(self.optimizer.held, gradients, strict=True))):
-            observer.gradient(one.name, one.slices, gradient)
+            observer.gradient(one.name, one.slices, gradient if share == 1.0 else gradient * share)
         observer.scalar("grad_norm", norm)
 
     def show_state(self, step: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from ..core.action import Kind
 from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import Plan, ScheduleChoice
 from ..core.program.buckets import sums_are_sharded
-from ..core.schedules import lower, schedule_for
+from ..core.schedules import lower, named_schedule, schedule_for
 from .modules_plan import unsupported_modules
 
 BYTE_VOCABULARY = 256
@@ -126,16 +127,18 @@ def _unsupported_schedule(plan: Plan) -> list[str]:
     return problems
 
 
+@functools.lru_cache(maxsize=4096)
+def _common_order(choice: ScheduleChoice, pp: int, vpp: int, num_microbatches: int) -> tuple[tuple[str, ...], ...]:
+    """What every pipeline rank does together with other data-parallel ranks, in order: reduces gradients and gathers weights."""
+    schedule = lower(named_schedule(choice, pp=pp, vpp=vpp, num_microbatches=num_microbatches))
+    rows = (schedule.row(pp_rank) for pp_rank in range(schedule.num_ranks))
+    return tuple(tuple(str(action) for action in row if action.kind in (Kind.REDUCE_GRAD, Kind.UNSHARD)) for row in rows)
+
+
 def _unsupported_counts(plan: Plan) -> list[str]:
     """Data-parallel ranks with one microbatch less than others must reduce gradients, and gather weights, in the same order."""
-    if len(plan.microbatch_counts) == 1:
-        return []
-    orders = []
-    for count in plan.microbatch_counts:
-        schedule = lower(schedule_for(plan, count))
-        rows = (schedule.row(pp_rank) for pp_rank in range(schedule.num_ranks))
-        orders.append([[str(action) for action in row if action.kind in (Kind.REDUCE_GRAD, Kind.UNSHARD)] for row in rows])
-    if orders[0] == orders[1]:
+    orders = {_common_order(plan.schedule, plan.layout.pp, plan.layout.vpp, count) for count in plan.microbatch_counts}
+    if len(orders) == 1:
         return []
     (most, least), per_round = plan.microbatch_counts, plan.batch.micro_size * plan.layout.dp
     return [

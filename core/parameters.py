@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from .model import ModelSpec
@@ -126,7 +127,7 @@ class Usage:
     role: Literal["", "embedding", "output"] = ""
     use: int = 0
 
-    @property
+    @cached_property
     def key(self) -> str:
         """`name`, or `name@role` for a tied table."""
         return f"{self.parameter.name}@{self.role}" if self.role else self.parameter.name

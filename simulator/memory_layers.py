@@ -158,7 +158,7 @@ def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
         work = (scores * tensors.element, 2 * scores * tensors.element)
     if tensors.attends_by_blocks and tensors.plan.numerics.mode == "exact":  # the result in fp32
         dropped += attended * STATISTIC_BYTES // tensors.element - attended
-    again = attended if tensors.profile.eager else 0  # the output product keeps a copy of its own
+    copied = attended if tensors.profile.eager and not tensors.attends_by_token else 0  # the output product keeps a copy of its own
     yield Node(
         "attention.core",
         mixed + attended + dropped,
@@ -166,10 +166,9 @@ def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
         hidden,
         forward_bytes=work[0],
         backward_bytes=work[1],
-        drops=(("core_attn", dropped + again), ("mla_up_proj", mixed if tensors.plan.model.is_mla else 0)),
+        drops=(("core_attn", dropped + copied), ("mla_up_proj", mixed if tensors.plan.model.is_mla else 0)),
     )
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout else 0
-    copied = attended if tensors.profile.eager else 0  # heads side by side again, as the product reads them
     yield Node(  # the gradient that comes from the MLP is that of the residual
         "attention.output",
         mask + copied,

@@ -59,6 +59,8 @@ def own_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
         return sharded_reduce_bytes(plan, stage, gradients_bytes)
     if plan.numerics.mode == "exact":
         return gradients_bytes * EXACT_REDUCE
+    if plan.precision.gradient_dtype != "bf16":
+        return gradients_bytes  # flat, where they are added up
     return gradients_bytes + round(gradients_bytes * _largest_bucket(plan, stage))  # the result, and flat what is being reduced
 
 
@@ -74,9 +76,9 @@ def _largest_bucket(plan: Plan, stage: int) -> float:
 def own_step_bytes(plan: Plan, pp_rank: int, stages: Sequence[int], gradients_bytes: int) -> int:
     """The most that STEP of a rank holds beside `gradients_bytes` of sums.
 
-    First the divided gradients come while the sums are still there, and a tied table's two sums are put together (exchanged where they
-    lie on two ranks). When the sums are gone and the gradients are clipped where they lie, exact numerics have the root and quotient of one
-    tensor beside the quotient of the one before (torch.optim.adamw, `_single_tensor_adamw`); fast ones update in one pass.
+    First a tied table's two sums are put together; where they lie on two ranks each is sent twice and arrives beside the other's. Gradients
+    are divided and clipped where they lie; then exact numerics have the root and quotient of one tensor beside the quotient of the one
+    before (torch.optim.adamw, `_single_tensor_adamw`); fast ones update in one pass.
     """
     parameters = [parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])]
     sizes = [FP32_BYTES * local_elements(plan, parameter, 0) for parameter in parameters]
@@ -86,10 +88,10 @@ def own_step_bytes(plan: Plan, pp_rank: int, stages: Sequence[int], gradients_by
     tables = [size for size, parameter in zip(sizes, parameters, strict=True) if parameter.name.startswith("embedding.tokens")]
     tied = 0
     if plan.model.tied_embeddings and tables:
-        tied = 2 * tables[0] if tied_ends(plan, pp_rank) else tables[0]
+        tied = 4 * tables[0] if tied_ends(plan, pp_rank) else sum(tables)
     if plan.numerics.mode == "fast":
         updated = 0
     if plan.layout.zero:
         parts = num_shards(plan, stages[0]).dense
         return sharded_step_bytes(plan, stages, gradients_bytes, tied_bytes=tied // parts, updated_bytes=updated // parts)
-    return max(held + tied, held + updated - gradients_bytes)
+    return max(tied, held + updated - gradients_bytes)

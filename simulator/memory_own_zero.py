@@ -60,16 +60,16 @@ def backward_bytes(plan: Plan, stage: int, tape_bytes: int) -> int:
 
 
 def sharded_step_bytes(plan: Plan, stages: Sequence[int], gradients_bytes: int, *, tied_bytes: int, updated_bytes: int) -> int:
-    """The most that STEP holds beside `gradients_bytes`: divided gradients beside the sums; then, while they are still there, first what a
-    tied table's sum needs and an update, then weights that come together."""
+    """The most that STEP holds beside `gradients_bytes`: the parts of the sums, and while they are still there what a tied table's sum
+    needs, then an update, then weights that come together."""
     reduced = sum(_part(plan, stage, each) for stage in stages for each in bucket_sizes(plan, stage, 0))
     weights = [(stage, each) for stage in stages for each in gathered_sizes(plan, stage, 0)]
-    divided = sum(_part(plan, stage, each) for stage, each in weights)
+    held = sum(_part(plan, stage, each) for stage, each in weights)
     gathered = 0
     if plan.layout.zero < 3:
         width = weight_bytes(plan.precision.dtype)
         gathered = max((_gathered(plan, stage, each) * width // FP32_BYTES for stage, each in weights), default=0)
-    return max(0, max(reduced + divided + tied_bytes, divided + updated_bytes, divided + gathered) - gradients_bytes)
+    return max(0, max(reduced + tied_bytes, held + updated_bytes, held + gathered) - gradients_bytes)
 
 
 def _gathered(plan: Plan, stage: int, size: BucketSize) -> int:

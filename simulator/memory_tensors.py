@@ -117,6 +117,14 @@ class LayerTensors:
         return len(self._query_blocks) > 1 or model.attention_dropout > 0 or model.window(self.plan.batch.sequence) > 0
 
     @cached_property
+    def attends_by_token(self) -> bool:
+        """Whether our own core takes and gives the heads of a token one after the other, so that the output product needs no copy
+        (`backend.model.attention`)."""
+        model, fast = self.plan.model, self.profile.counted_masks and self.plan.numerics.mode == "fast"
+        turned = model.position == "rope" and not model.qk_norm and not model.is_mla
+        return fast and turned and not self.plan.train.packed and not self.attends_by_blocks
+
+    @cached_property
     def attended_pairs(self) -> int:
         """Pairs of a query of the first context-parallel rank and a key up to the end of the query's block."""
         return sum((end - start) * end for start, end in self._query_blocks)

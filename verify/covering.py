@@ -7,6 +7,7 @@ pairs they bring (the greedy of AETG: Cohen, Dalal, Fredman & Patton 1997, IEEE 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -93,25 +94,33 @@ def cover(space: Space, *, candidates: int = 4, seed: int = 0) -> Covering:
 
 
 class _Missing:
-    """The pairs that no row has yet, as the partners that every feature still has to meet."""
+    """The pairs that no row has yet: for every feature a bit set of the partners that it still has to meet."""
 
     def __init__(self, pairs: Iterable[Pair]):
-        self._partners: defaultdict[Feature, set[Feature]] = defaultdict(set)
+        self._bits: dict[Feature, int] = {}
+        self._partners: defaultdict[Feature, int] = defaultdict(int)
         for first, second in pairs:
-            self._partners[first].add(second)
-            self._partners[second].add(first)
+            self._partners[first] |= self._bit(second)
+            self._partners[second] |= self._bit(first)
 
     def has(self, pair: Pair) -> bool:
-        return pair[1] in self._partners[pair[0]]
+        return bool(self._partners[pair[0]] & self._bit(pair[1]))
 
     def number(self, features: Sequence[Feature]) -> int:
         """How many of the pairs of some features are missing."""
-        found = set(features)
-        return sum(len(self._partners[feature] & found) for feature in features) // 2
+        found = self._set(features)
+        return sum((self._partners[feature] & found).bit_count() for feature in features) // 2
 
     def remove(self, features: Sequence[Feature]) -> None:
+        found = self._set(features)
         for feature in features:
-            self._partners[feature].difference_update(features)
+            self._partners[feature] &= ~found
+
+    def _bit(self, feature: Feature) -> int:
+        return self._bits.setdefault(feature, 1 << len(self._bits))
+
+    def _set(self, features: Sequence[Feature]) -> int:
+        return functools.reduce(int.__or__, map(self._bit, features), 0)
 
 
 def _impossible(space: Space) -> Iterator[tuple[Feature, Row]]:

@@ -32,7 +32,7 @@ def tied_gradients(plan: Plan, mesh: Mesh, reduced: Mapping[int, Mapping[str, Te
     if not sums:
         return {}
     if mesh.embedding is None:
-        return dict.fromkeys([stage for stage, _ in usages], finish_tied(sums["embedding"], sums["output"]))
+        return {stage: finish_tied(sums["embedding"], sums["output"]) for stage in dict.fromkeys(stage for stage, _ in usages)}
     with recorder.layer(TOKEN_TABLE.removesuffix(".weight")):
         if len(sums) == 1:
             ((stage, usage),) = usages

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...core.parameters import layer_prefix
 from ..tensor_parallel import ColumnParallelLinear, HeadNorm, LayerContext, RowParallelLinear, recomputed
 from .attention_core import AttentionCore
-from .rotary import rotary_table, rotate
+from .rotary import rotary_table, rotate, turned
 
 
 class Attention(nn.Module):
@@ -27,17 +27,26 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(context, f"{prefix}.output")
 
     def forward(self, x_BSH: Tensor) -> Tensor:
+        model, qkv = self.context.model, self.qkv(x_BSH)
+        if model.position == "rope" and not self.norms and self.core.takes_strides:
+            q, k, v = _TurnedApart.apply(qkv, *rotary_table(self.context), model.query_heads_per_group, model.head_dim)
+        else:
+            q, k, v = self._apart(qkv)
+        again = "core_attn" in self.context.recomputed_modules
+        attended = recomputed(self.context, self.core, q, k, v) if again else self.core(q, k, v)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+    def _apart(self, qkv: Tensor) -> list[Tensor]:
+        """[b, s, l (q+2) d] -> queries [b, l q, s, d], keys and values [b, l, s, d], contiguous, with their norms and positions."""
         model = self.context.model
-        q, k, v = _GroupsApart.apply(self.qkv(x_BSH), model.query_heads_per_group, model.head_dim)
+        q, k, v = _GroupsApart.apply(qkv, model.query_heads_per_group, model.head_dim)
         if self.norms:
             q, k = (norm(part.contiguous()) for norm, part in zip(self.norms, (q, k), strict=True))
         q, k, v = (part.permute(0, 2, 3, 1, 4).contiguous().flatten(1, 2) for part in (q, k, v))
         if model.position == "rope":
             cos, sin = rotary_table(self.context)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        again = "core_attn" in self.context.recomputed_modules
-        attended = recomputed(self.context, self.core, q, k, v) if again else self.core(q, k, v)
-        return self.output(attended.transpose(1, 2).flatten(2))
+        return [q, k, v]
 
 
 class _GroupsApart(torch.autograd.Function):
@@ -57,6 +66,37 @@ class _GroupsApart(torch.autograd.Function):
         for part, gradient in zip(_groups(dqkv, queries, head_dim), gradients, strict=True):
             part.copy_(gradient)
         return dqkv, None, None
+
+
+class _TurnedApart(torch.autograd.Function):
+    """[b, s, l (q+2) d] -> queries [b, l q, s, d], keys and values [b, l, s, d], queries and keys turned by their positions: what
+    `_GroupsApart` and `rotate` do, in fewer passes. Heads of a token lie one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, head_dim: int) -> tuple[Tensor, ...]:
+        ctx.of = queries, head_dim
+        ctx.save_for_backward(cos, sin)
+        q, k, v = _groups(qkv, queries, head_dim)
+        cos, sin = _by_token(cos), _by_token(sin)
+        heads = turned(q, cos, sin), turned(k, cos, sin), v.contiguous()
+        return tuple(part.flatten(2, 3).transpose(1, 2) for part in heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (queries, head_dim), (cos, sin) = ctx.of, ctx.saved_tensors
+        (samples, heads, tokens, _), first = gradients[0].shape, gradients[0]
+        dqkv = first.new_empty(samples, tokens, heads // queries * (queries + 2) * head_dim)
+        dq, dk, dv = (gradient.transpose(1, 2).unflatten(2, (heads // queries, -1)) for gradient in gradients)
+        parts, cos, sin = _groups(dqkv, queries, head_dim), _by_token(cos), _by_token(sin)
+        for part, gradient in zip(parts, (dq, dk), strict=False):
+            turned(gradient, cos, sin, back=True, out=part)
+        parts[2].copy_(dv)
+        return dqkv, None, None, None, None
+
+
+def _by_token(table: Tensor) -> Tensor:
+    """[1 or b, 1, s, d] -> [1 or b, s, 1, 1, d]."""
+    return table.squeeze(1)[:, :, None, None]
 
 
 def _groups(qkv: Tensor, queries: int, head_dim: int) -> tuple[Tensor, ...]:

@@ -53,20 +53,31 @@ class AttentionCore(nn.Module):
         if (times := heads // k.shape[1]) > 1:
             k, v = _RepeatHeads.apply(k, times), _RepeatHeads.apply(v, times)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return _RecordBackward.apply(y, self, d)
+        return _RecordBackward.apply(y, self, d) if self.exact or self.context.recorder.enabled else y
 
     def _kernel(self, q: Tensor, v: Tensor, microbatch: Microbatch) -> Kernel | None:
         """What computes a block; None where one causal call of the library does it all."""
-        context = self.context
+        context, alike = self.context, q.shape[-1] == v.shape[-1]
         if context.model.attention_dropout and microbatch.step is not None:
             return DropoutKernel(context, self.name, microbatch, self.scale)
-        alike, plain = q.shape[-1] == v.shape[-1], microbatch.documents is None and not self.window
-        if len(list(self.blocks(context.chunks))) == 1 and plain and (alike or not self.exact):
+        if self.is_one_call(microbatch) and (alike or not self.exact):
             return None
         if q.device.type != "cpu":
             return RepeatedKernel(self.scale)
         # for values as wide as keys the library works per sample and head, for others it multiplies all of them together
         return FusedKernel(self.scale) if alike else PaddedKernel(self.scale or 1 / math.sqrt(q.shape[-1]))
+
+    def is_one_call(self, microbatch: Microbatch) -> bool:
+        """Whether all queries are one block without a mask of its own; whoever drops no probabilities then leaves it to the library."""
+        plain = microbatch.documents is None and not self.window
+        return plain and len(list(self.blocks(self.context.chunks))) == 1
+
+    @property
+    def takes_strides(self) -> bool:
+        """Whether the heads of a token of the running microbatch may lie one after the other: where the library does all of it, fast."""
+        microbatch = self.context.running_microbatch
+        drops = self.context.model.attention_dropout and microbatch.step is not None
+        return not self.exact and not drops and self.is_one_call(microbatch)
 
     def block_size(self, chunks: Chunks) -> int:
         """Tokens of a block."""

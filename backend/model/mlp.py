@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..numerics import Numerics
 from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, recomputed, split_fused
+from ..tensor_parallel.gated import can_be_gated, gated
 
 
 class MLP(nn.Module):
@@ -29,6 +30,8 @@ class MLP(nn.Module):
         return recomputed(self.context, self._forward, x_BSH) if self.recomputed else self._forward(x_BSH)
 
     def _forward(self, x_BSH: Tensor) -> Tensor:
+        if can_be_gated(self.up):
+            return self.down(gated(self.up, x_BSH))
         return self.down(activated(self.context, self.up(x_BSH), again="mlp_act" in self.context.recomputed_modules))
 
 

@@ -59,3 +59,22 @@ class _Rotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         low, high = (dy * sin).chunk(2, -1)
         return (dy * cos).add_(torch.cat([high, -low], -1)).to(dy.dtype), None, None
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, out: Tensor | None = None) -> Tensor:
+    """`rotate` outside of autograd, in two passes, or `back` by the same angles; written to `out` where that is given.
+
+    Products and sums may be rounded together, so bits depend on the machine.
+    """
+    (low, high), (sin_low, sin_high) = x.chunk(2, -1), sin.chunk(2, -1)
+    y = torch.mul(x, cos, out=out if out is not None and out.dtype == cos.dtype else None)
+    y_low, y_high = y.chunk(2, -1)
+    if back:
+        y_low.addcmul_(high, sin_high)
+        y_high.addcmul_(low, sin_low, value=-1)
+    else:
+        y_low.addcmul_(high, sin_low, value=-1)
+        y_high.addcmul_(low, sin_high)
+    if out is None or out is y:
+        return y.to(x.dtype)
+    return out.copy_(y)

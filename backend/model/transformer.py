@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class Stage(nn.Module):
         """The sums of this step's weight gradients."""
         return self.context.gradients
 
-    @property
+    @cached_property
     def routers(self) -> list[Router]:
         """The routers of the layers with experts, in layer order."""
         return [module for module in self.modules() if isinstance(module, Router)]

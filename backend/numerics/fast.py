@@ -100,7 +100,7 @@ class FastNumerics(FastExpertNumerics, Numerics):
         if group.size == 1 or not totals:
             return {name: total.float() for name, total in totals.items()}
         flat = flatten(totals.values())
-        summed = group.all_reduce(flat, "sum", wide=True).float() if wide else group.all_reduce(flat.float(), "sum")
+        summed = group.all_reduce(flat, "sum", wide=True).float() if wide else group.all_reduce(flat.float(), "sum", used_up=True)
         return unflatten(summed, {name: total.shape for name, total in totals.items()})
 
     def reduce_gradients_part(
@@ -153,7 +153,9 @@ class FastNumerics(FastExpertNumerics, Numerics):
         return FastSum(sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors), self.device)
 
     def sum_of_squares(self, tensors: Iterable[Tensor]) -> FastSum:
-        return FastSum(sum(torch.linalg.vector_norm(tensor, dtype=torch.float64).item() ** 2 for tensor in tensors), self.device)
+        """Rows are short enough for fp32; they are added up in fp64."""
+        rows = [torch.linalg.vector_norm(_rows(tensor), dim=-1).double() for tensor in tensors if tensor.numel()]
+        return FastSum(float(torch.cat(rows).square_().sum()) if rows else 0.0, self.device)
 
 
 class FastAccumulator:
@@ -199,6 +201,12 @@ class FastSum:
         if group.size == 1:
             return self
         return FastSum(group.all_reduce(torch.tensor([self.value], dtype=torch.float64, device=self.device), "sum").item(), self.device)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """A tensor as a matrix of whatever lies in memory one after the other."""
+    lies = tensor.mT if tensor.dim() > 1 and not tensor.is_contiguous() else tensor
+    return lies.reshape(-1, lies.shape[-1])
 
 
 def _summed(group: Group, tensor: Tensor, tokens: OwnedTokens | None) -> Tensor:

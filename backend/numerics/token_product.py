@@ -1,4 +1,4 @@
-"""`TokenProduct`: a weight gradient that is computed into the sum it belongs to."""
+"""Weight gradients computed into the sum they belong to: `TokenProduct`, and `InterleavedProduct` of parts whose rows alternate."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ class TokenProduct:
             return
         for x_TC, rows in zip(self.x_TC.split(ROWS_AT_ONCE, 1), total_CF.split(ROWS_AT_ONCE), strict=True):
             rows.add_(x_TC.t() @ self.y_TF)
+
+
+@dataclass(frozen=True)
+class InterleavedProduct(TokenProduct):
+    """The same of n fused parts, x_TC being [n, t, c] and the gradient [n c, f]: feature j of part i is its row n j + i."""
+
+    def total(self) -> Tensor:
+        num_parts, _, width = self.x_TC.shape
+        make = torch.empty if self.x_TC.dtype == torch.float32 else torch.zeros
+        total = make(num_parts * width, self.y_TF.shape[1], dtype=torch.float32, device=self.x_TC.device)
+        for number, x_TC in enumerate(self.x_TC):
+            if x_TC.dtype == torch.float32:
+                torch.mm(x_TC.t(), self.y_TF, out=total[number::num_parts])
+            else:
+                TokenProduct(x_TC, self.y_TF).add_to(total[number::num_parts])
+        return total
+
+    def add_to(self, total_CF: Tensor) -> None:
+        for number, x_TC in enumerate(self.x_TC):
+            TokenProduct(x_TC, self.y_TF).add_to(total_CF[number :: len(self.x_TC)])

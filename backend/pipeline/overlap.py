@@ -192,9 +192,9 @@ class PairedGroup(Group):
         with self._line() as group:
             return group.all_gather(tensor, shapes)
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, wide: bool = False) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, wide: bool = False, used_up: bool = False) -> Tensor:
         with self._line() as group:
-            return group.all_reduce(tensor, op, wide=wide)
+            return group.all_reduce(tensor, op, wide=wide, used_up=used_up)
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, wide: bool = False) -> Tensor:
         with self._line() as group:
@@ -210,7 +210,7 @@ class PairedGroup(Group):
     def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
         raise AssertionError("its communicators make the calls")
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, used_up: bool) -> Tensor:
         raise AssertionError("its communicators make the calls")
 
     def _reduce_scatter(self, parts: list[Tensor]) -> Tensor:

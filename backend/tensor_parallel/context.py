@@ -109,7 +109,7 @@ class LayerContext:
         self.dtype = DTYPES[plan.precision.dtype]
         self.recomputed_modules = recomputed_modules(plan)
         self._constants: dict[str, tuple[Tensor, Tensor]] = {}
-        self._sources: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._sources: WeakIdKeyDictionary | None = None
         self.comes_to: Callable[[str], None] = lambda part: None
         self._known = {parameter.name: parameter for parameter in parameters(plan.model)}
 
@@ -220,12 +220,14 @@ class LayerContext:
 
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor]) -> Tensor:
         """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again."""
+        if self._sources is None:
+            self._sources = WeakIdKeyDictionary()
         self._sources[tensor] = source
         return tensor
 
     def source_of(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """What computes a tensor again; None for one that has to be kept."""
-        return self._sources.get(tensor)
+        return None if self._sources is None else self._sources.get(tensor)
 
     def observe(self, name: str, tensor: Tensor) -> None:
         """Shows an activation to the observer, if there is one; in the graph, so that the observer can ask for its gradient too."""

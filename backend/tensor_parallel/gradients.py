@@ -119,23 +119,25 @@ class Gradients:
 
     def add(self, usage: Usage, first_sample: int, contribution: Contribution) -> None:
         """Takes one microbatch's contribution, in storage orientation; it belongs to this object now."""
-        self._came.setdefault(first_sample, set()).add((usage.key, usage.use))
-        if self._context is not None and self._in_context(usage.key):
+        key = usage.key
+        self._came.setdefault(first_sample, set()).add((key, usage.use))
+        if self._context is not None and self._in_context(key):
             assert not isinstance(contribution, Tensor), "exact numerics keep samples apart"
-            self._context.add(usage.key, usage.use, first_sample, contribution)
+            self._context.add(key, usage.use, first_sample, contribution)
             return
-        if self.num_uses(usage) > 1 and self._numerics.mode == "exact":
-            waiting = self._waiting.setdefault((usage.key, first_sample), {})
+        if self._num_uses[key] > 1 and self._numerics.mode == "exact":
+            waiting = self._waiting.setdefault((key, first_sample), {})
             waiting[usage.use] = contribution
-            if len(waiting) < self.num_uses(usage):
+            if len(waiting) < self._num_uses[key]:
                 return
             in_order = [waiting[use] for use in range(len(waiting))]
-            contribution = _beside(in_order) if usage.key in self._owned else _added(in_order)
-            del self._waiting[usage.key, first_sample]
-        self._sums[usage.key].add(first_sample, contribution)
-        self._count(usage.key)
+            contribution = _beside(in_order) if key in self._owned else _added(in_order)
+            del self._waiting[key, first_sample]
+        self._sums[key].add(first_sample, contribution)
+        if self._missing:
+            self._count(key)
         if self._parts is not None:
-            self._parts.arrived(usage.key)
+            self._parts.arrived(key)
 
     def expect(self, num_microbatches: int, *, changed: Callable[[], None], wait: Callable[[Bucket], None]) -> None:
         """A step begins in which buckets are reduced while backward passes go on: so many microbatches contribute to every gradient.

@@ -200,25 +200,29 @@ class _Column(torch.autograd.Function):
         return column_backward(ctx, dy_BSC, lambda: ctx.layer.partial_contract(dy_BSC)), None, None, None
 
 
-def column_backward(ctx: Any, dy_BSC: Tensor, product: Callable[[], Tensor]) -> Tensor:
+def column_backward(
+    ctx: Any, dy_BSC: Tensor, product: Callable[[], Tensor], weight_gradient: Callable[[Tensor, Tensor], Contribution] | None = None
+) -> Tensor:
     """The input gradient of a column-parallel layer, the sum over ranks of what `product` brings to it; weight and bias get theirs.
+    `weight_gradient` is the layer's own unless given.
 
     Where the plan overlaps them, the input is gathered beside the product, and the sum is taken beside the product of the weight gradient
     (Megatron-Core's `LinearWithGradAccumulationAndAsyncCommunication`).
     """
     layer, context = ctx.layer, ctx.layer.context
+    weight_gradient = weight_gradient or layer.weight_gradient
     if layer.frozen:
         return layer.finish_contract(product(), dy_BSC.dtype)
     x_BSF, lane = _kept(ctx), context.lane
     if lane is None or context.weight_work.deferring:
         dx_BSF = layer.finish_contract(product(), dy_BSC.dtype)
-        layer.submit(ctx, lambda: layer.weight_gradient(dy_BSC, layer.gather(x_BSF)), dy_BSC)
+        layer.submit(ctx, lambda: weight_gradient(dy_BSC, layer.gather(x_BSF)), dy_BSC)
         return dx_BSF
     gathered = lane.start(lambda: layer.gather(x_BSF), x_BSF) if context.tokens is not None else lambda: x_BSF
     partial = product()
     all_x_BSF = gathered()
     summed = lane.start(lambda: layer.finish_contract(partial, dy_BSC.dtype), partial)
-    layer.submit(ctx, lambda: layer.weight_gradient(dy_BSC, all_x_BSF), dy_BSC)
+    layer.submit(ctx, lambda: weight_gradient(dy_BSC, all_x_BSF), dy_BSC)
     return summed()
 
 

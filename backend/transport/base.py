@@ -103,18 +103,19 @@ class Group(ABC):
         self._recorder.collective("all_gather", self.axis, self.size, tensor.nbytes * (self.size - 1))
         return self._all_gather(tensor, shapes)
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, wide: bool = False) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, wide: bool = False, used_up: bool = False) -> Tensor:
         """The sum or maximum over the members, in the order the library chooses: for fast numerics only.
 
-        A `wide` sum is made in fp32, member after member, of elements that travel in the tensor's own format, and rounded once.
-        Recorded as a ring: 2(n-1)/n of the payload leaves each rank, rounded up to whole bytes.
+        A `wide` sum is made in fp32, member after member, of elements that travel in the tensor's own format, and rounded once. A tensor
+        that is `used_up` may be written over, and be the result. Recorded as a ring: 2(n-1)/n of the payload leaves each rank, rounded up
+        to whole bytes.
         """
         tensor = tensor.detach()
         if self.size == 1:
             return contiguous_copy(tensor)
         self._begin_call()
         self._recorder.collective("all_reduce", self.axis, self.size, ring_all_reduce_bytes(tensor.nbytes, self.size))
-        return self._wide_all_reduce(tensor) if wide else self._all_reduce(tensor, op)
+        return self._wide_all_reduce(tensor) if wide else self._all_reduce(tensor, op, used_up)
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, wide: bool = False) -> Tensor:
         """The sum over the members of the part that each has for this one, in the order the library chooses: for fast numerics only.
@@ -184,7 +185,7 @@ class Group(ABC):
     def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]: ...
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor: ...
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, used_up: bool) -> Tensor: ...
 
     @abstractmethod
     def _reduce_scatter(self, parts: list[Tensor]) -> Tensor: ...
@@ -208,7 +209,7 @@ class SoloGroup(Group):
     def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
         raise AssertionError("one rank sends nothing")
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, used_up: bool) -> Tensor:
         raise AssertionError("one rank sends nothing")
 
     def _reduce_scatter(self, parts: list[Tensor]) -> Tensor:

@@ -137,7 +137,7 @@ class MemoryGroup(Group):
         self._check_arrived("all_gather", received, shapes, tensor.dtype)
         return [contiguous_copy(other) for other in received]
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, used_up: bool) -> Tensor:
         received = self._exchange(f"all_reduce {op}", contiguous_copy(tensor))
         self._check_arrived("all_reduce", received, [tuple(tensor.shape)] * self.size, tensor.dtype)
         result = contiguous_copy(received[0])

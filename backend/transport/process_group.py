@@ -154,10 +154,10 @@ class ProcessGroup(Group):
             self._process_group._allgather_base(received, mine).wait()
         return [row.view(tensor.dtype).reshape(tensor.shape) for row in received.unbind()]
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, used_up: bool) -> Tensor:
         if self._is_exchanged(tensor.nbytes):
             return self._exchanged_all_reduce(tensor, op)
-        result = contiguous_copy(tensor)
+        result = tensor if used_up and tensor.is_contiguous() else contiguous_copy(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         with _named(f"{self}: all_reduce {op}"):
@@ -193,7 +193,7 @@ class ProcessGroup(Group):
     def _barrier(self) -> None:
         if self._device.type == "cuda":
             # NCCL's own barrier picks a device by itself; a reduction of one number on ours, awaited by the host, is the same thing
-            self._all_reduce(torch.zeros(1, device=self._device), "sum")
+            self._all_reduce(torch.zeros(1, device=self._device), "sum", True)
             torch.cuda.current_stream(self._device).synchronize()
         else:
             with _named(f"{self}: barrier"):

@@ -80,11 +80,8 @@ class BrokenRule:
 
 def broken_rules(nouns: Mapping[str, Any]) -> list[BrokenRule]:
     """Every problem of the rules whose sections are all in `nouns` (section name -> noun), in table order."""
-    found = []
-    for rule in RULES:
-        if all(section in nouns for section in rule.sections):
-            found += [BrokenRule(rule, sentence) for sentence in rule.check(*(nouns[section] for section in rule.sections))]
-    return found
+    known = [rule for rule in RULES if nouns.keys() >= set(rule.sections)]
+    return [BrokenRule(rule, sentence) for rule in known for sentence in rule.check(*map(nouns.__getitem__, rule.sections))]
 
 
 RULES: tuple[Rule, ...] = (

@@ -25,7 +25,7 @@ from .zero_bubble import zb_h1, zb_h2
 from .zero_bubble_auto import zb_auto
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan import Plan, ScheduleChoice
 
 
 def _any_size(pp: int, num_microbatches: int) -> str | None:
@@ -248,9 +248,16 @@ def schedule_for(plan: Plan, num_microbatches: int | None = None) -> Schedule:
     """
     choice, layout = plan.schedule, plan.layout
     if choice.file is None:
-        schedule = build(choice.name, pp=layout.pp, vpp=layout.vpp, num_microbatches=num_microbatches or plan.num_microbatches)
-    else:
-        schedule = _read_for(plan, choice.file)
+        return named_schedule(choice, pp=layout.pp, vpp=layout.vpp, num_microbatches=num_microbatches or plan.num_microbatches)
+    return _with_unshard(_read_for(plan, choice.file), choice)
+
+
+def named_schedule(choice: ScheduleChoice, *, pp: int, vpp: int, num_microbatches: int) -> Schedule:
+    """As `schedule_for`, of a choice without a file."""
+    return _with_unshard(build(choice.name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), choice)
+
+
+def _with_unshard(schedule: Schedule, choice: ScheduleChoice) -> Schedule:
     if choice.max_active_stages is None or (schedule.actions.kind == Kind.UNSHARD).any():
         return schedule
     return add_unshard(schedule, choice.max_active_stages)

@@ -41,13 +41,15 @@ def tiny(layout, *, schedule="1F1B", global_size=4, **train) -> Plan:
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls one rank in the middle of an action of the second step: `kill` or `hang`. `struck_file` is told when."""
+    """What befalls one rank in the middle of an action of the second step: `kill` or `hang`. `struck_file` is told when.
+    With `at_collective` not at a layer."""
 
     plan: Plan
     global_rank: int
     action: str
     how: str
     struck_file: str = os.devnull
+    at_collective: bool = False
 
 
 def faulty_rank(transport, fault):
@@ -66,7 +68,7 @@ def faulty_rank(transport, fault):
         plain_layer, plain_collective = recorder.layer, recorder.collective
 
         def layer(name):
-            if recorder.scope[0] == action:
+            if recorder.scope[0] == action and not fault.at_collective:
                 strike()
             return plain_layer(name)
 
@@ -130,6 +132,24 @@ def test_a_rank_killed_inside_an_action_ends_the_job_within_10_s_and_the_action_
     assert words in str(failure), str(failure)
     assert [rank["global_rank"] for rank in failure.report["ranks"]] == [0, 1, 2, 3]
     assert json.loads(json.dumps(failure.report))["holders"] == [global_rank]
+
+
+GATHERED = replace(tiny(Layout(dp=2, zero=3)), schedule=ScheduleChoice("1F1B", max_active_stages=1))
+EACH_TIME = tiny(Layout(dp=2, zero=2), global_size=8)
+"""ZeRO 2 reduces after every microbatch, under its backward."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "action", "words"),
+    [
+        (GATHERED, "0UNSHARD", "lane dp at 0UNSHARD"),
+        (EACH_TIME, "0B1", "rank 1 was at 0B1 (step 2"),
+    ],
+    ids=["weights gathered", "gradients of one microbatch"],
+)
+def test_a_rank_killed_where_zero_gathers_or_reduces_is_named_with_the_action(plan, action, words):
+    failure = fail(Fault(plan, 1, action, "kill", at_collective=True))
+    assert str(failure).startswith("rank 1 was killed by SIGKILL") and words in str(failure), str(failure)
 
 
 EARLY = replace(tiny(Layout(dp=2), global_size=8), data_parallel=DataParallel(bucket_bytes=2000, overlap_grad_reduce=True))

@@ -174,20 +174,21 @@ def test_an_overflow_that_no_scale_avoids_ends_training():
 
 
 def poisoned_rank(transport, payload):
-    """Training in which one rank's sums of a gradient get a NaN at the end of their first backward of step 1."""
+    """Training in which one rank's first contribution to a gradient in step 1 has a NaN."""
     plan, global_rank, name = payload
     rank = TrainingRank(transport, plan)
     for stage in rank.stages.values():
         if transport.global_rank == global_rank and name in stage.shards:
-            plain = stage.finish_gradients
+            plain, poisoned = stage.gradients.add, []
 
-            def finish(microbatch, stage=stage, plain=plain):
-                plain(microbatch)
-                if microbatch.step == 1 and microbatch.index == 0:
-                    held = stage.gradients.held
-                    held[name if name in held else f"{name}@embedding"][0].view(-1)[3] = float("nan")
+            def add(usage, first_sample, contribution, plain=plain, poisoned=poisoned):
+                if transport.watch.phase == "step 2" and usage.parameter.name == name and not poisoned:
+                    poisoned.append(name)
+                    first = contribution if isinstance(contribution, torch.Tensor) else contribution[0]
+                    first.reshape(-1)[3] = float("nan")
+                plain(usage, first_sample, contribution)
 
-            stage.finish_gradients = finish
+            stage.gradients.add = add
     try:
         for step in range(3):
             rank.step(step)
@@ -203,9 +204,12 @@ def poisoned_rank(transport, payload):
         (Layout(pp=2, dp=2), "fast", 1, "layers.0.attention.norm.weight", ALL_AT_ONCE),
         (Layout(dp=3), "exact", 2, "embedding.tokens.weight", ALL_AT_ONCE),
         (Layout(dp=2, pp=2, zero=1), "exact", 1, "layers.0.mlp.up.weight", ALL_AT_ONCE),
-        (Layout(tp=2, dp=2, sequence_parallel=True), "fast", 2, "layers.0.mlp.down.weight", ALL_AT_ONCE),
+        (Layout(tp=2, dp=2, sequence_parallel=True), "fast", 2, "layers.0.mlp.up.bias", ALL_AT_ONCE),
         (Layout(dp=2), "exact", 1, "layers.1.mlp.up.weight", EARLY),
         (Layout(tp=2, dp=2, sequence_parallel=True, zero=1), "fast", 3, "layers.0.attention.norm.weight", EARLY),
+        (Layout(dp=2, zero=2), "exact", 1, "layers.0.mlp.up.weight", ALL_AT_ONCE),
+        (Layout(tp=2, dp=2, sequence_parallel=True, zero=2), "fast", 2, "layers.1.attention.norm.weight", ALL_AT_ONCE),
+        (Layout(dp=3, pp=2, zero=2), "exact", 4, "layers.1.mlp.down.weight", ALL_AT_ONCE),
     ],
 )
 def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(layout, mode, global_rank, name, data_parallel):

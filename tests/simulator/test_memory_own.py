@@ -28,20 +28,18 @@ def plan_of(layout: Layout, schedule: str = "1F1B", *, mode: str = "fast", seque
     return Plan(model, cluster, layout, batch, precision=Precision("fp32"), schedule=ScheduleChoice(schedule), numerics=Numerics(mode))
 
 
-def test_with_copies_fast_numerics_hold_gradients_three_times_while_they_are_reduced_and_exact_ones_five_times():
+def test_with_copies_fast_numerics_hold_gradients_twice_while_they_are_reduced_and_exact_ones_five_times():
     weights = 4 * LLAMA.num_parameters
-    for mode, times in (("fast", 3), ("exact", 5)):
+    for mode, times in (("fast", 2), ("exact", 5)):
         plan = plan_of(Layout(dp=2), mode=mode)
         (memory,) = rank_memories(plan, lower(schedule_for(plan)))
         assert memory.peak_action == "0REDUCE_GRAD"
         assert memory.peak_bytes == (3 + times) * weights + rotary_table_bytes(plan)  # weights, two moments; no activation is kept any more
 
 
-def test_without_copies_the_step_holds_two_gradients_of_all_or_in_exact_numerics_one_and_the_roots_of_two_tensors():
+def test_without_copies_the_step_holds_gradients_once_and_in_exact_numerics_the_roots_of_two_tensors():
     plan, exact = plan_of(Layout()), plan_of(Layout(), mode="exact")
-    (memory,) = rank_memories(plan, lower(schedule_for(plan)))
     gradients = 4 * LLAMA.num_parameters
-    assert (memory.peak_action, memory.peak_bytes) == ("0STEP", 5 * gradients + rotary_table_bytes(plan))
     sizes = [4 * parameter.num_elements for parameter in stage_parameters(LLAMA, plan.stages[0]) if parameter.decay]
     roots = max(before + 2 * size for before, size in zip([0, *sizes], sizes, strict=False))
     assert own_step_bytes(plan, 0, (0,), 0) == gradients  # where the sums are on other ranks (ZeRO), what counts is what comes

@@ -76,13 +76,9 @@ def next_step(rank: TrainingRank, steps: int) -> None:
 
 def hidden_step(rank: TrainingRank, _: int) -> None:
     """So that there is a state to show, the getter takes a step of zero gradients and no learning rate."""
-    groups = rank.optimizer._adamw.param_groups
-    rates = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = 0.0
+    rate, rank.optimizer.learning_rate = rank.optimizer.learning_rate, 0.0
     rank.optimizer.step([torch.zeros_like(one.tensor) for one in rank.optimizer.held], 1.0)
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
+    rank.optimizer.learning_rate = rate
 
 
 def only_the_first_writes(patches: Patches) -> None:

@@ -166,7 +166,7 @@ def steps_without_correction(patches: Patches) -> None:
     def step(original: Function) -> Function:
         def updated(self: Any, *given: Any) -> None:
             for one in self.held:
-                if not self._adamw.state[one.tensor]:
+                if not self.saved_state(one)["step"]:
                     self.saved_state(one)["step"].fill_(100.0)
             original(self, *given)
 
@@ -181,8 +181,7 @@ def other_rate_on_one_rank(patches: Patches) -> None:
     def step(original: Function) -> Function:
         def updated(self: Any, *given: Any) -> None:
             if rank_here() == 2:
-                for group in self._adamw.param_groups:
-                    group["lr"] = 0.5e-2
+                self.learning_rate = 0.5e-2
             original(self, *given)
 
         return updated
