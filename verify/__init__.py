@@ -1,11 +1,32 @@
 """Proves schedules and plans: `check` by rules, the `verify` verb also by symbols and by bits.
 
-`check` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last stays.
+`check` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last stays. What only some
+use loads on first use.
 """
 
-from .assertions import assert_bitwise, assert_fits, assert_schedule
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from .check import check
 from .facts import Facts
-from .foreign import Recorder
+
+_MODULES = {
+    "Recorder": "foreign",
+    "assert_bitwise": "assertions",
+    "assert_fits": "assertions",
+    "assert_schedule": "assertions",
+}
 
 __all__ = ["Facts", "Recorder", "assert_bitwise", "assert_fits", "assert_schedule", "check"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ...core.findings import Finding
 from ...core.parameters import parameters
 from ...core.plan import Plan
+from ..optimizer import UPDATES
 from .exact import VECTOR_ELEMENTS, ExactNumerics
 from .tiles import multiply_into
 
@@ -179,15 +180,16 @@ def _elementwise(plan: Plan, device: torch.device) -> int:
 
 
 def _optimizer(plan: Plan, device: torch.device) -> int:
-    """Two AdamW updates of slices of a tensor against those of the whole, and of a matrix stored column by column."""
+    """Two updates of slices of a tensor against those of the whole, and of a matrix stored column by column."""
     weight, gradients = _random(0, device, 37, 29), [_random(seed, device, 37, 29) for seed in (1, 2)]
 
     def updated(cut: Callable[[Tensor], Tensor]) -> Tensor:
-        parameter = cut(weight.clone())
-        adamw = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, foreach=False)
+        parameter, count = cut(weight.clone()), torch.zeros(())
+        first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
         for gradient in gradients:
-            parameter.grad = cut(gradient.clone())
-            adamw.step()
+            given = [parameter], [cut(gradient.clone())], [first], [second], [], [count]
+            rates = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+            UPDATES[plan.optimizer.name](*given, foreach=False, fused=False, amsgrad=False, maximize=False, **rates)
         return parameter
 
     whole = updated(lambda x: x)

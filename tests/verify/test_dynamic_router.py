@@ -11,6 +11,7 @@ from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
 from shardproof.verify.dynamic import ProofJob, one_device, prove, run_ledger
+from shardproof.verify.ledger import NO_STEP
 
 SOFTMAX = ModelSpec("moe", 2, 24, 48, 6, 6, 4, 256, 64, num_experts=6, experts_per_token=2, expert_ffn_hidden_size=12)
 LIMITED = replace(SOFTMAX, normalized_router_weights=False, router_scaling=16.0, num_router_groups=3, router_groups_per_token=2)
@@ -66,7 +67,7 @@ def test_the_ledger_holds_biases_that_moved_and_losses_of_routers() -> None:
     ledger = run_ledger(ProofJob(one_device(tiny(SIGMOID, Layout())), 2), "memory")
     biases = [key for key in ledger.pieces if key.tensor.endswith("router.expert_bias")]
     assert {(key.step, key.phase, key.tensor) for key in biases} == {
-        (step, "weight", f"layers.{layer}.mlp.router.expert_bias") for step in range(2) for layer in range(2)
+        (step, "weight", f"layers.{layer}.mlp.router.expert_bias") for step in (NO_STEP, 0, 1) for layer in range(2)
     }
     assert len({ledger.pieces[key][0].digest for key in biases}) > 1
     assert all(0.1 < loss < 1 for loss in ledger.scalars("aux_loss"))

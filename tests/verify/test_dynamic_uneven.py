@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import shardproof.backend.unsupported as unsupported_module
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.cli import main
 from shardproof.core.cluster_presets import cluster_preset
@@ -77,7 +78,11 @@ def test_reductions_of_one_rank_in_two_orders_are_refused(monkeypatch: pytest.Mo
     plan = tiny(Layout(pp=2, vpp=2, dp=2), 7, schedule="ZBVZeroBubble")
     vee = schedule_for(plan, 3)
     other = schedule_for(replace(plan, schedule=ScheduleChoice("Interleaved1F1B")), 4)
-    monkeypatch.setattr("shardproof.backend.unsupported.schedule_for", lambda plan, count: vee if count == 3 else other)
+    asked = unsupported_module._common_order.__wrapped__  # without what it remembers
+    monkeypatch.setattr(unsupported_module, "_common_order", asked)
+    monkeypatch.setattr(
+        unsupported_module, "named_schedule", lambda choice, *, num_microbatches, **_: vee if num_microbatches == 3 else other
+    )
     (problem,) = unsupported(plan)
     assert "in one order with 4 microbatches and in another with 3" in problem and "Use global = 6 or 8" in problem
 

@@ -84,7 +84,7 @@ def test_other_bits_fail_and_name_the_first_tensor(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(command, "References", OtherSeed)
     assert main(["--only", f"pipeline={row['pipeline']}", "--only", f"tp={row['tp']}", "--sample", "1", "--steps", "1", "--jobs", "1"]) == 1
     text = capsys.readouterr().out
-    assert "FAILED" in text and "DIFFER" in text and "step 1" in text
+    assert "FAILED" in text and "DIFFER" in text and "at the start of training" in text
     assert "0 of 1 layouts at 0 different bits" in text
 
 
