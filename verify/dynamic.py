@@ -28,6 +28,7 @@ from .ledger import RunLedger
 from .modules import leaf_sizes, parts_of, provable
 from .mutations.drop import DropReduction
 from .proof_run import ProofJob, Scenario, TransportName, one_device, probe_rank, probed, prove_rank, run_ledger, train_steps
+from .reference import Reference, checked_ledger, reference_words
 from .twin import MAX_THREADS, MAX_WORLD_SIZE, twin, usual_transport
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Proof:
         losses = " ".join(f"{loss:.6f}" for loss in report["losses"])
         ranks, devices = f"{report['world_size']} ranks over {report['transport']}", devices_words(report["num_modules"])
         lines.append(f"{ranks} against {devices}, {count_words(report['steps'], 'step')}, loss {losses}.")
+        if report["reference"] is not None:
+            lines.append(reference_words(report["reference"]))
         compared = count_words(report["tensors_compared"], "tensor")
         if report["tensors_different"]:
             lines.append(f"NOT EQUAL: {report['tensors_different']} of {compared} differ.")
@@ -96,7 +99,8 @@ def prove(
     fault: DropReduction | None = None,
     progress: Progress = lambda line: None,
 ) -> Proof:
-    """Runs `steps` steps of the plan (or of its twin) and of one device, and compares every tensor of every rank.
+    """Runs `steps` steps of the plan (or of its twin) and of one device, compares every tensor of every rank, and checks the one device
+    itself by formulas (`reference`).
 
     A plan in fast numerics is proved in exact ones first, and then run as it is, by torch's `fully_shard` where it says so and ranks are
     processes, and held to the derived bounds (`bounds`); not in fp16, because bounds of rounding say nothing where numbers leave its range.
@@ -119,10 +123,10 @@ def prove(
     one = one_device(small)
     assumptions = probed(one)
     progress(f"one device: {steps} steps")
-    reference = run_ledger(ProofJob(one, steps, block=block), "memory")
+    reference, checked = checked_ledger(ProofJob(one, steps, block=block))
     progress(f"{small.world_size} ranks over {transport}: {steps} steps")
     run, differences = run_against(reference, ProofJob(small, steps, fault=fault, block=block), transport, progress=progress)
-    proof = _proof(small, steps, transport, changes, reference, run, differences, assumptions)
+    proof = _proof(small, steps, transport, changes, reference, checked, run, differences, assumptions)
     if plan.numerics.mode == "exact" or not proof.ok or small.precision.dtype == "fp16" or not isinstance(small, Plan):
         return proof
     progress(f"{small.layout.world_size} ranks over {transport} in fast numerics: {steps} steps, each from the weights of one device")
@@ -155,12 +159,13 @@ def _proof(
     transport: str,
     changes: Sequence[str],
     reference: RunLedger,
+    checked: Reference | None,
     run: RunLedger,
     differences: Sequence[Difference],
     assumptions: Mapping[str, Finding | None],
 ) -> Proof:
     broken = [finding for finding in assumptions.values() if finding is not None]
-    findings = (*broken, *describe(plan, run, differences))
+    findings = (*broken, *(checked.findings if checked else ()), *describe(plan, run, differences))
     report = {  # bits_different is a lower bound where values were not kept: at least one bit per tensor
         "ok": not findings,
         "findings": [finding.to_dict() for finding in findings],
@@ -174,6 +179,7 @@ def _proof(
         "num_modules": len(parts_of(plan)),
         "transport": transport,
         "assumptions": {name: finding is None for name, finding in assumptions.items()},
+        "reference": checked.report if checked else None,
         "twin": list(changes),
         "leaf_sizes": leaf_sizes(plan),
         "fingerprint": _fingerprint(reference),

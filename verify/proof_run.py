@@ -104,6 +104,11 @@ def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
 
 def train_steps(transport: Any, job: ProofJob) -> RankLedger:
     """The trainer's steps with a ledger as observer."""
+    return trained(transport, job)[1].finish()
+
+
+def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
+    """A training rank after the steps of a job, and the ledger that it has shown them to."""
     from ..backend.modules import training_rank
     from ..backend.numerics import make_numerics
 
@@ -121,7 +126,7 @@ def train_steps(transport: Any, job: ProofJob) -> RankLedger:
         if step and job.start:
             _restore(rank, job.start, step - 1)
         rank.step(step)
-    return writer.finish()
+    return rank, writer
 
 
 def writer_of(transport: Any, job: ProofJob, part: Plan) -> LedgerWriter:

@@ -1,0 +1,180 @@
+"""The one device of a proof is checked itself: a mistake that both sides make is found under its name, and right runs have no finding.
+
+The formulas of an update are held against what is computed by hand; runs are those of the real backend, broken where a test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardproof.backend import optimizer, training_rank
+from shardproof.backend.optimizer import ShardedAdamW
+from shardproof.backend.totals import Totals
+from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.plan import Optimizer, Plan, Precision
+from shardproof.verify import adamw, dynamic, proof_run
+from shardproof.verify.dynamic import prove
+from shardproof.verify.mutations.patches import Broken, Patches
+from shardproof.verify.mutations.plans import tiny
+from shardproof.verify.proof_run import ProofJob, one_device
+from shardproof.verify.reference import Reference, checked_ledger
+
+STEPS = 2
+SMALL = {"num_layers": 1, "hidden_size": 12, "ffn_hidden_size": 16, "num_heads": 3, "num_kv_heads": 3}
+EXPERTS = {**SMALL, "num_experts": 3, "experts_per_token": 2, "expert_ffn_hidden_size": 8, "num_shared_experts": 1, "expert_bias": True}
+
+
+def small(**choices: Any) -> Plan:
+    return one_device(tiny(**{"samples": 2, "sequence": 8, "model": SMALL, **choices}))
+
+
+@pytest.fixture(autouse=True)
+def _ranks_are_threads_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs take place in this process, which has torch already."""
+
+    def run_here(job: Callable, payload: Any = None, *, world_size: int, **_: Any) -> list[Any]:
+        return run_threads(MemoryWorld(world_size, timeout_s=60), job, payload)
+
+    monkeypatch.setattr(proof_run, "run_ranks", run_here)
+
+
+def checked(plan: Plan, breaks: Callable[[Patches], None] | None = None) -> Reference:
+    found = checked_ledger(ProofJob(plan, STEPS, around=None if breaks is None else Broken(breaks)))[1]
+    assert found is not None
+    return found
+
+
+# Right runs
+
+RIGHT = {
+    "dense": small(),
+    "tied": small(model={**SMALL, "tied_embeddings": True, "position": "learned", "norm": "layernorm", "bias": True}),
+    "experts": small(model=EXPERTS, train={"router_aux_loss": 0.01, "router_z_loss": 0.001}),
+    "bf16": small(dtype="bf16"),
+    "multi-token prediction": small(model={**SMALL, "num_mtp_layers": 2}),
+    "label smoothing": small(train={"label_smoothing": 0.1, "z_loss": 1e-3}),
+    "ignored": small(train={"ignore_token": 32}),
+    "padded": small(train={"ignore_token": 0, "padded": True}),
+    "decay": replace(small(), optimizer=Optimizer(weight_decay=0.9, clip_grad_norm=0.0)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_run_has_no_finding(name: str) -> None:
+    found = checked(RIGHT[name])
+    assert found.findings == () and found.report["ok"]
+    derivative, of = found.report["derivative"], found.report["derivative"]["of"]
+    assert derivative["step"] == STEPS and derivative["parameters"] == (6 if name == "experts" else of)
+    assert found.report["norms"] == STEPS and found.report["updates"] == STEPS * of
+    assert found.report["losses"] == STEPS * (2 if name == "multi-token prediction" else 1)
+
+
+def test_skipped_steps_of_fp16_change_no_weight_and_do_not_count() -> None:
+    scaled = Precision("fp16", initial_loss_scale=2.0**15, loss_scale_hysteresis=1)
+    found = checked(replace(small(), precision=scaled))
+    assert found.findings == () and 0 < found.report["norms"] < STEPS
+
+
+# Both sides alike
+
+
+def takes_the_larger(patches: Patches) -> None:
+    patches.replace(training_rank, "clip_coefficient", lambda original: lambda norm, max_norm: max(1.0, max_norm / (norm + 1e-6)))
+
+
+def forgets_bias_correction(patches: Patches) -> None:
+    def late(original: Callable) -> Callable:
+        return lambda *given, **options: original(*given[:5], [torch.tensor(1e6) for _ in given[5]], **options)
+
+    patches.replace(optimizer, "UPDATES", lambda original: {"adamw": late(original["adamw"])})
+
+
+def decays_everything(patches: Patches) -> None:
+    patches.replace(ShardedAdamW, "_update", lambda original: lambda self, pairs, decay, scale: original(self, pairs, True, scale))
+
+
+def updates_twice(patches: Patches) -> None:
+    def twice(original: Callable) -> Callable:
+        def step(self: ShardedAdamW, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
+            original(self, [each.clone() for each in gradients], coefficient)
+            original(self, gradients, coefficient)
+
+        return step
+
+    patches.replace(ShardedAdamW, "step", twice)
+
+
+def counts_only_some(patches: Patches) -> None:
+    patches.replace(Totals, "norm", lambda original: lambda self, held, gradients: original(self, held[1:], gradients[1:]))
+
+
+def divides_by_all_tokens(patches: Patches) -> None:
+    patches.replace(Totals, "mean_loss", lambda original: lambda self, losses, num_counted: original(self, losses, self._num_tokens))
+
+
+def _finishes(change: Callable[[TrainingRank, list[torch.Tensor]], list[torch.Tensor]], patches: Patches) -> None:
+    patches.replace(TrainingRank, "_finished_gradients", lambda original: lambda self: change(self, original(self)))
+
+
+def _undivided(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [gradient * rank.batches.num_counted for gradient in gradients]
+
+
+def _kept(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    rank.kept = [own + old for own, old in zip(gradients, getattr(rank, "kept", gradients), strict=True)]  # type: ignore[attr-defined]
+    return [each.clone() for each in rank.kept]  # type: ignore[attr-defined]
+
+
+def _without_qkv(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [gradient * (not one.name.endswith("qkv.weight")) for one, gradient in zip(rank.optimizer.held, gradients, strict=True)]
+
+
+UPDATE, GRADIENT = ("reference-update", "step 1, one device, "), ("reference-gradient", f"step {STEPS}, one device, gradient ")
+MISTAKES: dict[str, tuple[Callable[[Patches], None], str, str, str]] = {
+    "max for min": (takes_the_larger, *UPDATE[:1], UPDATE[1] + "optimizer state embedding.tokens.weight.exp_avg", "times what is due"),
+    "no bias correction": (forgets_bias_correction, *UPDATE[:1], UPDATE[1] + "weight embedding.tokens.weight", "times what is due"),
+    "norms decay": (decays_everything, *UPDATE[:1], UPDATE[1] + "weight layers.0.attention.norm.weight", "12 of 12 elements"),
+    "twice": (updates_twice, *UPDATE[:1], UPDATE[1] + "optimizer state embedding.tokens.weight.exp_avg", "1.9 times what is due"),
+    "norm of some": (counts_only_some, "reference-norm", "step 1, one device, grad_norm", "times that"),
+    "mean over all": (divides_by_all_tokens, "reference-loss", "step 1, one device, loss", "times that"),
+    "undivided": (partial(_finishes, _undivided), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
+    "step before": (partial(_finishes, _kept), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
+    "no gradient": (partial(_finishes, _without_qkv), *GRADIENT[:1], GRADIENT[1] + "layers.0.attention.qkv.weight", "gradients say 0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_both_sides_is_found_under_its_name(name: str) -> None:
+    breaks, rule, where, words = MISTAKES[name]
+    found = checked(RIGHT["ignored"], breaks)
+    assert [(each.rule, each.where) for each in found.findings] == [(rule, where)]
+    assert words in found.findings[0].what and not found.report["ok"]
+
+
+def test_a_proof_whose_sides_are_equal_and_wrong_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, around=Broken(takes_the_larger)))
+    proof = prove(tiny(samples=2, sequence=8, model=SMALL, dp=2), transport="memory", steps=1)
+    assert proof.report["tensors_different"] == 0 and not proof.ok
+    assert proof.findings[0].rule == "reference-update" and not proof.report["reference"]["ok"]
+    assert "DO NOT all follow" in proof.text() and "0 different bits" in proof.text()
+
+
+# The formulas
+
+
+def test_the_first_update_of_adamw_by_hand() -> None:
+    choice = adamw.Choice(learning_rate=0.1, betas=(0.9, 0.99), eps=0.0, decay=0.5, max_norm=0.0)
+    first = adamw.moment(np.array([0.0]), np.array([4.0]), 0.9, 1)
+    second = adamw.moment(np.array([0.0]), np.array([4.0]), 0.99, 2)
+    assert first.values == pytest.approx([0.4]) and second.values == pytest.approx([0.16])
+    moved = adamw.weight(np.array([2.0]), first.values, second.values, choice, 1)  # 2 - 0.1 * sign(4) - 0.1 * 0.5 * 2
+    assert moved.values == pytest.approx([1.8]) and 0 < moved.bound[0] < 1e-5
+    assert adamw.ratio_added(moved, np.array([1.6])) == pytest.approx(2.0)

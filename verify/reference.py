@@ -1,0 +1,237 @@
+"""The one device of a proof, checked itself: against formulas in fp64 that share no code with the backend.
+
+A sharded run that equals one device is wrong where both are: a clip coefficient that is the larger of two numbers, gradients of the step
+before that nobody cleared. What one device computes in its steps is therefore held against what it must be: losses are means of its
+tokens' losses, the norm is that of its gradients, moments and weights are AdamW's, and gradients are those of its loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.findings import Finding
+from ..core.parameters import parameters
+from ..core.plan import Plan
+from . import adamw
+from .ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
+from .proof_run import ProofJob, run_ledger
+from .reference_run import COUNTED_FILE, MOVED_FILE, is_right, kept_keys, loss_names, reference_steps, steps_kept
+
+EXACT = 1e-9
+"""Sums of exact numerics are rounded once, in fp64."""
+
+HINTS = {
+    "reference-loss": "Both sides report it so: look at what the sum of the token losses is divided by, and which tokens are in it.",
+    "reference-norm": "Both sides have it so: look at which parameters enter the norm, and how often.",
+    "reference-update": "Both sides do: look at the clip coefficient, the optimizer's call and step count, and at which tensors decay.",
+    "reference-gradient": "Both sides have it so: look at the backward of this part, the division by the token count, and at sums that are "
+    "not cleared between steps.",
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the check of one device found; `report` says what was checked (the JSON key `reference`)."""
+
+    findings: tuple[Finding, ...]
+    report: dict[str, Any]
+
+
+def checked_ledger(job: ProofJob) -> tuple[RunLedger, Reference | None]:
+    """What one device computes in a job, and whether that follows from its own values. Of several modules the latter is not asked."""
+    if not isinstance(job.plan, Plan):
+        return run_ledger(job, "memory"), None
+    steps = steps_kept(job.plan, job.steps)
+    with tempfile.TemporaryDirectory(prefix="shardproof-reference-") as name:
+        kept = replace(job, capture=kept_keys(job.plan, steps), folder=Path(name), scenario=reference_steps)
+        ledger = run_ledger(kept, "memory")
+        return ledger, _Check(job.plan, ledger, Path(name), steps, job.block is not None).result()
+
+
+def reference_words(report: Mapping[str, Any]) -> str:
+    """One line of the text of a proof."""
+    what = f"{report['losses']} losses, {report['norms']} norms and {report['updates']} updates of tensors"
+    moved = report["derivative"]
+    gradients = "gradients are not checked"
+    if moved is not None:
+        gradients = (
+            f"along one direction of {moved['parameters']} of {moved['of']} parameters the loss of step {moved['step']} changes by "
+            f"{moved['found']:.4g}, and gradients say {moved['said']:.4g}"
+        )
+    verdict = "follow from its values" if report["ok"] else "DO NOT all follow from its values"
+    return f"One device itself, by formulas in fp64: {what} {verdict}; {gradients}."
+
+
+@dataclass
+class _Check:
+    plan: Plan
+    ledger: RunLedger
+    folder: Path
+    steps: int
+    own_block: bool
+    num_updates: int = 0
+
+    def result(self) -> Reference:
+        """The first finding of every rule, in the order of steps, with the number of those after it."""
+        found: dict[str, list[Finding]] = {}
+        for each in self._findings():
+            found.setdefault(each.rule, []).append(each)
+        findings = tuple(_with_rest(each) for each in found.values())
+        moved = self._moved
+        derivative = None if not moved else {key: moved[key] for key in ("parameters", "said", "found")}
+        if derivative is not None:
+            derivative |= {"step": moved["step"] + 1, "of": len(list(parameters(self.plan.model)))}
+        report = {
+            "ok": not findings,
+            "steps": self.steps,
+            "losses": self.steps * (1 + bool(self.plan.model.num_mtp_layers)),
+            "norms": sum(self._is_update(step) for step in range(self.steps)),
+            "updates": self.num_updates,
+            "derivative": derivative,
+        }
+        return Reference(findings, report)
+
+    def _findings(self) -> Iterator[Finding]:
+        count = 0
+        for step in range(self.steps):
+            yield from self._loss(step)
+            if self._is_update(step):
+                count += 1
+                yield from self._gradients_are_there(step)
+                yield from self._norm(step)
+                yield from self._update(step, count)
+            else:
+                yield from self._skipped(step)
+        yield from self._gradient()
+
+    def _is_update(self, step: int) -> bool:
+        return Key(step, SCALAR, "grad_norm") in self.ledger.pieces
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The parameters that training changes: those that weights were shown of at the start."""
+        return [each.name for each in parameters(self.plan.model) if not self.own_block or self._has(Key(NO_STEP, WEIGHT, each.name))]
+
+    @cached_property
+    def _decaying(self) -> set[str]:
+        return {each.name for each in parameters(self.plan.model) if each.decay}
+
+    def _has(self, key: Key) -> bool:
+        return key in self.ledger.pieces
+
+    def _values(self, key: Key) -> np.ndarray:
+        return self.ledger.pieces[key][0].load().astype(np.float64)
+
+    def _number(self, step: int, name: str) -> float:
+        return float(self.ledger.pieces[Key(step, SCALAR, name)][0].load())
+
+    def _loss(self, step: int) -> Iterator[Finding]:
+        masks = list(np.load(self.folder / COUNTED_FILE)[step])
+        num_counted = max(1, sum(int(mask.sum()) for mask in masks))
+        own, *ahead = loss_names(self.plan)
+        keys = [Key(step, ACTIVATION, own, sample) for sample in range(len(masks))]
+        losses = [(self._values(key), mask) for key, mask in zip(keys, masks, strict=True) if self._has(key)]  # padding may be all of a row
+        total = math.fsum(float(values[mask[: len(values)]].sum()) for values, mask in losses)
+        tokens = f"of the {num_counted} tokens that count"
+        yield from self._number_finding("reference-loss", step, "loss", total / num_counted, f"the mean of head.losses {tokens}")
+        if ahead and self._has(Key(step, SCALAR, "mtp_loss")):
+            keys = [Key(step, ACTIVATION, name, sample) for name in ahead for sample in range(len(masks))]
+            mean = math.fsum(float(self._values(key).sum()) for key in keys if self._has(key)) / num_counted / len(ahead)
+            yield from self._number_finding("reference-loss", step, "mtp_loss", mean, f"the mean of the modules' losses {tokens}")
+
+    def _norm(self, step: int) -> Iterator[Finding]:
+        keys = [Key(step, GRADIENT, name) for name in self._names]
+        squares = math.fsum(float(np.square(self._values(key)).sum()) for key in keys if self._has(key))
+        what = f"the root of the squares of {len(keys)} gradients"
+        yield from self._number_finding("reference-norm", step, "grad_norm", math.sqrt(squares), what)
+
+    def _number_finding(self, rule: str, step: int, name: str, expected: float, what: str) -> Iterator[Finding]:
+        found = self._number(step, name)
+        if not abs(found - expected) <= EXACT * abs(expected):
+            times = f", {found / expected:.6g} times that" if expected else ""
+            yield self._finding(rule, step, name, f"{what} is {expected:.9g}, and {found:.9g} is reported{times}.")
+
+    def _gradients_are_there(self, step: int) -> Iterator[Finding]:
+        for name in self._names:
+            if not self._has(Key(step, GRADIENT, name)):
+                yield self._finding("reference-update", step, f"weight {name}", "it is trained, and has no gradient and no update.")
+
+    def _update(self, step: int, count: int) -> Iterator[Finding]:
+        """Each tensor from what was before it and, for weights, from the moments that are there: what is wrong is named once."""
+        optimizer, train = self.plan.optimizer, self.plan.train
+        coefficient = adamw.clipping(self._number(step, "grad_norm"), optimizer.clip_grad_norm)
+        for name in self._names:
+            if not self._has(Key(step, GRADIENT, name)):
+                continue
+            self.num_updates += 1
+            gradient, moments = self._values(Key(step, GRADIENT, name)) * coefficient, []
+            for power, moment in enumerate(("exp_avg", "exp_avg_sq"), 1):
+                key = Key(step, OPTIMIZER, f"{name}.{moment}")
+                before = self._before(key, gradient)
+                yield from self._tensor(key, adamw.moment(before, gradient, optimizer.betas[power - 1], power))
+                moments.append(self._values(key))
+            decay = optimizer.weight_decay if name in self._decaying else 0.0
+            choice = adamw.Choice(train.learning_rate, optimizer.betas, optimizer.eps, decay, optimizer.clip_grad_norm)
+            key = Key(step, WEIGHT, name)
+            yield from self._tensor(key, adamw.weight(self._before(key, gradient), moments[0], moments[1], choice, count))
+
+    def _before(self, key: Key, like: np.ndarray) -> np.ndarray:
+        """A tensor after the last step that changed it; moments begin with zeros."""
+        for step in range(key.step - 1, NO_STEP - 1, -1):
+            if self._has(key._replace(step=step)):
+                return self._values(key._replace(step=step))
+        return np.zeros_like(like)
+
+    def _tensor(self, key: Key, expected: adamw.Expected) -> Iterator[Finding]:
+        found = self._values(key)
+        wrong = ~(np.abs(found - expected.values) <= expected.bound)
+        if wrong.any():
+            index = tuple(int(each) for each in np.argwhere(wrong)[0])
+            share = adamw.ratio_added(expected, found)
+            what = (
+                f"AdamW gives {expected.values[index]:.9g} at {list(index)}, to {expected.bound[index]:.1g}, and it is {found[index]:.9g}; "
+                f"{int(wrong.sum())} of {wrong.size} elements differ, and what was added to them is {share:.5g} times what is due."
+            )
+            yield self._finding("reference-update", key.step, f"{key.phase} {key.tensor}", what)
+
+    def _skipped(self, step: int) -> Iterator[Finding]:
+        """fp16 leaves out an update whose gradients are not finite, and nothing else does."""
+        if self.plan.precision.dtype != "fp16":
+            yield self._finding("reference-update", step, "grad_norm", "there is no update, which only an overflow of fp16 may leave out.")
+        for name in self._names:
+            key = Key(step, WEIGHT, name)
+            if not self._has(key) or not np.array_equal(self._values(key), self._before(key, np.zeros(()))):
+                yield self._finding("reference-update", step, f"weight {name}", "the update was skipped, and it has changed.")
+
+    @cached_property
+    def _moved(self) -> dict[str, Any]:
+        file = self.folder / MOVED_FILE
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+
+    def _gradient(self) -> Iterator[Finding]:
+        moved = self._moved
+        if moved and not is_right(self.plan, moved):
+            wrong = moved["wrong"]
+            where = f"gradient {wrong['name']}" if wrong["name"] else "gradients of all parameters"
+            what = (
+                f"when it is moved the loss changes by {wrong['found']:.4g}, and gradients say {wrong['said']:.4g}"
+                f"{', ' + format(wrong['said'] / wrong['found'], '.4g') + ' times that' if wrong['found'] else ''}."
+            )
+            yield self._finding("reference-gradient", moved["step"], where, what)
+
+    def _finding(self, rule: str, step: int, tensor: str, what: str) -> Finding:
+        return Finding(rule, "error", f"step {step + 1}, one device, {tensor}", what, HINTS[rule])
+
+
+def _with_rest(found: list[Finding]) -> Finding:
+    first, rest = found[0], len(found) - 1
+    return replace(first, what=f"{first.what} So {rest} more.") if rest else first
