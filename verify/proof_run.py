@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -91,9 +92,15 @@ def probed(one: Plan | ModularPlan) -> dict[str, Finding | None]:
     """`probe_rank` of every model of a plan, in a process that has torch."""
     found: dict[str, Finding | None] = {}
     for part in {part.model: part for part in parts_of(one)}.values():
-        for name, finding in run_ranks(probe_rank, part, world_size=1, transport="memory")[0].items():
+        for name, finding in _probed(part).items():
             found[name] = found.get(name) or finding
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def _probed(part: Plan) -> Mapping[str, Finding | None]:
+    """Measured once for equal plans of a process: the library and the machine stay what they are."""
+    return run_ranks(probe_rank, part, world_size=1, transport="memory")[0]
 
 
 def prove_rank(transport: Any, job: ProofJob) -> RankLedger:

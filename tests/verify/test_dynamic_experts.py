@@ -86,12 +86,9 @@ PLANS = {
     "replicas": tiny(pp=2, dp=2, ep=1, samples=8, schedule="DualPipe"),
     "bf16": tiny(tp=2, dp=2, ep=2, dtype="bf16", **SP),
     "recompute-moe": tiny(dp=2, ep=2, recompute=selective("moe", "norm")),
-    "recompute-activation": tiny(dp=2, ep=2, recompute=selective("moe_act", "norm", "shared_experts")),
     "choosy": tiny(CHOOSY, tp=2, dp=2, ep=4, etp=1, train=LOSSES, **SP),
     "three-samples-of-two-data-parallel-ranks": tiny(tp=2, dp=2, ep=2, etp=1, samples=3, **SP),
-    "context-ep2": tiny(cp=2, dp=2, ep=2, sequence=32),
     "context-in-two-copies": tiny(SIX, cp=3, tp=2, sequence=48, **SP),
-    "another-order": tiny(tp=2, dp=2, ep=2, order="dp-tp-cp-ep-pp"),
 }
 
 
