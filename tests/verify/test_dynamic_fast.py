@@ -36,7 +36,6 @@ def fast_plan(layout: Layout, *, samples: int = 4, micro: int = 1, model: str = 
 
 
 PLANS = {
-    "tp2-pp2-dp2": fast_plan(Layout(tp=2, pp=2, dp=2)),
     "tp3-sp": fast_plan(Layout(tp=3, sequence_parallel=True), model="tiny-gpt-6h"),
     "tp4-gqa-swiglu": fast_plan(Layout(tp=4), model="tiny-llama"),
     "dp3-micro2-dropout": fast_plan(Layout(dp=3), samples=6, micro=2, hidden_dropout=0.1, tied_embeddings=False),

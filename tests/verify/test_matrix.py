@@ -16,7 +16,7 @@ from shardproof.verify.ledger import RunLedger
 from shardproof.verify.matrix import References, chosen_rows, main, run_row
 from shardproof.verify.matrix_layouts import FACTORS, features, matrix, num_ranks, plan_of, refusals
 
-NUM_SAMPLES = 22
+NUM_SAMPLES = 20
 
 
 @cache
