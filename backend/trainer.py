@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import DivergedError, PlanError, RankFailure
 from ..core.modules import ModularPlan
@@ -23,8 +23,8 @@ from .unsupported import unsupported
 if TYPE_CHECKING:
     from .model.block import BlockFactory
     from .observe import Observer
-    from .training_rank import StepResult
-    from .transport.base import Transport
+    from .training_rank import StepResult, TrainingRank
+    from .transport.base import Group, Transport
 
 TransportName = Literal["gloo", "nccl", "memory"]
 
@@ -281,9 +281,8 @@ def run_steps(
     that the checkpoint has behind it are among them. The weights then go to the folder `save_huggingface`, if it is given."""
     from .checkpoint.saver import Checkpoints
     from .huggingface.save import check_complete, save_weights
-    from .live_memory import LiveMeter
-    from .measure import gather_objects, measured_timeline
-    from .modules import measured_modules, training_rank
+    from .measure import gather_objects
+    from .modules import training_rank
 
     steps = plan.train.steps if steps is None else steps
     world = transport.group("world", "world", range(transport.world_size))
@@ -304,16 +303,10 @@ def run_steps(
     results: list[StepResult] = []
     recorded: tuple[list[Span], list[MemorySample], list[MeasuredPeak]] = ([], [], [])
     for step in range(first, steps):
-        meter = None
-        if step == steps - 1:  # the step that is kept: a common origin, and memory
-            meter = rank.live_meter() if live_memory else rank.meter()
-            world.barrier()
-            rank.clock.restart()
-            meter.sample(0.0)
-        result, spans = rank.step(step, meter=meter)
-        if meter is not None:
-            peak = [MeasuredPeak(transport.global_rank, meter.peak_bytes, meter.peak_action)] if isinstance(meter, LiveMeter) else []
-            recorded = spans, meter.samples, peak
+        if step == steps - 1:
+            result, recorded = _step_kept(rank, step, transport, world, live_memory=live_memory)
+        else:
+            result, _ = rank.step(step)
         if step + 1 in validate_at:
             validation_losses[step + 1] = rank.evaluate()
             result = replace(result, validation_loss=validation_losses[step + 1])
@@ -327,13 +320,33 @@ def run_steps(
         with rank.whole_masters():
             save_weights(only_model(plan, "save_huggingface"), save_huggingface, rank.saved_shards, world, transport.device)
     everyone = gather_objects(world, recorded, transport.device)
-    timeline = None
-    if transport.global_rank == 0:
-        title = f"{plan.title}, step {steps - 1}, measured over {transport.world_size} ranks"
-        spans, memory = ([item for rank in everyone for item in rank[part]] for part in (0, 1))
-        if isinstance(plan, Plan):
-            timeline = measured_timeline(spans, memory, plan.layout, title)
-        else:
-            timeline = measured_modules(spans, memory, plan, title)
+    timeline = _timeline(plan, everyone, steps - 1) if transport.global_rank == 0 else None
     newest = None if checkpoints is None or checkpoints.newest is None else str(checkpoints.newest)
     return RankResult(tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]), newest)
+
+
+def _step_kept(
+    rank: TrainingRank, step: int, transport: Transport, world: Group, *, live_memory: bool
+) -> tuple[StepResult, tuple[list[Span], list[MemorySample], list[MeasuredPeak]]]:
+    """A step that all ranks begin together, with its spans, its memory and, if live storages are counted, their peak."""
+    from .live_memory import LiveMeter
+
+    meter = rank.live_meter() if live_memory else rank.meter()
+    world.barrier()
+    rank.clock.restart()
+    meter.sample(0.0)
+    result, spans = rank.step(step, meter=meter)
+    peak = [MeasuredPeak(transport.global_rank, meter.peak_bytes, meter.peak_action)] if isinstance(meter, LiveMeter) else []
+    return result, (spans, meter.samples, peak)
+
+
+def _timeline(plan: Plan | ModularPlan, everyone: Sequence[Any], step: int) -> Timeline:
+    """What all ranks kept of a step, as one timeline."""
+    from .measure import measured_timeline
+    from .modules import measured_modules
+
+    title = f"{plan.title}, step {step}, measured over {len(everyone)} ranks"
+    spans, memory = ([item for rank in everyone for item in rank[part]] for part in (0, 1))
+    if isinstance(plan, Plan):
+        return measured_timeline(spans, memory, plan.layout, title)
+    return measured_modules(spans, memory, plan, title)

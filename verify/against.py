@@ -16,8 +16,8 @@ from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from .bounds import StepBounds
-from .compare import Difference, compare, name_of, whole_summary
-from .describe import divergence, problem_words, where_words
+from .compare import Difference, compare, whole_summary
+from .describe import differing_words, divergence, later, problem_words, where_words
 from .digest import Digest, Region
 from .ledger import HELD_OUT, NO_STEP, SCALAR, Key, Piece
 from .ledger_file import RecordedLedger, SavedLedger
@@ -54,13 +54,9 @@ def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
     wrong = [(difference, finding) for difference, finding in judged if finding.severity == "error"]
     explained = [finding for _, finding in judged if finding.severity != "error"]
     findings = [*judge.premises, *(finding for _, finding in wrong[:1])]
-    if len(wrong) > 1:
-        names = list(dict.fromkeys(name_of(difference.key._replace(sample=None)) for difference, _ in wrong[1:]))
-        findings.append(
-            Finding("bits-differ-later", "info", "later in dataflow order", f"{_count(len(wrong) - 1)} more, first {', '.join(names[:3])}.")
-        )
+    findings += later([difference.key for difference, _ in wrong[1:]])
     if explained:
-        what = f"{_count(len(explained))} as other orders of the same sums do. First, {explained[0].where}: {explained[0].what}"
+        what = f"{differing_words(len(explained))} as other orders of the same sums do. First, {explained[0].where}: {explained[0].what}"
         findings.append(Finding("order-of-sums", "info", "all steps", what))
     report = {
         "ok": not any(finding.severity == "error" for finding in findings),
@@ -173,10 +169,6 @@ def other_machines(run: SavedLedger | RecordedLedger, reference: SavedLedger | R
         yield Finding("other-machine", "info", "the ranks", f"bits are promised on one kind of machine, and these differ in {values}.")
 
 
-def _count(number: int) -> str:
-    return f"{number:,} tensor{' differs' if number == 1 else 's differ'}"
-
-
 def _text(run: SavedLedger, reference: SavedLedger, report: dict[str, Any], findings: Sequence[Finding]) -> str:
     promise = "bits are compared" if report["bitwise"] else "bits are not promised: differences are held to bounds"
     sides = [f"{each.path} ({each.plan.world_size} ranks, {each.plan.numerics.mode})" for each in (run, reference)]
@@ -184,5 +176,5 @@ def _text(run: SavedLedger, reference: SavedLedger, report: dict[str, Any], find
     if not report["tensors_different"]:
         lines.append(f"0 different bits in {report['tensors_compared']:,} tensors of {report['steps']} steps.")
     else:
-        lines.append(f"{_count(report['tensors_different'])} of {report['tensors_compared']:,}.")
+        lines.append(f"{differing_words(report['tensors_different'])} of {report['tensors_compared']:,}.")
     return "\n".join([*lines, *map(str, findings)])

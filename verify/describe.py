@@ -59,6 +59,20 @@ def divergence(plan: Plan | ModularPlan, difference: Difference) -> dict[str, An
     }
 
 
+def differing_words(number: int) -> str:
+    """`1 tensor differs`, `2,000 tensors differ`."""
+    return f"{count_words(number, 'tensor')} differ{'s' if number == 1 else ''}"
+
+
+def later(keys: Sequence[Key], rule: str = "bits-differ-later", *, order: str = "dataflow", what: str = "differ") -> list[Finding]:
+    """One line about the tensors after the first that is wrong; none where there are none."""
+    if not keys:
+        return []
+    names = list(dict.fromkeys(name_of(key._replace(sample=None)) for key in keys))
+    words = f"{count_words(len(keys), 'more tensor')} {what}, first {', '.join(names[:3])}."
+    return [Finding(rule, "info", f"later in {order} order", words)]
+
+
 def fast_words(fast: Mapping[str, Any]) -> str:
     """The verdict on fast numerics (`FastCheck.report`)."""
     compared, nearest = count_words(fast["tensors"], "tensor"), fast["nearest"]
@@ -78,25 +92,14 @@ def fast_findings(plan: Plan, check: FastCheck) -> list[Finding]:
     hint = "Orders of sums cannot explain it: look at what is summed over ranks here, and how often."
     if plan.model.is_moe:
         hint += " With experts also at the router: rounding may have decided which of two equal experts a token goes to."
-    found = [Finding("bound-left", "error", where, what, hint)]
-    if rest := check.wrong[1:]:
-        names = ", ".join(list(dict.fromkeys(name_of(each._replace(sample=None)) for each in rest))[:3])
-        later = f"{len(rest)} more tensors leave theirs, first {names}."
-        found.append(Finding("bound-left-later", "info", "later in dataflow order", later))
-    return found
+    return [Finding("bound-left", "error", where, what, hint), *later(check.wrong[1:], "bound-left-later", what="leave theirs")]
 
 
 def describe(plan: Plan | ModularPlan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
     """The first difference as an error that says where and how, and one line about the rest."""
     if not differences:
         return []
-    first, rest = differences[0], differences[1:]
-    found = [Finding(*_first_words(plan, run, first))]
-    if rest:
-        names = dict.fromkeys(name_of(d.key._replace(sample=None)) for d in rest)
-        later = ", ".join(list(names)[:3])
-        found.append(Finding("bits-differ-later", "info", "later in dataflow order", f"{len(rest)} more tensors differ, first {later}."))
-    return found
+    return [Finding(*_first_words(plan, run, differences[0])), *later([each.key for each in differences[1:]])]
 
 
 def problem_words(problem: Problem) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from ...core.findings import Finding
 from ..against import Comparison, other_machines
 from ..compare import Difference, compare, name_of, ranks_listed, whole_summary
-from ..describe import problem_words
+from ..describe import differing_words, later, problem_words
 from ..digest import full_region, region_size
 from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
 from ..ledger_file import RecordedLedger, SavedLedger
@@ -51,12 +51,10 @@ def compare_recorded(run: Ledger, reference: Ledger) -> Comparison:
     if all(key.phase == SCALAR for key in expected.pieces):
         hint = "Give tensors that are the same in both runs the same names (`names`)."
         findings.append(Finding("nothing-compared", "error", "the ledgers", "they have no tensor in common.", hint))
-    if len(wrong) > 1:
-        names = ", ".join(list(dict.fromkeys(name_of(each.difference.key._replace(sample=None)) for each in wrong[1:]))[:3])
-        findings.append(Finding("differs-later", "info", "later in recorded order", f"{_count(len(wrong) - 1)}, first {names}."))
+    findings += later([each.difference.key for each in wrong[1:]], "differs-later", order="recorded")
     if near := [each for each in judged if each.explained]:
         most = max(near, key=lambda each: each.share)
-        what = f"{_count(len(near))} within {judge.tolerance_words}; most of it, {most.share:.2g}, uses {_where(most.difference)}."
+        what = f"{differing_words(len(near))} within {judge.tolerance_words}; most of it, {most.share:.2g}, uses {_where(most.difference)}."
         findings.append(Finding("within-tolerance", "info", "all steps", what))
     findings += alone
     report = {
@@ -284,10 +282,6 @@ def _divergence(difference: Difference) -> dict[str, Any]:
     }
 
 
-def _count(number: int) -> str:
-    return f"{number:,} tensor{' differs' if number == 1 else 's differ'}"
-
-
 def _text(run: Ledger, reference: Ledger, report: Mapping[str, Any], findings: Sequence[Finding], judge: _Judge) -> str:
     sides = [f"{each.path} ({len(each.environments)} ranks)" for each in (run, reference)]
     promise = (
@@ -298,7 +292,7 @@ def _text(run: Ledger, reference: Ledger, report: Mapping[str, Any], findings: S
     lines = [f"{' against '.join(sides)}: {promise}."]
     compared = f"{report['tensors_compared']:,}"
     if report["tensors_different"]:
-        lines.append(f"{_count(report['tensors_different'])} of {compared}.")
+        lines.append(f"{differing_words(report['tensors_different'])} of {compared}.")
     else:
         lines.append(f"0 different bits in {compared} tensors of {report['steps']} steps.")
     return "\n".join([*lines, *map(str, findings)])

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from ...core.errors import PlanError, did_you_mean
-from . import (
-    mutants_accumulation,
-    mutants_checkpoint,
-    mutants_context,
-    mutants_copies,
-    mutants_data,
-    mutants_experts,
-    mutants_export,
-    mutants_hangs,
-    mutants_lifetimes,
-    mutants_loss,
-    mutants_more,
-    mutants_norm,
-    mutants_parameters,
-    mutants_precision,
-    mutants_random,
-    mutants_reshard,
-    mutants_router,
-    mutants_scale,
-    mutants_tensor,
-)
 from .mutant import Mutant
 
-TABLES = (
-    mutants_accumulation,
-    mutants_checkpoint,
-    mutants_context,
-    mutants_copies,
-    mutants_data,
-    mutants_experts,
-    mutants_export,
-    mutants_hangs,
-    mutants_lifetimes,
-    mutants_loss,
-    mutants_more,
-    mutants_norm,
-    mutants_parameters,
-    mutants_precision,
-    mutants_random,
-    mutants_reshard,
-    mutants_router,
-    mutants_scale,
-    mutants_tensor,
+SUBJECTS = (
+    "accumulation",
+    "checkpoint",
+    "context",
+    "copies",
+    "data",
+    "experts",
+    "export",
+    "hangs",
+    "lifetimes",
+    "loss",
+    "more",
+    "norm",
+    "parameters",
+    "precision",
+    "random",
+    "reshard",
+    "router",
+    "scale",
+    "tensor",
 )
+"""Each has a module of this package, `mutants_SUBJECT`, whose `MUTANTS` are its table."""
+
+TABLES = tuple(import_module(f".mutants_{subject}", __package__) for subject in SUBJECTS)
 
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in table.MUTANTS)
 
