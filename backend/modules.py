@@ -45,7 +45,9 @@ def training_rank(
     part = plan.part_of(transport.global_rank)
     joined = Joined(transport, plan, part)
     named = None if observer is None else NamedObserver(observer, part)
-    return TrainingRank(ModuleTransport(transport, part), part, model=model, observer=named, numerics=numerics, joined=joined)
+    return TrainingRank(
+        ModuleTransport(transport, part.name, part.layout.world_size), part, model=model, observer=named, numerics=numerics, joined=joined
+    )
 
 
 def plan_on(plan: Plan | ModularPlan, global_rank: int) -> Plan:
@@ -172,11 +174,11 @@ def _grid(part: ModulePlan, pp_rank: int) -> Grid:
 class ModuleTransport(Transport):
     """A rank's way to the others of its module, as if there were none beside. Ranks keep their numbers; names are the module's own."""
 
-    def __init__(self, transport: Transport, part: ModulePlan):
+    def __init__(self, transport: Transport, name: str, world_size: int):
         super().__init__(transport.global_rank, transport.world_size, transport.device, transport.recorder)
         self.watch = transport.watch
-        self._transport, self._module = transport, part.name
-        self.world_size = part.layout.world_size
+        self._transport, self._module = transport, name
+        self.world_size = world_size
 
     def _check_name(self, name: str, ranks: Sequence[int]) -> None:
         """The whole transport checks, who knows all ranks."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardproof import simulate
 from shardproof.backend.launch import Workers
+from shardproof.backend.measure import measured_timeline
 from shardproof.backend.measure_machine import Measurement, measure_machine
 from shardproof.core.cluster import ClusterSpec
 from shardproof.core.plan import Plan
@@ -49,34 +50,46 @@ class Steps:
     spans: list[list[Span]]
 
 
-def time_rank(transport: Any, plan: Plan) -> Steps:
-    """The job of one rank: its steps, all ranks starting together, without the first ones."""
+def time_rank(transport: Any, plans: Sequence[Plan]) -> list[Steps]:
+    """The job of one rank: steps of all plans by turns, all ranks starting each together, without the first ones."""
+    from shardproof.backend.modules import ModuleTransport
     from shardproof.backend.training_rank import TrainingRank
 
-    rank = TrainingRank(transport, plan)
+    apart = [ModuleTransport(transport, str(number), plan.layout.world_size) for number, plan in enumerate(plans)]
+    ranks = [TrainingRank(one, plan) for one, plan in zip(apart, plans, strict=True)]
     world = transport.group("own-runs", "world", range(transport.world_size))
-    found = Steps([], [])
+    found = [Steps([], []) for _ in plans]
     for step in range(WARM_STEPS + STEPS):
-        world.barrier()
-        rank.clock.restart()
-        result, spans = rank.step(step)
-        found.seconds.append(result.elapsed_s)
-        found.spans.append(spans)
-    return Steps(found.seconds[WARM_STEPS:], found.spans[WARM_STEPS:])
+        for rank, steps in zip(ranks, found, strict=True):
+            world.barrier()
+            rank.clock.restart()
+            result, spans = rank.step(step)
+            if step >= WARM_STEPS:
+                steps.seconds.append(result.elapsed_s)
+                steps.spans.append(spans)
+    return found
 
 
-def run_steps(plan: Plan) -> tuple[list[float], list[Timeline]]:
-    """Seconds of the slowest rank and the timeline of every step of a run on fresh processes."""
-    from shardproof.backend.measure import measured_timeline
+@dataclass(frozen=True)
+class Run:
+    """Seconds of the slowest rank and the timeline of every step of one plan."""
 
-    with Workers(plan.layout.world_size, "gloo", timeout_s=300) as workers:
-        ranks = workers.run(time_rank, plan)
-    seconds = [max(of_step) for of_step in zip(*(rank.seconds for rank in ranks), strict=True)]
-    timelines = [
-        measured_timeline([span for spans in of_step for span in spans], (), plan.layout, f"{plan.model.name}, {plan.schedule.name}")
-        for of_step in zip(*(rank.spans for rank in ranks), strict=True)
-    ]
-    return seconds, timelines
+    seconds: list[float]
+    timelines: list[Timeline]
+
+
+def run_steps(*plans: Plan) -> list[Run]:
+    """Steps of plans of equally many ranks, by turns in the same fresh processes."""
+    with Workers(plans[0].layout.world_size, "gloo", timeout_s=300) as workers:
+        ranks = workers.run(time_rank, plans)
+    runs = []
+    for plan, of_plan in zip(plans, zip(*ranks, strict=True), strict=True):
+        seconds = [max(of_step) for of_step in zip(*(rank.seconds for rank in of_plan), strict=True)]
+        name = f"{plan.model.name}, {plan.schedule.name}"
+        of_steps = zip(*(rank.spans for rank in of_plan), strict=True)
+        spans = [[span for of_rank in of_step for span in of_rank] for of_step in of_steps]
+        runs.append(Run(seconds, [measured_timeline(of_step, (), plan.layout, name) for of_step in spans]))
+    return runs
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ def timed(plans: Sequence[Plan], *, rounds: int, quantile: float, pause_s: float
         if calibrate:
             measured.append(measure_machine(groups=(2, 4), rounds=CALIBRATION_ROUNDS, quantile=quantile))
         for found, plan in zip(seconds, plans, strict=True):
-            found += run_steps(plan)[0]
+            found += run_steps(plan)[0].seconds
         time.sleep(pause_s)
     rows = [
         replace(same[0], seconds=float(np.median([row.seconds for row in same])), spread=float(np.median([row.spread for row in same])))
@@ -131,24 +144,22 @@ def _row(plan: Plan, schedule: str, predicted_s: float, seconds: list[float], qu
 def replayed(pairs: Sequence[tuple[Plan, Plan]], *, rounds: int, pause_s: float) -> list[TimedRow]:
     """For every pair the step of the second plan: simulated with the durations of actions in runs of the first, and measured.
 
-    A round records and measures every pair on processes of their own, by turns one before the other and the other before the one, so
-    that a machine that gets slower does so for both.
+    Both take their steps by turns in the same processes, so that whatever slows the machine for a while slows both; where they are one
+    plan, one half of its steps predicts the other.
     """
     recorded: list[list[Timeline]] = [[] for _ in pairs]
     measured: list[list[float]] = [[] for _ in pairs]
-    for turn in range(rounds):
-        for number, (first, second) in enumerate(pairs):
-            for part in (0, 1) if turn % 2 == 0 else (1, 0):
-                if part == 0:
-                    recorded[number] += run_steps(first)[1]
-                else:
-                    measured[number] += run_steps(second)[0]
+    for _ in range(rounds):
+        for number, pair in enumerate(pairs):
+            first, second = run_steps(*pair)
+            recorded[number] += first.timelines
+            measured[number] += second.seconds
         time.sleep(pause_s)
     rows = []
-    for (first, second), timelines, seconds in zip(pairs, recorded, measured, strict=True):
-        predicted_s = simulate(second, durations=timelines).report["step_time_s"]
-        names = dict.fromkeys((first.schedule.name, second.schedule.name))
-        rows.append(_row(second, " -> ".join(names), predicted_s, seconds))
+    for (plan, other), timelines, seconds in zip(pairs, recorded, measured, strict=True):
+        predicted_s = simulate(other, durations=timelines).report["step_time_s"]
+        names = dict.fromkeys((plan.schedule.name, other.schedule.name))
+        rows.append(_row(other, " -> ".join(names), predicted_s, seconds))
     return rows
 
 
