@@ -1,13 +1,21 @@
-"""What all tests share: one thread per process and MKL's reproducible mode, set before torch is loaded, a core, and pools of ranks."""
+"""What all tests share: one thread per process and MKL's reproducible mode, set before torch is loaded, a core, and pools of ranks.
+
+Some hundred processes are started by tests. Where the environment forbids caches of bytecode each would compile the library anew, a
+quarter of a second each, so here they are allowed.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import shardproof.backend  # noqa: F401 - sets MKL_CBWR
 from shardproof.backend.launch import Workers
@@ -25,6 +33,17 @@ def pytest_configure() -> None:
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+def pytest_collection() -> None:
+    """Collecting makes a million objects that all stay: looking for garbage among them takes a quarter of its time."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays until the end and is not looked at again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
