@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import median
 from time import process_time, thread_time
 from typing import Any
 
@@ -76,6 +77,14 @@ class TimedNumerics:
         return self._parts.timed(name, value) if callable(value) else value
 
 
+@dataclass(frozen=True)
+class Step:
+    """Processor seconds of an optimizer step, all ranks together, and of its operations."""
+
+    seconds: float
+    parts: dict[str, float]
+
+
 class Run:
     """All ranks of one plan as threads of this process, ready to step."""
 
@@ -84,12 +93,13 @@ class Run:
         self._world = MemoryWorld(plan.layout.world_size)
         self._ranks: list[TrainingRank] = self._on_all_ranks(lambda rank: self._rank(plan, rank, parts))
 
-    def step_s(self, step: int) -> float:
-        """Processor seconds of one optimizer step, all ranks together."""
+    def step(self, number: int) -> Step:
+        """One optimizer step."""
         self.parts.seconds.clear()
         start_s = process_time()
-        self._on_all_ranks(lambda rank: self._ranks[rank].step(step))
-        return process_time() - start_s
+        self._on_all_ranks(lambda rank: self._ranks[rank].step(number))
+        taken_s = process_time() - start_s
+        return Step(taken_s, {**self.parts.seconds, "the rest": taken_s - sum(self.parts.seconds.values())})
 
     def _rank(self, plan: Plan, global_rank: int, parts: bool) -> TrainingRank:
         numerics: Any = make_numerics(plan)
@@ -128,24 +138,24 @@ def plan_of(mode: str, options: argparse.Namespace, *, hidden: int, tp: int, dty
 
 
 def measure(options: argparse.Namespace, *, hidden: int, tp: int, dtype: str) -> dict[str, Any]:
-    """Seconds per step of both modes, their ratio, and the parts of the best rounds."""
+    """Seconds per step of both modes and their ratio, medians over the rounds, the ratio's extremes, and the parts of the middle rounds."""
     runs = {mode: Run(plan_of(mode, options, hidden=hidden, tp=tp, dtype=dtype), parts=options.parts) for mode in MODES}
-    best_s = dict.fromkeys(MODES, float("inf"))
-    parts: dict[str, dict[str, float]] = {}
-    for step in range(options.rounds + 1):
-        for mode, run in runs.items():
-            step_s = run.step_s(step)
-            if step and step_s < best_s[mode]:  # the first one makes the optimizer's state
-                best_s[mode] = step_s
-                parts[mode] = {**run.parts.seconds, "the rest": step_s - sum(run.parts.seconds.values())}
+    steps: dict[str, list[Step]] = {mode: [] for mode in MODES}
+    for number in range(options.rounds + 1):
+        for mode in MODES if number % 2 else reversed(MODES):
+            steps[mode].append(runs[mode].step(number))
+    counted = {mode: found[1:] for mode, found in steps.items()}  # the first one makes the optimizer's state
+    ratios = [exact.seconds / fast.seconds for exact, fast in zip(counted["exact"], counted["fast"], strict=True)]
+    middle = {mode: sorted(found, key=lambda step: step.seconds)[len(found) // 2] for mode, found in counted.items()}
     return {
         "hidden": hidden,
         "tp": tp,
         "dtype": dtype,
         "tokens": options.samples * options.sequence,
-        **{f"{mode}_s": best_s[mode] for mode in MODES},
-        "ratio": best_s["exact"] / best_s["fast"],
-        **({"parts_s": parts} if options.parts else {}),
+        **{f"{mode}_s": median(step.seconds for step in found) for mode, found in counted.items()},
+        "ratio": median(ratios),
+        "ratios": [min(ratios), max(ratios)],
+        **({"parts_s": {mode: step.parts for mode, step in middle.items()}} if options.parts else {}),
     }
 
 
@@ -181,7 +191,7 @@ def main() -> None:
                     continue
                 print(
                     f"hidden {hidden}, tp {tp}, {dtype}: fast {found['fast_s']:.2f} s, exact {found['exact_s']:.2f} s per step, "
-                    f"exact / fast = {found['ratio']:.3f}",
+                    f"exact / fast = {found['ratio']:.3f} [{found['ratios'][0]:.3f}, {found['ratios'][1]:.3f}]",
                     flush=True,
                 )
                 if options.parts:
