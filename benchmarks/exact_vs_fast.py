@@ -3,7 +3,9 @@
     python benchmarks/exact_vs_fast.py [--hidden 768 2048] [--tp 1 4] [--dtype fp32] [--rounds 3] [--parts] [--json]
 
 Both modes run the same layers, schedule, transport and optimizer on the same batch. The ranks are threads of this process, on one core
-each, and what counts is the processor time of the process, so waiting and other programs do not enter; of several rounds the least one.
+each, which runs in the environment of ranks (`backend.launch.rank_environment`). What counts is the processor time of the process, so
+waiting and other programs do not enter. Both modes take turns in going first, a round's ratio is that of two steps that ran one after the
+other, and the median over rounds is told, with the least and the largest.
 `--parts` says where it goes: seconds inside each operation of `Numerics`, summed over ranks, and all the rest, to which belong weight
 gradients that fast numerics add straight to their sums. Hidden 2048 with four layers takes 13 GB. Numbers are in docs/measurements.md.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,11 +24,12 @@ from statistics import median
 from time import process_time, thread_time
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from shardproof.backend.launch import rank_environment
 
-import shardproof.backend  # noqa: F401 - sets MKL_CBWR before torch is loaded
+if __name__ == "__main__" and not os.environ.items() >= rank_environment(os.environ).items():
+    os.execve(sys.executable, [sys.executable, *sys.argv], rank_environment(os.environ))  # libraries read it when they are loaded
 
-import torch  # isort: skip
+import torch
 
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.training_rank import TrainingRank
