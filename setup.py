@@ -1,4 +1,5 @@
-"""The one part of the package that setuptools cannot read from pyproject.toml: the compiled loops of the event engine and of digests.
+"""The one part of the package that setuptools cannot read from pyproject.toml: the compiled loops of the event engine,
+of digests and of exact numerics.
 
 They are optional: where no C compiler is found the package installs without them, and plain Python and numpy do the work. Built against
 the stable ABI of Python 3.11, so one wheel per platform serves every later Python.
@@ -25,6 +26,10 @@ def compiled(name: str, folder: Path) -> Extension:
 
 
 setup(
-    ext_modules=[compiled("simulator._kernel", Path("simulator", "csrc")), compiled("verify._digest", Path("verify", "csrc"))],
+    ext_modules=[
+        compiled("simulator._kernel", Path("simulator", "csrc")),
+        compiled("verify._digest", Path("verify", "csrc")),
+        compiled("backend._exact", Path("backend", "csrc")),
+    ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

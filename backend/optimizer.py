@@ -1,7 +1,8 @@
 """AdamW on a rank's shards, of gradients divided by the token count and clipped by the norm of the whole gradient.
 
-The update itself is torch's AdamW in fp32. It is elementwise, so it gives the same bits however a tensor is cut; but for the fused
-kernel, which rounds the last elements of a tensor, fewer than a vector has, otherwise: fast numerics use that.
+The update itself is torch's fused AdamW in fp32, one pass over every tensor. It is elementwise, so it gives the same bits however a
+tensor is cut, but for the last elements of a tensor, fewer than a vector has, which it rounds otherwise: those of all tensors are put one
+behind the other and filled up to whole vectors.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from ..core.parameters import Parameter
@@ -21,6 +23,12 @@ CLIP_EPS = 1e-6
 
 UPDATES = {"adamw": adamw}
 """`optimizer.name` -> the update; it must be elementwise, or cuts would change bits."""
+
+VECTOR_ELEMENTS = 64
+"""Tensors are updated in multiples of this: four AVX512 registers of fp32, and the cache line by which torch's threads share a tensor."""
+
+Row = tuple[Tensor, Tensor, Tensor, Tensor]
+"""What an update reads and writes of a tensor: its values, gradient, first and second moment."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,10 @@ class Held:
 class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) over what one rank holds; weight decay follows `Parameter.decay`."""
 
-    def __init__(self, held: Sequence[Held], choice: Optimizer, learning_rate: float, *, fused: bool = False):
-        """`fused` runs torch's kernel that passes once over every tensor; the bits of its last elements depend on where a tensor is cut."""
+    def __init__(self, held: Sequence[Held], choice: Optimizer, learning_rate: float):
         self.held = tuple(held)
         self.learning_rate = learning_rate
-        self._choice, self._fused = choice, fused
+        self._choice = choice
         self._updated = {id(one.tensor): _by_rows(one.tensor) for one in self.held}
         self._states: dict[int, dict[str, Tensor]] = {}
 
@@ -53,30 +60,33 @@ class ShardedAdamW:
     def step(self, gradients: Sequence[Tensor], coefficient: float) -> None:
         """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order of `held`, and used up."""
         scale = None
-        if self._fused and self.held and coefficient != 1.0:  # the kernel divides as it goes, as it does for torch's loss scaling
+        if self.held and coefficient != 1.0:  # the kernel divides as it goes, as it does for torch's loss scaling
             scale = torch.tensor(1 / coefficient, device=self.held[0].tensor.device)
-        elif coefficient != 1.0:
-            for gradient in gradients:
-                gradient.mul_(coefficient)
         pairs = list(zip(self.held, gradients, strict=True))
         for decay in (True, False):
             self._update([(one, gradient) for one, gradient in pairs if one.parameter.decay == decay], decay, scale)
 
     def _update(self, pairs: Sequence[tuple[Held, Tensor]], decay: bool, scale: Tensor | None) -> None:
         """One call of the library for tensors with equal weight decay."""
-        updated = [self._updated[id(one.tensor)] for one, _ in pairs]
-        turned = [gradient if each is one.tensor else gradient.mT for each, (one, gradient) in zip(updated, pairs, strict=True)]
-        states = [self._state(one) for one, _ in pairs]
+        rows, counts = [], []
+        for one, gradient in pairs:
+            updated, state = self._updated[id(one.tensor)], self._state(one)
+            turned = gradient if updated is one.tensor else gradient.mT
+            rows.append((updated, _laid_out_as(updated, turned), state["exp_avg"], state["exp_avg_sq"]))
+            counts.append(state["step"])
+        ends = [tuple(_end(each) for each in row) for row in rows if row[0].numel() % VECTOR_ELEMENTS]
+        rows = [tuple(_whole_vectors(each) for each in row) for row in rows]
+        together = [_filled(torch.cat(kind)) for kind in zip(*ends, strict=True)]
+        if ends:
+            rows.append(tuple(together))
+            counts.append(counts[0].clone())
         first, second = self._choice.betas
         UPDATES[self._choice.name](
-            updated,
-            [_laid_out_as(each, gradient) for each, gradient in zip(updated, turned, strict=True)],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            *([row[kind] for row in rows] for kind in range(4)),
             [],
-            [state["step"] for state in states],
+            counts,
             foreach=False,
-            fused=self._fused,
+            fused=True,
             grad_scale=scale,
             amsgrad=False,
             beta1=first,
@@ -86,13 +96,17 @@ class ShardedAdamW:
             eps=self._choice.eps,
             maximize=False,
         )
+        for kind in (0, 2, 3) if ends else ():
+            own = [row[kind] for row in ends]
+            sizes = [len(end) for end in own]
+            torch._foreach_copy_(own, together[kind][: sum(sizes)].split(sizes))
 
     def _state(self, one: Held) -> dict[str, Tensor]:
         """By torch's names, laid out as the tensor that is updated; zeros before the first step."""
         updated = self._updated[id(one.tensor)]
         state = self._states.setdefault(id(one.tensor), {})
         if not state:
-            count = torch.zeros((), device=updated.device if self._fused else None)
+            count = torch.zeros((), device=updated.device)
             state.update(step=count, exp_avg=torch.zeros_like(updated), exp_avg_sq=torch.zeros_like(updated))
         return state
 
@@ -127,6 +141,22 @@ def _by_rows(tensor: Tensor) -> Tensor:
 def _laid_out_as(tensor: Tensor, gradient: Tensor) -> Tensor:
     """The gradient with the strides of what it belongs to, by which the fused kernel walks over both."""
     return gradient if gradient.stride() == tensor.stride() else torch.empty_like(tensor).copy_(gradient)
+
+
+def _whole_vectors(tensor: Tensor) -> Tensor:
+    """All but the last elements, as long as these fill no vector."""
+    rest = tensor.numel() % VECTOR_ELEMENTS
+    return tensor.view(-1)[:-rest] if rest else tensor
+
+
+def _end(tensor: Tensor) -> Tensor:
+    """What `_whole_vectors` leaves."""
+    return tensor.view(-1)[-(tensor.numel() % VECTOR_ELEMENTS) :]
+
+
+def _filled(ends: Tensor) -> Tensor:
+    """Zeros behind, up to whole vectors."""
+    return F.pad(ends, (0, -len(ends) % VECTOR_ELEMENTS))
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

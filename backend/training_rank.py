@@ -127,7 +127,7 @@ class TrainingRank:
         late = plan.data_parallel.overlap_param_gather and plan.layout.zero < 3  # with ZeRO 3 weights come before they are needed
         self._gather_lane = CommunicationLane(transport.device, transport.recorder) if late else None
         self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
-        self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate, fused=self.numerics.mode == "fast")
+        self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
         self.batches = Batches(plan, self.mesh, transport)
         modules = None if joined is None else joined.world
         self.totals = Totals(plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder, modules=modules)

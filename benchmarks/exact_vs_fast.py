@@ -3,7 +3,9 @@
     python benchmarks/exact_vs_fast.py [--hidden 768 2048] [--tp 1 4] [--dtype fp32] [--rounds 3] [--parts] [--json]
 
 Both modes run the same layers, schedule, transport and optimizer on the same batch. The ranks are threads of this process, on one core
-each, and what counts is the processor time of the process, so waiting and other programs do not enter; of several rounds the least one.
+each, which runs in the environment of ranks (`backend.launch.rank_environment`). What counts is the processor time of the process, so
+waiting and other programs do not enter. Both modes take turns in going first, a round's ratio is that of two steps that ran one after the
+other, and the median over rounds is told, with the least and the largest.
 `--parts` says where it goes: seconds inside each operation of `Numerics`, summed over ranks, and all the rest, to which belong weight
 gradients that fast numerics add straight to their sums. Hidden 2048 with four layers takes 13 GB. Numbers are in docs/measurements.md.
 """
@@ -13,18 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import median
 from time import process_time, thread_time
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from shardproof.backend.launch import rank_environment
 
-import shardproof.backend  # noqa: F401 - sets MKL_CBWR before torch is loaded
+if __name__ == "__main__" and not os.environ.items() >= rank_environment(os.environ).items():
+    os.execve(sys.executable, [sys.executable, *sys.argv], rank_environment(os.environ))  # libraries read it when they are loaded
 
-import torch  # isort: skip
+import torch
 
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.training_rank import TrainingRank
@@ -76,6 +81,14 @@ class TimedNumerics:
         return self._parts.timed(name, value) if callable(value) else value
 
 
+@dataclass(frozen=True)
+class Step:
+    """Processor seconds of an optimizer step, all ranks together, and of its operations."""
+
+    seconds: float
+    parts: dict[str, float]
+
+
 class Run:
     """All ranks of one plan as threads of this process, ready to step."""
 
@@ -84,12 +97,13 @@ class Run:
         self._world = MemoryWorld(plan.layout.world_size)
         self._ranks: list[TrainingRank] = self._on_all_ranks(lambda rank: self._rank(plan, rank, parts))
 
-    def step_s(self, step: int) -> float:
-        """Processor seconds of one optimizer step, all ranks together."""
+    def step(self, number: int) -> Step:
+        """One optimizer step."""
         self.parts.seconds.clear()
         start_s = process_time()
-        self._on_all_ranks(lambda rank: self._ranks[rank].step(step))
-        return process_time() - start_s
+        self._on_all_ranks(lambda rank: self._ranks[rank].step(number))
+        taken_s = process_time() - start_s
+        return Step(taken_s, {**self.parts.seconds, "the rest": taken_s - sum(self.parts.seconds.values())})
 
     def _rank(self, plan: Plan, global_rank: int, parts: bool) -> TrainingRank:
         numerics: Any = make_numerics(plan)
@@ -128,24 +142,24 @@ def plan_of(mode: str, options: argparse.Namespace, *, hidden: int, tp: int, dty
 
 
 def measure(options: argparse.Namespace, *, hidden: int, tp: int, dtype: str) -> dict[str, Any]:
-    """Seconds per step of both modes, their ratio, and the parts of the best rounds."""
+    """Seconds per step of both modes and their ratio, medians over the rounds, the ratio's extremes, and the parts of the middle rounds."""
     runs = {mode: Run(plan_of(mode, options, hidden=hidden, tp=tp, dtype=dtype), parts=options.parts) for mode in MODES}
-    best_s = dict.fromkeys(MODES, float("inf"))
-    parts: dict[str, dict[str, float]] = {}
-    for step in range(options.rounds + 1):
-        for mode, run in runs.items():
-            step_s = run.step_s(step)
-            if step and step_s < best_s[mode]:  # the first one makes the optimizer's state
-                best_s[mode] = step_s
-                parts[mode] = {**run.parts.seconds, "the rest": step_s - sum(run.parts.seconds.values())}
+    steps: dict[str, list[Step]] = {mode: [] for mode in MODES}
+    for number in range(options.rounds + 1):
+        for mode in MODES if number % 2 else reversed(MODES):
+            steps[mode].append(runs[mode].step(number))
+    counted = {mode: found[1:] for mode, found in steps.items()}  # the first one makes the optimizer's state
+    ratios = [exact.seconds / fast.seconds for exact, fast in zip(counted["exact"], counted["fast"], strict=True)]
+    middle = {mode: sorted(found, key=lambda step: step.seconds)[len(found) // 2] for mode, found in counted.items()}
     return {
         "hidden": hidden,
         "tp": tp,
         "dtype": dtype,
         "tokens": options.samples * options.sequence,
-        **{f"{mode}_s": best_s[mode] for mode in MODES},
-        "ratio": best_s["exact"] / best_s["fast"],
-        **({"parts_s": parts} if options.parts else {}),
+        **{f"{mode}_s": median(step.seconds for step in found) for mode, found in counted.items()},
+        "ratio": median(ratios),
+        "ratios": [min(ratios), max(ratios)],
+        **({"parts_s": {mode: step.parts for mode, step in middle.items()}} if options.parts else {}),
     }
 
 
@@ -181,7 +195,7 @@ def main() -> None:
                     continue
                 print(
                     f"hidden {hidden}, tp {tp}, {dtype}: fast {found['fast_s']:.2f} s, exact {found['exact_s']:.2f} s per step, "
-                    f"exact / fast = {found['ratio']:.3f}",
+                    f"exact / fast = {found['ratio']:.3f} [{found['ratios'][0]:.3f}, {found['ratios'][1]:.3f}]",
                     flush=True,
                 )
                 if options.parts:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from ..core.parameters import stage_parameters
 from ..core.plan import Plan
@@ -77,21 +76,14 @@ def own_step_bytes(plan: Plan, pp_rank: int, stages: Sequence[int], gradients_by
     """The most that STEP of a rank holds beside `gradients_bytes` of sums.
 
     First a tied table's two sums are put together; where they lie on two ranks each is sent twice and arrives beside the other's. Gradients
-    are divided and clipped where they lie; then exact numerics have the root and quotient of one tensor beside the quotient of the one
-    before (torch.optim.adamw, `_single_tensor_adamw`); fast ones update in one pass.
+    are divided and clipped where they lie, and the update is one pass over what is there.
     """
     parameters = [parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])]
     sizes = [FP32_BYTES * local_elements(plan, parameter, 0) for parameter in parameters]
-    held, largest = sum(sizes), max(sizes, default=0)
-    decayed = [size for size, parameter in zip(sizes, parameters, strict=True) if parameter.decay]
-    updated = max((before + 2 * size for before, size in pairwise([0, *decayed])), default=2 * largest)
     tables = [size for size, parameter in zip(sizes, parameters, strict=True) if parameter.name.startswith("embedding.tokens")]
     tied = 0
     if plan.model.tied_embeddings and tables:
         tied = 4 * tables[0] if tied_ends(plan, pp_rank) else sum(tables)
-    if plan.numerics.mode == "fast":
-        updated = 0
     if plan.layout.zero:
-        parts = num_shards(plan, stages[0]).dense
-        return sharded_step_bytes(plan, stages, gradients_bytes, tied_bytes=tied // parts, updated_bytes=updated // parts)
-    return max(tied, held + updated - gradients_bytes)
+        return sharded_step_bytes(plan, stages, gradients_bytes, tied_bytes=tied // num_shards(plan, stages[0]).dense)
+    return max(tied, sum(sizes) - gradients_bytes)

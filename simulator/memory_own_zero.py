@@ -59,9 +59,9 @@ def backward_bytes(plan: Plan, stage: int, tape_bytes: int) -> int:
     return max(tape_bytes + FP32_BYTES * waits, FP32_BYTES * (max(held) + largest.elements) + _part(plan, stage, largest))
 
 
-def sharded_step_bytes(plan: Plan, stages: Sequence[int], gradients_bytes: int, *, tied_bytes: int, updated_bytes: int) -> int:
+def sharded_step_bytes(plan: Plan, stages: Sequence[int], gradients_bytes: int, *, tied_bytes: int) -> int:
     """The most that STEP holds beside `gradients_bytes`: the parts of the sums, and while they are still there what a tied table's sum
-    needs, then an update, then weights that come together."""
+    needs, then weights that come together."""
     reduced = sum(_part(plan, stage, each) for stage in stages for each in bucket_sizes(plan, stage, 0))
     weights = [(stage, each) for stage in stages for each in gathered_sizes(plan, stage, 0)]
     held = sum(_part(plan, stage, each) for stage, each in weights)
@@ -69,7 +69,7 @@ def sharded_step_bytes(plan: Plan, stages: Sequence[int], gradients_bytes: int, 
     if plan.layout.zero < 3:
         width = weight_bytes(plan.precision.dtype)
         gathered = max((_gathered(plan, stage, each) * width // FP32_BYTES for stage, each in weights), default=0)
-    return max(0, max(reduced + tied_bytes, held + updated_bytes, held + gathered) - gradients_bytes)
+    return max(0, max(reduced + tied_bytes, held + gathered) - gradients_bytes)
 
 
 def _gathered(plan: Plan, stage: int, size: BucketSize) -> int:

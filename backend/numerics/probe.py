@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.findings import Finding
-from ...core.parameters import parameters
+from ...core.parameters import Parameter, parameters
 from ...core.plan import Plan
-from ..optimizer import UPDATES
+from ..optimizer import Held, ShardedAdamW
 from .exact import VECTOR_ELEMENTS, ExactNumerics
 from .tiles import multiply_into
 
@@ -181,16 +181,14 @@ def _elementwise(plan: Plan, device: torch.device) -> int:
 
 def _optimizer(plan: Plan, device: torch.device) -> int:
     """Two updates of slices of a tensor against those of the whole, and of a matrix stored column by column."""
-    weight, gradients = _random(0, device, 37, 29), [_random(seed, device, 37, 29) for seed in (1, 2)]
+    weight, gradients = _random(0, device, 37, 129), [_random(seed, device, 37, 129) for seed in (1, 2)]
 
     def updated(cut: Callable[[Tensor], Tensor]) -> Tensor:
-        parameter, count = cut(weight.clone()), torch.zeros(())
-        first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        held = Held(Parameter("weight", (37, 129)), (slice(0, 37), slice(0, 129)), cut(weight.clone()), True)
+        optimizer = ShardedAdamW([held], plan.optimizer, 1e-2)
         for gradient in gradients:
-            given = [parameter], [cut(gradient.clone())], [first], [second], [], [count]
-            rates = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-            UPDATES[plan.optimizer.name](*given, foreach=False, fused=False, amsgrad=False, maximize=False, **rates)
-        return parameter
+            optimizer.step([cut(gradient.clone())], 0.7)
+        return held.tensor
 
     whole = updated(lambda x: x)
     cuts: list[Callable[[Tensor], Tensor]] = [lambda x: x[5:16], lambda x: x[:, :7].t().contiguous().t(), lambda x: x[-1:]]

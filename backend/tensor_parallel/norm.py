@@ -77,7 +77,7 @@ class _LayerNorm(torch.autograd.Function):
             dy_BSH, x_BSH, x_BSH.shape[-1:], mean, rstd, weight, bias, [True, False, False]
         )
         work = [
-            (layer.weight_usage, lambda: layer.token_sums((x_BSH - mean) * rstd * dy_BSH)),
+            (layer.weight_usage, lambda: layer.token_sums((x_BSH - mean).mul_(rstd).mul_(dy_BSH))),
             (layer.bias_usage, lambda: layer.token_sums(dy_BSH)),
         ]
         layer.context.submit(layer.name, work, ctx.microbatch)

@@ -1,4 +1,4 @@
-"""`exact_sum` against rational arithmetic: no order, no cut and no range of fp32 changes it."""
+"""`exact_sum` against rational arithmetic: no order, no cut and no range of fp32 changes it, compiled or not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardproof.backend.numerics import exact_sum as module
 from shardproof.backend.numerics.exact_sum import ExactSum, exact_sum
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.program import EXACT_SCALAR_BYTES
@@ -18,6 +19,16 @@ from shardproof.core.program import EXACT_SCALAR_BYTES
 FP32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-149
+
+
+PATHS = [None, *([module.compiled] if module.compiled is not None else [])]
+
+
+@pytest.fixture(autouse=True, scope="module", params=PATHS, ids=["plain", "compiled"][: len(PATHS)])
+def path(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "compiled", request.param)
+        yield
 
 
 def fp32(values) -> torch.Tensor:
@@ -52,6 +63,14 @@ def test_300000_numbers_over_60_binades_in_many_chunks():
     shuffled = random.Random(3)
     values = torch.tensor([shuffled.uniform(-1, 1) * 2.0 ** shuffled.randint(-40, 20) for _ in range(300_000)], dtype=torch.float32)
     assert float(exact_sum([values[:1000], values[1000:].view(-1, 13)])) == math.fsum(values.tolist())
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_a_transposed_matrix_of_all_magnitudes_has_the_sum_of_its_elements(squares):
+    bits = torch.arange(1, 2**32, 331_777, dtype=torch.int64).to(torch.int32)
+    values = bits[bits.view(torch.float32).isfinite()].view(torch.float32)[:12_800]
+    numbers = [Fraction(value) ** (1 + squares) for value in values.tolist()]
+    assert float(exact_sum([values.view(100, 128).t()], squares=squares)) == float(sum(numbers, Fraction()))
 
 
 @pytest.mark.parametrize(
