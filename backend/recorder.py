@@ -14,26 +14,29 @@ CollectiveOp = Literal["all_to_all", "all_gather", "all_reduce", "reduce_scatter
 
 
 class _Scope(threading.local):
-    """What the current thread is working on."""
+    """What the current thread is working on, the innermost layer last."""
 
     action: Action | None = None
-    layer: str = ""
+
+    def __init__(self) -> None:
+        self.layers = [""]
 
 
 class _InLayer(AbstractContextManager[None]):
-    """`Recorder.layer`: entered several times for every product, so it is no generator, which costs four times as much."""
+    """`Recorder.layer`: entered several times for every product, so there is one for each layer, and it is no generator, which costs four
+    times as much."""
 
-    __slots__ = ("_before", "_layer", "_scope")
+    __slots__ = ("_layer", "_scope")
 
     def __init__(self, scope: _Scope, layer: str):
         self._scope = scope
         self._layer = layer
 
     def __enter__(self) -> None:
-        self._before, self._scope.layer = self._scope.layer, self._layer
+        self._scope.layers.append(self._layer)
 
     def __exit__(self, *raised: object) -> None:
-        self._scope.layer = self._before
+        self._scope.layers.pop()
 
 
 class Recorder:
@@ -47,9 +50,10 @@ class Recorder:
         self.enabled = enabled
         self.events: list[tuple[Action | None, Operation]] = []
         self._scope = _Scope()
+        self._in_layer: dict[str, _InLayer] = {}
 
     @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
+    def action(self, action: Action | None) -> Iterator[None]:
         """Everything inside belongs to `action`."""
         before, self._scope.action = self._scope.action, action
         try:
@@ -59,37 +63,37 @@ class Recorder:
 
     def layer(self, layer: str) -> AbstractContextManager[None]:
         """Everything inside belongs to `layer`, e.g. `layers.0.mlp.down`."""
-        return _InLayer(self._scope, layer)
+        found = self._in_layer.get(layer)
+        if found is None:
+            found = self._in_layer[layer] = _InLayer(self._scope, layer)
+        return found
 
     @property
     def current_layer(self) -> str:
         """The layer this thread is working on; empty outside all layers."""
-        return self._scope.layer
+        return self._scope.layers[-1]
 
     @property
     def scope(self) -> tuple[Action | None, str]:
         """What this thread is working on, for a thread that goes on with it."""
-        return self._scope.action, self._scope.layer
+        return self._scope.action, self._scope.layers[-1]
 
     @contextmanager
     def within(self, scope: tuple[Action | None, str]) -> Iterator[None]:
         """Everything inside belongs to the `scope` of another thread."""
-        before = self.scope
-        self._scope.action, self._scope.layer = scope
-        try:
+        action, layer = scope
+        with self.action(action), self.layer(layer):
             yield
-        finally:
-            self._scope.action, self._scope.layer = before
 
     def product(self, m: int, n: int, k: int, count: int = 1, *, dtype: Literal["fp32"] | None = None, grouped: bool = False) -> None:
         """`count` products [m, k] x [k, n], with `grouped` on average; `dtype` where the operands are not in the plan's precision."""
         if self.enabled:
-            self.events.append((self._scope.action, Product(self._scope.layer, m, n, k, count, grouped, dtype)))
+            self.events.append((self._scope.action, Product(self.current_layer, m, n, k, count, grouped, dtype)))
 
     def collective(self, op: CollectiveOp, axis: str, group_size: int, sent_bytes: int) -> None:
         """One collective call; `sent_bytes` left this rank."""
         if self.enabled:
-            self.events.append((self._scope.action, Collective(self._scope.layer, op, axis, group_size, sent_bytes)))
+            self.events.append((self._scope.action, Collective(self.current_layer, op, axis, group_size, sent_bytes)))
 
     def message(self, action: Action, num_bytes: int) -> None:
         """One point-to-point message."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...core.parameters import layer_prefix
+from ..autograd import Function
 from ..tensor_parallel import ColumnParallelLinear, HeadNorm, LayerContext, RowParallelLinear, recomputed
 from .attention_core import AttentionCore
-from .rotary import rotary_table, rotate, turned
+from .rotary import rotary_by_token, rotary_table, rotate, turned
 
 
 class Attention(nn.Module):
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         model, qkv = self.context.model, self.qkv(x_BSH)
         if model.position == "rope" and not self.norms and self.core.takes_strides:
-            q, k, v = _TurnedApart.apply(qkv, *rotary_table(self.context), model.query_heads_per_group, model.head_dim)
+            q, k, v = _TurnedApart.apply(qkv, *rotary_by_token(self.context), model.query_heads_per_group, model.head_dim)
         else:
             q, k, v = self._apart(qkv)
         again = "core_attn" in self.context.recomputed_modules
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         return [q, k, v]
 
 
-class _GroupsApart(torch.autograd.Function):
+class _GroupsApart(Function):
     """[b, s, l (q+2) d] -> views of the q query heads, the key head and the value head of every group, [b, s, l, n, d]; the backward writes
     their gradients where they belong."""
 
@@ -68,7 +68,7 @@ class _GroupsApart(torch.autograd.Function):
         return dqkv, None, None
 
 
-class _TurnedApart(torch.autograd.Function):
+class _TurnedApart(Function):
     """[b, s, l (q+2) d] -> queries [b, l q, s, d], keys and values [b, l, s, d], queries and keys turned by their positions: what
     `_GroupsApart` and `rotate` do, in fewer passes. Heads of a token lie one after the other."""
 
@@ -77,7 +77,6 @@ class _TurnedApart(torch.autograd.Function):
         ctx.of = queries, head_dim
         ctx.save_for_backward(cos, sin)
         q, k, v = _groups(qkv, queries, head_dim)
-        cos, sin = _by_token(cos), _by_token(sin)
         heads = turned(q, cos, sin), turned(k, cos, sin), v.contiguous()
         return tuple(part.flatten(2, 3).transpose(1, 2) for part in heads)
 
@@ -87,16 +86,11 @@ class _TurnedApart(torch.autograd.Function):
         (samples, heads, tokens, _), first = gradients[0].shape, gradients[0]
         dqkv = first.new_empty(samples, tokens, heads // queries * (queries + 2) * head_dim)
         dq, dk, dv = (gradient.transpose(1, 2).unflatten(2, (heads // queries, -1)) for gradient in gradients)
-        parts, cos, sin = _groups(dqkv, queries, head_dim), _by_token(cos), _by_token(sin)
+        parts = _groups(dqkv, queries, head_dim)
         for part, gradient in zip(parts, (dq, dk), strict=False):
             turned(gradient, cos, sin, back=True, out=part)
         parts[2].copy_(dv)
         return dqkv, None, None, None, None
-
-
-def _by_token(table: Tensor) -> Tensor:
-    """[1 or b, 1, s, d] -> [1 or b, s, 1, 1, d]."""
-    return table.squeeze(1)[:, :, None, None]
 
 
 def _groups(qkv: Tensor, queries: int, head_dim: int) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...core.chunks import Chunks
+from ..autograd import Function
 from ..tensor_parallel import LayerContext, Microbatch
 from .attention_blocks import Block, DropoutKernel, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
 from .attention_exchange import KeySums, gathered, scattered
@@ -69,8 +71,11 @@ class AttentionCore(nn.Module):
 
     def is_one_call(self, microbatch: Microbatch) -> bool:
         """Whether all queries are one block without a mask of its own; whoever drops no probabilities then leaves it to the library."""
-        plain = microbatch.documents is None and not self.window
-        return plain and len(list(self.blocks(self.context.chunks))) == 1
+        return microbatch.documents is None and not self.window and self._is_one_block
+
+    @cached_property
+    def _is_one_block(self) -> bool:
+        return len(list(self.blocks(self.context.chunks))) == 1
 
     @property
     def takes_strides(self) -> bool:
@@ -103,7 +108,7 @@ class AttentionCore(nn.Module):
                 recorder.product(own, d, keys, 2 * count)
 
 
-class _Blockwise(torch.autograd.Function):
+class _Blockwise(Function):
     """Block by block; in exact numerics in fp32, rounded once. Keys and values of other ranks are not kept for the backward."""
 
     @staticmethod
@@ -157,7 +162,7 @@ def _sum_of_heads(x: Tensor, groups: int) -> Tensor:
     return total
 
 
-class _RecordBackward(torch.autograd.Function):
+class _RecordBackward(Function):
     """The identity; its backward records the products of the attention's backward."""
 
     @staticmethod
@@ -172,7 +177,7 @@ class _RecordBackward(torch.autograd.Function):
         return dy.contiguous(), None, None
 
 
-class _RepeatHeads(torch.autograd.Function):
+class _RepeatHeads(Function):
     """[b, groups, s, d] -> [b, groups * times, s, d]; the backward adds a group's query heads in their order."""
 
     @staticmethod

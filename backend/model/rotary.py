@@ -22,6 +22,20 @@ def rotary_table(context: LayerContext) -> tuple[Tensor, Tensor]:
     return cos[:, :, :own], sin[:, :, :own]
 
 
+def rotary_by_token(context: LayerContext) -> tuple[Tensor, Tensor]:
+    """`rotary_table` for heads that lie behind their token: cos [1 or b, s, 1, 1, d], and sin of the first half of d, which the second
+    repeats, [1 or b, s, 1, 1, d/2]."""
+
+    def by_token() -> tuple[Tensor, Tensor]:
+        cos, sin = (table.squeeze(1)[:, :, None, None] for table in rotary_table(context))
+        return cos, sin.chunk(2, -1)[0]
+
+    microbatch = context.running_microbatch
+    if microbatch.documents is not None:
+        return by_token()
+    return context.constant(f"rotary of {context.chunks_of(microbatch).num_own} tokens", by_token)
+
+
 def _rows(context: LayerContext, positions: Tensor) -> tuple[Tensor, Tensor]:
     sequence, device = context.chunks.num_items, context.numerics.device
     table = rope_table(sequence, rotary_frequencies(context.model, sequence), device, growth=rotary_growth(context.model))
@@ -62,19 +76,17 @@ class _Rotate(torch.autograd.Function):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, out: Tensor | None = None) -> Tensor:
-    """`rotate` outside of autograd, in two passes, or `back` by the same angles; written to `out` where that is given.
+    """`rotate` outside of autograd, in two passes, or `back` by the same angles; written to `out` where that is given. `sin` has the angles
+    of one half of the last dimension.
 
     Products and sums may be rounded together, so bits depend on the machine.
     """
-    (low, high), (sin_low, sin_high) = x.chunk(2, -1), sin.chunk(2, -1)
+    low, high = x.chunk(2, -1)
     y = torch.mul(x, cos, out=out if out is not None and out.dtype == cos.dtype else None)
     y_low, y_high = y.chunk(2, -1)
-    if back:
-        y_low.addcmul_(high, sin_high)
-        y_high.addcmul_(low, sin_low, value=-1)
-    else:
-        y_low.addcmul_(high, sin_low, value=-1)
-        y_high.addcmul_(low, sin_high)
+    sign = 1 if back else -1
+    y_low.addcmul_(high, sin, value=sign)
+    y_high.addcmul_(low, sin, value=-sign)
     if out is None or out is y:
         return y.to(x.dtype)
     return out.copy_(y)

@@ -34,6 +34,9 @@ class FastNumerics(FastExpertNumerics, Numerics):
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         return F.linear(x_BSF, weight_CF)
 
+    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
+        return x_BSC @ weight_CF if group.size == 1 else super().contract(x_BSC, weight_CF, leaves, group, tokens)
+
     def partial_contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         return (x_BSC @ weight_CF).unsqueeze(0)
 
@@ -173,14 +176,17 @@ class FastAccumulator:
         return self.held[0]
 
     def add(self, first_sample: int, contribution: Contribution) -> None:
-        assert isinstance(contribution, Tensor | TokenProduct)
-        if not self.held:
-            first = contribution if isinstance(contribution, Tensor) else contribution.total()
-            self.held.append(first.to(self._dtype))
-        elif isinstance(contribution, Tensor):
+        if isinstance(contribution, TokenProduct):
+            if self.held:
+                contribution.add_to(self.held[0])
+            else:
+                self.held.append(contribution.total().to(self._dtype))
+            return
+        assert isinstance(contribution, Tensor)
+        if self.held:
             self.held[0].add_(contribution)
         else:
-            contribution.add_to(self.held[0])
+            self.held.append(contribution.to(self._dtype))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...core.parameters import TOKEN_TABLE
+from ..autograd import Function
 from ..numerics import Contribution
 from .context import LayerContext
 
@@ -58,7 +59,7 @@ class VocabParallelEmbedding(nn.Module):
         return _Lookup.apply(self.context.anchor(), tokens_BS, self)
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tokens_BS: Tensor, layer: VocabParallelEmbedding) -> Tensor:
         lo, hi = layer.leaves.items
@@ -82,10 +83,12 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[None, None, None]:
         (ids_BS,) = ctx.saved_tensors
         layer, context = ctx.layer, ctx.layer.context
-        num_rows, positions_BS = len(layer.shard.storage), context.positions(ctx.microbatch).expand(ids_BS.shape)
+        num_rows, finishes_sequences = len(layer.shard.storage), context.numerics.mode == "exact" and context.cp.size > 1
+        if layer.positions is not None or finishes_sequences:
+            positions_BS = context.positions(ctx.microbatch).expand(ids_BS.shape)
         with context.recorder.layer(layer.name):
             whole_BSH = context.gather(dy_BSH.contiguous())
-            if context.numerics.mode == "exact" and context.cp.size > 1:  # rows add in the order of the whole sequence
+            if finishes_sequences:  # rows add in the order of the whole sequence
                 whole_BSH = context.gather_sequence(whole_BSH)
                 ids_BS, positions_BS = context.gather_sequence(torch.stack([ids_BS, positions_BS], 2)).unbind(2)
         work = [(layer.usage, lambda: context.numerics.embedding_gradient(ids_BS, whole_BSH, num_rows))]

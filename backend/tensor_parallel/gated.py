@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..autograd import Function
 from ..numerics.fast import FastNumerics
 from ..numerics.token_product import InterleavedProduct
 from .linear import ColumnParallelLinear, Source, column_backward
@@ -45,7 +46,7 @@ def _is_repeated(layer: ColumnParallelLinear) -> bool:
     return "mlp_act" in layer.context.recomputed_modules
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(Function):
     @staticmethod
     def forward(ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Source | None, kept: list[Tensor]) -> Tensor:
         """Leaves gate and up-projection in `kept` for who makes the result again."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..autograd import Function
 from ..numerics import Contribution
 from . import mappings
 from .context import LayerContext
@@ -64,6 +65,8 @@ class ParallelLinear(nn.Module, ABC):
 
     def gather(self, x_BSF: Tensor) -> Tensor:
         """All tokens of the whole-feature side."""
+        if self.context.tokens is None:
+            return x_BSF
         with self.context.recorder.layer(self.name):
             return self.context.gather(x_BSF)
 
@@ -76,7 +79,13 @@ class ParallelLinear(nn.Module, ABC):
 
     def contract(self, x_BSC: Tensor) -> Tensor:
         """[b, s, c] -> [b, s, f]: summed over all ranks' parts; this rank's tokens of it."""
-        return self.finish_contract(self.partial_contract(x_BSC), x_BSC.dtype)
+        context = self.context
+        if context.tp.size > 1:
+            return self.finish_contract(self.partial_contract(x_BSC), x_BSC.dtype)
+        cut_size, full_size = self.shard.storage.shape
+        with context.recorder.layer(self.name):
+            context.recorder.product(_tokens(x_BSC), full_size, cut_size)
+            return context.numerics.contract(x_BSC, self.shard.operand, self.leaves, context.tp, context.tokens)
 
     def partial_contract(self, x_BSC: Tensor) -> Tensor:
         """The product of `contract`: what this rank brings to the sum, [n, b, s, f]."""
@@ -187,7 +196,7 @@ class RowParallelLinear(ParallelLinear):
             return mappings.sequence_to_hidden(x_BSC, tp, sequence_sizes=tokens.sizes, hidden_sizes=self.feature_sizes)
 
 
-class _Column(torch.autograd.Function):
+class _Column(Function):
     @staticmethod
     def forward(ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Source | None, add_bias: bool) -> Tensor:
         _keep(ctx, x_BSF, layer, source, add_bias)
@@ -197,36 +206,43 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None, None, None]:
         dy_BSC = dy_BSC.contiguous()
-        return column_backward(ctx, dy_BSC, lambda: ctx.layer.partial_contract(dy_BSC)), None, None, None
+        return column_backward(ctx, dy_BSC), None, None, None
 
 
 def column_backward(
-    ctx: Any, dy_BSC: Tensor, product: Callable[[], Tensor], weight_gradient: Callable[[Tensor, Tensor], Contribution] | None = None
+    ctx: Any,
+    dy_BSC: Tensor,
+    product: Callable[[], Tensor] | None = None,
+    weight_gradient: Callable[[Tensor, Tensor], Contribution] | None = None,
 ) -> Tensor:
     """The input gradient of a column-parallel layer, the sum over ranks of what `product` brings to it; weight and bias get theirs.
-    `weight_gradient` is the layer's own unless given.
+    `product` and `weight_gradient` are the layer's own unless given.
 
     Where the plan overlaps them, the input is gathered beside the product, and the sum is taken beside the product of the weight gradient
     (Megatron-Core's `LinearWithGradAccumulationAndAsyncCommunication`).
     """
     layer, context = ctx.layer, ctx.layer.context
     weight_gradient = weight_gradient or layer.weight_gradient
+
+    def contracted() -> Tensor:
+        return layer.contract(dy_BSC) if product is None else layer.finish_contract(product(), dy_BSC.dtype)
+
     if layer.frozen:
-        return layer.finish_contract(product(), dy_BSC.dtype)
+        return contracted()
     x_BSF, lane = _kept(ctx), context.lane
     if lane is None or context.weight_work.deferring:
-        dx_BSF = layer.finish_contract(product(), dy_BSC.dtype)
+        dx_BSF = contracted()
         layer.submit(ctx, lambda: weight_gradient(dy_BSC, layer.gather(x_BSF)), dy_BSC)
         return dx_BSF
     gathered = lane.start(lambda: layer.gather(x_BSF), x_BSF) if context.tokens is not None else lambda: x_BSF
-    partial = product()
+    partial = layer.partial_contract(dy_BSC) if product is None else product()
     all_x_BSF = gathered()
     summed = lane.start(lambda: layer.finish_contract(partial, dy_BSC.dtype), partial)
     layer.submit(ctx, lambda: weight_gradient(dy_BSC, all_x_BSF), dy_BSC)
     return summed()
 
 
-class _Row(torch.autograd.Function):
+class _Row(Function):
     @staticmethod
     def forward(ctx: Any, x_BSC: Tensor, layer: RowParallelLinear, source: Source | None, add_bias: bool) -> Tensor:
         _keep(ctx, x_BSC, layer, source, add_bias)
@@ -244,7 +260,7 @@ class _Row(torch.autograd.Function):
         return dx_BSC, None, None, None
 
 
-class _Bias(torch.autograd.Function):
+class _Bias(Function):
     """A layer's bias as large as what it is to be added to; its gradient goes the way of all weight gradients."""
 
     @staticmethod

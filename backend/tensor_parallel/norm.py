@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..autograd import Function
 from ..numerics import Contribution
 from .context import LayerContext
 
@@ -58,7 +59,7 @@ class HeadNorm(Norm):
         return self.context.numerics.head_sums(x_BSH, self.context.heads)
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Function):
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
         assert layer.bias is not None
@@ -84,7 +85,7 @@ class _LayerNorm(torch.autograd.Function):
         return dx_BSH.to(dtype), None
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNorm(Function):
     """y = x r w with r = 1/sqrt(mean(x^2) + eps) (Zhang & Sennrich 2019); dx = r (g - n mean(g n)) with n = x r and g = w dy."""
 
     @staticmethod
@@ -110,7 +111,7 @@ class _RmsNorm(torch.autograd.Function):
         return dx_BSH.to(dtype), None
 
 
-class _FastRmsNorm(torch.autograd.Function):
+class _FastRmsNorm(Function):
     """The same in fewer passes: the library's LayerNorm of mean 0 has this gradient of the weight, and of the input this less r mean(g)."""
 
     @staticmethod
@@ -130,7 +131,9 @@ class _FastRmsNorm(torch.autograd.Function):
         def backward(*wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
             return torch.ops.aten.native_layer_norm_backward(dy_BSH, x_BSH, width, torch.zeros_like(rstd), rstd, weight, None, wanted)
 
-        dx_BSH = backward(True, False, False)[0]
+        later = layer.context.weight_work.deferring
+        dx_BSH, gradient, _ = backward(True, not later, False)
         dx_BSH.addcmul_((dy_BSH @ weight).unsqueeze(-1), rstd, value=1 / len(weight))
-        layer.context.submit(layer.name, [(layer.weight_usage, lambda: backward(False, True, False)[1])], ctx.microbatch)
+        work = (lambda: backward(False, True, False)[1]) if later else lambda: gradient
+        layer.context.submit(layer.name, [(layer.weight_usage, work)], ctx.microbatch)
         return dx_BSH.to(dtype), None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...core.leaves import Leaves
+from ..autograd import Function
 from ..numerics import Contribution, OwnedLeaves
 from .context import LayerContext
 
@@ -57,7 +57,7 @@ class WholeLinear(nn.Module):
         self.context.recorder.product(m, n, k, dtype="fp32" if self.fp32 else None)
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(Function):
     @staticmethod
     def forward(ctx: Any, x_BSF: Tensor, layer: WholeLinear, source: Callable[[], Tensor] | None) -> Tensor:
         ctx.layer, ctx.microbatch, ctx.source = layer, layer.context.microbatch, source
