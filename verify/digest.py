@@ -94,15 +94,21 @@ _WHOLE = np.zeros(1, dtype=np.uint64)
 
 def runs_of(shape: Sequence[int], region: Region) -> tuple[np.ndarray, int]:
     """The first elements (uint64) of the runs that a region is made of, each of neighbours in the whole tensor, and their length."""
-    if all(lo == 0 and hi == size for (lo, hi), size in zip(region, shape, strict=True)):
-        return _WHOLE, math.prod(shape)
     length, outer = 1, len(shape)
     while outer and (outer == len(shape) or region[outer] == (0, shape[outer])):
         outer -= 1
         length *= region[outer][1] - region[outer][0]
+    if not outer and (not shape or region[0][0] == 0):
+        return _WHOLE, length
     inside = math.prod(shape[outer:])
-    first = math.prod(shape[outer + 1 :]) * region[outer][0] if outer < len(shape) else 0
+    first = math.prod(shape[outer + 1 :]) * region[outer][0]
     return (element_index(shape[:outer], region[:outer]) * np.uint64(inside) + np.uint64(first)).reshape(-1), length
+
+
+def rows_of(shape: Sequence[int], region: Region) -> np.ndarray:
+    """The first elements (uint64) of the rows of a matrix's region."""
+    (top, bottom), (left, _) = region
+    return np.arange(top, bottom, dtype=np.uint64) * np.uint64(shape[1]) + np.uint64(left)
 
 
 def full_region(shape: Sequence[int]) -> Region:
@@ -112,7 +118,10 @@ def full_region(shape: Sequence[int]) -> Region:
 
 def region_size(region: Region) -> int:
     """Elements of a region."""
-    return math.prod(hi - lo for lo, hi in region)
+    size = 1
+    for lo, hi in region:
+        size *= hi - lo
+    return size
 
 
 def regions_overlap(a: Region, b: Region) -> bool:

@@ -155,11 +155,15 @@ class LedgerWriter:
         if microbatch.lengths is not None:
             self._padded(phase, name, microbatch, tokens, tensor)
             return
-        sequence, ends = self.cp * microbatch.tokens.shape[1], np.cumsum([run.stop - run.start for run in tokens])
-        for offset, values in enumerate(_values(tensor)):
-            shape, key = (sequence, *values.shape[1:]), Key(self.step, phase, name, microbatch.first_sample + offset)
-            for run, part in zip(tokens, np.split(values, ends[:-1]), strict=True):
-                self._enter(key, part, shape, ((run.start, run.stop), *full_region(values.shape[1:])))
+        values = _values(tensor)
+        rest = full_region(values.shape[2:])
+        shape = (self.cp * microbatch.tokens.shape[1], *values.shape[2:])
+        for sample, of_sample in enumerate(values, start=microbatch.first_sample):
+            key, first = Key(self.step, phase, name, sample), 0
+            for run in tokens:
+                last = first + run.stop - run.start
+                self._enter(key, of_sample[first:last], shape, ((run.start, run.stop), *rest))
+                first = last
 
     def _padded(self, phase: str, name: str, microbatch: Any, tokens: Sequence[slice], tensor: Any) -> None:
         """Of padded documents only their own tokens: what follows them changes nothing, and may be left out."""
@@ -178,11 +182,11 @@ class LedgerWriter:
 
     def _enter(self, key: Key, values: np.ndarray, shape: tuple[int, ...], region: Region) -> None:
         kept = None
-        if key in self.capture:
+        if self.capture and key in self.capture:
             assert self.folder is not None
             kept = str(self.folder / f"{self.global_rank}-{len(self.entries)}.npy")
             np.save(kept, values)
-        self.keep(key, Piece(self.global_rank, tuple(shape), region, summarize(values, shape, region), kept))
+        self.keep(key, Piece(self.global_rank, shape, region, summarize(values, shape, region), kept))
 
     def keep(self, key: Key, piece: Piece) -> None:
         """Takes one entry into the ledger."""
@@ -196,4 +200,4 @@ def summary_of_scalar(value: float) -> Summary:
 
 
 def _values(tensor: Any) -> np.ndarray:
-    return tensor.detach().cpu().float().contiguous().numpy()  # bf16, which numpy lacks, is exact in fp32
+    return tensor.detach().cpu().float().numpy()  # bf16, which numpy lacks, is exact in fp32

@@ -30,6 +30,7 @@ from .digest import (
     full_region,
     mix,
     region_size,
+    rows_of,
     runs_of,
 )
 
@@ -61,16 +62,21 @@ class Summary:
 
 
 def summarize(values: np.ndarray, shape: Sequence[int] | None = None, region: Region | None = None) -> Summary:
-    """The summary of fp32 `values`, which fill `region` of a tensor of `shape` (without them: the whole tensor)."""
-    words = bit_words(np.asarray(values, dtype=np.float32)).reshape(-1)
+    """The summary of fp32 `values`, which fill `region` of a tensor of `shape` (without them: the whole tensor).
+
+    A matrix may lie in memory by columns, as transposed weights do; other strides cost a copy.
+    """
+    values = np.asarray(values, dtype=np.float32)
     shape = values.shape if shape is None else shape
     region = full_region(shape) if region is None else region
     size = region_size(region)
-    assert len(words) == size, f"{len(words)} values do not fill a region of {size} elements"
+    assert values.size == size, f"{values.size} values do not fill a region of {size} elements"
     if compiled is None:
-        return summarize_plainly(words, element_index(shape, region).reshape(-1))
+        return summarize_plainly(bit_words(values).reshape(-1), element_index(shape, region).reshape(-1))
+    if values.ndim == 2 == len(shape) and values.flags.f_contiguous and not values.flags.c_contiguous:
+        return Summary(*compiled.summarize(values.T, values.shape[1], rows_of(shape, region), True))
     starts, length = runs_of(shape, region)
-    return Summary(*compiled.summarize(words, length, starts))
+    return Summary(*compiled.summarize(np.ascontiguousarray(values), length, starts, False))
 
 
 def summarize_plainly(words: np.ndarray, index: np.ndarray) -> Summary:

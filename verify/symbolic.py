@@ -154,10 +154,11 @@ class _Prover:
         for content in self.plan.stages:
             works = [self.program.works(self.plan, content.stage, tp_rank) for tp_rank in range(self.plan.layout.tp)]
             blocks = list(blocks_of(self.plan.model, content))
-            cut = [_by_block(rank_works, blocks) for rank_works in works]
+            tables = {id(each): _by_block(each, blocks) for each in works}  # ranks that do the same share one sequence
             for block in blocks:
-                own = [table[block] for table in cut]
-                key = (block.name if block.layer is None else "layer", *(_signature(block, rank_works) for rank_works in own))
+                own = [tables[id(each)][block] for each in works]
+                signatures = {number: _signature(block, table[block]) for number, table in tables.items()}
+                key = (block.name if block.layer is None else "layer", *(signatures[id(each)] for each in works))
                 if key not in proved:
                     reference, _ = run_block(one, block, [one_works[block]], None)
                     ranks, gradients = run_block(self.plan, block, own, reference.values)

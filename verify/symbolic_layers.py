@@ -13,10 +13,22 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from ..core.action import Kind
 from ..core.leaves import Leaves
 from ..core.parameters import TOKEN_TABLE, Parameter, Usage
 from ..core.plan import Plan
-from ..core.program import Collective, LayerWork, Message, Operation, Operations, Product, operations, own_token_parameters, stage_work
+from ..core.program import (
+    Collective,
+    LayerWork,
+    Message,
+    Operation,
+    Operations,
+    Product,
+    are_alike,
+    operations,
+    own_token_parameters,
+    stage_work,
+)
 from ..core.reduction import cut, maximal_nodes
 from .expressions import MODULUS, Expression, apply, digest, exactly_summed, interval, summed, symbol, tree
 from .symbolic_tensors import MisfitError, Part, collective, on_another_copy, over_context
@@ -35,6 +47,15 @@ class Program:
     works: Callable[[Plan, int, int], Sequence[LayerWork]] = stage_work
     actions: Callable[..., Operations] = operations
     own_tokens: Callable[[Plan, int], Sequence[Parameter]] = own_token_parameters
+
+    def of_copies(self, plan: Plan, kind: Kind, stage: int, tp_rank: int, replica: int = 0) -> list[tuple[int, Operations]]:
+        """What the data-parallel ranks of a stage do in an action, without repeating: (the first rank that does it, its operations)."""
+        alike = self.actions is operations and are_alike(plan, kind, plan.placement.ranks[stage][replica])
+        found: dict[int, tuple[int, Operations]] = {}
+        for dp_rank in range(1 if alike else plan.layout.dp):
+            own = self.actions(plan, kind, stage, tp_rank, dp_rank, replica=replica)
+            found.setdefault(id(own), (dp_rank, own))
+        return list(found.values())
 
 
 @dataclass(frozen=True)

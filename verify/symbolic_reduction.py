@@ -16,7 +16,7 @@ import numpy as np
 from ..core.action import Kind
 from ..core.parameters import Usage, stage_parameters, stage_usages
 from ..core.plan import Plan
-from ..core.program import EXPERT_BIAS, Collective, num_copies, num_shards, sequences_are_cut
+from ..core.program import EXPERT_BIAS, Collective, Operations, num_copies, num_shards, sequences_are_cut
 from ..core.program.buckets import bucket_layers, sums_are_sharded
 from ..core.program.holdings import PART_LAYERS, KnownPart, knows_heads
 from ..core.schedule import Placement
@@ -84,8 +84,7 @@ def reduced_gradients(
     representatives: dict[tuple[object, ...], Usage] = {}
     for usage in usages:
         representatives.setdefault((buckets.get(usage.key), *_treatment(usage, states, covered)), usage)
-    calls = [program.actions(plan, Kind.REDUCE_GRAD, stage, t, d // plan.layout.cp, replica=r) for t, d, r in np.ndindex(gradients.shape)]
-    operations, note = in_step(calls)
+    operations, note = in_step(of_ranks(program, plan, Kind.REDUCE_GRAD, stage, len(placement.ranks[stage])))
     if note:
         differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", note))
     after_each, note = _after_each_microbatch(plan, program, stage)
@@ -347,6 +346,12 @@ def _collective(gradients: StageGradients, operation: Collective, own: np.ndarra
     return _over_cp(own, layout.cp) if operation.axis == "tp_cp" else own
 
 
+def of_ranks(program: Program, plan: Plan, kind: Kind, stage: int, num_replicas: int) -> list[Operations]:
+    """What all ranks of a stage do in an action; data-parallel ranks that do the same stand there once."""
+    tp_ranks, replicas = range(plan.layout.tp), range(num_replicas)
+    return [own for tp_rank in tp_ranks for replica in replicas for _, own in program.of_copies(plan, kind, stage, tp_rank, replica)]
+
+
 def in_step(sequences: Sequence[Sequence[object]]) -> tuple[list[Collective], str]:
     """The collectives that all ranks call in one order, and a note when they do not."""
     distinct = {id(sequence): sequence for sequence in sequences}.values()  # ranks that do the same may share one sequence
@@ -381,7 +386,7 @@ def exchange_difference(plan: Plan, program: Program, stage: int) -> StepDiffere
     for kind, wanted in ((Kind.B, due), (Kind.W, due), (Kind.I, [])):
         for tp_rank in range(plan.layout.tp):
             operations = program.actions(plan, kind, stage, tp_rank)
-            sent = (each for each in operations if isinstance(each, Collective) and not each.layer and not _is_over_copies(each))
+            sent = (each for each in operations if not each.layer and isinstance(each, Collective) and not _is_over_copies(each))
             calls = [(each.op, each.axis, each.group_size) for each in sent]
             if calls != wanted:
                 called = ", ".join(f"{op} over {axis} of {size}" for op, axis, size in calls) or "none"

@@ -15,16 +15,16 @@ from ..core.schedule import Placement
 from .expressions import MODULUS, digest, digests
 from .symbolic_experts import EXPERT_AXES, ExpertGrid
 from .symbolic_layers import Program
-from .symbolic_reduction import StageGradients, StepDifference, calls_text, in_step
+from .symbolic_reduction import StageGradients, StepDifference, calls_text, in_step, of_ranks
 from .symbolic_shards import dense_members, split_axis
 
 
 def unshard_difference(plan: Plan, placement: Placement, program: Program, stage: int) -> StepDifference | None:
     """What is wrong with UNSHARD of a stage: it has to bring together the parts of all copies (ZeRO-3)."""
-    shape = plan.layout.tp, plan.layout.dp * plan.layout.cp, len(placement.ranks[stage])
-    calls, note = in_step([program.actions(plan, Kind.UNSHARD, stage, t, d // plan.layout.cp, replica=r) for t, d, r in np.ndindex(shape)])
+    num_replicas = len(placement.ranks[stage])
+    calls, note = in_step(of_ranks(program, plan, Kind.UNSHARD, stage, num_replicas))
     parts, copies = num_shards(plan, stage), num_copies(plan, stage)
-    axes = ("dp", "edp") if shape[2] == 1 else ("replica", "expert_replica")
+    axes = ("dp", "edp") if num_replicas == 1 else ("replica", "expert_replica")
     levels = ["_shard" * (some < size) for some, size in zip(parts, copies, strict=True)]
     wanted = [
         ("all_gather", f"{axes[each.is_expert]}{levels[each.is_expert]}", parts[each.is_expert])
@@ -46,12 +46,12 @@ class Step:
         self.plan, self.placement, self.stages = plan, placement, stages
         self.ranks = [rank for rank in range(placement.num_ranks) if placement.stages_of(rank)]
         self.shape = (len(self.ranks), plan.layout.tp, plan.layout.dp * plan.layout.cp)
-        self.operations: dict[tuple[int, int, int], Operations] = {}
+        self.operations: dict[tuple[int, int], list[tuple[int, Operations]]] = {}
         for rank, pp_rank in enumerate(self.ranks):
             stage = placement.stages_of(pp_rank)[0]
             replica = placement.replica_of(stage, pp_rank)
-            for t, d in np.ndindex(self.shape[1:]):
-                self.operations[rank, t, d] = program.actions(plan, Kind.STEP, stage, t, d // plan.layout.cp, replica=replica)
+            for t in range(plan.layout.tp):
+                self.operations[rank, t] = program.of_copies(plan, Kind.STEP, stage, t, replica)
 
     def differences(self) -> Iterator[StepDifference]:
         """Everything STEP does otherwise than one device."""
@@ -65,16 +65,12 @@ class Step:
         yield from self._parameters()
 
     def _different(self, rank: int) -> list[tuple[tuple[int, int], Operations]]:
-        """The operations of a pipeline rank's tensor-parallel ranks and copies, of copies that share one sequence the first."""
-        found: dict[tuple[int, int], tuple[tuple[int, int], Operations]] = {}
-        for t, d in np.ndindex(self.shape[1:]):
-            own = self.operations[rank, t, d]
-            found.setdefault((t, id(own)), ((t, d), own))
-        return list(found.values())
+        """The operations of a pipeline rank's tensor-parallel and data-parallel ranks; of those that do the same, the first."""
+        return [((t, d), own) for t in range(self.shape[1]) for d, own in self.operations[rank, t]]
 
     def _of_layer(self, layer: str) -> tuple[list[Collective], str]:
-        distinct = {id(own): own for own in self.operations.values()}.values()
-        return in_step([[each for each in own if getattr(each, "layer", None) == layer] for own in distinct])
+        distinct = {id(own): own for copies in self.operations.values() for _, own in copies}.values()
+        return in_step([[each for each in own if each.layer == layer] for own in distinct])
 
     def _squares(self) -> tuple[np.ndarray, np.uint64]:
         """Each rank's sum of squares, every element of the model counted once: on a stage's first replica, or every copy's own part. What

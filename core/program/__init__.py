@@ -8,7 +8,7 @@ Letters: b samples per microbatch, s sequence, h hidden, n tensor-parallel size,
 rotations and softmax are elementwise or row-wise work without products; they are not listed here.
 """
 
-from .actions import message_bytes, operations
+from .actions import are_alike, message_bytes, operations
 from .batch import load_batch
 from .context import finish_sequences
 from .gradients import EXPERT_BIAS, copies_axis, gradient_bytes, own_token_parameters, reduce_microbatch, tied_ends
@@ -57,6 +57,7 @@ __all__ = [
     "Operations",
     "Product",
     "activation_bytes",
+    "are_alike",
     "copies_axis",
     "embedding_work",
     "finish_sequences",

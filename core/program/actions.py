@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..action import Kind
 from .context import finish_sequences
-from .gradients import copies_differ, gather_parameters, reduce_gradients, reduce_microbatch, step, step_counts, tied_ends
+from .gradients import exchanged_of_table, gather_parameters, reduce_gradients, reduce_microbatch, step, step_counts, tied_ends
 from .layers import stage_work
 from .tensors import Tensors
 from .work import LayerWork, Message, Operation, Operations
@@ -37,17 +37,33 @@ def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: in
         case Kind.SEND_F | Kind.SEND_B:
             return (Message("", message_bytes(plan, tp_rank)),)
         case Kind.REDUCE_GRAD:
-            copy = plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank) if copies_differ(plan) else 0
+            copy = 0 if are_alike(plan, kind, pp_rank) else plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank)
             return _once(plan, (kind, stage, tp_rank, copy), lambda: _reductions(plan, stage, tp_rank, copy))
         case Kind.UNSHARD:
             return (
                 _once(plan, (kind, stage, tp_rank), lambda: tuple(gather_parameters(plan, stage, tp_rank))) if plan.layout.zero == 3 else ()
             )
         case Kind.STEP:
-            copy = dp_rank * plan.layout.cp + cp_rank if plan.layout.zero and tied_ends(plan, pp_rank) else 0
-            return _once(plan, (kind, pp_rank, tp_rank, copy), lambda: tuple(step(plan, pp_rank, tp_rank, copy)))
+            copy = 0 if are_alike(plan, kind, pp_rank) else dp_rank * plan.layout.cp + cp_rank
+            sent = exchanged_of_table(plan, pp_rank, tp_rank, copy)  # and nothing else differs between copies
+            return _once(plan, (kind, pp_rank, tp_rank, sent), lambda: tuple(step(plan, pp_rank, tp_rank, copy)))
         case _:
             return ()
+
+
+def are_alike(plan: Plan, kind: Kind, pp_rank: int) -> bool:
+    """Whether the copies of a pipeline rank have the same operations of an action.
+
+    They have not where exact numerics reduce gradients, of which each sends the nodes of its own samples, and where STEP sends parts of a
+    tied table.
+    """
+    match kind:
+        case Kind.REDUCE_GRAD:
+            return plan.numerics.mode == "fast"
+        case Kind.STEP:
+            return not (plan.layout.zero and tied_ends(plan, pp_rank))
+        case _:
+            return True
 
 
 def _once(plan: Plan, key: tuple[Any, ...], make: Callable[[], Operations]) -> Operations:

@@ -47,8 +47,10 @@ def open_gradients(plan: Plan, stage: int, tp_rank: int) -> tuple[OpenGradients,
 
 def finish_sequences(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> Iterator[Collective]:
     """What follows the last weight gradient of a microbatch."""
+    if not sequences_are_cut(plan):
+        return
     cp, given = plan.layout.cp, open_gradients(plan, stage, tp_rank)
-    if not sequences_are_cut(plan) or not given:
+    if not given:
         return
     sent = 0
     for together in _cut_together(plan, stage, tp_rank, given):

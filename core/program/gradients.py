@@ -100,11 +100,6 @@ def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
             yield Collective(layer, "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (payload // parts) // others))
 
 
-def copies_differ(plan: Plan) -> bool:
-    """Whether copies of a stage send other bytes in REDUCE_GRAD: exact numerics send the nodes of their own samples."""
-    return plan.numerics.mode == "exact"
-
-
 def reduce_microbatch(plan: Plan, stage: int, tp_rank: int = 0) -> Iterator[Collective]:
     """What follows the weight gradients of a microbatch where sums are sharded: every rank keeps its part of each bucket."""
     if not sums_are_sharded(plan):
@@ -152,11 +147,7 @@ def step(plan: Plan, pp_rank: int, tp_rank: int, copy: int = 0) -> Iterator[Oper
     layout = plan.layout
     copies, model_ranks = layout.dp * layout.cp, layout.tp * layout.pp
     if tied_ends(plan, pp_rank):
-        table = local_elements(plan, next(embedding_parameters(plan.model)), tp_rank)
-        if layout.zero:  # of each end that it holds a rank has a part of the sum
-            table = sum(
-                _kept_of_table(plan, table, stage, pp_rank, copy) for stage in {0, len(plan.stages) - 1} & {*rank_stages(plan, pp_rank)}
-            )
+        table = exchanged_of_table(plan, pp_rank, tp_rank, copy)
         yield Collective("embedding.tokens", "all_gather", "embedding", 2, table * PARTIAL_BYTES)
     if layout.zero:  # each copy then holds the squares of its part only
         yield from _scalar(plan, "grad_norm", "dp", copies)
@@ -175,6 +166,17 @@ def step(plan: Plan, pp_rank: int, tp_rank: int, copy: int = 0) -> Iterator[Oper
     if layout.zero in (1, 2):
         for own_stage in rank_stages(plan, pp_rank):
             yield from gather_parameters(plan, own_stage, tp_rank)
+
+
+def exchanged_of_table(plan: Plan, pp_rank: int, tp_rank: int, copy: int) -> int:
+    """Elements of a table's sum that a rank sends to the other end of the model; 0 where it shares none."""
+    if not tied_ends(plan, pp_rank):
+        return 0
+    table = local_elements(plan, next(embedding_parameters(plan.model)), tp_rank)
+    if not plan.layout.zero:
+        return table
+    # of each end that it holds a rank has a part of the sum
+    return sum(_kept_of_table(plan, table, stage, pp_rank, copy) for stage in {0, len(plan.stages) - 1} & {*rank_stages(plan, pp_rank)})
 
 
 def _kept_of_table(plan: Plan, elements: int, stage: int, pp_rank: int, copy: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..parameters import layer_prefix, mtp_prefix
+from ..reduction import cut
 from .attention import attention_work
 from .linear import column, whole
 from .mlp import mlp_work
@@ -72,6 +73,7 @@ def group_work(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[LayerWork, .
 
 def stage_work(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
     """The layers of a stage in forward order."""
+    tp_rank = _first_alike(plan, tp_rank)
     key = ("stage_work", stage, tp_rank, cp_rank)
     if key not in plan.memo:
         plan.memo[key] = _stage_work(plan, stage, tp_rank, cp_rank)
@@ -89,6 +91,26 @@ def _stage_work(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> tuple[Lay
             works += mtp_work(plan, depth, tp_rank, cp_rank)
         works += head_work(plan, tp_rank)
     return tuple(works)
+
+
+def _first_alike(plan: Plan, tp_rank: int) -> int:
+    """The lowest tensor-parallel rank whose layers compute and send what this one's do.
+
+    Only dense layers of fast numerics are compared, by the sizes they are made of: of exact sums every rank has other nodes.
+    """
+    if plan.numerics.mode == "exact" or plan.model.is_moe:
+        return tp_rank
+    if "tp_shares" not in plan.memo:
+        plan.memo["tp_shares"] = [_share(plan, each) for each in range(plan.layout.tp)]
+    shares: list[tuple[int, ...]] = plan.memo["tp_shares"]
+    return shares.index(shares[tp_rank])
+
+
+def _share(plan: Plan, tp_rank: int) -> tuple[int, ...]:
+    tp, sizes = plan.layout.tp, plan.leaf_sizes
+    tokens = Tensors(plan, tp_rank).own_tokens
+    spans = [leaves.owned_items(tp, tp_rank) for leaves in (sizes.heads, sizes.ffn, sizes.vocab)]
+    return (tokens, *(hi - lo for lo, hi in (*spans, cut(tokens * plan.model.hidden_size, tp, tp_rank))))
 
 
 def embedding_work(plan: Plan, tp_rank: int = 0, layer: str = "embedding.tokens") -> LayerWork:

@@ -25,6 +25,7 @@ from shardproof.core.program import (
     stage_elements,
     stage_work,
 )
+from shardproof.core.program.layers import _stage_work as build
 
 MODEL = ModelSpec(
     "m", 4, 48, 96, 6, 6, 8, 102, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True
@@ -61,6 +62,16 @@ def step_flops(plan, kinds=(Kind.F, Kind.B)):
         for stage in range(layout.num_stages)
         for tp_rank in range(layout.tp)
     )
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 3, "sequence_parallel": True}, {"tp": 6, "cp": 2}])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ranks_with_equal_shares_have_one_program_and_others_their_own(layout, recompute):
+    plan = plan_of(recompute=recompute, **layout)
+    for stage in range(plan.layout.num_stages):
+        works = [stage_work(plan, stage, tp_rank) for tp_rank in range(plan.layout.tp)]
+        assert works == [build(plan, stage, tp_rank, 0) for tp_rank in range(plan.layout.tp)]
+        assert all((one is other) == (one == other) for one in works for other in works)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 3}, {"pp": 4}, {"tp": 2, "pp": 2, "dp": 3}, {"pp": 2, "vpp": 2}])

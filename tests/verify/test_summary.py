@@ -34,6 +34,14 @@ def test_summaries_of_a_grid_of_pieces_add_up_and_are_those_of_numpy(rows: int, 
     assert plain.largest == np.abs(whole).max(initial=0)
 
 
+@given(st.integers(1, 80), st.integers(1, 1100), st.data())
+def test_a_matrix_that_lies_by_columns_has_the_summary_of_its_copy(rows: int, columns: int, data: st.DataObject) -> None:
+    top, left = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    shape, region = (rows + 4, columns + 4), ((top, top + rows), (left, left + columns))
+    by_columns = values(columns, rows).T
+    assert equal(summarize(by_columns, shape, region), summarize(np.ascontiguousarray(by_columns), shape, region))
+
+
 def test_the_same_values_in_other_places_are_alike() -> None:
     one, turned = summarize(values(60, 50)), summarize(np.ascontiguousarray(values(60, 50)[::-1]))
     assert one.alike == turned.alike and one.digest != turned.digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -163,6 +164,19 @@ def step_program(change) -> Program:
         return change(operations(plan, kind, stage, tp_rank, dp_rank, replica=replica), kind, stage, tp_rank, dp_rank)
 
     return Program(actions=actions)
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt", "tiny-moe"])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_copies_that_are_not_asked_do_what_the_first_does(model, mode, zero):
+    plan = plan_of(model, mode, tp=2, pp=2, dp=3, zero=zero)
+    asked = step_program(lambda own, *_: own)
+    for kind in (Kind.B, Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.STEP):
+        for stage, tp_rank in product(range(2), range(2)):
+            ours, theirs = (dict(each.of_copies(plan, kind, stage, tp_rank)) for each in (Program(), asked))
+            assert set(ours.values()) == set(theirs.values())
+            assert all(ours[dp_rank] == own for dp_rank, own in theirs.items() if dp_rank in ours)
 
 
 @pytest.mark.parametrize("how", ["drop", "double", "axis"])

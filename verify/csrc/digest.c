@@ -118,7 +118,6 @@ typedef uint64_t Words __attribute__((vector_size(8 * WIDE)));
 typedef struct {
     uint64_t lanes[2], alike;
     double sums[WIDE][WIDE]; /* by how far the places are turned, and by the place among WIDE elements */
-    float largest;
     uint32_t largest_bits; /* of magnitudes, which sort like their bits; NaN is above infinity */
 } Summary;
 
@@ -190,20 +189,80 @@ static void fold(const Summary *all, double *sums) {
             }
 }
 
+static PyObject *summary_of(const Summary *all) {
+    double sums[WIDE] = {0};
+    float largest;
+    fold(all, sums);
+    memcpy(&largest, &all->largest_bits, sizeof largest);
+    return Py_BuildValue("(KK)Kd(dddddddd)", (unsigned long long)all->lanes[0], (unsigned long long)all->lanes[1],
+                         (unsigned long long)all->alike, (double)largest, sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7]);
+}
+
+static void summarize_runs(const uint32_t *words, Py_ssize_t length, const uint64_t *starts, Py_ssize_t num_runs, Summary *all) {
+    for (Py_ssize_t run = 0; run < num_runs; run++) summarize_run(words + run * length, length, starts[run], all);
+}
+
+#define LINE 16   /* words of a line of the cache */
+#define HIGH 32   /* rows of a tile */
+#define WIDTH 512 /* words of a row: a tile is 66 KB */
+
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+/* Writes four words of each of four columns, which are `stride` apart, as four rows of the tile. */
+static inline void turn_four(const uint32_t *from, Py_ssize_t stride, uint32_t (*tile)[WIDTH + LINE], Py_ssize_t column) {
+    Four a, b, c, d, ab, ab_high, cd, cd_high;
+    memcpy(&a, from, sizeof a);
+    memcpy(&b, from + stride, sizeof b);
+    memcpy(&c, from + 2 * stride, sizeof c);
+    memcpy(&d, from + 3 * stride, sizeof d);
+    ab = __builtin_shuffle(a, b, (Four){0, 4, 1, 5}), ab_high = __builtin_shuffle(a, b, (Four){2, 6, 3, 7});
+    cd = __builtin_shuffle(c, d, (Four){0, 4, 1, 5}), cd_high = __builtin_shuffle(c, d, (Four){2, 6, 3, 7});
+    a = __builtin_shuffle(ab, cd, (Four){0, 1, 4, 5}), b = __builtin_shuffle(ab, cd, (Four){2, 3, 6, 7});
+    c = __builtin_shuffle(ab_high, cd_high, (Four){0, 1, 4, 5}), d = __builtin_shuffle(ab_high, cd_high, (Four){2, 3, 6, 7});
+    memcpy(tile[0] + column, &a, sizeof a);
+    memcpy(tile[1] + column, &b, sizeof b);
+    memcpy(tile[2] + column, &c, sizeof c);
+    memcpy(tile[3] + column, &d, sizeof d);
+}
+
+/* Columns [wide][high] of words, `stride` apart, as rows of the tile. */
+static void turn(const uint32_t *from, Py_ssize_t stride, Py_ssize_t high, Py_ssize_t wide, uint32_t (*tile)[WIDTH + LINE]) {
+    Py_ssize_t column = 0, rows = high / 4 * 4;
+    for (; column + 4 <= wide; column += 4, from += 4 * stride) {
+        for (Py_ssize_t row = 0; row < rows; row += 4) turn_four(from + row, stride, tile + row, column);
+        for (Py_ssize_t row = rows; row < high; row++)
+            for (int i = 0; i < 4; i++) tile[row][column + i] = from[i * stride + row];
+    }
+    for (; column < wide; column++, from += stride)
+        for (Py_ssize_t row = 0; row < high; row++) tile[row][column] = from[row];
+}
+
+/* The runs lie in columns: word i of each, for all runs, before word i + 1. They are turned in the cache, a tile at a time. */
+static void summarize_columns(const uint32_t *words, Py_ssize_t length, const uint64_t *starts, Py_ssize_t num_runs, Summary *all) {
+    uint32_t tile[HIGH][WIDTH + LINE]; /* rows do not compete for one place of the cache */
+    for (Py_ssize_t first = 0; first < num_runs; first += HIGH) {
+        Py_ssize_t high = num_runs - first < HIGH ? num_runs - first : HIGH;
+        for (Py_ssize_t done = 0; done < length; done += WIDTH) {
+            Py_ssize_t wide = length - done < WIDTH ? length - done : WIDTH;
+            turn(words + done * num_runs + first, num_runs, high, wide, tile);
+            for (Py_ssize_t run = 0; run < high; run++) summarize_run(tile[run], wide, starts[first + run] + (uint64_t)done, all);
+        }
+    }
+}
+
 static PyObject *summarize(PyObject *module, PyObject *args) {
     Py_buffer words, starts;
     Py_ssize_t length;
+    int in_columns;
     Summary all;
-    double sums[WIDE] = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "y*ny*", &words, &length, &starts)) return NULL;
+    if (!PyArg_ParseTuple(args, "y*ny*p", &words, &length, &starts, &in_columns)) return NULL;
     memset(&all, 0, sizeof all);
     Py_ssize_t num_runs = starts.len / (Py_ssize_t)sizeof(uint64_t);
     int fits = length >= 0 && words.len == num_runs * length * 4;
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t run = 0; run < num_runs; run++)
-            summarize_run((const uint32_t *)words.buf + run * length, length, ((const uint64_t *)starts.buf)[run], &all);
+        (in_columns ? summarize_columns : summarize_runs)(words.buf, length, starts.buf, num_runs, &all);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&words);
@@ -212,15 +271,12 @@ static PyObject *summarize(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "the words do not fill the runs");
         return NULL;
     }
-    fold(&all, sums);
-    memcpy(&all.largest, &all.largest_bits, sizeof all.largest);
-    return Py_BuildValue("(KK)Kd(dddddddd)", (unsigned long long)all.lanes[0], (unsigned long long)all.lanes[1],
-                         (unsigned long long)all.alike, (double)all.largest, sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7]);
+    return summary_of(&all);
 }
 
 static PyMethodDef methods[] = {
     {"runs", runs, METH_VARARGS, "Both lanes of words of a width in bytes, which are runs of a length that begin at these elements (uint64)."},
-    {"summarize", summarize, METH_VARARGS, "Both lanes, the digest without places, the largest magnitude and the signed sums of float32 words."},
+    {"summarize", summarize, METH_VARARGS, "Both lanes, the digest without places, the largest magnitude and the signed sums of float32 words; the runs may lie in columns."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -265,7 +265,7 @@ class Recorder:
         if placed is None:
             return
         self._notice_precision(placed.local.dtype)
-        values = placed.local.detach().cpu().float().contiguous().numpy()
+        values = placed.local.detach().cpu().float().numpy()
         summary = summarize(np.atleast_1d(values), placed.shape or (1,), placed.region or ((0, 1),))
         self._file.keep(key, Piece(self._file.global_rank, placed.shape, placed.region, summary))
 
