@@ -267,9 +267,9 @@ def recompute_of(problem: Problem, name: str) -> Recompute:
 def _first_plan(problem: Problem, layout: Layout, *, samples: int, micro: int, choices: Mapping[str, Any]) -> Plan | Refusal:
     """The plan with the first of `TOKENS` that a layout can cut. Otherwise what a layout breaks however tokens are cut, or the shortest
     refusal where there is no such thing."""
-    refusals = []
+    refusals: list[Refusal] = []
     for tokens in TOKENS:
-        sections = problem.sections(layout, tokens, Batch(samples, micro, tokens.sequence)) | choices
+        sections = {**problem.sections(layout, tokens, Batch(samples, micro, tokens.sequence)), **choices}
         try:
             plan = Plan(**sections)
         except PlanError as error:
