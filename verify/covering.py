@@ -97,30 +97,27 @@ class _Missing:
     """The pairs that no row has yet: for every feature a bit set of the partners that it still has to meet."""
 
     def __init__(self, pairs: Iterable[Pair]):
-        self._bits: dict[Feature, int] = {}
+        self._bits: defaultdict[Feature, int] = defaultdict(lambda: 1 << len(self._bits))
         self._partners: defaultdict[Feature, int] = defaultdict(int)
         for first, second in pairs:
-            self._partners[first] |= self._bit(second)
-            self._partners[second] |= self._bit(first)
+            self._partners[first] |= self._bits[second]
+            self._partners[second] |= self._bits[first]
 
     def has(self, pair: Pair) -> bool:
-        return bool(self._partners[pair[0]] & self._bit(pair[1]))
+        return bool(self._partners[pair[0]] & self._bits[pair[1]])
 
     def number(self, features: Sequence[Feature]) -> int:
         """How many of the pairs of some features are missing."""
         found = self._set(features)
-        return sum((self._partners[feature] & found).bit_count() for feature in features) // 2
+        return sum([(self._partners[feature] & found).bit_count() for feature in features]) // 2
 
     def remove(self, features: Sequence[Feature]) -> None:
         found = self._set(features)
         for feature in features:
             self._partners[feature] &= ~found
 
-    def _bit(self, feature: Feature) -> int:
-        return self._bits.setdefault(feature, 1 << len(self._bits))
-
     def _set(self, features: Sequence[Feature]) -> int:
-        return functools.reduce(int.__or__, map(self._bit, features), 0)
+        return functools.reduce(int.__or__, map(self._bits.__getitem__, features), 0)
 
 
 def _impossible(space: Space) -> Iterator[tuple[Feature, Row]]:

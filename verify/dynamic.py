@@ -23,7 +23,7 @@ from ..core.plan import DataParallel, Plan, Train
 from .compare import Difference
 from .describe import count_words, describe, devices_words, divergence, fast_findings, fast_words
 from .digest import to_hex
-from .fast_run import FastCheck, check_fast, state_files
+from .fast_run import FastCheck, check_fast, states
 from .first_cause import Progress, run_against
 from .ledger import RunLedger
 from .modules import leaf_sizes, parts_of, provable
@@ -162,7 +162,7 @@ def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
         for folder in (one, many):
             folder.mkdir()
         reference = run_ledger(replace(job, plan=exact, folder=one, fault=None), "memory")
-        return check_fast(job.plan, reference, run_ledger(replace(job, folder=many, start=state_files(reference)), transport))
+        return check_fast(job.plan, reference, run_ledger(replace(job, folder=many, start=states(reference)), transport))
 
 
 def _proof(

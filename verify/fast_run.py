@@ -11,6 +11,7 @@ import numpy as np
 from ..core.plan import Plan
 from .bounds import StepBounds
 from .compare import compare
+from .kept import Kept
 from .ledger import OPTIMIZER, WEIGHT, Key, RunLedger
 
 
@@ -77,11 +78,11 @@ def _distance(expected: np.ndarray, piece: Any) -> float:
     return float(np.abs(piece.load().astype(np.float64) - part).max(initial=0.0))
 
 
-def state_files(reference: RunLedger) -> dict[Key, str]:
+def states(reference: RunLedger) -> dict[Key, Kept]:
     """Where the weights and moments of every step of a captured run on one device lie."""
-    files = {}
+    found = {}
     for key, (piece, *_) in reference.pieces.items():
         if key.phase in (OPTIMIZER, WEIGHT):
-            assert isinstance(piece.kept, str), f"{key} was not captured"
-            files[key] = piece.kept
-    return files
+            assert isinstance(piece.kept, Kept), f"{key} was not captured"
+            found[key] = piece.kept
+    return found

@@ -2,7 +2,7 @@
 
 Each rank keeps a `LedgerWriter`, which the trainer calls as its observer, and hands back a `RankLedger` of small numbers, or writes them
 to a file as they come (`ledger_file`).
-Values themselves are kept only when asked for (`capture`), one file each in a folder that the caller owns.
+Values themselves are kept only when asked for (`capture`), in one file per rank (`kept`) in a folder that the caller owns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .digest import Digest, Region, digest, full_region
+from .kept import Kept, keep_values
 from .summary import NUM_SUMS, Summary, summarize
 
 ACTIVATION = "activation"
@@ -43,14 +44,14 @@ class Key(NamedTuple):
 class Piece:
     """The part of a tensor that one rank saw: its region of `shape`, its summary, and its values where they were kept.
 
-    `kept` is the file of the values, or the value itself for a scalar.
+    `kept` is where the values lie, or the value itself for a scalar.
     """
 
     global_rank: int
     shape: tuple[int, ...]
     region: Region
     summary: Summary
-    kept: str | float | None = None
+    kept: Kept | float | None = None
 
     @property
     def digest(self) -> Digest:
@@ -60,7 +61,7 @@ class Piece:
     def load(self) -> np.ndarray:
         """The values, in the shape of the region. Only for scalars and captured tensors."""
         assert self.kept is not None, "the values of this piece were not captured"
-        return np.load(self.kept) if isinstance(self.kept, str) else np.asarray(self.kept, dtype=np.float64)
+        return self.kept.load() if isinstance(self.kept, Kept) else np.asarray(self.kept, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,7 @@ class LedgerWriter:
         kept = None
         if self.capture and key in self.capture:
             assert self.folder is not None
-            kept = str(self.folder / f"{self.global_rank}-{len(self.entries)}.npy")
-            np.save(kept, values)
+            kept = keep_values(self.folder / f"{self.global_rank}.values", values)
         self.keep(key, Piece(self.global_rank, shape, region, summarize(values, shape, region), kept))
 
     def keep(self, key: Key, piece: Piece) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from ..core.divisors import divisors
 from ..core.errors import PlanError
 from ..core.layout import DEFAULT_ORDER, Layout
 from ..core.plan import Batch, DataParallel, Plan, Recompute, Runtime, ScheduleChoice
+from ..core.plan_rules import broken_rules
 from ..core.reduction import cut
 from ..core.schedules import CATALOG
 from .covering import Covering, Feature, Row, Space, cover, first_possible
@@ -70,6 +72,9 @@ RECOMPUTE: Mapping[str, Recompute] = {
 MESSAGES: Mapping[str, tuple[bool | None, bool | None]] = {"beside": (None, None), "together": (False, None), "in order": (False, False)}
 """How messages between stages are sent: `p2p_overlap` and `p2p_batched`."""
 
+CUT_BY_TOKENS = ("batch", "numerics")
+"""The sections of a plan that say how many tokens there are, and in what blocks."""
+
 BUCKET_BYTES = 2**14
 """Several buckets in every stage."""
 
@@ -95,6 +100,8 @@ FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "buckets": ("one", "several", "overlapped"),
 }
 """What a layout of the matrix chooses; the first value of each is the plain one."""
+
+_values = operator.itemgetter(*FACTORS)
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ def refusals() -> tuple[tuple[tuple[Feature, ...], Refusal], ...]:
 def features(row: Row) -> tuple[Feature, ...]:
     """What a row combines. Degrees of experts count where there are experts, the way of keys where they travel, the split of
     the batch where it is split."""
-    return _features(tuple(row[name] for name in FACTORS))
+    return _features(_chosen(_values(row)))
 
 
 @functools.cache
@@ -155,19 +162,32 @@ def _features(values: tuple[str | int, ...]) -> tuple[Feature, ...]:
     row = dict(zip(FACTORS, values, strict=True))
     problem = PROBLEMS[str(row["problem"])]
     schedule, pp, _ = PIPELINES[str(row["pipeline"])]
-    idle = {"problem", "pipeline"}
-    idle |= (
-        (set() if problem.is_moe else {"ep", "etp"})
-        | (set() if row["cp"] != 1 else {"keys"})
-        | (set() if row["dp"] != 1 else {"split"})
-        | (set() if pp != 1 else {"messages"})
-        | (set() if schedule in PAIRED else {"ep_comm_overlap"})
-        | (set() if row["dp"] != 1 or row["cp"] != 1 else {"zero"})
-        | (set() if row["dp"] != 1 and row["zero"] != 0 else {"shard"})
-        | (set() if row["dp"] != 1 and row["cp"] == 1 else {"buckets"})
-    )
-    names = [name for name in FACTORS if name not in idle]
-    return (("schedule", schedule), ("pp", pp), *((name, row[name]) for name in names), *problem.features)
+    idle = _idle(str(row["pipeline"]), dp=int(row["dp"]), cp=int(row["cp"]), zero=int(row["zero"])) | {"problem", "pipeline"}
+    idle |= (set() if problem.is_moe else {"ep", "etp"}) | (set() if row["dp"] != 1 or row["cp"] != 1 else {"zero"})
+    return (("schedule", schedule), ("pp", pp), *[item for item in row.items() if item[0] not in idle], *problem.features)
+
+
+@functools.cache
+def _chosen(values: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """The values of a row with the plain ones of those factors that do nothing in it: such rows have one plan."""
+    row = dict(zip(FACTORS, values, strict=True))
+    idle = _idle(str(row["pipeline"]), dp=int(row["dp"]), cp=int(row["cp"]), zero=int(row["zero"]))
+    return _values({**row, **{name: FACTORS[name][0] for name in idle}})
+
+
+@functools.cache
+def _idle(pipeline: str, *, dp: int, cp: int, zero: int) -> frozenset[str]:
+    """The factors whose value changes nothing in a row with these."""
+    schedule, pp, _ = PIPELINES[pipeline]
+    works = {
+        "keys": cp != 1,
+        "split": dp != 1,
+        "messages": pp != 1,
+        "ep_comm_overlap": schedule in PAIRED,
+        "shard": dp != 1 and zero != 0,
+        "buckets": dp != 1 and cp == 1,
+    }
+    return frozenset(name for name, does in works.items() if not does)
 
 
 def num_ranks(row: Row) -> int:
@@ -180,7 +200,7 @@ def plan_of(row: Row, max_ranks: int = MAX_RANKS) -> Plan | Refusal | None:
     """The plan of a row with the plainest sizes that admit it, or why there is none; None for more ranks than `max_ranks`."""
     if num_ranks(row) > max_ranks:
         return None
-    return _plan_of(tuple(row[name] for name in FACTORS))
+    return _plan_of(_chosen(_values(row)))
 
 
 @functools.cache
@@ -245,12 +265,16 @@ def recompute_of(problem: Problem, name: str) -> Recompute:
 
 
 def _first_plan(problem: Problem, layout: Layout, *, samples: int, micro: int, choices: Mapping[str, Any]) -> Plan | Refusal:
-    """The plan with the first of `TOKENS` that a layout can cut, or the shortest refusal."""
-    refusals = []
+    """The plan with the first of `TOKENS` that a layout can cut. Otherwise what a layout breaks however tokens are cut, or the shortest
+    refusal where there is no such thing."""
+    refusals: list[Refusal] = []
     for tokens in TOKENS:
+        sections = {**problem.sections(layout, tokens, Batch(samples, micro, tokens.sequence)), **choices}
         try:
-            plan = problem.plan(layout, tokens, Batch(samples, micro, tokens.sequence), **choices)
+            plan = Plan(**sections)
         except PlanError as error:
+            if not refusals and (broken := broken_rules({name: noun for name, noun in sections.items() if name not in CUT_BY_TOKENS})):
+                return Refusal(tuple(each.sentence for each in broken))
             refusals.append(Refusal(error.problems))
             continue
         problems = unsupported(plan)

@@ -72,7 +72,7 @@ class Problem:
         """True when its layers have experts."""
         return "experts_per_token" in self.model
 
-    @property
+    @functools.cached_property
     def features(self) -> tuple[tuple[str, str], ...]:
         """What tells it from other problems, for the coverage table."""
         return (
@@ -122,17 +122,20 @@ class Problem:
 
     def plan(self, layout: Layout, tokens: Tokens, batch: Batch, **choices: Any) -> Plan:
         """The plan of a layout; `choices` are further sections of a plan. Raises `PlanError` with every rule that it breaks."""
-        return Plan(
-            self._spec_of(layout.tp, layout.ep, tokens.sequence),
-            _host(layout.world_size),
-            layout,
-            batch,
-            precision=Precision(self.dtype),  # type: ignore[arg-type]
-            numerics=Numerics("exact", gradient_token_block=tokens.gradient_block, reduction_token_block=tokens.reduction_block),
-            optimizer=Optimizer(clip_grad_norm=CLIP_GRAD_NORM),
-            train=Train(steps=3, learning_rate=1e-2, **self.train),
-            **choices,
-        )
+        return Plan(**self.sections(layout, tokens, batch), **choices)
+
+    def sections(self, layout: Layout, tokens: Tokens, batch: Batch) -> dict[str, Any]:
+        """The sections of a plan that the problem and a layout choose, by name."""
+        return {
+            "model": self._spec_of(layout.tp, layout.ep, tokens.sequence),
+            "cluster": _host(layout.world_size),
+            "layout": layout,
+            "batch": batch,
+            "precision": Precision(self.dtype),  # type: ignore[arg-type]
+            "numerics": Numerics("exact", gradient_token_block=tokens.gradient_block, reduction_token_block=tokens.reduction_block),
+            "optimizer": Optimizer(clip_grad_norm=CLIP_GRAD_NORM),
+            "train": Train(steps=3, learning_rate=1e-2, **self.train),
+        }
 
 
 @functools.cache

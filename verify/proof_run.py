@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-
 from ..backend.launch import run_ranks
 from ..core.errors import PlanError, RankFailure
 from ..core.findings import Finding
@@ -20,6 +18,7 @@ from ..core.modules import ModularPlan, uncut
 from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
 from .contributions import ContributionWriter
+from .kept import Kept
 from .ledger import NO_STEP, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
 from .modules import parts_of, plan_of_rank, tensor_shapes
 from .mutations.drop import DropReduction, drop_reduction
@@ -44,8 +43,8 @@ class ProofJob:
     folder: Path | None = None
     fault: DropReduction | None = None
     block: BlockFactory | None = None
-    start: Mapping[Key, str] = field(default_factory=dict)
-    """Files of weights and moments that every step but the first starts from; none to go on from the step before."""
+    start: Mapping[Key, Kept] = field(default_factory=dict)
+    """Where weights and moments lie that every step but the first starts from; none to go on from the step before."""
     core: int | None = None
     """The core that the ranks keep to, where they are threads that would only wake each other on several; None for any."""
     scenario: Scenario | None = None
@@ -151,13 +150,13 @@ def follow(writer: LedgerWriter, rank: Any) -> None:
         writer.follow(rank)
 
 
-def _restore(rank: Any, files: Mapping[Key, str], step: int) -> None:
-    """Gives a training rank the weights and moments that are in `files` as they were after a step."""
+def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
+    """Gives a training rank the weights and moments that are in `start` as they were after a step."""
     import torch
 
     def load(key: Key, target: Any, slices: tuple[slice, ...]) -> None:
         with torch.no_grad():
-            target.copy_(torch.from_numpy(np.load(files[key])[slices]))
+            target.copy_(torch.from_numpy(start[key].load()[slices]))
 
     for held in rank.optimizer.held:
         load(Key(step, WEIGHT, held.name), held.tensor, held.slices)

@@ -18,6 +18,7 @@ import numpy as np
 from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
 from .bounds import section_of
+from .kept import Kept
 from .ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, WEIGHT, Key, RankLedger
 from .proof_run import ProofJob, trained
 
@@ -86,7 +87,7 @@ def reference_steps(transport: Any, job: ProofJob) -> RankLedger:
     rank, writer = trained(transport, job)
     ledger = writer.finish()
     assert job.folder is not None and isinstance(job.plan, Plan)
-    kept = {key: piece.kept for key, piece in ledger.entries if isinstance(piece.kept, str)}
+    kept = {key: piece.kept for key, piece in ledger.entries if isinstance(piece.kept, Kept)}
     last = max(key.step for key in kept)
     counted = np.stack([_counted(rank, step) for step in range(last + 1)])
     np.save(job.folder / COUNTED_FILE, counted)
@@ -124,12 +125,12 @@ class _Losses:
 
 @dataclass
 class _Moves:
-    """Forwards of one step from weights that were moved. `kept` are the files of values."""
+    """Forwards of one step from weights that were moved. `kept` is where values lie."""
 
     rank: Any
     plan: Plan
     step: int
-    kept: Mapping[Key, str]
+    kept: Mapping[Key, Kept]
     counted: np.ndarray
 
     def told(self, *, own_block: bool) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class _Moves:
         return minimised(self.plan, sums, max(1, int(self.counted.sum())))
 
     def _load(self, phase: str, name: str, step: int) -> np.ndarray:
-        return np.load(self.kept[Key(step, phase, name)]).astype(np.float64)
+        return self.kept[Key(step, phase, name)].load().astype(np.float64)
 
 
 def is_right(plan: Plan, told: Mapping[str, Any]) -> bool:

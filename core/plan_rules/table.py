@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from .experts import expert_leaves_admit_etp, experts_divide, experts_see_equal_microbatches, experts_see_whole_blocks, routers_exist
@@ -80,8 +80,14 @@ class BrokenRule:
 
 def broken_rules(nouns: Mapping[str, Any]) -> list[BrokenRule]:
     """Every problem of the rules whose sections are all in `nouns` (section name -> noun), in table order."""
-    known = [rule for rule in RULES if nouns.keys() >= set(rule.sections)]
+    known = _rules_of(frozenset(nouns))
     return [BrokenRule(rule, sentence) for rule in known for sentence in rule.check(*map(nouns.__getitem__, rule.sections))]
+
+
+@cache
+def _rules_of(sections: frozenset[str]) -> tuple[Rule, ...]:
+    """The rules that need no other sections, in table order."""
+    return tuple(rule for rule in RULES if sections.issuperset(rule.sections))
 
 
 RULES: tuple[Rule, ...] = (

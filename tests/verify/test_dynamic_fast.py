@@ -15,6 +15,7 @@ from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Sc
 from shardproof.verify.digest import full_region
 from shardproof.verify.dynamic import ProofJob, one_device, prove, run_fast, run_ledger
 from shardproof.verify.fast_run import check_fast
+from shardproof.verify.kept import keep_values
 from shardproof.verify.ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
 from shardproof.verify.mutations import parse_fault
 from shardproof.verify.summary import summarize
@@ -84,9 +85,9 @@ def test_a_dropped_reduction_leaves_the_bound_far_behind_and_the_first_tensor_is
 def ledger(values: dict[Key, np.ndarray], folder: Any, rank: int = 0) -> RunLedger:
     """Captured tensors, whole on one rank."""
     pieces = {}
-    for index, (key, array) in enumerate(values.items()):
-        np.save(path := folder / f"{rank}-{index}.npy", array)
-        pieces[key] = (Piece(rank, array.shape, full_region(array.shape), summarize(array), str(path)),)
+    for key, array in values.items():
+        kept = keep_values(folder / f"{rank}.values", array)
+        pieces[key] = (Piece(rank, array.shape, full_region(array.shape), summarize(array), kept),)
     return RunLedger(pieces)
 
 

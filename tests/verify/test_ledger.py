@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from shardproof.verify.digest import add, digest
+from shardproof.verify.kept import keep_values
 from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, WEIGHT, Key, LedgerWriter, RunLedger
 
 
@@ -74,3 +75,10 @@ def test_both_moments_are_tensors_and_scalars_keep_their_value() -> None:
     run = RunLedger.merge([writer.finish()])
     assert run.scalars("loss") == [1.25]
     assert [key.tensor for key in run.pieces if key.phase == OPTIMIZER] == ["w.exp_avg", "w.exp_avg_sq"]
+
+
+def test_tensors_kept_in_one_file_are_told_apart(tmp_path: Path) -> None:
+    first, second, number = np.arange(6, dtype=np.float32).reshape(2, 3).T, np.ones(0, np.float32), np.asarray(2.5, np.float32)
+    kept = [keep_values(tmp_path / "values", each) for each in (first, second, number)]
+    for each, values in zip(kept, (first, second, number), strict=True):
+        assert each.load().shape == values.shape and np.array_equal(each.load(), values)
