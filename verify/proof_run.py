@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ..backend.launch import run_ranks
+from ..backend.launch import preload, run_ranks
+from ..backend.libraries import libraries_of
 from ..core.errors import PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout
@@ -168,6 +169,7 @@ def _restore(rank: Any, files: Mapping[Key, str], step: int) -> None:
 
 def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
     """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what only a rank could find."""
+    preload(*libraries_of(job.plan, saves=False))
     try:
         return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=job.stall_s))
     except RankFailure as failure:
