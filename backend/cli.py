@@ -31,7 +31,7 @@ from .trainer import Trainer, TrainResult
 from .unsupported import unsupported
 
 if TYPE_CHECKING:
-    from .training_rank import StepResult
+    from .step_result import StepResult
 
 TIMELINE_SUFFIX = ".timeline.json"
 STATE_BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 18, "fp16": 18}

@@ -31,7 +31,7 @@ from ..core.errors import MissingExtraError, RankFailure
 from . import mkl_switch
 from .pipeline.watch import Board
 from .rank_failures import late, root_cause, stalled
-from .rank_messages import RANK_ENDED, RANK_VARIABLE, Failure, Job, TransportName, Whereabouts
+from .rank_messages import NAMES_LENGTH, RANK_ENDED, RANK_VARIABLE, Failure, Job, TransportName, Whereabouts
 
 if TYPE_CHECKING:
     from .transport.base import Transport
@@ -63,6 +63,19 @@ def run_ranks(
     """
     with Workers(world_size, transport) as workers:
         return workers.run(job, payload, timeout_s=timeout_s, stall_s=stall_s)
+
+
+def preload(*modules: str) -> None:
+    """Has ranks that are started from now on find `modules` loaded, where each would take its own time to load them.
+
+    For modules of libraries, such as `torch.distributed.fsdp`: they must start no threads, and what was loaded stays as it was then. One
+    that cannot be loaded is the matter of the job that needs it. Starts no ranks.
+    """
+    wanted = _wanted()
+    new = [module for module in modules if module not in wanted]
+    wanted += new
+    if new and (servers := _servers()) and servers[0].usable:
+        servers[0].load(new)
 
 
 class Workers:
@@ -294,6 +307,13 @@ class _Server:
                 start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the ranks in order
             )
         atexit.register(self.close)
+        if wanted := _wanted():
+            self.load(wanted)
+
+    def load(self, modules: Sequence[str]) -> None:
+        """Has modules loaded before the next pool is started. Returns at once."""
+        names = " ".join(modules).encode()
+        self._control.sendall(b"m" + NAMES_LENGTH.pack(len(names)) + names)
 
     def start_pool(self, num_processes: int) -> _Pool:
         """New rank processes. Returns at once; what is sent to them waits until they are there."""
@@ -324,6 +344,12 @@ class _Server:
 @functools.cache
 def _servers() -> list[_Server]:
     """Holds the one server of this process; a list, because a server that died is replaced."""
+    return []
+
+
+@functools.cache
+def _wanted() -> list[str]:
+    """Holds the modules that `preload` was asked for."""
     return []
 
 

@@ -12,6 +12,9 @@ TransportName = Literal["gloo", "nccl", "memory"]
 RANK_ENDED = struct.Struct("<ii")
 """What the server of ranks reports on a pool's lifeline: the rank's number there, and its exit code (minus the signal that killed it)."""
 
+NAMES_LENGTH = struct.Struct("<i")
+"""What goes before the names of modules that the server is to load, which are separated by spaces: how many bytes they are."""
+
 RANK_VARIABLE = "SHARDPROOF_RANK"
 """Set in every rank process, so that a script which starts ranks while it is imported by one is noticed."""
 

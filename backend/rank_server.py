@@ -6,7 +6,8 @@ the caller's script into every child, so that a three-line training script would
 
 The server has one thread, torch included while OMP_NUM_THREADS is 1, so forking is safe. It ends when its starter does.
 Protocol: the starter sends one *lifeline* socket per pool over the control socket, and one connection per rank over the lifeline. The
-server reports over the lifeline how each rank ended. Closing the lifeline kills the pool.
+server reports over the lifeline how each rank ended. Closing the lifeline kills the pool. Names of modules to load, too, come over the
+control socket (`launch.preload`).
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ import selectors
 import shutil
 import signal
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from .rank_messages import RANK_ENDED
+from .rank_messages import NAMES_LENGTH, RANK_ENDED
 
 PRELOAD = (
     "numpy",
+    "numpy.ma",
+    "numpy.random",
     "torch",
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
     "shardproof.backend.rank",
     "shardproof.backend.trainer",
     "shardproof.backend.modules",
+    "shardproof.backend.huggingface.save",
     "shardproof.backend.numerics.probe",
     "shardproof.verify.dynamic",
 )
@@ -41,17 +46,21 @@ PRELOAD = (
 
 def main(control_fd: int, folder: str) -> NoReturn:
     """Forks ranks until the other end of the control socket is closed, then kills those left, removes `folder` and ends."""
-    for module in PRELOAD:
+    _load(PRELOAD)
+    server = _Server(socket.socket(fileno=control_fd))
+    server.serve()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)  # nothing to tidy up that the kernel does not
+
+
+def _load(modules: Iterable[str]) -> None:
+    for module in modules:
         try:
             importlib.import_module(module)
         except Exception:  # loading early only saves time; the job that needs the module reports what is wrong with it
             continue
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, the pages that all ranks share
-    server = _Server(socket.socket(fileno=control_fd))
-    server.serve()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)  # nothing to tidy up that the kernel does not
 
 
 @dataclass
@@ -83,9 +92,13 @@ class _Server:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:
-                    if (lifeline_fd := _receive_fd(self._control)) is None:
+                    kind, fd = _receive(self._control)
+                    if not kind:
                         return self._end_all()
-                    self._open_pool(lifeline_fd)
+                    if fd is None:
+                        _load(_receive_names(self._control))
+                    else:
+                        self._open_pool(fd)
                 elif key.fileobj is self._child_ended:
                     self._child_ended.recv(4096)
                     self._reap()
@@ -98,7 +111,7 @@ class _Server:
         self._selector.register(pool.lifeline, selectors.EVENT_READ, pool)
 
     def _serve_pool(self, pool: _Pool) -> None:
-        connection_fd = _receive_fd(pool.lifeline)
+        _, connection_fd = _receive(pool.lifeline)
         if connection_fd is None:
             self._end(pool)
             return
@@ -158,10 +171,15 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _receive_fd(sender: socket.socket) -> int | None:
-    """The next file descriptor that was sent, or None when the other side is closed."""
+def _receive(sender: socket.socket) -> tuple[bytes, int | None]:
+    """The next byte, empty when the other side is closed, and the file descriptor that came with it, if any."""
     try:
         data, fds, _, _ = socket.recv_fds(sender, 1, 1)
     except OSError:
-        return None
-    return fds[0] if data and fds else None
+        return b"", None
+    return data, fds[0] if fds else None
+
+
+def _receive_names(sender: socket.socket) -> list[str]:
+    (length,) = NAMES_LENGTH.unpack(sender.recv(NAMES_LENGTH.size, socket.MSG_WAITALL))
+    return sender.recv(length, socket.MSG_WAITALL).decode().split()

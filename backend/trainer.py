@@ -15,7 +15,8 @@ from ..core.plan import Plan
 from ..core.timeline import MemorySample, Span, Timeline
 from .checkpoint.resume import resumption
 from .huggingface.config import check_load, check_save
-from .launch import run_ranks
+from .launch import preload, run_ranks
+from .libraries import libraries_of
 from .modules_plan import only_model
 from .torchrun import gave_up, torchrun_transport, under_torchrun
 from .unsupported import unsupported
@@ -23,7 +24,8 @@ from .unsupported import unsupported
 if TYPE_CHECKING:
     from .model.block import BlockFactory
     from .observe import Observer
-    from .training_rank import StepResult, TrainingRank
+    from .step_result import StepResult
+    from .training_rank import TrainingRank
     from .transport.base import Group, Transport
 
 TransportName = Literal["gloo", "nccl", "memory"]
@@ -164,6 +166,7 @@ class Trainer:
         _check_travels(self._job)
         if self.transport == "nccl":
             _check_devices(self.plan.world_size)
+        preload(*libraries_of(self.plan, saves=self.plan.checkpoint.folder is not None))
         try:
             ranks = run_ranks(
                 train_rank,
@@ -279,7 +282,6 @@ def run_steps(
 ) -> RankResult:
     """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. With `resume` those
     that the checkpoint has behind it are among them. The weights then go to the folder `save_huggingface`, if it is given."""
-    from .checkpoint.saver import Checkpoints
     from .huggingface.save import check_complete, save_weights
     from .measure import gather_objects
     from .modules import training_rank
@@ -290,6 +292,8 @@ def run_steps(
     rank = training_rank(transport, started, model=model, observer=observer)
     checkpoints = None
     if plan.checkpoint.folder is not None:
+        from .checkpoint.saver import Checkpoints  # with torch's module for it, which takes longer to load than a small step
+
         checkpoints = Checkpoints(plan, rank.batches.corpus, world, transport.device)
     first = 0
     if resume is not None:

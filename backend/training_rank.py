@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ from .pipeline.halt import VALIDATION
 from .pipeline.messages import Clock, MessageChannel
 from .pipeline.overlap import Baton, PairRunner
 from .pipeline.row_messages import row_order_of
+from .step_result import StepResult
 from .tensor_parallel.context import DTYPES
 from .tensor_parallel.exchange import ExpertGroups
 from .tensor_parallel.gradients import ExpertCopies
@@ -56,29 +57,6 @@ from .transport.base import Transport
 
 if TYPE_CHECKING:
     from .modules import Joined
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step as every rank knows it.
-
-    `loss` is the mean per token before the update, `grad_norm` the norm before clipping, `elapsed_s` the seconds on this rank;
-    `validation_loss` is the held-out loss after the update, where it was taken; `aux_loss` what routers add to the loss that is minimised
-    (load balance and z-losses times their factors, over all layers), which `loss` does not contain; `mtp_loss` the mean over the modules of
-    multi-token prediction, per token of the batch too, which neither contains. With fp16 `loss_scale` is what losses were multiplied by;
-    where that was too much `grad_norm` is not finite and all ranks `skipped` the update.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    elapsed_s: float
-    num_tokens: int
-    validation_loss: float | None = None
-    aux_loss: float = 0.0
-    mtp_loss: float = 0.0
-    loss_scale: float = 1.0
-    skipped: bool = False
 
 
 class TrainingRank:

@@ -18,7 +18,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 import shardproof.backend  # noqa: F401 - sets MKL_CBWR
-from shardproof.backend.launch import Workers
+from shardproof.backend.launch import Workers, preload
 
 WorkersOf = Callable[..., Workers]
 
@@ -29,6 +29,7 @@ def pytest_configure() -> None:
     Ranks that are threads hand the interpreter's lock to each other at every operation of a tiny model. Between cores each hand-over wakes
     a sleeping thread: eight ranks take 2.7 times the processor time that they take on one core, half of it in the kernel.
     """
+    preload("pytest", "hypothesis")  # which modules of tests import, and so ranks whose jobs are in them
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

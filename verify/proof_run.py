@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from ..backend.launch import run_ranks
+from ..backend.launch import preload, run_ranks
+from ..backend.libraries import libraries_of
 from ..core.errors import PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout
@@ -167,6 +168,7 @@ def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
 
 def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
     """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what only a rank could find."""
+    preload(*libraries_of(job.plan, saves=False))
     try:
         return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=job.stall_s))
     except RankFailure as failure:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardproof.backend import mkl_switch, mkl_switch_is_set
-from shardproof.backend.launch import Workers, run_ranks
+from shardproof.backend.launch import Workers, preload, run_ranks
 from shardproof.backend.rank_failures import describe_exit
 from shardproof.backend.torchrun import under_torchrun
 from shardproof.backend.transport.base import TransportError
@@ -53,19 +53,40 @@ def test_workers_keep_their_processes_between_jobs(workers):
     assert [result[5] for result in second] == [1, 1]
 
 
+def loaded_job(transport, names):
+    return [name in sys.modules for name in names]
+
+
+def test_ranks_find_modules_loaded_that_were_asked_for_before_they_started():
+    names = ["no_such_module", "tabnanny", "sched"]
+    assert run_ranks(loaded_job, names, world_size=1) == [[False, False, False]]
+    preload("no_such_module", "tabnanny")
+    assert run_ranks(loaded_job, names, world_size=2) == [[False, True, False]] * 2
+
+
 def test_tests_run_with_the_mkl_switch_set_before_torch_was_loaded():
     assert mkl_switch_is_set()
 
 
-@pytest.mark.parametrize(
-    ("first", "mode", "expected"),
-    [("shardproof.backend", None, True), ("torch", None, False), ("torch", "AVX2,STRICT", True), ("shardproof.backend", "AUTO", False)],
-)
-def test_the_mkl_switch_counts_only_when_it_is_strict_and_set_before_torch(first, mode, expected):
-    code = f"import {first}, torch; from shardproof.backend import mkl_switch_is_set; print(mkl_switch_is_set())"
+SAYS_IF_SET = "from shardproof.backend import mkl_switch_is_set; print(mkl_switch_is_set())"
+
+
+def printed(code, mode):
+    """What a new interpreter prints with `mode` for `MKL_CBWR`, None for none."""
     environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | ({"MKL_CBWR": mode} if mode else {})
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.strip() == str(expected)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout.split()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(None, "True"), ("AVX2,STRICT", "True"), ("AUTO", "False")])
+def test_the_mkl_switch_is_set_before_torch_and_counts_only_when_it_is_strict(mode, expected):
+    seen = f"{SAYS_IF_SET}; import os, sys; print('torch' in sys.modules, os.environ['MKL_CBWR'])"
+    assert printed(seen, mode) == [expected, "False", mode or mkl_switch()]
+
+
+def test_the_mkl_switch_does_not_count_when_torch_came_first_unless_the_user_had_set_it():
+    """The second time without the variable: torch stays loaded, and the package is loaded anew."""
+    again = "import os, importlib, shardproof.backend as backend; del os.environ['MKL_CBWR']; importlib.reload(backend)"
+    assert printed(f"import torch; {SAYS_IF_SET}; {again}; print(backend.mkl_switch_is_set())", "AVX2,STRICT") == ["True", "False"]
 
 
 # how ranks end

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardproof import Plan, Trainer
-from shardproof.backend.launch import run_ranks
+from shardproof.backend.launch import preload, run_ranks
+from shardproof.backend.libraries import libraries_of
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.cluster_presets import cluster_preset
@@ -74,6 +75,7 @@ def trained(transport, plan):
 def test_fully_shard_trains_as_one_device_does_and_keeps_parts_only(plan, one):
     assert unsupported(plan) == []
     ((losses, evaluated, weights, total, _),) = run_ranks(trained, one, world_size=1, transport="memory")
+    preload(*libraries_of(plan, saves=False))
     ranks = run_ranks(trained, plan, world_size=plan.layout.world_size, transport="gloo")
     for own_losses, own_evaluated, own_weights, kept, gathered in ranks:
         assert torch.allclose(torch.tensor(own_losses), torch.tensor(losses), rtol=1e-5)
