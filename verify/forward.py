@@ -276,7 +276,7 @@ class _Forward:
         return Made(name, np.where(counts, losses, 0.0), self.dtype, cancelled=float(np.abs(logits).max()))
 
     def _ahead(self, normed_SH: np.ndarray) -> Iterator[Made]:
-        """Multi-token prediction (DeepSeek-V3, section 2.2): module k joins a token's hidden state with the embedding k + 1 tokens ahead."""
+        """Multi-token prediction (DeepSeek-V3, section 2.2): module k joins a token's hidden state with a later token's embedding."""
         sequence, values = self.sequence, self.sequence.values
         for depth in range(self.model.num_mtp_layers):
             prefix, layer = mtp_prefix(depth), self.model.num_layers + depth
