@@ -20,7 +20,7 @@ from .ledger import NO_STEP, SCALAR, Key, LedgerWriter, Piece, RankLedger, RunLe
 from .modules import AnyPlan
 from .summary import Summary
 
-FORMAT = 2
+FORMAT = 3
 """Of the lines of a file; files of another one are refused."""
 
 
