@@ -16,13 +16,14 @@ from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from .bounds import StepBounds
+from .closer import closer
 from .compare import Difference, compare, whole_summary
 from .describe import differing_words, divergence, later, problem_words, where_words
 from .digest import Digest, Region
 from .ledger import HELD_OUT, NO_STEP, SCALAR, Key, Piece
 from .ledger_file import RecordedLedger, SavedLedger
 from .modules import AnyPlan, plan_of_rank
-from .relations import HINTS, Around, earlier, relate
+from .relations import HINTS, ROUNDING, Around, earlier, relate
 
 HOW_KEYS = frozenset({"batch.micro_size", "numerics.mode", "precision.gradient_dtype", "train.timeout_s", "train.steps"})
 """Fields that do not change what exact numerics compute."""
@@ -116,7 +117,9 @@ class _Judge:
         if right is None:
             return replace(difference, relation=relate(whole_summary(expected), whole_summary(found, piece), around))
         around = replace(around, before=earlier(key, piece, self.run.run), others=self._others(key, piece))
-        return replace(difference, relation=relate(right.summary, piece.summary, around))
+        relation = relate(right.summary, piece.summary, around)
+        copies = [each for each in found if each.region == piece.region]
+        return replace(difference, relation=closer(relation, right.summary, piece.summary, piece, copies, ROUNDING[around.dtype]))
 
     def _others(self, key: Key, piece: Piece) -> dict[Digest | int, str]:
         """The right tensors of the same step and kind, and other parts of the same tensor."""

@@ -16,7 +16,7 @@ from .contributions import Contributions, Part
 from .digest import Digest, Region, bit_words
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
 from .modules import AnyPlan, plan_of_rank
-from .norms import told_by_squares
+from .norms import Squares, Suspects, told_by_squares
 from .part_groups import rank_of_token
 from .relations import Around, Class, Known, Relation, earlier, relate, relate_values
 from .summary import summarize
@@ -185,9 +185,9 @@ class Captured:
         right, found = float(self._whole(key)), float(piece.load())
         if key.tensor == "grad_norm":
             held = {each.tensor: each for each in context_of(key, self.right) if self._has(each)}
-            squares = {name: np.square(self._whole(each).astype(np.float64)) for name, each in held.items()}
-            regions = {name: self.wrong.pieces.get(each, ()) for name, each in held.items()}
-            return told_by_squares(plan, right, found, squares, regions)
+            elements = {name: np.square(self._whole(each).astype(np.float64)) for name, each in held.items()}
+            squares = Squares.of_values(elements, {name: self.wrong.pieces.get(each, ()) for name, each in held.items()})
+            return told_by_squares(right, found, squares, Suspects.of_plan(plan, squares))
         losses = [each for each in context_of(key, self.right) if self._has(each)]
         parts = [
             (Part(each.sample, (at, at + 1)), value) for each in losses for at, value in enumerate(self._whole(each).astype(np.float64))

@@ -21,7 +21,7 @@ from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedge
 from .modules import AnyPlan
 from .summary import Summary
 
-FORMAT = 2
+FORMAT = 3
 """Of the lines of a file; files of another one are refused."""
 
 

@@ -1,9 +1,14 @@
-"""A wrong norm told by its squares: which parameters, or which ranks' parts of them, are counted twice, several times or not at all."""
+"""A wrong norm told by its squares: which parameters, or which ranks' parts of them, are counted twice, several times or not at all.
+
+One mechanism for proofs, which have a plan and all values, and for ledgers of other stacks, which have names and the squares of each part.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -11,46 +16,108 @@ import numpy as np
 from ..core.parameters import Parameter, parameters
 from ..core.plan import Plan
 from .bounds import section_of
-from .ledger import Piece
+from .digest import Region
+from .ledger import Piece, RunLedger
 from .relations import AXES, Class, degree_of
 
-SAME = 1e-7
-"""Norms are added up exactly, and squares of fp32 numbers are right to this."""
+SQUARE = "square of gradient"
+"""The kind of a ledger's entries in which each rank gives the squared norm of its part of a gradient, in the largest magnitude."""
+
+SAME_EXACT, SAME = 1e-7, 1e-6
+"""Two squares agree to this part of the norm's: of fp32 numbers added up exactly, and of a norm that a loop has added up in fp32."""
 EXPLAINED = 1e-2
 """At most this part of the difference of squares may be left over."""
+LARGEST_COUNT = 64
+
+Group = tuple[str, Sequence[str]]
+"""Parameters that have something in common: in words, and their names."""
 
 
-def told_by_squares(
-    plan: Plan, right: float, found: float, squares: Mapping[str, np.ndarray], pieces: Mapping[str, Sequence[Piece]]
-) -> tuple[Class, str] | None:
-    """Kind and words of a norm `found` where `right` is right. `squares` are those of the elements of every gradient, `pieces` who holds
-    which part of it. None where no count of some parameters gives that norm."""
-    if not (math.isfinite(found) and right > 0 and squares):
+@dataclass(frozen=True)
+class Squares:
+    """Squared norms of right gradients: of each whole, and of the parts that ranks `held`, by rank and region. They may have been clipped,
+    all by one factor."""
+
+    whole: Mapping[str, float]
+    held: Mapping[str, Sequence[tuple[int, Region, float]]]
+
+    @classmethod
+    def of_values(cls, squares: Mapping[str, np.ndarray], pieces: Mapping[str, Sequence[Piece]]) -> Squares:
+        """From the squares of all elements, and who holds which part of them."""
+        held = {
+            name: [(each.global_rank, each.region, float(squares[name][_box(each.region)].sum())) for each in pieces.get(name, ())]
+            for name in squares
+        }
+        return cls({name: float(each.sum()) for name, each in squares.items()}, held)
+
+    @classmethod
+    def recorded(cls, run: RunLedger, step: int) -> Squares:
+        """From what the ranks of a run gave in a step."""
+        found = {key.tensor: pieces for key, pieces in run.pieces.items() if key.phase == SQUARE and key.step == step}
+        held = {name: [(each.global_rank, each.region, each.summary.largest) for each in pieces] for name, pieces in found.items()}
+        return cls({name: math.fsum({region: own for _, region, own in each}.values()) for name, each in held.items()}, held)
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """What may be counted otherwise: `groups` of parameters, of them the parts of `holders` (ranks by words); so often as `counts`, None
+    any number of times and evenly shared; `same` is how well squares agree."""
+
+    groups: Sequence[Group]
+    holders: Mapping[str, Collection[int]]
+    counts: Sequence[Fraction] | None
+    same: float
+
+    @classmethod
+    def of_plan(cls, plan: Plan, squares: Squares) -> Suspects:
+        """Parameters by what a plan says of them; ranks, alone and all of one place along an axis."""
+        degrees = {2, *(degree_of(plan.layout, axis) for axis in AXES), plan.layout.dp * plan.layout.cp, plan.world_size} - {1}
+        counts = [Fraction(0), *(each for degree in sorted(degrees) for each in (Fraction(degree), Fraction(1, degree)))]
+        return cls(list(_groups(plan, squares.whole)), _holders(plan), counts, SAME_EXACT)
+
+    @classmethod
+    def by_name(cls, squares: Squares) -> Suspects:
+        """All parameters, those that have one name in all layers, and single ones; and every rank alone."""
+        kinds: dict[str, list[str]] = {}
+        for name in squares.whole:
+            kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+        groups = [("all parameters", list(squares.whole)), *kinds.items(), *((name, [name]) for name in squares.whole)]
+        ranks = sorted({rank for parts in squares.held.values() for rank, _, _ in parts})
+        return cls(groups, {f"rank {rank}": {rank} for rank in ranks}, None, SAME)
+
+
+def told_by_squares(right: float, found: float, squares: Squares, suspects: Suspects) -> tuple[Class, str] | None:
+    """Kind and words of a norm `found` where `right` is right. None where no count of some parameters gives that norm."""
+    total = math.fsum(squares.whole.values())
+    if not (math.isfinite(found) and right > 0 and total > 0):
         return None
-    total, wrong = right * right, found * found
-    counts = _counts(plan)
+    lack = ((found / right) ** 2 - 1) * total
     matches: list[tuple[float, Class, str]] = []
-    for words, group in _groups(plan, squares):
-        of_group = math.fsum(float(squares[name].sum()) for name in group)
-        for count in counts:
-            matches.append((abs(wrong - total - (float(count) - 1) * of_group), *_counted(words, count)))
-        for holders, own in _parts_of_ranks(plan, group, squares, pieces):
-            told = f"of the squares of {words} only those that {holders} holds are counted"
-            matches.append((abs(wrong - (total - of_group + own)), "missing", told))
+    for words, names in suspects.groups:
+        of_group = math.fsum(squares.whole[name] for name in names)
+        if not of_group:
+            continue
+        for count in _simple(1 + lack / of_group) if suspects.counts is None else suspects.counts:
+            matches.append((abs(lack - (float(count) - 1) * of_group), *_counted(words, count)))
+        for holders, ranks in suspects.holders.items():
+            own = {(name, region): each for name in names for rank, region, each in squares.held.get(name, ()) if rank in ranks}
+            if 0 < (part := math.fsum(own.values())) < of_group * (1 - suspects.same):
+                told = f"of the squares of {words} only those that {holders} holds are counted"
+                matches.append((abs(lack + of_group - part), "missing", told))
     off, kind, words = min(matches, key=lambda match: match[0])
-    if off <= SAME * max(total, wrong) and off <= EXPLAINED * abs(wrong - total):
+    if off <= suspects.same * max(total, total + lack) and off <= EXPLAINED * abs(lack):
         return kind, words
-    norms = [math.sqrt(float(each.sum())) for each in squares.values()]
-    for words, value in (("the sum of the norms", math.fsum(norms)), ("the largest norm", max(norms)), ("the square", total)):
-        if abs(found - value) <= SAME * value:
+    norms = [math.sqrt(each / total) * right for each in squares.whole.values()]
+    for words, value in (("the sum of the norms", math.fsum(norms)), ("the largest norm", max(norms)), ("the square", right * right)):
+        if abs(found - value) <= suspects.same * value:
             return "other values", f"{words} of the parameters" if words != "the square" else "the square of the norm"
     return None
 
 
-def _counts(plan: Plan) -> list[Fraction]:
-    """How often squares may be counted: not at all, twice, as often as an axis has ranks, and the inverse of these."""
-    degrees = {2, *(degree_of(plan.layout, axis) for axis in AXES), plan.layout.dp * plan.layout.cp, plan.world_size} - {1}
-    return [Fraction(0), *(each for degree in sorted(degrees) for each in (Fraction(degree), Fraction(1, degree)))]
+def _simple(count: float) -> list[Fraction]:
+    """How often something may be counted, near to a number: not at all, several times, or shared out evenly."""
+    several = [Fraction(round(count))] if 1.5 < count < LARGEST_COUNT else []
+    return [Fraction(0), *several, *([Fraction(1, round(1 / count))] if 1 / LARGEST_COUNT < count < 0.75 else [])]
 
 
 def _counted(words: str, count: Fraction) -> tuple[Class, str]:
@@ -58,10 +125,10 @@ def _counted(words: str, count: Fraction) -> tuple[Class, str]:
         return "missing", f"the squares of {words} are not counted"
     if count == 2:
         return "doubled", f"the squares of {words} are counted twice"
-    return "scaled", f"the squares of {words} are counted times {count}"
+    return "scaled", f"the squares of {words} are counted {count} times"
 
 
-def _groups(plan: Plan, squares: Mapping[str, np.ndarray]) -> Iterator[tuple[str, list[str]]]:
+def _groups(plan: Plan, squares: Collection[str]) -> Iterator[tuple[str, list[str]]]:
     """Parameters that have something in common: all, kinds of them, parts of the model, and single ones."""
     held = [each for each in parameters(plan.model) if each.name in squares]
 
@@ -86,21 +153,18 @@ def _groups(plan: Plan, squares: Mapping[str, np.ndarray]) -> Iterator[tuple[str
         yield each.name, [each.name]
 
 
-def _parts_of_ranks(
-    plan: Plan, group: Sequence[str], squares: Mapping[str, np.ndarray], pieces: Mapping[str, Sequence[Piece]]
-) -> Iterator[tuple[str, float]]:
-    """Ranks, alone and all of one place along an axis, with the squares of what they hold of some parameters, every element once."""
-    holders = {f"rank {rank}": {rank} for rank in range(plan.world_size)}
-    for axis in AXES:
-        for place in range(degree_of(plan.layout, axis)):
-            holders[f"{axis} rank {place}"] = {rank for rank in range(plan.world_size) if _place(plan, rank, axis) == place}
-    for words, ranks in holders.items():
-        held = {(name, piece.region) for name in group for piece in pieces.get(name, ()) if piece.global_rank in ranks}
-        if held:
-            yield words, math.fsum(float(squares[name][tuple(slice(lo, hi) for lo, hi in region)].sum()) for name, region in held)
+def _holders(plan: Plan) -> dict[str, set[int]]:
+    ranks = range(plan.world_size)
+    places = [(axis, place) for axis in AXES for place in range(degree_of(plan.layout, axis))]
+    along = {f"{axis} rank {place}": {rank for rank in ranks if _place(plan, rank, axis) == place} for axis, place in places}
+    return {f"rank {rank}": {rank} for rank in ranks} | along
 
 
 def _place(plan: Plan, global_rank: int, axis: str) -> int:
     if axis in ("ep", "etp"):
         return plan.layout.expert_coordinates(global_rank)["tp" if axis == "etp" else "ep"]
     return plan.layout.coordinates(global_rank)[axis]
+
+
+def _box(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in region)

@@ -2,7 +2,8 @@
 
 A sharded run that equals one device is wrong where both are: a clip coefficient that is the larger of two numbers, gradients of the step
 before that nobody cleared. What one device computes in its steps is therefore held against what it must be: losses are means of its
-tokens' losses, the norm is that of its gradients, moments and weights are AdamW's, and gradients are those of its loss.
+tokens' losses, the norm is that of its gradients, moments and weights are AdamW's, gradients are those of its loss, and the activations of
+two sequences are those of the model.
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ from ..core.findings import Finding
 from ..core.parameters import parameters
 from ..core.plan import Plan
 from . import adamw
+from .forward import Made, Recorded, activation_names, made, samples_checked
 from .ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
 from .proof_run import ProofJob, run_ledger
-from .reference_run import COUNTED_FILE, MOVED_FILE, is_right, kept_keys, loss_names, reference_steps, steps_kept
+from .reference_run import COUNTED_FILE, MOVED_FILE, SEQUENCES_FILE, is_right, kept_keys, loss_names, reference_steps, steps_kept
 
 EXACT = 1e-9
 """Sums of exact numerics are rounded once, in fp64."""
 
+FORWARD = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2.5e-3}
+"""An activation of a token may be off by this share of its norm (`Made.off`). In right runs of the matrix's models it is by a sixth of it,
+in fp32 by a fiftieth."""
+
 HINTS = {
+    "reference-forward": "Both sides have it so, from inputs that are right: look at the forward of this part, its order of features, "
+    "mask, positions, scale and constants.",
     "reference-loss": "Both sides report it so: look at what the sum of the token losses is divided by, and which tokens are in it.",
     "reference-norm": "Both sides have it so: look at which parameters enter the norm, and how often.",
     "reference-update": "Both sides do: look at the clip coefficient, the optimizer's call and step count, and at which tensors decay.",
@@ -59,7 +67,8 @@ def checked_ledger(job: ProofJob) -> tuple[RunLedger, Reference | None]:
 
 def reference_words(report: Mapping[str, Any]) -> str:
     """One line of the text of a proof."""
-    what = f"{report['losses']} losses, {report['norms']} norms and {report['updates']} updates of tensors"
+    parts = "activations", "losses", "norms"
+    what = f"{', '.join(f'{report[part]} {part}' for part in parts)} and {report['updates']} updates of tensors"
     moved = report["derivative"]
     gradients = "gradients are not checked"
     if moved is not None:
@@ -79,6 +88,7 @@ class _Check:
     steps: int
     own_block: bool
     num_updates: int = 0
+    num_activations: int = 0
 
     def result(self) -> Reference:
         """The first finding of every rule, in the order of steps, with the number of those after it."""
@@ -93,6 +103,7 @@ class _Check:
         report = {
             "ok": not findings,
             "steps": self.steps,
+            "activations": self.num_activations,
             "losses": self.steps * (1 + bool(self.plan.model.num_mtp_layers)),
             "norms": sum(self._is_update(step) for step in range(self.steps)),
             "updates": self.num_updates,
@@ -101,6 +112,7 @@ class _Check:
         return Reference(findings, report)
 
     def _findings(self) -> Iterator[Finding]:
+        yield from self._forward()
         count = 0
         for step in range(self.steps):
             yield from self._loss(step)
@@ -133,6 +145,39 @@ class _Check:
 
     def _number(self, step: int, name: str) -> float:
         return float(self.ledger.pieces[Key(step, SCALAR, name)][0].load())
+
+    def _forward(self) -> Iterator[Finding]:
+        """Activations of sequences of the last step, each from the recorded ones before it."""
+        step = self.steps - 1
+
+        def weight(name: str) -> np.ndarray:
+            return self._before(Key(step, WEIGHT, name), np.zeros(()))
+
+        for sample in samples_checked(self.plan):
+            keys = {name: Key(step, ACTIVATION, name, sample) for name in activation_names(self.plan)}
+            values = {name: self._values(key) for name, key in keys.items() if self._has(key)}
+            if not values:  # nothing but padding
+                continue
+            length = len(next(iter(values.values())))
+            with np.load(self.folder / SEQUENCES_FILE) as parts:
+                names = {name: f"{name}.{sample}" for name in Recorded.INPUTS}
+                inputs: dict[str, Any] = {name: parts[at][:length] if at in parts else None for name, at in names.items()}
+            for each in made(self.plan, Recorded(**inputs, values=values, weight=weight), own_block=self.own_block):
+                self.num_activations += 1
+                yield from self._activation(keys[each.name], each, values[each.name])
+
+    def _activation(self, key: Key, expected: Made, found: np.ndarray) -> Iterator[Finding]:
+        off = expected.off(found)
+        tokens = np.flatnonzero(~(off <= FORWARD[expected.dtype]))
+        if tokens.size:
+            first = tokens[0]
+            right, wrong = (each[first].reshape(-1) for each in (expected.values, found))
+            column = int(np.abs(wrong - right).argmax())
+            what = (
+                f"what goes into it gives {right[column]:.6g} at token {first}, and it is {wrong[column]:.6g}; "
+                f"{len(tokens)} of {len(off)} tokens differ, by up to {off[tokens].max():.2g} of their norm."
+            )
+            yield self._finding("reference-forward", key.step, f"{key.tensor} of sample {key.sample}", what)
 
     def _loss(self, step: int) -> Iterator[Finding]:
         masks = list(np.load(self.folder / COUNTED_FILE)[step])

@@ -1,4 +1,5 @@
-"""What the one device of a proof does beyond its steps, so that it can be checked itself: it keeps its values, and goes forward twice more.
+"""What the one device of a proof does beyond its steps, so that it can be checked itself: it keeps its values, and what sequences of
+its last step were made from, and goes forward twice more.
 
 Both are forwards of one step whose weights are moved along a direction and against it; what the losses then differ by is what the
 gradients of that step have to say. The direction is drawn at random, so that every element has a part in it, and leans towards the
@@ -18,11 +19,13 @@ import numpy as np
 from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
 from .bounds import section_of
+from .forward import Recorded, activation_names, samples_checked
 from .kept import Kept
 from .ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, WEIGHT, Key, RankLedger
 from .proof_run import ProofJob, trained
 
 COUNTED_FILE = "counted.npy"
+SEQUENCES_FILE = "sequences.npz"
 MOVED_FILE = "moved.json"
 
 CAPTURE_BYTES = 2**30
@@ -59,6 +62,7 @@ def kept_keys(plan: Plan, steps: int) -> frozenset[Key]:
     for step in range(steps):
         found |= {Key(step, GRADIENT, name) for name in names} | {Key(step, OPTIMIZER, name) for name in moments}
         found |= {Key(step, ACTIVATION, name, sample) for name in loss_names(plan) for sample in range(plan.batch.global_size)}
+    found |= {Key(steps - 1, ACTIVATION, name, sample) for name in activation_names(plan) for sample in samples_checked(plan)}
     return frozenset(found)
 
 
@@ -91,6 +95,7 @@ def reference_steps(transport: Any, job: ProofJob) -> RankLedger:
     last = max(key.step for key in kept)
     counted = np.stack([_counted(rank, step) for step in range(last + 1)])
     np.save(job.folder / COUNTED_FILE, counted)
+    np.savez(job.folder / SEQUENCES_FILE, allow_pickle=False, **_sequences(rank, last))
     with_gradients = [key.step for key in kept if key.phase == GRADIENT]
     if with_gradients:
         moves = _Moves(rank, job.plan, max(with_gradients), kept, counted[max(with_gradients)])
@@ -103,6 +108,15 @@ def _counted(rank: Any, step: int) -> np.ndarray:
     targets = np.concatenate([each.targets.cpu().numpy() for each in rank.batches.training(step, 1.0)])
     ignored = rank.plan.train.ignore_token
     return np.ones(targets.shape, bool) if ignored is None else targets != ignored
+
+
+def _sequences(rank: Any, step: int) -> dict[str, np.ndarray]:
+    """What the first and the last sequence of a step are made from: the fields of a microbatch that say so, with the sample's number."""
+    microbatches, found = list(rank.batches.training(step, 1.0)), dict[str, np.ndarray]()
+    for sample, microbatch in zip(samples_checked(rank.plan), (microbatches[0], microbatches[-1]), strict=False):
+        parts = {name: getattr(microbatch, name) for name in Recorded.INPUTS}
+        found |= {f"{name}.{sample}": part[0].cpu().numpy() for name, part in parts.items() if part is not None}
+    return found
 
 
 def minimised(plan: Plan, losses: Mapping[str, np.ndarray], num_counted: int) -> float:

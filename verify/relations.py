@@ -110,8 +110,6 @@ def relate(expected: Summary, found: Summary, around: Around | None = None) -> R
         return relation(*in_ratio(ratio, around.layout))
     if (other := around.others.get(found.digest, around.others.get(found.alike))) is not None:
         return relation("permuted", f"the values of {other}")
-    if not norm and expected.largest:  # signs may cancel, as those of equal numbers do
-        return replace(relation("other values", "other values"), is_rough=True)
     told = apart(distance, norm, around.dtype) if ratio is None else in_ratio(ratio, around.layout)
     return replace(relation(*told), is_rough=True)
 

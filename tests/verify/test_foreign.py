@@ -22,9 +22,9 @@ from shardproof.verify.cli import VERIFY
 from shardproof.verify.digest import digest
 from shardproof.verify.foreign import Slice
 from shardproof.verify.foreign.compare import compare_recorded
-from shardproof.verify.foreign.norms import told_by_squares
 from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
 from shardproof.verify.ledger_file import read_ledger
+from shardproof.verify.norms import Squares, Suspects, told_by_squares
 
 EXAMPLES = Path(shardproof.__file__).parent / "examples" / "foreign"
 FOLDERS = (EXAMPLES, EXAMPLES / "megatron_7452")
@@ -436,7 +436,7 @@ def test_tensors_of_one_side_are_told(tmp_path):
         ((1, 1, 1, 1), "None"),
         ((1, 1, 1, 0), "of the squares of b.*.w only those that rank 0 holds are counted"),
         ((1, 1, 0, 0), "the squares of b.*.w are not counted"),
-        ((2, 1, 1, 1), "the squares of a are counted 2 times"),
+        ((2, 1, 1, 1), "the squares of a are counted twice"),
         ((1, 3, 1, 1), "the squares of c are counted 3 times"),
         ((0.5, 0.5, 0.5, 0.5), "the squares of all parameters are counted 1/2 times"),
         ((1.37, 1, 1, 1), "None"),
@@ -451,6 +451,8 @@ def test_what_a_norm_counts_is_told_by_squares(counts, words):
         "b.0.w": [(0, first, 0.29), (1, second, 0.13)],
         "b.1.w": [(0, first, 0.41), (1, second, 0.19)],
     }
+    known = Squares({"a": 2.17, "c": 3.31, "b.0.w": 0.29 + 0.13, "b.1.w": 0.41 + 0.19}, parts)
     squares = (2.17, 3.31, 0.29 + 0.41, 0.13 + 0.19)
     found = math.sqrt(np.dot(counts, squares))
-    assert str(told_by_squares(math.sqrt(sum(squares)), found, parts)) == words
+    told = told_by_squares(math.sqrt(sum(squares)), found, known, Suspects.by_name(known))
+    assert words == "None" if told is None else told[1] == words

@@ -14,6 +14,7 @@ from shardproof import Plan
 from shardproof.core.cli import main
 from shardproof.core.errors import RankFailure
 from shardproof.verify.ledger import GRADIENT, RankLedger
+from shardproof.verify.mutations import run
 from shardproof.verify.mutations.catalog import MUTANTS, chosen
 from shardproof.verify.mutations.mutant import Expected, Mutant, Stops
 from shardproof.verify.mutations.not_here import NOT_HERE
@@ -29,6 +30,13 @@ EXPECTED = Expected(GRADIENT, "layers.0.*", ("missing",), ("REDUCE_GRAD",), rank
 
 def nothing(patches: Patches) -> None:
     """Breaks nothing."""
+
+
+def multiplies_the_norm(patches: Patches) -> None:
+    """The norm of all gradients is twice what it is."""
+    from shardproof.backend.totals import Totals
+
+    patches.replace(Totals, "norm", lambda original: lambda self, *given: 2 * original(self, *given))
 
 
 def stops_rank_1(patches: Patches) -> None:
@@ -159,6 +167,20 @@ def test_a_finding_in_a_plan_that_nobody_broke_is_a_false_alarm() -> None:
     report = report_of(score)
     assert report["false_alarms"] == 1 and not report["ok"]
     assert [finding["rule"] for finding in report["findings"]] == ["false-alarm"]
+
+
+def test_an_error_of_the_verifier_loses_the_score_of_one_mutant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def divergence(plan: Plan, difference: Any) -> dict[str, Any]:
+        raise KeyError("layers.0.mlp")
+
+    monkeypatch.setattr(run, "divergence", divergence)
+    broken = mutant(multiplies_the_norm, EXPECTED)
+    report = report_of(judge_mutants([broken, mutant(stops_rank_1, Stops("out of ideas", ranks=(1,)))]))
+    assert [(row["caught"], row["located"], row["failed"]) for row in report["mutants"]] == [(False, False, True), (True, True, False)]
+    assert (report["ok"], report["missed"], report["caught"]) == (False, 1, 1)
+    (finding,) = report["findings"]
+    assert finding["rule"] == "verifier-failed" and "KeyError: 'layers.0.mlp'" in finding["what"]
+    assert "FAILED" in text_of(report)
 
 
 def test_stops_need_the_words_and_the_rank() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -61,6 +63,24 @@ def test_distances_are_seen_within_a_factor_and_nothing_is_at_distance_0(distanc
     assert exact / 3 < summarize(one).distance(summarize(other)) < 3 * exact
     assert summarize(one).distance(summarize(one.copy())) == 0.0
     assert summarize(one).norm == pytest.approx(np.linalg.norm(one), rel=1.0)
+
+
+def test_signs_of_equal_numbers_do_not_cancel_in_tensors_of_up_to_4096_elements_nor_in_even_parts_of_those() -> None:
+    words, index = bit_words(np.ones(4096, np.float32)), np.arange(4096, dtype=np.uint64)
+    eights = [summarize_plainly(words[at : at + 8], index[at : at + 8]) for at in range(0, 4096, 8)]
+
+    def share(summaries: Iterable[Summary], size: int) -> float:
+        return float(np.linalg.norm(np.sum([each.sums for each in summaries], axis=0))) / math.sqrt(8 * size)
+
+    whole = [share(eights[:count], 8 * count) for count in range(1, 513)]
+    assert min(whole) > 0.7 and max(whole) < 1.3
+    parts = [share(eights[at : at + width], 8 * width) for width in (2, 3, 4, 6, 8, 16) for at in range(0, 512 - width + 1, width)]
+    assert min(parts) > 0.4
+
+
+def test_a_distance_is_at_least_what_the_largest_magnitudes_differ_by() -> None:
+    one, other = Summary(largest=3.0), Summary(largest=1.0, sums=(0.5,) * 8)
+    assert one.distance(other) == 2.0 and one.norm == 3.0
 
 
 def test_a_nan_is_the_largest() -> None:

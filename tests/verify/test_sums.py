@@ -15,7 +15,7 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.parameters import parameters
 from shardproof.core.plan import Batch, Numerics, Plan, Precision
 from shardproof.verify.contributions import Contributions, Part
-from shardproof.verify.norms import told_by_squares
+from shardproof.verify.norms import Squares, Suspects, told_by_squares
 from shardproof.verify.sums import told_by_columns, told_by_moved_use, told_by_parts
 
 SHAPE = (12, 9)
@@ -173,10 +173,10 @@ def test_columns_name_the_update_that_is_scaled_and_values_that_were_added() -> 
 @pytest.mark.parametrize(
     ("counts", "kind", "words"),
     [
-        (lambda each: 3 if each.cut is None else 1, "scaled", "the parameters that tensor parallelism does not cut are counted times 3"),
+        (lambda each: 3 if each.cut is None else 1, "scaled", "the parameters that tensor parallelism does not cut are counted 3 times"),
         (lambda each: 2 if each.name.startswith("layers.1.") else 1, "doubled", "layers.1 are counted twice"),
         (lambda each: 0 if each.name == "head.norm.weight" else 1, "missing", "head.norm.weight are not counted"),
-        (lambda each: Fraction(1, 3) if each.cut else 1, "scaled", "cuts are counted times 1/3"),
+        (lambda each: Fraction(1, 3) if each.cut else 1, "scaled", "cuts are counted 1/3 times"),
     ],
 )
 def test_a_norm_names_the_parameters_that_are_counted_wrongly(counts, kind: str, words: str) -> None:
@@ -184,6 +184,7 @@ def test_a_norm_names_the_parameters_that_are_counted_wrongly(counts, kind: str,
     squares = {each.name: rng.normal(size=each.shape) ** 2 for each in parameters(plan.model)}
     total = {each.name: float(squares[each.name].sum()) for each in parameters(plan.model)}
     wrong = sum(float(counts(each)) * total[each.name] for each in parameters(plan.model))
-    found = told_by_squares(plan, sum(total.values()) ** 0.5, wrong**0.5, squares, {})
+    known, right = Squares.of_values(squares, {}), sum(total.values()) ** 0.5
+    found = told_by_squares(right, wrong**0.5, known, Suspects.of_plan(plan, known))
     assert found is not None and found[0] == kind and words in found[1]
-    assert told_by_squares(plan, sum(total.values()) ** 0.5, sum(total.values()) ** 0.5 * 1.2345, squares, {}) is None
+    assert told_by_squares(right, right * 1.2345, known, Suspects.of_plan(plan, known)) is None

@@ -21,7 +21,7 @@
 #define SECOND_SEED 0x13198A2E03707344ull
 #define ALIKE_SEED 0xA4093822299F31D0ull
 #define ALIKE_FACTOR 0xBF58476D1CE4E5B9ull
-#define SIGN_SEED 0x082EFA98EC4E6C89ull
+#define SIGN_SEED 0xA458FEA3F4933D7Eull
 #define WORD_MASK 0x9E3779B9ull
 
 #define BLOCK 1024 /* elements that have keys of their own; those of the next block are these times its factor */

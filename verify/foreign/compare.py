@@ -10,15 +10,16 @@ from typing import Any
 
 from ...core.findings import Finding
 from ..against import Comparison, other_machines
+from ..closer import closer
 from ..compare import Difference, compare, name_of, ranks_listed, whole_summary
 from ..describe import differing_words, later, problem_words
 from ..digest import full_region, region_size
 from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
 from ..ledger_file import RecordedLedger, SavedLedger
+from ..norms import SQUARE, Squares, Suspects, told_by_squares
 from ..relations import HINTS, Around, Relation, earlier, relate
 from ..summary import Summary
-from .norms import SQUARE, parts_of, told_by_squares
-from .relations import missing_sum, related_norm, related_number, shifted
+from .relations import related_norm, related_number
 from .tolerances import RELATIVE, ROUNDOFF, Tolerances, format_of
 
 MUST_BE = frozenset({GRADIENT, WEIGHT})
@@ -181,16 +182,15 @@ class _Judge:
         if key.phase == SCALAR:
             if key.tensor != "grad_norm":
                 return related_number(expected, found)
-            return related_norm(expected, found, told_by_squares(expected.sums[0], found.sums[0], parts_of(self._squares, key.step)))
+            squares = Squares.recorded(self._squares, key.step)
+            told = told_by_squares(expected.sums[0], found.sums[0], squares, Suspects.by_name(squares))
+            return related_norm(expected, found, told)
         around = Around(before=earlier(key, piece, self.run), others=self._others(key, piece), dtype=self.dtype)
         relation = relate(expected, found, around)
-        if relation.kind in ("other values", "order only"):
-            copies = [each for each in self.run.pieces[key] if each.region == piece.region]
-            same = [each for each in self.reference.pieces[key] if each.region == piece.region]
-            shape, region = (piece.shape, piece.region) if same else (piece.shape, full_region(piece.shape))
-            relation = missing_sum(expected, copies, relation, RELATIVE[self.dtype]) or relation
-            return shifted(expected, found, shape, region, relation, RELATIVE[self.dtype]) or relation
-        return relation
+        copies = [each for each in self.run.pieces[key] if each.region == piece.region]
+        same = any(each.region == piece.region for each in self.reference.pieces[key])
+        of = piece if same else replace(piece, region=full_region(piece.shape))
+        return closer(relation, expected, found, of, copies, RELATIVE[self.dtype])
 
     def _others(self, key: Key, piece: Piece) -> Mapping[Any, str]:
         """Other samples of the tensor in the same step, and its other parts, by digest."""

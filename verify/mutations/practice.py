@@ -19,13 +19,14 @@ ALLCLOSE = 1e-2
 
 @dataclass(frozen=True)
 class Practice:
-    """Whether either habit would have noticed. A run that stops is noticed by both."""
+    """Whether either habit would have noticed. A run that stops is noticed by both; of one that nobody could judge that is not known."""
 
     loss: bool
     allclose: bool
 
 
 NOTICED = Practice(loss=True, allclose=True)
+UNNOTICED = Practice(loss=False, allclose=False)
 
 
 def first_step_keys(plan: Plan) -> frozenset[Key]:

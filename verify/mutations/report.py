@@ -46,6 +46,7 @@ def _row(verdict: Verdict) -> dict[str, Any]:
         "right_class": verdict.is_classed,
         "first_divergence": first,
         "finding": verdict.words,
+        "failed": verdict.failed,
         "practice": {"loss_of_step_1": verdict.practice.loss, "allclose_of_step_1": verdict.practice.allclose},
     }
 
@@ -54,8 +55,11 @@ def _findings(score: Score) -> Iterator[Finding]:
     """What is wrong with the verifier: alarms without a fault, and faults without an alarm."""
     for alarm in score.false_alarms:
         yield Finding("false-alarm", "error", f"the unbroken plan of {alarm[0]}", alarm[1], "Prove this plan with verify --dynamic.")
-    for mutant in (each.mutant for each in score.verdicts if not each.caught):
-        yield Finding("mutant-missed", "error", mutant.id, f"{mutant.title}, as in {mutant.source}: no bit differs.")
+    for each in score.verdicts:
+        if not each.caught:
+            mutant, hint = each.mutant, "Run it alone (--only), and see where the error comes from." if each.failed else ""
+            rule = "verifier-failed" if each.failed else "mutant-missed"
+            yield Finding(rule, "error", mutant.id, f"{mutant.title}, as in {mutant.source}: {each.words}.", hint)
 
 
 def text_of(report: Mapping[str, Any]) -> str:
@@ -80,7 +84,7 @@ def text_of(report: Mapping[str, Any]) -> str:
 def _columns(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Bug, seen by loss, seen by allclose, what is seen here, class, first difference, title."""
     first, habit = row["first_divergence"], row["practice"]
-    here = "located" if row["located"] else "caught" if row["caught"] else "MISSED"
+    here = "located" if row["located"] else "caught" if row["caught"] else "FAILED" if row["failed"] else "MISSED"
     kind, place = ("stops", "") if row["caught"] else ("", "")
     if first is not None:
         kind, place = first["class"], f"{first['action']} {first['phase']} {first['tensor']}"

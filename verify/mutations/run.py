@@ -20,7 +20,7 @@ from ..ledger import RunLedger
 from ..proof_run import ProofJob, Scenario, one_device, run_ledger
 from .mutant import Mutant, Stops
 from .patches import Broken
-from .practice import NOTICED, Practice, first_step_keys, judge_by_habit
+from .practice import NOTICED, UNNOTICED, Practice, first_step_keys, judge_by_habit
 
 STALL_S = 15.0
 """Ranks of these plans take milliseconds for an action; a machine may be busy."""
@@ -33,7 +33,8 @@ Problem = tuple[Plan, int, Scenario]
 @dataclass(frozen=True)
 class Verdict:
     """What was said of one mutant. `first` is the JSON form of the first divergence, None where nothing differs or the run stopped;
-    `words` is the finding for people. `is_placed` and `is_classed` compare with what was expected."""
+    `words` is the finding for people. `is_placed` and `is_classed` compare with what was expected. Of a mutant that is not caught `failed`
+    says that the verifier itself did, as `words` tell."""
 
     mutant: Mutant
     caught: bool
@@ -42,6 +43,7 @@ class Verdict:
     words: str
     first: dict[str, Any] | None
     practice: Practice
+    failed: bool = False
 
     @property
     def located(self) -> bool:
@@ -64,12 +66,11 @@ class Score:
 
 
 def judge_mutants(mutants: Sequence[Mutant], *, progress: Progress = lambda line: None) -> Score:
-    """Every mutant in a run of threads over memory, as many mutants at a time as there are cores. Raises `RankFailure` where a plan that
-    nobody broke does not run."""
+    """Every mutant in a run of threads over memory, as many mutants at a time as there are cores."""
     with ExitStack() as stack:
         judge = Judge(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardproof-mutations-"))))
         pool = stack.enter_context(ThreadPoolExecutor(len(os.sched_getaffinity(0))))
-        futures = {pool.submit(judge.verdict, mutant): mutant for mutant in mutants}
+        futures = {pool.submit(judge.verdict_or_failure, mutant): mutant for mutant in mutants}
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 progress(f"{number}/{len(mutants)} {futures[future].id} {_told(future.result())}: {future.result().words}")
@@ -82,7 +83,7 @@ def judge_mutants(mutants: Sequence[Mutant], *, progress: Progress = lambda line
 
 def _told(verdict: Verdict) -> str:
     if not verdict.caught:
-        return "MISSED"
+        return "FAILED" if verdict.failed else "MISSED"
     wrong = [what for what, right in (("place", verdict.is_placed), ("class", verdict.is_classed)) if not right]
     return f"caught, {' and '.join(wrong)} WRONG" if wrong else "located"
 
@@ -104,6 +105,14 @@ class Judge:
     def num_clean(self) -> int:
         """How many plans were run as they are."""
         return len(self._clean)
+
+    def verdict_or_failure(self, mutant: Mutant) -> Verdict:
+        """`verdict`, or that there is none: an error of the verifier, or a plan that does not run as it is, costs one mutant alone."""
+        try:
+            return self.verdict(mutant)
+        except Exception as error:
+            words = f"the verifier failed: {type(error).__name__}: {error}"
+            return Verdict(mutant, False, False, False, words, None, UNNOTICED, failed=True)
 
     def verdict(self, mutant: Mutant) -> Verdict:
         """What is found in the mutant's plan when it is broken; what is found when it is not is added to `false_alarms`."""
