@@ -1,8 +1,9 @@
 """What our own backend's actions cost on the machine that `calibrate` measured, kernel by kernel.
 
 The kernels are those of `backend.model`, `backend.tensor_parallel` and `backend.optimizer` with fast numerics, counted from their code
-(exact numerics are priced as fast ones); each layer is one autograd function more. A device of a calibrated host is one rank process
-with one thread: its kernels follow each other, and nothing is launched ahead.
+(exact numerics are priced as fast ones). A layer costs what one of next to no size takes, which was measured, and what its kernels take
+beyond their smallest. A device of a calibrated host is one rank process with one thread: its kernels follow each other, and nothing is
+launched ahead.
 """
 
 from __future__ import annotations
