@@ -102,7 +102,66 @@ def test_with_free_kernels_an_action_costs_the_products_of_the_program_at_50_gfl
     pricing = Pricing(plan)
     for stage in range(layout.pp):
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
-            clusters = [host(4, num_cores=cores, collective_curve=curves) for cores in (2, 4, 8)]
+            found = [op for op in operations(plan, kind, stage) if isinstance(op, Product) and not op.layer.endswith("attention.core")]
+            flops = sum(op.flops for op in found)
+            assert pricing.seconds(kind, stage).total_s == pytest.approx(flops / RATE, rel=1e-6)
+
+
+def test_ranks_on_all_cores_take_longer_by_the_share_they_keep_and_a_rank_alone_does_not():
+    cluster = host(2, num_cores=2, busy_core_share=0.8)
+    one, two = plan_of(Layout(), replace(cluster, num_devices=1)), plan_of(Layout(dp=2), cluster)
+    assert (rate_share(one), rate_share(two)) == (1.0, 0.8)
+    assert Pricing(two).seconds(Kind.F, 0).total_s == pytest.approx(Pricing(one).seconds(Kind.F, 0).total_s / 0.8)
+    assert host_step_s(two, (0,)) == pytest.approx(host_step_s(one, (0,)) / 0.8, rel=0.05)  # half as many losses
+
+
+def test_four_ranks_on_two_cores_take_twice_as_long_as_on_four():
+    def step_s(cores: int) -> float:
+        cluster = host(4, num_cores=cores, node_link_latency_s=0.0, node_link_bytes_per_s=1e18)
+        return simulate(plan_of(Layout(dp=4), cluster)).report["step_time_s"]
+
+    assert step_s(2) == pytest.approx(2 * step_s(4), rel=1e-3)
+
+
+def test_a_pipeline_on_fewer_cores_lies_between_a_core_each_and_taking_turns():
+    def step_s(cores: int) -> float:
+        return simulate(plan_of(Layout(pp=4), host(4, num_cores=cores))).report["step_time_s"]
+
+    assert step_s(4) < step_s(2) < 2 * step_s(4)
+    assert step_s(2) < step_s(1) <= 4 * step_s(4)
+
+
+def test_a_layer_costs_what_the_smallest_does_and_what_its_kernels_take_beyond_their_smallest():
+    free = {key: 1e-15 if "-" in key and key.count("-") == 1 else seconds for key, seconds in curve(1e-15).items()}
+    given = free | {"layer_plain-1": 3e-3, "layer_plain_backward-1": 5e-3, "layer_norm-1": 1e-3, f"layer_norm-{2**60}": 1e-3}
+    base, found = (Pricing(plan_of(Layout(), replace(host(), kernel_curve=each))) for each in (free, given))
+    more_s = [found.seconds(kind, 0).total_s - base.seconds(kind, 0).total_s for kind in (Kind.F, Kind.B)]
+    assert more_s == pytest.approx([4 * 3e-3 + 1e-3, 4 * 5e-3], rel=1e-6)  # four layers, and the head's norm
+
+
+def test_the_first_weight_gradient_of_a_step_is_a_product_and_the_others_are_added_to_it():
+    slow = {key: seconds * (3 if key.startswith("tn-") else 1) for key, seconds in curve(1e-15).items()}
+    plan, fast = plan_of(Layout(), replace(host(), kernel_curve=slow)), plan_of(Layout(), host(kernel_s=1e-15))
+    more_s = Pricing(plan).seconds(Kind.W, 0).total_s - Pricing(fast).seconds(Kind.W, 0).total_s
+    assert more_s == pytest.approx(2 / plan.num_microbatches * Pricing(fast).seconds(Kind.W, 0).total_s, rel=1e-4)
+
+
+def test_a_message_takes_from_the_work_of_both_its_ends_where_every_core_has_a_rank():
+    curves = {f"message_work-2-{size}": 4e-3 for size in (1, 1 << 30)}
+    looped = ScheduleChoice("Interleaved1F1B")
+    clusters = [host(2, num_cores=cores, collective_curve=curves) for cores in (2, 4)]
+    two, four = (plan_of(Layout(pp=2, vpp=2), cluster, schedule=looped) for cluster in clusters)
+    more_s = [Pricing(two).seconds(Kind.F, stage).total_s - Pricing(four).seconds(Kind.F, stage).total_s for stage in range(4)]
+    assert more_s == pytest.approx([2e-3, 4e-3, 4e-3, 2e-3], rel=1e-3)
+    crowded = plan_of(Layout(pp=2, dp=2), host(4, num_cores=2, collective_curve=curves))
+    alone = plan_of(Layout(pp=2, dp=2), host(4, num_cores=2))
+    assert Pricing(crowded).seconds(Kind.F, 0) == Pricing(alone).seconds(Kind.F, 0)
+
+
+def test_a_collective_of_more_ranks_than_cores_is_measured_and_simulated_taking_turns_once():
+    curves = {f"all_reduce-4-{size}": 8e-3 for size in (1, 1 << 30)}
+    operation = Collective("", "all_reduce", "dp", 4, 1000)
+    clusters = [host(4, num_cores=cores, collective_curve=curves) for cores in (2, 4, 8)]
     found = [collective_s(cluster, spread_of(cluster, range(4)), operation) for cluster in clusters]
     assert found == pytest.approx([4e-3, 8e-3, 8e-3])
 
