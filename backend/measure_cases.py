@@ -1,9 +1,10 @@
-"""The cases of `measure_machine`: products, kernels, collectives and messages, as calls on operands that lie near or far."""
+"""The cases of `measure_machine`: products, kernels and collectives, as calls on operands that lie near or far."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 PRODUCT_ROWS, PRODUCT_ROWS_QUICK = (32, 128, 512, 1024), (64, 512)
@@ -40,8 +41,25 @@ NORM_WIDTH = 256
 
 
 Call = Callable[[], Any]
-Case = tuple[Literal["product", "kernel", "collective", "message"], str, tuple[int, ...], Callable[[], Sequence[Call]], float]
+Case = tuple[Literal["product", "kernel"], str, tuple[int, ...], Callable[[], Sequence[Call]], float]
 """Kind, name, sizes, a maker of equal calls on different operands, and what one result is divided by."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of one call: `kind` is product, kernel, collective or message, `sizes` its sizes (m n k; elements; bytes of the tensor).
+    `alone` and `together` are products and kernels on one rank while the others wait, and on all ranks at once.
+
+    `name` says which: `nt`, `nn`, `tn` of products (which operand lies transposed), the kernel, the collective. `seconds` is the
+    quantile that was asked for, `spread` the distance of the quartiles over the median, `ranks` how many processes took part.
+    """
+
+    kind: Literal["product", "kernel", "collective", "message", "alone", "together"]
+    name: str
+    sizes: tuple[int, ...]
+    ranks: int
+    seconds: float
+    spread: float
 
 
 class Pool:
@@ -96,6 +114,7 @@ def products(pools: Pools, *, quick: bool) -> Iterator[Case]:
         for m in widths:
             for n in widths:
                 yield "product", "tn", (m, n, k), product_case((k, m), (k, n), lambda kept, dy: kept.t() @ dy, pools), 1.0
+                yield "product", "tn_", (m, n, k), _added_case(m, n, k, pools), 1.0
 
 
 def product_case(far: tuple[int, int], near: tuple[int, int], multiply: Callable[..., Any], pools: Pools) -> Callable[[], Sequence[Call]]:
@@ -104,6 +123,17 @@ def product_case(far: tuple[int, int], near: tuple[int, int], multiply: Callable
     def make() -> Sequence[Call]:
         operands = [(pools.far.take(*far), pools.just_made(*near)) for _ in range(pools.sets(math.prod(far)))]
         return [lambda a=a, b=b: multiply(a, b) for a, b in operands]
+
+    return make
+
+
+def _added_case(m: int, n: int, k: int, pools: Pools) -> Callable[[], Sequence[Call]]:
+    """A maker of calls that add a weight gradient [m, n] to a sum."""
+
+    def make() -> Sequence[Call]:
+        count = pools.sets(k * m + m * n)
+        operands = [(pools.far.take(m, n), pools.far.take(k, m), pools.just_made(k, n)) for _ in range(count)]
+        return [lambda total=total, kept=kept, dy=dy: total.addmm_(kept.t(), dy, alpha=1e-9) for total, kept, dy in operands]
 
     return make
 
@@ -146,6 +176,7 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
     """Name -> a call on so many elements: kernels of which the backend's layers and optimizer are made."""
     import torch
     from torch.nn import functional as F
+    from torch.optim.adamw import adamw as update
 
     device = pools.device
 
@@ -182,15 +213,27 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
         return lambda: backward(dy, x, (NORM_WIDTH,), mean, rstd, weight, weight, [True, False, False])
 
     def adamw(elements: int) -> Call:
-        parameters = [pools.far.take(elements).clone() for _ in range(ADAMW_TENSORS)]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        for parameter in parameters:
-            parameter.grad = pools.far.take(elements)
-        return lambda: optimizer.step()
+        sizes = range(ADAMW_TENSORS)
+        updated, gradients, first, second = ([pools.far.take(elements).clone() for _ in sizes] for _ in range(4))
+        counts, scale = [torch.zeros((), device=device) for _ in sizes], torch.tensor(2.0, device=device)
+        second = [moment.square_() for moment in second]
+        choice = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+        lists = (updated, gradients, first, second, [], counts)
+        return lambda: update(*lists, foreach=False, fused=True, grad_scale=scale, **choice)
 
-    def every_second(elements: int) -> Call:
-        x = pools.just_made(elements, 2)
-        return lambda: x.unbind(-1)[1].contiguous()
+    def loss(elements: int) -> Call:
+        x, targets = logits(elements)
+        return lambda: F.cross_entropy(x, targets, reduction="none")
+
+    def loss_backward(elements: int) -> Call:
+        x, targets = logits(elements)
+        losses = F.cross_entropy(x.requires_grad_(), targets, reduction="none")
+        gradient = torch.ones_like(losses)
+        return lambda: torch.autograd.grad(losses, x, gradient, retain_graph=True)
+
+    def logits(elements: int) -> tuple[Any, Any]:
+        rows = elements // NORM_WIDTH
+        return pools.just_made(rows, NORM_WIDTH).detach(), torch.arange(rows, device=device) % NORM_WIDTH
 
     weight = torch.ones(NORM_WIDTH, device=device)
     return {
@@ -204,39 +247,43 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
         "silu_backward": far(lambda a, b: torch.ops.aten.silu_backward(b, a)),
         "exp": near(lambda a, _: a.exp()),
         "transpose": transposed,
-        "take_second": every_second,
-        "interleave": near(lambda a, b: torch.view_as_real(torch.complex(a, b))),
+        "cross_entropy": loss,
+        "cross_entropy_backward": loss_backward,
+        "row_norm": rows(lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
         "row_mean": rows(lambda x: x.mean(-1, keepdim=True)),
         "token_sum": rows(lambda x: x.sum((0, 1))),
         "layer_norm": rows(lambda x: torch.native_layer_norm(x, (NORM_WIDTH,), weight, weight, 1e-5)),
         "layer_norm_backward": norm_backward,
-        "square_sum": far(lambda a, _: torch.linalg.vector_norm(a, dtype=torch.float64).item()),
+        "square_sum": far(lambda a, _: torch.linalg.vector_norm(a.view(-1, NORM_WIDTH), dim=-1).double()),
         "adamw": adamw,
     }
 
 
 def _heads() -> dict[str, Callable[[Pools, int], Call]]:
-    """Name -> a call on heads of `HEAD_WIDTH` elements and `HEAD_TOKENS` tokens: rotation, its backward, and repetition."""
+    """Name -> a call on heads of `HEAD_WIDTH` elements and `HEAD_TOKENS` tokens: rotation of heads that lie beside each other, its
+    backward, and repetition."""
     import torch
 
-    from .model.rotary import rope_table, rotate
+    from .model.rotary import rope_table, turned
 
     frequencies = [1e4 ** (-pair / HEAD_WIDTH) for pair in range(0, HEAD_WIDTH, 2)]
 
-    def heads(pools: Pools, elements: int) -> Any:
-        return pools.just_made(1, elements // (HEAD_TOKENS * HEAD_WIDTH), HEAD_TOKENS, HEAD_WIDTH)
+    def operands(pools: Pools, elements: int) -> tuple[Any, Any, Any]:
+        cos, sin = (part[:, None, None] for part in rope_table(HEAD_TOKENS, frequencies, pools.device))
+        return pools.just_made(HEAD_TOKENS, elements // (HEAD_TOKENS * HEAD_WIDTH), 1, HEAD_WIDTH), cos, sin
 
     def rotated(pools: Pools, elements: int) -> Call:
-        x, (cos, sin) = heads(pools, elements), rope_table(HEAD_TOKENS, frequencies, pools.device)
-        return lambda: rotate(x, cos, sin)
+        x, cos, sin = operands(pools, elements)
+        return lambda: turned(x, cos, sin)
 
     def rotated_back(pools: Pools, elements: int) -> Call:
-        x, dy = heads(pools, elements).requires_grad_(), heads(pools, elements).clone()
-        y = rotate(x, *rope_table(HEAD_TOKENS, frequencies, pools.device))
-        return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+        dy, cos, sin = operands(pools, elements)
+        out = torch.empty_like(dy)
+        return lambda: turned(dy, cos, sin, back=True, out=out)
 
     def repeated(pools: Pools, elements: int) -> Call:
-        x = heads(pools, max(elements // 2, HEAD_TOKENS * HEAD_WIDTH))
+        heads = max(elements // 2 // (HEAD_TOKENS * HEAD_WIDTH), 1)
+        x = pools.just_made(1, heads, HEAD_TOKENS, HEAD_WIDTH)
         return lambda: x.repeat_interleave(2, dim=1)
 
     return {"rotate": rotated, "rotate_backward": rotated_back, "repeat": repeated}
@@ -269,21 +316,18 @@ def _function_calls(device: Any) -> dict[str, Call]:
     }
 
 
-def collectives(transport: Any, group: Any, *, quick: bool) -> Iterator[Case]:
-    """What fast and exact numerics ask of a group, by bytes of the whole tensor."""
+def collective_call(op: str, num_bytes: int, transport: Any, group: Any) -> Call:
+    """What fast and exact numerics ask of a group of all ranks, for a whole tensor of so many bytes."""
     import torch
 
     size, device = transport.world_size, transport.device
-    for num_bytes in TRANSFER_BYTES_QUICK if quick else TRANSFER_BYTES:
-        for op in COLLECTIVES:
-
-            def make(op: str = op, num_bytes: int = num_bytes) -> Sequence[Call]:
-                whole = torch.zeros(max(1, num_bytes // 4), device=device)
-                part = torch.zeros(max(1, num_bytes // 4 // size), device=device)
-                if op == "all_reduce":
-                    return [lambda: group.all_reduce(whole, "sum")]
-                if op == "all_gather":
-                    return [lambda: group.all_gather(part)]
-                return [lambda: group.all_to_all([part] * size, [tuple(part.shape)] * size)]
-
-            yield "collective", op, (num_bytes,), make, 1.0
+    whole = torch.zeros(max(1, num_bytes // 4), device=device)
+    part = torch.zeros(max(1, num_bytes // 4 // size), device=device)
+    match op:
+        case "all_reduce":
+            return lambda: group.all_reduce(whole, "sum")
+        case "all_gather":
+            return lambda: group.all_gather(part)
+        case _:
+            assert op == "all_to_all", op
+            return lambda: group.all_to_all([part] * size, [tuple(part.shape)] * size)

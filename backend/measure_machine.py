@@ -7,7 +7,6 @@ asked otherwise. Ranks are those of training: processes with one thread each, MK
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,8 +15,9 @@ from time import perf_counter
 from typing import Any, Literal
 
 from .launch import Workers
-from .measure_cases import TRANSFER_BYTES, TRANSFER_BYTES_QUICK, Case, Pools, collectives, kernels, product_case, products
-from .measure_messages import messages
+from .measure_cases import Call, Case, Measurement, Pools, kernels, products
+from .measure_layers import layers
+from .measure_transfers import measure_transfers
 
 BURST_S = 0.6e-3
 """A burst has as many calls as fill about this time: long beside the clock's resolution, short beside what else a machine does."""
@@ -25,33 +25,9 @@ BURST_S = 0.6e-3
 MOST_CALLS = 5
 """Calls of a burst: the first finds its code and scratch pushed out of the caches by other kernels, as in a step."""
 
-MOST_TRANSFERS = 8
-"""The same of collectives and messages."""
-
-WORK_TOKENS, WORK_HIDDEN, WORK_INNER = 256, 256, 512
-"""Sizes of an MLP before every collective: in a step ranks come to it from work of their own, never at the same moment and with other
-things in their caches. The wait for the slower rank belongs to the collective."""
-
 ROUNDS, ROUNDS_QUICK = 25, 5
 KEPT_BYTES = 32 << 20
 """Results stay until so many bytes came after them, as activations do, so that new ones are written where no cache has been lately."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Seconds of one call: `kind` is product, kernel, collective or message, `sizes` its sizes (m n k; elements; bytes of the tensor).
-    `alone` and `together` are products and kernels on one rank while the others wait, and on all ranks at once.
-
-    `name` says which: `nt`, `nn`, `tn` of products (which operand lies transposed), the kernel, the collective. `seconds` is the
-    quantile that was asked for, `spread` the distance of the quartiles over the median, `ranks` how many processes took part.
-    """
-
-    kind: Literal["product", "kernel", "collective", "message", "alone", "together"]
-    name: str
-    sizes: tuple[int, ...]
-    ranks: int
-    seconds: float
-    spread: float
 
 
 @dataclass(frozen=True)
@@ -102,36 +78,12 @@ def measure_rank(transport: Any, job: MeasureJob) -> list[Measurement]:
     """The job of one rank; global rank 0 has the result."""
     if job.part == "sharing":
         return _sharing(transport, job)
-    if job.part == "compute":
-        pools = Pools(transport.device)
-        cases = [*products(pools, quick=job.quick), *kernels(pools, quick=job.quick)]
-        seconds = _measured(cases, job.rounds, lambda: None, transport.device)
-    else:
-        world = transport.group("measure", "tp", range(transport.world_size))
-        sizes = TRANSFER_BYTES_QUICK if job.quick else TRANSFER_BYTES
-        cases = [*collectives(transport, world, quick=job.quick), *messages(transport, sizes)]
-        work = _work(Pools(transport.device))
-        seconds = _measured(cases, job.rounds, world.barrier, transport.device, together=world, before=work)
+    if job.part == "transfers":
+        return measure_transfers(transport, rounds=job.rounds, quick=job.quick, quantile=job.quantile)
+    pools, alone = Pools(transport.device), transport.group("measure", "tp", [transport.global_rank])
+    cases = [*products(pools, quick=job.quick), *kernels(pools, quick=job.quick), *layers(alone, transport.recorder, transport.device)]
+    seconds = _measured(cases, job.rounds, transport.device)
     return _measurements(cases, seconds, transport.world_size, job.quantile)
-
-
-def _work(pools: Pools) -> Callable[[], Any]:
-    """An MLP with its norm and residual, on weights that lie far."""
-    import torch
-
-    makers = [
-        product_case((WORK_HIDDEN, WORK_INNER), (WORK_TOKENS, WORK_HIDDEN), lambda weight, x: x @ weight, pools),
-        product_case((WORK_INNER, WORK_HIDDEN), (WORK_TOKENS, WORK_INNER), lambda weight, x: x @ weight, pools),
-    ]
-    up, down = (itertools.cycle(make()) for make in makers)
-    x = pools.just_made(WORK_TOKENS, WORK_HIDDEN)
-
-    def mlp() -> Any:
-        torch.nn.functional.layer_norm(x, (WORK_HIDDEN,))
-        torch.nn.functional.gelu(next(up)())
-        return x + next(down)()
-
-    return mlp
 
 
 def _measurements(
@@ -160,7 +112,7 @@ def _sharing(transport: Any, job: MeasureJob) -> list[Measurement]:
         for found, at_once in ((alone, False), (together, True)):
             world.barrier()
             if at_once or transport.global_rank == 0:
-                for seconds, new in zip(found, _measured(cases, 1, lambda: None, transport.device), strict=True):
+                for seconds, new in zip(found, _measured(cases, 1, transport.device), strict=True):
                     seconds += new
             world.barrier()
     if transport.global_rank:
@@ -172,60 +124,31 @@ def _sharing(transport: Any, job: MeasureJob) -> list[Measurement]:
     ]
 
 
-def _measured(
-    cases: Sequence[Case],
-    rounds: int,
-    barrier: Callable[[], None],
-    device: Any,
-    *,
-    together: Any = None,
-    before: Callable[[], Any] | None = None,
-) -> list[list[float]]:
-    """Seconds of one call of each case, round by round. A `together` group makes equally many calls on all ranks; `before` is work of
-    its own that comes before every call and does not count."""
+def _measured(cases: Sequence[Case], rounds: int, device: Any) -> list[list[float]]:
+    """Seconds of one call of each case, round by round."""
     import torch
 
     def finish() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    def timed(calls: Sequence[Call]) -> tuple[float, list[Any]]:
+        start_s = perf_counter()
+        results = [call() for call in calls]
+        finish()
+        return perf_counter() - start_s, results
+
     seconds: list[list[float]] = [[] for _ in cases]
     made = [list(make()) for _, _, _, make, _ in cases]
     kept = _Kept()
     counts = []
     for calls in made:
-        barrier()
-        calls[0]()
-        finish()
-        barrier()
-        start_s = perf_counter()
-        calls[-1]()
-        finish()
-        once_s = perf_counter() - start_s
-        counts.append(max(1, min(MOST_CALLS if together is None else MOST_TRANSFERS, int(BURST_S / once_s))))
-    if together is not None:  # every rank makes as many calls
-        counts = together.all_reduce(torch.tensor(counts, device=device), "max").tolist()
-    for turns in range(rounds):
-        for number, (calls, count) in enumerate(zip(made, counts, strict=True)):
-            first = turns * count
-            barrier()
-            results: list[Any] = []
-            if before is None:
-                start_s = perf_counter()
-                for turn in range(count):
-                    results.append(calls[(first + turn) % len(calls)]())
-                finish()
-                total_s = perf_counter() - start_s
-            else:
-                total_s = 0.0
-                for turn in range(count):
-                    before()
-                    finish()
-                    start_s = perf_counter()
-                    results.append(calls[(first + turn) % len(calls)]())
-                    finish()
-                    total_s += perf_counter() - start_s
-            seconds[number].append(total_s / count)
+        timed(calls[:1])
+        counts.append(max(1, min(MOST_CALLS, int(BURST_S / timed(calls[-1:])[0]))))
+    for turn in range(rounds):
+        for found, calls, count in zip(seconds, made, counts, strict=True):
+            total_s, results = timed([calls[(turn * count + number) % len(calls)] for number in range(count)])
+            found.append(total_s / count)
             kept.add(results)
     return seconds
 

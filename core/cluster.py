@@ -44,8 +44,9 @@ _NOT_NEGATIVE = (
     "channel_bytes_per_s",
 )
 COLLECTIVE_LIBRARIES = ("nccl", "gloo")
-MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "message")
-"""Operations that `collective_curve` may hold: collectives by the bytes of the whole tensor, and messages."""
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "message", "message_work")
+"""Operations that `collective_curve` may hold: collectives by the bytes of the whole tensor, and messages; `message_work` is what a send
+and a receive cost the work of a rank that has one core."""
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 

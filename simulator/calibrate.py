@@ -52,7 +52,7 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
     transfers = {f"{row.name}-{row.ranks}-{row.sizes[0]}": row.seconds for row in rows if row.kind in ("collective", "message")}
     rate = max(2.0 * row.sizes[0] * row.sizes[1] * row.sizes[2] / row.seconds for row in rows if row.kind == "product")
     additions = {row.sizes[0]: row.seconds for row in rows if row.name == "add"}
-    latency_s, bytes_per_s = _line([(row.sizes[0], row.seconds) for row in rows if row.kind == "message"])
+    latency_s, bytes_per_s = _line([(row.sizes[0], row.seconds) for row in rows if row.name == "message"])
     largest = max(additions)
     forward, backward = (_attention_share(rows, kind, rate) for kind in ("attention", "attention_backward"))
     fields: dict[str, tuple[Any, str]] = {
@@ -70,7 +70,7 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
         "host_dispatch_s": (0.0, "in the measured seconds: a kernel is finished when its call returns"),
         "kernel_curve": (kernels, measured),
         "num_cores": (num_cores, "counted by the operating system"),
-        "busy_core_share": (_busy_share(rows), f"{measured}: median over products and kernels on one rank and on all cores at once"),
+        "busy_core_share": (_busy_share(rows), f"{measured}: seconds of products and kernels on one rank, over those on all cores at once"),
         "node_link_bytes_per_s": (bytes_per_s, f"{measured}: slope of messages over their bytes"),
         "node_link_latency_s": (latency_s, f"{measured}: the smallest message"),
         "node_network_bytes_per_s": (bytes_per_s, "as inside the node: there is only one"),
@@ -96,10 +96,10 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _busy_share(rows: Sequence[Row]) -> float:
-    """Share of its rate that a rank keeps while all cores compute: caches and memory are the cores' together."""
-    alone = {(row.name, row.sizes): row.seconds for row in rows if row.kind == "alone"}
-    shares = [alone[row.name, row.sizes] / row.seconds for row in rows if row.kind == "together"]
-    return min(1.0, median(shares)) if shares else 1.0
+    """Share of its rate that a rank keeps while all cores compute: caches and memory are the cores' together. Cases count by their seconds,
+    as they do in a step: the smallest, of which there are many, lose nothing."""
+    alone_s, together_s = (sum(row.seconds for row in rows if row.kind == kind) for kind in ("alone", "together"))
+    return min(1.0, alone_s / together_s) if together_s else 1.0
 
 
 def _attention_share(rows: Sequence[Row], kind: str, rate: float) -> float:

@@ -1,8 +1,9 @@
 """What our own backend's actions cost on the machine that `calibrate` measured, kernel by kernel.
 
 The kernels are those of `backend.model`, `backend.tensor_parallel` and `backend.optimizer` with fast numerics, counted from their code
-(exact numerics are priced as fast ones); each layer is one autograd function more. A device of a calibrated host is one rank process
-with one thread: its kernels follow each other, and nothing is launched ahead.
+(exact numerics are priced as fast ones). A layer costs what one of next to no size takes, which was measured, and what its kernels take
+beyond their smallest. A device of a calibrated host is one rank process with one thread: its kernels follow each other, and nothing is
+launched ahead.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ BACKWARD_FUNCTIONS = 16
 ROW_LAYERS = (".attention.output", ".mlp.down")
 """Ends of the names of layers whose input features are cut; all other products cut output features."""
 
+GATED_LAYER = ".mlp.up"
+"""The end of the name of the layer whose two halves, gate and up-projection, are multiplied one after the other."""
+
 
 def is_host(plan: Plan) -> bool:
     """True when a plan runs our own backend on a calibrated host, with layers and switches whose kernels are counted here.
@@ -52,9 +56,15 @@ def host_block(plan: Plan, group: Group, collective_s: Callable[[Collective], fl
     """The price of one part of a stage for one microbatch."""
     pricer = _HostPricer(plan, collective_s)
     works = group_work(plan, group)
-    forward = pricer.kernels(pricer.tokens.forward(group.kind))
-    backward = pricer.kernels(pricer.tokens.backward(group.kind))
-    weight = pricer.kernels(pricer.tokens.weight(group.kind))
+    tokens = pricer.tokens
+    if group.kind == "dense":
+        layer = f"layer_{'gated' if plan.model.gated else 'plain'}"
+        forward = pricer.kernels([(layer, 1, 1)]) + pricer.kernels(tokens.forward(group.kind), beyond_least=True)
+        backward = pricer.kernels([(f"{layer}_backward", 1, 1)]) + pricer.kernels(tokens.backward(group.kind), beyond_least=True)
+        weight = pricer.kernels(tokens.weight(group.kind), beyond_least=True)
+    else:
+        forward, backward = pricer.kernels(tokens.forward(group.kind)), pricer.kernels(tokens.backward(group.kind))
+        weight = pricer.kernels(tokens.weight(group.kind))
     for work in works:
         forward += pricer.part(work, "forward")
         backward += pricer.part(work, "input")
@@ -63,12 +73,12 @@ def host_block(plan: Plan, group: Group, collective_s: Callable[[Collective], fl
 
 
 def host_step_s(plan: Plan, stages: tuple[int, ...]) -> float:
-    """Seconds of the update of a rank that holds `stages`, beside what it sends: for every tensor a division by the token count, the sum
-    of squares, the product with the clipping coefficient, and AdamW."""
+    """Seconds of the update of a rank that holds `stages`, beside what it sends: for every tensor the squares of its rows, and AdamW, which
+    divides by the token count and clips as it goes."""
     cluster, total_s = plan.cluster, 0.0
     for parameter in (parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])):
         elements = _local(plan, parameter)
-        total_s += 2 * kernel_s(cluster, "add", elements) + kernel_s(cluster, "square_sum", elements) + kernel_s(cluster, "adamw", elements)
+        total_s += kernel_s(cluster, "square_sum", elements) + kernel_s(cluster, "adamw", elements)
     losses = plan.num_microbatches * sum(plan.stages[stage].head for stage in stages)
     return (total_s + losses * kernel_s(cluster, "square_sum", plan.batch.micro_size * plan.batch.sequence)) / rate_share(plan)
 
@@ -101,14 +111,17 @@ class _HostPricer:
     def tokens(self) -> _Kernels:
         return _Kernels(self.plan)
 
-    def kernels(self, found: Kernels) -> Part:
-        """Kernels one after the other."""
+    def kernels(self, found: Kernels, *, beyond_least: bool = False) -> Part:
+        """Kernels one after the other; with `beyond_least` only what they take longer than on the fewest elements, which is part of what a
+        layer costs however small it is."""
         cluster, total_s, calls = self.plan.cluster, 0.0, 0.0
         for name, elements, count in found:
             if name.startswith("attention"):
                 each_s = attention_head_s(cluster, name, self.plan.model.head_dim, elements)
             else:
                 each_s = kernel_s(cluster, name, elements)
+                if beyond_least:
+                    each_s = max(0.0, each_s - kernel_s(cluster, name, 1))
             total_s += count * (each_s / BACKWARD_FUNCTIONS if name == "function_backward_16" else each_s)
             calls += count
         return Part(Seconds(compute=total_s / rate_share(self.plan)), round(calls))
@@ -127,22 +140,25 @@ class _HostPricer:
         if isinstance(operation, Collective):
             return Part(Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self.collective_s(operation)}), 1)
         assert isinstance(operation, Product)
-        m, n, k = operation.m, operation.n, operation.k
-        product_s = host_product_s(self.plan.cluster, _variant(layer, of), m, n, k) / rate_share(self.plan)
-        total = Part(Seconds(compute=product_s), 1)
-        if of == "weight":
-            total += self.kernels([("add_", m * n, self.tokens.sums)])
-        return total
+        shape = {"m": operation.m, "n": operation.n, "k": operation.k}
+        halves = self.plan.model.gated and layer.endswith(GATED_LAYER)
+        if halves:
+            cut = {"forward": "n", "input": "k", "weight": "m"}[of]
+            shape[cut] //= 2
+        parts = [(variant, share) for variant, share in _variants(layer, of, self.tokens.sums) if share]
+        seconds = sum(share * host_product_s(self.plan.cluster, variant, **shape) for variant, share in parts)
+        return Part(Seconds(compute=(1 + halves) * seconds / rate_share(self.plan)), 1 + halves)
 
 
 NOTHING_PART = Part(NOTHING, 0)
 
 
-def _variant(layer: str, of: str) -> Variant:
-    """Weights are stored with the cut features first, so a row-parallel layer multiplies forward as a column-parallel one backward."""
+def _variants(layer: str, of: str, sums: float) -> list[tuple[Variant, float]]:
+    """Which products a pass of a layer asks for, and how many of each. Weights are stored with the cut features first, so a row-parallel
+    layer multiplies forward as a column-parallel one backward; weight gradients are added to what is there by the product itself."""
     if of == "weight":
-        return "tn"
-    return "nt" if layer.endswith(ROW_LAYERS) == (of == "input") else "nn"
+        return [("tn", 1 - sums), ("tn_", sums)]
+    return [("nt" if layer.endswith(ROW_LAYERS) == (of == "input") else "nn", 1.0)]
 
 
 @dataclass(frozen=True)
@@ -193,28 +209,34 @@ class _Kernels:
         """A forward."""
         match kind:
             case "embedding":
-                yield from [("add", self.tokens, 4), ("add", self.hidden, 1), ("add_", self.hidden, 1), ("function", 1, 1)]
+                yield from [("add", self.hidden, 1), ("add", self.tokens, 1), ("function", 1, 1)]
+                if self.is_cut:  # tokens of other ranks are looked up as token 0 and made zero
+                    yield from [("add", self.tokens, 6), ("add_", self.hidden, 1)]
                 if self.model.position == "learned":
-                    yield from [("add", self.hidden, 1), ("function", 1, 1)]
+                    yield "add", self.hidden, 2
             case "head":
-                logits = self.tokens * self.vocabulary
-                yield from self._norm()
-                yield from [("function", 1, 2), ("row_mean", logits, 2), ("add", logits, 1), ("exp", logits, 1), ("add", self.tokens, 14)]
+                yield from [*self._norm(), ("function", 1, 3), ("add", self.tokens, 8)]
+                if self.is_cut:
+                    yield from [("row_mean", self.logits, 2), ("add", self.logits, 1), ("exp", self.logits, 1), ("add", self.tokens, 14)]
+                else:
+                    yield "cross_entropy", self.logits, 1
             case _:
-                yield from [*self._norm(), *self._norm(), ("add", self.hidden, 2), ("function", 1, 5)]
+                yield from [*self._norm(), *self._norm(), ("add", self.hidden, 2)]
                 yield from [*self._attention(), *self._activation(), *self._bias("add_")]
 
     def backward(self, kind: str) -> Iterator[tuple[str, float, float]]:
         """An input gradient."""
         match kind:
             case "embedding":
-                yield "function_backward_16", 1, 1 + (self.model.position == "learned")
+                yield "function_backward_16", 1, 1
             case "head":
-                logits = self.tokens * self.vocabulary
-                yield from self._norm_backward()
-                yield from [("function_backward_16", 1, 2), ("add", logits, 1), ("add", self.tokens, 6)]
+                yield from [*self._norm_backward(), ("function_backward_16", 1, 3)]
+                if self.is_cut:
+                    yield from [("add", self.logits, 1), ("add", self.tokens, 7)]
+                else:
+                    yield "cross_entropy_backward", self.logits, 1
             case _:
-                yield from [*self._norm_backward(), *self._norm_backward(), ("add", self.hidden, 2), ("function_backward_16", 1, 5)]
+                yield from [*self._norm_backward(), *self._norm_backward(), ("add_", self.hidden, 2)]
                 yield from [*self._attention_backward(), *self._activation_backward()]
 
     def weight(self, kind: str) -> Iterator[tuple[str, float, float]]:
@@ -222,33 +244,40 @@ class _Kernels:
         h = self.model.hidden_size
         match kind:
             case "embedding":
-                table = self.vocabulary * h
-                yield from [("add", self.hidden, 1), ("add_", table, 1 + self.sums)]
-                if self.model.position == "learned":
-                    positions = self.model.max_positions * h
-                    padded = self.plan.batch.micro_size * positions
-                    yield from [("add", padded, 1), ("token_sum", padded, 1), ("add_", positions, self.sums)]
+                tables = [self.vocabulary * h] + [self.model.max_positions * h] * (self.model.position == "learned")
+                for elements in tables:  # zeros, a row for every token, and the sum over microbatches
+                    yield from [("add_", elements, 0.5 + self.sums), ("add", self.hidden, 1)]
             case "head":
                 yield from self._norm_weight()
             case _:
                 yield from [*self._norm_weight(), *self._norm_weight(), *self._bias("token_sum")]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank has a part of the vocabulary only."""
+        return self.plan.layout.tp > 1
+
+    @property
+    def logits(self) -> int:
+        """Elements of the logits of the rank."""
+        return self.tokens * self.vocabulary
+
     def _norm(self) -> Kernels:
         if self.model.norm == "layernorm":
-            return [("layer_norm", self.hidden, 1), ("function", 1, 1)]
-        steps = [("add", self.hidden, 2), ("row_mean", self.hidden, 1), ("add", self.tokens, 2), ("add_", self.hidden, 1)]
-        return [*steps, ("function", 1, 1)]
+            return [("layer_norm", self.hidden, 1)]
+        return [("row_norm", self.hidden, 1), ("add", self.tokens, 2), ("add", self.hidden, 1), ("add_", self.hidden, 1)]
 
     def _norm_backward(self) -> Kernels:
         if self.model.norm == "layernorm":
-            return [("layer_norm_backward", self.hidden, 1), ("function_backward_16", 1, 1)]
-        return [("add", self.hidden, 5), ("row_mean", self.hidden, 1), ("add_", self.hidden, 1), ("function_backward_16", 1, 1)]
+            return [("layer_norm_backward", self.hidden, 1)]
+        around = [("row_mean", self.hidden, 1), ("add", self.tokens, 1), ("add_", self.hidden, 1)]
+        return [("layer_norm_backward", self.hidden, 1), *around]
 
     def _norm_weight(self) -> Kernels:
         h = self.model.hidden_size
         if self.model.norm == "layernorm":
             return [("add", self.hidden, 3), ("token_sum", self.hidden, 2), ("add_", h, 2 * self.sums)]
-        return [("add", self.hidden, 1), ("token_sum", self.hidden, 1), ("add_", h, self.sums)]
+        return [("layer_norm_backward", self.hidden, 1), ("add", self.tokens, 1), ("add_", h, self.sums)]
 
     def _bias(self, kernel: str) -> Kernels:
         """Additions of the biases to the four products of a layer, or the sums of their gradients over tokens."""
@@ -261,25 +290,25 @@ class _Kernels:
         return 2 if self.model.gated else 1
 
     def _attention(self) -> Iterator[tuple[str, float, float]]:
-        """Queries, keys and values made contiguous, rotated, repeated; the core; its heads side by side."""
+        """Queries, keys and values taken apart, turned where they lie or made contiguous; repeated; the core and its heads side by side."""
         model = self.model
-        yield from [("transpose", self.queries, 2), ("transpose", self.keys, 2)]
         if model.position == "rope":
-            yield from [("rotate", self.queries, 1), ("rotate", self.keys, 1)]
+            yield from [("rotate", self.queries, 1), ("rotate", self.keys, 1), ("transpose", self.keys, 1)]
+        else:
+            yield from [("transpose", self.queries, 2), ("transpose", self.keys, 2)]
         if model.query_heads_per_group > 1:
-            yield from [("repeat", self.queries, 2), ("function", 1, 2)]
+            yield "repeat", self.queries, 2
         yield from self._core("attention")
 
     def _attention_backward(self) -> Iterator[tuple[str, float, float]]:
         model = self.model
         yield from self._core("attention_backward")
-        yield "transpose", self.queries, 1
         if model.query_heads_per_group > 1:
-            added = 2.0 * (model.query_heads_per_group - 1)
-            yield from [("transpose", self.keys, 2), ("add_", self.keys, added), ("function_backward_16", 1, 2)]
+            yield from [("transpose", self.keys, 2), ("add_", self.keys, 2.0 * (model.query_heads_per_group - 1))]
         if model.position == "rope":
-            yield from [("rotate_backward", self.queries, 1), ("rotate_backward", self.keys, 1)]
-        yield "transpose", self.queries + 2 * self.keys, 1
+            yield from [("rotate_backward", self.queries, 1), ("rotate_backward", self.keys, 1), ("transpose", self.keys, 1)]
+        else:
+            yield "transpose", self.queries + 2 * self.keys, 1
 
     def _core(self, name: str) -> Kernels:
         heads = self.plan.batch.micro_size * self.groups * self.model.query_heads_per_group
@@ -288,8 +317,7 @@ class _Kernels:
     def _activation(self) -> Kernels:
         match self.model.activation:
             case "swiglu" | "geglu":
-                kernel = "silu" if self.model.activation == "swiglu" else "gelu"
-                return [("take_second", self.units, 2), (kernel, self.units, 1), ("add", self.units, 1)]
+                return [("silu" if self.model.activation == "swiglu" else "gelu", self.units, 1), ("add", self.units, 1)]
             case "relu_squared":
                 return [("add", self.units, 2)]
             case name:
@@ -299,7 +327,7 @@ class _Kernels:
         match self.model.activation:
             case "swiglu" | "geglu":
                 kernel = "silu_backward" if self.model.activation == "swiglu" else "gelu_backward"
-                return [("add", self.units, 2), (kernel, self.units, 1), ("interleave", self.units, 1)]
+                return [("add", self.units, 2), (kernel, self.units, 1)]
             case "relu_squared":
                 return [("add", self.units, 3)]
             case name:

@@ -17,8 +17,9 @@ from ..core.cluster import ClusterSpec, kernel_key
 from ..core.errors import ClusterError, did_you_mean
 from .measured import Measured
 
-Variant = Literal["nt", "nn", "tn"]
-"""Which operand of a product lies transposed in memory: the second (x W^T), none (x W), the first (x^T y of a weight gradient)."""
+Variant = Literal["nt", "nn", "tn", "tn_"]
+"""Which operand of a product lies transposed in memory: the second (x W^T), none (x W), the first (x^T y of a weight gradient), which with
+`tn_` is added to a sum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,10 +88,16 @@ def message_s(cluster: ClusterSpec, source_rank: int, destination_rank: int, num
     return launch_s + latency_s + num_bytes / rate
 
 
-def _measured_message(cluster: ClusterSpec) -> Measured | None:
-    if "message" not in cluster.memo:
-        cluster.memo["message"] = measured_line(cluster, "message", 2)
-    found: Measured | None = cluster.memo["message"]
+def message_work_s(cluster: ClusterSpec, num_bytes: int) -> float:
+    """Seconds that one end of a message costs the work of a host's rank, whose core has nothing else to run on; 0 where it is not known."""
+    measured = _measured_message(cluster, "message_work") if cluster.collective_curve else None
+    return measured.seconds(num_bytes) / 2 if measured else 0.0  # measured of a send and a receive
+
+
+def _measured_message(cluster: ClusterSpec, name: str = "message") -> Measured | None:
+    if name not in cluster.memo:
+        cluster.memo[name] = measured_line(cluster, name, 2)
+    found: Measured | None = cluster.memo[name]
     return found
 
 

@@ -38,8 +38,8 @@ from .compute import elementwise_s, host_s, slowed_s, traffic_s
 from .contention import Traffic
 from .expert_load import loaded_traffic, loaded_work
 from .host_blocks import host_block, host_check_s, host_flatten_s, host_step_s, is_host, rate_share
-from .host_cores import core_loads
-from .network import Spread, collective_s, message_s
+from .host_cores import core_loads, shares_cores
+from .network import Spread, collective_s, message_s, message_work_s
 from .profiles import profile_of
 from .seconds import COMPONENTS, GRID, NOTHING, Seconds, on_grid
 from .shared_links import shared_links
@@ -247,7 +247,19 @@ class Pricing:
         key = (kind, self._likeness(kind, place))
         if key not in self._shared:
             self._shared[key] = self._price(kind, place).on_grid()
-        return self._shared[key]
+        found: Seconds = self._shared[key]
+        if self._is_host and kind in (Kind.F, Kind.B, Kind.I):
+            found += Seconds(pp_comm=on_grid(self._beside_messages_s(place)))
+        return found
+
+    def _beside_messages_s(self, place: Place) -> float:
+        """Seconds that the messages of a pass, one in and one out for every neighbour on another rank, take from the work of a rank on a
+        core of its own. With fewer cores than ranks messages are work themselves (`host_cores`)."""
+        cluster = self.plan.cluster
+        if shares_cores(cluster, self.plan.layout.world_size) or self.plan.layout.world_size < cluster.num_cores:
+            return 0.0
+        ends = sum(self._message_s(kind, place) > 0 for kind in (Kind.SEND_F, Kind.SEND_B))
+        return ends * message_work_s(cluster, message_bytes(self.plan))
 
     def _likeness(self, kind: Kind, place: Place) -> object:
         """Equal for stages whose actions cost the same: they hold as many layers of each kind, on groups that lie alike."""

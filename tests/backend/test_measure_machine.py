@@ -25,17 +25,17 @@ def test_every_case_has_positive_seconds_for_each_size_once(compute):
     assert all(row.seconds > 0 for row in compute)
     keys = [(row.kind, row.name, row.sizes) for row in compute]
     assert len(set(keys)) == len(keys)
-    assert {row.name for row in compute if row.kind == "product"} == {"nt", "nn", "tn"}
+    assert {row.name for row in compute if row.kind == "product"} == {"nt", "nn", "tn", "tn_"}
 
 
 @pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-llama"])
 def test_a_simulation_on_what_was_measured_finds_all_its_kernels(preset, compute, workers):
     transfers = workers(2).run(measure_rank, MeasureJob("transfers", 1, True, 0.5))[0]
-    assert {row.name for row in transfers} == {*COLLECTIVES, "message"}
+    assert {row.name for row in transfers} == {*COLLECTIVES, "message", "message_work"}
     cluster = calibrated([*compute, *transfers], name="here", num_cores=2, memory_bytes=8e9, when="now")
-    model = replace(model_preset(preset), num_heads=2, num_kv_heads=1, head_dim=32) if preset == "tiny-llama" else model_preset(preset)
+    model = replace(model_preset(preset), num_heads=4, num_kv_heads=2, head_dim=32) if preset == "tiny-llama" else model_preset(preset)
     model = replace(model, num_heads=2, num_kv_heads=2, head_dim=32) if preset == "tiny-gpt" else model
-    for layout in (Layout(), Layout(pp=2)):
+    for layout in (Layout(), Layout(pp=2), Layout(tp=2)):
         here, batch = replace(cluster, num_devices=layout.world_size), Batch(4, 1, 64)
         plan = Plan(model, here, layout, batch, precision=Precision("fp32"), numerics=Numerics("fast"))
         assert simulate(plan).report["step_time_s"] > 0

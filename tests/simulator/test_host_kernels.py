@@ -11,27 +11,30 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import ClusterError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, Runtime
-from shardproof.core.program import Product, operations
+from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.program import Collective, Product, operations
 from shardproof.simulator.host_blocks import host_step_s, is_host, rate_share
 from shardproof.simulator.host_kernels import attention_head_s, host_product_s, kernel_s
+from shardproof.simulator.network import collective_s, spread_of
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.simulate import simulate
 
 SIZES = (16, 64, 256, 1024)
 RATE = 50e9
+VARIANTS = ("nt", "nn", "tn", "tn_")
 # fmt: off
 NAMES = [
-    "add", "add_", "transpose", "take_second", "interleave", "row_mean", "token_sum", "layer_norm", "layer_norm_backward", "gelu",
-    "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "silu", "silu_backward", "exp", "square_sum", "adamw", "rotate",
-    "rotate_backward", "repeat", "function", "function_backward_16",
+    "add", "add_", "transpose", "row_mean", "row_norm", "token_sum", "layer_norm", "layer_norm_backward", "gelu", "gelu_backward",
+    "gelu_tanh", "gelu_tanh_backward", "silu", "silu_backward", "exp", "cross_entropy", "cross_entropy_backward", "square_sum", "adamw",
+    "rotate", "rotate_backward", "repeat", "function", "function_backward_16", "layer_plain", "layer_plain_backward", "layer_gated",
+    "layer_gated_backward",
 ]
 # fmt: on
 
 
 def curve(kernel_s: float) -> dict[str, float]:
     """Products of 50 GFLOP/s, all other kernels of one duration."""
-    products = {f"{v}-{m}-{n}-{k}": 2 * m * n * k / RATE for v in ("nt", "nn", "tn") for m in SIZES for n in SIZES for k in SIZES}
+    products = {f"{v}-{m}-{n}-{k}": 2 * m * n * k / RATE for v in VARIANTS for m in SIZES for n in SIZES for k in SIZES}
     cores = [f"{name}_{d}" for name in ("attention", "attention_backward") for d in (8, 16)]
     return products | {f"{name}-{size}": kernel_s for name in (*NAMES, *cores) for size in (1, 2**60)}
 
@@ -126,6 +129,41 @@ def test_a_pipeline_on_fewer_cores_lies_between_a_core_each_and_taking_turns():
 
     assert step_s(4) < step_s(2) < 2 * step_s(4)
     assert step_s(2) < step_s(1) <= 4 * step_s(4)
+
+
+def test_a_layer_costs_what_the_smallest_does_and_what_its_kernels_take_beyond_their_smallest():
+    free = {key: 1e-15 if "-" in key and key.count("-") == 1 else seconds for key, seconds in curve(1e-15).items()}
+    given = free | {"layer_plain-1": 3e-3, "layer_plain_backward-1": 5e-3, "layer_norm-1": 1e-3, f"layer_norm-{2**60}": 1e-3}
+    base, found = (Pricing(plan_of(Layout(), replace(host(), kernel_curve=each))) for each in (free, given))
+    more_s = [found.seconds(kind, 0).total_s - base.seconds(kind, 0).total_s for kind in (Kind.F, Kind.B)]
+    assert more_s == pytest.approx([4 * 3e-3 + 1e-3, 4 * 5e-3], rel=1e-6)  # four layers, and the head's norm
+
+
+def test_the_first_weight_gradient_of_a_step_is_a_product_and_the_others_are_added_to_it():
+    slow = {key: seconds * (3 if key.startswith("tn-") else 1) for key, seconds in curve(1e-15).items()}
+    plan, fast = plan_of(Layout(), replace(host(), kernel_curve=slow)), plan_of(Layout(), host(kernel_s=1e-15))
+    more_s = Pricing(plan).seconds(Kind.W, 0).total_s - Pricing(fast).seconds(Kind.W, 0).total_s
+    assert more_s == pytest.approx(2 / plan.num_microbatches * Pricing(fast).seconds(Kind.W, 0).total_s, rel=1e-4)
+
+
+def test_a_message_takes_from_the_work_of_both_its_ends_where_every_core_has_a_rank():
+    curves = {f"message_work-2-{size}": 4e-3 for size in (1, 1 << 30)}
+    looped = ScheduleChoice("Interleaved1F1B")
+    clusters = [host(2, num_cores=cores, collective_curve=curves) for cores in (2, 4)]
+    two, four = (plan_of(Layout(pp=2, vpp=2), cluster, schedule=looped) for cluster in clusters)
+    more_s = [Pricing(two).seconds(Kind.F, stage).total_s - Pricing(four).seconds(Kind.F, stage).total_s for stage in range(4)]
+    assert more_s == pytest.approx([2e-3, 4e-3, 4e-3, 2e-3], rel=1e-3)
+    crowded = plan_of(Layout(pp=2, dp=2), host(4, num_cores=2, collective_curve=curves))
+    alone = plan_of(Layout(pp=2, dp=2), host(4, num_cores=2))
+    assert Pricing(crowded).seconds(Kind.F, 0) == Pricing(alone).seconds(Kind.F, 0)
+
+
+def test_a_collective_of_more_ranks_than_cores_is_measured_and_simulated_taking_turns_once():
+    curves = {f"all_reduce-4-{size}": 8e-3 for size in (1, 1 << 30)}
+    operation = Collective("", "all_reduce", "dp", 4, 1000)
+    clusters = [host(4, num_cores=cores, collective_curve=curves) for cores in (2, 4, 8)]
+    found = [collective_s(cluster, spread_of(cluster, range(4)), operation) for cluster in clusters]
+    assert found == pytest.approx([4e-3, 8e-3, 8e-3])
 
 
 def test_other_stacks_do_not_read_the_curves_of_this_backend():

@@ -1,0 +1,149 @@
+"""Collectives and messages as a step has them: what ranks take longer with them than without.
+
+In a step ranks come to a collective from work of their own, never at the same moment, with other things in their caches, and go on with
+work; threads of the library take the cores meanwhile. All of that belongs to the collective, and the waits for the slower rank do not
+show in the middle call of a single rank. So whole turns of work and collective are timed, and turns of work alone; the seconds of a
+collective are the difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+from .measure_cases import COLLECTIVES, TRANSFER_BYTES, TRANSFER_BYTES_QUICK, Measurement, Pools, collective_call, product_case
+from .measure_messages import TURNS, beside_work, open_ends, there_and_back
+
+WORK_TOKENS, WORK_HIDDEN, WORK_INNER = 256, 256, 512
+"""Sizes of the MLP that a rank works on in every turn."""
+
+TURNS_S = 16e-3
+"""Turns of one case last about so long, `TURNS` of them at most and `LEAST_TURNS` at least."""
+
+LEAST_TURNS = 2
+
+
+def measure_transfers(transport: Any, *, rounds: int, quick: bool, quantile: float) -> list[Measurement]:
+    """Collectives over all ranks by the bytes of the whole tensor; between two ranks also messages: `message` is what passes between a
+    send and its receive, `message_work` what one of each costs the work of a rank beside them. Global rank 0 has the seconds."""
+    import torch
+
+    world, work = transport.group("measure", "tp", range(transport.world_size)), _work(Pools(transport.device))
+    sizes = TRANSFER_BYTES_QUICK if quick else TRANSFER_BYTES
+    calls = [(op, size, collective_call(op, size, transport, world)) for size in sizes for op in COLLECTIVES]
+    cases = [_Case("collective", op, size, _finished(call, transport.device)) for op, size, call in calls]
+    for case in cases:
+        case.choose_turns(world, transport.device)
+    messages = []
+    if transport.world_size == 2:
+        ends = open_ends(transport)
+        for size in sizes:
+            payload = torch.zeros(max(1, size // 4), device=transport.device)
+            messages += [
+                _Case("message", "message", size, lambda payload=payload: there_and_back(transport, ends, payload)),
+                _Case("message", "message_work", size, lambda payload=payload: beside_work(transport, ends, payload, work)),
+            ]
+    alone_s: list[float] = []
+    for _ in range(rounds):
+        for number, case in enumerate(cases):
+            if number % len(COLLECTIVES) == 0:
+                world.barrier()
+                alone_s.append(_seconds(work, TURNS) / TURNS)
+            world.barrier()
+            case.take_turns(work)
+        for case in messages:
+            world.barrier()
+            case.take_call(before=work)
+    own_s = _quantiles(alone_s, (quantile,))[0]
+    rows = [case.row(transport.world_size, quantile, less_s=own_s) for case in cases]
+    for case in messages:
+        per, less_s = (2 * TURNS, 0.0) if case.name == "message" else (TURNS, own_s)
+        rows.append(case.row(transport.world_size, quantile, less_s=less_s, per=per))
+    return rows
+
+
+class _Case:
+    """A call, and the seconds of its turns."""
+
+    def __init__(self, kind: Any, name: str, size: int, call: Callable[[], Any]):
+        self.kind, self.name, self.size, self.call = kind, name, size, call
+        self._turns, self._seconds, self._least_s = TURNS, [], float("inf")
+
+    def choose_turns(self, world: Any, device: Any) -> None:
+        """All ranks together: as many turns as the slowest rank has time for."""
+        import torch
+
+        self.call()
+        world.barrier()
+        found = torch.tensor([max(LEAST_TURNS, min(TURNS, int(TURNS_S / _seconds(self.call, 1))))], device=device)
+        self._turns = -int(world.all_reduce(-found, "max"))
+
+    def take_turns(self, work: Callable[[], Any]) -> None:
+        """Turns of work and call; the shortest call of all is that of a rank that came last, and waited for nobody."""
+        start_s = perf_counter()
+        for _ in range(self._turns):
+            work()
+            self._least_s = min(self._least_s, _seconds(self.call, 1))
+        self._seconds.append((perf_counter() - start_s) / self._turns)
+
+    def take_call(self, before: Callable[[], Any]) -> None:
+        """A call that has its turns in itself."""
+        before()
+        self._seconds.append(_seconds(self.call, 1))
+
+    def row(self, ranks: int, quantile: float, *, less_s: float, per: int = 1) -> Measurement:
+        """The seconds of one call, without the `less_s` of work beside each; no less than the shortest, or than the clock can tell."""
+        chosen_s, low_s, middle_s, high_s = _quantiles(self._seconds, (quantile, 0.25, 0.5, 0.75))
+        least_s = self._least_s if self._least_s < float("inf") else LEAST_S
+        seconds = max(chosen_s / per - less_s, least_s)
+        return Measurement(self.kind, self.name, (self.size,), ranks, seconds, (high_s - low_s) / middle_s)
+
+
+LEAST_S = 1e-6
+"""What cannot be told from nothing."""
+
+
+def _seconds(call: Callable[[], Any], times: int) -> float:
+    start_s = perf_counter()
+    for _ in range(times):
+        call()
+    return perf_counter() - start_s
+
+
+def _quantiles(values: Sequence[float], parts: Sequence[float]) -> list[float]:
+    import torch
+
+    return [float(torch.quantile(torch.tensor(values, dtype=torch.float64), part)) for part in parts]
+
+
+def _finished(call: Callable[[], Any], device: Any) -> Callable[[], Any]:
+    """A call that returns when the device has done it."""
+    import torch
+
+    def finished() -> Any:
+        result = call()
+        torch.cuda.synchronize(device)
+        return result
+
+    return finished if device.type == "cuda" else call
+
+
+def _work(pools: Pools) -> Callable[[], Any]:
+    """An MLP with its norm and residual, on weights that lie far."""
+    import torch
+
+    makers = [
+        product_case((WORK_HIDDEN, WORK_INNER), (WORK_TOKENS, WORK_HIDDEN), lambda weight, x: x @ weight, pools),
+        product_case((WORK_INNER, WORK_HIDDEN), (WORK_TOKENS, WORK_INNER), lambda weight, x: x @ weight, pools),
+    ]
+    up, down = (itertools.cycle(make()) for make in makers)
+    x = pools.just_made(WORK_TOKENS, WORK_HIDDEN)
+
+    def mlp() -> Any:
+        torch.nn.functional.layer_norm(x, (WORK_HIDDEN,))
+        torch.nn.functional.gelu(next(up)())
+        return x + next(down)()
+
+    return _finished(mlp, x.device)
