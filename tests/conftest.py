@@ -15,12 +15,13 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 import shardproof.backend  # noqa: F401 - sets MKL_CBWR
 from shardproof.backend.launch import Workers, preload
 
 WorkersOf = Callable[..., Workers]
+
+sys.dont_write_bytecode = False
 
 
 def pytest_configure() -> None:
