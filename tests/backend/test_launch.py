@@ -258,11 +258,11 @@ def test_wrong_arguments_are_refused_at_once():
 # whole scripts, in interpreters of their own
 
 
-def run_script(tmp_path, text, *command, **options):
+def run_script(tmp_path, text):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(text))
-    command = [*(command or (sys.executable, "-W", "error")), str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    command = [sys.executable, "-W", "error", str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_script_without_a_main_guard_leaves_no_warning_and_never_imports_torch_itself(tmp_path):

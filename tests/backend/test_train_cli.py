@@ -76,6 +76,11 @@ def test_a_schedule_with_a_missing_receive_is_refused_before_anything_starts(tmp
     assert "1RECV_F0" in capsys.readouterr().err or "0SEND_F0" in capsys.readouterr().err
 
 
+def test_who_starts_ranks_reads_their_results_without_torch():
+    code = "import sys, shardproof.backend.cli, shardproof.backend.step_result, shardproof.backend.trainer; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def children(process_id):
     """Process ids of all descendants that have no children of their own."""
     parents = {}
