@@ -23,7 +23,7 @@ from .units import format_bytes, format_count, format_s
 PLANS = {"big": "llama70b_512.toml", "proof": "tiny_tp2_pp2_dp2.toml", "training": "byte_lm.toml"}
 """The three plans of the demo, in `examples/`; all are ordinary plan files and are copied into the folder."""
 
-QUICK_STEPS = 30
+QUICK_STEPS = 20
 NUM_STEPS = 5
 
 

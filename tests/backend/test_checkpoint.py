@@ -20,7 +20,8 @@ from shardproof.backend.checkpoint.resume import Saved, path_of, problem_of, res
 from shardproof.backend.checkpoint.saver import Checkpoints
 from shardproof.backend.checkpoint.tensors import Piece, _SavePlanner
 from shardproof.backend.data import Corpus
-from shardproof.backend.launch import Workers
+from shardproof.backend.launch import Workers, preload
+from shardproof.backend.libraries import CHECKPOINTS
 from shardproof.backend.observe import Observer
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -256,6 +257,8 @@ def test_whenever_a_save_is_killed_the_newest_checkpoint_is_whole(tmp_path):
 
     def save(number: int, steps: int, end: int | None = None) -> None:
         run_threads(MemoryWorld(1), save_numbers, (plan_of(number), steps, end, None))
+
+    preload(*CHECKPOINTS)
 
     def run_until(number: int) -> str | None:
         """How a process ended that saved a second checkpoint until its so many-th change."""

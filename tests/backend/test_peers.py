@@ -12,6 +12,7 @@ import torch
 from torch.optim.adamw import adamw
 
 import shardproof
+from shardproof.backend.launch import preload
 from shardproof.backend.optimizer import Held, ShardedAdamW
 from shardproof.core.parameters import Parameter
 from shardproof.core.plan import Optimizer
@@ -41,6 +42,7 @@ def small(name):
 @pytest.mark.parametrize(("name", "bound"), [("ddp", 0.1), ("pp_zbv", 0.1)])
 def test_a_peer_trains_as_ours_does_and_ours_holds_what_is_predicted(name, bound):
     """Copies of buckets that are reduced early meet the activations of the last backward or come after them, as it happens."""
+    preload("torch.distributed.pipelining", "torch.distributed.fsdp", "torch._dynamo")
     row = peers.measure(small(name), rounds=1)
     assert row.apart <= peers.AGREEMENT
     assert row.ratio > 0 and row.interval == (row.ratio, row.ratio)

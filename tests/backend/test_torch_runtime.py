@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional as F
 
 from shardproof import Schedule, build, check, lower
+from shardproof.backend.launch import preload
 from shardproof.backend.model.transformer import Microbatch, Stage
 from shardproof.backend.observe import Observer
 from shardproof.backend.training_rank import TrainingRank
@@ -227,7 +228,7 @@ class Outcome:
 def all_runs(transport: Transport, case: Export) -> dict[str, Outcome] | None:
     """The same step with the same weights: our stages and plain ones in torch's runtime, then our stages in our executor.
 
-    Processes beyond the plan's world do nothing: importing torch's pipelining takes longer than a step, so there is one pool of four.
+    Processes beyond the plan's world do nothing: starting ranks takes longer than a step, so there is one pool of four.
     """
     world_size = case.plan.layout.world_size
     if transport.global_rank >= world_size:
@@ -294,6 +295,7 @@ def schedule(request) -> Schedule:
 @pytest.fixture(scope="module")
 def runs(schedule, workers, tmp_path_factory) -> list[dict[str, Outcome]]:
     """Per rank the outcome of every run of one schedule."""
+    preload("torch.distributed.pipelining", "torch._dynamo")
     return workers(4).run(all_runs, export(schedule, tmp_path_factory.mktemp("csv")))[: schedule.num_ranks]
 
 

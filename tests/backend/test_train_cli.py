@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shardproof import Timeline
+from shardproof.backend.torchrun import under_torchrun
 from shardproof.core.cli import main
 
 PLAN = ["--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "8", "--sequence", "16"]
@@ -75,6 +76,11 @@ def test_a_schedule_with_a_missing_receive_is_refused_before_anything_starts(tmp
     assert "1RECV_F0" in capsys.readouterr().err or "0SEND_F0" in capsys.readouterr().err
 
 
+def test_who_starts_ranks_reads_their_results_without_torch():
+    code = "import sys, shardproof.backend.cli, shardproof.backend.step_result, shardproof.backend.trainer; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def children(process_id):
     """Process ids of all descendants that have no children of their own."""
     parents = {}
@@ -116,12 +122,15 @@ def test_a_killed_rank_ends_the_command_with_2_within_ten_seconds_and_only_why_i
     assert "rank 1 was killed by SIGKILL" in report["summary"] and report["ranks"][1]["lanes"][0]["lane"] == "compute"
 
 
-def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports():
+def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports_the_losses_of_ranks_that_are_threads(capsys):
+    options = ["train", *PIPELINE, "--set", "train.steps=2", "--json"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof.core.cli"]
-    done = subprocess.run([*torchrun, "train", *PIPELINE, "--set", "train.steps=2", "--json"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*torchrun, *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["steps"] == 2 and report["world_size"] == 2
+    assert report["steps"] == 2 and report["world_size"] == 2 and not under_torchrun()
+    assert main([*options, "--transport", "memory"]) == 0
+    assert json.loads(capsys.readouterr().out)["losses"] == report["losses"]
 
 
 TINY = ["train", "--model", "tiny-gpt", "--dtype", "fp32", "--sequence", "8", "--transport", "memory"]
