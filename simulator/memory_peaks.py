@@ -86,8 +86,10 @@ def _highest(
     columns = [column[at].tolist() for column in (during, kept, working, gathered, summed)]
     most_lasting = [int(lasting[lo:hi].max()) for _, lo, hi in rows]
     names = [_name(*action) for action in zip(*(column[action[at]].tolist() for column in schedule.actions.columns), strict=True)]
-    for (rank, *_), *numbers, name in zip(rows, *columns, most_lasting, names, strict=True):
-        found[rank] = Peak(*numbers, name if numbers[0] else "")
+    for number, (rank, _, _) in enumerate(rows):
+        most, own_kept, own_working, own_gathered, own_summed = (column[number] for column in columns)
+        name = names[number] if most else ""
+        found[rank] = Peak(most, own_kept, own_working, own_gathered, own_summed, most_lasting[number], name)
     return found
 
 
