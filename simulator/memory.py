@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from .profiles import profile_of
 __all__ = ["RankMemory", "layer_activation_bytes", "memory_samples", "peak_in_flight", "rank_memories", "stage_activation_bytes"]
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+_peak_parts = attrgetter(*(f"{name}_bytes" for name in COMPONENTS))
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,11 @@ class RankMemory:
     @property
     def peak_bytes(self) -> int:
         """The most held at any time."""
-        return sum(self.components().values())
+        return sum(_peak_parts(self))
 
     def components(self) -> dict[str, int]:
         """The peak by component, as the reports print it."""
-        return {name: getattr(self, f"{name}_bytes") for name in COMPONENTS}
+        return dict(zip(COMPONENTS, _peak_parts(self), strict=True))
 
 
 def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tuple[RankMemory, ...]:
@@ -86,10 +89,10 @@ def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tupl
     at_peaks, owned = peaks(plan, profile, schedule), stages_of_ranks(schedule.placement)
     gathers = plan.layout.zero == 3 and not (schedule.actions.kind == Kind.UNSHARD).any()
     buffers: dict[tuple[object, ...], int] = {}
-    message = message_bytes(plan)
+    message, overlaps = message_bytes(plan), profile_of(plan).p2p_overlap
     memories = []
-    for pp_rank, stages in enumerate(owned):
-        peak, messages = at_peaks[pp_rank], _messages(plan, schedule.placement, profile, pp_rank, recv_buffers)
+    for pp_rank, (stages, lanes) in enumerate(zip(owned, _lanes(schedule.placement), strict=True)):
+        peak, messages = at_peaks[pp_rank], _messages(profile, lanes, len(stages), recv_buffers, overlaps=overlaps)
         key = (messages, *(id(sizes[stage]) for stage in stages))
         if key not in buffers:
             buffers[key] = messages * message + buffers_bytes(plan, profile, stages, gathers=gathers)
@@ -142,8 +145,10 @@ def memory_samples(run: Run, memories: Sequence[RankMemory], plan: Plan, global_
     return tuple(samples)
 
 
-def _messages(plan: Plan, placement: Placement, profile: MemoryProfile, pp_rank: int, recv_buffers: int) -> int:
-    """Hidden states that a rank holds outside its activations.
+def _messages(
+    profile: MemoryProfile, lanes: frozenset[tuple[int, bool, str]], num_stages: int, recv_buffers: int, *, overlaps: bool
+) -> int:
+    """Hidden states that a rank of so many stages holds outside its activations; `overlaps` says that messages overlap compute.
 
     Ours: the gradient that a backward starts from, and for each peer and direction one message that has come ahead of its turn: of the
     receives posted ahead the second is seldom filled yet, and what was sent is freed (`backend.pipeline.executor`). Stacks that keep no
@@ -152,14 +157,13 @@ def _messages(plan: Plan, placement: Placement, profile: MemoryProfile, pp_rank:
     (megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving), and, where messages overlap compute,
     one receive ahead in each direction.
     """
-    lanes = _lanes(placement)[pp_rank]
     if profile.separate_gradients:
         return bool(lanes) + sum(not sending for _, sending, _ in lanes)
     if not profile.previous_gradient:
         return bool(lanes) + sum(1 if sending else recv_buffers for _, sending, _ in lanes)
     sends_back = any(sending and direction == "B" for _, sending, direction in lanes)
-    interleaved = bool(lanes) and len(stages_of_ranks(placement)[pp_rank]) > 1
-    ahead = 2 if interleaved and profile_of(plan).p2p_overlap else 0
+    interleaved = bool(lanes) and num_stages > 1
+    ahead = 2 if interleaved and overlaps else 0
     return int(sends_back) + int(interleaved) + ahead
 
 

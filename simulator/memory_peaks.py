@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from ..core.action import Kind
+from ..core.action import Action, Kind
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from .memory_changes import all_changes, check_countable
@@ -79,21 +80,20 @@ def _highest(
     """Per rank the first moment of the most bytes, of moments that are given rank by rank."""
     lasting = kept + gathered + summed
     during = lasting + working
-    found = []
-    for lo, hi in pairwise(offsets.tolist()):
-        if lo == hi:
-            found.append(Peak(0, 0, 0, 0, 0, 0, ""))
-            continue
-        at = lo + int(during[lo:hi].argmax())
-        found.append(
-            Peak(
-                during=int(during[at]),
-                kept=int(kept[at]),
-                working=int(working[at]),
-                gathered=int(gathered[at]),
-                summed=int(summed[at]),
-                lasting=int(lasting[lo:hi].max()),
-                action=str(schedule.actions[int(action[at])]) if during[at] else "",
-            )
-        )
+    found = [Peak(0, 0, 0, 0, 0, 0, "")] * (len(offsets) - 1)
+    rows = [(rank, lo, hi) for rank, (lo, hi) in enumerate(pairwise(offsets.tolist())) if lo < hi]
+    at = np.array([lo + int(during[lo:hi].argmax()) for _, lo, hi in rows], dtype=np.int64)
+    columns = [column[at].tolist() for column in (during, kept, working, gathered, summed)]
+    most_lasting = [int(lasting[lo:hi].max()) for _, lo, hi in rows]
+    names = [_name(*action) for action in zip(*(column[action[at]].tolist() for column in schedule.actions.columns), strict=True)]
+    for number, (rank, _, _) in enumerate(rows):
+        most, own_kept, own_working, own_gathered, own_summed = (column[number] for column in columns)
+        name = names[number] if most else ""
+        found[rank] = Peak(most, own_kept, own_working, own_gathered, own_summed, most_lasting[number], name)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _name(stage: int, kind: int, *others: int) -> str:
+    """The token of an action, from the numbers of `ActionArray.columns`."""
+    return str(Action(stage, Kind(kind), *(None if number < 0 else number for number in others)))

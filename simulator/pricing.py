@@ -492,9 +492,10 @@ class Pricing:
 
 
 def _spreads_of(plan: Plan, known: dict[tuple[object, ...], Spreads]) -> Spreads:
-    """How groups lie, looked at once for all plans of the same degrees and placement."""
+    """How groups lie, looked at once for all plans of the same degrees and placement; which ranks share a tied table, and its parts, is a
+    matter of ZeRO too."""
     layout = plan.layout
-    key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.dp, layout.pp, layout.order, plan.placement.ranks)
+    key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.dp, layout.pp, layout.zero, layout.order, plan.placement.ranks)
     if key not in known:
         known[key] = Spreads(plan)
     return known[key]

@@ -162,12 +162,13 @@ def _steps_together(run: Run, duration: np.ndarray) -> Run:
 
 def representatives(plan: Plan, dp_rank: int = 0) -> tuple[int, ...]:
     """The global rank at tensor-parallel rank 0 of a data-parallel rank on every pipeline rank."""
-    return tuple(plan.layout.global_rank(dp=dp_rank, pp=pp_rank) for pp_rank in range(plan.layout.pp))
+    first, second = (plan.layout.global_rank(dp=dp_rank, pp=pp_rank) for pp_rank in (0, 1))
+    return tuple(first + pp_rank * (second - first) for pp_rank in range(plan.layout.pp))
 
 
 def worst(memory: tuple[RankMemory, ...]) -> RankMemory:
     """The rank with the highest peak; of several the lowest."""
-    return max(memory, key=lambda rank: (rank.peak_bytes, -rank.pp_rank))
+    return max(memory, key=lambda rank: rank.peak_bytes)  # of equal ones max takes the first
 
 
 @lru_cache(maxsize=16)

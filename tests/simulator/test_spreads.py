@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Plan, ScheduleChoice
 from shardproof.simulator.network import spread_of
+from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.spreads import Spreads
 
 DEGREES = st.sampled_from([1, 2, 3, 4])
@@ -62,3 +64,12 @@ def test_hybrid_shards_are_neighbours_and_replicas_are_apart():
     spreads = Spreads(plan(layout, data_parallel=DataParallel(shard=4)))
     assert spreads.members("dp_shard", 0, 0).tolist() == [0, 2, 4, 6]
     assert spreads.members("dp_replicate", 0, 0).tolist() == [0, 8]
+
+
+def test_a_plan_with_zero_finds_its_tied_ends_after_the_same_plan_without_was_priced():
+    layout = Layout(pp=4, dp=2)
+    plain = Plan(model_preset("tiny-gpt"), cluster_preset("dgx-a100-80g", 8), layout, Batch(16, 1, 32), schedule=ScheduleChoice("DualPipe"))
+    sharded = replace(plain, layout=replace(layout, zero=1))
+    shared: dict = {}
+    Pricing(plain, shared=shared).seconds(Kind.STEP, 0)
+    assert Pricing(sharded, shared=shared).seconds(Kind.STEP, 0) == Pricing(sharded, shared={}).seconds(Kind.STEP, 0)
