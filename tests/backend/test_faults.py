@@ -333,7 +333,7 @@ def test_a_torn_or_empty_record_is_no_lane_and_a_long_one_is_cut():
     assert LaneAt.from_record(place.to_record() + bytes(9)) == place
     assert LaneAt.from_record(bytes(20)) is None
     assert LaneAt.from_record(place.to_record()[:12]) is None
-    assert len(replace(place, action="x" * 999).to_record()) == 192
+    assert len(place._replace(action="x" * 999).to_record()) == 192
 
 
 def test_a_job_that_fails_for_a_reason_of_its_own_leaves_no_hang_in_the_message():
