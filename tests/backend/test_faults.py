@@ -65,6 +65,7 @@ def faulty_rank(transport, fault):
     if transport.global_rank == fault.global_rank:
         action, recorder, open_channel = Action.from_str(fault.action), transport.recorder, transport.channel
         board = transport.watch.board
+        recorder.enabled = True  # then it is told of every product, with its layer
         plain_layer, plain_collective = recorder.layer, recorder.collective
 
         def layer(name):
