@@ -23,11 +23,14 @@ class NotFinite:
     num_elements: int
 
 
-def find(held: Mapping[str, Iterable[Tensor]]) -> NotFinite | None:
+def find(held: Mapping[str, Sequence[Tensor]]) -> NotFinite | None:
     """The last of some gradients, given as parts of their sums by name, that is not finite: the one that the backward came to first.
 
-    Looks at every element once, by a sum, which is finite only if all are; what has a sum that is not is looked at again.
+    Looks at every element once, by sums, which are finite only if all elements are; what has a sum that is not is looked at again.
     """
+    sums = [tensor.sum(dtype=torch.float32) for tensors in held.values() for tensor in tensors]
+    if not sums or torch.isfinite(torch.stack(sums).sum()):
+        return None
     for name, tensors in reversed(held.items()):
         suspects = [tensor for tensor in tensors if not torch.isfinite(tensor.sum(dtype=torch.float32))]
         if num_bad := sum(int((~torch.isfinite(tensor)).sum()) for tensor in suspects):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...core.action import RECEIVES, SENDS, Action, ActionArray, Kind
+from ...core.action import RECEIVES, SENDS, Action, Kind
 from ...core.schedule import Schedule
 from ...core.timeline import COMPUTE_LANE, Span, collective_lane
 from ..recorder import Recorder
@@ -140,7 +140,7 @@ class Executor:
         of a pair run one after the other. `weights` are needed for a row with UNSHARD and RESHARD. With `row_order`
         the compute lane sends and receives itself, without lanes for messages."""
         assert schedule.is_lowered
-        self.row = schedule.row(pp_rank)
+        self.row = tuple(schedule.row(pp_rank))
         self.forward_row = forward_only(self.row)
         self.stages = stages
         self._placement = schedule.placement
@@ -435,7 +435,7 @@ _WORK: dict[Kind, Callable[[Executor, Action, Tensor | None, Pass], None]] = {
 }
 
 
-def forward_only(row: ActionArray) -> list[Action]:
+def forward_only(row: Sequence[Action]) -> list[Action]:
     """The forwards of a row with their messages and the gathers they need, in the row's order: a part of a legal order is legal."""
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
     forward: list[Action] = []

@@ -9,9 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ...core.timeline import COMPUTE_LANE
 
@@ -25,8 +24,7 @@ MAX_LANES = 32
 RECORD_BYTES = 192
 
 
-@dataclass(frozen=True)
-class LaneAt:
+class LaneAt(NamedTuple):
     """Where one lane is: it `runs` an action, `waits` before it, or is `done` with the row.
 
     `number` of `total` counts the actions of the lane in one walk over the row, from 1; `phase` names the walk (`step 3`). A compute lane
@@ -44,8 +42,7 @@ class LaneAt:
 
     def to_record(self) -> bytes:
         """The bytes on a board, cut where they are too long."""
-        words = (self.lane, self.phase, self.state, self.action, self.number, self.total, self.needs, self.peer)
-        return "\t".join(map(str, words)).encode()[:RECORD_BYTES]
+        return "\t".join(map(str, self)).encode()[:RECORD_BYTES]
 
     @classmethod
     def from_record(cls, record: bytes) -> LaneAt | None:

@@ -81,15 +81,13 @@ def _parts(weight_CF: Tensor) -> list[Tensor]:
 def _project(layer: ColumnParallelLinear, x_BSF: Tensor) -> list[Tensor]:
     """`ParallelLinear.project` of both parts."""
     cut_size, full_size = layer.shard.storage.shape
-    with layer.context.recorder.layer(layer.name):
-        layer.context.recorder.product(x_BSF.shape[0] * x_BSF.shape[1], cut_size, full_size)
-        return [F.linear(x_BSF, part) for part in _parts(layer.shard.operand)]
+    layer.record_product(x_BSF.shape[0] * x_BSF.shape[1], cut_size, full_size)
+    return [F.linear(x_BSF, part) for part in _parts(layer.shard.operand)]
 
 
 def _partial_contract(layer: ColumnParallelLinear, d_NBSC: Tensor) -> Tensor:
     """`ParallelLinear.partial_contract` of both parts, added up."""
     (_, samples, tokens, _), (cut_size, full_size) = d_NBSC.shape, layer.shard.storage.shape
-    with layer.context.recorder.layer(layer.name):
-        layer.context.recorder.product(samples * tokens, full_size, cut_size)
+    layer.record_product(samples * tokens, full_size, cut_size)
     (first, second), weights = d_NBSC.flatten(1, 2), _parts(layer.shard.operand)
     return (first @ weights[0]).addmm_(second, weights[1]).view(1, samples, tokens, full_size)

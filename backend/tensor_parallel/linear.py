@@ -73,9 +73,8 @@ class ParallelLinear(nn.Module, ABC):
     def project(self, x_BSF: Tensor) -> Tensor:
         """[b, s, f] of all tokens -> [b, s, c]: whole features to this rank's part of the cut ones."""
         cut_size, full_size = self.shard.storage.shape
-        with self.context.recorder.layer(self.name):
-            self.context.recorder.product(_tokens(x_BSF), cut_size, full_size)
-            return self.context.numerics.project(x_BSF, self.shard.operand, self.leaves)
+        self.record_product(_tokens(x_BSF), cut_size, full_size)
+        return self.context.numerics.project(x_BSF, self.shard.operand, self.leaves)
 
     def contract(self, x_BSC: Tensor) -> Tensor:
         """[b, s, c] -> [b, s, f]: summed over all ranks' parts; this rank's tokens of it."""
@@ -83,16 +82,21 @@ class ParallelLinear(nn.Module, ABC):
         if context.tp.size > 1:
             return self.finish_contract(self.partial_contract(x_BSC), x_BSC.dtype)
         cut_size, full_size = self.shard.storage.shape
-        with context.recorder.layer(self.name):
-            context.recorder.product(_tokens(x_BSC), full_size, cut_size)
-            return context.numerics.contract(x_BSC, self.shard.operand, self.leaves, context.tp, context.tokens)
+        self.record_product(_tokens(x_BSC), full_size, cut_size)
+        return context.numerics.contract(x_BSC, self.shard.operand, self.leaves, context.tp, context.tokens)
 
     def partial_contract(self, x_BSC: Tensor) -> Tensor:
         """The product of `contract`: what this rank brings to the sum, [n, b, s, f]."""
         cut_size, full_size = self.shard.storage.shape
-        with self.context.recorder.layer(self.name):
-            self.context.recorder.product(_tokens(x_BSC), full_size, cut_size)
-            return self.context.numerics.partial_contract(x_BSC, self.shard.operand, self.leaves)
+        self.record_product(_tokens(x_BSC), full_size, cut_size)
+        return self.context.numerics.partial_contract(x_BSC, self.shard.operand, self.leaves)
+
+    def record_product(self, m: int, n: int, k: int) -> None:
+        """Tells the recorder, where it listens, of a product [m, k] x [k, n] of this layer."""
+        recorder = self.context.recorder
+        if recorder.enabled:
+            with recorder.layer(self.name):
+                recorder.product(m, n, k)
 
     def finish_contract(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum of `contract`."""

@@ -65,6 +65,7 @@ def faulty_rank(transport, fault):
     if transport.global_rank == fault.global_rank:
         action, recorder, open_channel = Action.from_str(fault.action), transport.recorder, transport.channel
         board = transport.watch.board
+        recorder.enabled = True  # then it is told of every product, with its layer
         plain_layer, plain_collective = recorder.layer, recorder.collective
 
         def layer(name):
@@ -333,7 +334,7 @@ def test_a_torn_or_empty_record_is_no_lane_and_a_long_one_is_cut():
     assert LaneAt.from_record(place.to_record() + bytes(9)) == place
     assert LaneAt.from_record(bytes(20)) is None
     assert LaneAt.from_record(place.to_record()[:12]) is None
-    assert len(replace(place, action="x" * 999).to_record()) == 192
+    assert len(place._replace(action="x" * 999).to_record()) == 192
 
 
 def test_a_job_that_fails_for_a_reason_of_its_own_leaves_no_hang_in_the_message():
