@@ -39,7 +39,7 @@ NUM_SUMS = 8
 _ALIKE_SEED = np.uint64(0xA4093822299F31D0)
 _ALIKE_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SIGN_SEED = np.uint64(0xA458FEA3F4933D7E)
-"""Digits of pi, of which the first sixteens let signs of equal numbers cancel in small tensors (a test says in which these do not)."""
+"""Sixteen digits of pi, chosen so that signs of equal numbers do not cancel in small tensors (its test says in which)."""
 _HADAMARD = np.array([[1 - 2 * ((row & column).bit_count() % 2) for column in range(NUM_SUMS)] for row in range(NUM_SUMS)])
 
 
