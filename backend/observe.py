@@ -18,7 +18,7 @@ class Observer(Protocol):
 
     Calls come in the order the rank works: `begin_step`, activations of each microbatch, then in STEP the loss, gradients from the last
     layer to the first, the gradient norm, optimizer states and weights. Held-out passes show their activations too. An exception raised
-    here ends the rank like any other.
+    here ends the rank like any other. One that is a context manager too is left when the run ends, whatever ends it.
     """
 
     def begin_step(self, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -254,17 +255,18 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
     if transport.device.type == "cuda":  # before the observer is made, which tells where the rank runs
         torch.cuda.set_device(transport.device)
     observer = job.observer(transport.global_rank) if job.observer is not None else None
-    return run_steps(
-        transport,
-        job.plan,
-        model=job.model,
-        observer=observer,
-        on_step=job.on_step,
-        validate=job.validate,
-        live_memory=job.live_memory,
-        save_huggingface=job.save_huggingface,
-        resume=job.resume,
-    )
+    with observer if isinstance(observer, AbstractContextManager) else nullcontext():
+        return run_steps(
+            transport,
+            job.plan,
+            model=job.model,
+            observer=observer,
+            on_step=job.on_step,
+            validate=job.validate,
+            live_memory=job.live_memory,
+            save_huggingface=job.save_huggingface,
+            resume=job.resume,
+        )
 
 
 def run_steps(

@@ -10,6 +10,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -30,8 +31,8 @@ _TOGETHER = 64
 
 
 @dataclass
-class FileLedger(LedgerWriter):
-    """A `LedgerWriter` that writes its entries to `rank-N.jsonl` in `target`, and keeps none.
+class FileLedger(LedgerWriter, AbstractContextManager["FileLedger"]):
+    """A `LedgerWriter` that writes its entries to `rank-N.jsonl` in `target`, and keeps none. A context manager that closes the file.
 
     What a step or a held-out pass ends with, weights and scalars, is written at once, with all before it.
     """
@@ -57,6 +58,9 @@ class FileLedger(LedgerWriter):
                 self._write()
             if self._file is not None:
                 self._file.close()
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def _write(self) -> None:
         if self._file is None:

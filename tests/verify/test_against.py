@@ -12,8 +12,10 @@ import pytest
 
 from shardproof import Plan, Trainer
 from shardproof.core.cli import main
+from shardproof.core.errors import DivergedError
 from shardproof.core.plan import Checkpoint
 from shardproof.verify.against import compare_saved
+from shardproof.verify.ledger import HELD_OUT, NO_STEP
 from shardproof.verify.ledger_file import read_ledger
 from shardproof.verify.record import ledger_observers
 
@@ -56,6 +58,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return runs[layout, mode]
 
     return folder
+
+
+def test_a_run_that_ends_early_leaves_all_that_it_saw(tmp_path: Path) -> None:
+    text = PLAN.format(layout="tp = 3", mode="fast").replace("clip_grad_norm = 0.5", "clip_grad_norm = 0.0")
+    plan = Plan.from_toml(f"{text}learning_rate = 1e30\n")
+    with pytest.raises(DivergedError):
+        Trainer(plan, transport="memory", observer=ledger_observers(plan, str(tmp_path / "ledger"))).fit()
+    held_out = [key for key in read_ledger(tmp_path / "ledger").run.pieces if key.phase == HELD_OUT]
+    whole, last = ({(key.tensor, key.sample) for key in held_out if key.step == step} for step in (NO_STEP, 0))
+    assert last == whole
 
 
 def test_two_layouts_of_one_problem_have_equal_ledgers(saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
