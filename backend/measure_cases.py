@@ -270,7 +270,7 @@ def _heads() -> dict[str, Callable[[Pools, int], Call]]:
 
     def operands(pools: Pools, elements: int) -> tuple[Any, Any, Any]:
         cos, sin = (part[:, None, None] for part in rope_table(HEAD_TOKENS, frequencies, pools.device))
-        return pools.just_made(HEAD_TOKENS, elements // (HEAD_TOKENS * HEAD_WIDTH), 1, HEAD_WIDTH), cos, sin
+        return pools.just_made(HEAD_TOKENS, elements // (HEAD_TOKENS * HEAD_WIDTH), 1, HEAD_WIDTH), cos, sin.chunk(2, -1)[0]
 
     def rotated(pools: Pools, elements: int) -> Call:
         x, cos, sin = operands(pools, elements)

@@ -84,7 +84,7 @@ def exact_sum(tensors: Iterable[Tensor], *, squares: bool = False, device: torch
     total = ExactSum(device=device)
     for tensor in tensors:
         assert tensor.dtype == torch.float32, tensor.dtype
-        flat = _in_memory_order(tensor.detach())
+        flat = _in_a_row(tensor.detach())
         if compiled is not None and flat.is_cpu:
             total += ExactSum(*compiled.exact_sum(flat.numpy(), squares), device)
             continue
@@ -93,9 +93,9 @@ def exact_sum(tensors: Iterable[Tensor], *, squares: bool = False, device: torch
     return total
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """All elements in a row; a matrix whose columns lie one after the other is not copied."""
-    return (tensor.mT if tensor.dim() > 1 and not tensor.is_contiguous() else tensor).reshape(-1)
+def _in_a_row(tensor: Tensor) -> Tensor:
+    """All elements one behind the other; a matrix whose columns lie so is not copied."""
+    return (tensor.mT if tensor.dim() > 1 and not tensor.is_contiguous() else tensor).reshape(-1).contiguous()
 
 
 def _sum_chunk(chunk: Tensor, squares: bool, device: torch.device) -> ExactSum:

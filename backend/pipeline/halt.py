@@ -47,7 +47,8 @@ class Halt:
 
     def report(self, summary: str) -> dict[str, Any]:
         """The JSON form: `summary`, `holders`, `circle`, and `ranks` with `global_rank`, `words`, `waits_for` and `lanes`."""
-        return {"summary": summary, "holders": list(self.holders), "circle": self.is_circle, "ranks": [asdict(rank) for rank in self.ranks]}
+        ranks = [{**asdict(rank), "lanes": [lane._asdict() for lane in rank.lanes]} for rank in self.ranks]
+        return {"summary": summary, "holders": list(self.holders), "circle": self.is_circle, "ranks": ranks}
 
 
 def explain(found: Found, board: Board | None = None) -> Halt:

@@ -53,6 +53,15 @@ def test_order_and_cuts_do_not_matter_before_rounding(values, num_parts, shuffle
     assert sum(parts[1:], parts[0]) == whole
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [[1, 5], [2, 4], [5, 1]])
+def test_tensors_that_lie_in_others_are_summed_as_their_copies(dim, sizes):
+    tensor = torch.randn(6, 6, 6)
+    parts = [*tensor.split(sizes, dim), *tensor.mT.split(sizes, dim), tensor[:, :, 0], tensor[::2, ::3], tensor[0, 0, :1].expand(5)]
+    for part in parts:
+        assert exact_sum([part], squares=True) == exact_sum([part.clone(memory_format=torch.contiguous_format)], squares=True)
+
+
 def test_denormals_and_huge_values_cancel_to_what_is_left():
     assert float(exact_sum([fp32([LARGEST, SMALLEST, -LARGEST])])) == SMALLEST
     assert float(exact_sum([fp32([SMALLEST] * 3)], squares=True)) == 3 * SMALLEST**2
