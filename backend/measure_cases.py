@@ -41,20 +41,20 @@ NORM_WIDTH = 256
 
 
 Call = Callable[[], Any]
-Case = tuple[Literal["product", "kernel"], str, tuple[int, ...], Callable[[], Sequence[Call]], float]
+Case = tuple[Literal["product", "kernel", "step"], str, tuple[int, ...], Callable[[], Sequence[Call]], float]
 """Kind, name, sizes, a maker of equal calls on different operands, and what one result is divided by."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of one call: `kind` is product, kernel, collective or message, `sizes` its sizes (m n k; elements; bytes of the tensor).
-    `alone` and `together` are products and kernels on one rank while the others wait, and on all ranks at once.
+    """Seconds of one call: `kind` is product, kernel, step, collective or message, `sizes` its sizes (m n k; elements; none; bytes of the
+    tensor). `alone` and `together` are steps on one rank while the others wait, and on all ranks at once.
 
     `name` says which: `nt`, `nn`, `tn` of products (which operand lies transposed), the kernel, the collective. `seconds` is the
     quantile that was asked for, `spread` the distance of the quartiles over the median, `ranks` how many processes took part.
     """
 
-    kind: Literal["product", "kernel", "collective", "message", "alone", "together"]
+    kind: Literal["product", "kernel", "step", "collective", "message", "alone", "together"]
     name: str
     sizes: tuple[int, ...]
     ranks: int

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from .launch import Workers
 from .measure_cases import Call, Case, Measurement, Pools, kernels, products
 from .measure_layers import layers
+from .measure_steps import steps
 from .measure_transfers import measure_transfers
 
 BURST_S = 0.6e-3
@@ -32,8 +33,8 @@ KEPT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class MeasureJob:
-    """What the ranks are told: `compute` measures products and kernels on one rank, `sharing` on one rank and on all at once, `transfers`
-    collectives and messages."""
+    """What the ranks are told: `compute` measures products, kernels and steps on one rank, `sharing` steps on one rank and on all at once,
+    `transfers` collectives and messages."""
 
     part: Literal["compute", "sharing", "transfers"]
     rounds: int
@@ -50,8 +51,8 @@ def measure_machine(
     transport: Literal["gloo", "nccl"] = "gloo",
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Measurement]:
-    """Everything measured: one rank for products and kernels, as many ranks as cores for what they lose to each other, then groups of
-    ranks for collectives and messages.
+    """Everything measured: one rank for products, kernels and steps, as many ranks as cores for what they lose to each other, then groups
+    of ranks for collectives and messages.
 
     `quick` takes fewer sizes, two ranks and fewer rounds: seconds instead of minutes. `report` hears of the progress.
     """
@@ -63,12 +64,12 @@ def measure_machine(
     for size, part in (*jobs, *((size, "transfers") for size in ((2,) if quick else groups))):
         report(f"{_PARTS[part]} on {size} rank{'s' * (size > 1)}")
         with Workers(size, transport) as workers:
-            found += workers.run(measure_rank, MeasureJob(part, rounds, quick or part == "sharing", quantile))[0]
+            found += workers.run(measure_rank, MeasureJob(part, rounds, quick, quantile))[0]
     return found
 
 
 _PARTS = {
-    "compute": "products and kernels",
+    "compute": "products, kernels and steps",
     "sharing": "what ranks that compute at once lose to each other",
     "transfers": "collectives and messages",
 }
@@ -81,7 +82,12 @@ def measure_rank(transport: Any, job: MeasureJob) -> list[Measurement]:
     if job.part == "transfers":
         return measure_transfers(transport, rounds=job.rounds, quick=job.quick, quantile=job.quantile)
     pools, alone = Pools(transport.device), transport.group("measure", "tp", [transport.global_rank])
-    cases = [*products(pools, quick=job.quick), *kernels(pools, quick=job.quick), *layers(alone, transport.recorder, transport.device)]
+    cases = [
+        *products(pools, quick=job.quick),
+        *kernels(pools, quick=job.quick),
+        *layers(alone, transport.recorder, transport.device),
+        *steps(transport.device),
+    ]
     seconds = _measured(cases, job.rounds, transport.device)
     return _measurements(cases, seconds, transport.world_size, job.quantile)
 
@@ -102,19 +108,23 @@ def _measurements(
 
 
 def _sharing(transport: Any, job: MeasureJob) -> list[Measurement]:
-    """Products and kernels on global rank 0 while the others wait, and on all ranks at once, by turns."""
+    """Steps on global rank 0 while the others wait, and on all ranks at once, by turns: until the slowest is done, for which the others
+    wait in any training."""
     world = transport.group("measure", "tp", range(transport.world_size))
-    pools = Pools(transport.device)
-    cases = [*products(pools, quick=job.quick), *kernels(pools, quick=job.quick)]
+    cases = list(steps(transport.device))
     alone: list[list[float]] = [[] for _ in cases]
     together: list[list[float]] = [[] for _ in cases]
-    for _ in range(job.rounds):
-        for found, at_once in ((alone, False), (together, True)):
-            world.barrier()
-            if at_once or transport.global_rank == 0:
-                for seconds, new in zip(found, _measured(cases, 1, transport.device), strict=True):
-                    seconds += new
-            world.barrier()
+    made = [make()[0] for _, _, _, make, _ in cases]
+    for turn in range(1 + job.rounds):
+        for call, *found in zip(made, alone, together, strict=True):
+            for at_once, seconds in enumerate(found):
+                world.barrier()
+                start_s = perf_counter()
+                if at_once or transport.global_rank == 0:
+                    _timed([call], transport.device)
+                world.barrier()
+                if turn:  # first steps take their memory from the system
+                    seconds.append(perf_counter() - start_s)
     if transport.global_rank:
         return []
     ranks = transport.world_size
@@ -126,31 +136,30 @@ def _sharing(transport: Any, job: MeasureJob) -> list[Measurement]:
 
 def _measured(cases: Sequence[Case], rounds: int, device: Any) -> list[list[float]]:
     """Seconds of one call of each case, round by round."""
-    import torch
-
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def timed(calls: Sequence[Call]) -> tuple[float, list[Any]]:
-        start_s = perf_counter()
-        results = [call() for call in calls]
-        finish()
-        return perf_counter() - start_s, results
-
     seconds: list[list[float]] = [[] for _ in cases]
     made = [list(make()) for _, _, _, make, _ in cases]
     kept = _Kept()
     counts = []
     for calls in made:
-        timed(calls[:1])
-        counts.append(max(1, min(MOST_CALLS, int(BURST_S / timed(calls[-1:])[0]))))
+        _timed(calls[:1], device)
+        counts.append(max(1, min(MOST_CALLS, int(BURST_S / _timed(calls[-1:], device)[0]))))
     for turn in range(rounds):
         for found, calls, count in zip(seconds, made, counts, strict=True):
-            total_s, results = timed([calls[(turn * count + number) % len(calls)] for number in range(count)])
+            total_s, results = _timed([calls[(turn * count + number) % len(calls)] for number in range(count)], device)
             found.append(total_s / count)
             kept.add(results)
     return seconds
+
+
+def _timed(calls: Sequence[Call], device: Any) -> tuple[float, list[Any]]:
+    """Seconds of some calls until the device has done them, and their results."""
+    import torch
+
+    start_s = perf_counter()
+    results = [call() for call in calls]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start_s, results
 
 
 class _Kept:

@@ -16,8 +16,8 @@ from typing import Any
 from .measure_cases import COLLECTIVES, TRANSFER_BYTES, TRANSFER_BYTES_QUICK, Measurement, Pools, collective_call, product_case
 from .measure_messages import TURNS, beside_work, open_ends, there_and_back
 
-WORK_TOKENS, WORK_HIDDEN, WORK_INNER = 256, 256, 512
-"""Sizes of the MLP that a rank works on in every turn."""
+WORK_TOKENS, WORK_HIDDEN, WORK_INNER = 512, 256, 512
+"""Sizes of the MLP that a rank works on in every turn: about as long as half a layer of a small model does between two collectives."""
 
 TURNS_S = 16e-3
 """Turns of one case last about so long, `TURNS` of them at most and `LEAST_TURNS` at least."""
@@ -45,27 +45,26 @@ def measure_transfers(transport: Any, *, rounds: int, quick: bool, quantile: flo
                 _Case("message", "message", size, lambda payload=payload: there_and_back(transport, ends, payload)),
                 _Case("message", "message_work", size, lambda payload=payload: beside_work(transport, ends, payload, work)),
             ]
-    alone_s: list[float] = []
     for _ in range(rounds):
         for number, case in enumerate(cases):
             if number % len(COLLECTIVES) == 0:
                 world.barrier()
-                alone_s.append(_seconds(work, TURNS) / TURNS)
+                alone_s = _seconds(work, TURNS) / TURNS
             world.barrier()
-            case.take_turns(work)
+            case.take_turns(work, alone_s)
         for case in messages:
             world.barrier()
-            case.take_call(before=work)
-    own_s = _quantiles(alone_s, (quantile,))[0]
-    rows = [case.row(transport.world_size, quantile, less_s=own_s) for case in cases]
-    for case in messages:
-        per, less_s = (2 * TURNS, 0.0) if case.name == "message" else (TURNS, own_s)
-        rows.append(case.row(transport.world_size, quantile, less_s=less_s, per=per))
-    return rows
+            alone_s = _seconds(work, TURNS) / TURNS
+            world.barrier()
+            if case.name == "message":
+                case.take_call(per=2 * TURNS)
+            else:
+                case.take_call(per=TURNS, less_s=alone_s)
+    return [case.row(transport.world_size, quantile) for case in [*cases, *messages]]
 
 
 class _Case:
-    """A call, and the seconds of its turns."""
+    """A call, and what its turns take longer than turns of work just before: the machine changes from minute to minute."""
 
     def __init__(self, kind: Any, name: str, size: int, call: Callable[[], Any]):
         self.kind, self.name, self.size, self.call = kind, name, size, call
@@ -80,25 +79,23 @@ class _Case:
         found = torch.tensor([max(LEAST_TURNS, min(TURNS, int(TURNS_S / _seconds(self.call, 1))))], device=device)
         self._turns = -int(world.all_reduce(-found, "max"))
 
-    def take_turns(self, work: Callable[[], Any]) -> None:
-        """Turns of work and call; the shortest call of all is that of a rank that came last, and waited for nobody."""
+    def take_turns(self, work: Callable[[], Any], alone_s: float) -> None:
+        """Turns of work, which takes `alone_s`, and call; the shortest call of all is of a rank that came last, and waited for nobody."""
         start_s = perf_counter()
         for _ in range(self._turns):
             work()
             self._least_s = min(self._least_s, _seconds(self.call, 1))
-        self._seconds.append((perf_counter() - start_s) / self._turns)
+        self._seconds.append((perf_counter() - start_s) / self._turns - alone_s)
 
-    def take_call(self, before: Callable[[], Any]) -> None:
-        """A call that has its turns in itself."""
-        before()
-        self._seconds.append(_seconds(self.call, 1))
+    def take_call(self, *, per: int, less_s: float = 0.0) -> None:
+        """A call that has its turns in itself, `per` of them, each with work of `less_s`."""
+        self._seconds.append(_seconds(self.call, 1) / per - less_s)
 
-    def row(self, ranks: int, quantile: float, *, less_s: float, per: int = 1) -> Measurement:
-        """The seconds of one call, without the `less_s` of work beside each; no less than the shortest, or than the clock can tell."""
-        chosen_s, low_s, middle_s, high_s = _quantiles(self._seconds, (quantile, 0.25, 0.5, 0.75))
-        least_s = self._least_s if self._least_s < float("inf") else LEAST_S
-        seconds = max(chosen_s / per - less_s, least_s)
-        return Measurement(self.kind, self.name, (self.size,), ranks, seconds, (high_s - low_s) / middle_s)
+    def row(self, ranks: int, quantile: float) -> Measurement:
+        """The seconds of one call; no less than the shortest, or than the clock can tell."""
+        chosen_s, low_s, high_s = _quantiles(self._seconds, (quantile, 0.25, 0.75))
+        seconds = max(chosen_s, self._least_s if self._least_s < float("inf") else LEAST_S)
+        return Measurement(self.kind, self.name, (self.size,), ranks, seconds, (high_s - low_s) / seconds)
 
 
 LEAST_S = 1e-6

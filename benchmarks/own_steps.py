@@ -21,8 +21,8 @@ from shardproof.core.plan import Plan
 from shardproof.core.timeline import Span, Timeline
 
 WARM_STEPS, STEPS = 2, 4
-CALIBRATION_ROUNDS = 3
-"""Turns of every kernel in the calibration before a round of steps."""
+PLANS_BETWEEN = 9
+"""Plans that take their steps between two calibrations, which have one turn of every kernel each."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,17 @@ class Timing:
 
 
 def timed(plans: Sequence[Plan], *, rounds: int, quantile: float, pause_s: float, calibrate: bool) -> Timing:
-    """Rounds in which every plan takes its steps, one plan after the other, each round after a short calibration of its own.
+    """Rounds in which every plan takes its steps, one plan after the other, with short calibrations in between.
 
     So whatever slows the machine for a while slows kernels and steps alike. `pause_s` lets others work between rounds.
     """
+    groups = sorted({2, *(plan.layout.world_size for plan in plans)} - {1})
     seconds: list[list[float]] = [[] for _ in plans]
     measured: list[list[Measurement]] = []
     for _ in range(rounds):
-        if calibrate:
-            measured.append(measure_machine(groups=(2, 4), rounds=CALIBRATION_ROUNDS, quantile=quantile))
-        for found, plan in zip(seconds, plans, strict=True):
+        for number, (found, plan) in enumerate(zip(seconds, plans, strict=True)):
+            if calibrate and number % PLANS_BETWEEN == 0:
+                measured.append(measure_machine(groups=groups, rounds=1, quantile=quantile))
             found += run_steps(plan)[0].seconds
         time.sleep(pause_s)
     rows = [

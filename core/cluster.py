@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import networkx
 
 _POSITIVE = (
+    "step_over_kernels",
     "device_memory_bytes",
     "device_memory_bytes_per_s",
     "node_link_bytes_per_s",
@@ -58,7 +59,8 @@ class ClusterSpec:
     or transfers reach; `..._by_dtype` override a share for single dtypes. `simulator.compute` says what the
     other numbers of a device mean. Curves are measured rates by size: FLOPs of one product -> FLOP/s, bytes of one transfer -> bytes/s;
     `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can compute at once where they share cores, 0 is all;
-    `busy_core_share` of its rate is what one keeps when all cores compute.
+    `busy_core_share` of its rate is what one keeps when all cores compute, and a step takes `step_over_kernels` times what its kernels
+    take one by one.
     `sources` maps a field name to where its number comes from. Raises `ClusterError` with every rule that is broken.
     """
 
@@ -93,6 +95,7 @@ class ClusterSpec:
     kernel_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
     num_cores: int = 0
     busy_core_share: float = 1.0
+    step_over_kernels: float = 1.0
     network_efficiency: float = 0.92
     collective_library: str = "nccl"
     collective_launch_s: float = 6.6e-6

@@ -27,6 +27,7 @@ _KERNELS: Facts = {
     "kernel_curve": ({}, "kernels follow the memory bandwidth"),
     "busy_core_share": (1.0, "every device computes on its own"),
     "num_cores": (0, "every device computes on its own"),
+    "step_over_kernels": (1.0, "in the efficiencies"),
 }
 """What is taken to be the same for every GPU."""
 

@@ -9,7 +9,8 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from statistics import median
+from dataclasses import replace
+from statistics import fmean, geometric_mean, median
 from typing import Any, Protocol
 
 from ..core.cluster import ClusterSpec
@@ -17,6 +18,8 @@ from ..core.commands import Command, service
 from ..core.errors import PlanError
 from ..core.options import add_output, emit, write_text
 from ..core.plan_toml import toml_value
+from ..core.probes import PROBES
+from .simulate import simulate
 
 MOST_RANKS = 64
 """Ranks that a calibrated host is described for: they share its cores."""
@@ -45,11 +48,11 @@ class Row(Protocol):
 
 def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: float, when: str) -> ClusterSpec:
     """The host that gave these measurements, as a cluster of ranks that share its cores. Raises `PlanError` where a kind is missing."""
-    if missing := {"product", "kernel", "collective", "message"} - {row.kind for row in rows}:
+    if missing := {"product", "kernel", "step", "collective", "message"} - {row.kind for row in rows}:
         raise PlanError(f"the measurements hold no {' and no '.join(sorted(missing))}. Measure again without leaving anything out.")
     measured = f"measured: shardproof calibrate, {when}"
     kernels = {"-".join(map(str, (row.name, *row.sizes))): row.seconds for row in rows if row.kind in ("product", "kernel")}
-    transfers = {f"{row.name}-{row.ranks}-{row.sizes[0]}": row.seconds for row in rows if row.kind in ("collective", "message")}
+    transfers = _never_faster([row for row in rows if row.kind in ("collective", "message")])
     rate = max(2.0 * row.sizes[0] * row.sizes[1] * row.sizes[2] / row.seconds for row in rows if row.kind == "product")
     additions = {row.sizes[0]: row.seconds for row in rows if row.name == "add"}
     latency_s, bytes_per_s = _line([(row.sizes[0], row.seconds) for row in rows if row.name == "message"])
@@ -70,7 +73,7 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
         "host_dispatch_s": (0.0, "in the measured seconds: a kernel is finished when its call returns"),
         "kernel_curve": (kernels, measured),
         "num_cores": (num_cores, "counted by the operating system"),
-        "busy_core_share": (_busy_share(rows), f"{measured}: seconds of products and kernels on one rank, over those on all cores at once"),
+        "busy_core_share": (_busy_share(rows), f"{measured}: seconds of steps on one rank, over those on all cores at once"),
         "node_link_bytes_per_s": (bytes_per_s, f"{measured}: slope of messages over their bytes"),
         "node_link_latency_s": (latency_s, f"{measured}: the smallest message"),
         "node_network_bytes_per_s": (bytes_per_s, "as inside the node: there is only one"),
@@ -83,7 +86,33 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
     }
     values = {field: value for field, (value, _) in fields.items()}
     sources = {field: source for field, (_, source) in fields.items()}
-    return ClusterSpec(name=name, num_devices=MOST_RANKS, **values, sources=sources)
+    cluster = ClusterSpec(name=name, num_devices=MOST_RANKS, **values, sources=sources)
+    told = f"{measured}: steps of {len(PROBES)} small models over what their kernels say, geometric mean"
+    return replace(cluster, step_over_kernels=_step_over_kernels(rows, cluster), sources={**sources, "step_over_kernels": told})
+
+
+def _step_over_kernels(rows: Sequence[Row], cluster: ClusterSpec) -> float:
+    """How much longer the steps of the probes took than a simulation from single kernels says: the geometric mean."""
+    measured_s = {row.name: row.seconds for row in rows if row.kind == "step"}
+    alone = replace(cluster, num_devices=1)
+    return geometric_mean(measured_s[plan.model.name] / simulate(replace(plan, cluster=alone)).report["step_time_s"] for plan in PROBES)
+
+
+def _never_faster(rows: Sequence[Row]) -> dict[str, float]:
+    """Key of `collective_curve` -> seconds: no tensor takes less than a smaller one. Neighbours that were measured otherwise, by chance,
+    get their mean (isotonic regression: Ayer et al. 1955, pool adjacent violators)."""
+    found: dict[str, float] = {}
+    for name, ranks in dict.fromkeys((row.name, row.ranks) for row in rows):
+        pools: list[list[float]] = []
+        alike = sorted((row for row in rows if (row.name, row.ranks) == (name, ranks)), key=lambda row: row.sizes)
+        for row in alike:
+            pools.append([row.seconds])
+            while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+                last = pools.pop()
+                pools[-1] += last
+        level = [fmean(pool) for pool in pools for _ in pool]
+        found |= {f"{name}-{ranks}-{row.sizes[0]}": seconds for row, seconds in zip(alike, level, strict=True)}
+    return found
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -96,8 +125,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _busy_share(rows: Sequence[Row]) -> float:
-    """Share of its rate that a rank keeps while all cores compute: caches and memory are the cores' together. Cases count by their seconds,
-    as they do in a step: the smallest, of which there are many, lose nothing."""
+    """Share of its rate that a rank keeps while all cores compute: caches and memory are the cores' together."""
     alone_s, together_s = (sum(row.seconds for row in rows if row.kind == kind) for kind in ("alone", "together"))
     return min(1.0, alone_s / together_s) if together_s else 1.0
 

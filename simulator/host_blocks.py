@@ -47,9 +47,10 @@ def is_host(plan: Plan) -> bool:
 
 
 def rate_share(plan: Plan) -> float:
-    """Share of the measured rates that a rank keeps: less than 1 where all cores have one at work."""
+    """Share of the measured rates of kernels that a rank keeps in a step, and where all cores have a rank at work."""
     cluster = plan.cluster
-    return cluster.busy_core_share if plan.layout.world_size >= cluster.num_cores > 1 else 1.0
+    busy = plan.layout.world_size >= cluster.num_cores > 1
+    return (cluster.busy_core_share if busy else 1.0) / cluster.step_over_kernels
 
 
 def host_block(plan: Plan, group: Group, collective_s: Callable[[Collective], float]) -> Block:

@@ -57,6 +57,14 @@ def cluster_keys() -> tuple[Key, ...]:
             "measured seconds of kernel-sizes, as calibrate writes them",
             "simulator.host_kernels",
         ),
+        Key(
+            "cluster",
+            "step_over_kernels",
+            "float",
+            "seconds of a training step over those of its kernels measured one by one",
+            "simulator.host_blocks",
+            above=0,
+        ),
         Key(name="busy_core_share", doc="share of its rate that a core keeps while all compute", read_by="simulator.host_blocks", **share),
         Key("cluster", "num_cores", "int", "cores that devices share for computing; 0 is one each", "simulator.host_cores", minimum=0),
         Key(

@@ -12,6 +12,7 @@ from shardproof.backend.transport.memory import MemoryWorld
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.probes import PROBES
 from shardproof.simulator.calibrate import calibrated
 from shardproof.simulator.simulate import simulate
 
@@ -41,7 +42,8 @@ def test_a_simulation_on_what_was_measured_finds_all_its_kernels(preset, compute
         assert simulate(plan).report["step_time_s"] > 0
 
 
-def test_sharing_measures_the_same_cases_alone_and_together(workers):
+def test_every_probe_is_measured_alone_and_together(workers, compute):
     rows = workers(2).run(measure_rank, MeasureJob("sharing", 1, True, 0.5))[0]
     alone, together = ({(row.name, row.sizes) for row in rows if row.kind == kind} for kind in ("alone", "together"))
-    assert alone == together and len(alone) > 50
+    once = {(row.name, row.sizes) for row in compute if row.kind == "step"}
+    assert alone == together == once == {(plan.model.name, ()) for plan in PROBES}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from statistics import geometric_mean
 
 import pytest
 
 from shardproof.core.cli import main
 from shardproof.core.errors import PlanError
 from shardproof.core.plan import Plan
+from shardproof.core.probes import PROBES
 from shardproof.simulator import calibrate
 from shardproof.simulator.calibrate import calibrated, cluster_toml
 from shardproof.simulator.network import collective_s, spread_of
@@ -30,9 +32,10 @@ SIZES = (16, 64, 256)
 VARIANTS = ("nt", "nn", "tn", "tn_")
 # fmt: off
 KERNELS = [
-    "add", "add_", "transpose", "row_mean", "token_sum", "layer_norm", "layer_norm_backward", "gelu_tanh", "gelu_tanh_backward", "exp",
-    "cross_entropy", "cross_entropy_backward", "square_sum", "adamw", "function", "function_backward_16", "layer_plain",
-    "layer_plain_backward",
+    "add", "add_", "transpose", "row_mean", "row_norm", "token_sum", "layer_norm", "layer_norm_backward", "gelu_tanh",
+    "gelu_tanh_backward", "silu", "silu_backward", "exp", "cross_entropy", "cross_entropy_backward", "square_sum", "adamw", "rotate",
+    "rotate_backward", "repeat", "function", "function_backward_16", "layer_plain", "layer_plain_backward", "layer_gated",
+    "layer_gated_backward",
 ]
 # fmt: on
 
@@ -42,8 +45,9 @@ def rows() -> list[Row]:
     found = [Row("product", v, (m, n, k), 1, 2 * m * n * k / 40e9) for v in VARIANTS for m in SIZES for n in SIZES for k in SIZES]
     found += [Row("kernel", name, (size,), 1, 12 * size / 10e9) for name in KERNELS for size in (1000, 1000000)]
     found += [Row("kernel", f"{name}_16", (64,), 1, 1e-5) for name in ("attention", "attention_backward")]
-    for name, alone_s, together_s in (("add", 1e-6, 1e-6), ("gelu", 1e-6, 1e-6), ("nn", 88e-6, 98e-6)):  # what is small loses nothing
-        found += [Row("alone", name, (10,), 2, alone_s), Row("together", name, (10,), 2, together_s)]
+    for number, plan in enumerate(PROBES):
+        found.append(Row("step", plan.model.name, (), 1, 0.1))
+        found += [Row("alone", plan.model.name, (), 2, 0.18 * number), Row("together", plan.model.name, (), 2, 0.2 * number)]
     found += [Row("message", "message", (size,), 2, 50e-6 + size / 2e9) for size in (0 + 8, 1 << 20)]
     found += [Row("message", "message_work", (size,), 2, 1e-4) for size in (8, 1 << 20)]
     return found + [Row("collective", op, (size,), 2, 2e-4) for op in ("all_reduce", "all_gather", "all_to_all") for size in (64, 1 << 20)]
@@ -64,6 +68,23 @@ def test_the_numbers_of_a_machine_come_back_from_its_measurements():
     assert found.collective_curve["all_reduce-2-64"] == 2e-4
     assert all(found.sources[name] for name in ("kernel_curve", "collective_curve", "busy_core_share"))
     assert found.sources["kernel_curve"] == "measured: shardproof calibrate, 2026-11-21"
+
+
+def test_a_step_that_takes_longer_than_its_kernels_do_one_by_one_makes_every_action_longer():
+    alone = replace(cluster(), num_devices=1)
+    seconds = [simulate(replace(plan, cluster=alone)).report["step_time_s"] for plan in PROBES]
+    assert geometric_mean(seconds) == pytest.approx(0.1)
+    twice = [replace(row, seconds=0.2) if row.kind == "step" else row for row in rows()]
+    found = calibrated(twice, name="here", num_cores=2, memory_bytes=8e9, when="now")
+    assert found.step_over_kernels == pytest.approx(2 * cluster().step_over_kernels)
+
+
+def test_no_collective_takes_less_than_a_smaller_one():
+    found = [row for row in rows() if row.kind != "collective"]
+    found += [Row("collective", "all_reduce", (size,), 2, seconds) for size, seconds in ((8, 3e-3), (64, 1e-3), (512, 2e-3), (4096, 5e-3))]
+    curve = calibrated(found, name="here", num_cores=2, memory_bytes=8e9, when="now").collective_curve
+    means = {8: 2e-3, 64: 2e-3, 512: 2e-3, 4096: 5e-3}
+    assert {size: curve[f"all_reduce-2-{size}"] for size in means} == pytest.approx(means)
 
 
 def test_messages_that_take_no_longer_when_they_are_larger_give_the_rate_of_their_whole_time():

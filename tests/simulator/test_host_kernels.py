@@ -113,6 +113,8 @@ def test_ranks_on_all_cores_take_longer_by_the_share_they_keep_and_a_rank_alone_
     assert (rate_share(one), rate_share(two)) == (1.0, 0.8)
     assert Pricing(two).seconds(Kind.F, 0).total_s == pytest.approx(Pricing(one).seconds(Kind.F, 0).total_s / 0.8)
     assert host_step_s(two, (0,)) == pytest.approx(host_step_s(one, (0,)) / 0.8, rel=0.05)  # half as many losses
+    slower = replace(two, cluster=replace(cluster, step_over_kernels=1.25))
+    assert rate_share(slower) == pytest.approx(0.8 / 1.25)
 
 
 def test_four_ranks_on_two_cores_take_twice_as_long_as_on_four():

@@ -1,0 +1,28 @@
+"""Whole training steps of one rank as cases of `measure_machine`: what kernels take beside each other, as in no loop over one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..core.plan import Plan
+from ..core.probes import PROBES
+from .measure_cases import Call, Case
+
+STEPS = 3
+"""Steps of one call: the first finds its weights pushed out of the caches by others, which no training does to itself."""
+
+
+def steps(device: Any) -> Iterator[Case]:
+    """A step of every probe, which every rank takes on its own."""
+    for plan in PROBES:
+        yield "step", plan.model.name, (), lambda plan=plan: _calls(plan, device), float(STEPS)
+
+
+def _calls(plan: Plan, device: Any) -> Sequence[Call]:
+    from .training_rank import TrainingRank
+    from .transport.memory import MemoryWorld
+
+    rank, numbers = TrainingRank(MemoryWorld(1, device=device).transport(0), plan), itertools.count()
+    return [lambda: [rank.step(next(numbers))[0].elapsed_s for _ in range(STEPS)]]
