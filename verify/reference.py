@@ -8,6 +8,7 @@ two sequences are those of the model.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tempfile
@@ -24,12 +25,15 @@ from ..core.parameters import parameters
 from ..core.plan import Plan
 from . import adamw
 from .forward import Made, Recorded, activation_names, made, samples_checked
-from .ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
 from .proof_run import ProofJob, run_ledger
 from .reference_run import COUNTED_FILE, MOVED_FILE, SEQUENCES_FILE, is_right, kept_keys, loss_names, reference_steps, steps_kept
 
 EXACT = 1e-9
 """Sums of exact numerics are rounded once, in fp64."""
+
+ROUNDED = 1e-6
+"""What rounding to fp32 once, or of a product of two such numbers, may change at most."""
 
 FORWARD = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2.5e-3}
 """An activation of a token may be off by this share of its norm (`Made.off`). In right runs of the matrix's models it is by a sixth of it,
@@ -116,6 +120,7 @@ class _Check:
         count = 0
         for step in range(self.steps):
             yield from self._loss(step)
+            yield from self._loss_gradients(step)
             if self._is_update(step):
                 count += 1
                 yield from self._gradients_are_there(step)
@@ -192,6 +197,28 @@ class _Check:
             keys = [Key(step, ACTIVATION, name, sample) for name in ahead for sample in range(len(masks))]
             mean = math.fsum(float(self._values(key).sum()) for key in keys if self._has(key)) / num_counted / len(ahead)
             yield from self._number_finding("reference-loss", step, "mtp_loss", mean, f"the mean of the modules' losses {tokens}")
+
+    def _loss_gradients(self, step: int) -> Iterator[Finding]:
+        """What the losses of tokens count for in what is minimised: the model's one each, those of multi-token prediction their weight over
+        the number of modules (DeepSeek-V3, arXiv 2412.19437, equation 25), in fp16 all times the loss scale, a power of 2."""
+        own, *ahead = loss_names(self.plan)
+        weights = {own: 1.0} | dict.fromkeys(ahead, self.plan.train.mtp_loss_weight / max(1, len(ahead)))
+        scale = None if self.plan.precision.dtype == "fp16" else 1.0
+        for (name, weight), sample in itertools.product(weights.items(), range(self.plan.batch.global_size)):
+            key = Key(step, ACTIVATION_GRADIENT, name, sample)
+            if not self._has(key):  # nothing but padding
+                continue
+            found = self._values(key).reshape(-1)
+            scale = 2.0 ** round(math.log2(max(abs(found[0]), 1.0))) if scale is None else scale
+            wrong = np.flatnonzero(~(np.abs(found - weight * scale) <= ROUNDED * weight * scale))
+            if wrong.size:
+                token = int(wrong[0])
+                what = (
+                    f"the loss of token {token} of sample {sample} counts {found[token]:.6g} times in what is minimised, and ought to "
+                    f"{weight * scale:.6g} times; so it is with {wrong.size} of {found.size} tokens."
+                )
+                yield self._finding("reference-gradient", step, f"{key.phase} {name}", what)
+                return
 
     def _norm(self, step: int) -> Iterator[Finding]:
         keys = [Key(step, GRADIENT, name) for name in self._names]

@@ -21,7 +21,7 @@ from ..core.plan import Plan
 from .bounds import section_of
 from .forward import Recorded, activation_names, samples_checked
 from .kept import Kept
-from .ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, WEIGHT, Key, RankLedger
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, WEIGHT, Key, RankLedger
 from .proof_run import ProofJob, trained
 
 COUNTED_FILE = "counted.npy"
@@ -61,7 +61,8 @@ def kept_keys(plan: Plan, steps: int) -> frozenset[Key]:
     found = {Key(step, WEIGHT, name) for step in range(NO_STEP, steps) for name in weights}
     for step in range(steps):
         found |= {Key(step, GRADIENT, name) for name in names} | {Key(step, OPTIMIZER, name) for name in moments}
-        found |= {Key(step, ACTIVATION, name, sample) for name in loss_names(plan) for sample in range(plan.batch.global_size)}
+        for phase in (ACTIVATION, ACTIVATION_GRADIENT):
+            found |= {Key(step, phase, name, sample) for name in loss_names(plan) for sample in range(plan.batch.global_size)}
     found |= {Key(steps - 1, ACTIVATION, name, sample) for name in activation_names(plan) for sample in samples_checked(plan)}
     return frozenset(found)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shardproof.backend import optimizer, training_rank
+from shardproof.backend.model import transformer
 from shardproof.backend.optimizer import ShardedAdamW
 from shardproof.backend.totals import Totals
 from shardproof.backend.training_rank import TrainingRank
@@ -22,6 +23,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.plan import Optimizer, Plan, Precision
 from shardproof.verify import adamw, dynamic, proof_run
 from shardproof.verify.dynamic import prove
+from shardproof.verify.mutations.mutants_loss import multiplies_later_losses
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny
 from shardproof.verify.proof_run import ProofJob, one_device
@@ -120,6 +122,11 @@ def divides_by_all_tokens(patches: Patches) -> None:
     patches.replace(Totals, "mean_loss", lambda original: lambda self, losses, num_counted: original(self, losses, self._num_tokens))
 
 
+def counts_losses_twice(patches: Patches) -> None:
+    twice = lambda original: lambda self, *given: transformer._ScaledBackward.apply(original(self, *given), 2.0)  # noqa: E731
+    patches.replace(transformer.Head, "losses", twice)
+
+
 def _finishes(change: Callable[[TrainingRank, list[torch.Tensor]], list[torch.Tensor]], patches: Patches) -> None:
     patches.replace(TrainingRank, "_finished_gradients", lambda original: lambda self: change(self, original(self)))
 
@@ -145,6 +152,12 @@ MISTAKES: dict[str, tuple[Callable[[Patches], None], str, str, str]] = {
     "twice": (updates_twice, *UPDATE[:1], UPDATE[1] + "optimizer state embedding.tokens.weight.exp_avg", "1.9 times what is due"),
     "norm of some": (counts_only_some, "reference-norm", "step 1, one device, grad_norm", "times that"),
     "mean over all": (divides_by_all_tokens, "reference-loss", "step 1, one device, loss", "times that"),
+    "twice in what is minimised": (
+        counts_losses_twice,
+        "reference-gradient",
+        "step 1, one device, activation gradient head.losses",
+        "counts 2 times in what is minimised, and ought to 1 times",
+    ),
     "undivided": (partial(_finishes, _undivided), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
     "step before": (partial(_finishes, _kept), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
     "no gradient": (partial(_finishes, _without_qkv), *GRADIENT[:1], GRADIENT[1] + "layers.0.attention.qkv.weight", "gradients say 0"),
@@ -157,6 +170,12 @@ def test_a_mistake_of_both_sides_is_found_under_its_name(name: str) -> None:
     found = checked(RIGHT["ignored"], breaks)
     assert [(each.rule, each.where) for each in found.findings] == [(rule, where)]
     assert words in found.findings[0].what and not found.report["ok"]
+
+
+def test_losses_of_later_tokens_that_count_with_another_weight_are_named() -> None:
+    found = checked(RIGHT["multi-token prediction"], partial(multiplies_later_losses, factor_of=lambda _: 3.0)).findings
+    assert [(each.rule, each.where) for each in found] == [("reference-gradient", "step 1, one device, activation gradient mtp.0.losses")]
+    assert "counts 0.15 times in what is minimised, and ought to 0.05 times; so it is with 8 of 8 tokens" in found[0].what
 
 
 def test_a_proof_whose_sides_are_equal_and_wrong_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
