@@ -25,6 +25,9 @@ from .relations import in_bf16
 CLOSE_SCORES = 1e-5
 """Experts whose scores are nearer to each other may be chosen either way; such tokens are not looked at."""
 
+DIFFERENCE = 1e-5
+"""What logits are moved by for a gradient; the error is its square."""
+
 VALUES_KEPT = 2**26
 """Activations that are kept, all together: of as many layers as there is room for, from the first."""
 
@@ -88,6 +91,30 @@ def activation_names(plan: Plan) -> list[str]:
     names += [f"{layer_prefix(model.num_layers - 1)}.output", "head.losses"]
     names += [f"{mtp_prefix(depth)}.{part}" for depth in range(len(ahead)) for part in ("projection", "losses")]
     return list(dict.fromkeys(names))
+
+
+def routed_layers(plan: Plan) -> list[int]:
+    """The layers whose routers' gradients are checked: in fp32, without noise of their own and without experts of limited room."""
+    model = plan.model
+    if plan.precision.dtype != "fp32" or plan.train.router_jitter or model.expert_capacity_factor is not None:
+        return []
+    layers = (*layers_checked(plan), *range(model.num_layers, model.num_layers + model.num_mtp_layers))
+    return [layer for layer in layers if model.layer_is_moe(layer)]
+
+
+def gradient_names(plan: Plan) -> list[str]:
+    """The tensors of which `router_gradients` needs the gradients."""
+    return [f"{layer_prefix(layer)}.mlp{part}" for layer in routed_layers(plan) for part in ("", ".router")]
+
+
+def router_gradients(plan: Plan, sequence: Recorded, gradients: Mapping[str, np.ndarray], share: float) -> Iterator[Made]:
+    """What the gradients of routers' logits must be, from those of their layers' results; `share` is how much what a router adds for a
+    token counts beside a token's loss: the tokens that count over all tokens."""
+    forward = _Forward(plan, sequence)
+    for layer in routed_layers(plan):
+        name = f"{layer_prefix(layer)}.mlp"
+        if {name, f"{name}.router"} <= gradients.keys() and {f"{name}.norm", f"{name}.router"} <= sequence.values.keys():
+            yield forward.router_gradient(layer, gradients[name], share)
 
 
 def made(plan: Plan, sequence: Recorded, *, own_block: bool) -> Iterator[Made]:
@@ -228,25 +255,55 @@ class _Forward:
 
     def _experts(self, prefix: str, x_SH: np.ndarray, logits_SE: np.ndarray, layer: int) -> np.ndarray:
         """Chosen experts' results times their weights, and shared ones (DeepSeek-V3, arXiv 2412.19437, equations 12-16)."""
-        model, experts = self.model, f"{prefix}.experts"
-        scores_SE = _softmax(logits_SE) if model.router_scores == "softmax" else _sigmoid(logits_SE)
-        bias = self.sequence.weight(expert_bias_name(layer)) if model.expert_bias else 0.0
-        chosen_SE, clear_S = _chosen(scores_SE + bias, model)
-        weights_SE = np.where(chosen_SE, scores_SE, 0.0)
-        if model.normalized_router_weights:
-            weights_SE /= weights_SE.sum(-1, keepdims=True)
-        up, down = self._weight(f"{experts}.up"), self._weight(f"{experts}.down")
-        up_bias, down_bias = (self._bias(f"{experts}.{part}", held=model.bias) for part in ("up", "down"))
-        y_SH = np.zeros_like(x_SH)
-        for expert in range(model.num_experts):
-            rows = chosen_SE[:, expert]
-            of_up, of_down = (each[expert] if isinstance(each, np.ndarray) else each for each in (up_bias, down_bias))
-            units = self._activated(x_SH[rows] @ up[expert].T + of_up)
-            y_SH[rows] += weights_SE[rows, expert, None] * model.router_scaling * (units @ down[expert].T + of_down)
-        if model.num_shared_experts:
+        scores_SE = _scores(logits_SE, self.model)
+        chosen_SE, clear_S = self._choice(scores_SE, layer)
+        weights_SE, y_SH = _weights(scores_SE, chosen_SE, self.model), np.zeros_like(x_SH)
+        for expert, (rows, results) in enumerate(self._results(prefix, x_SH, chosen_SE)):
+            y_SH[rows] += weights_SE[rows, expert, None] * results
+        if self.model.num_shared_experts:
             y_SH += self._linear(f"{prefix}.shared.down", self._activated(self._linear(f"{prefix}.shared.up", x_SH)))
         y_SH[~clear_S] = np.nan
         return y_SH
+
+    def _choice(self, scores_SE: np.ndarray, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        bias = self.sequence.weight(expert_bias_name(layer)) if self.model.expert_bias else 0.0
+        return _chosen(scores_SE + bias, self.model)
+
+    def _results(self, prefix: str, x_SH: np.ndarray, chosen_SE: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For every expert the tokens that chose it, [S], and what it makes of them."""
+        experts = f"{prefix}.experts"
+        up, down = self._weight(f"{experts}.up"), self._weight(f"{experts}.down")
+        up_bias, down_bias = (self._bias(f"{experts}.{part}", held=self.model.bias) for part in ("up", "down"))
+        for expert in range(self.model.num_experts):
+            rows = chosen_SE[:, expert]
+            of_up, of_down = (each[expert] if isinstance(each, np.ndarray) else each for each in (up_bias, down_bias))
+            yield rows, self._activated(x_SH[rows] @ up[expert].T + of_up) @ down[expert].T + of_down
+
+    def router_gradient(self, layer: int, dy_SH: np.ndarray, share: float) -> Made:
+        """The gradient of a router's logits, by differences: of what the gradient `dy_SH` of the layer's result says of the weights of
+        experts, and of what the router adds to the loss, `share` of it for each token: a load balance of sequences (DeepSeek-V3,
+        equations 17-20) and the square of log sum exp (ST-MoE, arXiv 2202.08906, equation 5)."""
+        model, train, name = self.model, self.plan.train, f"{layer_prefix(layer)}.mlp"
+        x_SH, logits_SE = self.sequence.values[f"{name}.norm"], self.sequence.values[f"{name}.router"]
+        scores_SE = _scores(logits_SE, model)
+        (chosen_SE, clear_S), (plain_SE, plain_clear_S) = self._choice(scores_SE, layer), _highest(scores_SE, model.experts_per_token)
+        said_SE, size = np.zeros_like(logits_SE), 0.0
+        for expert, (rows, results) in enumerate(self._results(name, x_SH, chosen_SE)):
+            said_SE[rows, expert] = (results * dy_SH[rows]).sum(-1)
+            if rows.any():
+                size = max(size, float((np.linalg.norm(results, axis=-1) * np.linalg.norm(dy_SH[rows], axis=-1)).max()))
+        load_E = plain_SE.sum(0) * model.num_experts / (len(x_SH) * model.experts_per_token)
+
+        def minimised(logits_SE: np.ndarray) -> np.ndarray:
+            scores_SE = _scores(logits_SE, model)
+            shares_SE = scores_SE / scores_SE.sum(-1, keepdims=True)
+            added_S = train.router_aux_loss * (shares_SE * load_E).sum(-1) + train.router_z_loss * np.log(np.exp(logits_SE).sum(-1)) ** 2
+            return np.asarray((_weights(scores_SE, chosen_SE, model) * said_SE).sum(-1) + share * added_S)
+
+        moves = np.eye(model.num_experts) * DIFFERENCE
+        found_SE = np.stack([(minimised(logits_SE + move) - minimised(logits_SE - move)) / (2 * DIFFERENCE) for move in moves], -1)
+        found_SE[~clear_S | (not plain_clear_S.all() and bool(train.router_aux_loss))] = np.nan
+        return Made(f"{name}.router", found_SE, "fp32", cancelled=size * model.router_scaling)
 
     def _activated(self, x: np.ndarray) -> np.ndarray:
         """The activation; where it is gated every gate stands before the unit that it multiplies (Shazeer 2020, arXiv 2002.05202)."""
@@ -291,6 +348,18 @@ class _Forward:
             yield from self._layer(layer, f"{prefix}.projection")
             normed_SH = self._norm(f"{prefix}.norm", output)
             yield self._losses(f"{prefix}.losses", normed_SH, sequence.later[:, depth])
+
+
+def _scores(logits_SE: np.ndarray, model: ModelSpec) -> np.ndarray:
+    return _softmax(logits_SE) if model.router_scores == "softmax" else _sigmoid(logits_SE)
+
+
+def _weights(scores_SE: np.ndarray, chosen_SE: np.ndarray, model: ModelSpec) -> np.ndarray:
+    """[S, E]: what the results of the chosen experts count."""
+    weights_SE = np.where(chosen_SE, scores_SE, 0.0)
+    if model.normalized_router_weights:
+        weights_SE /= weights_SE.sum(-1, keepdims=True)
+    return weights_SE * model.router_scaling
 
 
 def _chosen(scores_SE: np.ndarray, model: ModelSpec) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ from ..core.findings import Finding
 from ..core.parameters import parameters
 from ..core.plan import Plan
 from . import adamw
-from .forward import Made, Recorded, activation_names, made, samples_checked
+from .forward import Made, Recorded, activation_names, gradient_names, made, router_gradients, samples_checked
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
 from .proof_run import ProofJob, run_ledger
 from .reference_run import COUNTED_FILE, MOVED_FILE, SEQUENCES_FILE, is_right, kept_keys, loss_names, reference_steps, steps_kept
@@ -167,11 +167,18 @@ class _Check:
             with np.load(self.folder / SEQUENCES_FILE) as parts:
                 names = {name: f"{name}.{sample}" for name in Recorded.INPUTS}
                 inputs: dict[str, Any] = {name: parts[at][:length] if at in parts else None for name, at in names.items()}
-            for each in made(self.plan, Recorded(**inputs, values=values, weight=weight), own_block=self.own_block):
+            recorded = Recorded(**inputs, values=values, weight=weight)
+            for each in made(self.plan, recorded, own_block=self.own_block):
                 self.num_activations += 1
-                yield from self._activation(keys[each.name], each, values[each.name])
+                yield from self._activation("reference-forward", keys[each.name], each, values[each.name])
+            keys = {name: Key(step, ACTIVATION_GRADIENT, name, sample) for name in gradient_names(self.plan)}
+            values = {name: self._values(key) for name, key in keys.items() if self._has(key)}
+            if not self.own_block and length == self.plan.batch.sequence:
+                counted = np.load(self.folder / COUNTED_FILE)[step]
+                for each in router_gradients(self.plan, recorded, values, float(counted.mean())):
+                    yield from self._activation("reference-gradient", keys[each.name], each, values[each.name])
 
-    def _activation(self, key: Key, expected: Made, found: np.ndarray) -> Iterator[Finding]:
+    def _activation(self, rule: str, key: Key, expected: Made, found: np.ndarray) -> Iterator[Finding]:
         off = expected.off(found)
         tokens = np.flatnonzero(~(off <= FORWARD[expected.dtype]))
         if tokens.size:
@@ -182,7 +189,8 @@ class _Check:
                 f"what goes into it gives {right[column]:.6g} at token {first}, and it is {wrong[column]:.6g}; "
                 f"{len(tokens)} of {len(off)} tokens differ, by up to {off[tokens].max():.2g} of their norm."
             )
-            yield self._finding("reference-forward", key.step, f"{key.tensor} of sample {key.sample}", what)
+            gradient = "gradient of " * (key.phase == ACTIVATION_GRADIENT)
+            yield self._finding(rule, key.step, f"{gradient}{key.tensor} of sample {key.sample}", what)
 
     def _loss(self, step: int) -> Iterator[Finding]:
         masks = list(np.load(self.folder / COUNTED_FILE)[step])

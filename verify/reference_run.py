@@ -19,7 +19,7 @@ import numpy as np
 from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
 from .bounds import section_of
-from .forward import Recorded, activation_names, samples_checked
+from .forward import Recorded, activation_names, gradient_names, samples_checked
 from .kept import Kept
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, WEIGHT, Key, RankLedger
 from .proof_run import ProofJob, trained
@@ -63,7 +63,8 @@ def kept_keys(plan: Plan, steps: int) -> frozenset[Key]:
         found |= {Key(step, GRADIENT, name) for name in names} | {Key(step, OPTIMIZER, name) for name in moments}
         for phase in (ACTIVATION, ACTIVATION_GRADIENT):
             found |= {Key(step, phase, name, sample) for name in loss_names(plan) for sample in range(plan.batch.global_size)}
-    found |= {Key(steps - 1, ACTIVATION, name, sample) for name in activation_names(plan) for sample in samples_checked(plan)}
+    for phase, names in ((ACTIVATION, activation_names(plan)), (ACTIVATION_GRADIENT, gradient_names(plan))):
+        found |= {Key(steps - 1, phase, name, sample) for name in names for sample in samples_checked(plan)}
     return frozenset(found)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardproof.backend import optimizer, training_rank
-from shardproof.backend.model import transformer
+from shardproof.backend.model import router, transformer
 from shardproof.backend.optimizer import ShardedAdamW
 from shardproof.backend.totals import Totals
 from shardproof.backend.training_rank import TrainingRank
@@ -24,6 +24,7 @@ from shardproof.core.plan import Optimizer, Plan, Precision
 from shardproof.verify import adamw, dynamic, proof_run
 from shardproof.verify.dynamic import prove
 from shardproof.verify.mutations.mutants_loss import multiplies_later_losses
+from shardproof.verify.mutations.mutants_router import scales_router_losses
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny
 from shardproof.verify.proof_run import ProofJob, one_device
@@ -176,6 +177,30 @@ def test_losses_of_later_tokens_that_count_with_another_weight_are_named() -> No
     found = checked(RIGHT["multi-token prediction"], partial(multiplies_later_losses, factor_of=lambda _: 3.0)).findings
     assert [(each.rule, each.where) for each in found] == [("reference-gradient", "step 1, one device, activation gradient mtp.0.losses")]
     assert "counts 0.15 times in what is minimised, and ought to 0.05 times; so it is with 8 of 8 tokens" in found[0].what
+
+
+ROUTED = {"router_aux_loss": 0.01, "router_z_loss": 0.001}
+ROUTERS = {
+    "softmax": {},
+    "sigmoid": {"router_scores": "sigmoid", "normalized_router_weights": True, "router_scaling": 2.5},
+    "groups": {"num_experts": 8, "num_router_groups": 4, "router_groups_per_token": 2, "router_scores": "sigmoid"},
+    "multi-token prediction": {"num_mtp_layers": 1},
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_gradients_of_routers_follow_from_those_of_their_layers(name: str) -> None:
+    plan = small(model={**EXPERTS, **ROUTERS[name]}, train={**ROUTED, "ignore_token": 32})
+    assert checked(plan).findings == ()
+    for breaks in (partial(scales_router_losses, factor=1.01), weights_of_experts_count_more):
+        found = checked(plan, breaks).findings
+        assert [(each.rule, each.where) for each in found[-1:]] == [
+            ("reference-gradient", f"step {STEPS}, one device, gradient of layers.0.mlp.router of sample 0")
+        ]
+
+
+def weights_of_experts_count_more(patches: Patches) -> None:
+    patches.replace(router._WithLosses, "backward", lambda original: lambda ctx, dweights: original(ctx, 1.01 * dweights))
 
 
 def test_a_proof_whose_sides_are_equal_and_wrong_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
