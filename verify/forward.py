@@ -2,7 +2,8 @@
 must be, given the recorded ones that go into it.
 
 Every part is held for itself, from inputs that were rounded already: rounding does not grow from layer to layer, and a part that is wrong
-is named alone. What dropout leaves of a hidden state, and experts with room for a limited number of tokens, are left out.
+is named alone. So are the gradients of routers' logits, from those of their layers' results. What dropout leaves of a hidden state, and
+experts with room for a limited number of tokens, are left out.
 
 Shape suffixes: S tokens of the sequence, H hidden, N heads, D features of a head, E experts.
 """
@@ -297,7 +298,7 @@ class _Forward:
         def minimised(logits_SE: np.ndarray) -> np.ndarray:
             scores_SE = _scores(logits_SE, model)
             shares_SE = scores_SE / scores_SE.sum(-1, keepdims=True)
-            added_S = train.router_aux_loss * (shares_SE * load_E).sum(-1) + train.router_z_loss * np.log(np.exp(logits_SE).sum(-1)) ** 2
+            added_S = train.router_aux_loss * (shares_SE * load_E).sum(-1) + train.router_z_loss * _log_sum(logits_SE) ** 2
             return np.asarray((_weights(scores_SE, chosen_SE, model) * said_SE).sum(-1) + share * added_S)
 
         moves = np.eye(model.num_experts) * DIFFERENCE
@@ -324,8 +325,7 @@ class _Forward:
         model, train = self.model, self.plan.train
         table = TOKEN_TABLE.removesuffix(".weight") if model.tied_embeddings else "head.output"
         logits = (normed_SH @ self._weight(table).T)[:, : model.vocab_size - model.padding_rows]
-        largest = logits.max(-1)
-        log_sums = np.log(np.exp(logits - largest[:, None]).sum(-1)) + largest
+        log_sums = _log_sum(logits)
         counts = targets_S >= 0 if train.ignore_token is None else targets_S != train.ignore_token
         at_target = logits[np.arange(len(logits)), np.where(counts, targets_S, 0)]
         smoothing = train.label_smoothing
@@ -388,6 +388,12 @@ def _highest(scores: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
 def _softmax(x: np.ndarray) -> np.ndarray:
     exponentials = np.exp(x - x.max(-1, keepdims=True))
     return np.asarray(exponentials / exponentials.sum(-1, keepdims=True))
+
+
+def _log_sum(x: np.ndarray) -> np.ndarray:
+    """log sum exp over the last dimension."""
+    largest = x.max(-1)
+    return np.asarray(np.log(np.exp(x - largest[..., None]).sum(-1)) + largest)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -217,7 +217,7 @@ class _Check:
             if not self._has(key):  # nothing but padding
                 continue
             found = self._values(key).reshape(-1)
-            scale = 2.0 ** round(math.log2(max(abs(found[0]), 1.0))) if scale is None else scale
+            scale = 2.0 ** (math.frexp(found[0])[1] - 1) if scale is None else scale
             wrong = np.flatnonzero(~(np.abs(found - weight * scale) <= ROUNDED * weight * scale))
             if wrong.size:
                 token = int(wrong[0])
