@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, geometric_mean, median
 from typing import Any, Protocol
 
@@ -196,6 +197,10 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 <= args.quantile <= 1:
         raise PlanError(f"--quantile {args.quantile} must lie between 0 and 1.")
+    if args.rounds is not None and args.rounds < 1:
+        raise PlanError(f"--rounds {args.rounds} must be at least 1.")
+    if args.output is not None and not Path(args.output).parent.is_dir():  # measuring takes minutes
+        raise PlanError(f"--output {args.output}: there is no folder {Path(args.output).parent}. Make it first.")
     progress = service("measure_machine")
     rows = progress(quick=args.quick, rounds=args.rounds, quantile=args.quantile, report=lambda text: print(text, file=sys.stderr))
     memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

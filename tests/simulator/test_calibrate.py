@@ -139,3 +139,13 @@ def test_the_verb_writes_a_cluster_file_and_json(tmp_path, monkeypatch, capsys):
 def test_a_quantile_outside_0_to_1_is_wrong_usage(capsys):
     assert main(["calibrate", "--quantile", "2"]) == 2
     assert "--quantile 2.0 must lie between 0 and 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [(["--rounds", "0"], "must be at least 1"), (["-o", "nowhere/here.toml"], "no folder nowhere")]
+)
+def test_what_cannot_be_done_is_said_before_measuring(given, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibrate, "service", lambda name: pytest.fail("it measured"))
+    assert main(["calibrate", *given]) == 2
+    assert words in capsys.readouterr().err
