@@ -21,7 +21,7 @@ from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from ..core.plan_toml import any_plan, read_values
 from ..core.schedule import Schedule
-from ..core.schedules import from_csv, read_csv, schedule_for
+from ..core.schedules import from_csv, read_csv
 from ..core.units import format_bytes
 from .spots import spot_of
 
@@ -48,9 +48,9 @@ def assert_bitwise(
     given, source = _read(plan)
     if isinstance(given, Schedule):
         raise TypeError("assert_bitwise runs a plan, and this is only a schedule. Give a plan, or use assert_schedule.")
-    if found := _static_errors(given):
-        raise _failed("the schedule is not right, so no bits were compared", found, source)
     proof = prove(given, block=block, transport=transport, steps=steps)
+    if not proof.static.ok:
+        raise _failed("the schedule is not right, so no bits were compared", proof.findings, source)
     if not proof.ok:
         raise ProofFailed(proof.text(), _placed(proof.findings, source))
 
@@ -62,11 +62,11 @@ def assert_schedule(schedule: Schedule | Plan | ModularPlan | Path | str) -> Non
     rank is the expression that one device computes. Raises `ProofFailed`, `ScheduleError` or `PlanError`.
     """
     __tracebackhide__ = True
-    from .check import check
+    from .static import check_schedule, prove_static
 
     given, source = _read(schedule)
-    found = [each for each in check(given) if each.severity == "error"] if isinstance(given, Schedule) else _static_errors(given)
-    if found:
+    proof = check_schedule(given) if isinstance(given, Schedule) else prove_static(given)
+    if found := proof.errors:
         name = given.name if isinstance(given, Schedule) else given.schedule.name
         raise _failed(f"schedule {name} is not right", found, source)
 
@@ -92,16 +92,6 @@ def _read(given: Schedule | Plan | ModularPlan | Path | str) -> tuple[Schedule |
     if text.lower().endswith(".csv"):
         return read_csv(text), text
     return any_plan(read_values(read_text(text), text), text), text
-
-
-def _static_errors(plan: Plan | ModularPlan) -> list[Finding]:
-    """What the rules and the symbolic proof say of every schedule that ranks of the plan run."""
-    from .cli import prove_schedule
-    from .modules_check import prove_modules
-
-    if isinstance(plan, ModularPlan):
-        return list(prove_modules(plan).findings)
-    return [found for count in plan.microbatch_counts for found in prove_schedule(plan, schedule_for(plan, count))]
 
 
 def _failed(title: str, findings: Sequence[Finding], source: str | None) -> ProofFailed:

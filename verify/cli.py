@@ -16,20 +16,14 @@ from ..core.options import add_output, add_plan, emit, option_values, read_any_p
 from ..core.schedule import Schedule
 from ..core.schedules import lower, read_csv, schedule_for
 from .against import compare_saved
-from .check import Examination, examine
 from .facts import Facts
 from .facts_file import read_facts
 from .foreign.compare import compare_recorded
-from .grid import grid
 from .ledger_file import SavedLedger, is_ledger, read_ledger
-from .modules_check import prove_modules
 from .plan_facts import plan_calls
-from .rules import RULES, Rule, View
-from .rules.deadlock import SEND_MEANINGS, send_meanings
-from .rules.memory import peak_in_flight
+from .rules import RULES, Rule
 from .spots import spot_of
-from .symbolic import SymbolicProof
-from .symbolic import prove as prove_symbolically
+from .static import StaticProof, check_schedule, prove_static
 
 if TYPE_CHECKING:
     from ..core.plan import Plan
@@ -76,23 +70,21 @@ def run(args: argparse.Namespace) -> int:
     if args.write_collectives is not None:
         return _write_collectives(args, plan, schedule)
     facts = Facts() if args.facts is None else read_facts(args.facts, schedule, plan)
-    examination = examine(schedule, plan=plan, facts=facts, warnings=True)
-    report = static_report(examination)
-    text = static_text(schedule, examination)
-    if plan is not None and report["ok"]:
-        symbolic = prove_symbolically(plan, examination.schedule)
-        report = with_symbolic(report, symbolic)
-        text = "\n".join([text, symbolic.line, *(str(finding) for finding in symbolic.findings if finding.severity == "error")])
-    if plan is not None and report["ok"]:
-        report, text = _with_shorter(plan, report, text)
-    if args.dynamic and report["ok"]:
-        proof = _prove(args, plan)
-        report = {**report, **proof.report, "findings": [*report["findings"], *proof.report["findings"]]}
-        text = f"{text}\n\n{proof.text()}"
-    elif args.dynamic:
-        text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
-    _tell(args, text, report)
-    return 0 if report["ok"] else 1
+    return _tell_proof(args, check_schedule(schedule, facts)) if plan is None else _run_plan(args, plan, facts)
+
+
+def _run_plan(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> int:
+    """The proofs of a plan: the static ones, and with --dynamic that of real ranks."""
+    if not args.dynamic:
+        return _tell_proof(args, prove_static(plan, facts))
+    proof = _prove(args, plan, facts)
+    _tell(args, proof.text(), proof.report)
+    return 0 if proof.ok else 1
+
+
+def _tell_proof(args: argparse.Namespace, proof: StaticProof) -> int:
+    _tell(args, proof.text, proof.report)
+    return 0 if proof.ok else 1
 
 
 def _run_modules(args: argparse.Namespace, plan: ModularPlan) -> int:
@@ -100,22 +92,7 @@ def _run_modules(args: argparse.Namespace, plan: ModularPlan) -> int:
     for option, given in (("--facts", args.facts), ("--write-collectives", args.write_collectives)):
         if given is not None:
             raise PlanError(f"{option} is about one model, and this plan has {len(plan.modules)} [[modules]]. Leave it out.")
-    static = prove_modules(plan)
-    report, text = static.report, static.text
-    if args.dynamic and static.ok:
-        proof = _prove(args, plan)
-        report, text = {**report, **proof.report}, f"{text}\n\n{proof.text()}"
-    elif args.dynamic:
-        text += "\nThe dynamic proof was not run: a schedule with these findings would hang or compute something else."
-    _tell(args, text, report)
-    return 0 if report["ok"] else 1
-
-
-def prove_schedule(plan: Plan, schedule: Schedule) -> list[Finding]:
-    """Errors of a schedule that data-parallel ranks with fewer microbatches than others run, by the rules and by symbols."""
-    examination = examine(schedule, plan=plan, facts=Facts())
-    symbolic = prove_symbolically(plan, examination.schedule).findings if examination.ok else ()
-    return [finding for finding in (*examination.findings, *symbolic) if finding.severity == "error"]
+    return _run_plan(args, plan, Facts())
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -164,70 +141,11 @@ def _tell(args: argparse.Namespace, text: str, report: dict[str, Any]) -> None:
             print(annotation(finding, spot_of(finding, args.plan)))
 
 
-def _with_shorter(plan: Plan, report: dict[str, Any], text: str) -> tuple[dict[str, Any], str]:
-    """A report and its text with what is found in the schedule of data-parallel ranks with one microbatch less, where there are any."""
-    for count in plan.microbatch_counts[1:]:
-        found = prove_schedule(plan, schedule_for(plan, count))
-        report = {**report, "ok": not found, "findings": [*report["findings"], *(finding.to_dict() for finding in found)]}
-        verdict = "wrong" if found else "right, too"
-        text = "\n".join([text, f"The schedule of ranks with {count} microbatches is {verdict}.", *map(str, found)])
-    return report, text
-
-
 def list_rules() -> str:
     """The table of rules as text."""
     width = max(len(rule.name) for rule in RULES)
     needs = {rule.name: "" if rule.needs is None else f" Needs [{rule.needs}]." for rule in RULES}
     return "\n".join(f"{rule.name:<{width}}  {rule.doc}{needs[rule.name]}" for rule in RULES)
-
-
-def static_report(examination: Examination) -> dict[str, Any]:
-    """`ok`, `findings`, and `checked`: what the rules were asked about."""
-    schedule = examination.schedule
-    return {
-        "ok": examination.ok,
-        "findings": [finding.to_dict() for finding in examination.findings],
-        "checked": {
-            "schedule": schedule.name,
-            "num_actions": len(schedule),
-            "num_ranks": schedule.num_ranks,
-            "num_stages": schedule.num_stages,
-            "num_microbatches": schedule.num_microbatches,
-            "rules": [rule.name for rule in examination.rules],
-        },
-        "sends": _sends(examination),
-    }
-
-
-def with_symbolic(report: dict[str, Any], proof: SymbolicProof) -> dict[str, Any]:
-    """A static report with the symbolic proof's findings and, as `symbolic`, what it compared."""
-    findings = [*report["findings"], *(finding.to_dict() for finding in proof.findings)]
-    return {**report, "ok": report["ok"] and proof.ok, "findings": findings, "symbolic": proof.report}
-
-
-def static_text(given: Schedule, examination: Examination) -> str:
-    """What was checked and the result; with findings, the grid of steps and ranks with their cells marked."""
-    schedule = examination.schedule
-    lowered = "" if len(schedule) == len(given) else f" ({len(given)} given, {len(schedule) - len(given)} added by lowering)"
-    checked = (
-        f"{schedule.name}: {len(schedule)} actions{lowered} on {schedule.num_ranks} pipeline ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches; {len(examination.rules)} rules checked"
-    )
-    listed = "\n".join(str(finding) for finding in examination.findings)
-    if examination.ok:
-        peak = peak_in_flight(View(schedule))
-        held = f"Most microbatches in flight: {max(peak)} (rank {peak.index(max(peak))})."
-        sends = "It runs with rendezvous, buffered and stream-ordered sends."
-        return f"{checked}.\nThe schedule is right: no rule is broken. {sends} {held}" + (f"\n{listed}" if listed else "")
-    because = "" if examination.is_complete else ", the others when these findings are gone"
-    picture = f"\n\n{grid(schedule, marked)}" if (marked := _marked(examination)) else ""
-    return f"{checked}{because}.\n{listed}{picture}"
-
-
-def _marked(examination: Examination) -> list[int]:
-    """Indices of all actions that take part in a violation, the first violation's first."""
-    places = ((violation.index, *violation.related) for rule, violation in examination.violations if rule.severity == "error")
-    return [index for place in places for index in place if index is not None]
 
 
 def _read(args: argparse.Namespace, plan: Plan | None) -> tuple[Plan | None, Schedule]:
@@ -251,25 +169,24 @@ def _write_collectives(args: argparse.Namespace, plan: Plan | None, schedule: Sc
     return 0
 
 
-def _sends(examination: Examination) -> dict[str, bool] | None:
-    """Meaning of a send -> whether the schedule runs with it; None where other findings leave that open."""
-    if examination.ok:
-        return dict.fromkeys(SEND_MEANINGS, True)  # what runs with rendezvous runs with all
-    return send_meanings(View(examination.schedule)) if examination.is_complete else None
-
-
 def _described(rule: Rule) -> dict[str, str | None]:
     return {"name": rule.name, "severity": rule.severity, "needs": rule.needs, "doc": rule.doc, "hint": rule.hint}
 
 
-def _prove(args: argparse.Namespace, plan: Plan | ModularPlan | None) -> Proof:
-    assert plan is not None, "_read refuses --dynamic without a plan"
+def _prove(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> Proof:
     try:
         from .dynamic import prove
         from .mutations import parse_fault
 
         fault = None if args.inject is None else parse_fault(args.inject)
-        return prove(plan, transport=args.transport, steps=args.steps, fault=fault, progress=lambda line: print(line, file=sys.stderr))
+        return prove(
+            plan,
+            transport=args.transport,
+            steps=args.steps,
+            fault=fault,
+            facts=facts,
+            progress=lambda line: print(line, file=sys.stderr),
+        )
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

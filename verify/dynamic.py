@@ -1,4 +1,5 @@
-"""The dynamic proof: a plan on the real backend against the same steps on one device, every canonical tensor, bit for bit.
+"""`prove`: every floor of proof for a plan. The static ones come first, then the dynamic one: the plan on the real backend against the
+same steps on one device, every canonical tensor, bit for bit.
 
 The first runs keep digests only. Where digests differ both programs run once more and keep the values of those tensors, so a proof
 that succeeds stores nothing and one that fails can say which elements differ, and how. This process needs numpy only.
@@ -6,7 +7,6 @@ that succeeds stores nothing and one that fails can say which elements differ, a
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import tempfile
@@ -19,17 +19,20 @@ from ..backend.unsupported import unsupported
 from ..core.errors import MissingExtraError, PlanError
 from ..core.findings import Finding
 from ..core.modules import ModularPlan
-from ..core.plan import DataParallel, Plan, Train
+from ..core.plan import DataParallel, Plan
 from .compare import Difference
 from .describe import count_words, describe, devices_words, divergence, fast_findings, fast_words
 from .digest import to_hex
+from .facts import Facts
 from .fast_run import FastCheck, check_fast, states
 from .first_cause import Progress, run_against
 from .ledger import RunLedger
 from .modules import leaf_sizes, parts_of, provable
 from .mutations.drop import DropReduction
 from .proof_run import ProofJob, Scenario, TransportName, one_device, probe_rank, probed, prove_rank, run_ledger, train_steps
-from .reference import Reference, checked_ledger, reference_words
+from .reference import Reference, reference_words
+from .references import References
+from .static import StaticProof, prove_static
 from .twin import MAX_THREADS, MAX_WORLD_SIZE, twin, usual_transport
 
 if TYPE_CHECKING:
@@ -55,19 +58,27 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Proof:
-    """What a dynamic proof found. `report` has the JSON keys of `verify --json`; `changes` says how the twin differs from the plan."""
+    """What a proof found. `report` has the JSON keys of `verify --json`, `findings` are those of the last floor that was asked, `changes`
+    say how the twin differs from the plan. `static` are the floors before the dynamic one."""
 
     report: dict[str, Any]
     findings: tuple[Finding, ...]
     changes: tuple[str, ...]
+    static: StaticProof
 
     @property
     def ok(self) -> bool:
-        """True when no bit differs and every assumption about the library holds here."""
+        """True when every floor holds: no bit differs, and every assumption about the library holds here."""
         return bool(self.report["ok"])
 
     def text(self) -> str:
-        """The proof for people: what was shrunk, what was compared, and the findings."""
+        """The proof for people: the static floors, what was shrunk, what was compared, and the findings."""
+        if not self.static.ok:
+            why = "a schedule with these findings would hang or compute something else"
+            return f"{self.static.text}\nThe dynamic proof was not run: {why}."
+        return f"{self.static.text}\n\n{self._dynamic_text()}"
+
+    def _dynamic_text(self) -> str:
         report = self.report
         lines = [f"  {change}" for change in self.changes]
         if lines:
@@ -98,23 +109,32 @@ def prove(
     transport: TransportName | None = None,
     steps: int = 3,
     fault: DropReduction | None = None,
+    facts: Facts | None = None,
+    scenario: Scenario | None = None,
+    references: References | None = None,
+    most_ranks: int | None = None,
     progress: Progress = lambda line: None,
 ) -> Proof:
-    """Runs `steps` steps of the plan (or of its twin) and of one device, compares every tensor of every rank, and checks the one device
-    itself by formulas (`reference`).
+    """Asks the static floors (`prove_static`), and where they hold runs `steps` steps of the plan (or of its twin) and of one device,
+    compares every tensor of every rank, and checks the one device itself by formulas (`reference`).
 
     A plan in fast numerics is proved in exact ones first, and then run as it is, by torch's `fully_shard` where it says so and ranks are
     processes, and held to the derived bounds (`bounds`); not in fp16, because bounds of rounding say nothing where numbers leave its range.
 
     `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for `Trainer`.
     `transport` is gloo unless the plan has more ranks than a twin, and no more than run as threads: then ranks are threads.
-    `fault` is injected into the sharded run only. Raises `PlanError` for a fault that the run cannot have, `RankFailure` when a rank
-    dies, `MissingExtraError` without torch.
+    `fault` is injected into the sharded run only. `facts` are more for the rules to check. `scenario` is what ranks do beside training;
+    `references` keep what one device computes for the next plan of the same problem. Plans of more than `most_ranks` are shrunk to a
+    twin; without, as many processes or threads run as one host has time for.
+    Raises `PlanError` for a fault that the run cannot have, `RankFailure` when a rank dies, `MissingExtraError` without torch.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.")
+    static = prove_static(plan, facts)
+    if not static.ok:
+        return Proof(static.report, static.errors, (), static)
     transport = usual_transport(plan) if transport is None else transport
-    most_ranks = MAX_THREADS if transport == "memory" else MAX_WORLD_SIZE
+    most_ranks = most_ranks or (MAX_THREADS if transport == "memory" else MAX_WORLD_SIZE)
     small: Plan | ModularPlan
     small, changes = twin(plan, most_ranks) if isinstance(plan, Plan) else provable(plan, unsupported(plan))
     if fault is not None:
@@ -123,11 +143,12 @@ def prove(
         fault.check(small)
     one = one_device(small)
     assumptions = probed(one)
+    job = ProofJob(small, steps, block=block, scenario=scenario)
     progress(f"one device: {steps} steps")
-    reference, checked = _reference_of(one, steps, block) if _is_fixed(one) else checked_ledger(ProofJob(one, steps, block=block))
+    reference, checked = (references or _REFERENCES).of(replace(job, plan=one))
     progress(f"{small.world_size} ranks over {transport}: {steps} steps")
-    run, differences = run_against(reference, ProofJob(small, steps, fault=fault, block=block), transport, progress=progress)
-    proof = _proof(small, steps, transport, changes, reference, checked, run, differences, assumptions)
+    run, differences = run_against(reference, replace(job, fault=fault), transport, progress=progress)
+    proof = _proof(static, small, steps, transport, changes, reference, checked, run, differences, assumptions)
     if plan.numerics.mode == "exact" or not proof.ok or small.precision.dtype == "fp16" or not isinstance(small, Plan):
         return proof
     progress(f"{small.layout.world_size} ranks over {transport} in fast numerics: {steps} steps, each from the weights of one device")
@@ -137,19 +158,17 @@ def prove(
         fast = fast if unsupported(own) else own
     check = run_fast(ProofJob(fast, steps, frozenset(reference.pieces), block=block), transport)
     findings = (*proof.findings, *fast_findings(fast, check))
-    report = {**proof.report, "ok": not findings, "findings": [each.to_dict() for each in findings], "fast": check.report}
-    return Proof(report, findings, proof.changes)
+    report = {**proof.report, "ok": not findings, "findings": _listed(static, findings), "fast": check.report}
+    return replace(proof, report=report, findings=findings)
 
 
-@functools.lru_cache(maxsize=8)
-def _reference_of(one: Plan | ModularPlan, steps: int, block: BlockFactory | None) -> tuple[RunLedger, Reference | None]:
-    """`checked_ledger`, once for all layouts of a problem that a process proves."""
-    return checked_ledger(ProofJob(one, steps, block=block))
+_REFERENCES = References(most=8)
+"""Of what a process proves without references of its own."""
 
 
-def _is_fixed(plan: Plan | ModularPlan) -> bool:
-    """Whether a plan alone says what is computed: no file of data or weights, which may change, is in it."""
-    return all(part.train.data == Train().data and part.train.load is None for part in parts_of(plan))
+def _listed(static: StaticProof, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """What all floors found, as JSON."""
+    return [*static.report["findings"], *(finding.to_dict() for finding in findings)]
 
 
 def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
@@ -166,6 +185,7 @@ def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
 
 
 def _proof(
+    static: StaticProof,
     plan: Plan | ModularPlan,
     steps: int,
     transport: str,
@@ -179,10 +199,12 @@ def _proof(
     broken = [finding for finding in assumptions.values() if finding is not None]
     findings = (*broken, *(checked.findings if checked else ()), *describe(plan, run, differences))
     report = {  # bits_different is a lower bound where values were not kept: at least one bit per tensor
+        **static.report,
         "ok": not findings,
-        "findings": [finding.to_dict() for finding in findings],
+        "findings": _listed(static, findings),
         "steps": steps,
         "losses": reference.scalars("loss"),
+        "grad_norms": reference.scalars("grad_norm"),
         "tensors_compared": len(reference.pieces),
         "tensors_different": len(differences),
         "bits_different": sum(d.values.bits_different if d.values else 1 for d in differences),
@@ -197,7 +219,7 @@ def _proof(
         "fingerprint": _fingerprint(reference),
         "fast": None,
     }
-    return Proof(report, findings, tuple(changes))
+    return Proof(report, findings, tuple(changes), static)
 
 
 def _fingerprint(ledger: RunLedger) -> str:

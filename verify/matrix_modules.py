@@ -21,7 +21,8 @@ from ..core.layout import Layout
 from ..core.model_presets import model_preset
 from ..core.modules import ModularPlan, Module
 from ..core.plan import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
-from .matrix import Outcome, References, prove_plan
+from .matrix import Outcome, prove_plan
+from .references import References
 
 LAYOUTS: Mapping[str, Layout] = {
     "one": Layout(),
@@ -84,11 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transport", choices=("gloo", "memory"), default="memory", help="how ranks talk (default: memory)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="plans at a time (default: the cores)")
     args = parser.parse_args(arguments)
-    references = References(steps=2)
     chosen = [(name, plan) for name, plan in plans() if args.only is None or args.only in name.replace("+", "->").split(" -> ")]
     chosen = chosen[:: args.sample]
+    references = References(most=len(chosen))
     with ThreadPoolExecutor(args.jobs) as pool:
-        runs = [pool.submit(prove_plan, plan, {"modules": name}, references, transport=args.transport) for name, plan in chosen]
+        runs = [pool.submit(prove_plan, plan, {"modules": name}, references, steps=2, transport=args.transport) for name, plan in chosen]
         outcomes: list[Outcome] = []
         for run in runs:
             outcomes.append(run.result())

@@ -10,7 +10,7 @@ from ..core.action import Kind
 from ..core.errors import ScheduleError
 from ..core.parameters import layer_prefix, stage_parameters
 from ..core.plan import Plan
-from ..core.program import Collective, num_shards, operations, reduce_microbatch, sequences_are_cut
+from ..core.program import Collective, num_copies, num_shards, operations, reduce_microbatch, sequences_are_cut
 from ..core.program.buckets import bucket_sizes, waits_for_parts
 from ..core.schedule import Schedule
 from ..core.stages import StageLayers
@@ -71,15 +71,18 @@ def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
     which covers dp); those of experts over `edp`. Hybrid sharding adds first inside its groups, then over them. With sequence
     parallelism every tensor-parallel rank knows the gradients of whole norms, biases, routers and low-rank projections for its own
     tokens only; those of the norms of query and key heads, without it too, for its own heads. A stage without layers has no gradients,
-    hence no axes; what is reduced after every microbatch is complete before REDUCE_GRAD.
+    hence no axes; what is reduced after every microbatch is complete before REDUCE_GRAD. So are, in exact numerics, the sums over the
+    sequences that context parallelism cuts: ranks that differ only in their part of a sequence have finished other elements.
     """
     layout, held = plan.layout, stage_parameters(plan.model, plan.stages[stage])
-    replicas = len(plan.placement.ranks[stage])
+    replicated = len(plan.placement.ranks[stage]) > 1
     axes: set[str] = set()
-    for expert, copies in ((False, layout.dp * layout.cp), (True, layout.expert_dp)):
-        if copies * replicas > 1 and any(parameter.expert == expert for parameter in held):
-            axis = (("dp", "replica"), ("edp", "expert_replica"))[expert][replicas > 1]
-            axes |= _split(axis, copies * replicas, num_shards(plan, stage)[expert] if layout.zero else copies * replicas)
+    for expert, copies in enumerate(num_copies(plan, stage)):
+        if any(parameter.expert == bool(expert) for parameter in held):
+            axis = (("dp", "replica"), ("edp", "expert_replica"))[expert][replicated]
+            shards = num_shards(plan, stage)[expert] if layout.zero else copies
+            finished = layout.cp if sequences_are_cut(plan) and not expert else 1
+            axes |= _split(axis, copies=copies, shards=shards, finished=finished)
     waiting = any(waits_for_parts(plan, size.layer) for size in bucket_sizes(plan, stage, 0))
     axes -= {each.axis for each in reduce_microbatch(plan, stage) if not (waiting and each.axis.startswith("dp"))}
     if layout.tp > 1 and (layout.sequence_parallel or plan.model.qk_norm):
@@ -90,11 +93,11 @@ def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
     return frozenset(axes)
 
 
-def _split(axis: str, copies: int, shards: int) -> set[str]:
-    """The axis, or the two that hybrid sharding makes of it."""
+def _split(axis: str, *, copies: int, shards: int, finished: int) -> set[str]:
+    """The axis over so many copies, or the two that hybrid sharding makes of it; `finished` neighbours hold parts of no common sum"""
     if shards == copies:
-        return {axis}
-    return {f"{axis}_replicate"} | ({f"{axis}_shard"} if shards > 1 else set())
+        return {axis} if copies > finished else set()
+    return {f"{axis}_replicate"} | ({f"{axis}_shard"} if shards > finished else set())
 
 
 def _calls_of(plan: Plan, schedule: Schedule, pp_rank: int, kinds: frozenset[Kind]) -> Iterable[Call]:

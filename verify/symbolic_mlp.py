@@ -151,20 +151,22 @@ class SparseMlp(LayerHalf):
         return mapped("uses", *uses)
 
     def _scores(self, x: list[Part], phase: Phase) -> list[Part]:
-        """What the router says of a rank's tokens. Where it compares the tokens of a sequence, ranks then tell each other theirs."""
+        """What the router says of a rank's tokens. Where it compares the tokens of a sequence, the ranks that hold others of that sequence
+        then tell each other theirs: those of tensor parallelism first, then those of context parallelism."""
         operations = [_until_product(own) for own in self._operations("mlp.router", phase)]
         scores = self.router.forward([product for product, _ in operations], x, phase)
-        cut = self.ranks.tp > 1 and self.layout.sequence_parallel
-        needed = bool(self.ranks.plan.train.router_aux_loss) + (self.model.expert_capacity_factor is not None) if cut else 0
+        axes = (self.ranks.tp > 1 and self.layout.sequence_parallel) + (self.layout.cp > 1)
+        compared = bool(self.ranks.plan.train.router_aux_loss) + (self.model.expert_capacity_factor is not None)
+        needed = axes * compared
         told = [rest for _, rest in operations]
         if any(len(own) != needed or not all(isinstance(each, Collective) for each in own) for own in told):
             what = f"{len(told[0])} operations follow the scores, and ranks tell each other of their tokens {needed} times"
             self.ranks.note(what)
             untold = [replace(part, value=symbol("untold", what)) for part in scores]
             return self.ranks.settle(phase, f"{self.prefix}mlp.router", untold, x)
-        for index in range(needed):
-            _, whole = self.ranks.walk([own[index : index + 1] for own in told], scores, [])
-            wanted = [Part(_NOTHING, (0, self.ranks.sequence)) for _ in scores]
+        for first in range(0, needed, max(1, axes)):
+            _, whole = self.ranks.walk([own[first : first + axes] for own in told], scores, [])
+            wanted = [Part(_NOTHING, (0, self.ranks.keys)) for _ in scores]
             self.ranks.settle(phase, f"{self.prefix}mlp.router", whole, wanted)
         return scores
 

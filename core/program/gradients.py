@@ -57,7 +57,7 @@ def own_token_parameters(plan: Plan, stage: int) -> tuple[Parameter, ...]:
     their gradients for its own heads only (Megatron-Core sums these with the layer norms', `finalize_model_grads.py`).
     """
     split, exact = plan.layout.sequence_parallel, plan.numerics.mode == "exact"
-    if not split and not plan.model.qk_norm:
+    if plan.layout.tp == 1 or not (split or plan.model.qk_norm):
         return ()
     held = stage_parameters(plan.model, plan.stages[stage])
     return tuple(each for each in held if known_part(each, sequence_parallel=split, exact=exact) is not None)

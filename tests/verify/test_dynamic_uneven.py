@@ -16,8 +16,8 @@ from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
 from shardproof.core.schedules import schedule_for
-from shardproof.verify.cli import prove_schedule
 from shardproof.verify.dynamic import prove
+from shardproof.verify.static import prove_schedule
 
 
 def tiny(layout: Layout, samples: int, *, micro: int = 1, schedule: str = "1F1B", model: str = "tiny-gpt") -> Plan:
@@ -58,10 +58,10 @@ def test_the_shorter_schedule_is_proved_without_running_it() -> None:
     plan = tiny(Layout(pp=2, dp=2), 5)
     assert plan.microbatch_counts == (3, 2) and plan.num_microbatches == 3
     shorter = schedule_for(plan, 2)
-    assert shorter.num_microbatches == 2 and prove_schedule(plan, shorter) == []
+    assert shorter.num_microbatches == 2 and prove_schedule(plan, shorter).errors == ()
     row = shorter.row(0)
     broken = replace(shorter, actions=shorter.actions[:-1], offsets=shorter.offsets - [0, 0, 1])
-    assert len(row) == 4 and prove_schedule(plan, broken)
+    assert len(row) == 4 and prove_schedule(plan, broken).errors
 
 
 def test_a_schedule_that_fewer_microbatches_do_not_have_is_refused() -> None:

@@ -12,9 +12,10 @@ from shardproof.core.plan import Plan
 from shardproof.core.schedules import CATALOG
 from shardproof.verify import matrix as command
 from shardproof.verify.covering import Row
-from shardproof.verify.ledger import RunLedger
-from shardproof.verify.matrix import References, chosen_rows, main, run_row
+from shardproof.verify.matrix import chosen_rows, main, run_row
 from shardproof.verify.matrix_layouts import FACTORS, features, matrix, num_ranks, plan_of, refusals
+from shardproof.verify.proof_run import ProofJob
+from shardproof.verify.references import Checked, References
 
 NUM_SAMPLES = 20
 
@@ -32,7 +33,7 @@ def sample() -> list[Row]:
 
 @cache
 def references() -> References:
-    return References(steps=1)
+    return References(most=NUM_SAMPLES)
 
 
 def smallest() -> Row:
@@ -61,7 +62,7 @@ def test_every_refusal_says_what_would_be_admitted() -> None:
 
 @pytest.mark.parametrize("number", range(NUM_SAMPLES))
 def test_a_layout_has_the_bits_of_one_device(number: int) -> None:
-    outcome = run_row(sample()[number], references())
+    outcome = run_row(sample()[number], references(), steps=1)
     assert outcome.ok, outcome.line
     assert outcome.tensors_compared > 100 and "0 different bits" in outcome.line
 
@@ -75,8 +76,8 @@ def test_the_sample_shows_every_value_that_eight_ranks_can() -> None:
 class OtherSeed(References):
     """One device with other weights."""
 
-    def of(self, plan: Plan) -> RunLedger:
-        return super().of(replace(plan, train=replace(plan.train, seed=99)))
+    def of(self, job: ProofJob) -> Checked:
+        return super().of(replace(job, plan=replace(job.plan, train=replace(job.plan.train, seed=99))))
 
 
 def test_other_bits_fail_and_name_the_first_tensor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +95,7 @@ def test_a_step_that_is_not_clipped_fails() -> None:
     plan = plan_of(row)
     assert isinstance(plan, Plan)
     lenient = replace(plan, optimizer=replace(plan.optimizer, clip_grad_norm=1e6))
-    outcome = command.prove_plan(lenient, row, References(steps=1))
+    outcome = command.prove_plan(lenient, row, References(most=1), steps=1)
     assert outcome.tensors_different == 0 and not outcome.ok and "not clipped" in outcome.line
 
 

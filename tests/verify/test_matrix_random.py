@@ -12,9 +12,10 @@ from shardproof.core.errors import PlanError
 from shardproof.core.layout import AXES, Layout
 from shardproof.core.plan import Batch, Plan, Runtime, ScheduleChoice
 from shardproof.core.schedules import CATALOG
-from shardproof.verify.matrix import References, prove_plan
+from shardproof.verify.matrix import prove_plan
 from shardproof.verify.matrix_layouts import RECOMPUTE, matrix_space, recompute_of
 from shardproof.verify.matrix_problems import NUM_LAYERS, PROBLEMS, Problem, Tokens
+from shardproof.verify.references import References
 
 MAX_RANKS = 8
 
@@ -97,7 +98,7 @@ def test_a_random_layout_has_the_bits_of_one_device_or_is_refused_with_advice(pl
     assert all(any(word in problem for word in ADVICE) for problem in problems), problems
     if isinstance(plan, Plan) and not problems:
         seeded = replace(plan, train=replace(plan.train, seed=seed))
-        outcome = prove_plan(seeded, matrix_space().plain[0], References(steps=1))
+        outcome = prove_plan(seeded, matrix_space().plain[0], References(most=1), steps=1)
         assert not outcome.findings, f"{seeded.to_toml()}\n{outcome.line}"
 
 

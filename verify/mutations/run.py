@@ -10,14 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...core.errors import PlanError, RankFailure
 from ...core.plan import Plan
 from ..describe import describe, divergence
+from ..dynamic import Proof, prove
 from ..first_cause import run_against
 from ..ledger import RunLedger
-from ..proof_run import ProofJob, Scenario, one_device, run_ledger
+from ..proof_run import ProofJob, Scenario, one_device, run_ledger, train_steps
 from .mutant import Mutant, Stops
 from .patches import Broken
 from .practice import NOTICED, UNNOTICED, Practice, first_step_keys, judge_by_habit
@@ -25,6 +26,7 @@ from .practice import NOTICED, UNNOTICED, Practice, first_step_keys, judge_by_ha
 STALL_S = 15.0
 """Ranks of these plans take milliseconds for an action; a machine may be busy."""
 
+Result = TypeVar("Result")
 Progress = Callable[[str], None]
 Problem = tuple[Plan, int, Scenario]
 """What is run, for how many steps, and what the ranks do."""
@@ -99,7 +101,7 @@ class Judge:
         self._folder = folder
         self._lock = threading.Lock()
         self._references: dict[Problem, Future[RunLedger]] = {}
-        self._clean: dict[Problem, Future[RunLedger]] = {}
+        self._clean: dict[Problem, Future[Proof]] = {}
 
     @property
     def num_clean(self) -> int:
@@ -119,7 +121,7 @@ class Judge:
         plan = mutant.plan()
         job = ProofJob(plan, mutant.steps, scenario=mutant.scenario, stall_s=STALL_S)
         reference = self._reference(job)
-        self._once(self._clean, job, lambda: self._run_clean(mutant.id, job, reference))
+        self._once(self._clean, job, lambda: self._prove_clean(mutant.id, job))
         try:
             run, differences = run_against(reference, self._kept(replace(job, around=Broken(mutant.breaks))), "memory")
         except (RankFailure, PlanError) as failure:
@@ -139,13 +141,15 @@ class Judge:
         job = replace(job, plan=one_device(job.plan))
         return self._once(self._references, job, lambda: run_ledger(self._kept(job), "memory"))
 
-    def _run_clean(self, mutant_id: str, job: ProofJob, reference: RunLedger) -> RunLedger:
-        run, differences = run_against(reference, job, "memory")
-        if differences:
-            self.false_alarms[mutant_id] = str(describe(job.plan, run, differences)[0])
-        return run
+    def _prove_clean(self, mutant_id: str, job: ProofJob) -> Proof:
+        """The plan as it is through every floor, as `verify --dynamic` asks them."""
+        scenario = None if job.scenario is train_steps else job.scenario
+        proof = prove(job.plan, transport="memory", steps=job.steps, scenario=scenario)
+        if not proof.ok:
+            self.false_alarms[mutant_id] = "\n".join(map(str, proof.findings))
+        return proof
 
-    def _once(self, known: dict[Problem, Future[RunLedger]], job: ProofJob, run: Callable[[], RunLedger]) -> RunLedger:
+    def _once(self, known: dict[Problem, Future[Result]], job: ProofJob, run: Callable[[], Result]) -> Result:
         """What `run` gives for the problem of a job; who comes later waits for who came first."""
         assert isinstance(job.plan, Plan) and job.scenario is not None
         problem = job.plan, job.steps, job.scenario

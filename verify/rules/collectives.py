@@ -8,8 +8,6 @@ from itertools import zip_longest
 
 from ...core.action import Kind
 from ...core.layout import Layout
-from ...core.parameters import TOKEN_TABLE
-from ...core.program.buckets import NUMBERED, ROUTERS, WAITING
 from ...core.schedule import Placement
 from ..calls import REDUCING, Call, Calls, Communicators, calls_from_csv, communicators
 from ..facts import Facts
@@ -71,11 +69,8 @@ def gradient_axes(view: View) -> Iterator[Violation]:
 
 
 def _reductions(calls: Iterable[Call]) -> Counter[tuple[int, str]]:
-    """How often gradients of a stage are added over an axis; those of a bucket go by themselves."""
-    times = Counter(
-        (call.action.stage, call.axis, call.layer if call.layer.startswith((TOKEN_TABLE, NUMBERED, ROUTERS, WAITING)) else "")
-        for call in calls
-    )
+    """How often gradients of a stage are added over an axis, those that a call names by its layer (a bucket, the norms of heads) apart."""
+    times = Counter((call.action.stage, call.axis, call.layer) for call in calls)
     found: Counter[tuple[int, str]] = Counter()
     for (stage, axis, _), count in times.items():
         found[stage, axis] = max(found[stage, axis], count)
