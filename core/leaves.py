@@ -35,7 +35,7 @@ class Leaves:
 
     def items(self, lo_leaf: int, hi_leaf: int) -> tuple[int, int]:
         """The items `[lo, hi)` of an interval of leaves."""
-        return lo_leaf * self.block, min(hi_leaf * self.block, self.num_items)
+        return min(lo_leaf * self.block, self.num_items), min(hi_leaf * self.block, self.num_items)
 
     def owned(self, tp: int, tp_rank: int) -> tuple[int, int]:
         """The leaves `[lo, hi)` of a tensor-parallel rank."""

@@ -164,7 +164,15 @@ def _features(values: tuple[str | int, ...]) -> tuple[Feature, ...]:
     schedule, pp, _ = PIPELINES[str(row["pipeline"])]
     idle = _idle(str(row["pipeline"]), dp=int(row["dp"]), cp=int(row["cp"]), zero=int(row["zero"])) | {"problem", "pipeline"}
     idle |= (set() if problem.is_moe else {"ep", "etp"}) | (set() if row["dp"] != 1 or row["cp"] != 1 else {"zero"})
-    return (("schedule", schedule), ("pp", pp), *[item for item in row.items() if item[0] not in idle], *problem.features)
+    named = [item for item in row.items() if item[0] not in idle]
+    return (("schedule", schedule), ("pp", pp), *named, ("cuts", _cuts(row)), *problem.features)
+
+
+def _cuts(row: Row) -> str:
+    """What tensor and context parallelism cut between them: a tensor-parallel rank has all tokens or its own, of a sequence or a part of
+    one. What two of these meet is not shown by pairs of degrees alone."""
+    tokens = "own tokens" if row["sequence"] == "cut" else "all tokens"
+    return f"{tokens if row['tp'] != 1 else 'no tp'} of {'a part' if row['cp'] != 1 else 'a sequence'}"
 
 
 @functools.cache

@@ -82,6 +82,9 @@ class Problem:
             ("table", "tied" if self.model.get("tied_embeddings") else "untied"),
             ("packed", "yes" if self.train.get("packed") else "no"),
             ("mtp", "yes" if self.model.get("num_mtp_layers") else "no"),
+            ("qk_norm", "yes" if self.model.get("qk_norm") else "no"),
+            ("capacity", "yes" if self.model.get("expert_capacity_factor") else "no"),
+            ("router_loss", "yes" if self.train.get("router_aux_loss") else "no"),
             ("dtype", self.dtype),
             ("dropout", "yes" if self.dropout else "no"),
         )
@@ -167,6 +170,13 @@ PROBLEMS: Mapping[str, Problem] = {
             dtype="bf16",
             dropout=0.1,
             train={"router_jitter": 0.1, "router_z_loss": 1e-3},
+        ),
+        Problem(
+            "qwen3-experts",
+            "gqa",
+            {**MIXTURE, "qk_norm": True, "expert_capacity_factor": 1.5},
+            dtype="bf16",
+            train={"router_aux_loss": 0.01},
         ),
         Problem("mla-experts", "mla", {**LATENT, **MIXTURE, **GROUPS, **DEEPSEEK, "q_lora_rank": 8, "num_shared_experts": 1}, dtype="bf16"),
         Problem("deepseek", "mla", {**LATENT, **MIXTURE, **GROUPS, "tied_embeddings": True, "num_mtp_layers": 1}, dropout=0.1),

@@ -34,10 +34,10 @@ def test_vocabulary_of_1600_over_tp8_gives_200_rows_to_each_rank(fact):
 @given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 8))
 def test_owned_items_partition_all_items_on_block_boundaries(num_items, block, tp):
     leaves = Leaves(num_items, block)
-    intervals = [leaves.owned_items(tp, rank) for rank in range(tp)] if leaves.num_leaves >= tp else [(0, num_items)]
+    intervals = [leaves.owned_items(tp, rank) for rank in range(tp)]
     assert intervals[0][0] == 0 and intervals[-1][1] == num_items
     assert all(a[1] == b[0] for a, b in pairwise(intervals))
-    assert all(lo % block == 0 and lo < hi for lo, hi in intervals)
+    assert all((lo % block == 0 and lo < hi) or lo == hi for lo, hi in intervals)  # fewer leaves than ranks leave some without
 
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
