@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 
@@ -102,8 +103,9 @@ def expected(num_stages, num_microbatches):
     return [loss.detach() for loss in losses], [weight.grad for weight in weights]
 
 
-def run(schedule, prepare=lambda stages, rank: None, row_order=None, timeout_s=20):
-    """Every rank's (trace, weight sums, REDUCE_GRAD order, events around STEP), all ranks being threads."""
+def run(schedule, prepare=lambda stages, rank: None, row_order=None, timeout_s=60, line=lambda direction, channel: channel):
+    """Every rank's (trace, weight sums, REDUCE_GRAD order, events around STEP), all ranks being threads. `line` may put something around
+    a channel."""
 
     def job(transport, _):
         rank = transport.global_rank
@@ -116,7 +118,7 @@ def run(schedule, prepare=lambda stages, rank: None, row_order=None, timeout_s=2
             schedule,
             rank,
             stages,
-            channel=lambda d, peer, sending: channels[(d, rank, peer) if sending else (d, peer, rank)],
+            channel=lambda d, peer, sending: line(d, channels[(d, rank, peer) if sending else (d, peer, rank)]),
             message_shape=SHAPE,
             dtype=torch.float32,
             global_rank=rank,
@@ -209,27 +211,61 @@ def test_forward_only_keeps_forwards_and_their_messages_in_order():
     assert [str(action) for action in forward_only(row)] == [*("1RECV_F0", "1F0", "1RECV_F1", "1F1", "1RECV_F2", "1F2", "1RECV_F3", "1F3")]
 
 
-class SlowStage(ToyStage):
-    def __call__(self, microbatch, hidden):
-        if microbatch == 0 and torch.is_grad_enabled():
-            time.sleep(1.0)  # time enough for every send that may happen, also on a busy machine
-        return super().__call__(microbatch, hidden)
+class CountedReceives:
+    """A channel that counts what has been received, whoever waits for that."""
+
+    def __init__(self, channel):
+        self.channel, self.count, self.changed = channel, 0, threading.Condition()
+
+    def __getattr__(self, name):
+        return getattr(self.channel, name)
+
+    def receive(self, shape, dtype):
+        tensor = self.channel.receive(shape, dtype)
+        self._received()
+        return tensor
+
+    def begin_receive(self, shape, dtype):
+        end = self.channel.begin_receive(shape, dtype)
+
+        def counted():
+            tensor = end()
+            self._received()
+            return tensor
+
+        return counted
+
+    def _received(self):
+        with self.changed:
+            self.count += 1
+            self.changed.notify_all()
 
 
 @pytest.mark.parametrize(("row_order", "ahead"), [(None, 2), ("together", 0), ("in order", 0)])
 def test_while_a_forward_runs_two_more_receives_complete_than_its_row_lists_before_it_or_none(row_order, ahead):
     schedule = lower(build("GPipe", pp=2, num_microbatches=6))
+    row = [str(action) for action in schedule.row(1)]
+    wanted = sum("RECV_F" in cell for cell in row[: row.index("1F0")]) + ahead
+    lines, seen = {}, []
+
+    class WaitingStage(ToyStage):
+        def __call__(self, microbatch, hidden):
+            if microbatch == 0 and torch.is_grad_enabled():
+                with lines["F"].changed:
+                    assert lines["F"].changed.wait_for(lambda: lines["F"].count >= wanted, timeout=60), lines["F"].count
+                time.sleep(0.2)  # for what must not come
+                seen.append(lines["F"].count)
+            return super().__call__(microbatch, hidden)
+
+    def counted(direction, channel):
+        return lines.setdefault(direction, CountedReceives(channel)) if threading.current_thread().name.startswith("rank 1") else channel
 
     def slow_down(stages, rank):
         if rank == 1:
-            stages[1].__class__ = SlowStage
+            stages[1].__class__ = WaitingStage
 
-    trace = run(schedule, slow_down, row_order)[1][0]
-    first_forward = next(span for span in trace.spans if span.action == Action(1, Kind.F, 0))
-    early = [str(span.action) for span in trace.spans if span.lane == "F<0" and span.end_s < first_forward.end_s]
-    row = [str(action) for action in schedule.row(1)]
-    listed = [cell for cell in row[: row.index("1F0")] if "RECV_F" in cell]
-    assert early == [f"1RECV_F{microbatch}" for microbatch in range(len(listed) + ahead)]
+    run(schedule, slow_down, row_order, line=counted)
+    assert seen == [wanted]
 
 
 CROSSING = """0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1

@@ -111,6 +111,13 @@ def failing_job(transport, how):
     return group.all_gather(torch.ones(3))
 
 
+LIMIT_S = 5.0
+"""Of jobs that never end: longer than their ranks take to come to where they stop, on a very busy machine too."""
+
+NOTICED_S = 60
+"""Far below the half hour that gloo waits for a peer that is gone."""
+
+
 def run_and_fail(transport, how, **options):
     """The RankFailure, the process ids, and the seconds it took."""
     with Workers(3, transport) as workers:
@@ -140,7 +147,7 @@ def test_a_rank_that_raises_ends_the_others_and_its_exception_is_the_cause(trans
     assert str(failure) == words and failure.global_rank == 1
     assert isinstance(failure.__cause__, cause)
     assert "failing_job" in failure.__notes__[0]  # the traceback of the rank
-    assert elapsed_s < 10
+    assert elapsed_s < NOTICED_S
 
 
 @pytest.mark.parametrize(
@@ -150,16 +157,16 @@ def test_a_rank_that_raises_ends_the_others_and_its_exception_is_the_cause(trans
 def test_a_rank_that_dies_ends_the_others_and_is_named_with_how_it_ended(how, words):
     failure, elapsed_s = run_and_fail("gloo", how)
     assert words in str(failure) and failure.global_rank == 1
-    assert elapsed_s < 10
+    assert elapsed_s < NOTICED_S
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_a_rank_that_hangs_past_the_time_limit_is_named_with_the_line_it_is_at(transport):
-    failure, elapsed_s = run_and_fail(transport, "hang", timeout_s=1.0)
-    assert str(failure).startswith("rank 1 did not finish within 1 s; all ranks were ended.")
+    failure, elapsed_s = run_and_fail(transport, "hang", timeout_s=LIMIT_S)
+    assert str(failure).startswith("rank 1 did not finish within 5 s; all ranks were ended.")
     assert "rank 1 is in failing_job (" in str(failure) and "time.sleep(3600)" in str(failure)
     assert "rank 0 waits in all_gather (rank 0, group 'world' over ranks 0, 1, 2)" in str(failure)
-    assert failure.global_rank == 1 and elapsed_s < 10
+    assert failure.global_rank == 1 and elapsed_s < NOTICED_S
 
 
 def deadlock_job(transport, _):
@@ -175,9 +182,9 @@ def test_ranks_that_wait_for_each_other_are_told_apart_from_a_rank_that_hangs(tr
     with Workers(2, transport) as workers:
         workers.run(who_job)  # so that the time limit is not spent on start-up
         with pytest.raises(RankFailure) as caught:
-            workers.run(deadlock_job, timeout_s=2.0)
+            workers.run(deadlock_job, timeout_s=LIMIT_S)
     assert caught.value.global_rank is None
-    assert "the ranks still wait for each other after 2 s; all ranks were ended." in str(caught.value)
+    assert "the ranks still wait for each other after 5 s; all ranks were ended." in str(caught.value)
     assert "rank 0 waits in send (rank 0, channel '0-1' from rank 0 to rank 1)" in str(caught.value)
     assert "rank 1 waits in barrier (rank 1, group 'world' over ranks 0, 1)" in str(caught.value)
 

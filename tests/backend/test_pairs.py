@@ -150,7 +150,7 @@ def test_each_part_computes_while_the_other_waits_and_never_both_at_once(runner)
             compute(name)
             data[other].release()
             with baton.lent():
-                assert data[name].acquire(timeout=10), f"nothing runs while {name} waits"
+                assert data[name].acquire(timeout=60), f"nothing runs while {name} waits"
         compute(name)
 
     runner.run(lambda: part("forward", "backward"), lambda: part("backward", "forward"))
@@ -165,7 +165,7 @@ def test_a_part_without_the_other_is_idle_while_it_waits_and_a_thread_without_th
             wait.wait(0.2)
 
     runner.run(forward, lambda: None)
-    assert 0.1 < baton.idle_s < 5
+    assert baton.idle_s > 0.1
     before = baton.idle_s
     with baton.lent():
         pass

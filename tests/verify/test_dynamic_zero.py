@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -141,15 +142,36 @@ def test_zero_3_with_gradients_reduced_beside_every_backward_is_within_the_bound
     assert proof.ok and proof.report["fast"]["tensors"] > 100
 
 
-def last_backward_and_reduction(transport, plan):
-    """When the last backward of a step ended, and when REDUCE_GRAD began."""
-    _, spans = TrainingRank(transport, plan).step(0)
-    ends = [span.end_s for span in spans if span.action.kind is Kind.B]
-    return max(ends), next(span.start_s for span in spans if span.action.kind is Kind.REDUCE_GRAD)
+def reduction_under_the_last_backward(transport, plan):
+    """Whether the first bucket was reduced while the last backward, which waits for that, went on; None where it waits for nothing."""
+    rank = TrainingRank(transport, plan)
+    if rank._early is None:
+        _, spans = rank.step(0)
+        ends = [span.end_s for span in spans if span.action.kind is Kind.B]
+        assert next(span.start_s for span in spans if span.action.kind is Kind.REDUCE_GRAD) >= max(ends)
+        return None
+    begun, seen = threading.Event(), []
+    wait_for_first, gradients = rank._early.wait_for_first, rank.stages[0].gradients
+    expect = gradients.expect
+
+    def waits_for_first(stage):
+        wait_for_first(stage)
+        begun.set()
+
+    def expects(count, *, changed, wait):
+        def changed_and_reduced():
+            changed()
+            if not seen and gradients.is_ready(gradients.buckets[0]):
+                seen.append(begun.wait(60))
+
+        expect(count, changed=changed_and_reduced, wait=wait)
+
+    rank._early.wait_for_first, gradients.expect = waits_for_first, expects
+    rank.step(0)
+    return seen
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_buckets_are_reduced_under_the_last_backward_where_the_plan_says_so(overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "found"), [(True, [True]), (False, None)])
+def test_buckets_are_reduced_under_the_last_backward_where_the_plan_says_so(overlap: bool, found) -> None:
     plan = tiny(dp=2, zero=0, samples=2, bucket_bytes=1, overlap=overlap)
-    for end_s, start_s in run_threads(MemoryWorld(2, timeout_s=60), last_backward_and_reduction, plan):
-        assert (start_s < end_s) == overlap
+    assert run_threads(MemoryWorld(2, timeout_s=120), reduction_under_the_last_backward, plan) == [found] * 2
