@@ -211,8 +211,8 @@ class Draft:
         lacks = "has no preset and no number of a device" if "cluster" in file_values else "has no [cluster] section"
         inner.problem_at(
             None,
-            f"this cluster file {lacks if file_values else 'is empty'}. `shardproof calibrate -o {inner.source}` measures this machine "
-            'and writes it; or begin it with [cluster] and preset = "dgx-h100", say (`shardproof presets` lists them).',
+            f"this cluster file {lacks if file_values else 'is empty'}. `shardproof calibrate -o {inner.source}` measures this "
+            'machine and writes it; or begin it with [cluster] and preset = "dgx-h100", say (`shardproof presets` lists them).',
         )
 
     def _valid(self, section: str) -> dict[str, Any]:
@@ -227,11 +227,12 @@ class Draft:
                 found[name] = _converted(known[name], given)
         return found
 
-    def _unknown_section(self, section: str, table: Mapping[str, Given], *, known: Collection[str] = tuple(NOUNS)) -> None:
+    def _unknown_section(self, section: str, table: Mapping[str, Given], *, known: Iterable[str] = NOUNS) -> None:
         line = min((given.line for given in table.values()), default=0)
         origin = next((given.origin for given in table.values()), self.source)
         name = section.partition(".")[0]  # of a module's sections that of the list
-        self.problems.append((line, f"{origin}: unknown section [{name}]{did_you_mean(name, known)} Known: {', '.join(known)}."))
+        sentence = f"unknown section [{name}]{did_you_mean(name, known)} Known: {', '.join(known)}."
+        self.problems.append((line, f"{origin}: {sentence}"))
 
     def _unknown_key(self, section: str, name: str) -> None:
         elsewhere = [key.section for key in KEYS if key.name == name]

@@ -232,7 +232,8 @@ def test_an_empty_cluster_file_of_an_option_is_refused_with_all_other_problems(t
     with pytest.raises(PlanError) as caught:
         read_plan(parse(f"--model tiny-gpt --cluster {path} --zero 7"))
     zero, cluster = sorted(caught.value.problems)
-    assert zero.startswith("--zero: zero = 7") and cluster.startswith(f"{path}: this cluster file is empty. `shardproof calibrate -o {path}`")
+    assert zero.startswith("--zero: zero = 7")
+    assert cluster.startswith(f"{path}: this cluster file is empty. `shardproof calibrate -o {path}` measures")
 
 
 def test_experts_context_and_the_software_stack_can_be_chosen_by_options():
