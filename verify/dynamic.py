@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backend.unsupported import unsupported
+from ..backend.vocabulary import unknown_ids
 from ..core.errors import MissingExtraError, PlanError
 from ..core.findings import Finding
 from ..core.modules import ModularPlan
@@ -115,6 +116,8 @@ def prove(
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.")
     transport = usual_transport(plan) if transport is None else transport
     most_ranks = MAX_THREADS if transport == "memory" else MAX_WORLD_SIZE
+    if isinstance(plan, Plan) and (problems := unknown_ids(plan)):  # before a twin has another vocabulary
+        raise PlanError(problems)
     small: Plan | ModularPlan
     small, changes = twin(plan, most_ranks) if isinstance(plan, Plan) else provable(plan, unsupported(plan))
     if fault is not None:
