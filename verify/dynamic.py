@@ -165,7 +165,9 @@ def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
         for folder in (one, many):
             folder.mkdir()
         reference = run_ledger(replace(job, plan=exact, folder=one, fault=None), "memory")
-        return check_fast(job.plan, reference, run_ledger(replace(job, folder=many, start=states(reference)), transport))
+        run = run_ledger(replace(job, folder=many, start=states(reference), skips_not_finite=True), transport)
+        shown = {key: pieces for key, pieces in reference.pieces.items() if key in run.pieces}  # a skipped step has no moments
+        return check_fast(job.plan, RunLedger(shown), run)
 
 
 def _proof(
