@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..core.errors import RankFailure
+from ..core.errors import RankDefect, RankFailure, error_words
 from .pipeline.halt import last_words
 from .pipeline.watch import Board
 
@@ -66,6 +66,16 @@ def _store(address: str, port: int, *, is_master: bool) -> dist.Store:
     import torch.distributed as dist
 
     return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def failed(transport: Transport, error: Exception) -> Exception:
+    """What a rank that torchrun started raises for an exception of its own: the exception, or the failure that says where a defect was."""
+    from .rank_errors import place_of, whose
+
+    if whose(error) != "defect":
+        return error
+    place = place_of(error, transport.recorder, transport.watch)
+    return RankDefect(f"rank {transport.global_rank} failed: {error_words(error)}{place}", transport.global_rank)
 
 
 def gave_up(transport: Transport, error: Exception) -> RankFailure:

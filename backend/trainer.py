@@ -19,7 +19,7 @@ from .huggingface.config import check_load, check_save
 from .launch import preload, run_ranks
 from .libraries import libraries_of
 from .modules_plan import only_model
-from .torchrun import gave_up, torchrun_transport, under_torchrun
+from .torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .unsupported import unsupported
 from .vocabulary import no_bytes
 
@@ -199,6 +199,10 @@ class Trainer:
                 return self._result(train_rank(transport, self._job))
             except TransportError as error:
                 raise gave_up(transport, error) from error
+            except Exception as error:
+                if (failure := failed(transport, error)) is error:
+                    raise
+                raise failure from error
 
     def _result(self, rank: RankResult) -> TrainResult:
         timed = rank.steps[1:] or rank.steps
