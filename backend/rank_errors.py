@@ -1,7 +1,7 @@
 """What an exception of a rank says: in which action and layer it was, on which line, and whose mistake it is.
 
-Looked at in the rank, while the exception has its traceback. An exception that nobody foresaw is a defect of ours, unless code
-that is not ours was called on the way to it: a user's own layers, or whoever wants to hear of steps.
+Looked at in the rank, while the exception has its traceback. An exception that nobody foresaw is a defect of ours,
+unless code that is not ours was called on the way to it: a user's own layers, or whoever wants to hear of steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def whose(error: BaseException) -> Whose:
 
 
 def place_of(error: BaseException, recorder: Recorder | None = None, watch: RankWatch | None = None) -> str:
-    """Where a rank was: `, in 2B3 (step 1, microbatch 3) at layers.0.mlp.down, in finish (tree.py:42: assert self.done)`.
+    """Where a rank was: `, in 2B3 (step 1, microbatch 3) at layers.0.mlp.down, in finish (tree.py:42: assert done)`.
 
     `recorder` and `watch` are the rank's own. Empty for an exception of a job that had not called anything of ours.
     """
@@ -71,15 +71,16 @@ def place_of(error: BaseException, recorder: Recorder | None = None, watch: Rank
 
 
 def _action_words(action: Action, layer: str, phase: str) -> str:
-    when = [phase] * bool(phase) + [f"microbatch {each.microbatch}" for each in action.parts if each.microbatch is not None]
+    numbers = [each.microbatch for each in action.parts if each.microbatch is not None]
+    when = [phase] * bool(phase) + [f"microbatch {number}" for number in numbers]
     return f", in {action}" + f" ({', '.join(when)})" * bool(when) + f" at {layer}" * bool(layer)
 
 
 def _path(error: BaseException) -> list[tuple[FrameType, int]]:
-    """The frames on the way to an exception, with their lines, that are ours or of brought code, from the first that is ours. Empty
-    where a job of somebody else had not come to anything of ours.
+    """The frames on the way to an exception, with their lines, that are ours or of brought code, from the first of ours
+    on. Empty where a job of somebody else had not come to anything of ours.
 
-    Lanes of one rank raise the same exception object, so frames of other threads may stand before those that called the job.
+    Lanes of one rank raise the same exception object, so frames of other threads may stand before those of the job.
     """
     steps = [step for step in traceback.walk_tb(error.__traceback__) if not _is_library(step[0])]
     called = max((at + 1 for at, (frame, _) in enumerate(steps) if _launches(frame)), default=0)

@@ -68,14 +68,14 @@ def _store(address: str, port: int, *, is_master: bool) -> dist.Store:
     return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
-def failed(transport: Transport, error: Exception) -> Exception:
-    """What a rank that torchrun started raises for an exception of its own: the exception, or the failure that says where a defect was."""
+def failed(transport: Transport, error: Exception) -> RankFailure:
+    """The failure of a rank that torchrun started and that raised `error`, which is not one of the user's input."""
     from .rank_errors import place_of, whose
 
-    if whose(error) != "defect":
-        return error
-    place = place_of(error, transport.recorder, transport.watch)
-    return RankDefect(f"rank {transport.global_rank} failed: {error_words(error)}{place}", transport.global_rank)
+    rank, origin = transport.global_rank, whose(error)
+    place = "" if origin == "foreseen" else place_of(error, transport.recorder, transport.watch)
+    kind = RankDefect if origin == "defect" else RankFailure
+    return kind(f"rank {rank} failed: {error_words(error)}{place}", rank)
 
 
 def gave_up(transport: Transport, error: Exception) -> RankFailure:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.errors import DivergedError, PlanError, RankFailure
+from ..core.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from ..core.timeline import MemorySample, Span, Timeline
@@ -199,10 +199,10 @@ class Trainer:
                 return self._result(train_rank(transport, self._job))
             except TransportError as error:
                 raise gave_up(transport, error) from error
+            except ShardproofError:
+                raise
             except Exception as error:
-                if (failure := failed(transport, error)) is error:
-                    raise
-                raise failure from error
+                raise failed(transport, error) from error
 
     def _result(self, rank: RankResult) -> TrainResult:
         timed = rank.steps[1:] or rank.steps

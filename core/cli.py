@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(command: str, run: Callable[[], int]) -> int:
-    """What `run` returns; 2 for an error that the user can do something about and 3 for a defect of ours, which are told on standard
-    error after the name of the `command`."""
+    """What `run` returns; 2 for an error that the user can do something about and 3 for a defect of ours, which are told
+    on standard error after the name of the `command`."""
     try:
         code = run()
         sys.stdout.flush()

@@ -76,7 +76,7 @@ class InternalError(Exception):
 
 
 class RankDefect(RankFailure, InternalError):
-    """A rank met an exception that nobody foresaw, in code of ours. The message names the rank, the action and the line."""
+    """A rank met an exception that nobody foresaw, in code of ours. The message names rank, action, layer and line."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}. {self.ask}"

@@ -296,7 +296,7 @@ def test_an_exception_that_nobody_foresaw_is_a_defect_of_ours_named_with_action_
     assert "defective.py" in failure.__notes__[0] and type(failure.__cause__) is type(defect.error)
 
 
-def test_a_rank_of_torchrun_tells_its_defects_alike_and_leaves_other_exceptions_as_they_are():
+def test_a_rank_of_torchrun_tells_its_defects_and_those_of_its_machine_alike():
     transport = MemoryWorld(1).transport(0)
     transport.watch.phase = SECOND_STEP
     known = {"__name__": "shardproof.backend.defective", "nodes": []}
@@ -306,8 +306,8 @@ def test_a_rank_of_torchrun_tells_its_defects_alike_and_leaves_other_exceptions_
     told = str(failed(transport, caught.value))
     words = "rank 0 failed: IndexError: pop from empty list, in 0F1 (step 2, microbatch 1) at layers.0.mlp, in finish (defective.py:2"
     assert told.startswith(words) and isinstance(failed(transport, caught.value), RankDefect)
-    foreseen = PlanError("a rule")
-    assert failed(transport, foreseen) is foreseen
+    full = failed(transport, OSError(28, "No space left on device"))
+    assert not isinstance(full, RankDefect) and str(full) == "rank 0 failed: OSError: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_what_the_backend_does_not_run_is_said_with_one_sentence_each():
     assert unsupported(tiny()) == []
     small = tiny()
     (problem,) = unsupported(replace(small, model=replace(small.model, vocab_size=100)))
-    assert "model.vocab_size=100 of tiny-gpt-6h has ids up to 99. Use model.vocab_size=" in problem
+    assert "model.vocab_size=100 of tiny-gpt has ids up to 99. Use model.vocab_size=" in problem
 
 
 @pytest.mark.parametrize("model", ["tiny-gpt", "tiny-llama", "tiny-moe", "tiny-deepseek", "qwen2.5-7b", "qwen3-8b"])
