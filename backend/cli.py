@@ -29,6 +29,7 @@ from .huggingface.config import check_load, check_save
 from .modules_plan import only_model
 from .trainer import Trainer, TrainResult
 from .unsupported import unsupported
+from .vocabulary import no_bytes
 
 if TYPE_CHECKING:
     from .step_result import StepResult
@@ -81,14 +82,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains, or with --dry-run prints the ranks. Exit code 0; errors are raised and end with 2."""
     plan = read_any_plan(args)
-    if problems := unsupported(plan):
-        raise PlanError(problems)
+    problems, tokens = unsupported(plan), no_bytes(plan)
+    if problems or (tokens and not args.dry_run):
+        raise PlanError([*problems, *tokens])
     if args.save_huggingface is not None:
         check_save(only_model(plan, "--save-huggingface"), args.save_huggingface)
     if isinstance(plan, Plan):
         check_load(plan)
         _refuse_broken(plan, lower(schedule_for(plan)))
     if args.dry_run:
+        for notice in tokens:
+            print(f"without --dry-run this is refused: {notice}", file=sys.stderr)
         emit(args, dry_run_text(plan), dry_run_report(plan))
         return 0
     if importlib.util.find_spec("torch") is None:

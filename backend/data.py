@@ -8,39 +8,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import pydoc_data.topics
-import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.errors import PlanError
-
-VOCABULARY_SIZE = 256
-"""Tokens are bytes; a model needs at least this many rows in its token table."""
-
-STDLIB = "python-stdlib"
+from .text import documents_of
 
 VALIDATION_FRACTION = 0.1
-
-# fmt: off
-STDLIB_SOURCES = (
-    "argparse", "ast", "asyncio/base_events", "asyncio/events", "asyncio/streams", "asyncio/tasks", "base64", "bdb", "calendar", "cmd",
-    "code", "codecs", "configparser", "contextlib", "copy", "csv", "dataclasses", "difflib", "doctest", "enum", "fileinput", "fractions",
-    "ftplib", "functools", "getopt", "gettext", "gzip", "heapq", "hmac", "imaplib", "inspect", "ipaddress", "json/decoder",
-    "json/encoder", "locale", "logging/__init__", "mailbox", "mimetypes", "netrc", "optparse", "os", "pdb", "pickle", "pickletools",
-    "platform", "plistlib", "poplib", "pprint", "profile", "pstats", "pydoc", "quopri", "random", "sched", "selectors", "shelve", "shlex",
-    "shutil", "smtplib", "socket", "socketserver", "ssl", "statistics", "subprocess", "tarfile", "tempfile", "textwrap", "threading",
-    "timeit", "tokenize", "trace", "traceback", "tracemalloc", "types", "unittest/case", "unittest/mock", "urllib/parse",
-    "urllib/request", "uuid", "warnings", "wave", "weakref", "webbrowser", "zipapp",
-)
-# fmt: on
-"""Sources that are training text: files of the standard library in every CPython since 3.11, none of them written at build time."""
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -68,10 +46,7 @@ class Corpus:
         Every tenth document is for validation; the last tenth of the text when there are fewer than ten documents.
         Raises `PlanError` when there is no such file or nothing in it.
         """
-        documents = _stdlib_documents() if data == STDLIB else _documents(Path(data))
-        if not any(documents):
-            raise PlanError(f"train.data={data!r} holds no text: {len(documents)} files, 0 bytes. Use a text file, or {STDLIB!r}.")
-        train, validation = _split(documents)
+        train, validation = _split(documents_of(data))
         return cls(data, *(_frozen(b"".join(part)) for part in (train, validation)), _starts(train), _starts(validation))
 
     def batch(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> tuple[Tensor, Tensor]:
@@ -204,32 +179,6 @@ def _ended(documents: Sequence[bytes]) -> list[bytes]:
 def _starts(documents: Sequence[bytes]) -> np.ndarray:
     """Where each document that holds something begins."""
     return np.cumsum([0, *(len(text) for text in documents if text)][: max(1, sum(map(bool, documents)))], dtype=np.int64)
-
-
-def _documents(path: Path) -> list[bytes]:
-    """The text of a file, or of all files under a folder in the order of their names; hidden ones are left out."""
-    if path.is_dir():
-        names = (name for name in path.rglob("*") if not any(part.startswith(".") for part in name.relative_to(path).parts))
-        files: Iterable[Path] = sorted((name for name in names if name.is_file()), key=lambda name: name.relative_to(path).as_posix())
-    elif path.is_file():
-        files = (path,)
-    else:
-        raise PlanError(f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). Use a text file, or {STDLIB!r}.")
-    try:
-        return [file.read_bytes() for file in files]
-    except OSError as error:
-        raise PlanError(f"train.data={str(path)!r} cannot be read: {error.strerror} ({error.filename}).") from error
-
-
-def _stdlib_documents() -> list[bytes]:
-    """Python's reference text and the sources of `STDLIB_SOURCES`, in a fixed order. Raises `PlanError` where sources are not installed."""
-    topics = pydoc_data.topics.topics
-    documents = [f"{name}\n\n{topics[name]}".encode() for name in sorted(topics)]
-    folder = Path(sysconfig.get_path("stdlib"))
-    try:
-        return documents + [(folder / f"{name}.py").read_bytes() for name in STDLIB_SOURCES]
-    except OSError as error:
-        raise PlanError(f"train.data={STDLIB!r} needs the standard library's sources: {error}. Use a text file instead.") from error
 
 
 def _frozen(text: bytes) -> np.ndarray:

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -24,12 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.errors import RankFailure
+from ..core.errors import RankFailure, error_words
 from ..core.timeline import COMPUTE_LANE
 from .pipeline.messages import Mail
 from .pipeline.overlap import Baton, PairedGroup
-from .pipeline.watch import Board
+from .pipeline.watch import Board, RankWatch
+from .rank_errors import place_of, whose
 from .rank_messages import RANK_VARIABLE, Call, Failure, Job, ThreadAt, Whereabouts
+from .recorder import Recorder
 from .transport.base import Channel, Group, Transport, TransportError
 from .transport.memory import MemoryWorld, run_threads
 from .transport.process_group import ProcessGroupTransport
@@ -78,16 +80,20 @@ def _listen(inbox: _Inbox) -> None:
 
 def _run(job: Job) -> tuple[str, bytes | Failure]:
     """`("result", pickled list of one result per rank run here)` or `("failure", Failure)`."""
+    places: dict[int, tuple[Recorder, RankWatch]] = {}
     try:
         function, payload = _load(job)
         if job.transport == "memory":
-            results = run_threads(MemoryWorld(job.world_size, board=Board(job.board_file, job.world_size)), function, payload)
+            world = MemoryWorld(job.world_size, board=Board(job.board_file, job.world_size))
+            places = world.places
+            results = run_threads(world, function, payload)
         else:
             with _connect(job) as transport:
+                places[job.global_rank] = transport.recorder, transport.watch
                 results = [function(transport, payload)]
         return "result", pickle.dumps(results)
     except BaseException as error:  # also SystemExit: a job that asks to exit has failed
-        return "failure", _failure(job.global_rank, error)
+        return "failure", _failure(job.global_rank, error, places)
 
 
 def _connect(job: Job) -> Transport:
@@ -102,7 +108,7 @@ def _connect(job: Job) -> Transport:
     )
 
 
-def _failure(global_rank: int, error: BaseException) -> Failure:
+def _failure(global_rank: int, error: BaseException, places: Mapping[int, tuple[Recorder, RankWatch]]) -> Failure:
     if isinstance(error, RankFailure) and error.__cause__ is not None and error.global_rank is not None:
         global_rank, error = error.global_rank, error.__cause__
     trace = "".join(traceback.format_exception(error))
@@ -111,7 +117,9 @@ def _failure(global_rank: int, error: BaseException) -> Failure:
         pickle.loads(pickled)
     except Exception:  # an exception that cannot travel is told in words
         pickled = b""
-    return Failure(global_rank, f"{type(error).__name__}: {error}", trace, pickled, isinstance(error, TransportError))
+    origin = whose(error)
+    summary = error_words(error) + ("" if origin == "foreseen" else place_of(error, *places.get(global_rank, ())))
+    return Failure(global_rank, summary, trace, pickled, isinstance(error, TransportError), origin == "defect")
 
 
 def _load(job: Job) -> tuple[Any, Any]:

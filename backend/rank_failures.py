@@ -6,7 +6,7 @@ import pickle
 import signal
 from collections.abc import Mapping, Sequence
 
-from ..core.errors import RankFailure
+from ..core.errors import RankDefect, RankFailure
 from .pipeline.halt import Halt, explain, last_words
 from .pipeline.watch import Board
 from .rank_messages import Failure, Whereabouts
@@ -22,7 +22,8 @@ def root_cause(failures: Sequence[Failure], ended: Mapping[int, int], board: Boa
     failure = min(failures, key=lambda failure: failure.by_peer)
     summary = f"rank {failure.global_rank} failed: {failure.summary}"
     halt = last_words(board, [failure.global_rank])
-    raised = RankFailure(summary, failure.global_rank, halt.report(summary))
+    kind = RankDefect if failure.is_defect else RankFailure
+    raised = kind(summary, failure.global_rank, halt.report(summary))
     raised.__cause__ = pickle.loads(failure.error) if failure.error else None
     raised.add_note(failure.trace)
     return raised

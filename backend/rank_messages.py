@@ -40,13 +40,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a job failed on a rank. `by_peer` is true when the rank only noticed that another one was gone."""
+    """How a job failed on a rank. `by_peer` is true when the rank only noticed that another one was gone, `is_defect`
+    when nobody foresaw the exception, and no code but ours had a part in it."""
 
     global_rank: int
     summary: str
     trace: str
     error: bytes
     by_peer: bool
+    is_defect: bool
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ class _Scope(threading.local):
     """What the current thread is working on, the innermost layer last."""
 
     action: Action | None = None
+    failed: str = ""
+    """The innermost layer that an exception has left since the action began."""
 
     def __init__(self) -> None:
         self.layers = [""]
@@ -36,7 +38,9 @@ class _InLayer(AbstractContextManager[None]):
         self._scope.layers.append(self._layer)
 
     def __exit__(self, *raised: object) -> None:
-        self._scope.layers.pop()
+        layer = self._scope.layers.pop()
+        if raised[0] is not None:
+            self._scope.failed = self._scope.failed or layer
 
 
 class Recorder:
@@ -49,6 +53,8 @@ class Recorder:
     def __init__(self, enabled: bool = False):
         self.enabled = enabled
         self.events: list[tuple[Action | None, Operation]] = []
+        self.failed: tuple[Action, str] | None = None
+        """The first action that an exception has left, and the layer it was in, empty outside all layers."""
         self._scope = _Scope()
         self._in_layer: dict[str, _InLayer] = {}
 
@@ -56,8 +62,13 @@ class Recorder:
     def action(self, action: Action | None) -> Iterator[None]:
         """Everything inside belongs to `action`."""
         before, self._scope.action = self._scope.action, action
+        self._scope.failed = ""
         try:
             yield
+        except BaseException:
+            if self.failed is None and action is not None:
+                self.failed = action, self._scope.failed or self.current_layer
+            raise
         finally:
             self._scope.action = before
 

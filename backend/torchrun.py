@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..core.errors import RankFailure
+from ..core.errors import RankDefect, RankFailure, error_words
 from .pipeline.halt import last_words
 from .pipeline.watch import Board
 
@@ -66,6 +66,16 @@ def _store(address: str, port: int, *, is_master: bool) -> dist.Store:
     import torch.distributed as dist
 
     return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def failed(transport: Transport, error: Exception) -> RankFailure:
+    """The failure of a rank that torchrun started and that raised `error`, which is not one of the user's input."""
+    from .rank_errors import place_of, whose
+
+    rank, origin = transport.global_rank, whose(error)
+    place = "" if origin == "foreseen" else place_of(error, transport.recorder, transport.watch)
+    kind = RankDefect if origin == "defect" else RankFailure
+    return kind(f"rank {rank} failed: {error_words(error)}{place}", rank)
 
 
 def gave_up(transport: Transport, error: Exception) -> RankFailure:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.errors import DivergedError, PlanError, RankFailure
+from ..core.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from ..core.timeline import MemorySample, Span, Timeline
@@ -19,8 +19,9 @@ from .huggingface.config import check_load, check_save
 from .launch import preload, run_ranks
 from .libraries import libraries_of
 from .modules_plan import only_model
-from .torchrun import gave_up, torchrun_transport, under_torchrun
+from .torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .unsupported import unsupported
+from .vocabulary import no_bytes
 
 if TYPE_CHECKING:
     from .model.block import BlockFactory
@@ -132,8 +133,8 @@ class Trainer:
     `save_huggingface` is a new or empty folder, seen by all ranks, for the trained weights and their `config.json`. `resume` goes on from
     the newest checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from the start.
     `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the numbers of a rank.
-    Raises `PlanError` at once for a plan that the backend does not run, that loads or saves what Hugging Face files do not hold, or that
-    does not go on from what its `checkpoint.folder` holds.
+    Raises `PlanError` at once for a plan that the backend does not run, whose model is not one of bytes, that loads or saves what Hugging
+    Face files do not hold, or that does not go on from what its `checkpoint.folder` holds.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Trainer:
         resume: bool = False,
         observer: Callable[[int], Observer | None] | None = None,
     ):
-        if problems := unsupported(plan):
+        if problems := [*unsupported(plan), *no_bytes(plan)]:
             raise PlanError(problems)
         self.resumption = resumption(plan, resume=resume)
         if isinstance(plan, Plan):
@@ -198,6 +199,10 @@ class Trainer:
                 return self._result(train_rank(transport, self._job))
             except TransportError as error:
                 raise gave_up(transport, error) from error
+            except ShardproofError:
+                raise
+            except Exception as error:
+                raise failed(transport, error) from error
 
     def _result(self, rank: RankResult) -> TrainResult:
         timed = rank.steps[1:] or rank.steps

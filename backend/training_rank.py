@@ -127,6 +127,8 @@ class TrainingRank:
             row_order=row_order_of(plan.runtime),
         )
         self.loss_scale = LossScale.of(plan.precision)
+        self.skips_not_finite = False
+        """Whether a step whose numbers are not finite is skipped in any format: a proof shows what came before, and names the first."""
         self._not_finite: dict[int, NotFinite] = {}
         self._early = EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}) if overlaps and not each else None
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
@@ -184,7 +186,7 @@ class TrainingRank:
         with self._evaluating():
             trace = self.executor.evaluate(batch, clock=self.clock)
         loss = self.totals.mean_loss(trace.token_losses, self.batches.num_counted)
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) and not self.skips_not_finite:
             raise DivergedError(
                 f"the validation loss is {loss}, which is no finite number. Lower train.learning_rate={self.plan.train.learning_rate}."
             )
@@ -330,20 +332,23 @@ class TrainingRank:
         loss = self.totals.mean_loss(token_losses, num_counted)
         aux_loss, mtp_loss = self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)
         overflow = not math.isfinite(norm)
-        if not math.isfinite(loss) or (overflow and not scale.bears_overflow):
+        diverged = not math.isfinite(loss) or (overflow and not scale.bears_overflow)
+        if diverged and not self.skips_not_finite:
             raise DivergedError(self._diverged(step, loss, norm, gradients))
         self._not_finite.clear()
         self.loss_scale = scale.after(overflow=overflow)
+        if self.observer is not None and (diverged or not overflow):
+            self._show_gradients(self.observer, gradients, share, loss, norm)
         if not overflow:
-            if self.observer is not None:
-                self._show_gradients(self.observer, gradients, share, loss, norm)
             self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
+        if diverged or not overflow:  # other ranks may have a norm that is finite, and share their weights with this one
             self.refresh()
         for router in self._routers:
             router.update_bias(0.0 if overflow else self.plan.train.expert_bias_rate)
         if overflow:  # what is no number has no bits to compare
             if self.observer is not None:
-                self.observer.scalar("loss", loss)
+                if not diverged:
+                    self.observer.scalar("loss", loss)
                 self._show_weights(self.observer)
             return loss, norm, aux_loss, mtp_loss
         if self.observer is not None:

@@ -11,9 +11,7 @@ from ..core.plan import Plan, ScheduleChoice
 from ..core.program.buckets import sums_are_sharded
 from ..core.schedules import lower, named_schedule, schedule_for
 from .modules_plan import unsupported_modules
-
-BYTE_VOCABULARY = 256
-"""Tokens are bytes (`backend.data`, which needs torch)."""
+from .vocabulary import unknown_ids
 
 RUN_DTYPES = ("fp32", "bf16", "fp16")
 """Formats of hidden states that layers compute with (`backend.tensor_parallel.context.DTYPES`, which needs torch)."""
@@ -39,10 +37,7 @@ def unsupported(plan: Plan | ModularPlan) -> list[str]:
         if wrong
     ]
     problems += _unsupported_pairs(plan)
-    if plan.model.vocab_size - plan.model.padding_rows < BYTE_VOCABULARY:
-        padding = f" with model.padding_rows={plan.model.padding_rows}" if plan.model.padding_rows else ""
-        least = BYTE_VOCABULARY + plan.model.padding_rows
-        problems.append(f"model.vocab_size={plan.model.vocab_size}{padding} is too small for bytes as tokens. Use {least} or more.")
+    problems += unknown_ids(plan)
     return problems + _unsupported_schedule(plan)
 
 

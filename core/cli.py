@@ -5,30 +5,51 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 
 from .commands import QUESTIONS, command
-from .errors import ShardproofError, did_you_mean
+from .errors import TRACEBACK_VARIABLE, InternalError, ShardproofError, did_you_mean, error_words, line_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 fine, 1 findings, 2 wrong usage or bad input. Errors go to standard error."""
+    """Exit code 0 fine, 1 findings, 2 wrong usage or bad input, 3 a defect of ours. Errors go to standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(" ".join(["shardproof", *arguments[:1]]), lambda: _answer(arguments))
+
+
+def exit_code(command: str, run: Callable[[], int]) -> int:
+    """What `run` returns; 2 for an error that the user can do something about and 3 for a defect of ours, which are told
+    on standard error after the name of the `command`."""
     try:
-        code = _answer(arguments)
+        code = run()
         sys.stdout.flush()
         return code
-    except ShardproofError as error:
-        print(f"shardproof {arguments[0]}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader (`| head`) has seen enough; what is left goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"shardproof {arguments[0]}: {error.filename}: {error.strerror}.", file=sys.stderr)
-        return 2
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE, "0") != "0":
+            traceback.print_exception(error)
+        code, words = _told(error)
+        print(f"{command}: {words}", file=sys.stderr)
+        return code
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """The exit code and the words for an error."""
+    if isinstance(error, InternalError):
+        return 3, str(error)
+    if isinstance(error, ShardproofError):
+        return 2, str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return 2, f"{where}{error.strerror or error}."
+    if isinstance(error, MemoryError):
+        return 2, f"this machine has not enough memory for that: {error or 'an allocation failed'}."
+    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+    place = line_words(frame.f_code.co_name, frame.f_code.co_filename, line)
+    return 3, f"{error_words(error)}, in {place}. {InternalError.ask}"
 
 
 def _answer(arguments: Sequence[str]) -> int:

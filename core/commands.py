@@ -26,7 +26,8 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Command:
-    """One verb. `configure` adds its options to a parser, `run` returns the exit code (0 fine, 1 findings)."""
+    """One verb. `configure` adds its options to a parser, `run` returns the exit code (0 fine, 1 findings); what it
+    raises ends with 2 or 3 (`cli.exit_code`)."""
 
     name: str
     example: str

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import linecache
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+TRACEBACK_VARIABLE = "SHARDPROOF_TRACEBACK"
+"""In the environment it has the command line print tracebacks."""
 
 
 class ShardproofError(Exception):
@@ -58,6 +63,25 @@ class RankFailure(ShardproofError, RuntimeError):
         self.report = report
 
 
+class InternalError(Exception):
+    """A defect of ours, which no input should cause. The command line prints it and exits with 3.
+
+    `ask` is what is asked of who meets one.
+    """
+
+    ask = (
+        "This is a defect of shardproof: please report it with the plan, the command and the traceback "
+        f"(the same command with {TRACEBACK_VARIABLE}=1 prints it)."
+    )
+
+
+class RankDefect(RankFailure, InternalError):
+    """A rank met an exception that nobody foresaw, in code of ours. The message names rank, action, layer and line."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}. {self.ask}"
+
+
 class DivergedError(ShardproofError, ArithmeticError):
     """Loss or gradient norm are no longer finite numbers, so training has ended."""
 
@@ -66,12 +90,23 @@ class MissingExtraError(ShardproofError, ImportError):
     """A verb needs a package of an extra that is not installed."""
 
 
+def error_words(error: BaseException) -> str:
+    """The type and the words of an exception; never empty words.
+
+    >>> error_words(KeyError(0)), error_words(AssertionError())
+    ('KeyError: 0', 'AssertionError without a message')
+    """
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else f"{name} without a message"
+
+
+def line_words(function: str, file: str, line: int) -> str:
+    """`finish (tree.py:42: assert self.is_done)`: where a program was."""
+    return f"{function} ({Path(file).name}:{line}: {linecache.getline(file, line).strip()})"
+
+
 MOST_NAMED = 8
 """Things of one kind that a message names."""
-
-
-class InternalError(Exception):
-    """Our bug, not the user's: please report it with the plan that caused it."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -50,7 +50,7 @@ class Draft:
         self.valid: dict[str, dict[str, Any]] = {section: self._valid(section) for section in NOUNS}
         for section in values:
             if section not in NOUNS:
-                self._unknown_section(section)
+                self._unknown_section(section, values[section])
 
     def nouns(self, *, without: Collection[str] = ()) -> dict[str, Any]:
         """Section -> noun, without the sections that have problems of their own, and without model and layout where those are told."""
@@ -186,18 +186,34 @@ class Draft:
             return
         try:
             file_values = read_values(read_text(path), path)
-            inner = Draft({"cluster": file_values.get("cluster", {})}, path)
         except (ShardproofError, OSError) as error:
             self._failed("cluster", error, "cluster.file")
             self.bad.add("cluster.file")
             return
+        given = file_values.get("cluster", {})
+        inner = Draft({"cluster": given}, path)
+        for section, table in file_values.items():
+            if section != "cluster":
+                inner._unknown_section(section, table, known=("cluster",))
         if inner.valid["cluster"].pop("file", None) is not None:
             inner._problem("cluster.file", "a cluster file cannot name another one. Copy its keys.")
-        self.problems += [(0, text) for _, text in inner.problems]
+        if not (given.keys() | (self.valid["cluster"].keys() if given else ())) - _SAYS_NO_DEVICE:
+            self._describes_nothing(inner, file_values)
+        self.problems += [(0, text) for _, text in sorted(inner.problems, key=lambda problem: problem[0])]
         self.bad |= inner.bad
         sources = {**inner.valid["cluster"].get("sources", {}), **self.valid["cluster"].get("sources", {})}
         overridden = {name: SET_IN_PLAN for name in self.valid["cluster"] if name in inner.valid["cluster"] and name != "sources"}
         self.valid["cluster"] = {**inner.valid["cluster"], **self.valid["cluster"], "sources": {**sources, **overridden}}
+
+    def _describes_nothing(self, inner: Draft, file_values: Values) -> None:
+        """Adds the problem of a cluster file that would leave every number to the default cluster."""
+        self.bad.add("cluster.file")
+        lacks = "has no preset and no number of a device" if "cluster" in file_values else "has no [cluster] section"
+        inner.problem_at(
+            None,
+            f"this cluster file {lacks if file_values else 'is empty'}. `shardproof calibrate -o {inner.source}` measures this "
+            'machine and writes it; or begin it with [cluster] and preset = "dgx-h100", say (`shardproof presets` lists them).',
+        )
 
     def _valid(self, section: str) -> dict[str, Any]:
         known, found = keys_of(section), {}
@@ -211,11 +227,12 @@ class Draft:
                 found[name] = _converted(known[name], given)
         return found
 
-    def _unknown_section(self, section: str) -> None:
-        line = min((given.line for given in self.given[section].values()), default=0)
-        origin = next((given.origin for given in self.given[section].values()), self.source)
-        known = ", ".join(NOUNS)
-        self.problems.append((line, f"{origin}: unknown section [{section}]{did_you_mean(section, NOUNS)} Known: {known}."))
+    def _unknown_section(self, section: str, table: Mapping[str, Given], *, known: Iterable[str] = NOUNS) -> None:
+        line = min((given.line for given in table.values()), default=0)
+        origin = next((given.origin for given in table.values()), self.source)
+        name = section.partition(".")[0]  # of a module's sections that of the list
+        sentence = f"unknown section [{name}]{did_you_mean(name, known)} Known: {', '.join(known)}."
+        self.problems.append((line, f"{origin}: {sentence}"))
 
     def _unknown_key(self, section: str, name: str) -> None:
         elsewhere = [key.section for key in KEYS if key.name == name]
@@ -236,6 +253,9 @@ LARGEST_NUMBER = 10**15
 """Of whole numbers in a plan: far above any run, and products of a few still become floats."""
 
 _COMPOSED = ("model", "cluster", "layout")
+
+_SAYS_NO_DEVICE = {"name", "num_devices", "sources", "file"}
+"""Keys of [cluster] that leave what a device is to the default."""
 
 
 def key_complaint(key: Key, value: Any) -> str:

@@ -26,12 +26,16 @@ Progress = Callable[[str], None]
 def run_against(
     reference: RunLedger, job: ProofJob, transport: TransportName, *, progress: Progress = lambda line: None
 ) -> tuple[RunLedger, list[Difference]]:
-    """What the ranks of a job's plan computed, and every tensor of it that is not that of the reference, `one_device` of the same plan."""
+    """What the ranks of a job's plan computed, and every tensor of it that is not that of the reference, `one_device` of the same plan.
+
+    The reference is finite, so a run that is not has a first tensor that differs, as any other wrong run.
+    """
+    job = replace(job, skips_not_finite=True)
     run = run_ledger(job, transport)
     differences = compare(reference, run, job.plan.model if isinstance(job.plan, Plan) else job.plan)
     if differences:
         progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
-        one = replace(job, plan=one_device(job.plan), fault=None, around=None)
+        one = replace(job, plan=one_device(job.plan), fault=None, around=None, skips_not_finite=False)
         differences = _look_closer(differences, reference, run, one, job, transport)
     return run, differences
 

@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.errors import PlanError, ShardproofError, did_you_mean
+from ..core.cli import exit_code
+from ..core.errors import InternalError, PlanError, ShardproofError, did_you_mean
 from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.options import add_output, check_output, emit
@@ -108,6 +109,8 @@ def prove_plan(
     start_s = time.perf_counter()
     try:
         proof = prove(plan, transport=transport, steps=steps, references=references, most_ranks=MAX_RANKS)
+    except InternalError:
+        raise  # no verdict on the layout: the matrix ends with it
     except ShardproofError as error:
         notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
         return replace(outcome, findings=(Finding("run-failed", "error", label(row), notes),))
@@ -226,14 +229,14 @@ def _words(kept: Iterable[Feature]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the options choose. 0 when every layout has the bits of one device, 1 when one differs, 2 for bad options."""
+    """Runs what the options choose. 0 when every layout has the bits of one device, 1 when one differs, else as the command line ends."""
     args = _parser().parse_args(arguments)
-    try:
+
+    def run() -> int:
         check_output(args.output)
         return _run(args)
-    except ShardproofError as error:
-        print(error, file=sys.stderr)
-        return 2
+
+    return exit_code("python -m shardproof.verify.matrix", run)
 
 
 def _parser() -> argparse.ArgumentParser:

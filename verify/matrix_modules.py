@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ..core.cli import exit_code
 from ..core.cluster_presets import cluster_preset
-from ..core.errors import ShardproofError
 from ..core.layout import Layout
 from ..core.model_presets import model_preset
 from ..core.modules import ModularPlan, Module
@@ -100,7 +100,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ShardproofError as error:
-        sys.exit(str(error))
+    sys.exit(exit_code("python -m shardproof.verify.matrix_modules", main))

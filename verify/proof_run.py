@@ -51,6 +51,8 @@ class ProofJob:
     folder: Path | None = None
     fault: DropReduction | None = None
     block: BlockFactory | None = None
+    skips_not_finite: bool = False
+    """Lets a run with numbers that are not finite go on to its end, where it is compared with one that has none."""
     start: Mapping[Key, Kept] = field(default_factory=dict)
     """Where weights and moments lie that every step but the first starts from; none to go on from the step before."""
     core: int | None = None
@@ -135,6 +137,7 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
         numerics = drop_reduction(numerics, job.fault, lambda: transport.recorder.current_layer)
     writer = writer_of(transport, job, part)
     rank = training_rank(transport, job.plan, model=job.block, numerics=numerics, observer=writer)
+    rank.skips_not_finite = job.skips_not_finite
     follow(writer, rank)
     rank.show_state(NO_STEP)
     for step in range(job.steps):

@@ -308,12 +308,17 @@ def _small_model(plan: Plan, layout: Layout) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=groups,
         head_dim=HEAD_DIM,
-        vocab_size=_like(model.vocab_size, tp, small_tp, at_least=NUM_BYTES + padding_rows),
+        vocab_size=_like(model.vocab_size, tp, small_tp, at_least=_num_ids(plan) + padding_rows),
         padding_rows=padding_rows,
         num_mtp_layers=min(model.num_mtp_layers, 2),
         **(_small_experts(model, num_layers, layout) if model.is_moe else {}),
         **(_small_latent(model) if model.is_mla else {}),
     )
+
+
+def _num_ids(plan: Plan) -> int:
+    """The smallest vocabulary of a twin: all bytes, and what sequences are filled up with."""
+    return max(NUM_BYTES, plan.train.ignore_token + 1 if plan.train.padded and plan.train.ignore_token is not None else 0)
 
 
 def _small_latent(model: ModelSpec) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import RankFailure
-from ..pipeline.watch import Board
+from ..pipeline.watch import Board, RankWatch
 from ..recorder import Recorder
 from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy
 
@@ -40,12 +40,15 @@ class MemoryWorld:
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.failure: str | None = None
+        self.places: dict[int, tuple[Recorder, RankWatch]] = {}
         self._lock = threading.Lock()
         self._places: dict[tuple[Any, ...], _Meeting | _Mailbox] = {}
 
     def transport(self, global_rank: int, recorder: Recorder | None = None) -> MemoryTransport:
-        """The transport of one rank."""
-        return MemoryTransport(self, global_rank, recorder)
+        """The transport of one rank. What tells where that rank is lies in `places` from now on."""
+        transport = MemoryTransport(self, global_rank, recorder)
+        self.places[global_rank] = transport.recorder, transport.watch
+        return transport
 
     def abort(self, reason: str) -> None:
         """Makes every call of every rank, waiting or to come, raise `TransportError` with `reason`. The first reason stays."""

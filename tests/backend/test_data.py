@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof.backend.data import STDLIB_SOURCES, VOCABULARY_SIZE, Corpus
+from shardproof.backend.data import Corpus
+from shardproof.backend.text import STDLIB_SOURCES, VOCABULARY_SIZE
 from shardproof.core.errors import PlanError
 
 

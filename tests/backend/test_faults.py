@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from shardproof.backend.launch import run_ranks
+from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.pipeline.halt import explain, last_words
 from shardproof.backend.pipeline.watch import Board, LaneAt, RankWatch
 from shardproof.backend.rank_messages import Call, ThreadAt, Whereabouts
-from shardproof.backend.trainer import run_steps
+from shardproof.backend.torchrun import failed
+from shardproof.backend.trainer import Trainer, run_steps
+from shardproof.backend.transport.memory import MemoryWorld
 from shardproof.core.action import SENDS, Action
 from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import RankFailure
+from shardproof.core.errors import InternalError, PlanError, RankDefect, RankFailure, error_words
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Runtime, ScheduleChoice, Train
@@ -231,6 +234,122 @@ def test_a_rank_that_hangs_in_a_part_of_a_pair_names_what_each_part_of_the_other
 
 def test_a_job_that_moves_is_not_ended_however_short_the_limit_beside_its_length():
     assert run_ranks(faulty_rank, Fault(tiny(Layout(pp=2)), 9, "0F0", "hang"), world_size=2, transport="memory", stall_s=30.0) == [3, 3]
+
+
+# ranks that raise what nobody foresaw
+
+
+OURS = """
+def product(*_, **__):
+    if str(recorder.scope[0]) == action and recorder.current_layer.startswith(layer):
+        raise error
+def collective(*_, **__):
+    if str(recorder.scope[0]) == action and not layer:
+        raise error
+"""
+"""Code of a module of ours, as far as its name tells."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What rank 1 raises in an action: at a product of a layer, without one at a collective."""
+
+    plan: Plan
+    action: str
+    layer: str
+    error: Exception
+
+
+def defective_rank(transport, defect):
+    if transport.global_rank == 1:
+        recorder = transport.recorder
+        recorder.enabled = True  # then it is told of every product
+        known = {"__name__": "shardproof.backend.defective", "recorder": recorder, **vars(defect)}
+        exec(compile(OURS, "/shardproof/backend/defective.py", "exec"), known)
+        recorder.product, recorder.collective = known["product"], known["collective"]
+    return len(run_steps(transport, defect.plan).steps)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@pytest.mark.parametrize(
+    ("defect", "words"),
+    [
+        (
+            Defect(tiny(Layout(pp=2)), "1B2", "layers.1.mlp.down", KeyError(0)),
+            "rank 1 failed: KeyError: 0, in 1B2 (step 1, microbatch 2) at layers.1.mlp.down, in product (defective.py:4: ",
+        ),
+        (
+            Defect(tiny(Layout(tp=2)), "0F1", "layers.0.attention.qkv", AssertionError()),
+            "rank 1 failed: AssertionError without a message, in 0F1 (step 1, microbatch 1) at layers.0.attention.qkv, in product (",
+        ),
+        (
+            Defect(tiny(Layout(dp=2)), "0REDUCE_GRAD", "", AssertionError("tree unfinished")),
+            "rank 1 failed: AssertionError: tree unfinished, in 0REDUCE_GRAD (step 1), in collective (defective.py:7: ",
+        ),
+        (
+            Defect(TURNS, "0B1", "layers.0.mlp.down", IndexError("pop from an empty list")),
+            "rank 1 failed: IndexError: pop from an empty list, in 0B1 (step 1, microbatch 1) at layers.0.mlp.down, in product (",
+        ),
+    ],
+    ids=["backward", "forward", "lane dp", "pair"],
+)
+def test_an_exception_that_nobody_foresaw_is_a_defect_of_ours_named_with_action_microbatch_and_layer(transport, defect, words):
+    with pytest.raises(RankDefect) as caught:
+        run_ranks(defective_rank, defect, world_size=defect.plan.layout.world_size, transport=transport)
+    failure = caught.value
+    assert str(failure).startswith(words), str(failure)
+    assert "This is a defect of shardproof: please report it with the plan" in str(failure)
+    assert isinstance(failure, InternalError) and failure.global_rank == 1 and failure.report["holders"] == [1]
+    assert "defective.py" in failure.__notes__[0] and type(failure.__cause__) is type(defect.error)
+
+
+def test_a_rank_of_torchrun_tells_its_defects_and_those_of_its_machine_alike():
+    transport = MemoryWorld(1).transport(0)
+    transport.watch.phase = SECOND_STEP
+    known = {"__name__": "shardproof.backend.defective", "nodes": []}
+    exec(compile("def finish():\n    nodes.pop()", "/shardproof/backend/defective.py", "exec"), known)
+    with pytest.raises(IndexError) as caught, transport.recorder.action(Action.from_str("0F1")), transport.recorder.layer("layers.0.mlp"):
+        known["finish"]()
+    told = str(failed(transport, caught.value))
+    words = "rank 0 failed: IndexError: pop from empty list, in 0F1 (step 2, microbatch 1) at layers.0.mlp, in finish (defective.py:2"
+    assert told.startswith(words) and isinstance(failed(transport, caught.value), RankDefect)
+    full = failed(transport, OSError(28, "No space left on device"))
+    assert not isinstance(full, RankDefect) and str(full) == "rank 0 failed: OSError: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), MemoryError(), PlanError("a rule"), ModuleNotFoundError("no module x")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_files_machines_and_plans_cause_is_no_defect_wherever_it_is_raised(error):
+    defect = Defect(tiny(Layout(dp=2)), "0F0", "layers.0.mlp", error)
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(defective_rank, defect, world_size=2, transport="memory")
+    assert not isinstance(caught.value, InternalError) and str(caught.value) == f"rank 1 failed: {error_words(error)}"
+
+
+class Own(TransformerBlock):
+    """A user's own layer with a mistake of its own, or that gives one of our layers what it cannot take."""
+
+    hands_on = False
+
+    def forward(self, x_BSH):
+        return self.mlp(x_BSH[0, 0]) if self.hands_on else x_BSH.no_such_thing
+
+
+class HandsOn(Own):
+    hands_on = True
+
+
+@pytest.mark.parametrize(("block", "place"), [(Own, "in forward (test_faults.py:"), (HandsOn, "called by forward (test_faults.py:")])
+def test_a_mistake_of_a_users_own_layer_is_not_called_ours_and_its_line_is_named(block, place):
+    with pytest.raises(RankFailure) as caught:
+        Trainer(tiny(Layout(tp=2)), model=block, transport="memory").fit()
+    text = str(caught.value)
+    assert not isinstance(caught.value, InternalError) and "defect" not in text
+    assert "in validation" in text or "in 0F0 (" in text, text
+    assert place in text, text
 
 
 # the explanation itself, on boards written by hand

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shardproof import Timeline
+from shardproof.backend import trainer
 from shardproof.backend.torchrun import under_torchrun
 from shardproof.core.cli import main
 
@@ -117,6 +118,31 @@ def test_a_killed_rank_ends_the_command_with_2_and_only_why_is_written(tmp_path)
     report = json.loads(why.read_text())
     assert report["holders"] == [1] and [rank["global_rank"] for rank in report["ranks"]] == [0, 1]
     assert "rank 1 was killed by SIGKILL" in report["summary"] and report["ranks"][1]["lanes"][0]["lane"] == "compute"
+
+
+def defective_train_rank(transport, job):
+    """Training in which rank 1 pops from an empty list of ours in its second forward."""
+    if transport.global_rank == 1:
+        recorder = transport.recorder
+        recorder.enabled = True
+        broken = "def product(*_, **__):\n    if str(recorder.scope[0]) == '1F1': nodes.pop()\n"
+        known = {"__name__": "shardproof.backend.defective", "recorder": recorder, "nodes": []}
+        exec(compile(broken, "/shardproof/backend/defective.py", "exec"), known)
+        recorder.product = known["product"]
+    return trainer.run_steps(transport, job.plan)
+
+
+def test_a_defect_in_a_rank_ends_the_command_with_3_and_names_rank_action_and_layer(tmp_path, monkeypatch, capfd):
+    why = tmp_path / "why.json"
+    monkeypatch.setattr(trainer, "train_rank", defective_train_rank)
+    assert main(["train", *PIPELINE, "--transport", "memory", "--json", "--failure-report", str(why)]) == 3
+    captured = capfd.readouterr()
+    words = "shardproof train: rank 1 failed: IndexError: pop from empty list, in 1F1 (step 1, microbatch 1) at layers."
+    assert captured.out == "" and words in captured.err and "This is a defect of shardproof" in captured.err, captured.err
+    assert json.loads(why.read_text())["holders"] == [1]
+    monkeypatch.setenv("SHARDPROOF_TRACEBACK", "1")
+    assert main(["train", *PIPELINE, "--transport", "memory", "--json", "--failure-report", str(why)]) == 3
+    assert "defective.py" in capfd.readouterr().err
 
 
 def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports_the_losses_of_ranks_that_are_threads(capsys):

@@ -21,7 +21,7 @@ from shardproof import Trainer, lower, run_schedule
 from shardproof.backend.observe import Observer
 from shardproof.backend.optimizer import Held, ShardedAdamW, clip_coefficient
 from shardproof.backend.trainer import TrainJob, run_steps, train_rank, validation_points
-from shardproof.backend.unsupported import BYTE_VOCABULARY, unsupported
+from shardproof.backend.unsupported import unsupported
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import DivergedError, PlanError, RankFailure
 from shardproof.core.layout import Layout
@@ -313,20 +313,14 @@ def test_what_the_backend_does_not_run_is_said_with_one_sentence_each():
         Trainer(plan)
     assert unsupported(tiny()) == []
     small = tiny()
-    small = replace(small, model=replace(small.model, vocab_size=100))
-    assert unsupported(small) == ["model.vocab_size=100 is too small for bytes as tokens. Use 256 or more."]
+    (problem,) = unsupported(replace(small, model=replace(small.model, vocab_size=100)))
+    assert "model.vocab_size=100 of tiny-gpt has ids up to 99. Use model.vocab_size=" in problem
 
 
 @pytest.mark.parametrize("model", ["tiny-gpt", "tiny-llama", "tiny-moe", "tiny-deepseek", "qwen2.5-7b", "qwen3-8b"])
 def test_the_layers_of_every_family_run(model):
     plan = tiny(numerics=Numerics("fast"))
     assert unsupported(replace(plan, model=replace(model_preset(model), num_layers=plan.model.num_layers))) == []
-
-
-def test_tokens_are_bytes():
-    from shardproof.backend.data import VOCABULARY_SIZE
-
-    assert BYTE_VOCABULARY == VOCABULARY_SIZE == 256
 
 
 def test_a_callback_that_cannot_travel_is_named_before_ranks_start():

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from shardproof import __version__
-from shardproof.core.cli import main
+from shardproof.core.cli import exit_code, main
 from shardproof.core.cluster_presets import CLUSTER_PRESETS
-from shardproof.core.commands import QUESTIONS, service
-from shardproof.core.errors import UnknownNameError
+from shardproof.core.commands import QUESTIONS, Command, service
+from shardproof.core.errors import TRACEBACK_VARIABLE, DivergedError, RankDefect, RankFailure, UnknownNameError
 from shardproof.core.model_presets import MODEL_PRESETS
 from shardproof.core.plan_keys import KEYS
 from shardproof.core.schedules import CATALOG
@@ -98,6 +98,52 @@ def test_a_missing_plan_exits_2_and_names_it(capsys):
 def test_an_unknown_service_is_named():
     with pytest.raises(UnknownNameError, match="did you mean 'simulate'"):
         service("simulat")
+
+
+def failing_command(monkeypatch, error) -> None:
+    """Puts a verb in place of `presets` that raises."""
+
+    def run(args):
+        raise error
+
+    monkeypatch.setattr("shardproof.core.cli.command", lambda name: Command(name, "", lambda parser: None, run))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyError(0), 3, "KeyError: 0, in run (test_cli.py:"),
+        (AssertionError(), 3, "AssertionError without a message, in run (test_cli.py:"),
+        (RankDefect("rank 1 failed: KeyError: 0", 1), 3, "rank 1 failed: KeyError: 0. This is a defect of shardproof: please report"),
+        (RankFailure("rank 1 was killed by SIGKILL", 1), 2, "rank 1 was killed by SIGKILL\n"),
+        (OSError(28, "No space left on device"), 2, "No space left on device.\n"),
+        (MemoryError("8 GiB"), 2, "this machine has not enough memory for that: 8 GiB.\n"),
+        (DivergedError("the loss is nan."), 2, "the loss is nan.\n"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Exception) else "",
+)
+def test_a_defect_of_ours_exits_3_and_what_users_and_machines_cause_2_with_one_message(monkeypatch, capsys, error, code, words):
+    failing_command(monkeypatch, error)
+    assert main(["presets"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"shardproof presets: {words}")
+    assert "Traceback" not in captured.err and captured.err.count("\n") == 1
+    assert ("SHARDPROOF_TRACEBACK=1 prints it" in captured.err) == (code == 3)
+
+
+def test_the_traceback_of_a_defect_is_printed_where_it_is_asked_for(monkeypatch, capsys):
+    failing_command(monkeypatch, KeyError(0))
+    monkeypatch.setenv(TRACEBACK_VARIABLE, "1")
+    assert main(["presets"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("Traceback (most recent call last):")
+    assert captured.err.splitlines()[-1].startswith("shardproof presets: KeyError: 0, in run (")
+
+
+def test_other_doors_have_the_same_exit_codes(capsys):
+    assert exit_code("python -m somewhere", lambda: 1) == 1
+    assert exit_code("python -m somewhere", lambda: {}[0]) == 3
+    assert capsys.readouterr().err.startswith("python -m somewhere: KeyError: 0, in <lambda> (test_cli.py:")
 
 
 def test_help_and_presets_import_neither_torch_nor_networkx_nor_matplotlib():

@@ -226,6 +226,16 @@ def test_a_cluster_file_that_is_no_text_is_named(tmp_path):
         read_plan(parse(f"--model tiny-gpt --cluster {path}"))
 
 
+def test_an_empty_cluster_file_of_an_option_is_refused_with_all_other_problems(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text("")
+    with pytest.raises(PlanError) as caught:
+        read_plan(parse(f"--model tiny-gpt --cluster {path} --zero 7"))
+    zero, cluster = sorted(caught.value.problems)
+    assert zero.startswith("--zero: zero = 7")
+    assert cluster.startswith(f"{path}: this cluster file is empty. `shardproof calibrate -o {path}` measures")
+
+
 def test_experts_context_and_the_software_stack_can_be_chosen_by_options():
     line = "--model mixtral-8x7b --cluster dgx-h100 --devices 32 --tp 2 --cp 2 --pp 2 --ep 4 --etp 1 --sequence-parallel --zero 1"
     plan = read_plan(parse(f"{line} --profile megatron-te --set data_parallel.overlap_grad_reduce=false"))

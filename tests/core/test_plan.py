@@ -264,6 +264,50 @@ def test_problems_of_a_cluster_file_have_its_own_lines(tmp_path):
     assert any(problem.startswith(f"{tmp_path / 'mine.toml'}:4: matmul_efficiency = 2 must be at most 1") for problem in problems)
 
 
+def cluster_file_problems(tmp_path, text) -> tuple[str, ...]:
+    """What is said of a plan whose cluster file has this text, without the folder's name."""
+    (tmp_path / "mine.toml").write_text(text)
+    problems = problems_of(GPT3.replace('preset = "dgx-a100-80g"', 'file = "mine.toml"'), str(tmp_path / "plan.toml"))
+    return tuple(problem.replace(f"{tmp_path}/", "") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "lacks"),
+    [
+        ("", "is empty"),
+        ("# numbers will follow\n", "is empty"),
+        ("[cluster]\n", "has no preset and no number of a device"),
+        ('[cluster]\nname = "ours"\nnum_devices = 1024\n', "has no preset and no number of a device"),
+    ],
+)
+def test_a_cluster_file_that_says_nothing_of_a_device_is_refused_with_how_to_make_one(tmp_path, text, lacks):
+    (problem,) = cluster_file_problems(tmp_path, text)
+    assert problem.startswith(f"mine.toml: this cluster file {lacks}. `shardproof calibrate -o ")
+    assert "mine.toml` measures this machine and writes it" in problem
+
+
+def test_a_cluster_file_of_counts_alone_completes_a_plan_that_says_what_a_device_is(tmp_path):
+    (tmp_path / "mine.toml").write_text("[cluster]\nnum_devices = 1024\n")
+    text = GPT3.replace("num_devices = 1024", 'file = "mine.toml"')
+    assert Plan.from_toml(text, str(tmp_path / "plan.toml")) == Plan.from_toml(GPT3)
+
+
+def test_all_unknown_sections_and_keys_of_a_cluster_file_are_reported_together_in_file_order(tmp_path):
+    text = '[clusters]\npreset = "dgx-h100"\n[cluster]\nlink_eficiency = 0.9\npreste = "dgx-h100"\n[layout]\ntp = 2\n'
+    assert cluster_file_problems(tmp_path, text) == (
+        "mine.toml:2: unknown section [clusters]; did you mean 'cluster'? Known: cluster.",
+        "mine.toml:4: unknown key 'link_eficiency' in [cluster]; did you mean 'link_efficiency'?",
+        "mine.toml:5: unknown key 'preste' in [cluster]; did you mean 'preset'?",
+        "mine.toml:7: unknown section [layout]. Known: cluster.",
+    )
+
+
+def test_a_cluster_file_of_unknown_sections_alone_is_not_this_host(tmp_path):
+    unknown, nothing = cluster_file_problems(tmp_path, '[clusters]\npreset = "dgx-h100"\n')
+    assert unknown.startswith("mine.toml:2: unknown section [clusters]")
+    assert nothing.startswith("mine.toml: this cluster file has no [cluster] section. `shardproof calibrate -o ")
+
+
 def test_a_missing_config_file_is_named_with_the_line_that_names_it():
     (problem,) = problems_of(GPT3.replace('preset = "gpt3-175b"', 'config = "nowhere/config.json"'))
     assert problem == "plan.toml:2: nowhere/config.json: No such file or directory."

@@ -51,6 +51,11 @@ def test_a_twin_draws_its_weights_instead_of_loading_those_of_the_whole() -> Non
     assert small.train.load is None and "train.load gpt3 -> None: to fit this host." in changes
 
 
+def test_a_twin_has_the_id_that_its_sequences_are_filled_up_with() -> None:
+    small, _ = twin(replace(gpt3(), train=Train(padded=True, ignore_token=50256)))
+    assert small.train.ignore_token == 50256 < small.model.vocab_size <= 50258
+
+
 def test_only_what_the_backend_lacks_changes_in_a_plan_that_fits() -> None:
     whole = plan("tiny-gpt", Layout(dp=3, zero=2), Batch(6, 2, 32), precision=Precision("bf16"))
     small, changes = twin(whole)

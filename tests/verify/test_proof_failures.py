@@ -1,0 +1,58 @@
+"""A proof whose ranks fail by a defect of ours: that is no finding about the plan, and ends with 3."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardproof.core.cli import main
+from shardproof.core.errors import RankDefect
+from shardproof.core.plan_toml import plan_from_toml
+from shardproof.verify import proof_run
+from shardproof.verify.dynamic import prove
+
+PLAN = """
+[model]
+preset = "tiny-gpt"
+[layout]
+pp = 2
+[batch]
+global = 2
+sequence = 8
+[precision]
+dtype = "fp32"
+[numerics]
+mode = "exact"
+"""
+WORDS = "rank 1 failed: IndexError: pop from empty list, in 1F1 (step 1, microbatch 1) at layers."
+
+
+def defective_prove_rank(transport, job):
+    """A proof in which rank 1 pops from an empty list of ours in its second forward."""
+    if transport.global_rank == 1:
+        recorder = transport.recorder
+        recorder.enabled = True
+        broken = "def product(*_, **__):\n    if str(recorder.scope[0]) == '1F1': nodes.pop()\n"
+        known = {"__name__": "shardproof.backend.defective", "recorder": recorder, "nodes": []}
+        exec(compile(broken, "/shardproof/backend/defective.py", "exec"), known)
+        recorder.product = known["product"]
+    return (job.scenario or proof_run.train_steps)(transport, job)
+
+
+@pytest.fixture(autouse=True)
+def defective(monkeypatch):
+    monkeypatch.setattr(proof_run, "prove_rank", defective_prove_rank)
+
+
+def test_a_defect_in_a_rank_of_a_proof_is_no_finding_and_ends_with_3(tmp_path, capsys):
+    file = tmp_path / "plan.toml"
+    file.write_text(PLAN)
+    assert main(["verify", str(file), "--dynamic", "--transport", "memory", "--json"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"shardproof verify: {WORDS}" in captured.err
+    assert "This is a defect of shardproof: please report it" in captured.err
+
+
+def test_prove_raises_what_the_command_says():
+    with pytest.raises(RankDefect) as caught:
+        prove(plan_from_toml(PLAN, "plan.toml"), transport="memory")
+    assert str(caught.value).startswith(WORDS) and caught.value.global_rank == 1
