@@ -24,6 +24,7 @@ _ROOMS = {
         "Timeline",
         "build",
         "lower",
+        "read_config",
         "search_schedule",
     ),
     "simulator": (
@@ -40,6 +41,7 @@ _ROOMS = {
         "assert_fits",
         "assert_schedule",
         "check",
+        "prove",
     ),
     "viz": ("draw",),
     "backend": ("Trainer",),

@@ -21,6 +21,7 @@ _MODULES = {
     "Timeline": "timeline",
     "build": "schedules",
     "lower": "schedules",
+    "read_config": "huggingface",
     "search_schedule": "schedules",
 }
 

@@ -17,9 +17,10 @@ _MODULES = {
     "assert_bitwise": "assertions",
     "assert_fits": "assertions",
     "assert_schedule": "assertions",
+    "prove": "dynamic",
 }
 
-__all__ = ["Facts", "Recorder", "assert_bitwise", "assert_fits", "assert_schedule", "check"]
+__all__ = ["Facts", "Recorder", "assert_bitwise", "assert_fits", "assert_schedule", "check", "prove"]
 
 
 def __getattr__(name: str) -> Any:
