@@ -77,7 +77,7 @@ def check_fast(plan: Plan, reference: RunLedger, run: RunLedger) -> FastCheck:
     bounds, distances = StepBounds(plan), {}
     for key, values in expected.items():
         bound = bounds.of(key, largest)
-        found = [Distance(key, piece.global_rank, _distance(values, piece), bound) for piece in run.pieces[key]]
+        found = [Distance(key, piece.global_rank, _distance(_part(values, piece), piece.load()), bound) for piece in run.pieces[key]]
         distances[key] = max(found, key=lambda each: each.share)
     differing = compare(reference, run, plan.model)
     assert all(each.problem == "differs" for each in differing), "the exact run of this layout had all tensors whole"
@@ -89,17 +89,19 @@ def whole_values(expected: Mapping[Key, np.ndarray], run: RunLedger) -> Iterator
     """Every tensor of the reference and of a run, in whole: of replicas that which is farthest from the reference."""
     for key, values in expected.items():
         found = np.full(values.shape, np.nan)
-        for piece in sorted(run.pieces[key], key=lambda piece: _distance(values, piece)):
-            found[_box(piece)] = piece.load()
+        parts = [(_part(found, piece), _part(values, piece), piece.load()) for piece in run.pieces[key]]
+        for place, _, part in sorted(parts, key=lambda each: _distance(*each[1:])):
+            place[...] = part
         yield key, values, found
 
 
-def _distance(expected: np.ndarray, piece: Piece) -> float:
-    return float(np.abs(piece.load().astype(np.float64) - expected[_box(piece)]).max(initial=0.0))
+def _part(whole: np.ndarray, piece: Piece) -> np.ndarray:
+    """The elements of a tensor that a piece holds, as a view."""
+    return whole[(..., *(slice(lo, hi) for lo, hi in piece.region))]
 
 
-def _box(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(lo, hi) for lo, hi in piece.region)
+def _distance(expected: np.ndarray, found: np.ndarray) -> float:
+    return float(np.abs(found.astype(np.float64) - expected).max(initial=0.0))
 
 
 def states(reference: RunLedger) -> dict[Key, Kept]:

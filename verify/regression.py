@@ -176,19 +176,15 @@ def _observations(model: ModelSpec, key: Key, expected: np.ndarray, found: np.nd
     tokens of their own. Rows of one product that do different things are classes of their own."""
     group, exact = group_of(key.tensor), expected.astype(np.float64)
     error = found - exact
-    if key.phase != GRADIENT:
-        yield group, exact.reshape(1, -1), error.reshape(1, -1)
-        return
     is_lookup = key.tensor == POSITION_TABLE or (key.tensor == TOKEN_TABLE and not model.shares_table)
-    stacked = [each if ".experts." in key.tensor else each[None] for each in (exact, error)]
-    kinds = _kinds_of_rows(model, key.tensor)
-    if is_lookup or not kinds:
-        stacked = [exact, error] if is_lookup else stacked
-        yield group, *(each.reshape(len(each), -1) for each in stacked)
-        return
+    if key.phase != GRADIENT or not (is_lookup or ".experts." in key.tensor):
+        exact, error = exact[None], error[None]
+    kinds = _kinds_of_rows(model, key.tensor) if key.phase == GRADIENT else []
+    if not kinds:
+        yield group, exact.reshape(len(exact), -1), error.reshape(len(exact), -1)
     for kind in dict.fromkeys(kinds):
-        chosen = np.resize(np.asarray(kinds) == kind, stacked[0].shape[1])
-        yield f"{group} ({kind})", *(each[:, chosen].reshape(len(each), -1) for each in stacked)
+        chosen = np.resize(np.asarray(kinds) == kind, exact.shape[1])
+        yield f"{group} ({kind})", exact[:, chosen].reshape(len(exact), -1), error[:, chosen].reshape(len(exact), -1)
 
 
 def _kinds_of_rows(model: ModelSpec, tensor: str) -> list[str]:
