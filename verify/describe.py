@@ -113,8 +113,9 @@ def _factor_findings(scaled: Sequence[Coefficient]) -> list[Finding]:
     if not scaled:
         return []
     first, others = scaled[0], scaled[1:]
-    where, tensors = f"{first.phase} {first.group}", count_words(first.num_tensors, "tensor")
-    what = f"scaled by {_times(first.factor, first.half_width)}: so many times exact numerics are fast ones over {tensors} of all steps."
+    where = f"{first.phase} {first.group}"
+    times, observations = _times(first.factor, first.half_width), count_words(first.num_observations, "observation")
+    what = f"scaled by {times}: fast numerics are so many times exact ones in {observations} of all steps."
     hint = (
         "Rounding has no common factor: look at what these tensors are multiplied or divided by in fast numerics, such as a mean over "
         "ranks, a number of tokens or microbatches, or the scale of the loss."

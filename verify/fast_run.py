@@ -77,7 +77,7 @@ def check_fast(plan: Plan, reference: RunLedger, run: RunLedger) -> FastCheck:
     bounds, distances = StepBounds(plan), {}
     for key, values in expected.items():
         bound = bounds.of(key, largest)
-        found = [Distance(key, piece.global_rank, _distance(_part(values, piece), piece.load()), bound) for piece in run.pieces[key]]
+        found = [Distance(key, piece.global_rank, _distance(values[_box(piece)], piece.load()), bound) for piece in run.pieces[key]]
         distances[key] = max(found, key=lambda each: each.share)
     differing = compare(reference, run, plan.model)
     assert all(each.problem == "differs" for each in differing), "the exact run of this layout had all tensors whole"
@@ -89,15 +89,14 @@ def whole_values(expected: Mapping[Key, np.ndarray], run: RunLedger) -> Iterator
     """Every tensor of the reference and of a run, in whole: of replicas that which is farthest from the reference."""
     for key, values in expected.items():
         found = np.full(values.shape, np.nan)
-        parts = [(_part(found, piece), _part(values, piece), piece.load()) for piece in run.pieces[key]]
-        for place, _, part in sorted(parts, key=lambda each: _distance(*each[1:])):
-            place[...] = part
+        parts = [(_box(piece), piece.load()) for piece in run.pieces[key]]
+        for box, part in sorted(parts, key=lambda part: _distance(values[part[0]], part[1])):
+            found[box] = part
         yield key, values, found
 
 
-def _part(whole: np.ndarray, piece: Piece) -> np.ndarray:
-    """The elements of a tensor that a piece holds, as a view."""
-    return whole[(..., *(slice(lo, hi) for lo, hi in piece.region))]
+def _box(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in piece.region)
 
 
 def _distance(expected: np.ndarray, found: np.ndarray) -> float:

@@ -17,6 +17,7 @@ from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import parameters
 from shardproof.core.plan import Batch, Numerics, Plan
+from shardproof.verify import dynamic
 from shardproof.verify.bounds import ELEMENTWISE, gamma
 from shardproof.verify.describe import fast_findings, fast_words
 from shardproof.verify.digest import full_region
@@ -60,7 +61,7 @@ def test_the_interval_of_four_tensors_that_are_off_by_a_hundredth_across_themsel
     exact[0], across[1] = 1.0, 0.01
     values = [(Key(step, GRADIENT, "head.norm.weight"), exact, 1.5 * (exact + across)) for step in range(4)]
     (found,) = coefficients(MODEL, values)
-    assert (found.phase, found.group, found.num_tensors) == (GRADIENT, "head.norm.weight", 4)
+    assert (found.phase, found.group, found.num_observations) == (GRADIENT, "head.norm.weight", 4)
     assert found.factor == pytest.approx(1.5)
     square = 0.01**2 * 64 / 63
     assert found.half_width == pytest.approx(CERTAINTY * math.sqrt(square / 4) + square + gamma(ELEMENTWISE))
@@ -68,7 +69,7 @@ def test_the_interval_of_four_tensors_that_are_off_by_a_hundredth_across_themsel
 
 def test_noise_has_no_factor_and_a_factor_of_two_hundredths_is_found() -> None:
     (right,), (wrong,) = coefficients(MODEL, noisy()), coefficients(MODEL, noisy(factor=1.02))
-    assert right.share < 0.2 and right.group == "layers.*.mlp.down.weight" and right.num_tensors == 9
+    assert right.share < 0.2 and right.group == "layers.*.mlp.down.weight" and right.num_observations == 9
     assert wrong.share > 2 and wrong.factor == pytest.approx(1.02, abs=1e-3)
     assert wrong.half_width == pytest.approx(right.half_width, rel=1e-4)
     assert wrong.report["interval"] == [wrong.factor - wrong.half_width, wrong.factor + wrong.half_width]
@@ -125,14 +126,14 @@ def test_gates_and_units_of_experts_are_classes_of_their_own(kind: str, first: i
         found[:, first::2] *= 1.02
     everything = coefficients(MODEL, values)
     assert scaled(everything) == {f"layers.*.mlp.experts.up.weight ({kind})"}
-    assert {each.num_tensors for each in everything} == {36}
+    assert {each.num_observations for each in everything} == {36}
 
 
 @pytest.mark.parametrize(("is_tied", "observations"), [(False, 9 * 259), (True, 9)])
 def test_rows_of_a_table_that_only_looks_up_have_tokens_of_their_own(is_tied: bool, observations: int) -> None:
     values = noisy(name="embedding.tokens.weight", shape=(259, 32))
     (found,) = coefficients(replace(MODEL, tied_embeddings=is_tied), values)
-    assert found.num_tensors == observations
+    assert found.num_observations == observations
 
 
 def test_of_replicas_the_one_that_is_farthest_from_the_reference_counts(tmp_path: Path) -> None:
@@ -260,3 +261,12 @@ def test_a_backend_that_scales_gradients_is_within_the_bound_and_its_classes_are
     assert any(finding.where == f"gradient {group}" for group in groups) and finding.what.startswith("scaled by 1.0")
     assert check.report["classes_scaled"] == len(groups) and check.report["classes"][0]["class"] in groups
     assert f"HAVE A COMMON FACTOR: {len(groups)} of {len(check.coefficients)} classes" in fast_words(check.report)
+
+
+def test_a_proof_of_a_plan_whose_fast_gradients_are_scaled_fails_and_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Broken(scales_the_token_table)
+    monkeypatch.setattr(dynamic, "run_fast", lambda job, transport: run_fast(replace(job, around=broken), transport))
+    proof = dynamic.prove(fast_plan("llama", Layout(tp=2)), transport="memory", steps=1)
+    assert proof.report["bits_different"] == 0 and proof.report["fast"]["tensors_outside"] == 0
+    assert not proof.ok and [finding.rule for finding in proof.findings] == ["common-factor"]
+    assert "common-factor at gradient embedding.tokens.weight: scaled by 1.00010" in proof.text()
