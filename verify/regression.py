@@ -58,8 +58,8 @@ Values = tuple[Key, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Coefficient:
-    """How many times exact numerics a class of tensors is: 1 + `off`, give or take `half_width`. An observation is a tensor, or an expert or
-    a row of one."""
+    """How many times exact numerics a class of tensors is: 1 + `off`, give or take `half_width`. An observation is a tensor, or an expert
+    or a row of one."""
 
     phase: str
     group: str
