@@ -29,6 +29,9 @@ of the shared experts."""
 TOKEN_TABLE = "embedding.tokens.weight"
 """The token table, which a tied model also uses as its output head."""
 
+POSITION_TABLE = "embedding.positions.weight"
+"""The table of learned positions."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -63,7 +66,7 @@ def embedding_parameters(model: ModelSpec) -> Iterator[Parameter]:
     """Token table, and the position table where positions are learned."""
     yield Parameter(TOKEN_TABLE, (model.vocab_size, model.hidden_size), (0, "vocab"), init_std=0.02)
     if model.position == "learned":
-        yield Parameter("embedding.positions.weight", (model.max_positions, model.hidden_size), init_std=0.02)
+        yield Parameter(POSITION_TABLE, (model.max_positions, model.hidden_size), init_std=0.02)
 
 
 def layer_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:

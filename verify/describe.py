@@ -13,6 +13,7 @@ from .compare import Difference, Problem, action_of, name_of, places, ranks_list
 from .fast_run import FastCheck
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, Key, RunLedger
 from .modules import plan_of_rank
+from .regression import Coefficient
 from .relations import HINTS
 
 _PROBLEMS: Mapping[Problem, str] = {
@@ -78,12 +79,24 @@ def fast_words(fast: Mapping[str, Any]) -> str:
     compared, nearest = count_words(fast["tensors"], "tensor"), fast["nearest"]
     if fast["tensors_outside"]:
         return f"Fast numerics LEAVE THE BOUND: {fast['tensors_outside']} of {compared} are farther from exact ones than rounding allows."
+    classes = len(fast["classes"])
+    if fast["classes_scaled"]:
+        return f"Fast numerics HAVE A COMMON FACTOR: {fast['classes_scaled']} of {classes} classes of tensors are not once exact ones."
     place = f"{nearest['phase']} {nearest['tensor']} of step {nearest['step']}"
-    return f"Fast numerics, {compared}: all within the bound derived from their terms; {place} uses most of it, {nearest['share']:.2%}."
+    verdict = f"Fast numerics, {compared}: all within the bound derived from their terms; {place} uses most of it, {nearest['share']:.2%}."
+    if not classes:
+        return verdict
+    first = fast["classes"][0]
+    times = _times(first["coefficient"], (first["interval"][1] - first["interval"][0]) / 2)
+    return f"{verdict} None of {classes} classes has a common factor; {first['phase']} {first['class']} is nearest to one, with {times}."
 
 
 def fast_findings(plan: Plan, check: FastCheck) -> list[Finding]:
-    """The first tensor that leaves its bound, and one line about the rest."""
+    """The first tensor that leaves its bound, the first class that has a common factor, and one line each about the rest."""
+    return [*_bound_findings(plan, check), *_factor_findings(check.scaled)]
+
+
+def _bound_findings(plan: Plan, check: FastCheck) -> list[Finding]:
     if not check.wrong:
         return []
     key, far = check.wrong[0], check.distances[check.wrong[0]]
@@ -93,6 +106,35 @@ def fast_findings(plan: Plan, check: FastCheck) -> list[Finding]:
     if plan.model.is_moe:
         hint += " With experts also at the router: rounding may have decided which of two equal experts a token goes to."
     return [Finding("bound-left", "error", where, what, hint), *later(check.wrong[1:], "bound-left-later", what="leave theirs")]
+
+
+def _factor_findings(scaled: Sequence[Coefficient]) -> list[Finding]:
+    """Classes that are multiplied by something."""
+    if not scaled:
+        return []
+    first, others = scaled[0], scaled[1:]
+    where = f"{first.phase} {first.group}"
+    times, observations = _times(first.factor, first.half_width), count_words(first.num_observations, "observation")
+    what = f"scaled by {times}: fast numerics are so many times exact ones in {observations} of all steps."
+    hint = (
+        "Rounding has no common factor: look at what these tensors are multiplied or divided by in fast numerics, such as a mean over "
+        "ranks, a number of tokens or microbatches, or the scale of the loss."
+    )
+    found = [Finding("common-factor", "error", where, what, hint)]
+    if others:
+        named = ", ".join(f"{each.phase} {each.group} by {_times(each.factor, each.half_width)}" for each in others[:3])
+        found.append(Finding("common-factor-later", "info", "later in dataflow order", f"{len(others)} more, first {named}."))
+    return found
+
+
+def _times(factor: float, half_width: float) -> str:
+    """A coefficient to as many digits as are known.
+
+    >>> _times(1.0204, 0.0031), _times(1.00100004, 1.2e-6)
+    ('1.0204 +- 0.0031', '1.0010000 +- 0.0000012')
+    """
+    digits = max(2, 1 - math.floor(math.log10(half_width)))
+    return f"{factor:.{digits}f} +- {half_width:.{digits}f}"
 
 
 def describe(plan: Plan | ModularPlan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:

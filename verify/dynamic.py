@@ -120,7 +120,8 @@ def prove(
     compares every tensor of every rank, and checks the one device itself by formulas (`reference`).
 
     A plan in fast numerics is proved in exact ones first, and then run as it is, by torch's `fully_shard` where it says so and ranks are
-    processes, and held to the derived bounds (`bounds`); not in fp16, because bounds of rounding say nothing where numbers leave its range.
+    processes, and held to the derived bounds (`bounds`) and to having no common factor (`regression`); not in fp16, because bounds of
+    rounding say nothing where numbers leave its range.
 
     `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for `Trainer`.
     `transport` is gloo unless the plan has more ranks than a twin, and no more than run as threads: then ranks are threads.
@@ -183,7 +184,7 @@ def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
         one, many = Path(name, "one"), Path(name, "many")
         for folder in (one, many):
             folder.mkdir()
-        reference = run_ledger(replace(job, plan=exact, folder=one, fault=None), "memory")
+        reference = run_ledger(replace(job, plan=exact, folder=one, fault=None, around=None), "memory")
         run = run_ledger(replace(job, folder=many, start=states(reference), skips_not_finite=True), transport)
         shown = {key: pieces for key, pieces in reference.pieces.items() if key in run.pieces}  # a skipped step has no moments
         return check_fast(job.plan, RunLedger(shown), run)

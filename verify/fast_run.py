@@ -1,8 +1,9 @@
-"""Holds a run in fast numerics to the derived bounds: every canonical tensor against exact numerics on one device, step by step."""
+"""Holds a run in fast numerics to exact numerics on one device, step by step: every canonical tensor to a derived bound (`bounds`), and
+every class of tensors to having no common factor (`regression`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ from ..core.plan import Plan
 from .bounds import StepBounds
 from .compare import compare
 from .kept import Kept
-from .ledger import OPTIMIZER, WEIGHT, Key, RunLedger
+from .ledger import OPTIMIZER, WEIGHT, Key, Piece, RunLedger
+from .regression import Coefficient, Values, coefficients
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,13 @@ class Distance:
 
 @dataclass(frozen=True)
 class FastCheck:
-    """How far every tensor of a run is from the reference; `wrong` are those that leave their bound, in dataflow order."""
+    """How far every tensor of a run is from the reference; `wrong` are those that leave their bound, in dataflow order. `coefficients` say
+    how many times the reference each class of tensors is."""
 
     plan: Plan
     distances: Mapping[Key, Distance]
     wrong: tuple[Key, ...]
+    coefficients: tuple[Coefficient, ...]
 
     @property
     def nearest(self) -> Distance:
@@ -46,11 +50,18 @@ class FastCheck:
         return max((each for key, each in self.distances.items() if key.phase != WEIGHT), key=lambda each: each.share)
 
     @property
+    def scaled(self) -> tuple[Coefficient, ...]:
+        """Classes that are not once the reference, in the order in which they come."""
+        return tuple(each for each in self.coefficients if each.share > 1)
+
+    @property
     def report(self) -> dict[str, Any]:
-        """The JSON form, in which a share that is not finite is null."""
+        """The JSON form, in which a share that is not finite is null. Classes stand with the one first that uses most of its interval."""
         key, share = self.nearest.key, self.nearest.share
         nearest = {"tensor": key.tensor, "phase": key.phase, "step": key.step + 1, "share": share if np.isfinite(share) else None}
-        return {"tensors": len(self.distances), "tensors_outside": len(self.wrong), "nearest": nearest}
+        classes = [each.report for each in sorted(self.coefficients, key=lambda each: -each.share)]
+        counts = {"tensors": len(self.distances), "tensors_outside": len(self.wrong), "classes_scaled": len(self.scaled)}
+        return {**counts, "nearest": nearest, "classes": classes}
 
     def terms(self, key: Key) -> str:
         """What a bound was made of, in words."""
@@ -66,16 +77,30 @@ def check_fast(plan: Plan, reference: RunLedger, run: RunLedger) -> FastCheck:
     bounds, distances = StepBounds(plan), {}
     for key, values in expected.items():
         bound = bounds.of(key, largest)
-        found = [Distance(key, piece.global_rank, _distance(values, piece), bound) for piece in run.pieces[key]]
+        found = [Distance(key, piece.global_rank, _distance(values[_box(piece)], piece.load()), bound) for piece in run.pieces[key]]
         distances[key] = max(found, key=lambda each: each.share)
     differing = compare(reference, run, plan.model)
     assert all(each.problem == "differs" for each in differing), "the exact run of this layout had all tensors whole"
-    return FastCheck(plan, distances, tuple(each.key for each in differing if distances[each.key].share > 1))
+    wrong = tuple(each.key for each in differing if distances[each.key].share > 1)
+    return FastCheck(plan, distances, wrong, coefficients(plan.model, whole_values(expected, run)))
 
 
-def _distance(expected: np.ndarray, piece: Any) -> float:
-    part = expected[tuple(slice(lo, hi) for lo, hi in piece.region)]
-    return float(np.abs(piece.load().astype(np.float64) - part).max(initial=0.0))
+def whole_values(expected: Mapping[Key, np.ndarray], run: RunLedger) -> Iterator[Values]:
+    """Every tensor of the reference and of a run, in whole: of replicas that which is farthest from the reference."""
+    for key, values in expected.items():
+        found = np.full(values.shape, np.nan)
+        parts = [(_box(piece), piece.load()) for piece in run.pieces[key]]
+        for box, part in sorted(parts, key=lambda part: _distance(values[part[0]], part[1])):
+            found[box] = part
+        yield key, values, found
+
+
+def _box(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in piece.region)
+
+
+def _distance(expected: np.ndarray, found: np.ndarray) -> float:
+    return float(np.abs(found.astype(np.float64) - expected).max(initial=0.0))
 
 
 def states(reference: RunLedger) -> dict[Key, Kept]:

@@ -19,6 +19,7 @@ _ABOUT_NO_SCHEDULE = {
     **{rule.name: CAPACITY_KEYS for rule in MEMORY_RULES if rule.needs is not None},
     "out-of-memory": CAPACITY_KEYS,
     "bound-left": ("numerics.mode", "precision.dtype"),
+    "common-factor": ("numerics.mode", "precision.dtype"),
 }
 """Rule -> the keys of a plan that it is about, the nearest first, where these are not the schedule."""
 

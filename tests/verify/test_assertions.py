@@ -95,6 +95,7 @@ def test_a_schedule_where_only_a_plan_makes_sense_and_a_wrong_plan_are_refused()
         (Finding("bits-differ", "error", "step 1, rank 2", "x.", "look at the data-parallel reduction"), 8),
         (Finding("bits-differ", "error", "step 1, rank 2", "x.", "look at the tensor-parallel reduction"), 8),
         (Finding("bound-left", "error", "step 1, rank 2", "x."), 19),
+        (Finding("common-factor", "error", "gradient head.norm.weight", "x."), 19),
     ],
 )
 def test_findings_belong_to_the_key_they_are_about(tmp_path: Path, finding: Finding, line: int) -> None:

@@ -51,6 +51,10 @@ def test_two_steps_use_less_than_a_fiftieth_of_the_bound_in_fp32(name: str) -> N
     assert fast["tensors"] == proof.report["tensors_compared"] and fast["tensors_outside"] == 0
     assert 0 < fast["nearest"]["share"] < 0.02
     assert f"Fast numerics, {fast['tensors']} tensors: all within the bound derived from their terms" in proof.text()
+    assert fast["classes_scaled"] == 0 and len(fast["classes"]) > 20
+    assert f"None of {len(fast['classes'])} classes has a common factor" in proof.text()
+    for each in fast["classes"]:
+        assert each["interval"][0] < 1 < each["interval"][1] and each["coefficient"] == pytest.approx(sum(each["interval"]) / 2)
 
 
 def test_bf16_is_held_to_a_wider_bound() -> None:
