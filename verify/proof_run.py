@@ -58,7 +58,7 @@ class ProofJob:
     around: Callable[[int], AbstractContextManager[None]] | None = None
     """What a rank of the sharded run does that in, by its number."""
     stall_s: float | None = None
-    """Ends the run when no rank has come further for so long."""
+    """Ends the run when no rank has come further for so long; None for the plan's own limit, `train.timeout_s`."""
     parts_of: Key | None = None
     """A tensor of which one device writes what it is the sum of (`contributions`) to `PARTS_FILE` in `folder`."""
 
@@ -175,8 +175,11 @@ def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
 def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
     """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what only a rank could find."""
     preload(*libraries_of(job.plan, saves=False))
+    stall_s = job.plan.train.timeout_s if job.stall_s is None else job.stall_s
+    if job.plan.world_size == 1:  # which waits for nobody, and may have other work than a schedule's (`reference_run`)
+        stall_s = None
     try:
-        return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=job.stall_s))
+        return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=stall_s))
     except RankFailure as failure:
         if isinstance(failure.__cause__, PlanError):  # the user's problem, found by a rank: no fault of that rank
             raise failure.__cause__ from None
