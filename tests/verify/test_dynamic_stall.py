@@ -25,12 +25,12 @@ def limited(**degrees) -> Plan:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
-def test_sends_in_the_wrong_order_end_the_proof_after_the_plans_limit_with_the_circle_named(transport, monkeypatch) -> None:
+def test_sends_in_the_wrong_order_end_the_proof_after_the_plans_limit_and_name_the_circle(transport, monkeypatch) -> None:
     monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, around=Broken(sends_the_last_first)))
     with pytest.raises(RankFailure) as caught:
         dynamic.prove(limited(pp=2), transport=transport, steps=1)
     text = str(caught.value)
-    assert text.startswith("no rank has come further for 3 s: ranks 0, 1 wait for each other; all ranks were ended."), text
+    assert text.startswith("no rank has come further for 3 s: ranks 0, 1 wait for each other; all ranks were ended.")
     assert "rank 0 waits for 1B0 from rank 1 to run 0B0 (step 1, action" in text, text
     assert "rank 1 waits for 0F0 from rank 0 to run 1F0 (step 1, action" in text, text
     assert caught.value.report is not None and caught.value.report["circle"]

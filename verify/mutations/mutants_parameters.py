@@ -19,7 +19,6 @@ from ..ledger import ACTIVATION, GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import tiny
-from .scenarios import evaluated_steps
 
 
 def evaluates_before_the_gather(patches: Patches) -> None:
@@ -98,7 +97,6 @@ MUTANTS = (
         plan=lambda: tiny(dp=3, samples=3, zero=1, sections={"data_parallel": DataParallel(overlap_param_gather=True)}),
         breaks=evaluates_before_the_gather,
         expected=Expected(WEIGHT, "embedding.tokens.weight", ("stale",), ("STEP",), ranks=(0, 1)),
-        scenario=evaluated_steps,
     ),
     Mutant(
         "SB02",
