@@ -148,6 +148,7 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
         if step == EVALUATED_BEFORE:
             rank.evaluate()
         rank.step(step)
+    rank.settle()
     return rank, writer
 
 
@@ -169,6 +170,8 @@ def follow(writer: LedgerWriter, rank: Any) -> None:
 def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
     """Gives a training rank the weights and moments that are in `start` as they were after a step."""
     import torch
+
+    rank.settle()  # a gather under way reads what is changed here
 
     def load(key: Key, target: Any, slices: tuple[slice, ...]) -> None:
         with torch.no_grad():
