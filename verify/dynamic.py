@@ -108,8 +108,8 @@ def prove(
 
     `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for `Trainer`.
     `transport` is gloo unless the plan has more ranks than a twin, and no more than run as threads: then ranks are threads.
-    `fault` is injected into the sharded run only. Raises `PlanError` for a fault that the run cannot have, `RankFailure` when a rank
-    dies, `MissingExtraError` without torch.
+    `fault` is injected into the sharded run only. Raises `PlanError` for a fault that the run cannot have, and for a block that cannot
+    be trained; `RankFailure` when a rank dies, or when no rank comes further for `train.timeout_s`; `MissingExtraError` without torch.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.")

@@ -187,12 +187,17 @@ def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
 def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
     """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what only a rank could find."""
     preload(*libraries_of(job.plan, saves=False))
-    stall_s = job.plan.train.timeout_s if job.stall_s is None else job.stall_s
-    if job.plan.world_size == 1:  # which waits for nobody, and may have other work than a schedule's (`reference_run`)
-        stall_s = None
     try:
-        return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=stall_s))
+        found = run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=_stall_s(job))
+        return RunLedger.merge(found)
     except RankFailure as failure:
         if isinstance(failure.__cause__, PlanError):  # the user's problem, found by a rank: no fault of that rank
             raise failure.__cause__ from None
         raise
+
+
+def _stall_s(job: ProofJob) -> float | None:
+    """What ranks may wait for each other. One rank waits for nobody, and may have work beside a schedule's (`reference_run`)."""
+    if job.plan.world_size == 1:
+        return None
+    return job.plan.train.timeout_s if job.stall_s is None else job.stall_s
