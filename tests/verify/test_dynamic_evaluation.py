@@ -11,10 +11,13 @@ from helpers.modules import modular, module
 from shardproof.core.cli import main
 from shardproof.core.modules import ModularPlan
 from shardproof.core.plan import Plan, ScheduleChoice
+from shardproof.verify.compare import Difference, Values
+from shardproof.verify.describe import describe
 from shardproof.verify.dynamic import prove
-from shardproof.verify.ledger import HELD_OUT
+from shardproof.verify.ledger import HELD_OUT, Key, Piece, RunLedger
 from shardproof.verify.mutations.plans import EXPERTS, tiny
 from shardproof.verify.proof_run import ProofJob, run_ledger
+from shardproof.verify.relations import Relation
 
 WEIGHTS_IN_PARTS = ScheduleChoice(max_active_stages=1)
 JOINED = modular(module("encoder", tp=2, pp=2), module("decoder", ["encoder"], dp=3), samples=3, schedule="GPipe")
@@ -42,3 +45,12 @@ def test_a_stage_that_stays_in_eval_mode_is_found_and_so_is_a_held_out_loss(caps
     report = json.loads(capsys.readouterr().out)
     assert [row["id"] for row in report["mutants"] if not row["located"]] == []
     assert (report["injected"], report["missed"], report["false_alarms"]) == (6, 0, 0)
+
+
+def test_a_held_out_activation_is_told_like_one_of_training() -> None:
+    plan, key = tiny(tp=3), Key(0, HELD_OUT, "layers.0.mlp", 2)
+    difference = Difference(key, "differs", (1,), Values(1, 8, 2, (0, 0), 1.0, 2.0), Relation("doubled", "twice", 1.0, 1.0))
+    pieces = {key: tuple(Piece(rank, (2, 4), ((0, 2), (0, 4)), ()) for rank in (0, 1, 2))}
+    (finding,) = describe(plan, RunLedger(pieces), [difference])
+    assert finding.where == "step 1, rank 1, 0F2, held-out activation layers.0.mlp of sample 2"
+    assert finding.hint == "Replicas on ranks 0, 2 are right: look at the tensor-parallel reduction of layers.0.mlp on rank 1."
