@@ -216,9 +216,9 @@ class NamedObserver:
         """As `Observer.optimizer_state`."""
         self._observer.optimizer_state(self._name(name), slices, exp_avg, exp_avg_sq)
 
-    def weight(self, name: str, slices: tuple[slice, ...], tensor: Tensor) -> None:
+    def weight(self, name: str, slices: tuple[slice, ...], tensor: Tensor, *, step: int | None = None) -> None:
         """As `Observer.weight`."""
-        self._observer.weight(self._name(name), slices, tensor)
+        self._observer.weight(self._name(name), slices, tensor, step=step)
 
 
 def measured_modules(spans: Sequence[Span], memory: Sequence[MemorySample], plan: ModularPlan, title: str) -> Timeline:

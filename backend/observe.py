@@ -17,7 +17,8 @@ class Observer(Protocol):
     """Sees every canonical tensor of one rank. Tensors are live: read them before the call returns and do not change them.
 
     Calls come in the order the rank works: `begin_step`, activations of each microbatch, then in STEP the loss, gradients from the last
-    layer to the first, the gradient norm, optimizer states and weights. Held-out passes show their activations too. An exception raised
+    layer to the first, the gradient norm, optimizer states and weights. Held-out passes show their activations too. Nothing waits, and
+    nothing is sent, for an observer: what is shown is what the step has there. An exception raised
     here ends the rank like any other. One that is a context manager too is left when the run ends, whatever ends it.
     """
 
@@ -41,5 +42,6 @@ class Observer(Protocol):
     def optimizer_state(self, name: str, slices: Slices, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """AdamW's two moments after the step."""
 
-    def weight(self, name: str, slices: Slices, tensor: Tensor) -> None:
-        """This rank's slice of a parameter after the step."""
+    def weight(self, name: str, slices: Slices, tensor: Tensor, *, step: int | None = None) -> None:
+        """This rank's slice of a parameter after the step. Weights that come together beside a forward of the next step are shown again,
+        with their `step`, where that forward uses them; None is the step that has begun last."""

@@ -46,6 +46,7 @@ from .pipeline.halt import VALIDATION
 from .pipeline.messages import Clock, MessageChannel
 from .pipeline.overlap import Baton, PairRunner
 from .pipeline.row_messages import row_order_of
+from .showing import Showing
 from .step_result import StepResult
 from .tensor_parallel.context import DTYPES
 from .tensor_parallel.exchange import ExpertGroups
@@ -104,6 +105,8 @@ class TrainingRank:
         self._backward_lane = CommunicationLane(transport.device, transport.recorder) if overlaps and each else None
         late = plan.data_parallel.overlap_param_gather and plan.layout.zero < 3  # with ZeRO 3 weights come before they are needed
         self._gather_lane = CommunicationLane(transport.device, transport.recorder) if late else None
+        own_lane = tuple(self.stages) if late and own_parts else ()
+        self._showing = None if observer is None else Showing(observer, plan, self.stages, own_lane)
         self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
         self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
         self.batches = Batches(plan, self.mesh, transport)
@@ -237,6 +240,8 @@ class TrainingRank:
 
     def refresh(self) -> None:
         """Brings the weights, after they have changed, into what layers compute with; with ZeRO, those of all copies together."""
+        if self._showing is not None:
+            self._showing.coming()
         for each in self.data_parallel.values():
             each.share()
         for stage in self.stages.values():
@@ -244,9 +249,11 @@ class TrainingRank:
                 stage.shards[name].refresh()
 
     def settle(self) -> None:
-        """Returns when weights that come together beside the next forward are there."""
+        """Returns when weights that come together beside the next forward are there, and shows them to the observer."""
         for each in self.data_parallel.values():
             each.settle()
+        if self._showing is not None:
+            self._showing.settled()
 
     @contextmanager
     def whole_masters(self) -> Iterator[None]:
@@ -294,7 +301,8 @@ class TrainingRank:
             return TorchShardedStage(self.plan, module, self.transport, copies, self.plan.microbatches_of(self.mesh.coordinates["dp"]))
         if not self.plan.layout.zero:
             return ReplicatedStage.of(self.plan, stage, module.trained, module.gradients, copies)
-        late = None if self._gather_lane is None else LateGather(module.context, self._gather_lane)
+        used = None if self._showing is None else functools.partial(self._showing.used, stage)
+        late = None if self._gather_lane is None else LateGather(module.context, self._gather_lane, used)
         given = {"numerics": self.numerics, "lane": self._backward_lane, "late": late}
         return ShardedStage(self.plan, stage, module.trained, module.gradients, self._copies[stage], **given)
 
@@ -337,26 +345,26 @@ class TrainingRank:
             raise DivergedError(self._diverged(step, loss, norm, gradients))
         self._not_finite.clear()
         self.loss_scale = scale.after(overflow=overflow)
-        if self.observer is not None and (diverged or not overflow):
-            self._show_gradients(self.observer, gradients, share, loss, norm)
-        if not overflow:
-            self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
-        if diverged or not overflow:  # other ranks may have a norm that is finite, and share their weights with this one
-            self.refresh()
+        showing = self._showing
+        if overflow and not diverged:  # the loss scale bears it, on all ranks: what is no number has no bits to compare
+            if showing is not None:
+                showing.skipped(loss, self.optimizer)
+        else:
+            if showing is not None:
+                showing.gradients(self.optimizer, gradients, share, loss, norm)
+            if not overflow:
+                self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
+            if showing is not None:
+                showing.changed(step, self.optimizer, updated=not overflow)
+            self.refresh()  # also where nothing was updated: other ranks may have a norm that is finite, and share weights with this one
+            if showing is not None:
+                showing.refreshed(self.optimizer, updated=not overflow)
         for router in self._routers:
             router.update_bias(0.0 if overflow else self.plan.train.expert_bias_rate)
-        if overflow:  # what is no number has no bits to compare
-            if self.observer is not None:
-                if not diverged:
-                    self.observer.scalar("loss", loss)
-                self._show_weights(self.observer)
-            return loss, norm, aux_loss, mtp_loss
-        if self.observer is not None:
-            self._show_update(self.observer)
-            if self.plan.train.adds_router_losses:
-                self.observer.scalar("aux_loss", aux_loss)
-            if self.plan.model.num_mtp_layers:
-                self.observer.scalar("mtp_loss", mtp_loss)
+        if showing is not None:
+            showing.biases()
+            if not overflow:
+                showing.losses(aux_loss, mtp_loss)
         return loss, norm, aux_loss, mtp_loss
 
     def _diverged(self, step: int, loss: float, norm: float, gradients: Sequence[Tensor]) -> str:
@@ -384,33 +392,8 @@ class TrainingRank:
     def _routers(self) -> list[Router]:
         return [router for stage in self.stages.values() for router in stage.routers]
 
-    def _show_gradients(self, observer: Observer, gradients: list[Tensor], share: float, loss: float, norm: float) -> None:
-        """What STEP computed before the update, to the observer: gradients times `share` as backward finishes them, last layer first."""
-        observer.scalar("loss", loss)
-        for one, gradient in reversed(list(zip(self.optimizer.held, gradients, strict=True))):
-            observer.gradient(one.name, one.slices, gradient if share == 1.0 else gradient * share)
-        observer.scalar("grad_norm", norm)
-
     def show_state(self, step: int) -> None:
         """Shows the observer, if there is one, the weights that training goes on from, and the moments if there are any, as those that
         `step` left; of a new start that is step -1."""
-        if self.observer is not None:
-            self.observer.begin_step(step)
-            (self._show_update if self.optimizer.state_tensors else self._show_weights)(self.observer)
-
-    def _show_update(self, observer: Observer) -> None:
-        """What the update left, to the observer."""
-        for one in self.optimizer.held:
-            observer.optimizer_state(one.name, one.slices, *self.optimizer.moments(one))
-        self._show_weights(observer)
-
-    def _show_weights(self, observer: Observer) -> None:
-        """The weights, and the biases of experts, as they are now."""
-        held = self.optimizer.held
-        self.settle()
-        whole = [shard for stage in self.stages.values() for shard in stage.trained.values()]
-        for each in whole if self.plan.precision.dtype == "fp32" and self.plan.layout.zero < 3 else held:
-            observer.weight(each.parameter.name, each.slices, each.tensor)
-        for router in self._routers:
-            if router.expert_bias is not None:
-                observer.weight(router.bias_name, (slice(0, len(router.expert_bias)),), router.expert_bias)
+        if self._showing is not None:
+            self._showing.state(step, self.optimizer)

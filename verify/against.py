@@ -111,7 +111,8 @@ class _Judge:
             return difference
         key, rank = difference.key, difference.global_ranks[0]
         expected, found = self.reference.run.pieces[key], self.run.run.pieces[key]
-        piece = next(each for each in found if each.global_rank == rank and each.digest not in _digests(expected, each.region))
+        wrong = [each for each in found if each.global_rank == rank and each.digest not in _digests(expected, each.region)]
+        piece = next((each for each in wrong if _digests(expected, each.region)), wrong[0])  # those of other regions may be right
         right = next((each for each in expected if each.region == piece.region), None)
         around = Around(layout=plan_of_rank(self.run.plan, rank).layout)
         if right is None:

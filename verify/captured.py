@@ -69,8 +69,8 @@ class Captured:
         """How a difference relates to what is right; of the ranks that hold it wrongly the first that tells most."""
         key = difference.key
         pieces = [piece for piece in self.wrong.pieces[key] if self._is_wrong(key, piece)]
-        before = {(piece.global_rank, piece.region): piece.digest for piece in self.first_run.pieces[key]}
-        if any(before.get((piece.global_rank, piece.region)) != piece.digest for piece in pieces):
+        before = {(piece.global_rank, piece.region, piece.digest) for piece in self.first_run.pieces[key]}
+        if any((piece.global_rank, piece.region, piece.digest) not in before for piece in pieces):
             return Relation("run-dependent", "other wrong bits in every run of the same ranks", math.nan, math.nan)
         relations = [self._related(key, piece) for piece in pieces[:8]]
         if (plain := next((each for each in relations if not each.is_rough), None)) is not None:

@@ -11,7 +11,7 @@ from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from .compare import Difference, Problem, action_of, name_of, places, ranks_listed
 from .fast_run import FastCheck
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, Key, RunLedger
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, Key, RunLedger
 from .modules import plan_of_rank
 from .regression import Coefficient
 from .relations import HINTS
@@ -180,7 +180,7 @@ def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
         return HINTS[first.kind]
     axis = _axis_between(plan_of_rank(plan, min(wrong)), wrong, right, first.key.phase)
     what = "input-gradient reduction behind" if first.key.phase == ACTIVATION_GRADIENT else "reduction of"
-    if first.key.phase not in (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT):
+    if first.key.phase not in (ACTIVATION, HELD_OUT, ACTIVATION_GRADIENT, GRADIENT):
         what = "step of"
     plural = len(right) > 1
     replicas = f"{'Replicas' if plural else 'The replica'} on {ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
@@ -194,6 +194,6 @@ def _axis_between(plan: Plan, wrong: set[int], right: set[int], phase: str) -> s
         places = [{plan.layout.coordinates(rank)[axis] for rank in ranks} for ranks in (wrong, right)]
         return places[0].isdisjoint(places[1])
 
-    if separates("tp") or phase in (ACTIVATION, ACTIVATION_GRADIENT):
+    if separates("tp") or phase in (ACTIVATION, HELD_OUT, ACTIVATION_GRADIENT):
         return "tensor-parallel"
     return "cross-replica" if separates("pp") and not separates("dp") else "data-parallel"

@@ -128,7 +128,8 @@ def prove(
     `fault` is injected into the sharded run only. `facts` are more for the rules to check. `scenario` is what ranks do beside training;
     `references` keep what one device computes for the next plan of the same problem. Plans of more than `most_ranks` are shrunk to a
     twin; without, as many processes or threads run as one host has time for.
-    Raises `PlanError` for a fault that the run cannot have, `RankFailure` when a rank dies, `MissingExtraError` without torch.
+    Raises `PlanError` for a fault that the run cannot have, and for a block that cannot be trained; `RankFailure` when a rank dies, or
+    when no rank comes further for `train.timeout_s`; `MissingExtraError` without torch.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.")

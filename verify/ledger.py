@@ -139,9 +139,9 @@ class LedgerWriter:
         self._shard(OPTIMIZER, f"{name}.exp_avg", self.shapes[name], slices, exp_avg)
         self._shard(OPTIMIZER, f"{name}.exp_avg_sq", self.shapes[name], slices, exp_avg_sq)
 
-    def weight(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
-        """A parameter's shard after the optimizer step."""
-        self._shard(WEIGHT, name, self.shapes[name], slices, tensor)
+    def weight(self, name: str, slices: Sequence[slice], tensor: Any, *, step: int | None = None) -> None:
+        """A parameter's shard after the optimizer step; with `step` after that one, which has begun before the last."""
+        self._shard(WEIGHT, name, self.shapes[name], slices, tensor, step)
 
     def scalar(self, name: str, value: float) -> None:
         """A number that every rank knows, such as the loss."""
@@ -177,9 +177,11 @@ class LedgerWriter:
                     self._enter(key, part, (length, *values.shape[1:]), ((lo, hi), *full_region(values.shape[1:])))
                 first += run.stop - run.start
 
-    def _shard(self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any) -> None:
+    def _shard(
+        self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any, step: int | None = None
+    ) -> None:
         region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))
-        self._enter(Key(self.step, phase, name), _values(tensor), shape, region)
+        self._enter(Key(self.step if step is None else step, phase, name), _values(tensor), shape, region)
 
     def _enter(self, key: Key, values: np.ndarray, shape: tuple[int, ...], region: Region) -> None:
         kept = None

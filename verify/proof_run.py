@@ -36,6 +36,10 @@ ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000
 """Of Python's collector of cycles. A ledger is many small objects and has none: with Python's own 700 ranks of tiny models spend a tenth
 of their time looking for them (1.24 s of processor instead of 1.40 for one rank, 1.73 instead of 1.86 for four; medians of five runs)."""
 
+EVALUATED_BEFORE = 1
+"""The step, counted from 0, before which ranks evaluate held-out data: what the first has updated is read, and what is
+left behind is seen in the second. A third follows a step of training alone."""
+
 TransportName = Literal["gloo", "memory", "nccl"]
 Scenario = Callable[[Any, "ProofJob"], RankLedger]
 """What a rank does with its transport for a job."""
@@ -62,7 +66,7 @@ class ProofJob:
     around: Callable[[int], AbstractContextManager[None]] | None = None
     """What a rank of the sharded run does that in, by its number."""
     stall_s: float | None = None
-    """Ends the run when no rank has come further for so long."""
+    """Ends the run when no rank has come further for so long; None for the plan's own limit, `train.timeout_s`."""
     parts_of: Key | None = None
     """A tensor of which one device writes what it is the sum of (`contributions`) to `PARTS_FILE` in `folder`."""
 
@@ -127,7 +131,10 @@ def train_steps(transport: Any, job: ProofJob) -> RankLedger:
 
 
 def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
-    """A training rank after the steps of a job, and the ledger that it has shown them to."""
+    """A training rank after the steps of a job, and the ledger that it has shown them to.
+
+    Before the second step it evaluates held-out data, as training does between steps. Every other step follows a step.
+    """
     from ..backend.modules import training_rank
     from ..backend.numerics import make_numerics
 
@@ -143,7 +150,10 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
     for step in range(job.steps):
         if step and job.start:
             _restore(rank, job.start, step - 1)
+        if step == EVALUATED_BEFORE:
+            rank.evaluate()
         rank.step(step)
+    rank.settle()
     return rank, writer
 
 
@@ -166,6 +176,8 @@ def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
     """Gives a training rank the weights and moments that are in `start` as they were after a step."""
     import torch
 
+    rank.settle()  # a gather under way reads what is changed here
+
     def load(key: Key, target: Any, slices: tuple[slice, ...]) -> None:
         with torch.no_grad():
             target.copy_(torch.from_numpy(start[key].load()[slices]))
@@ -183,11 +195,19 @@ def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
     try:
         with _CORES.one() if transport == "memory" and job.plan.world_size > 1 else nullcontext(None) as core:
             job = replace(job, core=core)
-            return RunLedger.merge(run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=job.stall_s))
+            found = run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=_stall_s(job))
+        return RunLedger.merge(found)
     except RankFailure as failure:
         if isinstance(failure.__cause__, PlanError):  # the user's problem, found by a rank: no fault of that rank
             raise failure.__cause__ from None
         raise
+
+
+def _stall_s(job: ProofJob) -> float | None:
+    """What ranks may wait for each other. One rank waits for nobody, and may have work beside a schedule's (`reference_run`)."""
+    if job.plan.world_size == 1:
+        return None
+    return job.plan.train.timeout_s if job.stall_s is None else job.stall_s
 
 
 class _Cores:

@@ -138,8 +138,7 @@ class FlatBucket:
     @property
     def parts(self) -> set[str]:
         """The parts of the stage that compute with these weights, as `LayerContext.comes_to` names them; `head` is whatever comes last."""
-        names = [usage.parameter.name.split(".") for usage in self.bucket.usages]
-        return {f"layers.{number}" if part == "layers" else part for part, number, *_ in names}
+        return {part_of(usage.parameter.name) for usage in self.bucket.usages}
 
     def _bring(self) -> None:
         lo, hi = self.own
@@ -152,6 +151,12 @@ class FlatBucket:
             gathered = self.group.all_gather(F.pad(self.weights[lo:hi], (0, longest - (hi - lo))))
         for (first, last), part in zip(self.kept, gathered, strict=True):
             self.weights[first:last] = part[: last - first]
+
+
+def part_of(name: str) -> str:
+    """The part of a stage that a parameter is in: `embedding`, `layers.3`, `mtp`, `head`."""
+    part, number, *_ = name.split(".")
+    return f"layers.{number}" if part == "layers" else part
 
 
 def _nothing(dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..tensor_parallel.context import LayerContext
 from ..tensor_parallel.overlap import CommunicationLane, Work
@@ -15,16 +15,23 @@ LAST = "head"
 class LateGather:
     """What is under way of one stage. All copies of the stage start the same, in the order in which a forward needs it."""
 
-    def __init__(self, context: LayerContext, lane: CommunicationLane):
+    def __init__(self, context: LayerContext, lane: CommunicationLane, used: Callable[[str], None] | None = None):
+        """`used` hears of each part that a forward comes to when its weights are there."""
         self._lane = lane
+        self._used = used
         self._under_way: list[tuple[set[str], Work]] = []
-        context.comes_to = self.wait_for
+        context.comes_to = self._comes_to
 
     def start(self, buckets: Iterable[FlatBucket]) -> None:
         """Begins to bring buckets together: those that are needed first, first."""
         self.finish()
         for each in sorted(buckets, key=lambda bucket: min(map(_place, bucket.parts))):
             self._under_way.append((each.parts, self._lane.start(_shared(each), each.master)))
+
+    def _comes_to(self, part: str) -> None:
+        self.wait_for(part)
+        if self._used is not None:
+            self._used(part)
 
     def wait_for(self, part: str) -> None:
         """Returns when the weights of a part are there, and with the last part all."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from torch import Tensor, nn
 
+from ...core.errors import PlanError
 from ...core.model import ModelSpec
 from ...core.parameters import layer_prefix
 from ..numerics import Numerics
@@ -16,6 +18,9 @@ from .attention import Attention
 from .experts import MoE
 from .latent_attention import LatentAttention
 from .mlp import MLP
+from .own_block import check_block
+
+Made = TypeVar("Made", bound=nn.Module)
 
 
 class BlockContext:
@@ -25,7 +30,8 @@ class BlockContext:
     gradients, cuts and proofs work as for ours. Between them use elementwise operations only, through `elementwise`
     where they are more than sums and products, so that bits stay independent of the layout. What communicates otherwise is built of
     `backend.tensor_parallel.mappings` over `tp`, the tensor-parallel group, with `numerics`; `tokens` says which tokens of each sequence
-    this rank holds between cut layers, None all.
+    this rank holds between cut layers, None all. `made` are the layers made so far, by name: the block holds each of them as a submodule,
+    and no parameter beside theirs (`own_block`).
     """
 
     def __init__(self, layers: LayerContext):
@@ -34,33 +40,47 @@ class BlockContext:
         self.tp: Group = layers.tp
         self.numerics: Numerics = layers.numerics
         self.tokens: OwnedTokens | None = layers.tokens
+        self.made: dict[nn.Module, str] = {}
+        self._is_built = False
+
+    def finish(self) -> None:
+        """The block is there: it makes no more layers, because nobody would train them."""
+        self._is_built = True
+
+    def _make(self, name: str, made: Made) -> Made:
+        if self._is_built:
+            raise PlanError(f"a block makes {name} while it runs, and nobody would train it. Make all layers where the block is made.")
+        self.made[made] = name
+        return made
 
     def norm(self, name: str) -> nn.Module:
         """The model's norm, e.g. `layers.0.mlp.norm`."""
-        return Norm(self._layers, name)
+        return self._make(name, Norm(self._layers, name))
 
     def column_linear(self, name: str, *, gather_output: bool = False, frozen: bool = False) -> ColumnParallelLinear:
         """A linear layer whose output features are cut, e.g. `layers.0.mlp.up`. Parts that are fused into one (gate and up-projection)
         come apart with `backend.tensor_parallel.split_fused`; `frozen` weights are not trained."""
-        return ColumnParallelLinear(self._layers, name, gather_output=gather_output, frozen=frozen)
+        return self._make(name, ColumnParallelLinear(self._layers, name, gather_output=gather_output, frozen=frozen))
 
     def row_linear(self, name: str, *, input_is_parallel: bool = True, frozen: bool = False) -> RowParallelLinear:
         """A linear layer whose input features are cut, e.g. `layers.0.mlp.down`; `input_is_parallel=False` where they are not yet."""
-        return RowParallelLinear(self._layers, name, input_is_parallel=input_is_parallel, frozen=frozen)
+        return self._make(name, RowParallelLinear(self._layers, name, input_is_parallel=input_is_parallel, frozen=frozen))
 
     def whole_linear(self, name: str) -> WholeLinear:
         """A linear layer that no rank cuts, e.g. `layers.0.attention.kv_down`."""
-        return WholeLinear(self._layers, name)
+        return self._make(name, WholeLinear(self._layers, name))
 
     def attention(self, layer: int) -> nn.Module:
         """The attention of a layer, without its norm."""
-        return (LatentAttention if self.model.is_mla else Attention)(self._layers, layer)
+        made = (LatentAttention if self.model.is_mla else Attention)(self._layers, layer)
+        return self._make(f"{layer_prefix(layer)}.attention", made)
 
     def mlp(self, layer: int) -> nn.Module:
         """The MLP of a layer, or its router and experts, without its norm."""
+        name = f"{layer_prefix(layer)}.mlp"
         if self.model.layer_is_moe(layer):
-            return MoE(self._layers, layer)
-        return MLP(self._layers, f"{layer_prefix(layer)}.mlp", recomputed="mlp" in self._layers.recomputed_modules)
+            return self._make(name, MoE(self._layers, layer))
+        return self._make(name, MLP(self._layers, name, recomputed="mlp" in self._layers.recomputed_modules))
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """An elementwise function of a contiguous tensor, with bits that do not depend on its length."""
@@ -82,6 +102,20 @@ class BlockContext:
 
 BlockFactory = Callable[[BlockContext, int], nn.Module]
 """`block(context, layer)` makes the transformer layer with this global index."""
+
+
+def make_blocks(layers: LayerContext, factory: BlockFactory, numbers: Iterable[int]) -> list[nn.Module]:
+    """The transformer layers of a stage with these global indices. Raises `PlanError` for one that cannot be trained (`own_block`)."""
+    blocks: list[nn.Module] = []
+    earlier: dict[nn.Module, str] = {}
+    for layer in numbers:
+        context = BlockContext(layers)
+        block = factory(context, layer)
+        check_block(block, layer, made=context.made, earlier=earlier)
+        context.finish()
+        earlier |= context.made
+        blocks.append(block)
+    return blocks
 
 
 class TransformerBlock(nn.Module):

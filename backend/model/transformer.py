@@ -31,8 +31,9 @@ from ..tensor_parallel import (
 )
 from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Group
-from .block import BlockContext, BlockFactory, TransformerBlock
+from .block import BlockFactory, TransformerBlock, make_blocks
 from .multi_token import MultiTokenPrediction
+from .own_block import check_names
 from .router import Router
 
 __all__ = ["Microbatch", "Stage", "finish_tied"]
@@ -59,15 +60,17 @@ class Stage(nn.Module):
         experts: ExpertGroups | None = None,
         cp: Group | None = None,
     ):
-        """Makes the initial weights from `plan.train.seed`. `block` makes a user's own transformer layers instead of ours."""
+        """Makes the initial weights from `plan.train.seed`. `block` makes a user's own transformer layers instead of ours; raises
+        `PlanError` for one that cannot be trained (`own_block`)."""
         super().__init__()
         self.stage = stage
         self.context = context = LayerContext(plan, tp=tp, numerics=numerics, recorder=recorder, observer=observer, experts=experts, cp=cp)
         self.embedding = Embedding(context) if stage.embedding else None
-        blocks = BlockContext(context)
-        self.blocks = nn.ModuleList([(block or TransformerBlock)(blocks, layer) for layer in stage.layers])
         depths = range(plan.model.num_mtp_layers if stage.head else 0)
-        ahead = [(block or TransformerBlock)(blocks, plan.model.num_layers + depth) for depth in depths]
+        numbers = [*stage.layers, *(plan.model.num_layers + depth for depth in depths)]
+        blocks = make_blocks(context, block or TransformerBlock, numbers)
+        check_names(plan, stage, self.shards)
+        self.blocks, ahead = nn.ModuleList(blocks[: len(stage.layers)]), blocks[len(stage.layers) :]
         self.multi_token = MultiTokenPrediction(context, ahead) if ahead else None
         self.head = Head(context) if stage.head else None
 

@@ -78,7 +78,7 @@ class LastState(Observer):
         self.pieces.append((f"optimizer.{name}.exp_avg", slices, exp_avg.clone()))
         self.pieces.append((f"optimizer.{name}.exp_avg_sq", slices, exp_avg_sq.clone()))
 
-    def weight(self, name, slices, tensor):
+    def weight(self, name, slices, tensor, *, step=None):
         self.pieces.append((name, slices, tensor.clone()))
 
 

@@ -90,7 +90,7 @@ class Gradients:
     def optimizer_state(self, *_: object) -> None:
         pass
 
-    def weight(self, *_: object) -> None:
+    def weight(self, *_: object, step: int | None = None) -> None:
         pass
 
 

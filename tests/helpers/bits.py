@@ -34,7 +34,7 @@ class Collect(Observer):
         self.pieces.append((f"exp_avg {name}", slices, exp_avg.numpy().copy()))
         self.pieces.append((f"exp_avg_sq {name}", slices, exp_avg_sq.numpy().copy()))
 
-    def weight(self, name, slices, tensor):
+    def weight(self, name, slices, tensor, *, step=None):
         self.pieces.append((f"weight {name}", slices, tensor.numpy().copy()))
 
 

@@ -15,11 +15,11 @@ from shardproof import Plan
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout import Layout
 from shardproof.verify.compare import whole_summary
-from shardproof.verify.ledger import HELD_OUT, SCALAR, WEIGHT, RunLedger
+from shardproof.verify.ledger import HELD_OUT, WEIGHT, RunLedger
 from shardproof.verify.mutations.catalog import MUTANTS
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import EXPERTS, tiny
-from shardproof.verify.mutations.scenarios import Resumed, evaluated_steps, exported
+from shardproof.verify.mutations.scenarios import Resumed, exported
 from shardproof.verify.proof_run import ProofJob, one_device, prove_rank
 
 
@@ -48,11 +48,12 @@ def test_an_export_of_parts_reads_back_as_the_weights_that_were_trained() -> Non
     assert trained == {key.tensor: digest for key, digest in found.items() if key.step == 1} != {}
 
 
-def test_every_step_is_followed_by_a_held_out_pass() -> None:
-    found = run(tiny(dp=3, samples=3), evaluated_steps)
-    for step in (0, 1):
-        assert {key.sample for key in found if (key.step, key.phase, key.tensor) == (step, HELD_OUT, "embedding.output")} == {0, 1, 2}
-        assert [key.tensor for key in found if (key.step, key.phase) == (step, SCALAR)].count("validation_loss") == 1
+def test_a_held_out_pass_stands_between_the_first_two_steps() -> None:
+    found = run(tiny(dp=3, samples=3), steps=3)
+    held_out = [(key.step, key.sample) for key in found if (key.phase, key.tensor) == (HELD_OUT, "embedding.output")]
+    assert sorted(held_out) == [(0, 0), (0, 1), (0, 2)]
+    assert [key.step for key in found if key.tensor == "validation_loss"] == [0]
+    assert "validation_loss" not in {key.tensor for key in run(tiny(), steps=1)}
 
 
 class Noted(Patches):

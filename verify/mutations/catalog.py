@@ -13,6 +13,7 @@ SUBJECTS = (
     "context",
     "copies",
     "data",
+    "evaluation",
     "experts",
     "export",
     "hangs",

@@ -12,11 +12,13 @@ from torch import Tensor
 from ...backend import training_rank
 from ...backend.optimizer import Held
 from ...backend.pipeline.executor import Executor
+from ...backend.pipeline.messages import Lane
 from ...backend.totals import Totals
 from ...backend.training_rank import TrainingRank
-from ...core.action import Action, Kind
+from ...core.action import SENDS, Action, Kind
 from ...core.plan import DataParallel
 from .mutant import Mutant, Stops
+from .mutants_more import OURS
 from .patches import Patches, rank_here
 from .plans import EXPERTS, tiny
 
@@ -84,6 +86,18 @@ def waits_in_the_warm_up(patches: Patches) -> None:
     patches.replace(Executor, "_work", make_work)
 
 
+def sends_the_last_first(patches: Patches) -> None:
+    """Lanes send microbatches in the wrong order: the last one first, which is not there before the first has come back."""
+
+    def make_init(init: Callable[..., None]) -> Callable[..., None]:
+        def initialised(lane: Lane, name: str, actions: Sequence[Action], **rest: Any) -> None:
+            init(lane, name, actions[::-1] if actions[0].kind in SENDS else actions, **rest)
+
+        return initialised
+
+    patches.replace(Lane, "__init__", make_init)
+
+
 def reduces_over_the_default_group(patches: Patches) -> None:
     """A reduction of a stage is not given its group, and takes that of all ranks."""
     worlds: dict[int, Any] = {}
@@ -110,6 +124,7 @@ MUTANTS = (
         plan=lambda: tiny(dp=4, zero=1, sections={"data_parallel": DataParallel(shard=2)}),
         breaks=partial(skips_the_norm, counts_nothing),
         expected=Stops(r"rank 0 is at 0STEP .* in all_gather, call \d+ of group 'dp/0' over ranks 0, 1, 2, 3: .*rank 2 has not come"),
+        steps=1,  # in further steps other calls of the group take the place of those that are left out
     ),
     Mutant(
         "HA04",
@@ -142,5 +157,15 @@ MUTANTS = (
         plan=lambda: tiny(pp=2, dp=2, model={**MIXED, "num_layers": 4, "expert_bias": True}),
         breaks=reduces_over_the_default_group,
         expected=Stops(r"group 'default' over ranks 0, 1, 2, 3: all_gather expects .* from rank \d, but .* arrived"),
+    ),
+    Mutant(
+        "XX30",
+        "messages leave in another order than the schedule's, and two stages wait for each other",
+        OURS,
+        plan=lambda: tiny(pp=2),
+        breaks=sends_the_last_first,
+        expected=Stops(
+            r"ranks 0, 1 wait for each other; .*\n.*rank 0 waits for 1B0 from rank 1 .*\n.*rank 1 waits for 0F0 from rank 0 to run 1F0"
+        ),
     ),
 )

@@ -21,7 +21,6 @@ from ..ledger import ACTIVATION_GRADIENT, GRADIENT, SCALAR
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import tiny
-from .scenarios import evaluated_steps
 
 Function = Callable[..., Any]
 
@@ -175,7 +174,6 @@ MUTANTS = (
         plan=pipeline_plan,
         breaks=divides_held_out_losses,
         expected=Expected(SCALAR, "validation_loss", ("scaled",), ("STEP",), ranks=(0, 1)),
-        scenario=evaluated_steps,
     ),
     Mutant(
         "LS08",

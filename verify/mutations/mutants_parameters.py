@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ...backend.data_parallel.buckets import FlatBucket
-from ...backend.data_parallel.late import LateGather
+from ...backend.data_parallel.late import LAST, LateGather, _shared
 from ...backend.tensor_parallel.gradients import Gradients
 from ...backend.training_rank import TrainingRank
 from ...core.parameters import Usage
 from ...core.plan import DataParallel, Plan, ScheduleChoice
 from ..ledger import ACTIVATION, GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
+from .mutants_more import OURS
 from .patches import Patches
 from .plans import tiny
-from .scenarios import evaluated_steps
 
 
 def evaluates_before_the_gather(patches: Patches) -> None:
@@ -44,6 +45,43 @@ def evaluates_before_the_gather(patches: Patches) -> None:
     patches.replace(LateGather, "wait_for", make_wait)
     patches.replace(LateGather, "start", make_start)
     patches.replace(TrainingRank, "settle", lambda settle: lambda rank: None)
+
+
+def trains_before_the_gather(forgotten: Sequence[str], patches: Patches) -> None:
+    """A training forward does not wait for the updated weights of some parts. They come when somebody does: another part that has
+    weights in their bucket, a held-out pass, the next update, the end of training."""
+    held: dict[int, list[FlatBucket]] = {}
+
+    def make_start(start: Callable[..., None]) -> Callable[..., None]:
+        def later(late: LateGather, buckets: Sequence[FlatBucket]) -> None:
+            waiting = [each for each in buckets if each.parts & set(forgotten)]
+            start(late, [each for each in buckets if each not in waiting])
+            held[id(late)] = waiting
+
+        return later
+
+    def make_wait(wait_for: Callable[..., None]) -> Callable[..., None]:
+        def wait(late: LateGather, part: str) -> None:
+            if part in forgotten and torch.is_grad_enabled():
+                return
+            needed = [each for each in held.get(id(late), []) if part in each.parts or part == LAST]
+            for each in needed:
+                held[id(late)].remove(each)
+                late._under_way.append((each.parts, late._lane.start(_shared(each), each.master)))
+            wait_for(late, part)
+
+        return wait
+
+    def make_finish(finish: Callable[..., None]) -> Callable[..., None]:
+        def finished(late: LateGather) -> None:
+            with torch.no_grad():
+                finish(late)
+
+        return finished
+
+    patches.replace(LateGather, "wait_for", make_wait)
+    patches.replace(LateGather, "start", make_start)
+    patches.replace(LateGather, "finish", make_finish)
 
 
 def walks_past_the_padding(patches: Patches) -> None:
@@ -90,15 +128,19 @@ def zero3() -> Plan:
     return replace(tiny(dp=5, samples=5, zero=3), schedule=ScheduleChoice(max_active_stages=1))
 
 
+def late_plan(bucket_bytes: int | None = None) -> Plan:
+    """Updated weights come together beside the next forward."""
+    return tiny(dp=3, samples=3, zero=1, sections={"data_parallel": DataParallel(overlap_param_gather=True, bucket_bytes=bucket_bytes)})
+
+
 MUTANTS = (
     Mutant(
         "SB01",
         "held-out passes begin before updated weights have come together",
         "NVIDIA/Megatron-LM@33111c9c9a",
-        plan=lambda: tiny(dp=3, samples=3, zero=1, sections={"data_parallel": DataParallel(overlap_param_gather=True)}),
+        plan=late_plan,
         breaks=evaluates_before_the_gather,
         expected=Expected(WEIGHT, "embedding.tokens.weight", ("stale",), ("STEP",), ranks=(0, 1)),
-        scenario=evaluated_steps,
     ),
     Mutant(
         "SB02",
@@ -115,5 +157,23 @@ MUTANTS = (
         plan=zero3,
         breaks=walks_past_the_padding,
         expected=Expected(ACTIVATION, "embedding.output", ("other values", "permuted"), ("F",), ranks=(0,)),
+    ),
+    Mutant(
+        "XX32",
+        "a training forward does not wait for updated weights",
+        OURS,
+        plan=late_plan,
+        breaks=partial(trains_before_the_gather, ("embedding", "layers.0", "layers.1", LAST)),
+        expected=Expected(WEIGHT, "embedding.tokens.weight", ("stale",), ("STEP",), ranks=(0, 1), step=2),
+        steps=3,
+    ),
+    Mutant(
+        "XX32-b",
+        "a training forward does not wait for the updated weights of its second layer",
+        OURS,
+        plan=lambda: late_plan(bucket_bytes=2000),
+        breaks=partial(trains_before_the_gather, ("layers.1",)),
+        expected=Expected(WEIGHT, "layers.1.*", ("stale",), ("STEP",), step=2),
+        steps=3,
     ),
 )

@@ -15,7 +15,6 @@ from ..ledger import ACTIVATION, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import tiny
-from .scenarios import evaluated_steps
 
 Function = Callable[..., Any]
 
@@ -161,7 +160,6 @@ MUTANTS = (
         plan=lambda: _dropout(tp=3),
         breaks=drops_nothing_after_validation,
         expected=Expected(ACTIVATION, "embedding.output", ("other values",), ("F",), ranks=(0, 1, 2), step=2),
-        scenario=evaluated_steps,
     ),
     Mutant(
         "RN05-b",

@@ -22,21 +22,6 @@ MAX_FILE_BYTES = 10_000
 """Of an export's files: several to a model."""
 
 
-def evaluated_steps(transport: Any, job: ProofJob) -> RankLedger:
-    """Training, with a pass over held-out data after every step."""
-    from ...backend.training_rank import TrainingRank
-
-    plan = _plan_of(job)
-    writer = writer_of(transport, job, plan)
-    rank = TrainingRank(transport, plan, observer=writer)
-    follow(writer, rank)
-    rank.show_state(NO_STEP)
-    for step in range(job.steps):
-        rank.step(step)
-        rank.evaluate()
-    return writer.finish()
-
-
 @dataclass(frozen=True)
 class Resumed:
     """Training that is saved after a step and goes on from there, with `layout` where that is given: of equally many ranks.

@@ -1,0 +1,56 @@
+"""A proof evaluates held-out data between its first two steps, and sees what that leaves behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from helpers.modules import modular, module
+from shardproof.core.cli import main
+from shardproof.core.modules import ModularPlan
+from shardproof.core.plan import Plan, ScheduleChoice
+from shardproof.verify.compare import Difference, Values
+from shardproof.verify.describe import describe
+from shardproof.verify.dynamic import prove
+from shardproof.verify.ledger import HELD_OUT, Key, Piece, RunLedger
+from shardproof.verify.mutations.plans import EXPERTS, tiny
+from shardproof.verify.proof_run import ProofJob, run_ledger
+from shardproof.verify.relations import Relation
+
+WEIGHTS_IN_PARTS = ScheduleChoice(max_active_stages=1)
+JOINED = modular(module("encoder", tp=2, pp=2), module("decoder", ["encoder"], dp=3), samples=3, schedule="GPipe")
+
+
+@pytest.mark.parametrize(
+    ("plan", "last"),
+    [
+        pytest.param(tiny(tp=2, pp=2, vpp=2, schedule="Interleaved1F1B", model=EXPERTS), "layers.3.output", id="vpp2"),
+        pytest.param(replace(tiny(dp=3, zero=3, samples=5), schedule=WEIGHTS_IN_PARTS), "layers.1.output", id="zero3-dp3"),
+        pytest.param(JOINED, "decoder.layers.0.output", id="modules"),
+    ],
+)
+def test_held_out_losses_and_hidden_states_are_compared_too(plan: Plan | ModularPlan, last: str) -> None:
+    found = run_ledger(ProofJob(plan, 3), "memory").pieces
+    held_out = {key.sample for key in found if (key.step, key.phase, key.tensor) == (0, HELD_OUT, last)}
+    assert held_out == set(range(plan.batch.global_size))
+    assert [key.step for key in found if key.tensor == "validation_loss"] == [0]
+    proof = prove(plan, transport="memory", steps=3)
+    assert proof.findings == () and proof.report["tensors_compared"] == len(found)
+
+
+def test_a_stage_that_stays_in_eval_mode_is_found_and_so_is_a_held_out_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--mutations", "--only", "XX31,LS07,RN05", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["id"] for row in report["mutants"] if not row["located"]] == []
+    assert (report["injected"], report["missed"], report["false_alarms"]) == (6, 0, 0)
+
+
+def test_a_held_out_activation_is_told_like_one_of_training() -> None:
+    plan, key = tiny(tp=3), Key(0, HELD_OUT, "layers.0.mlp", 2)
+    difference = Difference(key, "differs", (1,), Values(1, 8, 2, (0, 0), 1.0, 2.0), Relation("doubled", "twice", 1.0, 1.0))
+    pieces = {key: tuple(Piece(rank, (2, 4), ((0, 2), (0, 4)), ()) for rank in (0, 1, 2))}
+    (finding,) = describe(plan, RunLedger(pieces), [difference])
+    assert finding.where == "step 1, rank 1, 0F2, held-out activation layers.0.mlp of sample 2"
+    assert finding.hint == "Replicas on ranks 0, 2 are right: look at the tensor-parallel reduction of layers.0.mlp on rank 1."
