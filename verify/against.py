@@ -16,14 +16,15 @@ from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from .bounds import StepBounds
-from .closer import closer
+from .closer import closer, with_flip
 from .compare import Difference, compare, whole_summary
 from .describe import differing_words, divergence, later, problem_words, where_words
-from .digest import Digest, Region
+from .digest import Digest, Region, full_region
 from .ledger import HELD_OUT, NO_STEP, SCALAR, Key, Piece
 from .ledger_file import RecordedLedger, SavedLedger
 from .modules import AnyPlan, plan_of_rank
-from .relations import HINTS, ROUNDING, Around, earlier, relate
+from .relations import HINTS, ROUNDING, Around, Relation, earlier, relate
+from .summary import Summary
 
 HOW_KEYS = frozenset({"batch.micro_size", "numerics.mode", "precision.gradient_dtype", "train.timeout_s", "train.steps"})
 """Fields that do not change what exact numerics compute."""
@@ -115,11 +116,20 @@ class _Judge:
         right = next((each for each in expected if each.region == piece.region), None)
         around = Around(layout=plan_of_rank(self.run.plan, rank).layout)
         if right is None:
-            return replace(difference, relation=relate(whole_summary(expected), whole_summary(found, piece), around))
+            whole, wrong = whole_summary(expected), whole_summary(found, piece)
+            relation = relate(whole, wrong, around)
+            return replace(difference, relation=self._with_flip(key, relation, whole, wrong, piece, full_region(piece.shape)))
         around = replace(around, before=earlier(key, piece, self.run.run), others=self._others(key, piece))
         relation = relate(right.summary, piece.summary, around)
+        relation = self._with_flip(key, relation, right.summary, piece.summary, piece, piece.region)
         copies = [each for each in found if each.region == piece.region]
         return replace(difference, relation=closer(relation, right.summary, piece.summary, piece, copies, ROUNDING[around.dtype]))
+
+    def _with_flip(self, key: Key, relation: Relation, right: Summary, wrong: Summary, of: Piece, region: Region) -> Relation:
+        if not self.bitwise or key.phase == SCALAR:
+            return relation
+        dtype = plan_of_rank(self.run.plan, of.global_rank).precision.dtype if key.sample is not None else "fp32"
+        return with_flip(relation, right, wrong, of.shape, region, dtype)
 
     def _others(self, key: Key, piece: Piece) -> dict[Digest | int, str]:
         """The right tensors of the same step and kind, and other parts of the same tensor."""

@@ -104,3 +104,18 @@ def test_a_constant_is_told_by_its_values_where_its_signed_sums_cancel() -> None
 
 def test_nothing_is_a_multiple_of_zero() -> None:
     assert relate(Summary(), summarize(RIGHT)).words == "not zero as they should be"
+
+
+@pytest.mark.parametrize("related", [by_summaries, by_values])
+def test_counts_that_are_equal_by_chance_are_not_called_permuted(related: Callable) -> None:
+    biases = np.float32(1e-3) * np.array([1, -1, 1, -1, 2, 0], dtype=np.float32)
+    dropped = np.float32(1e-3) * np.array([-1, 1, 1, -1, 0, 2], dtype=np.float32)
+    found = related(biases, dropped)
+    assert found.kind == "other values"
+    assert related is by_summaries or "whole multiples of 0.001, as counts give" in found.words
+    assert related(biases, dropped, Around(others={summarize(dropped).digest: "layers.1.mlp.router.expert_bias"})).kind == "other values"
+
+
+def test_many_counts_in_other_places_are_no_chance() -> None:
+    counts = np.random.default_rng(0).integers(0, 40, 200).astype(np.float32)
+    assert by_values(counts, counts[::-1].copy()).kind == "permuted"

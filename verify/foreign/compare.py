@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.findings import Finding
 from ..against import Comparison, other_machines
-from ..closer import closer
+from ..closer import closer, with_flip
 from ..compare import Difference, compare, name_of, ranks_listed, whole_summary
 from ..describe import differing_words, later, problem_words
 from ..digest import full_region, region_size
@@ -190,6 +190,8 @@ class _Judge:
         copies = [each for each in self.run.pieces[key] if each.region == piece.region]
         same = any(each.region == piece.region for each in self.reference.pieces[key])
         of = piece if same else replace(piece, region=full_region(piece.shape))
+        if self.bitwise:
+            relation = with_flip(relation, expected, found, of.shape, of.region, self.dtype)
         return closer(relation, expected, found, of, copies, RELATIVE[self.dtype])
 
     def _others(self, key: Key, piece: Piece) -> Mapping[Any, str]:
