@@ -97,6 +97,10 @@ class Around:
     layout: Layout | None = None
     dtype: str = "fp32"
     known: Sequence[Known] = ()
+    shards: Mapping[int, Sequence[Region]] = field(default_factory=dict)
+    """The parts of the tensor that ranks keep, where one that is brought together holds those of several."""
+    of_counts: bool = False
+    """Whether the tensor is made of counts, so that a few elements are zero, exchanged or of the other sign by chance."""
 
 
 def earlier(key: Key, piece: Piece, run: RunLedger) -> list[Summary]:
@@ -149,24 +153,24 @@ def relate_values(expected: np.ndarray, found: np.ndarray, shape: Sequence[int],
     kind, words, is_rough = _of_elements(right[differ], wrong[differ], around)
     if is_rough and not whole.is_rough:
         return whole
-    if is_rough and (same := _same_as_known(found, differ, region, around.known)) is not None:
+    if is_rough and not around.of_counts and (same := _same_as_known(found, differ, region, around.known)) is not None:
         (kind, words), is_rough = same, False
     if kind != "other values" and not differ.all():
-        words += where_of(differ, region)
+        words += _in_shard(differ, region, around.shards) + where_of(differ, region)
     distance, norm = float(np.linalg.norm(wrong - right)), float(np.linalg.norm(right))
     return Relation(kind, words, distance, norm, is_rough)
 
 
 def _of_elements(expected: np.ndarray, found: np.ndarray, around: Around) -> tuple[Class, str, bool]:
     """Kind and words of a list of elements that all differ, and whether they are rough."""
-    if not found.any():
+    if not found.any() and not around.of_counts:
         return "missing", "all zero", False
     if around.dtype == "fp32" and np.array_equal(found, in_bf16(expected)):
         return "order only", "rounded to bf16", False
     unit = unit_of(np.concatenate([expected, found]))
     if len(found) > 1 and np.array_equal(np.sort(expected), np.sort(found)) and (unit is None or _is_no_chance(expected)):
         return "permuted", "the right values in other places", False
-    ratio = ratio_of(expected, found, around.dtype)
+    ratio = None if around.of_counts else ratio_of(expected, found, around.dtype)
     if ratio is not None and (len(found) > 2 or isinstance(ratio, Fraction)):
         return *in_ratio(ratio, around.layout), isinstance(ratio, float)
     distance, norm = (float(np.linalg.norm(each)) for each in (found - expected, expected))
@@ -291,6 +295,20 @@ def in_bf16(values: np.ndarray) -> np.ndarray:
     words = bit_words(values.astype(np.float32))
     words = (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
     return words.view(np.float32).astype(np.float64)
+
+
+def _in_shard(differ: np.ndarray, region: Region, shards: Mapping[int, Sequence[Region]]) -> str:
+    """`, in the shard of rank 2`, where all elements that differ are of one rank's, and not all elements are."""
+    sizes: dict[int, int] = {}
+    for rank, regions in shards.items():
+        own = np.zeros(differ.shape, dtype=bool)
+        for each in regions:
+            box = [(max(a, lo) - lo, min(b, hi) - lo) for (a, b), (lo, hi) in zip(each, region, strict=True)]
+            own[tuple(slice(max(first, 0), max(last, 0)) for first, last in box)] = True
+        if not own.all() and not (differ & ~own).any():
+            sizes[rank] = int(np.count_nonzero(own))
+    ranks = [str(rank) for rank, size in sorted(sizes.items()) if size == min(sizes.values())]
+    return f", in the shard of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
 
 
 def where_of(differ: np.ndarray, region: Region) -> str:

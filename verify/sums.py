@@ -66,7 +66,7 @@ def _fitted(
     plan: Plan, global_rank: int, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray, dtype: str
 ) -> tuple[Class, str] | None:
     """Kind and words of a sum of `values` [parts, n] that is off by `difference` [n], by the first grouping that fits."""
-    slack = ROUNDING[dtype] * float(np.linalg.norm(np.abs(values).sum(0)))
+    slack = slack_of(values, dtype)
     for labels in groupings(plan, parts):
         groups = list(dict.fromkeys(labels))
         if len(groups) > (MOST_GROUPS if len(difference) == 1 else min(MOST_GROUPS, len(difference) - 1)):
@@ -94,8 +94,8 @@ def told_by_columns(
         if not used or len(difference) < 2 * len(used):
             continue
         stacked = np.stack(list(used.values()))
-        slack = ROUNDING[dtype] * float(np.linalg.norm(np.abs(stacked).sum(0)))
-        if (off := _least_squares(stacked, difference, slack)) is None or not _explains(off @ stacked, difference, slack):
+        slack = slack_of(stacked, dtype)
+        if (off := _least_squares(stacked, difference, slack)) is None or not explains(off @ stacked, difference, slack):
             continue
         factors = {words: each + (words not in extra) for words, each in zip(used, off, strict=True)}
         return _columns_in_words(factors, extra)
@@ -113,13 +113,18 @@ def _columns_in_words(factors: Mapping[str, float], extra: Mapping[str, tuple[Cl
     return ("doubled" if all(abs(factor - 2) < 1e-3 for factor in odd.values()) else "scaled"), told
 
 
+def slack_of(values: np.ndarray, dtype: str) -> float:
+    """What rounding may leave over of a sum of `values` [parts, n]."""
+    return ROUNDING[dtype] * float(np.linalg.norm(np.abs(values).sum(0)))
+
+
 def solved(columns: np.ndarray, difference: np.ndarray, slack: float) -> list[Fraction] | None:
     """How often each column [m, n] is in a sum that is off by `difference` [n], once being right; None where no simple multiples fit."""
     off = _of_one_number(columns[:, 0], float(difference[0])) if len(difference) == 1 else _least_squares(columns, difference, slack)
     if off is None:
         return None
     simple = [Fraction(1 + each).limit_denominator(LARGEST_DENOMINATOR) for each in off]
-    fits = _explains(np.array([float(each) - 1 for each in simple]) @ columns, difference, slack)
+    fits = explains(np.array([float(each) - 1 for each in simple]) @ columns, difference, slack)
     return simple if fits else None
 
 
@@ -152,7 +157,8 @@ def _of_one_number(parts: np.ndarray, difference: float) -> np.ndarray | None:
     return None
 
 
-def _explains(fit: np.ndarray, difference: np.ndarray, slack: float) -> bool:
+def explains(fit: np.ndarray, difference: np.ndarray, slack: float) -> bool:
+    """Whether a difference is `fit`, but for rounding (`slack`) and a small part of it."""
     left = float(np.linalg.norm(difference - fit))
     return left <= slack and left <= EXPLAINED * float(np.linalg.norm(difference))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardproof.core.layout import Layout
 from shardproof.verify.digest import full_region
-from shardproof.verify.relations import Around, relate, relate_values
+from shardproof.verify.relations import Around, Known, relate, relate_values
 from shardproof.verify.summary import Summary, summarize
 
 RIGHT = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
@@ -119,3 +119,25 @@ def test_counts_that_are_equal_by_chance_are_not_called_permuted(related: Callab
 def test_many_counts_in_other_places_are_no_chance() -> None:
     counts = np.random.default_rng(0).integers(0, 40, 200).astype(np.float32)
     assert by_values(counts, counts[::-1].copy()).kind == "permuted"
+
+
+def test_few_elements_of_a_tensor_of_counts_are_given_no_name() -> None:
+    biases, zeroed = np.float32([1e-3, -1e-3, 1e-3, -1e-3]), np.float32([1e-3, -1e-3, 0, 0])
+    before = (Known("stale", "those before the first step", np.zeros(4, np.float32), ((0, 4),)),)
+    assert by_values(biases, zeroed, Around(known=before)).kind == "missing"
+    assert by_values(biases, zeroed, Around(known=before, of_counts=True)).kind == "other values"
+    assert by_values(biases, np.float32([-1e-3, 1e-3, 1e-3, -1e-3]), Around(of_counts=True)).kind == "other values"
+
+
+def test_a_part_that_is_old_is_named_with_the_rank_that_keeps_it() -> None:
+    old = np.random.default_rng(1).normal(size=RIGHT.shape).astype(np.float32)
+    wrong = RIGHT.copy()
+    wrong[10:20] = old[10:20]
+    shards = {0: [((0, 10), (0, 50))], 1: [((10, 15), (0, 50)), ((15, 20), (0, 50))], 2: [((20, 40), (0, 50))], 4: [((10, 20), (0, 50))]}
+    known = (Known("stale", "those of step 3", old, full_region(RIGHT.shape)),)
+    found = by_values(RIGHT, wrong, Around(known=known, shards=shards))
+    assert (found.kind, found.words) == (
+        "stale",
+        "those of step 3, in the shard of ranks 1, 4, in 500 of 2,000 elements: [10:20, 0:50]",
+    )
+    assert "shard" not in by_values(RIGHT, old, Around(known=known, shards=shards)).words

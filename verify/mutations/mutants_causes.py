@@ -1,0 +1,146 @@
+"""Bugs of which the first cause is easily given a wrong name: small numbers, parts of tensors, and what is made a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backend import training_rank
+from ...backend.batches import Batches
+from ...backend.data_parallel.buckets import FlatBucket
+from ...backend.totals import Totals
+from ...core.plan import Plan
+from ..ledger import GRADIENT, SCALAR, WEIGHT
+from .mutant import Expected, Mutant
+from .mutants_loss import IGNORED
+from .mutants_scale import zero_buckets_plan
+from .patches import Patches, on_ranks
+from .plans import EXPERTS, tiny
+
+Function = Callable[..., Any]
+
+OURS = "none: of the kinds of the catalog"
+
+
+def uneven_plan() -> Plan:
+    """Two copies whose samples have other numbers of tokens that count."""
+    return tiny(dp=2, samples=4, train={"ignore_token": IGNORED})
+
+
+def flips_a_bit(name: str, bit: int, global_rank: int, patches: Patches) -> None:
+    """One bit of one element of a finished gradient is another on one rank."""
+    here = on_ranks(global_rank)
+
+    def norm(original: Function) -> Function:
+        def flipped(self: Any, held: Any, gradients: Any) -> float:
+            for one, gradient in zip(held, gradients, strict=True):
+                if one.name == name and here():
+                    words = gradient.contiguous().view(torch.int32).reshape(-1)
+                    words[7] ^= 1 << bit
+                    gradient.copy_(words.view(torch.float32).reshape(gradient.shape))
+            return original(self, held, gradients)
+
+        return flipped
+
+    patches.replace(Totals, "norm", norm)
+
+
+def counts_alone(patches: Patches) -> None:
+    """Ranks do not add up how many tokens went to each expert: every one balances by its own."""
+    patches.replace(training_rank, "reduce_counts", lambda original: lambda routers, groups: original(routers, []))
+
+
+def divides_by_own_tokens(patches: Patches) -> None:
+    """A rank divides by the tokens that count in its own samples, not by those of the global batch."""
+
+    def training(original: Function) -> Function:
+        def read(self: Any, step: int, loss_scale: float) -> Any:
+            microbatches = original(self, step, loss_scale)
+            self.num_counted = sum(int((each.targets != IGNORED).sum()) for each in microbatches)
+            return microbatches
+
+        return read
+
+    patches.replace(Batches, "training", training)
+
+
+def averages_means(patches: Patches) -> None:
+    """The loss that is reported is the mean of the ranks' means."""
+
+    def mean_loss(original: Function) -> Function:
+        def averaged(self: Any, token_losses: Any, num_counted: int) -> float:
+            own = sum(int((losses != 0).sum()) for losses in token_losses.values())
+            means = {microbatch: losses.double() / own for microbatch, losses in token_losses.items()}
+            return float(sum(self._mesh.dp.all_gather(sum(losses.sum() for losses in means.values()).reshape(1)))) / self._mesh.dp.size
+
+        return averaged
+
+    patches.replace(Totals, "mean_loss", mean_loss)
+
+
+def brings_an_old_part(member: int, patches: Patches, *, steps_late: int, calls_per_step: int = 1) -> None:
+    """One copy's part of a bucket comes to the others as it was some steps before."""
+    before: dict[int, list[Tensor]] = {}
+
+    def bring(original: Function) -> Function:
+        def brought(self: Any) -> None:
+            original(self)
+            lo, hi = self.kept[member]
+            held = before.setdefault(id(self), [])
+            held.append(self.weights[lo:hi].clone())
+            late = len(held) - 1 - steps_late * calls_per_step
+            if self.group.rank != member and "head.output.weight" in self.keys and late >= 0:
+                self.weights[lo:hi] = held[late]
+
+        return brought
+
+    patches.replace(FlatBucket, "_bring", bring)
+
+
+MUTANTS = (
+    Mutant(
+        "XX60",
+        "one bit of one element of a gradient is flipped on one rank",
+        OURS,
+        plan=lambda: tiny(dp=3, samples=3),
+        breaks=partial(flips_a_bit, "layers.1.mlp.up.weight", 9, 1),
+        expected=Expected(GRADIENT, "layers.1.mlp.up.weight", ("bit flip",), ("REDUCE_GRAD",), ranks=(1,)),
+    ),
+    Mutant(
+        "XX61",
+        "the tokens of experts are not counted over all ranks, and biases go by the counts of each",
+        OURS,
+        plan=lambda: tiny(model={**EXPERTS, "expert_bias": True}, dp=2),
+        breaks=counts_alone,
+        expected=Expected(WEIGHT, "layers.*.mlp.router.expert_bias", ("other values",), ("STEP",)),
+    ),
+    Mutant(
+        "XX62",
+        "one copy's part of the updated weights comes to the others two steps late",
+        OURS,
+        plan=zero_buckets_plan,
+        breaks=partial(brings_an_old_part, 1, steps_late=2),
+        expected=Expected(WEIGHT, "head.output.weight", ("stale",), ("STEP",), ranks=(0, 2), step=3),
+        steps=3,
+    ),
+    Mutant(
+        "XX63",
+        "every rank divides by the tokens that count in its own samples",
+        OURS,
+        plan=uneven_plan,
+        breaks=divides_by_own_tokens,
+        expected=Expected(SCALAR, "loss", ("local mean",), ("STEP",), ranks=(0, 1)),
+    ),
+    Mutant(
+        "XX63-b",
+        "the loss that is reported is the mean of the ranks' means",
+        OURS,
+        plan=uneven_plan,
+        breaks=averages_means,
+        expected=Expected(SCALAR, "loss", ("local mean",), ("STEP",), ranks=(0, 1)),
+    ),
+)
