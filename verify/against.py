@@ -15,6 +15,7 @@ from typing import Any
 from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
+from .axes import likely_axes, wrong_gradients
 from .bounds import StepBounds
 from .closer import closer, with_flip
 from .compare import Difference, compare, whole_summary
@@ -22,7 +23,7 @@ from .describe import differing_words, divergence, later, problem_words, where_w
 from .digest import Digest, Region, full_region
 from .ledger import HELD_OUT, NO_STEP, SCALAR, Key, Piece
 from .ledger_file import RecordedLedger, SavedLedger
-from .modules import AnyPlan, plan_of_rank
+from .modules import AnyPlan, own_key, plan_of_rank
 from .relations import HINTS, ROUNDING, Around, Relation, earlier, relate
 from .summary import Summary
 
@@ -50,8 +51,8 @@ class Comparison:
 def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
     """Every tensor of `run` against that of `reference`; of a run that was resumed from the state on that it began with."""
     reference = replace(reference, run=reference.run.as_far_as(run.run))
-    judge = _Judge(run, reference)
     differences = compare(reference.run, run.run, run.plan.model if isinstance(run.plan, Plan) else run.plan)
+    judge = _Judge(run, reference, frozenset(each.key for each in differences))
     judged = [(each, judge.finding(each)) for each in map(judge.related, differences)]
     wrong = [(difference, finding) for difference, finding in judged if finding.severity == "error"]
     explained = [finding for _, finding in judged if finding.severity != "error"]
@@ -76,10 +77,11 @@ def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
 
 class _Judge:
     """What a difference between two runs means: `premises` are findings about the runs themselves, `bitwise` says whether equal bits are
-    promised."""
+    promised. The tensors `differing` are not right."""
 
-    def __init__(self, run: SavedLedger, reference: SavedLedger):
-        self.run, self.reference = run, reference
+    def __init__(self, run: SavedLedger, reference: SavedLedger, differing: frozenset[Key]):
+        self.run, self.reference, self._differing = run, reference, differing
+        self._gradients: dict[int, frozenset[str]] = {}
         self.premises = [*_other_problem(run.plan, reference.plan), *other_machines(run, reference)]
         self.bitwise = not self.premises and run.plan.numerics.mode == reference.plan.numerics.mode == "exact"
         self._bounds = StepBounds(run.plan) if isinstance(run.plan, Plan) else None
@@ -114,7 +116,11 @@ class _Judge:
         expected, found = self.reference.run.pieces[key], self.run.run.pieces[key]
         piece = next(each for each in found if each.global_rank == rank and each.digest not in _digests(expected, each.region))
         right = next((each for each in expected if each.region == piece.region), None)
-        around = Around(layout=plan_of_rank(self.run.plan, rank).layout)
+        plan, holders = plan_of_rank(self.run.plan, rank), [each.global_rank for each in found]
+        if key.step not in self._gradients:
+            self._gradients[key.step] = wrong_gradients(self.run.plan, key.step, self._differing)
+        axes = likely_axes(plan, own_key(self.run.plan, key), difference.global_ranks, holders, self._gradients[key.step])
+        around = Around(layout=plan.layout, axes=axes)
         if right is None:
             whole, wrong = whole_summary(expected), whole_summary(found, piece)
             relation = relate(whole, wrong, around)

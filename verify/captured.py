@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
+from .axes import likely_axes, wrong_gradients
 from .compare import Difference
 from .contributions import Contributions, Part
 from .digest import Digest, Region, bit_words
@@ -105,6 +106,7 @@ class Captured:
             before=earlier(key, piece, self.wrong),
             others=self._others(key, piece),
             layout=part.layout,
+            axes=self._axes(key, part),
             dtype=_dtype(part, key),
             known=tuple(self._known(key, piece)),
             shards=self._shards(key),
@@ -114,6 +116,12 @@ class Captured:
             return relate(self.right.pieces[key][0].summary, piece.summary, around)
         expected, found = part_of(self._whole(key), piece.region), piece.load()
         return relate_values(expected, found, piece.shape, piece.region, around)
+
+    def _axes(self, key: Key, part: Plan) -> tuple[str, ...]:
+        """Those that may have made a multiple of a tensor."""
+        wrong = [piece.global_rank for piece in self.wrong.pieces[key] if self._is_wrong(key, piece)]
+        holders = [piece.global_rank for piece in self.wrong.pieces[key]]
+        return likely_axes(part, own_key(self.plan, key), wrong, holders, wrong_gradients(self.plan, key.step, self.differing))
 
     def _shards(self, key: Key) -> dict[int, list[Region]]:
         """The parts of a parameter's weights that ranks update."""
@@ -203,7 +211,15 @@ class Captured:
             box = tuple(slice(lo, hi) for lo, hi in piece.region)
             own = Contributions(whole.parts, whole.values[(slice(None), *box)])
             told = told_by_parts(
-                plan, piece.global_rank, expected, found, own, scale=scale, rows=_rows(plan, key, piece), dtype=_dtype(plan, key)
+                plan,
+                piece.global_rank,
+                expected,
+                found,
+                own,
+                scale=scale,
+                rows=_rows(plan, key, piece),
+                dtype=_dtype(plan, key),
+                axes=self._axes(key, plan),
             )
             if told is None and whole.narrow is not None:
                 told = told_by_narrow_operands(expected, found, whole.narrow[box])

@@ -75,12 +75,12 @@ def rank_of_token(plan: Plan, axis: str, token: int) -> int:
     raise AssertionError(f"no rank has token {token}")
 
 
-def in_words(plan: Plan, global_rank: int, factors: Mapping[Label, Fraction]) -> tuple[Class, str]:
-    """Kind and words of a sum of which each group is in so many times."""
+def in_words(plan: Plan, global_rank: int, factors: Mapping[Label, Fraction], axes: Sequence[str]) -> tuple[Class, str]:
+    """Kind and words of a sum of which each group is in so many times; `axes` may have made a multiple of the whole."""
     if not any(factors.values()):
         return "missing", "without any of its parts"
     if len(set(factors.values())) == 1:
-        return in_ratio(next(iter(factors.values())), plan.layout)
+        return in_ratio(next(iter(factors.values())), plan.layout, axes)
     counted = {label: factor for label, factor in factors.items() if label != (("rest", 0),)}
     lost = [label for label, factor in factors.items() if factor == 0]
     kept = {label: factor for label, factor in counted.items() if factor != 0}

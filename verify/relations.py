@@ -89,12 +89,13 @@ class Known:
 @dataclass(frozen=True)
 class Around:
     """What else was computed, among which wrong values may be found again: `before` are the same tensor's summaries in earlier steps,
-    `others` names other tensors of the step by digest, or by `Summary.alike` where they may be in other places. `layout` names the axes
-    of ratios; `dtype` is the format of the tensor. `known` are tensors whose values were kept."""
+    `others` names other tensors of the step by digest, or by `Summary.alike` where they may be in other places. `layout` has the degrees
+    of ratios, of the `axes` that may have made them; `dtype` is the format of the tensor. `known` are tensors whose values were kept."""
 
     before: Sequence[Summary] = ()
     others: Mapping[Digest | int, str] = field(default_factory=dict)
     layout: Layout | None = None
+    axes: Sequence[str] = AXES
     dtype: str = "fp32"
     known: Sequence[Known] = ()
     shards: Mapping[int, Sequence[Region]] = field(default_factory=dict)
@@ -131,10 +132,10 @@ def relate(expected: Summary, found: Summary, around: Around | None = None) -> R
         return relation("permuted", "the right values in other places")
     ratio = ratio_of(expected.sums, found.sums, around.dtype)
     if isinstance(ratio, Fraction):
-        return relation(*in_ratio(ratio, around.layout))
+        return relation(*in_ratio(ratio, around.layout, around.axes))
     if tells and (other := around.others.get(found.digest, around.others.get(found.alike))) is not None:
         return relation("permuted", f"the values of {other}")
-    told = apart(distance, norm, around.dtype) if ratio is None else in_ratio(ratio, around.layout)
+    told = apart(distance, norm, around.dtype) if ratio is None else in_ratio(ratio, around.layout, around.axes)
     return replace(relation(*told), is_rough=True)
 
 
@@ -172,7 +173,7 @@ def _of_elements(expected: np.ndarray, found: np.ndarray, around: Around) -> tup
         return "permuted", "the right values in other places", False
     ratio = None if around.of_counts else ratio_of(expected, found, around.dtype)
     if ratio is not None and (len(found) > 2 or isinstance(ratio, Fraction)):
-        return *in_ratio(ratio, around.layout), isinstance(ratio, float)
+        return *in_ratio(ratio, around.layout, around.axes), isinstance(ratio, float)
     distance, norm = (float(np.linalg.norm(each)) for each in (found - expected, expected))
     if around.dtype == "fp32" and np.array_equal(found, in_bf16(found)) and distance <= norm * 2.0**-8:
         return "order only", f"rounded to bf16: off by {distance / norm:.1e} of their norm", False
@@ -272,12 +273,12 @@ def _fits(right: np.ndarray, wrong: np.ndarray, ratio: float, tolerance: float) 
     return bool(np.abs(wrong - ratio * right).max() <= tolerance * abs(ratio) * np.abs(right).max())
 
 
-def in_ratio(ratio: Fraction | float, layout: Layout | None) -> tuple[Class, str]:
-    """Kind and words of a multiple, with the axes of that degree."""
+def in_ratio(ratio: Fraction | float, layout: Layout | None, axes: Sequence[str] = AXES) -> tuple[Class, str]:
+    """Kind and words of a multiple, with those of the axes that have this degree."""
     if not isinstance(ratio, Fraction):
         return "scaled", f"the right values times {ratio:.6g}"
-    axes = [] if layout is None else [axis for axis in AXES if degree_of(layout, axis) in (ratio, 1 / ratio)]
-    named = f", as {' or '.join(axes)} is" if axes else ""
+    meant = [] if layout is None else [axis for axis in axes if degree_of(layout, axis) in (ratio, 1 / ratio)]
+    named = f", as {' or '.join(meant)} is" if meant else ""
     return "doubled" if ratio == 2 else "scaled", f"the right values times {ratio}{named}"
 
 

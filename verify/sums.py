@@ -14,7 +14,7 @@ import numpy as np
 from ..core.plan import Plan
 from .contributions import Contributions, Part
 from .part_groups import groupings, in_words
-from .relations import Class, in_bf16
+from .relations import AXES, Class, in_bf16
 
 ROUNDING = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}
 """What rounding may leave over of a sum of parts, of the norm of their magnitudes."""
@@ -34,16 +34,17 @@ def told_by_parts(
     scale: float,
     rows: Mapping[str, slice] | None = None,
     dtype: str = "fp32",
+    axes: Sequence[str] = AXES,
 ) -> tuple[Class, str] | None:
     """Kind and words of `found`, of which `expected` is the right one and `scale` times the sum of the contributions; all are those of one
     rank's region. Where the whole has no such multiples, the elements that differ may have, or `rows` that have names, each its own. None
-    where no multiples of the parts make it up."""
+    where no multiples of the parts make it up. `axes` may have made a multiple of the whole."""
     parts, difference = contributions.parts, found.astype(np.float64) - expected
     values = contributions.values * scale
-    if (told := _fitted(plan, global_rank, parts, values.reshape(len(parts), -1), difference.reshape(-1), dtype)) is not None:
+    if (told := _fitted(plan, global_rank, parts, values.reshape(len(parts), -1), difference.reshape(-1), dtype, axes)) is not None:
         return told
     differ = difference != 0
-    if not differ.all() and (told := _fitted(plan, global_rank, parts, values[:, differ], difference[differ], dtype)) is not None:
+    if not differ.all() and (told := _fitted(plan, global_rank, parts, values[:, differ], difference[differ], dtype, axes)) is not None:
         return told
     if (
         difference.size > 1
@@ -55,7 +56,7 @@ def told_by_parts(
     for name, here in (rows or {}).items():
         if differ[here].any():
             part = values[:, here].reshape(len(parts), -1)
-            by_rows.append((name, _fitted(plan, global_rank, parts, part, difference[here].reshape(-1), dtype)))
+            by_rows.append((name, _fitted(plan, global_rank, parts, part, difference[here].reshape(-1), dtype, axes)))
     kinds = {told and told[0] for _, told in by_rows}
     if len(by_rows) < 2 or len(kinds) > 1 or None in kinds:
         return None
@@ -63,7 +64,7 @@ def told_by_parts(
 
 
 def _fitted(
-    plan: Plan, global_rank: int, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray, dtype: str
+    plan: Plan, global_rank: int, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray, dtype: str, axes: Sequence[str]
 ) -> tuple[Class, str] | None:
     """Kind and words of a sum of `values` [parts, n] that is off by `difference` [n], by the first grouping that fits."""
     slack = slack_of(values, dtype)
@@ -73,7 +74,7 @@ def _fitted(
             continue
         columns = np.stack([values[[own == group for own in labels]].sum(0) for group in groups])
         if (factors := solved(columns, difference, slack)) is not None:
-            return in_words(plan, global_rank, dict(zip(groups, factors, strict=True)))
+            return in_words(plan, global_rank, dict(zip(groups, factors, strict=True)), axes)
     return None
 
 

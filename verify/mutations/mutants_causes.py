@@ -12,13 +12,15 @@ from torch import Tensor
 from ...backend import training_rank
 from ...backend.batches import Batches
 from ...backend.data_parallel.buckets import FlatBucket
+from ...backend.model.mlp import MLP
 from ...backend.totals import Totals
+from ...backend.training_rank import TrainingRank
 from ...core.plan import Plan
-from ..ledger import GRADIENT, SCALAR, WEIGHT
+from ..ledger import ACTIVATION, GRADIENT, SCALAR, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_loss import IGNORED
 from .mutants_scale import zero_buckets_plan
-from .patches import Patches, on_ranks
+from .patches import Patches, on_ranks, rank_here
 from .plans import EXPERTS, tiny
 
 Function = Callable[..., Any]
@@ -29,6 +31,11 @@ OURS = "none: of the kinds of the catalog"
 def uneven_plan() -> Plan:
     """Two copies whose samples have other numbers of tokens that count."""
     return tiny(dp=2, samples=4, train={"ignore_token": IGNORED})
+
+
+def equal_plan() -> Plan:
+    """Two tensor-parallel and two data-parallel ranks; those that cut experts are two, too."""
+    return tiny(tp=2, dp=2, etp=2, sequence_parallel=True, model=EXPERTS)
 
 
 def flips_a_bit(name: str, bit: int, global_rank: int, patches: Patches) -> None:
@@ -101,6 +108,45 @@ def brings_an_old_part(member: int, patches: Patches, *, steps_late: int, calls_
     patches.replace(FlatBucket, "_bring", bring)
 
 
+def averages_gradients(is_averaged: Callable[[Any], bool], axis: str, patches: Patches) -> None:
+    """Sums of gradients are divided by the ranks of an axis, although losses are divided by all tokens."""
+
+    def reduce(original: Function) -> Function:
+        def reduced(self: Any, stage: int) -> None:
+            original(self, stage)
+            known = {shard.parameter.name: shard.parameter for shard in self.shards}
+            for key, total in self._reduced[stage].items():
+                if is_averaged(known[key.partition("@")[0]]):
+                    total.div_(self.plan.layout.sizes[axis])
+
+        return reduced
+
+    patches.replace(TrainingRank, "_reduce_gradients", reduce)
+
+
+def is_held_by_all(parameter: Any) -> bool:
+    """Whether tensor-parallel ranks hold it in whole."""
+    return parameter.cut is None
+
+
+def is_any(parameter: Any) -> bool:
+    """Every parameter."""
+    return True
+
+
+def halves_own_layer(patches: Patches) -> None:
+    """On the first data-parallel rank the output of each MLP is averaged over its tensor-parallel ranks, and not added up."""
+
+    def forward(original: Function) -> Function:
+        def averaged(self: Any, x_BSH: Tensor) -> Tensor:
+            y_BSH = original(self, x_BSH)
+            return y_BSH / self.context.tp.size if rank_here() < self.context.tp.size else y_BSH
+
+        return averaged
+
+    patches.replace(MLP, "forward", forward)
+
+
 MUTANTS = (
     Mutant(
         "XX60",
@@ -142,5 +188,29 @@ MUTANTS = (
         plan=uneven_plan,
         breaks=averages_means,
         expected=Expected(SCALAR, "loss", ("local mean",), ("STEP",), ranks=(0, 1)),
+    ),
+    Mutant(
+        "XX64",
+        "gradients of what tensor-parallel ranks hold in whole are averaged over them, where dp is equal",
+        OURS,
+        plan=equal_plan,
+        breaks=partial(averages_gradients, is_held_by_all, "tp"),
+        expected=Expected(GRADIENT, "head.norm.weight", ("scaled",), ("REDUCE_GRAD",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "XX64-b",
+        "gradients are averaged over data-parallel ranks, where tp is equal",
+        OURS,
+        plan=equal_plan,
+        breaks=partial(averages_gradients, is_any, "dp"),
+        expected=Expected(GRADIENT, "head.output.weight", ("scaled",), ("REDUCE_GRAD",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "XX64-c",
+        "one group of tensor-parallel ranks averages the output of a layer, where dp is equal",
+        OURS,
+        plan=lambda: tiny(tp=2, dp=2),
+        breaks=halves_own_layer,
+        expected=Expected(ACTIVATION, "layers.0.mlp", ("scaled",), ("F",), ranks=(0, 1)),
     ),
 )
