@@ -43,3 +43,13 @@ class Observer(Protocol):
 
     def weight(self, name: str, slices: Slices, tensor: Tensor) -> None:
         """This rank's slice of a parameter after the step."""
+
+    def recomputed(self, name: str, microbatch: Microbatch, tokens: tuple[slice, ...] | None, tensor: Tensor) -> None:
+        """What a backward has computed again. With `tokens` it is a tensor that `activation` has shown; without them it is one of this
+        rank's own, which comes once forward and again in the backward."""
+
+    def brought(self, name: str, slices: Slices, tensor: Tensor) -> None:
+        """The part of a parameter that this rank brings to an UNSHARD of a training step."""
+
+    def gathered(self, name: str, slices: Slices, tensor: Tensor) -> None:
+        """This rank's slice of a parameter as that UNSHARD has brought it together: layers compute with it."""

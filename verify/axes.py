@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from ..core.layout import Layout
 from ..core.parameters import TOKEN_TABLE, parameters
 from ..core.plan import Plan
-from .ledger import ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
+from .ledger import ACTIVATION_GRADIENT, GATHERED, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
 from .modules import AnyPlan, own_key
 from .relations import AXES, degree_of
 
@@ -40,7 +40,7 @@ def axes_of(plan: Plan, key: Key) -> frozenset[str]:
     """The axes over which ranks bring parts of a tensor, or have copies of it that are averaged."""
     if key.phase == SCALAR:
         return frozenset(AXES) - (frozenset() if key.tensor == "grad_norm" else OF_EXPERTS)
-    if key.phase in (GRADIENT, OPTIMIZER, WEIGHT):
+    if key.phase in (GRADIENT, OPTIMIZER, WEIGHT, GATHERED):
         name = next((key.tensor.removesuffix(suffix) for suffix in OF_STATE if key.tensor.endswith(suffix)), key.tensor)
         return _of_parameter(plan, name)
     return _of_activation(plan, key)

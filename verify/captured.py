@@ -15,7 +15,21 @@ from .axes import likely_axes, wrong_gradients
 from .compare import Difference
 from .contributions import Contributions, Part
 from .digest import Digest, Region, bit_words
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
+from .ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GATHERED,
+    GRADIENT,
+    HELD_OUT,
+    NO_STEP,
+    OPTIMIZER,
+    RECOMPUTED,
+    SCALAR,
+    WEIGHT,
+    Key,
+    Piece,
+    RunLedger,
+)
 from .local_means import told_by_counts
 from .modules import AnyPlan, own_key, plan_of_rank
 from .norms import Squares, Suspects, told_by_squares
@@ -78,8 +92,8 @@ class Captured:
         """How a difference relates to what is right; of the ranks that hold it wrongly the first that tells most."""
         key = difference.key
         pieces = [piece for piece in self.wrong.pieces[key] if self._is_wrong(key, piece)]
-        before = {(piece.global_rank, piece.region): piece.digest for piece in self.first_run.pieces[key]}
-        if any(before.get((piece.global_rank, piece.region)) != piece.digest for piece in pieces):
+        before = {(piece.global_rank, piece.region, piece.digest) for piece in self.first_run.pieces[key]}
+        if any((piece.global_rank, piece.region, piece.digest) not in before for piece in pieces):
             return Relation("run-dependent", "other wrong bits in every run of the same ranks", math.nan, math.nan)
         relations = [self._related(key, piece) for piece in pieces[:8]]
         plain = next((each for each in relations if not each.is_rough), None)
@@ -126,7 +140,7 @@ class Captured:
     def _shards(self, key: Key) -> dict[int, list[Region]]:
         """The parts of a parameter's weights that ranks update."""
         found: dict[int, list[Region]] = {}
-        if key.phase == WEIGHT:
+        if key.phase in (WEIGHT, GATHERED):
             for each, pieces in self.first_run.pieces.items():
                 if (each.step, each.phase, each.tensor) == (max(key.step, 0), OPTIMIZER, f"{key.tensor}.exp_avg"):
                     for piece in pieces:
@@ -252,9 +266,9 @@ class Captured:
         if not self._has(before):
             return
         old = self._whole(before).astype(np.float64)
-        if key.phase != WEIGHT:
+        if key.phase not in (WEIGHT, GATHERED):
             yield "the values of the step before", "stale", old
-        elif not _decays(plan, key.tensor):
+        elif key.phase == WEIGHT and not _decays(plan, key.tensor):
             yield "a weight decay that it does not have", "scaled", _decay(plan, old)
 
     def _has(self, key: Key) -> bool:
@@ -301,4 +315,4 @@ def _decay(plan: Plan, old: np.ndarray) -> np.ndarray:
 
 
 def _dtype(plan: Plan, key: Key) -> str:
-    return plan.precision.dtype if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT) else "fp32"
+    return plan.precision.dtype if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT, RECOMPUTED, GATHERED) else "fp32"

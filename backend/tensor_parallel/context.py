@@ -66,6 +66,7 @@ class _Running(threading.local):
     """What the current thread runs forward."""
 
     microbatch: Microbatch | None = None
+    again: bool = False
 
 
 class LayerContext:
@@ -218,16 +219,35 @@ class LayerContext:
         """The tensors that `constant` has made so far."""
         return [tensor for pair in self._constants.values() for tensor in pair]
 
-    def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor]) -> Tensor:
-        """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again."""
+    def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor], name: str = "") -> Tensor:
+        """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again. Under `name`, which no
+        other tensor of the microbatch has, the observer sees both; a source that has been given a name before has none here."""
         if self._sources is None:
             self._sources = WeakIdKeyDictionary()
-        self._sources[tensor] = source
+        self._sources[tensor] = self._shown(name, tensor, source) if name else source
         return tensor
+
+    def _shown(self, name: str, tensor: Tensor, source: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        microbatch = self.running_microbatch
+        if self.observer is None or microbatch.step is None:
+            return source
+        self.show_inside(name, microbatch, tensor)
+
+        def again() -> Tensor:
+            made = source()
+            self.show_inside(name, microbatch, made)
+            return made
+
+        return again
 
     def source_of(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """What computes a tensor again; None for one that has to be kept."""
         return None if self._sources is None else self._sources.get(tensor)
+
+    def show_inside(self, name: str, microbatch: Microbatch, tensor: Tensor) -> None:
+        """Shows the observer, if there is one, a tensor inside of a layer that a backward computes again: forward, and then."""
+        if self.observer is not None and microbatch.step is not None:
+            self.observer.recomputed(name, microbatch, None, tensor)
 
     def observe(self, name: str, tensor: Tensor) -> None:
         """Shows an activation to the observer, if there is one; in the graph, so that the observer can ask for its gradient too."""
@@ -235,16 +255,17 @@ class LayerContext:
             assert self.microbatch is not None
             whole = self.tokens is None or tensor.shape[1] == self.microbatch.tokens.shape[1]  # losses are those of all tokens
             places = self.chunks.places(*((0, tensor.shape[1]) if whole else self.tokens.own))
-            self.observer.activation(name, self.microbatch, tuple(slice(*place) for place in places), tensor)
+            show = self.observer.recomputed if self._running.again else self.observer.activation
+            show(name, self.microbatch, tuple(slice(*place) for place in places), tensor)
 
     @contextmanager
-    def running(self, microbatch: Microbatch) -> Iterator[None]:
-        """Inside, layers run forward for `microbatch`."""
-        self._running.microbatch = microbatch
+    def running(self, microbatch: Microbatch, *, again: bool = False) -> Iterator[None]:
+        """Inside, layers run forward for `microbatch`, or `again` for its backward."""
+        self._running.microbatch, self._running.again = microbatch, again
         try:
             yield
         finally:
-            self._running.microbatch = None
+            self._running.microbatch, self._running.again = None, False
 
     def anchor(self) -> Tensor:
         """An empty tensor that requires a gradient, so that autograd reaches layers whose inputs are integers."""

@@ -14,16 +14,18 @@ from torch import Tensor
 from ...core.parameters import layer_prefix
 from ...core.program import recomputes_whole
 from ...core.reduction import cut
-from .context import LayerContext
+from .context import LayerContext, Microbatch
 from .mappings import all_parts
 
 Again = Callable[[], Tensor]
 """What makes a tensor again (`LayerContext.can_repeat`)."""
 
 
-def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs what nobody can make again."""
-    return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], "", *tensors)
+def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Tensor, name: str = "") -> Any:
+    """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs what nobody can make again.
+
+    Under `name`, which nothing else of the microbatch has, an observer sees the result forward and again in the backward."""
+    return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], "", name, *tensors)
 
 
 def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor], Tensor], x_BSH: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor]
     if not recomputes_whole(context.plan, layer):
         return block(x_BSH)
     spread = layer_prefix(layer) if context.plan.recompute.distribute and context.tp.size > 1 else ""
-    return _Recomputed.apply(context, block, [context.source_of(x_BSH)], spread, x_BSH)
+    return _Recomputed.apply(context, block, [context.source_of(x_BSH)], spread, f"{layer_prefix(layer)}.output", x_BSH)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -42,13 +44,13 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, context: LayerContext, function: Callable[..., Any], sources: list[Again | None], spread: str, *tensors: Tensor
+        ctx: Any, context: LayerContext, function: Callable[..., Any], sources: list[Again | None], spread: str, name: str, *tensors: Tensor
     ) -> Any:
-        ctx.context, ctx.function, ctx.microbatch = context, function, context.microbatch
+        ctx.context, ctx.function, ctx.microbatch, ctx.name = context, function, context.microbatch, name
         ctx.sources, ctx.spread, ctx.shapes = sources, spread, [tensor.shape for tensor in tensors]
         kept = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
         ctx.save_for_backward(*(own_part(tensor, context) if spread else tensor for tensor in kept))
-        return function(*tensors)
+        return _shown(context, name, context.microbatch, function(*tensors))
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,10 +59,18 @@ class _Recomputed(torch.autograd.Function):
             tensor = source() if source is not None else next(saved)
             whole = from_parts(tensor, shape, ctx.context, ctx.spread) if source is None and ctx.spread else tensor
             inputs.append(whole.detach().requires_grad_())
-        with torch.enable_grad(), ctx.context.running(ctx.microbatch):
-            y = ctx.function(*inputs)
+        with torch.enable_grad(), ctx.context.running(ctx.microbatch, again=True):
+            y = _shown(ctx.context, ctx.name, ctx.microbatch, ctx.function(*inputs))
         torch.autograd.backward([y] if isinstance(y, Tensor) else y, dy)
-        return None, None, None, None, *(tensor.grad for tensor in inputs)
+        return None, None, None, None, None, *(tensor.grad for tensor in inputs)
+
+
+def _shown(context: LayerContext, name: str, microbatch: Microbatch | None, y: Any) -> Any:
+    """The result `y`, which the observer has seen where it has a name."""
+    if name and microbatch is not None:
+        for place, each in enumerate([y] if isinstance(y, Tensor) else y):
+            context.show_inside(name if isinstance(y, Tensor) else f"{name}.{place}", microbatch, each)
+    return y
 
 
 def own_part(x: Tensor, context: LayerContext) -> Tensor:

@@ -16,6 +16,11 @@ WORDS = {
     "XX64": "scaled: the right values times 1/2, as tp is.",
     "XX64-b": "scaled: the right values times 1/2, as dp is.",
     "XX64-c": "scaled: the right values times 1/2, as tp is.",
+    "XX65": "1UNSHARD, gathered weight layers.1.mlp.up.weight: stale: those of step 1, in the shard of rank 4, in 640 of 2,304",
+    "XX65-b": "1UNSHARD, gathered weight layers.1.mlp.up.weight: stale: those of step 1, in the shard of rank 4, in 640 of 2,304",
+    "XX66": "0B0, recomputed activation layers.1.attention.core of sample 0: scaled: the right values times 7/10.",
+    "XX66-b": "0B0, recomputed activation layers.1.mlp of sample 0: doubled: the right values times 2",
+    "XX66-c": "0B0, recomputed activation layers.1.attention.norm of sample 0: permuted: the right values in other places.",
 }
 
 

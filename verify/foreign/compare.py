@@ -19,6 +19,7 @@ from ..ledger_file import RecordedLedger, SavedLedger
 from ..norms import SQUARE, Squares, Suspects, told_by_squares
 from ..relations import HINTS, Around, Relation, earlier, relate
 from ..summary import Summary
+from ..twice import PHASES
 from .relations import related_norm, related_number
 from .tolerances import RELATIVE, ROUNDOFF, Tolerances, format_of
 
@@ -221,7 +222,7 @@ def _common(reference: RunLedger, run: RunLedger) -> tuple[RunLedger, RunLedger,
     for own, other, words in ((reference, run, "the reference"), (run, reference, "the run")):
         kept, left = {}, []
         for key, pieces in own.pieces.items():
-            if key == ROUNDOFF or key.phase == SQUARE or key.step > last:
+            if key == ROUNDOFF or key.phase in (SQUARE, *PHASES) or key.step > last:
                 continue
             if key.phase in MUST_BE or (key in other.pieces and _same_shape(pieces, other.pieces[key])):
                 kept[key] = pieces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import Tensor
 from ...backend import training_rank
 from ...backend.batches import Batches
 from ...backend.data_parallel.buckets import FlatBucket
+from ...backend.model.attention_core import AttentionCore
 from ...backend.model.mlp import MLP
+from ...backend.tensor_parallel import Norm
 from ...backend.totals import Totals
 from ...backend.training_rank import TrainingRank
-from ...core.plan import Plan
-from ..ledger import ACTIVATION, GRADIENT, SCALAR, WEIGHT
+from ...core.plan import Plan, Recompute, ScheduleChoice
+from ..ledger import ACTIVATION, GATHERED, GRADIENT, RECOMPUTED, SCALAR, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_loss import IGNORED
 from .mutants_scale import zero_buckets_plan
@@ -36,6 +39,12 @@ def uneven_plan() -> Plan:
 def equal_plan() -> Plan:
     """Two tensor-parallel and two data-parallel ranks; those that cut experts are two, too."""
     return tiny(tp=2, dp=2, etp=2, sequence_parallel=True, model=EXPERTS)
+
+
+def gathering_plan(dtype: str = "fp32") -> Plan:
+    """Three copies that keep their weights in parts, on two stages."""
+    plan = tiny(dp=3, pp=2, samples=6, zero=3, dtype=dtype)
+    return replace(plan, schedule=ScheduleChoice("1F1B", max_active_stages=2))
 
 
 def flips_a_bit(name: str, bit: int, global_rank: int, patches: Patches) -> None:
@@ -89,8 +98,8 @@ def averages_means(patches: Patches) -> None:
     patches.replace(Totals, "mean_loss", mean_loss)
 
 
-def brings_an_old_part(member: int, patches: Patches, *, steps_late: int, calls_per_step: int = 1) -> None:
-    """One copy's part of a bucket comes to the others as it was some steps before."""
+def brings_an_old_part(member: int, patches: Patches, *, updates_late: int) -> None:
+    """One copy's part of a bucket comes to the others as it was some updates before."""
     before: dict[int, list[Tensor]] = {}
 
     def bring(original: Function) -> Function:
@@ -98,8 +107,9 @@ def brings_an_old_part(member: int, patches: Patches, *, steps_late: int, calls_
             original(self)
             lo, hi = self.kept[member]
             held = before.setdefault(id(self), [])
-            held.append(self.weights[lo:hi].clone())
-            late = len(held) - 1 - steps_late * calls_per_step
+            if not held or not torch.equal(held[-1], self.weights[lo:hi]):
+                held.append(self.weights[lo:hi].clone())
+            late = len(held) - 1 - updates_late
             if self.group.rank != member and "head.output.weight" in self.keys and late >= 0:
                 self.weights[lo:hi] = held[late]
 
@@ -147,6 +157,34 @@ def halves_own_layer(patches: Patches) -> None:
     patches.replace(MLP, "forward", forward)
 
 
+def repeats_other_numbers(owner: type, patches: Patches, *, number: int, factor: float) -> None:
+    """What rank 1 computes in a layer for a microbatch is other numbers from its second time on."""
+    calls: dict[tuple[int, Any], int] = {}
+
+    def forward(original: Function) -> Function:
+        def repeated(self: Any, *given: Any) -> Any:
+            result = original(self, *given)
+            at = id(self), self.context.running_microbatch.first_sample
+            calls[at] = calls.get(at, 0) + 1
+            return result * factor if calls[at] >= number and rank_here() == 1 else result
+
+        return repeated
+
+    patches.replace(owner, "forward", forward)
+
+
+def repeats_norms_of_other_rows(patches: Patches) -> None:
+    """A norm that is made again for a backward is made of an input that something else has written into."""
+
+    def make(original: Function) -> Function:
+        def again(self: Any, x_BSH: Tensor) -> Tensor:
+            return original(self, x_BSH.roll(1, 1) if rank_here() == 1 else x_BSH)
+
+        return again
+
+    patches.replace(Norm, "_again", make)
+
+
 MUTANTS = (
     Mutant(
         "XX60",
@@ -169,7 +207,7 @@ MUTANTS = (
         "one copy's part of the updated weights comes to the others two steps late",
         OURS,
         plan=zero_buckets_plan,
-        breaks=partial(brings_an_old_part, 1, steps_late=2),
+        breaks=partial(brings_an_old_part, 1, updates_late=2),
         expected=Expected(WEIGHT, "head.output.weight", ("stale",), ("STEP",), ranks=(0, 2), step=3),
         steps=3,
     ),
@@ -212,5 +250,48 @@ MUTANTS = (
         plan=lambda: tiny(tp=2, dp=2),
         breaks=halves_own_layer,
         expected=Expected(ACTIVATION, "layers.0.mlp", ("scaled",), ("F",), ranks=(0, 1)),
+    ),
+    Mutant(
+        "XX65",
+        "one copy's part of the weights is gathered as it was a step before",
+        OURS,
+        plan=gathering_plan,
+        breaks=partial(brings_an_old_part, 1, updates_late=1),
+        expected=Expected(GATHERED, "layers.1.mlp.up.weight", ("stale",), ("UNSHARD",), ranks=(3, 5), step=2),
+    ),
+    Mutant(
+        "XX65-b",
+        "the weights that are gathered for the layers in bf16 are a step old in one copy's part",
+        OURS,
+        plan=partial(gathering_plan, dtype="bf16"),
+        breaks=partial(brings_an_old_part, 1, updates_late=1),
+        expected=Expected(GATHERED, "layers.1.mlp.up.weight", ("stale",), ("UNSHARD",), ranks=(3, 5), step=2),
+    ),
+    Mutant(
+        "XX66",
+        "attention that is computed again for a backward is scaled otherwise",
+        OURS,
+        plan=lambda: tiny(tp=2, sections={"recompute": Recompute("selective")}),
+        breaks=partial(repeats_other_numbers, AttentionCore, number=2, factor=0.7),
+        expected=Expected(RECOMPUTED, "layers.1.attention.core", ("scaled",), ("B",), ranks=(1,)),
+        steps=1,
+    ),
+    Mutant(
+        "XX66-b",
+        "in a layer that is computed again for its backward the MLP is doubled",
+        OURS,
+        plan=lambda: tiny(tp=2, sections={"recompute": Recompute("full")}),
+        breaks=partial(repeats_other_numbers, MLP, number=2, factor=2.0),
+        expected=Expected(RECOMPUTED, "layers.1.mlp", ("doubled",), ("B",), ranks=(1,)),
+        steps=1,
+    ),
+    Mutant(
+        "XX66-c",
+        "norms that are made again for a backward are made of other rows",
+        OURS,
+        plan=lambda: tiny(tp=2, sections={"recompute": Recompute("selective", modules=("norm",))}),
+        breaks=repeats_norms_of_other_rows,
+        expected=Expected(RECOMPUTED, "layers.1.*.norm", ("permuted",), ("B",), ranks=(1,)),
+        steps=1,
     ),
 )
