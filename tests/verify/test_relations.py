@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardproof.core.layout import Layout
 from shardproof.verify.digest import full_region
-from shardproof.verify.relations import Around, Known, relate, relate_values
+from shardproof.verify.relations import HINTS, Around, Class, Known, relate, relate_values
 from shardproof.verify.summary import Summary, summarize
 
 RIGHT = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
@@ -141,3 +143,10 @@ def test_a_part_that_is_old_is_named_with_the_rank_that_keeps_it() -> None:
         "those of step 3, in the shard of ranks 1, 4, in 500 of 2,000 elements: [10:20, 0:50]",
     )
     assert "shard" not in by_values(RIGHT, old, Around(known=known, shards=shards)).words
+
+
+def test_every_kind_is_in_the_documentation_with_a_place_to_look() -> None:
+    assert set(HINTS) == set(get_args(Class))
+    table = (Path(__file__).parents[2] / "docs" / "verification.md").read_text().partition("### Kinds of difference")[2]
+    rows = "".join(line.split("|")[1] for line in table.partition("Where several")[0].splitlines() if line.startswith("| `"))
+    assert {kind for kind in get_args(Class) if f"`{kind}`" in rows} == set(get_args(Class))
