@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -95,7 +95,8 @@ class Captured:
         before = {(piece.global_rank, piece.region, piece.digest) for piece in self.first_run.pieces[key]}
         if any((piece.global_rank, piece.region, piece.digest) not in before for piece in pieces):
             return Relation("run-dependent", "other wrong bits in every run of the same ranks", math.nan, math.nan)
-        relations = [self._related(key, piece) for piece in pieces[:8]]
+        axes = self._axes(difference)
+        relations = [self._related(key, piece, axes) for piece in pieces[:8]]
         plain = next((each for each in relations if not each.is_rough), None)
         if plain is None or plain.kind in ("scaled", "doubled"):
             for piece, related in zip(pieces, relations, strict=False):
@@ -104,7 +105,7 @@ class Captured:
         if plain is not None:
             return plain
         for piece, related in zip(pieces, relations, strict=False):
-            if (told := self._told(key, piece)) is not None:
+            if (told := self._told(key, piece, axes)) is not None:
                 return replace(related, kind=told[0], words=told[1])
         return next((each for each in relations if each.kind != "other values"), relations[0])
 
@@ -113,14 +114,14 @@ class Captured:
 
     # One tensor as it is
 
-    def _related(self, key: Key, piece: Piece) -> Relation:
+    def _related(self, key: Key, piece: Piece, axes: Sequence[str]) -> Relation:
         """By itself: among its own elements, those of other samples and steps, and other tensors."""
         part = plan_of_rank(self.plan, piece.global_rank)
         around = Around(
             before=earlier(key, piece, self.wrong),
             others=self._others(key, piece),
             layout=part.layout,
-            axes=self._axes(key, part),
+            axes=axes,
             dtype=_dtype(part, key),
             known=tuple(self._known(key, piece)),
             shards=self._shards(key),
@@ -131,11 +132,12 @@ class Captured:
         expected, found = part_of(self._whole(key), piece.region), piece.load()
         return relate_values(expected, found, piece.shape, piece.region, around)
 
-    def _axes(self, key: Key, part: Plan) -> tuple[str, ...]:
+    def _axes(self, difference: Difference) -> tuple[str, ...]:
         """Those that may have made a multiple of a tensor."""
-        wrong = [piece.global_rank for piece in self.wrong.pieces[key] if self._is_wrong(key, piece)]
+        key, wrong = difference.key, difference.global_ranks
         holders = [piece.global_rank for piece in self.wrong.pieces[key]]
-        return likely_axes(part, own_key(self.plan, key), wrong, holders, wrong_gradients(self.plan, key.step, self.differing))
+        gradients = wrong_gradients(self.plan, key.step, self.differing)
+        return likely_axes(plan_of_rank(self.plan, wrong[0]), own_key(self.plan, key), wrong, holders, gradients)
 
     def _shards(self, key: Key) -> dict[int, list[Region]]:
         """The parts of a parameter's weights that ranks update."""
@@ -214,7 +216,7 @@ class Captured:
         values = ((each.sample, at, float(value)) for each in losses for at, value in enumerate(self._whole(each)))
         return [(Part(sample, (at, at + 1)), value) for sample, at, value in values]
 
-    def _told(self, key: Key, piece: Piece) -> tuple[Class, str] | None:
+    def _told(self, key: Key, piece: Piece, axes: Sequence[str]) -> tuple[Class, str] | None:
         plan = plan_of_rank(self.plan, piece.global_rank)
         if key.phase == SCALAR:
             return self._scalar_told(plan, key, piece)
@@ -233,7 +235,7 @@ class Captured:
                 scale=scale,
                 rows=_rows(plan, key, piece),
                 dtype=_dtype(plan, key),
-                axes=self._axes(key, plan),
+                axes=axes,
             )
             if told is None and whole.narrow is not None:
                 told = told_by_narrow_operands(expected, found, whole.narrow[box])

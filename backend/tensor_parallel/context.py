@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -111,6 +112,7 @@ class LayerContext:
         self.recomputed_modules = recomputed_modules(plan)
         self._constants: dict[str, tuple[Tensor, Tensor]] = {}
         self._sources: WeakIdKeyDictionary | None = None
+        self._shown_names: tuple[Microbatch | None, Counter[str]] = None, Counter()
         self.comes_to: Callable[[str], None] = lambda part: None
         self._known = {parameter.name: parameter for parameter in parameters(plan.model)}
 
@@ -220,22 +222,21 @@ class LayerContext:
         return [tensor for pair in self._constants.values() for tensor in pair]
 
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor], name: str = "") -> Tensor:
-        """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again. Under `name`, which no
-        other tensor of the microbatch has, the observer sees both; a source that has been given a name before has none here."""
+        """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again. Under `name` the
+        observer sees both; a source that has been given a name before has none here."""
         if self._sources is None:
             self._sources = WeakIdKeyDictionary()
         self._sources[tensor] = self._shown(name, tensor, source) if name else source
         return tensor
 
     def _shown(self, name: str, tensor: Tensor, source: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        microbatch = self.running_microbatch
-        if self.observer is None or microbatch.step is None:
+        if (show := self.shown_inside(name)) is None:
             return source
-        self.show_inside(name, microbatch, tensor)
+        show(tensor)
 
         def again() -> Tensor:
             made = source()
-            self.show_inside(name, microbatch, made)
+            show(made)
             return made
 
         return again
@@ -244,10 +245,19 @@ class LayerContext:
         """What computes a tensor again; None for one that has to be kept."""
         return None if self._sources is None else self._sources.get(tensor)
 
-    def show_inside(self, name: str, microbatch: Microbatch, tensor: Tensor) -> None:
-        """Shows the observer, if there is one, a tensor inside of a layer that a backward computes again: forward, and then."""
-        if self.observer is not None and microbatch.step is not None:
-            self.observer.recomputed(name, microbatch, None, tensor)
+    def shown_inside(self, name: str) -> Callable[[Tensor], None] | None:
+        """What shows the observer a tensor inside of a layer: forward, and when a backward has computed it again. None without an
+        observer, in a pass that trains nothing, and inside of what is computed again itself. Where layers share a name, the second tensor
+        of a microbatch is `name#2`."""
+        microbatch = self.microbatch
+        if self.observer is None or microbatch is None or microbatch.step is None or self._running.again:
+            return None
+        if self._shown_names[0] is not microbatch:
+            self._shown_names = microbatch, Counter()
+        self._shown_names[1][name] += 1
+        number = self._shown_names[1][name]
+        observer, own = self.observer, name if number == 1 else f"{name}#{number}"
+        return lambda tensor: observer.recomputed(own, microbatch, None, tensor)
 
     def observe(self, name: str, tensor: Tensor) -> None:
         """Shows an activation to the observer, if there is one; in the graph, so that the observer can ask for its gradient too."""

@@ -5,7 +5,7 @@ The second forward repeats the first, collectives included, on equal inputs, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.parameters import layer_prefix
 from ...core.program import recomputes_whole
 from ...core.reduction import cut
-from .context import LayerContext, Microbatch
+from .context import LayerContext
 from .mappings import all_parts
 
 Again = Callable[[], Tensor]
@@ -24,7 +24,7 @@ Again = Callable[[], Tensor]
 def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Tensor, name: str = "") -> Any:
     """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs what nobody can make again.
 
-    Under `name`, which nothing else of the microbatch has, an observer sees the result forward and again in the backward."""
+    Under `name` an observer sees the result forward and again in the backward."""
     return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], "", name, *tensors)
 
 
@@ -46,11 +46,13 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any, context: LayerContext, function: Callable[..., Any], sources: list[Again | None], spread: str, name: str, *tensors: Tensor
     ) -> Any:
-        ctx.context, ctx.function, ctx.microbatch, ctx.name = context, function, context.microbatch, name
+        ctx.context, ctx.function, ctx.microbatch = context, function, context.microbatch
         ctx.sources, ctx.spread, ctx.shapes = sources, spread, [tensor.shape for tensor in tensors]
         kept = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
         ctx.save_for_backward(*(own_part(tensor, context) if spread else tensor for tensor in kept))
-        return _shown(context, name, context.microbatch, function(*tensors))
+        y = function(*tensors)
+        ctx.show = [context.shown_inside(each) for each in _names(name, y)]
+        return _shown(ctx.show, y)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -60,16 +62,21 @@ class _Recomputed(torch.autograd.Function):
             whole = from_parts(tensor, shape, ctx.context, ctx.spread) if source is None and ctx.spread else tensor
             inputs.append(whole.detach().requires_grad_())
         with torch.enable_grad(), ctx.context.running(ctx.microbatch, again=True):
-            y = _shown(ctx.context, ctx.name, ctx.microbatch, ctx.function(*inputs))
+            y = _shown(ctx.show, ctx.function(*inputs))
         torch.autograd.backward([y] if isinstance(y, Tensor) else y, dy)
         return None, None, None, None, None, *(tensor.grad for tensor in inputs)
 
 
-def _shown(context: LayerContext, name: str, microbatch: Microbatch | None, y: Any) -> Any:
-    """The result `y`, which the observer has seen where it has a name."""
-    if name and microbatch is not None:
-        for place, each in enumerate([y] if isinstance(y, Tensor) else y):
-            context.show_inside(name if isinstance(y, Tensor) else f"{name}.{place}", microbatch, each)
+def _names(name: str, y: Any) -> list[str]:
+    """Of a result of one tensor or several; none where it has no name."""
+    return [] if not name else [name] if isinstance(y, Tensor) else [f"{name}.{place}" for place in range(len(y))]
+
+
+def _shown(show: Sequence[Callable[[Tensor], None] | None], y: Any) -> Any:
+    """The result `y`, each tensor of which has been shown as it is to be."""
+    for each, tensor in zip(show, [y] if isinstance(y, Tensor) else y, strict=False):
+        if each is not None:
+            each(tensor)
     return y
 
 
