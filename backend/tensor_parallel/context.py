@@ -226,7 +226,7 @@ class LayerContext:
         observer sees both; a source that has been given a name before has none here."""
         if self._sources is None:
             self._sources = WeakIdKeyDictionary()
-        self._sources[tensor] = self._shown(name, tensor, source) if name else source
+        self._sources[tensor] = self._shown(name, tensor, source) if name and torch.is_grad_enabled() else source
         return tensor
 
     def _shown(self, name: str, tensor: Tensor, source: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -247,10 +247,9 @@ class LayerContext:
 
     def shown_inside(self, name: str) -> Callable[[Tensor], None] | None:
         """What shows the observer a tensor inside of a layer: forward, and when a backward has computed it again. None without an
-        observer, in a pass that trains nothing, and inside of what is computed again itself. Where layers share a name, the second tensor
-        of a microbatch is `name#2`."""
+        observer, and inside of what is computed again itself. Where layers share a name, the second tensor of a microbatch is `name#2`."""
         microbatch = self.microbatch
-        if self.observer is None or microbatch is None or microbatch.step is None or self._running.again:
+        if self.observer is None or microbatch is None or self._running.again:
             return None
         if self._shown_names[0] is not microbatch:
             self._shown_names = microbatch, Counter()

@@ -25,7 +25,8 @@ def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Te
     """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs what nobody can make again.
 
     Under `name` an observer sees the result forward and again in the backward."""
-    return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], "", name, *tensors)
+    seen = name if torch.is_grad_enabled() else ""
+    return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], "", seen, *tensors)
 
 
 def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor], Tensor], x_BSH: Tensor) -> Tensor:
@@ -36,7 +37,8 @@ def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor]
     if not recomputes_whole(context.plan, layer):
         return block(x_BSH)
     spread = layer_prefix(layer) if context.plan.recompute.distribute and context.tp.size > 1 else ""
-    return _Recomputed.apply(context, block, [context.source_of(x_BSH)], spread, f"{layer_prefix(layer)}.output", x_BSH)
+    seen = f"{layer_prefix(layer)}.output" if torch.is_grad_enabled() else ""
+    return _Recomputed.apply(context, block, [context.source_of(x_BSH)], spread, seen, x_BSH)
 
 
 class _Recomputed(torch.autograd.Function):
