@@ -74,7 +74,8 @@ def _summed(key: Key, reference: RunLedger, run: RunLedger) -> Key | None:
 def _within_budget(differences: Sequence[Difference], reference: RunLedger, run: RunLedger, world_size: int) -> frozenset[Key]:
     """The tensors to keep: the first that differs, what tells about it, and as many of the others as there is room for."""
     first = differences[0].key
-    wanted = [first, *sources_of(first), *context_of(first, reference)] if differences[0].problem == "differs" else []
+    sources = [*sources_of(first), *context_of(_summed(first, reference, run) or first, reference)]
+    wanted = [first, *sources] if differences[0].problem == "differs" else []
     wanted += [difference.key for difference in differences if difference.problem == "differs"]
     chosen: set[Key] = set()
     used = 0

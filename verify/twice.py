@@ -52,14 +52,16 @@ def sources_of(key: Key) -> list[Key]:
 
 def as_two_runs(key: Key, right: RunLedger, wrong: RunLedger, rank: int, *, dtype: str, folder: Path) -> tuple[RunLedger, RunLedger]:
     """Two ledgers of captured values in which a tensor that `wrong` has twice stands as one that two runs have: `right` has what it should
-    be, in `wrong` is what it became. Of a rank's own tensors these are of `rank`. Values in `dtype` are written into `folder`."""
+    be, among other steps and samples of it, in `wrong` is what it became. Of a rank's own tensors these are of `rank`. Values in `dtype`
+    are written into `folder`."""
     if key.phase == GATHERED:
         return _with(right, _weights_before(key, right, dtype, folder)), wrong
     if key.phase != RECOMPUTED:
         return right, wrong
     forward = right.pieces.get(key._replace(phase=ACTIVATION), ())
     if is_of_all(forward, wrong.pieces[key]) and forward[0].kept is not None:
-        return _with(right, {key: forward}), wrong
+        same = {each: pieces for each, pieces in right.pieces.items() if (each.phase, each.tensor) == (ACTIVATION, key.tensor)}
+        return _with(right, {each._replace(phase=RECOMPUTED): pieces for each, pieces in same.items()}), wrong
     first = next(each for each in firsts(wrong, key) if each.global_rank == rank)
     again = [each for each in wrong.pieces[key] if (each.global_rank, each.region) == (rank, first.region) and each is not first]
     return _with(right, {key: (first,)}), _with(wrong, {key: tuple(again)})
