@@ -258,6 +258,7 @@ MUTANTS = (
         plan=gathering_plan,
         breaks=partial(brings_an_old_part, 1, updates_late=2),
         expected=Expected(GATHERED, "layers.1.mlp.up.weight", ("stale",), ("UNSHARD",), ranks=(3, 5), step=3),
+        steps=3,
     ),
     Mutant(
         "XX65-b",
@@ -266,6 +267,7 @@ MUTANTS = (
         plan=partial(gathering_plan, dtype="bf16"),
         breaks=partial(brings_an_old_part, 1, updates_late=2),
         expected=Expected(GATHERED, "layers.1.mlp.up.weight", ("stale",), ("UNSHARD",), ranks=(3, 5), step=3),
+        steps=3,
     ),
     Mutant(
         "XX66",
