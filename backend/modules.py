@@ -220,6 +220,18 @@ class NamedObserver:
         """As `Observer.weight`."""
         self._observer.weight(self._name(name), slices, tensor, step=step)
 
+    def recomputed(self, name: str, microbatch: Microbatch, tokens: tuple[slice, ...] | None, tensor: Tensor) -> None:
+        """As `Observer.recomputed`."""
+        self._observer.recomputed(self._name(name), microbatch, tokens, tensor)
+
+    def brought(self, name: str, slices: tuple[slice, ...], tensor: Tensor) -> None:
+        """As `Observer.brought`."""
+        self._observer.brought(self._name(name), slices, tensor)
+
+    def gathered(self, name: str, slices: tuple[slice, ...], tensor: Tensor) -> None:
+        """As `Observer.gathered`."""
+        self._observer.gathered(self._name(name), slices, tensor)
+
 
 def measured_modules(spans: Sequence[Span], memory: Sequence[MemorySample], plan: ModularPlan, title: str) -> Timeline:
     """The timeline of one step over the ranks of all modules, with the stages and pipeline ranks of the whole. Inside a module messages are

@@ -45,3 +45,13 @@ class Observer(Protocol):
     def weight(self, name: str, slices: Slices, tensor: Tensor, *, step: int | None = None) -> None:
         """This rank's slice of a parameter after the step. Weights that come together beside a forward of the next step are shown again,
         with their `step`, where that forward uses them; None is the step that has begun last."""
+
+    def recomputed(self, name: str, microbatch: Microbatch, tokens: tuple[slice, ...] | None, tensor: Tensor) -> None:
+        """What a backward has computed again. With `tokens` it is a tensor that `activation` has shown; without them it is one of this
+        rank's own, which comes once forward and again in the backward."""
+
+    def brought(self, name: str, slices: Slices, tensor: Tensor) -> None:
+        """The part of a parameter that this rank brings to an UNSHARD of a training step."""
+
+    def gathered(self, name: str, slices: Slices, tensor: Tensor) -> None:
+        """This rank's slice of a parameter as that UNSHARD has brought it together: layers compute with it."""

@@ -26,6 +26,7 @@ from .data_parallel.base import DataParallel
 from .data_parallel.copies import open_copies
 from .data_parallel.early import EarlyReduction
 from .data_parallel.late import LateGather
+from .data_parallel.observed import observed
 from .data_parallel.replicated import ReplicatedStage
 from .data_parallel.sharded import ShardedStage
 from .data_parallel.tied import tied_gradients
@@ -125,7 +126,7 @@ class TrainingRank:
             recorder=transport.recorder,
             watch=transport.watch,
             global_rank_of=functools.partial(self._peer, joined),
-            weights=self.data_parallel,
+            weights=observed(self.data_parallel, self.stages, observer if own_parts else None),
             pairs=PairRunner(transport.global_rank, baton, transport.device) if baton is not None else None,
             row_order=row_order_of(plan.runtime),
         )

@@ -15,15 +15,18 @@ from typing import Any
 from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
+from .axes import likely_axes, wrong_gradients
 from .bounds import StepBounds
-from .closer import closer
+from .closer import closer, with_flip
 from .compare import Difference, compare, whole_summary
 from .describe import differing_words, divergence, later, problem_words, where_words
-from .digest import Digest, Region
-from .ledger import HELD_OUT, NO_STEP, SCALAR, Key, Piece
+from .digest import Digest, Region, full_region
+from .ledger import BROUGHT, GATHERED, HELD_OUT, NO_STEP, RECOMPUTED, SCALAR, Key, Piece
 from .ledger_file import RecordedLedger, SavedLedger
-from .modules import AnyPlan, plan_of_rank
-from .relations import HINTS, ROUNDING, Around, earlier, relate
+from .modules import AnyPlan, own_key, plan_of_rank
+from .relations import HINTS, ROUNDING, Around, Relation, earlier, relate
+from .summary import Summary
+from .twice import PHASES, firsts
 
 HOW_KEYS = frozenset({"batch.micro_size", "numerics.mode", "precision.gradient_dtype", "train.timeout_s", "train.steps"})
 """Fields that do not change what exact numerics compute."""
@@ -49,8 +52,10 @@ class Comparison:
 def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
     """Every tensor of `run` against that of `reference`; of a run that was resumed from the state on that it began with."""
     reference = replace(reference, run=reference.run.as_far_as(run.run))
-    judge = _Judge(run, reference)
     differences = compare(reference.run, run.run, run.plan.model if isinstance(run.plan, Plan) else run.plan)
+    if not run.exact:  # the library may compute again with other bits
+        differences = [each for each in differences if each.key.phase != RECOMPUTED]
+    judge = _Judge(run, reference, frozenset(each.key for each in differences))
     judged = [(each, judge.finding(each)) for each in map(judge.related, differences)]
     wrong = [(difference, finding) for difference, finding in judged if finding.severity == "error"]
     explained = [finding for _, finding in judged if finding.severity != "error"]
@@ -75,10 +80,11 @@ def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
 
 class _Judge:
     """What a difference between two runs means: `premises` are findings about the runs themselves, `bitwise` says whether equal bits are
-    promised."""
+    promised. The tensors `differing` are not right."""
 
-    def __init__(self, run: SavedLedger, reference: SavedLedger):
-        self.run, self.reference = run, reference
+    def __init__(self, run: SavedLedger, reference: SavedLedger, differing: frozenset[Key]):
+        self.run, self.reference, self._differing = run, reference, differing
+        self._gradients: dict[int, frozenset[str]] = {}
         self.premises = [*_other_problem(run.plan, reference.plan), *other_machines(run, reference)]
         self.bitwise = not self.premises and run.plan.numerics.mode == reference.plan.numerics.mode == "exact"
         self._bounds = StepBounds(run.plan) if isinstance(run.plan, Plan) else None
@@ -92,7 +98,7 @@ class _Judge:
         if relation is None:
             what, hint = problem_words(difference.problem)
             return Finding(f"tensor-{difference.problem}", "error", where, what, hint)
-        if self.bitwise or relation.kind not in ("order only", "other values"):
+        if self.bitwise or key.phase in PHASES or relation.kind not in ("order only", "other values"):
             return Finding("bits-differ", "error", where, f"{relation.kind}: {relation.words}.", HINTS[relation.kind])
         after = key.step > 0 or key.phase == HELD_OUT or key.tensor == "validation_loss"
         if after or self._bounds is None:
@@ -110,17 +116,38 @@ class _Judge:
         if difference.problem != "differs":
             return difference
         key, rank = difference.key, difference.global_ranks[0]
-        expected, found = self.reference.run.pieces[key], self.run.run.pieces[key]
+        expected, found = self._right(key, rank), self.run.run.pieces[key]
         wrong = [each for each in found if each.global_rank == rank and each.digest not in _digests(expected, each.region)]
         piece = next((each for each in wrong if _digests(expected, each.region)), wrong[0])  # those of other regions may be right
         right = next((each for each in expected if each.region == piece.region), None)
-        around = Around(layout=plan_of_rank(self.run.plan, rank).layout)
+        plan, holders = plan_of_rank(self.run.plan, rank), [each.global_rank for each in found]
+        if key.step not in self._gradients:
+            self._gradients[key.step] = wrong_gradients(self.run.plan, key.step, self._differing)
+        axes = likely_axes(plan, own_key(self.run.plan, key), difference.global_ranks, holders, self._gradients[key.step])
+        around = Around(layout=plan.layout, axes=axes)
         if right is None:
-            return replace(difference, relation=relate(whole_summary(expected), whole_summary(found, piece), around))
+            whole, of_run = whole_summary(expected), whole_summary(found, piece)
+            relation = relate(whole, of_run, around)
+            return replace(difference, relation=self._with_flip(key, relation, whole, of_run, piece, full_region(piece.shape)))
         around = replace(around, before=earlier(key, piece, self.run.run), others=self._others(key, piece))
         relation = relate(right.summary, piece.summary, around)
+        relation = self._with_flip(key, relation, right.summary, piece.summary, piece, piece.region)
         copies = [each for each in found if each.region == piece.region]
         return replace(difference, relation=closer(relation, right.summary, piece.summary, piece, copies, ROUNDING[around.dtype]))
+
+    def _with_flip(self, key: Key, relation: Relation, right: Summary, wrong: Summary, of: Piece, region: Region) -> Relation:
+        if not self.bitwise or key.phase == SCALAR:
+            return relation
+        dtype = plan_of_rank(self.run.plan, of.global_rank).precision.dtype if key.sample is not None else "fp32"
+        return with_flip(relation, right, wrong, of.shape, region, dtype)
+
+    def _right(self, key: Key, rank: int) -> Sequence[Piece]:
+        """The pieces that are right: those of the reference, or of what the run has twice the first; of recomputed ones a rank's own."""
+        if key.phase == GATHERED:
+            return self.run.run.pieces[key._replace(phase=BROUGHT)]
+        if key.phase == RECOMPUTED:
+            return [each for each in firsts(self.run.run, key) if each.global_rank == rank]
+        return self.reference.run.pieces[key]
 
     def _others(self, key: Key, piece: Piece) -> dict[Digest | int, str]:
         """The right tensors of the same step and kind, and other parts of the same tensor."""
@@ -128,7 +155,8 @@ class _Judge:
         for other, pieces in self._by_place.get((key.step, key.phase), {}).items():
             words = f"sample {other.sample}" if other.tensor == key.tensor else other.tensor
             found |= {each.digest: words for each in pieces if other != key and each.region == piece.region}
-        parts = {each.summary.alike: each.global_rank for each in self.reference.run.pieces[key] if each.region != piece.region}
+        right = self.reference.run.pieces.get(key, ())
+        parts = {each.summary.alike: each.global_rank for each in right if each.region != piece.region}
         return found | {alike: f"rank {rank} of the reference" for alike, rank in parts.items()}
 
     @cached_property

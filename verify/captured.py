@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from ..core.parameters import parameters
+from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
+from .axes import likely_axes, wrong_gradients
 from .compare import Difference
 from .contributions import Contributions, Part
 from .digest import Digest, Region, bit_words
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
-from .modules import AnyPlan, plan_of_rank
+from .ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GATHERED,
+    GRADIENT,
+    HELD_OUT,
+    NO_STEP,
+    OPTIMIZER,
+    RECOMPUTED,
+    SCALAR,
+    WEIGHT,
+    Key,
+    Piece,
+    RunLedger,
+)
+from .local_means import told_by_counts
+from .modules import AnyPlan, own_key, plan_of_rank
 from .norms import Squares, Suspects, told_by_squares
 from .part_groups import rank_of_token
 from .relations import Around, Class, Known, Relation, earlier, relate, relate_values
@@ -34,9 +50,16 @@ def context_of(key: Key, reference: RunLedger) -> list[Key]:
         )
         return [each for each in reference.pieces if (each.step, each.phase) == (key.step, phase) and tensor in (None, each.tensor)]
     before, after = key._replace(step=key.step - 1), key._replace(step=key.step + 1)
+    older = [key._replace(step=step) for step in range(key.step - 2, NO_STEP - 1, -1)] if key.sample is None else []
     others = [each for each in reference.pieces if each._replace(sample=key.sample) in (key, before) and each != key][:MOST_SAMPLES]
     through = [key._replace(tensor=each) for each in _operands(key)]
-    return [each for each in dict.fromkeys((before, after, *others, *through)) if each in reference.pieces]
+    losses = _losses(key, reference) if key.phase in (GRADIENT, ACTIVATION_GRADIENT) else []
+    return [each for each in dict.fromkeys((before, after, *older, *others, *through, *losses)) if each in reference.pieces]
+
+
+def _losses(key: Key, reference: RunLedger) -> list[Key]:
+    """The losses of all tokens of a step, which tell how many of them count."""
+    return [each for each in reference.pieces if (each.step, each.phase, each.tensor) == (key.step, ACTIVATION, LOSSES)]
 
 
 def _operands(key: Key) -> list[str]:
@@ -72,11 +95,17 @@ class Captured:
         before = {(piece.global_rank, piece.region, piece.digest) for piece in self.first_run.pieces[key]}
         if any((piece.global_rank, piece.region, piece.digest) not in before for piece in pieces):
             return Relation("run-dependent", "other wrong bits in every run of the same ranks", math.nan, math.nan)
-        relations = [self._related(key, piece) for piece in pieces[:8]]
-        if (plain := next((each for each in relations if not each.is_rough), None)) is not None:
+        axes = self._axes(difference)
+        relations = [self._related(key, piece, axes) for piece in pieces[:8]]
+        plain = next((each for each in relations if not each.is_rough), None)
+        if plain is None or plain.kind in ("scaled", "doubled"):
+            for piece, related in zip(pieces, relations, strict=False):
+                if (told := self._counted(key, piece)) is not None:
+                    return replace(related, kind=told[0], words=told[1])
+        if plain is not None:
             return plain
         for piece, related in zip(pieces, relations, strict=False):
-            if (told := self._told(key, piece)) is not None:
+            if (told := self._told(key, piece, axes)) is not None:
                 return replace(related, kind=told[0], words=told[1])
         return next((each for each in relations if each.kind != "other values"), relations[0])
 
@@ -85,16 +114,40 @@ class Captured:
 
     # One tensor as it is
 
-    def _related(self, key: Key, piece: Piece) -> Relation:
+    def _related(self, key: Key, piece: Piece, axes: Sequence[str]) -> Relation:
         """By itself: among its own elements, those of other samples and steps, and other tensors."""
         part = plan_of_rank(self.plan, piece.global_rank)
         around = Around(
-            earlier(key, piece, self.wrong), self._others(key, piece), part.layout, _dtype(part, key), tuple(self._known(key, piece))
+            before=earlier(key, piece, self.wrong),
+            others=self._others(key, piece),
+            layout=part.layout,
+            axes=axes,
+            dtype=_dtype(part, key),
+            known=tuple(self._known(key, piece)),
+            shards=self._shards(key),
+            of_counts=own_key(self.plan, key).tensor in {each.name for each in expert_biases(part.model)},
         )
         if key.phase == SCALAR:
             return relate(self.right.pieces[key][0].summary, piece.summary, around)
         expected, found = part_of(self._whole(key), piece.region), piece.load()
         return relate_values(expected, found, piece.shape, piece.region, around)
+
+    def _axes(self, difference: Difference) -> tuple[str, ...]:
+        """Those that may have made a multiple of a tensor."""
+        key, wrong = difference.key, difference.global_ranks
+        holders = [piece.global_rank for piece in self.wrong.pieces[key]]
+        gradients = wrong_gradients(self.plan, key.step, self.differing)
+        return likely_axes(plan_of_rank(self.plan, wrong[0]), own_key(self.plan, key), wrong, holders, gradients)
+
+    def _shards(self, key: Key) -> dict[int, list[Region]]:
+        """The parts of a parameter's weights that ranks update."""
+        found: dict[int, list[Region]] = {}
+        if key.phase in (WEIGHT, GATHERED):
+            for each, pieces in self.first_run.pieces.items():
+                if (each.step, each.phase, each.tensor) == (max(key.step, 0), OPTIMIZER, f"{key.tensor}.exp_avg"):
+                    for piece in pieces:
+                        found.setdefault(piece.global_rank, []).append(piece.region)
+        return found
 
     def _whole(self, key: Key) -> np.ndarray:
         return self.right.pieces[key][0].load()
@@ -129,7 +182,41 @@ class Captured:
 
     # One tensor by what it is made from
 
-    def _told(self, key: Key, piece: Piece) -> tuple[Class, str] | None:
+    def _counted(self, key: Key, piece: Piece) -> tuple[Class, str] | None:
+        """By the numbers of tokens that ranks, microbatches and samples count."""
+        if key.phase not in (SCALAR, GRADIENT, ACTIVATION_GRADIENT):
+            return None
+        plan, (parts, values) = plan_of_rank(self.plan, piece.global_rank), self._parts_of_mean(key, piece)
+        expected, found = part_of(self._whole(key), piece.region).astype(np.float64), piece.load()
+        counted = [part for part, value in self._token_losses(key) if value]
+        if not parts or not counted:
+            return None
+        return told_by_counts(plan, parts, values, np.atleast_1d(found - expected), counted, _dtype(plan, key))
+
+    def _parts_of_mean(self, key: Key, piece: Piece) -> tuple[list[Part], np.ndarray]:
+        """What of a tensor has tokens of its own: samples and tokens of a gradient or a loss; the tensor of a sample is one part."""
+        if key.phase == SCALAR:
+            if not (losses := self._token_losses(key)) or key.tensor == "grad_norm":
+                return [], np.empty(0)
+            labels, values = zip(*losses, strict=True)
+            return list(labels), _scale(np.array([sum(values)]), self._whole(key)) * np.array(values)[:, None]
+        if key.sample is not None:
+            return [Part(key.sample)], part_of(self._whole(key), piece.region).astype(np.float64)[None]
+        if not self.parts.exists() or not isinstance(self.plan, Plan):
+            return [], np.empty(0)
+        whole = Contributions.load(self.parts)
+        box = tuple(slice(lo, hi) for lo, hi in piece.region)
+        return list(whole.parts), _scale(whole.values.sum(0), self._whole(key)) * whole.values[(slice(None), *box)]
+
+    def _token_losses(self, key: Key) -> list[tuple[Part, float]]:
+        """The losses of a step's tokens; those that do not count are 0."""
+        phase = HELD_OUT if (key.phase, key.tensor) == (SCALAR, "validation_loss") else ACTIVATION
+        wanted = key.step, phase, LOSSES
+        losses = [each for each in self.right.pieces if (each.step, each.phase, each.tensor) == wanted and self._has(each)]
+        values = ((each.sample, at, float(value)) for each in losses for at, value in enumerate(self._whole(each)))
+        return [(Part(sample, (at, at + 1)), value) for sample, at, value in values]
+
+    def _told(self, key: Key, piece: Piece, axes: Sequence[str]) -> tuple[Class, str] | None:
         plan = plan_of_rank(self.plan, piece.global_rank)
         if key.phase == SCALAR:
             return self._scalar_told(plan, key, piece)
@@ -140,7 +227,15 @@ class Captured:
             box = tuple(slice(lo, hi) for lo, hi in piece.region)
             own = Contributions(whole.parts, whole.values[(slice(None), *box)])
             told = told_by_parts(
-                plan, piece.global_rank, expected, found, own, scale=scale, rows=_rows(plan, key, piece), dtype=_dtype(plan, key)
+                plan,
+                piece.global_rank,
+                expected,
+                found,
+                own,
+                scale=scale,
+                rows=_rows(plan, key, piece),
+                dtype=_dtype(plan, key),
+                axes=axes,
             )
             if told is None and whole.narrow is not None:
                 told = told_by_narrow_operands(expected, found, whole.narrow[box])
@@ -173,9 +268,9 @@ class Captured:
         if not self._has(before):
             return
         old = self._whole(before).astype(np.float64)
-        if key.phase != WEIGHT:
+        if key.phase not in (WEIGHT, GATHERED):
             yield "the values of the step before", "stale", old
-        elif not _decays(plan, key.tensor):
+        elif key.phase == WEIGHT and not _decays(plan, key.tensor):
             yield "a weight decay that it does not have", "scaled", _decay(plan, old)
 
     def _has(self, key: Key) -> bool:
@@ -188,11 +283,7 @@ class Captured:
             elements = {name: np.square(self._whole(each).astype(np.float64)) for name, each in held.items()}
             squares = Squares.of_values(elements, {name: self.wrong.pieces.get(each, ()) for name, each in held.items()})
             return told_by_squares(right, found, squares, Suspects.of_plan(plan, squares))
-        losses = [each for each in context_of(key, self.right) if self._has(each)]
-        parts = [
-            (Part(each.sample, (at, at + 1)), value) for each in losses for at, value in enumerate(self._whole(each).astype(np.float64))
-        ]
-        if not parts:
+        if not (parts := self._token_losses(key)):
             return None
         labels, values = zip(*parts, strict=True)
         own = Contributions(labels, np.array(values)[:, None])
@@ -226,4 +317,4 @@ def _decay(plan: Plan, old: np.ndarray) -> np.ndarray:
 
 
 def _dtype(plan: Plan, key: Key) -> str:
-    return plan.precision.dtype if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT) else "fp32"
+    return plan.precision.dtype if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT, RECOMPUTED, GATHERED) else "fp32"

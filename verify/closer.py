@@ -1,4 +1,5 @@
-"""What summaries tell beyond a distance: that ranks hold terms of a sum which was not taken, and that all values are off by one number.
+"""What summaries tell beyond a distance: that ranks hold terms of a sum which was not taken, that all values are off by one number, and
+that one bit of one element is another.
 
 Signed sums are linear, so those of a sum of tensors are the sums of theirs, and those of a shift are a multiple of those of ones.
 """
@@ -13,6 +14,7 @@ import numpy as np
 
 from .compare import ranks_listed
 from .digest import Region, region_size
+from .flips import flipped_bit
 from .ledger import Piece
 from .relations import Relation
 from .summary import Summary, summarize
@@ -28,6 +30,15 @@ def closer(relation: Relation, expected: Summary, found: Summary, of: Piece, cop
         return relation
     relation = _missing_sum(expected, copies, relation, tolerance) or relation
     return _shifted(expected, found, of.shape, of.region, relation, tolerance) or relation
+
+
+def with_flip(relation: Relation, expected: Summary, found: Summary, shape: Sequence[int], region: Region, dtype: str) -> Relation:
+    """A relation of which only a distance was known, or that the one bit of one element of a region is flipped; any other as it is. Only of
+    runs that promise bits: rounding in `dtype`, the format of the tensor, may differ by one bit, too."""
+    if relation.kind not in ("other values", "order only", "not finite"):
+        return relation
+    words = flipped_bit(expected, found, shape, region, dtype)
+    return relation if words is None else replace(relation, kind="bit flip", words=words)
 
 
 def _missing_sum(expected: Summary, copies: Sequence[Piece], relation: Relation, tolerance: float) -> Relation | None:

@@ -18,10 +18,23 @@ from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from ..core.schedules import schedule_for
 from .digest import Digest, Region, add, region_size, regions_overlap
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, OPTIMIZER, SCALAR, Key, Piece, RunLedger
+from .ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GATHERED,
+    GRADIENT,
+    HELD_OUT,
+    OPTIMIZER,
+    RECOMPUTED,
+    SCALAR,
+    Key,
+    Piece,
+    RunLedger,
+)
 from .modules import in_whole, model_shapes, own_key, plan_of_rank, tensor_shapes
 from .relations import Class, Relation
 from .summary import Summary, add_summaries
+from .twice import PHASES, same_twice
 
 Problem = Literal["differs", "missing", "extra", "incomplete", "unclear"]
 """`missing`: no rank has the tensor, `extra`: the reference has not, `incomplete`: the ranks' pieces are not the whole tensor once,
@@ -67,14 +80,21 @@ def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan
     """Every tensor of which any rank's piece differs from the reference, in dataflow order: the first is the nearest to the cause.
 
     Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are assembled, on both sides.
+    What a run has twice (`twice`) is compared with itself.
     Without a model (another stack, whose names say nothing of the order) differences stand as the reference recorded their tensors.
     """
     found = []
     for key, expected in reference.pieces.items():
+        if key.phase in PHASES:
+            continue
         difference = _compare_tensor(key, expected, run.pieces.get(key, ()))
         if difference is not None:
             found.append(difference)
-    found += [Difference(key, "extra", ranks_of(pieces)) for key, pieces in run.pieces.items() if key not in reference.pieces]
+    extra = (key for key in run.pieces if key not in reference.pieces and key.phase not in PHASES)
+    found += [Difference(key, "extra", ranks_of(run.pieces[key])) for key in extra]
+    for key, first, second in same_twice(run):
+        twice = _compare_tensor(key, first, second) if key.phase == GATHERED else _compare_ranks(key, first, second)
+        found += [] if twice is None else [twice]
     return found if model is None else sorted(found, key=_position(reference, model, found))
 
 
@@ -97,6 +117,13 @@ def _compare_tensor(key: Key, expected: Sequence[Piece], pieces: Sequence[Piece]
         suspects = [piece for cover in differ for region in cover for piece in held[region]]
     # a piece of which the reference has the same region is right or wrong for itself
     wrong = [piece for piece in suspects if piece.region not in known or known[piece.region][0].digest != piece.digest]
+    return Difference(key, "differs", ranks_of(wrong)) if wrong else None
+
+
+def _compare_ranks(key: Key, first: Sequence[Piece], second: Sequence[Piece]) -> Difference | None:
+    """Tensors of which every rank has its own."""
+    had = {(piece.global_rank, piece.region): piece.digest for piece in first}
+    wrong = [piece for piece in second if had[piece.global_rank, piece.region] != piece.digest]
     return Difference(key, "differs", ranks_of(wrong)) if wrong else None
 
 
@@ -158,7 +185,8 @@ def ranks_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Sequence[Difference]) -> Callable[[Difference], tuple]:
-    """A sort key: activations forward, loss, their gradients backward, parameter gradients backward, norm, optimizer, weights."""
+    """A sort key: gathered weights, activations forward, loss, those computed again, their gradients backward, parameter gradients
+    backward, norm, optimizer, weights."""
     names = model_shapes(model) if isinstance(model, ModelSpec) else tensor_shapes(model)
     parameter_position = {name: i for i, name in enumerate(names)}
     keys = [*reference.pieces, *(difference.key for difference in found)]
@@ -167,8 +195,12 @@ def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Seque
 
     def position(difference: Difference) -> tuple:
         step, phase, tensor, sample = difference.key
-        if phase == ACTIVATION:
-            where: tuple = (0, forward[tensor], sample)
+        if phase == GATHERED:
+            where: tuple = (-1, parameter_position[tensor])
+        elif phase == ACTIVATION:
+            where = (0, forward[tensor], sample)
+        elif phase == RECOMPUTED:  # before all gradients, none of which they are made from: layers backward, each of them forward
+            where = (1.5, -forward.get(f"{_layer_of(tensor)}.output", 0), sample, forward.get(tensor, len(forward)))
         elif phase == HELD_OUT:
             where = (7, forward[tensor], sample)
         elif phase == ACTIVATION_GRADIENT:
@@ -183,6 +215,12 @@ def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Seque
         return step, *where
 
     return position
+
+
+def _layer_of(tensor: str) -> str:
+    """`layers.3` of `layers.3.mlp.norm`, also with the name of a module before it."""
+    before, layers, rest = tensor.partition("layers.")
+    return f"{before}{layers}{rest.partition('.')[0]}"
 
 
 def action_of(plan: Plan | ModularPlan, key: Key, global_rank: int) -> Action:
@@ -200,10 +238,10 @@ def _own_action(plan: Plan, key: Key, global_rank: int) -> Action:
     if key.sample is not None:
         first, _ = plan.samples_of(plan.layout.coordinates(global_rank)["dp"])
         microbatch = (key.sample - first) // plan.batch.micro_size
-        backward = key.phase == ACTIVATION_GRADIENT
+        backward = key.phase in (ACTIVATION_GRADIENT, RECOMPUTED)
         return Action(stage, _backward_kind(plan, stage, global_rank) if backward else Kind.F, microbatch)
-    if key.phase == GRADIENT:
-        return Action(stage, Kind.REDUCE_GRAD)
+    if key.phase in (GRADIENT, GATHERED):
+        return Action(stage, Kind.REDUCE_GRAD if key.phase == GRADIENT else Kind.UNSHARD)
     return Action(plan.placement.stages_of(plan.layout.coordinates(global_rank)["pp"])[0], Kind.STEP)
 
 

@@ -11,7 +11,7 @@ from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from .compare import Difference, Problem, action_of, name_of, places, ranks_listed
 from .fast_run import FastCheck
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, Key, RunLedger
+from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GATHERED, GRADIENT, HELD_OUT, NO_STEP, RECOMPUTED, Key, RunLedger
 from .modules import plan_of_rank
 from .regression import Coefficient
 from .relations import HINTS
@@ -23,6 +23,13 @@ _PROBLEMS: Mapping[Problem, str] = {
     "incomplete": "the pieces of the ranks do not make up the whole tensor exactly once",
     "unclear": "these ranks of the reference hold the same tensor and have other bits",
 }
+
+_TWICE: Mapping[str, str] = {
+    GATHERED: "What ranks bring together is right: look at the gather, at what it waits for, and at who writes into its buffer.",
+    RECOMPUTED: "The rank had other values forward: look at what its recomputation reads (weights, buffers, random numbers), and at the "
+    "groups that it gathers from.",
+}
+"""Where to look, where a run itself has both the right values and the wrong ones."""
 
 
 def devices_words(num_modules: int) -> str:
@@ -164,15 +171,18 @@ def _first_words(plan: Plan | ModularPlan, run: RunLedger, first: Difference) ->
         return f"tensor-{first.problem}", "error", where, *problem_words(first.problem)
     if values is None or relation is None:
         return "run-dependent", "error", where, f"digests differed, but {_PROBLEMS['differs']}.", HINTS["run-dependent"]
+    right = "it was" if key.phase == RECOMPUTED else "one device has"
     what = (
         f"{relation.kind}: {relation.words}. {values.elements_different} of {values.num_elements} elements differ "
-        f"({values.bits_different} bits); at {list(values.index)} one device has {values.expected!r}, rank {ranks[0]} has {values.found!r}."
+        f"({values.bits_different} bits); at {list(values.index)} {right} {values.expected!r}, rank {ranks[0]} has {values.found!r}."
     )
     return "run-dependent" if relation.kind == "run-dependent" else "bits-differ", "error", where, what, _hint(plan, run, first)
 
 
 def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
     """Which reduction to look at: the one over the axis that separates wrong replicas from right ones."""
+    if (twice := _TWICE.get(first.key.phase)) is not None:
+        return twice
     wrong = set(first.global_ranks)
     regions = {piece.region for piece in run.pieces[first.key] if piece.global_rank in wrong}
     right = {piece.global_rank for piece in run.pieces[first.key] if piece.region in regions} - wrong

@@ -134,6 +134,11 @@ def _digest_chunk(words: np.ndarray, index: np.ndarray) -> Digest:
     return first, second
 
 
+def keys_of(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The odd numbers that the elements `index` (uint64) of a tensor are multiplied by, in both lanes."""
+    return _keys(index, _LANE_SEEDS[0]), _keys(index, _LANE_SEEDS[1])
+
+
 def _numbers(words: np.ndarray) -> np.ndarray:
     """What stands for words of any width: none of zeros is 0, and the highest bit of 64, which would be lost in every other sum, is not
     alone."""

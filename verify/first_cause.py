@@ -14,8 +14,10 @@ from ..core.plan import Plan
 from .captured import Captured, context_of, part_of
 from .compare import Difference, Values, compare, ranks_of
 from .digest import bit_words
-from .ledger import Key, Piece, RunLedger
+from .ledger import ACTIVATION, RECOMPUTED, Key, Piece, RunLedger
+from .modules import plan_of_rank
 from .proof_run import PARTS_FILE, ProofJob, TransportName, one_device, run_ledger
+from .twice import as_two_runs, is_of_all, sources_of
 
 CAPTURE_BYTES = 2**28
 """Values of differing tensors that a second run keeps, over all ranks: the first ones in dataflow order."""
@@ -45,30 +47,46 @@ def _look_closer(
 ) -> list[Difference]:
     """The differences with their values, as far as the capture budget reaches, and the relation of the first. The folder of values is
     removed in any case."""
-    chosen = _within_budget(differences, reference, many.plan.world_size)
+    chosen = _within_budget(differences, reference, run, many.plan.world_size)
     with tempfile.TemporaryDirectory(prefix="shardproof-proof-") as name:
         folders = Path(name, "one"), Path(name, "many")
         for folder in folders:
             folder.mkdir()
-        parts_of = differences[0].key if isinstance(one.plan, Plan) and differences[0].key in chosen else None
+        parts_of = _summed(differences[0].key, reference, run) if isinstance(one.plan, Plan) else None
+        parts_of = parts_of if parts_of in chosen else None
         right = run_ledger(replace(one, capture=chosen, folder=folders[0], parts_of=parts_of), "memory")
         wrong = run_ledger(replace(many, capture=chosen, folder=folders[1]), transport)
-        first, *rest = [explain(each, right, wrong) if each.key in chosen else each for each in differences]
+        if first_ranks := differences[0].global_ranks:
+            dtype = plan_of_rank(many.plan, first_ranks[0]).precision.dtype
+            right, wrong = as_two_runs(differences[0].key, right, wrong, first_ranks[0], dtype=dtype, folder=folders[0])
+        kept = {each.key for each in differences if each.key in chosen and each.key in right.pieces}
+        first, *rest = [explain(each, right, wrong) if each.key in kept else each for each in differences]
         if first.values is not None:
             captured = Captured(many.plan, right, wrong, run, frozenset(each.key for each in differences), folders[0] / PARTS_FILE)
             first = replace(first, relation=captured.relation(first))
         return [first, *rest]
 
 
-def _within_budget(differences: Sequence[Difference], reference: RunLedger, world_size: int) -> frozenset[Key]:
+def _summed(key: Key, reference: RunLedger, run: RunLedger) -> Key | None:
+    """The tensor that one device records as a sum; what was computed again is the sum that it was forward, if the device shows it."""
+    if key.phase != RECOMPUTED:
+        return key
+    forward = key._replace(phase=ACTIVATION)
+    return forward if is_of_all(reference.pieces.get(forward, ()), run.pieces[key]) else None
+
+
+def _within_budget(differences: Sequence[Difference], reference: RunLedger, run: RunLedger, world_size: int) -> frozenset[Key]:
     """The tensors to keep: the first that differs, what tells about it, and as many of the others as there is room for."""
     first = differences[0].key
-    wanted = [first, *context_of(first, reference)] if differences[0].problem == "differs" else []
+    sources = [*sources_of(first), *context_of(_summed(first, reference, run) or first, reference)]
+    wanted = [first, *sources] if differences[0].problem == "differs" else []
     wanted += [difference.key for difference in differences if difference.problem == "differs"]
     chosen: set[Key] = set()
     used = 0
     for key in dict.fromkeys(wanted):
-        used += 4 * math.prod(reference.pieces[key][0].shape) * (world_size + 1)
+        if (pieces := reference.pieces.get(key) or run.pieces.get(key)) is None:
+            continue
+        used += 4 * math.prod(pieces[0].shape) * (world_size + 1)
         if chosen and used > CAPTURE_BYTES:
             break
         chosen.add(key)

@@ -25,6 +25,11 @@ HELD_OUT = "held-out activation"
 GRADIENT = "gradient"
 OPTIMIZER = "optimizer state"
 WEIGHT = "weight"
+RECOMPUTED = "recomputed activation"
+"""What a backward has computed again: of an activation that a rank has shown, or of a tensor of its own that it shows forward, too."""
+BROUGHT = "weight to gather"
+GATHERED = "gathered weight"
+"""What ranks bring to an UNSHARD of a step, and what each has got."""
 SCALAR = "scalar"
 
 
@@ -142,6 +147,25 @@ class LedgerWriter:
     def weight(self, name: str, slices: Sequence[slice], tensor: Any, *, step: int | None = None) -> None:
         """A parameter's shard after the optimizer step; with `step` after that one, which has begun before the last."""
         self._shard(WEIGHT, name, self.shapes[name], slices, tensor, step)
+
+    def recomputed(self, name: str, microbatch: Any, tokens: Sequence[slice] | None, tensor: Any) -> None:
+        """What a backward has computed again, with its gradient once backward reaches it; without `tokens` a tensor of this rank alone,
+        under the microbatch's first sample."""
+        if tokens is None:
+            values = _values(tensor)
+            self._enter(Key(self.step, RECOMPUTED, name, microbatch.first_sample), values, values.shape, full_region(values.shape))
+            return
+        self._samples(RECOMPUTED, name, microbatch, tokens, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient))
+
+    def brought(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
+        """What this rank brings to UNSHARD of a parameter."""
+        self._shard(BROUGHT, name, self.shapes[name], slices, tensor)
+
+    def gathered(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
+        """A parameter's shard as UNSHARD has brought it together."""
+        self._shard(GATHERED, name, self.shapes[name], slices, tensor)
 
     def scalar(self, name: str, value: float) -> None:
         """A number that every rank knows, such as the loss."""

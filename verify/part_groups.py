@@ -75,30 +75,30 @@ def rank_of_token(plan: Plan, axis: str, token: int) -> int:
     raise AssertionError(f"no rank has token {token}")
 
 
-def in_words(plan: Plan, global_rank: int, factors: Mapping[Label, Fraction]) -> tuple[Class, str]:
-    """Kind and words of a sum of which each group is in so many times."""
+def in_words(plan: Plan, global_rank: int, factors: Mapping[Label, Fraction], axes: Sequence[str]) -> tuple[Class, str]:
+    """Kind and words of a sum of which each group is in so many times; `axes` may have made a multiple of the whole."""
     if not any(factors.values()):
         return "missing", "without any of its parts"
     if len(set(factors.values())) == 1:
-        return in_ratio(next(iter(factors.values())), plan.layout)
+        return in_ratio(next(iter(factors.values())), plan.layout, axes)
     counted = {label: factor for label, factor in factors.items() if label != (("rest", 0),)}
     lost = [label for label, factor in factors.items() if factor == 0]
     kept = {label: factor for label, factor in counted.items() if factor != 0}
     odd = {label: factor for label, factor in factors.items() if factor not in (0, 1)}
     if lost and not odd:
-        return "missing", f"only {_named(plan, list(kept))}" if len(kept) < len(lost) else f"without {_named(plan, lost)}"
-    times = "; ".join(f"{_named(plan, [label])} {'twice' if factor == 2 else f'times {factor}'}" for label, factor in list(odd.items())[:4])
+        return "missing", f"only {named(plan, list(kept))}" if len(kept) < len(lost) else f"without {named(plan, lost)}"
+    times = "; ".join(f"{named(plan, [label])} {'twice' if factor == 2 else f'times {factor}'}" for label, factor in list(odd.items())[:4])
     if lost:
         own = plan.layout.coordinates(global_rank)
         is_own = all(dict(label).get(axis, rank) == rank for label in kept for axis, rank in own.items())
         if sum(counted.values()) == len(counted) and not is_own:
-            return "permuted", f"{times}, and without {_named(plan, lost)}"
-        return "missing", f"without {_named(plan, lost)}, and {times}"
+            return "permuted", f"{times}, and without {named(plan, lost)}"
+        return "missing", f"without {named(plan, lost)}, and {times}"
     return ("doubled" if set(odd.values()) == {Fraction(2)} else "scaled"), f"the right sum with {times}"
 
 
-def _named(plan: Plan, labels: Sequence[Label]) -> str:
-    """`the parts of dp rank 1 (samples 2-3), tp rank 0`, of many only the first."""
+def named(plan: Plan, labels: Sequence[Label]) -> str:
+    """Groups in words: `the parts of dp rank 1 (samples 2-3), tp rank 0`, of many only the first."""
     words = [", ".join(_word(plan, name, value) for name, value in label) or "what no rank has alone" for label in labels]
     shown = "; ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
     return f"the part{'s' if len(words) > 1 else ''} of {shown}"

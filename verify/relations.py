@@ -16,17 +16,32 @@ import numpy as np
 
 from ..core.layout import Layout
 from .digest import EMPTY, Digest, Region, bit_words
+from .flips import flipped_bits
 from .ledger import Key, Piece, RunLedger
 from .summary import Summary, summarize
 
-Class = Literal["missing", "doubled", "scaled", "permuted", "stale", "order only", "not finite", "run-dependent", "other values"]
+Class = Literal[
+    "missing",
+    "doubled",
+    "scaled",
+    "local mean",
+    "permuted",
+    "stale",
+    "bit flip",
+    "order only",
+    "not finite",
+    "run-dependent",
+    "other values",
+]
 
 HINTS: Mapping[Class, str] = {
     "missing": "A contribution was dropped or a buffer was zeroed: look at the reduction of this tensor.",
     "doubled": "Something was added twice: look at reductions over replicas, and at contributions that are counted on two ranks.",
     "scaled": "A sum was divided or multiplied once too often: look at where the axis of this ratio is averaged.",
+    "local mean": "A sum was divided by what one rank, microbatch or sample counts: add the counts of all before dividing.",
     "permuted": "Shards, samples or chunks were put together in another order: look at gathers and at the order of ranks.",
     "stale": "Something was not refreshed in this step: look at what copies it, and at waits that are missing.",
+    "bit flip": "Memory, a cache or a link has changed a bit, or code that writes single bits: run again, and test that device.",
     "order only": "Another order or precision of the same sums: look for a reduction that is not exact.",
     "not finite": "Look at what feeds it: the last tensor before it was right.",
     "run-dependent": "Something depends on time: an unordered reduction, a buffer reused too early, or memory never written.",
@@ -37,6 +52,10 @@ HINTS: Mapping[Class, str] = {
 AXES = ("tp", "cp", "dp", "ep", "etp", "pp")
 LARGEST_RATIO = 64
 LARGEST_POWER = 32
+MOST_LEVELS = 64
+"""Whole multiples of one number, up to so many times it, are made of counts: two tensors of such often have the same values by chance."""
+CHANCE = 10**9
+"""Of so many choices of such values one is found by chance."""
 ROUNDING = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
 """A distance below this part of the norm is what other orders of the same sums give in tensors of a format."""
 SAME_RATIO = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 8e-3}
@@ -70,14 +89,19 @@ class Known:
 @dataclass(frozen=True)
 class Around:
     """What else was computed, among which wrong values may be found again: `before` are the same tensor's summaries in earlier steps,
-    `others` names other tensors of the step by digest, or by `Summary.alike` where they may be in other places. `layout` names the axes
-    of ratios; `dtype` is the format of the tensor. `known` are tensors whose values were kept."""
+    `others` names other tensors of the step by digest, or by `Summary.alike` where they may be in other places. `layout` has the degrees
+    of ratios, of the `axes` that may have made them; `dtype` is the format of the tensor. `known` are tensors whose values were kept."""
 
     before: Sequence[Summary] = ()
     others: Mapping[Digest | int, str] = field(default_factory=dict)
     layout: Layout | None = None
+    axes: Sequence[str] = AXES
     dtype: str = "fp32"
     known: Sequence[Known] = ()
+    shards: Mapping[int, Sequence[Region]] = field(default_factory=dict)
+    """The parts of the tensor that ranks keep, where one that is brought together holds those of several."""
+    of_counts: bool = False
+    """Whether the tensor is made of counts, so that a few elements are zero, exchanged or of the other sign by chance."""
 
 
 def earlier(key: Key, piece: Piece, run: RunLedger) -> list[Summary]:
@@ -103,14 +127,15 @@ def relate(expected: Summary, found: Summary, around: Around | None = None) -> R
         return relation("stale", "the values of an earlier step")
     if found.largest == 0 < expected.largest:
         return relation("missing", "all zero")
-    if found.alike == expected.alike:
+    tells = unit_of(np.array([*expected.sums, expected.largest])) is None
+    if tells and found.alike == expected.alike:
         return relation("permuted", "the right values in other places")
     ratio = ratio_of(expected.sums, found.sums, around.dtype)
     if isinstance(ratio, Fraction):
-        return relation(*in_ratio(ratio, around.layout))
-    if (other := around.others.get(found.digest, around.others.get(found.alike))) is not None:
+        return relation(*in_ratio(ratio, around.layout, around.axes))
+    if tells and (other := around.others.get(found.digest, around.others.get(found.alike))) is not None:
         return relation("permuted", f"the values of {other}")
-    told = apart(distance, norm, around.dtype) if ratio is None else in_ratio(ratio, around.layout)
+    told = apart(distance, norm, around.dtype) if ratio is None else in_ratio(ratio, around.layout, around.axes)
     return replace(relation(*told), is_rough=True)
 
 
@@ -118,38 +143,42 @@ def relate_values(expected: np.ndarray, found: np.ndarray, shape: Sequence[int],
     """How the values of `region` of a tensor of `shape` relate to the right ones: of all its elements, or of those that differ."""
     around = around or Around()
     whole = relate(summarize(expected, shape, region), summarize(found, shape, region), around)
-    if whole.kind in ("not finite", "stale"):
-        return whole
     right, wrong = expected.astype(np.float64), found.astype(np.float64)
     differ = right != wrong
+    if whole.kind != "stale" and differ.any() and (flipped := flipped_bits(expected, found, region, around.dtype)) is not None:
+        return replace(whole, kind="bit flip", words=flipped, is_rough=False)
+    if whole.kind in ("not finite", "stale"):
+        return whole
     if not differ.any():  # bits differ all the same: the sign of a zero
         return replace(whole, kind="order only", words="zeros of the other sign")
     kind, words, is_rough = _of_elements(right[differ], wrong[differ], around)
     if is_rough and not whole.is_rough:
         return whole
-    if is_rough and (same := _same_as_known(found, differ, region, around.known)) is not None:
+    if is_rough and not around.of_counts and (same := _same_as_known(found, differ, region, around.known)) is not None:
         (kind, words), is_rough = same, False
     if kind != "other values" and not differ.all():
-        words += where_of(differ, region)
+        words += _in_shard(differ, region, around.shards) + where_of(differ, region)
     distance, norm = float(np.linalg.norm(wrong - right)), float(np.linalg.norm(right))
     return Relation(kind, words, distance, norm, is_rough)
 
 
 def _of_elements(expected: np.ndarray, found: np.ndarray, around: Around) -> tuple[Class, str, bool]:
     """Kind and words of a list of elements that all differ, and whether they are rough."""
-    if not found.any():
+    if not found.any() and not around.of_counts:
         return "missing", "all zero", False
     if around.dtype == "fp32" and np.array_equal(found, in_bf16(expected)):
         return "order only", "rounded to bf16", False
-    if len(found) > 1 and np.array_equal(np.sort(expected), np.sort(found)):
+    unit = unit_of(np.concatenate([expected, found]))
+    if len(found) > 1 and np.array_equal(np.sort(expected), np.sort(found)) and (unit is None or _is_no_chance(expected)):
         return "permuted", "the right values in other places", False
-    ratio = ratio_of(expected, found, around.dtype)
+    ratio = None if around.of_counts else ratio_of(expected, found, around.dtype)
     if ratio is not None and (len(found) > 2 or isinstance(ratio, Fraction)):
-        return *in_ratio(ratio, around.layout), isinstance(ratio, float)
+        return *in_ratio(ratio, around.layout, around.axes), isinstance(ratio, float)
     distance, norm = (float(np.linalg.norm(each)) for each in (found - expected, expected))
     if around.dtype == "fp32" and np.array_equal(found, in_bf16(found)) and distance <= norm * 2.0**-8:
         return "order only", f"rounded to bf16: off by {distance / norm:.1e} of their norm", False
-    return *apart(distance, norm, around.dtype), True
+    kind, words = apart(distance, norm, around.dtype)
+    return kind, words if unit is None else f"{words}; the right and the wrong ones are whole multiples of {unit:.6g}, as counts give", True
 
 
 def _same_as_known(found: np.ndarray, differ: np.ndarray, region: Region, known: Sequence[Known]) -> tuple[Class, str] | None:
@@ -187,6 +216,30 @@ def _box(region: Region) -> tuple[slice, ...]:
     return tuple(slice(lo, hi) for lo, hi in region)
 
 
+def unit_of(values: np.ndarray) -> float | None:
+    """The number of which all values are whole multiples, if there is one that none is more than `MOST_LEVELS` times; None of zeros.
+
+    >>> unit_of(np.array([0.02, -0.01, 0.0, 0.05])), unit_of(np.array([0.02, 0.0141, 0.3]))
+    (0.01, None)
+    """
+    sizes = np.unique(np.abs(values))
+    largest = float(sizes[-1]) if len(sizes) else 0.0
+    least, unit = largest / MOST_LEVELS, largest
+    for size in sizes if largest and math.isfinite(largest) else ():
+        rest = float(size)
+        while rest > 1e-6 * largest:  # Euclid's algorithm, with room for rounding
+            unit, rest = rest, abs(unit - rest * round(unit / rest))
+            if unit < least * (1 - 1e-6):
+                return None
+    return unit if largest and math.isfinite(largest) else None
+
+
+def _is_no_chance(values: np.ndarray) -> bool:
+    """Whether so many values of so few levels are hardly ever the same by chance."""
+    levels = len(np.unique(values))
+    return math.comb(len(values) + levels - 1, levels - 1) > CHANCE
+
+
 def ratio_of(expected: Sequence[float] | np.ndarray, found: Sequence[float] | np.ndarray, dtype: str) -> Fraction | float | None:
     """The ratio of two tensors that are multiples of each other, simple where it may be; None of all others, and 1 is none."""
     right, wrong = np.asarray(expected, dtype=np.float64).reshape(-1), np.asarray(found, dtype=np.float64).reshape(-1)
@@ -220,12 +273,12 @@ def _fits(right: np.ndarray, wrong: np.ndarray, ratio: float, tolerance: float) 
     return bool(np.abs(wrong - ratio * right).max() <= tolerance * abs(ratio) * np.abs(right).max())
 
 
-def in_ratio(ratio: Fraction | float, layout: Layout | None) -> tuple[Class, str]:
-    """Kind and words of a multiple, with the axes of that degree."""
+def in_ratio(ratio: Fraction | float, layout: Layout | None, axes: Sequence[str] = AXES) -> tuple[Class, str]:
+    """Kind and words of a multiple, with those of the axes that have this degree."""
     if not isinstance(ratio, Fraction):
         return "scaled", f"the right values times {ratio:.6g}"
-    axes = [] if layout is None else [axis for axis in AXES if degree_of(layout, axis) in (ratio, 1 / ratio)]
-    named = f", as {' or '.join(axes)} is" if axes else ""
+    meant = [] if layout is None else [axis for axis in axes if degree_of(layout, axis) in (ratio, 1 / ratio)]
+    named = f", as {' or '.join(meant)} is" if meant else ""
     return "doubled" if ratio == 2 else "scaled", f"the right values times {ratio}{named}"
 
 
@@ -243,6 +296,20 @@ def in_bf16(values: np.ndarray) -> np.ndarray:
     words = bit_words(values.astype(np.float32))
     words = (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
     return words.view(np.float32).astype(np.float64)
+
+
+def _in_shard(differ: np.ndarray, region: Region, shards: Mapping[int, Sequence[Region]]) -> str:
+    """`, in the shard of rank 2`, where all elements that differ are of one rank's, and not all elements are."""
+    sizes: dict[int, int] = {}
+    for rank, regions in shards.items():
+        own = np.zeros(differ.shape, dtype=bool)
+        for each in regions:
+            box = [(max(a, lo) - lo, min(b, hi) - lo) for (a, b), (lo, hi) in zip(each, region, strict=True)]
+            own[tuple(slice(max(first, 0), max(last, 0)) for first, last in box)] = True
+        if not own.all() and not (differ & ~own).any():
+            sizes[rank] = int(np.count_nonzero(own))
+    ranks = [str(rank) for rank, size in sorted(sizes.items()) if size == min(sizes.values())]
+    return f", in the shard of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
 
 
 def where_of(differ: np.ndarray, region: Region) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from ..core.plan import Plan
 from .contributions import Contributions, Part
 from .part_groups import groupings, in_words
-from .relations import Class, in_bf16
+from .relations import AXES, Class, in_bf16
 
 ROUNDING = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}
 """What rounding may leave over of a sum of parts, of the norm of their magnitudes."""
@@ -34,16 +34,17 @@ def told_by_parts(
     scale: float,
     rows: Mapping[str, slice] | None = None,
     dtype: str = "fp32",
+    axes: Sequence[str] = AXES,
 ) -> tuple[Class, str] | None:
     """Kind and words of `found`, of which `expected` is the right one and `scale` times the sum of the contributions; all are those of one
     rank's region. Where the whole has no such multiples, the elements that differ may have, or `rows` that have names, each its own. None
-    where no multiples of the parts make it up."""
+    where no multiples of the parts make it up. `axes` may have made a multiple of the whole."""
     parts, difference = contributions.parts, found.astype(np.float64) - expected
     values = contributions.values * scale
-    if (told := _fitted(plan, global_rank, parts, values.reshape(len(parts), -1), difference.reshape(-1), dtype)) is not None:
+    if (told := _fitted(plan, global_rank, parts, values.reshape(len(parts), -1), difference.reshape(-1), dtype, axes)) is not None:
         return told
     differ = difference != 0
-    if not differ.all() and (told := _fitted(plan, global_rank, parts, values[:, differ], difference[differ], dtype)) is not None:
+    if not differ.all() and (told := _fitted(plan, global_rank, parts, values[:, differ], difference[differ], dtype, axes)) is not None:
         return told
     if (
         difference.size > 1
@@ -55,7 +56,7 @@ def told_by_parts(
     for name, here in (rows or {}).items():
         if differ[here].any():
             part = values[:, here].reshape(len(parts), -1)
-            by_rows.append((name, _fitted(plan, global_rank, parts, part, difference[here].reshape(-1), dtype)))
+            by_rows.append((name, _fitted(plan, global_rank, parts, part, difference[here].reshape(-1), dtype, axes)))
     kinds = {told and told[0] for _, told in by_rows}
     if len(by_rows) < 2 or len(kinds) > 1 or None in kinds:
         return None
@@ -63,17 +64,17 @@ def told_by_parts(
 
 
 def _fitted(
-    plan: Plan, global_rank: int, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray, dtype: str
+    plan: Plan, global_rank: int, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray, dtype: str, axes: Sequence[str]
 ) -> tuple[Class, str] | None:
     """Kind and words of a sum of `values` [parts, n] that is off by `difference` [n], by the first grouping that fits."""
-    slack = ROUNDING[dtype] * float(np.linalg.norm(np.abs(values).sum(0)))
+    slack = slack_of(values, dtype)
     for labels in groupings(plan, parts):
         groups = list(dict.fromkeys(labels))
         if len(groups) > (MOST_GROUPS if len(difference) == 1 else min(MOST_GROUPS, len(difference) - 1)):
             continue
         columns = np.stack([values[[own == group for own in labels]].sum(0) for group in groups])
         if (factors := solved(columns, difference, slack)) is not None:
-            return in_words(plan, global_rank, dict(zip(groups, factors, strict=True)))
+            return in_words(plan, global_rank, dict(zip(groups, factors, strict=True)), axes)
     return None
 
 
@@ -94,8 +95,8 @@ def told_by_columns(
         if not used or len(difference) < 2 * len(used):
             continue
         stacked = np.stack(list(used.values()))
-        slack = ROUNDING[dtype] * float(np.linalg.norm(np.abs(stacked).sum(0)))
-        if (off := _least_squares(stacked, difference, slack)) is None or not _explains(off @ stacked, difference, slack):
+        slack = slack_of(stacked, dtype)
+        if (off := _least_squares(stacked, difference, slack)) is None or not explains(off @ stacked, difference, slack):
             continue
         factors = {words: each + (words not in extra) for words, each in zip(used, off, strict=True)}
         return _columns_in_words(factors, extra)
@@ -113,13 +114,18 @@ def _columns_in_words(factors: Mapping[str, float], extra: Mapping[str, tuple[Cl
     return ("doubled" if all(abs(factor - 2) < 1e-3 for factor in odd.values()) else "scaled"), told
 
 
+def slack_of(values: np.ndarray, dtype: str) -> float:
+    """What rounding may leave over of a sum of `values` [parts, n]."""
+    return ROUNDING[dtype] * float(np.linalg.norm(np.abs(values).sum(0)))
+
+
 def solved(columns: np.ndarray, difference: np.ndarray, slack: float) -> list[Fraction] | None:
     """How often each column [m, n] is in a sum that is off by `difference` [n], once being right; None where no simple multiples fit."""
     off = _of_one_number(columns[:, 0], float(difference[0])) if len(difference) == 1 else _least_squares(columns, difference, slack)
     if off is None:
         return None
     simple = [Fraction(1 + each).limit_denominator(LARGEST_DENOMINATOR) for each in off]
-    fits = _explains(np.array([float(each) - 1 for each in simple]) @ columns, difference, slack)
+    fits = explains(np.array([float(each) - 1 for each in simple]) @ columns, difference, slack)
     return simple if fits else None
 
 
@@ -152,7 +158,8 @@ def _of_one_number(parts: np.ndarray, difference: float) -> np.ndarray | None:
     return None
 
 
-def _explains(fit: np.ndarray, difference: np.ndarray, slack: float) -> bool:
+def explains(fit: np.ndarray, difference: np.ndarray, slack: float) -> bool:
+    """Whether a difference is `fit`, but for rounding (`slack`) and a small part of it."""
     left = float(np.linalg.norm(difference - fit))
     return left <= slack and left <= EXPLAINED * float(np.linalg.norm(difference))
 

@@ -33,7 +33,7 @@ class Attention(nn.Module):
         else:
             q, k, v = self._apart(qkv)
         again = "core_attn" in self.context.recomputed_modules
-        attended = recomputed(self.context, self.core, q, k, v) if again else self.core(q, k, v)
+        attended = recomputed(self.context, self.core, q, k, v, name=self.core.name) if again else self.core(q, k, v)
         return self.output(attended.transpose(1, 2).flatten(2))
 
     def _apart(self, qkv: Tensor) -> list[Tensor]:

@@ -24,7 +24,7 @@ class MoE(nn.Module):
 
     def __init__(self, context: LayerContext, layer: int):
         super().__init__()
-        prefix = f"{layer_prefix(layer)}.mlp"
+        self.name = prefix = f"{layer_prefix(layer)}.mlp"
         self.context = context
         self.router = Router(context, layer)
         self.experts = Experts(context, prefix)
@@ -34,7 +34,9 @@ class MoE(nn.Module):
         self.shared = MLP(context, f"{prefix}.shared", recomputed=again) if context.model.num_shared_experts else None
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return recomputed(self.context, self._forward, x_BSH) if self.recomputed else self._forward(x_BSH)
+        if not self.recomputed:
+            return self._forward(x_BSH)
+        return recomputed(self.context, self._forward, x_BSH, name=self.name)
 
     def _forward(self, x_BSH: Tensor) -> Tensor:
         routed, sent, *shared = self._uses(x_BSH, 2 if self.shared is None else 3)
@@ -87,7 +89,7 @@ class Experts(nn.Module):
             copies = _Copies.apply(x_BSH.flatten(0, 1), exchange.outgoing)
             rows = _Exchanged.apply(copies, exchange, self, True)
         up = self.up(rows, exchange, self.dispatch_name)
-        units = activated(context, up, again="moe_act" in context.recomputed_modules)
+        units = activated(context, up, again=f"{self.up.name}.activation" if "moe_act" in context.recomputed_modules else None)
         results = _Exchanged.apply(self.down(units, exchange, self.combine_name), exchange, self, False)
         y_TH = _Combined.apply(results, weights_BSK.flatten(0, 1), exchange.outgoing, context)
         return y_TH.view_as(x_BSH)

@@ -41,8 +41,9 @@ class LatentAttention(nn.Module):
         q_BSR = x_BSH if self.q_down is None else self.q_norm(self.q_down(x_BSH))
         latent, rotary_key = self.kv_down(x_BSH).split([model.kv_lora_rank, model.qk_rope_head_dim], -1)
         inputs = q_BSR, self.kv_norm(latent.contiguous()), rotary_key.contiguous()
-        q, k, v = recomputed(context, self._heads, *inputs) if "mla_up_proj" in context.recomputed_modules else self._heads(*inputs)
-        attended = recomputed(context, self.core, q, k, v) if "core_attn" in context.recomputed_modules else self.core(q, k, v)
+        again = context.recomputed_modules
+        q, k, v = recomputed(context, self._heads, *inputs, name=f"{self.prefix}.heads") if "mla_up_proj" in again else self._heads(*inputs)
+        attended = recomputed(context, self.core, q, k, v, name=self.core.name) if "core_attn" in again else self.core(q, k, v)
         return self.output(attended.transpose(1, 2).flatten(2))
 
     def _heads(self, q_BSR: Tensor, latent_BSR: Tensor, rotary_key_BSR: Tensor) -> tuple[Tensor, Tensor, Tensor]:

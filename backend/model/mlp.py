@@ -21,27 +21,32 @@ class MLP(nn.Module):
 
     def __init__(self, context: LayerContext, prefix: str, *, recomputed: bool):
         super().__init__()
+        self.name = prefix
         self.context = context
         self.recomputed = recomputed
         self.up = ColumnParallelLinear(context, f"{prefix}.up")
         self.down = RowParallelLinear(context, f"{prefix}.down")
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return recomputed(self.context, self._forward, x_BSH) if self.recomputed else self._forward(x_BSH)
+        if not self.recomputed:
+            return self._forward(x_BSH)
+        return recomputed(self.context, self._forward, x_BSH, name=self.name)
 
     def _forward(self, x_BSH: Tensor) -> Tensor:
         if can_be_gated(self.up):
             return self.down(gated(self.up, x_BSH))
-        return self.down(activated(self.context, self.up(x_BSH), again="mlp_act" in self.context.recomputed_modules))
+        again = f"{self.name}.activation" if "mlp_act" in self.context.recomputed_modules else None
+        return self.down(activated(self.context, self.up(x_BSH), again=again))
 
 
-def activated(context: LayerContext, x: Tensor, *, again: bool) -> Tensor:
-    """The model's activation of a contiguous tensor; with `again` only its input stays, and who would keep the result makes it again."""
+def activated(context: LayerContext, x: Tensor, *, again: str | None) -> Tensor:
+    """The model's activation of a contiguous tensor; with a name `again` only its input stays, and who would keep the result makes it
+    again."""
     activation, numerics = context.model.activation, context.numerics
-    if not again:
+    if again is None:
         return activate(x, activation, numerics)
     kept = x.detach()
-    return context.can_repeat(_Activated.apply(x, activation, numerics), lambda: activate(kept, activation, numerics))
+    return context.can_repeat(_Activated.apply(x, activation, numerics), lambda: activate(kept, activation, numerics), again)
 
 
 class _Activated(torch.autograd.Function):

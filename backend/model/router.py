@@ -128,7 +128,7 @@ class Router(nn.Module):
             return drawn.mul_(2).sub_(1).mul_(self.jitter).add_(1)
 
         source = context.source_of(x_BSH) or _source(x_BSH.detach())
-        return context.can_repeat(_Scaled.apply(x_BSH, noise), lambda: source().float() * noise())
+        return context.can_repeat(_Scaled.apply(x_BSH, noise), lambda: source().float() * noise(), f"{self.name}.input")
 
     def _losses(self, scores_BSE: Tensor, log_sum_BS: Tensor) -> Tensor:
         """[b, s]: each token's part of what this router adds to the loss; the mean over all tokens is added.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -66,6 +67,7 @@ class _Running(threading.local):
     """What the current thread runs forward."""
 
     microbatch: Microbatch | None = None
+    again: bool = False
 
 
 class LayerContext:
@@ -110,6 +112,7 @@ class LayerContext:
         self.recomputed_modules = recomputed_modules(plan)
         self._constants: dict[str, tuple[Tensor, Tensor]] = {}
         self._sources: WeakIdKeyDictionary | None = None
+        self._shown_names: tuple[Microbatch | None, Counter[str]] = None, Counter()
         self.comes_to: Callable[[str], None] = lambda part: None
         self._known = {parameter.name: parameter for parameter in parameters(plan.model)}
 
@@ -218,16 +221,42 @@ class LayerContext:
         """The tensors that `constant` has made so far."""
         return [tensor for pair in self._constants.values() for tensor in pair]
 
-    def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor]) -> Tensor:
-        """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again."""
+    def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor], name: str = "") -> Tensor:
+        """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again. Under `name` the
+        observer sees both; a source that has been given a name before has none here."""
         if self._sources is None:
             self._sources = WeakIdKeyDictionary()
-        self._sources[tensor] = source
+        self._sources[tensor] = self._shown(name, tensor, source) if name and torch.is_grad_enabled() else source
         return tensor
+
+    def _shown(self, name: str, tensor: Tensor, source: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if (show := self.shown_inside(name)) is None:
+            return source
+        show(tensor)
+
+        def again() -> Tensor:
+            made = source()
+            show(made)
+            return made
+
+        return again
 
     def source_of(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """What computes a tensor again; None for one that has to be kept."""
         return None if self._sources is None else self._sources.get(tensor)
+
+    def shown_inside(self, name: str) -> Callable[[Tensor], None] | None:
+        """What shows the observer a tensor inside of a layer: forward, and when a backward has computed it again. None without an
+        observer, and inside of what is computed again itself. Where layers share a name, the second tensor of a microbatch is `name#2`."""
+        microbatch = self.microbatch
+        if self.observer is None or microbatch is None or self._running.again:
+            return None
+        if self._shown_names[0] is not microbatch:
+            self._shown_names = microbatch, Counter()
+        self._shown_names[1][name] += 1
+        number = self._shown_names[1][name]
+        observer, own = self.observer, name if number == 1 else f"{name}#{number}"
+        return lambda tensor: observer.recomputed(own, microbatch, None, tensor)
 
     def observe(self, name: str, tensor: Tensor) -> None:
         """Shows an activation to the observer, if there is one; in the graph, so that the observer can ask for its gradient too."""
@@ -235,16 +264,17 @@ class LayerContext:
             assert self.microbatch is not None
             whole = self.tokens is None or tensor.shape[1] == self.microbatch.tokens.shape[1]  # losses are those of all tokens
             places = self.chunks.places(*((0, tensor.shape[1]) if whole else self.tokens.own))
-            self.observer.activation(name, self.microbatch, tuple(slice(*place) for place in places), tensor)
+            show = self.observer.recomputed if self._running.again else self.observer.activation
+            show(name, self.microbatch, tuple(slice(*place) for place in places), tensor)
 
     @contextmanager
-    def running(self, microbatch: Microbatch) -> Iterator[None]:
-        """Inside, layers run forward for `microbatch`."""
-        self._running.microbatch = microbatch
+    def running(self, microbatch: Microbatch, *, again: bool = False) -> Iterator[None]:
+        """Inside, layers run forward for `microbatch`, or `again` for its backward."""
+        self._running.microbatch, self._running.again = microbatch, again
         try:
             yield
         finally:
-            self._running.microbatch = None
+            self._running.microbatch, self._running.again = None, False
 
     def anchor(self) -> Tensor:
         """An empty tensor that requires a gradient, so that autograd reaches layers whose inputs are integers."""

@@ -39,7 +39,7 @@ def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
     if not _is_repeated(layer):
         return y_BSC
     (gate, up), (activate, _) = kept, ACTIVATIONS[context.model.activation]
-    return context.can_repeat(y_BSC, lambda: activate(gate) * up)
+    return context.can_repeat(y_BSC, lambda: activate(gate) * up, f"{layer.name}.activation")
 
 
 def _is_repeated(layer: ColumnParallelLinear) -> bool:

@@ -36,7 +36,7 @@ class Norm(nn.Module):
         if not self.recomputed:
             return y_BSH
         kept = x_BSH.detach()
-        return self.context.can_repeat(y_BSH, lambda: self._again(kept))
+        return self.context.can_repeat(y_BSH, lambda: self._again(kept), self.name)
 
     def _again(self, x_BSH: Tensor) -> Tensor:
         with torch.no_grad():

@@ -5,7 +5,7 @@ The second forward repeats the first, collectives included, on equal inputs, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,12 @@ Again = Callable[[], Tensor]
 """What makes a tensor again (`LayerContext.can_repeat`)."""
 
 
-def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs what nobody can make again."""
-    return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], "", *tensors)
+def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Tensor, name: str = "") -> Any:
+    """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs what nobody can make again.
+
+    Under `name` an observer sees the result forward and again in the backward."""
+    seen = name if torch.is_grad_enabled() else ""
+    return _Recomputed.apply(context, function, [context.source_of(tensor) for tensor in tensors], "", seen, *tensors)
 
 
 def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor], Tensor], x_BSH: Tensor) -> Tensor:
@@ -34,7 +37,8 @@ def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor]
     if not recomputes_whole(context.plan, layer):
         return block(x_BSH)
     spread = layer_prefix(layer) if context.plan.recompute.distribute and context.tp.size > 1 else ""
-    return _Recomputed.apply(context, block, [context.source_of(x_BSH)], spread, x_BSH)
+    seen = f"{layer_prefix(layer)}.output" if torch.is_grad_enabled() else ""
+    return _Recomputed.apply(context, block, [context.source_of(x_BSH)], spread, seen, x_BSH)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -42,13 +46,15 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, context: LayerContext, function: Callable[..., Any], sources: list[Again | None], spread: str, *tensors: Tensor
+        ctx: Any, context: LayerContext, function: Callable[..., Any], sources: list[Again | None], spread: str, name: str, *tensors: Tensor
     ) -> Any:
         ctx.context, ctx.function, ctx.microbatch = context, function, context.microbatch
         ctx.sources, ctx.spread, ctx.shapes = sources, spread, [tensor.shape for tensor in tensors]
         kept = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
         ctx.save_for_backward(*(own_part(tensor, context) if spread else tensor for tensor in kept))
-        return function(*tensors)
+        y = function(*tensors)
+        ctx.show = [context.shown_inside(each) for each in _names(name, y)]
+        return _shown(ctx.show, y)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,10 +63,23 @@ class _Recomputed(torch.autograd.Function):
             tensor = source() if source is not None else next(saved)
             whole = from_parts(tensor, shape, ctx.context, ctx.spread) if source is None and ctx.spread else tensor
             inputs.append(whole.detach().requires_grad_())
-        with torch.enable_grad(), ctx.context.running(ctx.microbatch):
-            y = ctx.function(*inputs)
+        with torch.enable_grad(), ctx.context.running(ctx.microbatch, again=True):
+            y = _shown(ctx.show, ctx.function(*inputs))
         torch.autograd.backward([y] if isinstance(y, Tensor) else y, dy)
-        return None, None, None, None, *(tensor.grad for tensor in inputs)
+        return None, None, None, None, None, *(tensor.grad for tensor in inputs)
+
+
+def _names(name: str, y: Any) -> list[str]:
+    """Of a result of one tensor or several; none where it has no name."""
+    return [] if not name else [name] if isinstance(y, Tensor) else [f"{name}.{place}" for place in range(len(y))]
+
+
+def _shown(show: Sequence[Callable[[Tensor], None] | None], y: Any) -> Any:
+    """The result `y`, each tensor of which has been shown as it is to be."""
+    for each, tensor in zip(show, [y] if isinstance(y, Tensor) else y, strict=False):
+        if each is not None:
+            each(tensor)
+    return y
 
 
 def own_part(x: Tensor, context: LayerContext) -> Tensor:

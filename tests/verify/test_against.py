@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardproof import Plan, Trainer
@@ -15,6 +16,7 @@ from shardproof.core.cli import main
 from shardproof.core.errors import DivergedError
 from shardproof.core.plan import Checkpoint
 from shardproof.verify.against import compare_saved
+from shardproof.verify.digest import keys_of
 from shardproof.verify.ledger import HELD_OUT, NO_STEP
 from shardproof.verify.ledger_file import read_ledger
 from shardproof.verify.record import ledger_observers
@@ -186,3 +188,37 @@ def test_what_is_no_pair_of_ledgers_ends_with_2_and_says_what_to_do(
 def test_a_folder_with_something_in_it_is_no_place_for_a_ledger(saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--model", "tiny-gpt", "--ledger", str(saved("tp = 3\ndp = 2"))]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_gather_and_a_recomputation_are_named_in_saved_ledgers_too(saved: Callable[..., Path], tmp_path: Path) -> None:
+    more = '\n[schedule]\nmax_active_stages = 1\n[recompute]\nmode = "full"'
+    run, right = saved(f"dp = 3\nzero = 3{more}"), read_ledger(saved("tp = 3\ndp = 2"))
+    found, back = compare_saved(read_ledger(run), right), compare_saved(right, read_ledger(run))
+    assert found.ok and back.ok and found.report["tensors_compared"] == len(right.run.pieces)
+    for phase, name, action in (
+        ("gathered weight", "layers.1.mlp.down.weight", "0UNSHARD"),
+        ("recomputed activation", "layers.1.mlp", "0B0"),
+    ):
+        wrong = spoiled(run, tmp_path / phase, other_bits(1, phase, name))
+        first = compare_saved(read_ledger(wrong), right).report["first_divergence"]
+        assert (first["step"], first["phase"], first["tensor"], first["action"]) == (2, phase, name, action)
+        assert (first["ranks"], first["class"]) == ([1], "doubled")
+
+
+def test_a_flipped_bit_of_a_cut_weight_is_told_by_digests(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """The digest of one element more by 2^bit times its key; all sums off alike."""
+    name, shape, element, bit = "layers.0.mlp.up.weight", (48, 24), (40, 3), 14
+    keys = [int(lane[0]) for lane in keys_of(np.array([element[0] * shape[1] + element[1]], dtype=np.uint64))]
+
+    def change(line: list) -> list:
+        if tuple(line[:3]) == (1, "weight", name):
+            assert tuple(line[4]) == shape
+            lanes = [(int(line[6][16 * lane : 16 * lane + 16], 16) + (keys[lane] << bit)) % 2**64 for lane in range(2)]
+            line[6:8], line[9] = [f"{lanes[0]:016x}{lanes[1]:016x}", "cd" * 8], [each + 1e-6 for each in line[9]]
+        return line
+
+    wrong = read_ledger(spoiled(saved("tp = 3\ndp = 2"), tmp_path / "flipped", change, rank=5))
+    for reference in (saved("tp = 3\ndp = 2"), saved("pp = 2\ndp = 3")):
+        first = compare_saved(wrong, read_ledger(reference)).report["first_divergence"]
+        assert (first["ranks"], first["class"]) == ([5], "bit flip")
+        assert first["words"] == f"one bit of 1 element flipped (bit {bit} of fp32, at {list(element)})"

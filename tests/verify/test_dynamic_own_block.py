@@ -157,3 +157,23 @@ def test_a_block_that_forgets_the_other_ranks_is_found_out_where_it_does() -> No
     proof = prove(tiny(Layout(tp=2)), block=Forgetful, transport="memory", steps=1)
     first = proof.report["first_divergence"]
     assert not proof.ok and (first["tensor"], first["phase"]) == ("layers.0.output", "activation")
+
+
+class TwiceNormed(nn.Module):
+    """Two norms and two MLPs of one name, which share their weights."""
+
+    def __init__(self, context, layer):
+        super().__init__()
+        self.norms = nn.ModuleList([context.norm(f"layers.{layer}.mlp.norm") for _ in range(2)])
+        self.mlps = nn.ModuleList([context.mlp(layer) for _ in range(2)])
+
+    def forward(self, x):
+        for norm, mlp in zip(self.norms, self.mlps, strict=True):
+            x = x + mlp(norm(x))
+        return x
+
+
+def test_weights_that_are_used_twice_give_other_tensors_each_time_which_are_computed_again():
+    plan = tiny(Layout(tp=2), mode="selective", modules=("norm", "mlp"))
+    proof = prove(plan, block=TwiceNormed, transport="memory", steps=1)
+    assert proof.ok, proof.text()

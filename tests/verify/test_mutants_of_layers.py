@@ -21,7 +21,7 @@ def test_every_bug_of_layers_in_the_catalog_is_here() -> None:
 
 PLACES = {
     "MR01": ("0REDUCE_GRAD, gradient layers.0.mlp.norm.weight", "missing: only the part of tp rank 0"),
-    "MR12-b": ("0B0, activation gradient layers.1.mlp.norm of sample 0", "scaled: the right values times 5, as tp or etp is"),
+    "MR12-b": ("0B0, activation gradient layers.1.mlp.norm of sample 0", "scaled: the right values times 5, as tp is."),
 }
 """Mutants on 3 x 2 and on 5 ranks, and what is to be read of them."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardproof.core.layout import Layout
 from shardproof.verify.digest import full_region
-from shardproof.verify.relations import Around, relate, relate_values
+from shardproof.verify.relations import HINTS, Around, Class, Known, relate, relate_values
 from shardproof.verify.summary import Summary, summarize
 
 RIGHT = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
@@ -104,3 +106,47 @@ def test_a_constant_is_told_by_its_values_where_its_signed_sums_cancel() -> None
 
 def test_nothing_is_a_multiple_of_zero() -> None:
     assert relate(Summary(), summarize(RIGHT)).words == "not zero as they should be"
+
+
+@pytest.mark.parametrize("related", [by_summaries, by_values])
+def test_counts_that_are_equal_by_chance_are_not_called_permuted(related: Callable) -> None:
+    biases = np.float32(1e-3) * np.array([1, -1, 1, -1, 2, 0], dtype=np.float32)
+    dropped = np.float32(1e-3) * np.array([-1, 1, 1, -1, 0, 2], dtype=np.float32)
+    found = related(biases, dropped)
+    assert found.kind == "other values"
+    assert related is by_summaries or "whole multiples of 0.001, as counts give" in found.words
+    assert related(biases, dropped, Around(others={summarize(dropped).digest: "layers.1.mlp.router.expert_bias"})).kind == "other values"
+
+
+def test_many_counts_in_other_places_are_no_chance() -> None:
+    counts = np.random.default_rng(0).integers(0, 40, 200).astype(np.float32)
+    assert by_values(counts, counts[::-1].copy()).kind == "permuted"
+
+
+def test_few_elements_of_a_tensor_of_counts_are_given_no_name() -> None:
+    biases, zeroed = np.float32([1e-3, -1e-3, 1e-3, -1e-3]), np.float32([1e-3, -1e-3, 0, 0])
+    before = (Known("stale", "those before the first step", np.zeros(4, np.float32), ((0, 4),)),)
+    assert by_values(biases, zeroed, Around(known=before)).kind == "missing"
+    assert by_values(biases, zeroed, Around(known=before, of_counts=True)).kind == "other values"
+    assert by_values(biases, np.float32([-1e-3, 1e-3, 1e-3, -1e-3]), Around(of_counts=True)).kind == "other values"
+
+
+def test_a_part_that_is_old_is_named_with_the_rank_that_keeps_it() -> None:
+    old = np.random.default_rng(1).normal(size=RIGHT.shape).astype(np.float32)
+    wrong = RIGHT.copy()
+    wrong[10:20] = old[10:20]
+    shards = {0: [((0, 10), (0, 50))], 1: [((10, 15), (0, 50)), ((15, 20), (0, 50))], 2: [((20, 40), (0, 50))], 4: [((10, 20), (0, 50))]}
+    known = (Known("stale", "those of step 3", old, full_region(RIGHT.shape)),)
+    found = by_values(RIGHT, wrong, Around(known=known, shards=shards))
+    assert (found.kind, found.words) == (
+        "stale",
+        "those of step 3, in the shard of ranks 1, 4, in 500 of 2,000 elements: [10:20, 0:50]",
+    )
+    assert "shard" not in by_values(RIGHT, old, Around(known=known, shards=shards)).words
+
+
+def test_every_kind_is_in_the_documentation_with_a_place_to_look() -> None:
+    assert set(HINTS) == set(get_args(Class))
+    table = (Path(__file__).parents[2] / "docs" / "verification.md").read_text().partition("### Kinds of difference")[2]
+    rows = "".join(line.split("|")[1] for line in table.partition("Where several")[0].splitlines() if line.startswith("| `"))
+    assert {kind for kind in get_args(Class) if f"`{kind}`" in rows} == set(get_args(Class))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.findings import Finding
 from ..against import Comparison, other_machines
-from ..closer import closer
+from ..closer import closer, with_flip
 from ..compare import Difference, compare, name_of, ranks_listed, whole_summary
 from ..describe import differing_words, later, problem_words
 from ..digest import full_region, region_size
@@ -19,6 +19,7 @@ from ..ledger_file import RecordedLedger, SavedLedger
 from ..norms import SQUARE, Squares, Suspects, told_by_squares
 from ..relations import HINTS, Around, Relation, earlier, relate
 from ..summary import Summary
+from ..twice import PHASES
 from .relations import related_norm, related_number
 from .tolerances import RELATIVE, ROUNDOFF, Tolerances, format_of
 
@@ -190,6 +191,8 @@ class _Judge:
         copies = [each for each in self.run.pieces[key] if each.region == piece.region]
         same = any(each.region == piece.region for each in self.reference.pieces[key])
         of = piece if same else replace(piece, region=full_region(piece.shape))
+        if self.bitwise:
+            relation = with_flip(relation, expected, found, of.shape, of.region, self.dtype)
         return closer(relation, expected, found, of, copies, RELATIVE[self.dtype])
 
     def _others(self, key: Key, piece: Piece) -> Mapping[Any, str]:
@@ -219,7 +222,7 @@ def _common(reference: RunLedger, run: RunLedger) -> tuple[RunLedger, RunLedger,
     for own, other, words in ((reference, run, "the reference"), (run, reference, "the run")):
         kept, left = {}, []
         for key, pieces in own.pieces.items():
-            if key == ROUNDOFF or key.phase == SQUARE or key.step > last:
+            if key == ROUNDOFF or key.phase in (SQUARE, *PHASES) or key.step > last:
                 continue
             if key.phase in MUST_BE or (key in other.pieces and _same_shape(pieces, other.pieces[key])):
                 kept[key] = pieces

@@ -9,6 +9,7 @@ from .mutant import Mutant
 
 SUBJECTS = (
     "accumulation",
+    "causes",
     "checkpoint",
     "context",
     "copies",

@@ -16,7 +16,7 @@ from ...backend.tensor_parallel.gradients import Gradients
 from ...backend.training_rank import TrainingRank
 from ...core.parameters import Usage
 from ...core.plan import DataParallel, Plan, ScheduleChoice
-from ..ledger import ACTIVATION, GRADIENT, WEIGHT
+from ..ledger import GATHERED, GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_more import OURS
 from .patches import Patches
@@ -156,7 +156,7 @@ MUTANTS = (
         "deepspeedai/DeepSpeed#8158",
         plan=zero3,
         breaks=walks_past_the_padding,
-        expected=Expected(ACTIVATION, "embedding.output", ("other values", "permuted"), ("F",), ranks=(0,)),
+        expected=Expected(GATHERED, "embedding.tokens.weight", ("other values", "permuted"), ("UNSHARD",), ranks=(0, 1, 2, 3, 4)),
     ),
     Mutant(
         "XX32",
