@@ -53,6 +53,10 @@ class Decoder:
         """A hidden state as the backend keeps it: rounded to its format."""
         return x
 
+    def single(self, x: Array) -> Array:
+        """What the backend computes in fp32 whatever the format, rounded to that."""
+        return x
+
     def chosen(self, layer: int, logits_SE: Array) -> Array:
         """[S, E]: which experts each token takes, and [S, E] of which of them it gets results."""
         raise NotImplementedError
@@ -145,8 +149,9 @@ class Decoder:
             seen &= keys >= documents[:, None]
         visible, found = alike(q_SND, seen), []
         for head in range(q_SND.shape[1]):
-            scores = library(q_SND).where(visible, q_SND[:, head] @ k_SND[:, head].T * attention_scale(self.model), -math.inf)
-            found.append(self._probabilities_dropped(prefix, head, softmax(scores)) @ v_SND[:, head])
+            scores = self.single(q_SND[:, head] @ k_SND[:, head].T * attention_scale(self.model))
+            shares = self.single(softmax(library(q_SND).where(visible, scores, -math.inf)))
+            found.append(self._probabilities_dropped(prefix, head, shares) @ v_SND[:, head])
         return self.stored(library(q_SND).concatenate(found, -1))
 
     def _probabilities_dropped(self, prefix: str, head: int, x: Array) -> Array:
@@ -174,7 +179,7 @@ class Decoder:
     def _mlp(self, prefix: str, x_SH: Array, layer: int) -> Array:
         if not self.model.layer_is_moe(layer):
             return self._linear(f"{prefix}.down", self.activated(self._linear(f"{prefix}.up", x_SH)))
-        logits_SE = self.shown(f"{prefix}.router", self._jittered(prefix, x_SH) @ self.weight(f"{prefix}.router.weight").T)
+        logits_SE = self.shown(f"{prefix}.router", self.single(self._jittered(prefix, x_SH) @ self.weight(f"{prefix}.router.weight").T))
         return self._experts(prefix, x_SH, logits_SE, layer)
 
     def _jittered(self, prefix: str, x_SH: Array) -> Array:

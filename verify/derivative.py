@@ -20,6 +20,9 @@ from ..core.plan import Plan
 from .decoder import Decoder, Inputs
 from .formulas import Array, chosen_experts, expert_loads, router_losses, router_scores
 
+Rounding = Callable[[Array], Array]
+"""An array as a format leaves it."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -60,18 +63,20 @@ def tested_names(plan: Plan, *, own_block: bool) -> list[str]:
 
 def derivative(step: Step, device: Any) -> Derivative:
     """The loss of a step and its gradients, sequence by sequence, computed on `device`."""
-    loss, gradients = _differentiated(step, device, lambda x: x)
-    return Derivative(loss, gradients, _differentiated(step, device, _rounding(step.plan.precision.dtype))[1])
+    loss, gradients = _differentiated(step, device, lambda x: x, lambda x: x)
+    stored, single = _rounding(step.plan.precision.dtype), _rounding("fp32")
+    return Derivative(loss, gradients, _differentiated(step, device, stored, single)[1])
 
 
-def _differentiated(step: Step, device: Any, stored: Callable[[Array], Array]) -> tuple[float, dict[str, np.ndarray]]:
+def _differentiated(step: Step, device: Any, stored: Rounding, single: Rounding) -> tuple[float, dict[str, np.ndarray]]:
+    """With hidden states, and what is always computed in fp32, as two functions leave them."""
     import torch
 
     wanted = tested_names(step.plan, own_block=step.own_block)
     leaves = {name: torch.tensor(values, device=device, requires_grad=name in wanted) for name, values in step.weights.items()}
     loss, scale = 0.0, step.num_counted * step.loss_scale
     for inputs in step.sequences:
-        sequence = _Differentiated(step, inputs, leaves, stored)
+        sequence = _Differentiated(step, inputs, leaves, stored, single)
         losses = sequence.losses()
         ((losses + sequence.added()) * step.loss_scale).backward()
         loss += float(losses.detach()) / step.num_counted
@@ -82,7 +87,7 @@ def _filled(leaf: Any) -> Any:
     return leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad
 
 
-def _rounding(dtype: str) -> Callable[[Array], Array]:
+def _rounding(dtype: str) -> Rounding:
     """A function that rounds to a format, and the gradient of what it gives too."""
     import torch
 
@@ -103,13 +108,19 @@ def _rounding(dtype: str) -> Callable[[Array], Array]:
 class _Differentiated(Decoder):
     """Routing is what was recorded. `routers` has what each of them adds to the loss, for every token."""
 
-    def __init__(self, step: Step, inputs: Inputs, leaves: Mapping[str, Any], stored: Callable[[Array], Array]):
+    def __init__(self, step: Step, inputs: Inputs, leaves: Mapping[str, Any], stored: Rounding, single: Rounding):
         super().__init__(step.plan, inputs, leaves.__getitem__)
-        self.step, self.stored = step, stored  # type: ignore[method-assign]
+        self.step, self._stored, self._single = step, stored, single
         self.routers: list[Array] = []
 
     def shown(self, name: str, x: Array) -> Array:
         return x if name.endswith((".router", ".losses")) else self.stored(x)
+
+    def stored(self, x: Array) -> Array:
+        return self._stored(x)
+
+    def single(self, x: Array) -> Array:
+        return self._single(x)
 
     def losses(self) -> Array:
         """The sum over the sequence's tokens of the model's losses and, times their weight, of the mean over modules of those of

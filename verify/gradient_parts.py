@@ -14,13 +14,13 @@ from ..core.plan import Plan
 from .adamw import UNIT
 
 OFF = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 0.1}
-"""The share of its norm that a gradient may be apart from that of formulas. In right runs of the matrix's models it is at most 1.4e-6 of it
-in fp32, 1.8e-3 in fp16 and 1.7e-2 in bf16."""
+"""The share of its norm that a gradient may be apart from that of formulas."""
 
-ROUNDINGS = {"fp32": 1000.0, "fp16": 8.0, "bf16": 8.0}
-"""So many times as far as rounding moves the gradient of formulas may a gradient be apart from it. This counts where little but rounding is
-left of it, as of that of keys' biases without rotary positions, which move all scores of a query alike. In right runs of the matrix's
-models it is at most 67 times in fp32, where scores are not rounded as they are here, XXX times in fp16 and 1.7 times in bf16."""
+ROUNDINGS = {"fp32": 4000.0, "fp16": 8.0, "bf16": 8.0}
+"""So many times as far as rounding moves the gradient of formulas may a gradient be apart from it, if that is more. It is where little but
+rounding is left of it, as of that of keys' biases without rotary positions, which move all scores of a query alike; in fp32 the
+exponentials of the library, right to 20 bits, are rounded more than here. Right runs of the matrix's models use at most 0.01 of what both
+allow in fp32, 0.18 in fp16 and 0.21 in bf16; after six steps at three times their learning rate 0.12 in fp32 and 0.28 in bf16."""
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,7 @@ class _Check:
             "found": math.fsum(each.found for each in tested),
             "step": self._derivative["step"] + 1,
             "of": len(list(parameters(self.plan.model))),
-            "off": max((each.apart / each.found for each in tested if each.found), default=0.0),
+            "used": max(each.apart / each.allowed(self.plan, usual) for each in self._measured),
             "zero": [each.words for each in tested if not each.found],
             "untested": [each.words for each in lost],
         }
