@@ -1,7 +1,7 @@
 """A decoder's forward of one sequence by its formulas, in fp64 and without code of the backend.
 
-`Decoder.run` is one chain of formulas. Whoever derives from it says what the rest is made from wherever a ledger has an activation: what
-was recorded there (`forward`), or what was computed (`derivative`).
+`Decoder.run` is one chain of formulas. Whoever derives from it says what the rest is made from wherever a ledger has an
+activation: what was recorded there (`forward`), or what was computed (`derivative`).
 
 Shape suffixes: S tokens of the sequence, H hidden, N heads, D features of a head, E experts.
 """
@@ -24,8 +24,9 @@ from .formulas import Array, alike, expert_weights, gelu, gelu_tanh, library, lo
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one sequence of a step is made from: `tokens` and `targets` [S]; what k modules of multi-token prediction predict, [S, k]; the
-    places at which documents begin, [S], None for one document. Draws go by `step` and `sample`, its number in the global batch."""
+    """What one sequence of a step is made from: `tokens` and `targets` [S]; what k modules of multi-token prediction
+    predict, [S, k]; the places at which documents begin, [S], None for one document. Draws go by `step` and `sample`,
+    its number in the global batch."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -38,7 +39,8 @@ class Inputs:
 
 
 class Decoder:
-    """The formulas of one sequence. `weight` gives parameters by name as products take them: rounded to their format."""
+    """The formulas of one sequence. `weight` gives parameters by name as products take them: rounded to their
+    format."""
 
     def __init__(self, plan: Plan, inputs: Inputs, weight: Callable[[str], Array]):
         self.plan, self.model, self.inputs, self.weight = plan, plan.model, inputs, weight
@@ -98,10 +100,15 @@ class Decoder:
 
     def _embedded(self) -> Array:
         x_SH = self.weight(TOKEN_TABLE)[self.inputs.tokens]
-        return x_SH + self.weight("embedding.positions.weight")[self.positions] if self.model.position == "learned" else x_SH
+        return (
+            x_SH + self.weight("embedding.positions.weight")[self.positions]
+            if self.model.position == "learned"
+            else x_SH
+        )
 
     def _attention(self, prefix: str, x_SH: Array) -> Array:
-        """Vaswani et al. 2017, section 3.2; query heads share keys and values in groups (Ainslie et al. 2023, arXiv 2305.13245)."""
+        """Vaswani et al. 2017, section 3.2; query heads share keys and values in groups (Ainslie et al. 2023, arXiv
+        2305.13245)."""
         model, queries = self.model, self.model.query_heads_per_group
         qkv = self._linear(f"{prefix}.qkv", x_SH, bias=model.bias or model.qkv_bias)
         groups = qkv.reshape(len(x_SH), model.num_kv_heads, queries + 2, model.head_dim)
@@ -133,8 +140,12 @@ class Decoder:
         return self._linear(f"{prefix}.output", self._attended(prefix, q_SND, k_SND, pairs[..., plain:]))
 
     def _turned(self, x: Array) -> Array:
-        """[S, ..., D] with the pairs (i, i + D/2) turned by their positions (Su et al. 2021, arXiv 2104.09864, equation 34)."""
-        frequencies, growth = np.array(rotary_frequencies(self.model, self.plan.batch.sequence)), rotary_growth(self.model)
+        """[S, ..., D] with the pairs (i, i + D/2) turned by their positions (Su et al. 2021, arXiv 2104.09864, equation
+        34)."""
+        frequencies, growth = (
+            np.array(rotary_frequencies(self.model, self.plan.batch.sequence)),
+            rotary_growth(self.model),
+        )
         angles = (self.positions[:, None] * frequencies).reshape(len(x), *[1] * (x.ndim - 2), -1)
         cos, sin = alike(x, np.cos(angles) * growth), alike(x, np.sin(angles) * growth)
         first, second = x[..., : len(frequencies)], x[..., len(frequencies) :]
@@ -179,39 +190,49 @@ class Decoder:
     def _mlp(self, prefix: str, x_SH: Array, layer: int) -> Array:
         if not self.model.layer_is_moe(layer):
             return self._linear(f"{prefix}.down", self.activated(self._linear(f"{prefix}.up", x_SH)))
-        logits_SE = self.shown(f"{prefix}.router", self.single(self._jittered(prefix, x_SH) @ self.weight(f"{prefix}.router.weight").T))
+        logits_SE = self.shown(
+            f"{prefix}.router", self.single(self._jittered(prefix, x_SH) @ self.weight(f"{prefix}.router.weight").T)
+        )
         return self._experts(prefix, x_SH, logits_SE, layer)
 
     def _jittered(self, prefix: str, x_SH: Array) -> Array:
-        """A router's input, every element times 1 - jitter to 1 + jitter (Fedus et al. 2022, Switch Transformers, section 2.4)."""
+        """A router's input, every element times 1 - jitter to 1 + jitter (Fedus et al. 2022, Switch Transformers,
+        section 2.4)."""
         jitter = self.plan.train.router_jitter
         if not jitter:
             return x_SH
         return x_SH * alike(x_SH, 1 + jitter * (2 * draws.uniform(*self._draw(f"{prefix}.router"), self._index()) - 1))
 
     def _experts(self, prefix: str, x_SH: Array, logits_SE: Array, layer: int) -> Array:
-        """Chosen experts' results times their weights, and shared ones (DeepSeek-V3, arXiv 2412.19437, equations 12-16)."""
+        """Chosen experts' results times their weights, and shared ones (DeepSeek-V3, arXiv 2412.19437, equations
+        12-16)."""
         chosen_SE, kept_SE = self.chosen(layer, logits_SE)
         weights_SE = expert_weights(router_scores(logits_SE, self.model), alike(x_SH, chosen_SE), self.model)
         y_SH = library(x_SH).zeros_like(x_SH)
         for expert, (rows, results) in enumerate(self.results(prefix, x_SH, kept_SE)):
             y_SH[rows] += weights_SE[rows, expert, None] * results
         if self.model.num_shared_experts:
-            y_SH = y_SH + self._linear(f"{prefix}.shared.down", self.activated(self._linear(f"{prefix}.shared.up", x_SH)))
+            y_SH = y_SH + self._linear(
+                f"{prefix}.shared.down", self.activated(self._linear(f"{prefix}.shared.up", x_SH))
+            )
         return y_SH
 
     def results(self, prefix: str, x_SH: Array, kept_SE: np.ndarray) -> Iterator[tuple[Array, Array]]:
         """For every expert the tokens that it works on, [S], and what it makes of them."""
         experts, num_experts = f"{prefix}.experts", self.model.num_experts
         up, down = (list(self.weight(f"{experts}.{part}.weight")) for part in ("up", "down"))
-        biases = [list(self.weight(f"{experts}.{part}.bias")) if self.model.bias else [0.0] * num_experts for part in ("up", "down")]
+        biases = [
+            list(self.weight(f"{experts}.{part}.bias")) if self.model.bias else [0.0] * num_experts
+            for part in ("up", "down")
+        ]
         for expert in range(num_experts):
             rows = alike(x_SH, np.flatnonzero(kept_SE[:, expert]))
             units = self.activated(self.stored(x_SH[rows] @ up[expert].T + biases[0][expert]))
             yield rows, self.stored(units @ down[expert].T + biases[1][expert])
 
     def activated(self, x: Array) -> Array:
-        """The activation; where it is gated every gate stands before the unit that it multiplies (Shazeer 2020, arXiv 2002.05202)."""
+        """The activation; where it is gated every gate stands before the unit that it multiplies (Shazeer 2020, arXiv
+        2002.05202)."""
         gates, units = x[..., ::2], x[..., 1::2]
         match self.model.activation:
             case "swiglu":
@@ -232,7 +253,8 @@ class Decoder:
         return (normed_SH @ table.T)[:, : self.model.vocab_size - self.model.padding_rows]
 
     def _losses(self, normed_SH: Array, targets_S: np.ndarray) -> Array:
-        """[S]: cross-entropy with the plan's label smoothing over the ids of the vocabulary and its z-loss; 0 where nothing counts."""
+        """[S]: cross-entropy with the plan's label smoothing over the ids of the vocabulary and its z-loss; 0 where
+        nothing counts."""
         train, logits = self.plan.train, self.logits(normed_SH)
         counts = targets_S >= 0 if train.ignore_token is None else targets_S != train.ignore_token
         log_sums, smoothing = log_sum(logits), train.label_smoothing
@@ -241,7 +263,8 @@ class Decoder:
         return losses * alike(losses, counts.astype(np.float64))
 
     def _ahead(self, normed_SH: Array) -> list[Array]:
-        """Multi-token prediction (DeepSeek-V3, section 2.2): module k joins a token's hidden state with a later token's embedding."""
+        """Multi-token prediction (DeepSeek-V3, section 2.2): module k joins a token's hidden state with a later token's
+        embedding."""
         inputs, found = self.inputs, []
         for depth in range(self.model.num_mtp_layers if inputs.later is not None else 0):
             prefix = mtp_prefix(depth)
@@ -249,7 +272,8 @@ class Decoder:
             embedded = self._dropped(f"{prefix}.embedding", self.weight(TOKEN_TABLE)[np.maximum(ids, 0)])
             joined = self.norm(f"{prefix}.embedding_norm", embedded), self.norm(f"{prefix}.hidden_norm", normed_SH)
             x_SH = self.shown(
-                f"{prefix}.projection", self._linear(f"{prefix}.projection", library(normed_SH).concatenate(joined, -1), bias=False)
+                f"{prefix}.projection",
+                self._linear(f"{prefix}.projection", library(normed_SH).concatenate(joined, -1), bias=False),
             )
             normed_SH = self.norm(f"{prefix}.norm", self.layer(self.model.num_layers + depth, x_SH))
             found.append(self.shown(f"{prefix}.losses", self._losses(normed_SH, inputs.later[:, depth])))

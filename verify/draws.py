@@ -1,5 +1,5 @@
-"""What training draws, by its definition and without code of the backend: element i of an operation in a step is a function of (seed,
-operation, step, i). numpy only."""
+"""What training draws, by its definition and without code of the backend: element i of an operation in a step is a
+function of (seed, operation, step, i). numpy only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BITS = 24
 
 
 def uniform(seed: int, operation: str, step: int, index: np.ndarray) -> np.ndarray:
-    """fp64 of the shape of `index`, from 0 up to but without 1: the first `BITS` bits of splitmix64's finalizer (Steele, Lea & Flood 2014,
-    figure 17, variant 13 of Stafford) of index times the golden gamma, plus a key.
+    """fp64 of the shape of `index`, from 0 up to but without 1: the first `BITS` bits of splitmix64's finalizer
+    (Steele, Lea & Flood 2014, figure 17, variant 13 of Stafford) of index times the golden gamma, plus a key.
 
     >>> float(uniform(0, "embedding", 0, np.array([0]))[0]) == float(uniform(0, "embedding", 0, np.array([1, 0]))[1])
     True

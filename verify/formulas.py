@@ -48,15 +48,15 @@ def expert_weights(scores_SE: Array, chosen_SE: Array, model: ModelSpec) -> Arra
 
 
 def expert_loads(scores_SE: np.ndarray, model: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
-    """[E]: the share of a sequence's choices that scores alone would give each expert, over an even share (DeepSeek-V3, arXiv 2412.19437,
-    equation 18); and [S] whether rounding could not have made them others."""
+    """[E]: the share of a sequence's choices that scores alone would give each expert, over an even share (DeepSeek-V3,
+    arXiv 2412.19437, equation 18); and [S] whether rounding could not have made them others."""
     plain_SE, clear_S = highest(scores_SE, model.experts_per_token)
     return plain_SE.sum(0) * model.num_experts / (len(scores_SE) * model.experts_per_token), clear_S
 
 
 def router_losses(logits_SE: Array, load_E: Array, model: ModelSpec, *, aux: float, z: float) -> Array:
-    """[S]: what a router adds to the loss for each token: a load balance of sequences (DeepSeek-V3, equations 17-20) and the square of log
-    sum exp (ST-MoE, arXiv 2202.08906, equation 5)."""
+    """[S]: what a router adds to the loss for each token: a load balance of sequences (DeepSeek-V3, equations 17-20)
+    and the square of log sum exp (ST-MoE, arXiv 2202.08906, equation 5)."""
     scores_SE = router_scores(logits_SE, model)
     shares_SE = scores_SE / scores_SE.sum(-1, keepdims=True)
     return aux * (shares_SE * load_E).sum(-1) + z * log_sum(logits_SE) ** 2
@@ -104,7 +104,11 @@ def sigmoid(x: Array) -> Array:
 
 def gelu(x: Array) -> Array:
     """x times the normal distribution's share below it."""
-    erf = np.asarray(_erf(x / math.sqrt(2)), dtype=np.float64) if isinstance(x, np.ndarray) else library(x).erf(x / math.sqrt(2))
+    erf = (
+        np.asarray(_erf(x / math.sqrt(2)), dtype=np.float64)
+        if isinstance(x, np.ndarray)
+        else library(x).erf(x / math.sqrt(2))
+    )
     return 0.5 * x * (1 + erf)
 
 

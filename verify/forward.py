@@ -1,9 +1,9 @@
-"""A decoder's forward of one sequence held to its formulas: what each activation of a ledger must be, given the recorded ones that go into
-it.
+"""A decoder's forward of one sequence held to its formulas: what each activation of a ledger must be, given the
+recorded ones that go into it.
 
-Every part is held for itself, from inputs that were rounded already: rounding does not grow from layer to layer, and a part that is wrong
-is named alone. So are the gradients of routers' logits, from those of their layers' results. Experts with room for a limited number of
-tokens are left out.
+Every part is held for itself, from inputs that were rounded already: rounding does not grow from layer to layer, and a
+part that is wrong is named alone. So are the gradients of routers' logits, from those of their layers' results. Experts
+with room for a limited number of tokens are left out.
 
 Shape suffixes: S tokens of the sequence, H hidden, E experts.
 """
@@ -31,7 +31,8 @@ VALUES_KEPT = 2**26
 
 @dataclass(frozen=True)
 class Recorded:
-    """One recorded sequence: what it is made from, and activations by name, [S, ...]. `weight` gives parameters by name, fp64."""
+    """One recorded sequence: what it is made from, and activations by name, [S, ...]. `weight` gives parameters by
+    name, fp64."""
 
     inputs: Inputs
     values: Mapping[str, np.ndarray]
@@ -117,7 +118,8 @@ class _Checked(Decoder):
     """Every activation is made from the recorded ones before it."""
 
     def __init__(self, plan: Plan, sequence: Recorded, *, own_block: bool):
-        super().__init__(plan, sequence.inputs, lambda name: as_multiplied(name, sequence.weight(name), plan.precision.dtype))
+        dtype = plan.precision.dtype
+        super().__init__(plan, sequence.inputs, lambda name: as_multiplied(name, sequence.weight(name), dtype))
         self.values, self.own_block = sequence.values, own_block
         self.made: list[Made] = []
         self._unclear = np.zeros(0, bool)

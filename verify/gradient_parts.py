@@ -1,5 +1,5 @@
-"""A gradient beside that of formulas, part by part: what backward computes apart from each other may be wrong alone, and so it is held
-alone. numpy only."""
+"""A gradient beside that of formulas, part by part: what backward computes apart from each other may be wrong alone,
+and so it is held alone. numpy only."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ OFF = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 0.1}
 """The share of its norm that a gradient may be apart from that of formulas."""
 
 ROUNDINGS = {"fp32": 4000.0, "fp16": 8.0, "bf16": 8.0}
-"""So many times as far as rounding moves the gradient of formulas may a gradient be apart from it, if that is more. It is where little but
-rounding is left of it, as of that of keys' biases without rotary positions, which move all scores of a query alike; in fp32 the
-exponentials of the library, right to 20 bits, are rounded more than here. Right runs of the matrix's models use at most 0.01 of what both
-allow in fp32, 0.18 in fp16 and 0.21 in bf16; after six steps at three times their learning rate 0.12 in fp32 and 0.28 in bf16."""
+"""So many times as far as rounding moves the gradient of formulas may a gradient be apart from it, if that is more. It
+is where little but rounding is left of it, as of that of keys' biases without rotary positions, which move all scores
+of a query alike; in fp32 the exponentials of the library, right to 20 bits, are rounded more than here. Right runs of
+the matrix's models use at most 0.01 of what both allow in fp32, 0.18 in fp16 and 0.21 in bf16; after six steps at three
+times their learning rate 0.12 in fp32 and 0.28 in bf16."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A part (in words, "" all of it) of a parameter's gradient, along that of formulas: `found`, the norm of the latter, is how fast the
-    loss changes on that way; `said` is how fast the gradient says it does; `apart` is the norm of their difference, and `rounding` how
-    far rounding moves the gradient of formulas."""
+    """A part (in words, "" all of it) of a parameter's gradient, along that of formulas: `found`, the norm of the
+    latter, is how fast the loss changes on that way; `said` is how fast the gradient says it does; `apart` is the norm
+    of their difference, and `rounding` how far rounding moves the gradient of formulas."""
 
     name: str
     part: str
@@ -44,12 +45,18 @@ class Measured:
     def allowed(self, plan: Plan, usual: float) -> float:
         """How far the two may be apart, where gradients are of a `usual` size."""
         rounded_once = 2.0**-8 if plan.precision.gradient_dtype == "bf16" else 0.0
-        return max((OFF[plan.precision.dtype] + rounded_once) * self.found, ROUNDINGS[plan.precision.dtype] * self.rounding, UNIT * usual)
+        return max(
+            (OFF[plan.precision.dtype] + rounded_once) * self.found,
+            ROUNDINGS[plan.precision.dtype] * self.rounding,
+            UNIT * usual,
+        )
 
 
 def whole(parts: Sequence[Measured]) -> Measured:
     """A parameter from all of its parts."""
-    found, apart, rounding = (math.hypot(*(getattr(each, name) for each in parts)) for name in ("found", "apart", "rounding"))
+    found, apart, rounding = (
+        math.hypot(*(getattr(each, name) for each in parts)) for name in ("found", "apart", "rounding")
+    )
     said = math.fsum(each.said * each.found for each in parts) / found if found else 0.0
     return Measured(parts[0].name, "", said, found, apart, rounding)
 
@@ -93,7 +100,9 @@ def _fused(plan: Plan, name: str, num_rows: int) -> dict[str, Any]:
     match name.split(".")[-2]:
         case "qkv":
             size, queries = model.head_dim, model.query_heads_per_group
-            return along((queries + 2) * size, queries=queries * size, keys=(queries + 1) * size, values=(queries + 2) * size)
+            return along(
+                (queries + 2) * size, queries=queries * size, keys=(queries + 1) * size, values=(queries + 2) * size
+            )
         case "kv_up":
             plain = model.qk_nope_head_dim
             return along(plain + model.v_head_dim, keys=plain, values=plain + model.v_head_dim)

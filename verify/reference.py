@@ -29,7 +29,15 @@ from .forward import Made, Recorded, activation_names, gradient_names, made, rou
 from .gradient_parts import Measured, usual_size, whole
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
 from .proof_run import ProofJob, run_ledger
-from .reference_run import COUNTED_FILE, DERIVATIVE_FILE, SEQUENCES_FILE, kept_keys, loss_names, reference_steps, steps_kept
+from .reference_run import (
+    COUNTED_FILE,
+    DERIVATIVE_FILE,
+    SEQUENCES_FILE,
+    kept_keys,
+    loss_names,
+    reference_steps,
+    steps_kept,
+)
 
 EXACT = 1e-9
 """Sums of exact numerics are rounded once, in fp64."""
@@ -79,8 +87,8 @@ def reference_words(report: Mapping[str, Any]) -> str:
     gradients = "gradients are not checked"
     if derivative is not None:
         gradients = (
-            f"along each of {derivative['parameters']} of {derivative['of']} parameters the loss of step {derivative['step']} changes by "
-            f"{derivative['found']:.4g} in all, and gradients say {derivative['said']:.4g}"
+            f"along each of {derivative['parameters']} of {derivative['of']} parameters the loss of step "
+            f"{derivative['step']} changes by {derivative['found']:.4g} in all, gradients say {derivative['said']:.4g}"
         )
     verdict = "follow from its values" if report["ok"] else "DO NOT all follow from its values"
     return f"One device itself, by formulas in fp64: {what} {verdict}; {gradients}."
@@ -127,7 +135,7 @@ class _Check:
                 yield from self._update(step, count)
             else:
                 yield from self._skipped(step)
-        if not any(each.rule == "reference-forward" for each in forward):  # else the formulas' gradients are those of another loss
+        if not any(each.rule == "reference-forward" for each in forward):  # else formulas are those of another loss
             yield from self._gradient()
 
     def _is_update(self, step: int) -> bool:
@@ -166,8 +174,9 @@ class _Check:
             length = len(next(iter(values.values())))
             with np.load(self.folder / SEQUENCES_FILE) as parts:
                 names = {name: f"{name}.{sample}" for name in Inputs.ARRAYS}
-                arrays: dict[str, Any] = {name: parts[at][:length] if at in parts else None for name, at in names.items()}
-            recorded = Recorded(Inputs(**arrays, step=step, sample=sample), values, weight)
+                arrays = {name: parts[at][:length] if at in parts else None for name, at in names.items()}
+            inputs = Inputs(**arrays, step=step, sample=sample)  # type: ignore[arg-type]
+            recorded = Recorded(inputs, values, weight)
             for each in made(self.plan, recorded, own_block=self.own_block):
                 self.num_activations += 1
                 yield from self._activation("reference-forward", keys[each.name], each, values[each.name])
@@ -207,8 +216,9 @@ class _Check:
     def _sum_of_losses(self, step: int, name: str) -> float:
         """Of the model's own losses those of tokens that count; padding may be all of a row."""
         masks = np.load(self.folder / COUNTED_FILE)[step]
-        keys = [(Key(step, ACTIVATION, name, sample), mask | (name != "head.losses")) for sample, mask in enumerate(masks)]
-        losses = [(self._values(key), mask) for key, mask in keys if self._has(key)]
+        keys = [Key(step, ACTIVATION, name, sample) for sample in range(len(masks))]
+        every = name != "head.losses"
+        losses = [(self._values(key), mask | every) for key, mask in zip(keys, masks, strict=True) if self._has(key)]
         return math.fsum(float(values[mask[: len(values)]].sum()) for values, mask in losses)
 
     def _loss_gradients(self, step: int) -> Iterator[Finding]:
@@ -308,8 +318,9 @@ class _Check:
         return [Measured(**each) for each in self._derivative.get("parts", [])]
 
     def _derivative_report(self) -> dict[str, Any] | None:
-        """Sums over the parameters of how fast the loss changes along each. Not tested are parts whose gradients are rounding alone; parts
-        that the loss does not depend on, such as experts without a token, must have a gradient of zero."""
+        """Sums over the parameters of how fast the loss changes along each. Not tested are parts whose gradients are
+        rounding alone; parts that the loss does not depend on, such as experts without a token, must have a gradient of
+        zero."""
         if not self._measured:
             return None
         usual = usual_size(self._measured)
@@ -327,7 +338,8 @@ class _Check:
         }
 
     def _whole_loss(self) -> Iterator[Finding]:
-        """The losses of tokens by all formulas one after the other, with what routers chose, and no other recorded value."""
+        """The losses of tokens by all formulas one after the other, with what routers chose, and no other recorded
+        value."""
         if self._derivative and not self.own_block:
             step, (own, *ahead) = self._derivative["step"], loss_names(self.plan)
             later = math.fsum(self._sum_of_losses(step, name) for name in ahead) / max(1, len(ahead))
@@ -338,18 +350,19 @@ class _Check:
                 yield self._finding("reference-forward", step, "losses of tokens", what)
 
     def _gradient(self) -> Iterator[Finding]:
-        """Every gradient, from the end of the model: a backward that is wrong somewhere is so for all that lies before. Parts are named
-        where others of the same parameter are right."""
+        """Every gradient, from the end of the model: a backward that is wrong somewhere is so for all that lies before.
+        Parts are named where others of the same parameter are right."""
         usual = usual_size(self._measured)
         for name in dict.fromkeys(each.name for each in reversed(self._measured)):
             parts = [each for each in self._measured if each.name == name]
             wrong = [each for each in parts if not each.apart <= each.allowed(self.plan, usual)]
             right = [each for each in parts if each not in wrong and each.found > each.allowed(self.plan, usual)]
             for each in wrong if right or not wrong else [whole(parts)]:
-                times = f", {each.said / each.found:.4g} times that" if each.found else ""
+                times, rounding = each.said / each.found if each.found else math.inf, each.allowed(self.plan, usual)
                 what = (
-                    f"along that of formulas the loss changes by {each.found:.4g}, and gradients say {each.said:.4g}{times}; the two are "
-                    f"{each.apart:.4g} apart, of which rounding may be {each.allowed(self.plan, usual):.2g}."
+                    f"along that of formulas the loss changes by {each.found:.4g}, and gradients say {each.said:.4g}"
+                    f"{f', {times:.4g} times that' if each.found else ''}; "
+                    f"the two are {each.apart:.4g} apart, of which rounding may be {rounding:.2g}."
                 )
                 yield self._finding("reference-gradient", self._derivative["step"], f"gradient {each.words}", what)
 

@@ -18,7 +18,7 @@ from ..core.plan import Plan
 from .decoder import Inputs
 from .derivative import Step, derivative, tested_names
 from .forward import activation_names, as_multiplied, gradient_names, samples_checked
-from .gradient_parts import measure
+from .gradient_parts import Measured, measure
 from .kept import Kept
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, WEIGHT, Key, RankLedger
 from .proof_run import ProofJob, trained
@@ -66,8 +66,9 @@ def reference_steps(transport: Any, job: ProofJob) -> RankLedger:
     counted = np.stack([_counted(rank, step) for step in range(last + 1)])
     np.save(job.folder / COUNTED_FILE, counted)
     sequences = _sequences(rank, last, samples_checked(job.plan))
-    arrays = {f"{name}.{each.sample}": getattr(each, name) for each in sequences for name in Inputs.ARRAYS}
-    np.savez(job.folder / SEQUENCES_FILE, allow_pickle=False, **{name: each for name, each in arrays.items() if each is not None})
+    parts = {f"{name}.{each.sample}": getattr(each, name) for each in sequences for name in Inputs.ARRAYS}
+    there = {name: part for name, part in parts.items() if part is not None}
+    np.savez(job.folder / SEQUENCES_FILE, allow_pickle=False, **there)
     with_gradients = [key.step for key in kept if key.phase == GRADIENT]
     if with_gradients:
         held = _Held(rank, job.plan, max(with_gradients), kept, job.block is not None)
@@ -123,39 +124,49 @@ class _Held:
 
     def compared(self, counted: np.ndarray) -> dict[str, Any]:
         """The loss by formulas, and the fields of `Measured` of every part of every gradient that formulas give."""
-        names = [name for name in tested_names(self.plan, own_block=self.own_block) if Key(self.step, GRADIENT, name) in self.kept]
+        names = tested_names(self.plan, own_block=self.own_block)
+        names = [name for name in names if Key(self.step, GRADIENT, name) in self.kept]
         if not names:
             return {}
         right = derivative(self._as_made(max(1, int(counted.sum()))), self.rank.transport.device)
-        parts = (
-            part
-            for name in names
-            for part in measure(self.plan, name, self._load(GRADIENT, name, self.step), right.gradients[name], right.rounded[name])
-        )
+        parts: list[Measured] = []
+        for name in names:
+            own = self._load(GRADIENT, name, self.step)
+            parts += measure(self.plan, name, own, right.gradients[name], right.rounded[name])
         return {"step": self.step, "loss": right.loss, "parts": [asdict(part) for part in parts]}
 
     def _as_made(self, num_counted: int) -> Step:
         model, dtype = self.plan.model, self.plan.precision.dtype
-        names = [each.name for each in (*parameters(model), *expert_biases(model))]
-        held = {name for name in names if Key(self.step - 1, WEIGHT, name) in self.kept}
-        weights = {name: as_multiplied(name, self._load(WEIGHT, name, self.step - 1), dtype) for name in names if name in held}
+        before, held = self.step - 1, [each.name for each in (*parameters(model), *expert_biases(model))]
+        names = [name for name in held if Key(before, WEIGHT, name) in self.kept]
+        weights = {name: as_multiplied(name, self._load(WEIGHT, name, before), dtype) for name in names}
         routed, kept = _Routed(), dict[tuple[int, int], np.ndarray]()
         if model.is_moe or self.own_block:
             kept = self._forward(routed)
-        sequences, scale = list(_sequences(self.rank, self.step)), self.rank.loss_scale.value
-        return Step(self.plan, weights, sequences, num_counted, scale, routed.logits, kept, routed.outputs, self.own_block)
+        return Step(
+            self.plan,
+            weights,
+            list(_sequences(self.rank, self.step)),
+            num_counted,
+            loss_scale=self.rank.loss_scale.value,
+            logits=routed.logits,
+            kept=kept,
+            outputs=routed.outputs,
+            own_block=self.own_block,
+        )
 
     def _forward(self, routed: _Routed) -> dict[tuple[int, int], np.ndarray]:
-        """Goes forward once more from the weights before the step, shows that to `routed`, and returns which experts worked on tokens."""
+        """Goes forward once more from the weights before the step, shows that to `routed`, and returns which experts
+        worked on tokens."""
         import torch
 
         stage, kept = self.rank.stages[0], dict[tuple[int, int], np.ndarray]()
 
         def keep(router: Any, _: Any, routing: Any) -> None:
             layer, first = int(router.name.split(".")[1]), router.context.microbatch.first_sample
-            experts_BSK = routing.experts_BSK.cpu().numpy()
-            for row in range(len(experts_BSK)):
-                kept[layer, first + row] = (experts_BSK[row, ..., None] == np.arange(self.plan.model.num_experts)).any(1)
+            all_experts = np.arange(self.plan.model.num_experts)
+            for row, experts_SK in enumerate(routing.experts_BSK.cpu().numpy()):
+                kept[layer, first + row] = (experts_SK[..., None] == all_experts).any(1)
 
         observer, stage.context.observer = stage.context.observer, routed
         hooks = [router.register_forward_hook(keep) for router in stage.routers]

@@ -1,4 +1,5 @@
-"""Gradients that both sides of a proof have wrong alike: each is held to that of formulas, part by part, with routing as the run chose it."""
+"""Gradients that both sides of a proof have wrong alike: each is held to that of formulas, part by part, with routing
+as the run chose it."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from shardproof.backend.model import experts
+from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.numerics.dropout import dropout_mask, uniform
 from shardproof.backend.tensor_parallel import dropout
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout import Layout
 from shardproof.core.plan import Batch, Plan, Precision
-from shardproof.verify import draws, proof_run
+from shardproof.verify import derivative, draws, proof_run
 from shardproof.verify.gradient_parts import OFF, Measured, parts_of, whole
 from shardproof.verify.matrix_problems import BIASED, DEEPSEEK, GROUPS, LATENT, PROBLEMS, TOKENS
 from shardproof.verify.mutations.patches import Broken, Patches
@@ -47,8 +49,8 @@ def small(*, sequence: int = 8, gradient_dtype: str | None = None, **choices: An
     return replace(plan, precision=replace(plan.precision, gradient_dtype=gradient_dtype)) if gradient_dtype else plan
 
 
-def checked(plan: Plan, breaks: Callable[[Patches], None] | None = None) -> Reference:
-    found = checked_ledger(ProofJob(plan, 1, around=None if breaks is None else Broken(breaks)))[1]
+def checked(plan: Plan, breaks: Callable[[Patches], None] | None = None, *, block: Any = None) -> Reference:
+    found = checked_ledger(ProofJob(plan, 1, around=None if breaks is None else Broken(breaks), block=block))[1]
     assert found is not None
     return found
 
@@ -71,11 +73,15 @@ RIGHT: Mapping[str, Plan] = {
     "one expert, whose weight is always 1": small(model={**MIXTURE, "experts_per_token": 1}),
     "one expert and losses": small(model={**MIXTURE, "experts_per_token": 1, "router_scores": "sigmoid"}, train=ROUTED),
     "almost no room": small(model={**MIXTURE, "expert_capacity_factor": 0.3}, train={"router_jitter": 0.1, **ROUTED}),
-    "no room, groups, biases": small(model={**MIXTURE, **GROUPS, **DEEPSEEK, "expert_capacity_factor": 0.6}, dtype="bf16"),
+    "no room, groups, biases": small(
+        model={**MIXTURE, **GROUPS, **DEEPSEEK, "expert_capacity_factor": 0.6}, dtype="bf16"
+    ),
     "padding": small(model=MIXTURE, train={"ignore_token": 0, "padded": True, **ROUTED}),
     "heads normed without rotary positions": small(model={**SMALL, **BIASED, "qk_norm": True}),
     "the same in bf16": small(model={**SMALL, **BIASED, "qk_norm": True}, dtype="bf16"),
-    "latent attention with biases": small(model={**MLA, "norm": "layernorm", "bias": True, "activation": "gelu"}, dtype="bf16"),
+    "latent attention with biases": small(
+        model={**MLA, "norm": "layernorm", "bias": True, "activation": "gelu"}, dtype="bf16"
+    ),
     "gradients in bf16": small(dtype="bf16", gradient_dtype="bf16"),
     "fp16": small(model={**MIXTURE, "hidden_dropout": 0.2, "attention_dropout": 0.3}, dtype="fp16"),
     "window": small(model={**SMALL, "sliding_window": 3, "qk_norm": True, "activation": "geglu"}),
@@ -87,6 +93,25 @@ RIGHT: Mapping[str, Plan] = {
 def test_a_right_run_has_no_finding(name: str) -> None:
     found = checked(RIGHT[name])
     assert found.findings == () and found.report["derivative"]["used"] <= 1 / 3
+
+
+def test_a_graph_that_is_too_large_is_made_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small(model={**MIXTURE, "num_mtp_layers": 1, "hidden_dropout": 0.1}, train=ROUTED)
+    whole_graph = checked(plan)
+    monkeypatch.setattr(derivative, "GRAPH_VALUES", 0)
+    again = checked(plan)
+    assert again.findings == () and again.report == whole_graph.report
+
+
+@pytest.mark.parametrize("num_later", [0, 1])
+def test_behind_somebodys_own_layers_gradients_are_checked_too(num_later: int) -> None:
+    plan = small(model={**MIXTURE, "num_mtp_layers": num_later}, train=ROUTED)
+    norm = "mtp.0.norm.weight" if num_later else "head.norm.weight"
+    told = checked(plan, block=TransformerBlock)
+    assert told.findings == () and told.report["derivative"]["parameters"] == 2
+    for name in (norm, "head.output.weight"):
+        found = checked(plan, partial(scales, name=name, factor=1.01), block=TransformerBlock).findings
+        assert [each.where for each in found] == [f"step 1, one device, gradient {name}"]
 
 
 def test_draws_by_their_definition_are_those_of_the_backend() -> None:
@@ -134,8 +159,16 @@ BIASES = {**SMALL, **BIASED}
 TIED = {**SMALL, "tied_embeddings": True}
 EXPERTS_OF_1 = "layers.1.mlp.experts"
 MISTAKES: dict[str, tuple[dict[str, Any], Callable[[Patches], None], str]] = {
-    "no gradient of a layer's experts": (MIXTURE, partial(scales, name=f"{EXPERTS_OF_1}.up.weight", factor=0), f"{EXPERTS_OF_1}.up.weight"),
-    "none of their last product": (MIXTURE, partial(scales, name=f"{EXPERTS_OF_1}.down.weight", factor=0), f"{EXPERTS_OF_1}.down.weight"),
+    "no gradient of a layer's experts": (
+        MIXTURE,
+        partial(scales, name=f"{EXPERTS_OF_1}.up.weight", factor=0),
+        f"{EXPERTS_OF_1}.up.weight",
+    ),
+    "none of their last product": (
+        MIXTURE,
+        partial(scales, name=f"{EXPERTS_OF_1}.down.weight", factor=0),
+        f"{EXPERTS_OF_1}.down.weight",
+    ),
     "none of one expert": (
         MIXTURE,
         partial(scales, name=f"{EXPERTS_OF_1}.down.weight", factor=0, part="expert 2"),
@@ -147,15 +180,31 @@ MISTAKES: dict[str, tuple[dict[str, Any], Callable[[Patches], None], str]] = {
         partial(scales, name="layers.0.mlp.experts.up.weight", factor=0.5),
         "layers.0.mlp.experts.up.weight",
     ),
-    "router times 1.3": (MIXTURE, partial(scales, name="layers.1.mlp.router.weight", factor=1.3), "layers.1.mlp.router.weight"),
-    "shared expert halved": (MIXTURE, partial(scales, name="1.mlp.shared.down.weight", factor=0.5), "layers.1.mlp.shared.down.weight"),
+    "router times 1.3": (
+        MIXTURE,
+        partial(scales, name="layers.1.mlp.router.weight", factor=1.3),
+        "layers.1.mlp.router.weight",
+    ),
+    "shared expert halved": (
+        MIXTURE,
+        partial(scales, name="1.mlp.shared.down.weight", factor=0.5),
+        "layers.1.mlp.shared.down.weight",
+    ),
     "all values halved": (
         SMALL,
         partial(scales, name="qkv.weight", factor=0.5, part="values"),
         "layers.1.attention.qkv.weight of values",
     ),
-    "keys times 1.3": (SMALL, partial(scales, name="0.attention.qkv.weight", factor=1.3, part="keys"), "layers.0.attention.qkv.weight of keys"),
-    "gates halved": (SMALL, partial(scales, name="0.mlp.up.weight", factor=0.5, part="gates"), "layers.0.mlp.up.weight of gates"),
+    "keys times 1.3": (
+        SMALL,
+        partial(scales, name="0.attention.qkv.weight", factor=1.3, part="keys"),
+        "layers.0.attention.qkv.weight of keys",
+    ),
+    "gates halved": (
+        SMALL,
+        partial(scales, name="0.mlp.up.weight", factor=0.5, part="gates"),
+        "layers.0.mlp.up.weight of gates",
+    ),
     "key norm times 1.3": (
         QK_NORM,
         partial(scales, name="1.attention.key_norm.weight", factor=1.3),
@@ -166,16 +215,28 @@ MISTAKES: dict[str, tuple[dict[str, Any], Callable[[Patches], None], str]] = {
         partial(scales, name="1.attention.kv_down.weight", factor=0.7, part="latent"),
         "layers.1.attention.kv_down.weight of latent",
     ),
-    "norm of latent queries times 1.5": (MLA, partial(scales, name="1.attention.q_norm.weight", factor=1.5), "layers.1.attention.q_norm.weight"),
+    "norm of latent queries times 1.5": (
+        MLA,
+        partial(scales, name="1.attention.q_norm.weight", factor=1.5),
+        "layers.1.attention.q_norm.weight",
+    ),
     "embedding halved": (SMALL, partial(scales, name="embedding.tokens.weight", factor=0.5), "embedding.tokens.weight"),
     "tied table halved": (TIED, partial(scales, name="embedding.tokens.weight", factor=0.5), "embedding.tokens.weight"),
-    "positions not trained": (BIASES, partial(scales, name="embedding.positions.weight", factor=0), "embedding.positions.weight"),
+    "positions not trained": (
+        BIASES,
+        partial(scales, name="embedding.positions.weight", factor=0),
+        "embedding.positions.weight",
+    ),
     "bias of values dropped": (
         BIASES,
         partial(scales, name="1.attention.qkv.bias", factor=0, part="values"),
         "layers.1.attention.qkv.bias of values",
     ),
-    "bias of the last product dropped": (BIASES, partial(scales, name="1.mlp.down.bias", factor=0), "layers.1.mlp.down.bias"),
+    "bias of the last product dropped": (
+        BIASES,
+        partial(scales, name="1.mlp.down.bias", factor=0),
+        "layers.1.mlp.down.bias",
+    ),
     "later token's projection halved": (
         {**SMALL, "num_mtp_layers": 1},
         partial(scales, name="mtp.0.projection.weight", factor=0.5),
@@ -196,7 +257,9 @@ def test_a_gradient_that_both_sides_have_wrong_is_found_and_named(name: str, dty
     plan = small(model=model, dtype=dtype, train=ROUTED if "num_experts" in model else {})
     assert checked(plan).findings == ()
     found = checked(plan, breaks)
-    assert [(each.rule, each.where) for each in found.findings] == [("reference-gradient", f"step 1, one device, gradient {where}")]
+    assert [(each.rule, each.where) for each in found.findings] == [
+        ("reference-gradient", f"step 1, one device, gradient {where}")
+    ]
     assert not found.report["ok"]
 
 
