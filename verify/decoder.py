@@ -30,8 +30,8 @@ class Inputs:
 
     tokens: np.ndarray
     targets: np.ndarray
-    later: np.ndarray | None
-    documents: np.ndarray | None
+    later: np.ndarray | None = None
+    documents: np.ndarray | None = None
     step: int = 0
     sample: int = 0
 
@@ -265,10 +265,12 @@ class Decoder:
     def _ahead(self, normed_SH: Array) -> list[Array]:
         """Multi-token prediction (DeepSeek-V3, section 2.2): module k joins a token's hidden state with a later token's
         embedding."""
-        inputs, found = self.inputs, []
-        for depth in range(self.model.num_mtp_layers if inputs.later is not None else 0):
+        inputs, later, found = self.inputs, self.inputs.later, []
+        if later is None:
+            return []
+        for depth in range(self.model.num_mtp_layers):
             prefix = mtp_prefix(depth)
-            ids = inputs.targets if depth == 0 else inputs.later[:, depth - 1]
+            ids = inputs.targets if depth == 0 else later[:, depth - 1]
             embedded = self._dropped(f"{prefix}.embedding", self.weight(TOKEN_TABLE)[np.maximum(ids, 0)])
             joined = self.norm(f"{prefix}.embedding_norm", embedded), self.norm(f"{prefix}.hidden_norm", normed_SH)
             x_SH = self.shown(
@@ -276,5 +278,5 @@ class Decoder:
                 self._linear(f"{prefix}.projection", library(normed_SH).concatenate(joined, -1), bias=False),
             )
             normed_SH = self.norm(f"{prefix}.norm", self.layer(self.model.num_layers + depth, x_SH))
-            found.append(self.shown(f"{prefix}.losses", self._losses(normed_SH, inputs.later[:, depth])))
+            found.append(self.shown(f"{prefix}.losses", self._losses(normed_SH, later[:, depth])))
         return found

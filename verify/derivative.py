@@ -113,7 +113,7 @@ def _rounding(dtype: str) -> Rounding:
         def backward(ctx: Any, gradient: Any) -> Any:
             return gradient.to(narrow).to(gradient.dtype)
 
-    return Rounded.apply  # type: ignore[no-any-return]
+    return Rounded.apply
 
 
 def _graph_values(plan: Plan) -> int:

@@ -143,7 +143,7 @@ class _Checked(Decoder):
         prefix = layer_prefix(layer)
         if x_SH is None or self.own_block or f"{prefix}.mlp" not in self.values:
             return self.values.get(f"{prefix}.output")
-        return super().layer(layer, x_SH)  # type: ignore[no-any-return]
+        return super().layer(layer, x_SH)
 
     def head(self, x_SH: np.ndarray | None) -> list[np.ndarray]:
         return [] if x_SH is None else super().head(x_SH)
@@ -151,7 +151,7 @@ class _Checked(Decoder):
     def logits(self, normed_SH: np.ndarray) -> np.ndarray:
         logits = super().logits(normed_SH)
         self._largest_logit = float(np.abs(logits).max())
-        return logits  # type: ignore[no-any-return]
+        return logits
 
     def chosen(self, layer: int, logits_SE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         chosen_SE, clear_S = self._choice(router_scores(logits_SE, self.model), layer)

@@ -89,7 +89,7 @@ def _sequences(rank: Any, step: int, samples: Collection[int] | None = None) -> 
         parts = {name: getattr(microbatch, name) for name in Inputs.ARRAYS}
         for row in range(len(microbatch.tokens)):
             if samples is None or microbatch.first_sample + row in samples:
-                arrays = {name: None if part is None else part[row].cpu().numpy() for name, part in parts.items()}
+                arrays: dict[str, Any] = {name: part[row].cpu().numpy() for name, part in parts.items() if part is not None}
                 yield Inputs(**arrays, step=step, sample=microbatch.first_sample + row)
 
 
