@@ -24,10 +24,20 @@ from ..core.findings import Finding
 from ..core.parameters import parameters
 from ..core.plan import Plan
 from . import adamw
+from .decoder import Inputs
 from .forward import Made, Recorded, activation_names, gradient_names, made, router_gradients, samples_checked
+from .gradient_parts import Measured, usual_size, whole
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
 from .proof_run import ProofJob, run_ledger
-from .reference_run import COUNTED_FILE, MOVED_FILE, SEQUENCES_FILE, is_right, kept_keys, loss_names, reference_steps, steps_kept
+from .reference_run import (
+    COUNTED_FILE,
+    DERIVATIVE_FILE,
+    SEQUENCES_FILE,
+    kept_keys,
+    loss_names,
+    reference_steps,
+    steps_kept,
+)
 
 EXACT = 1e-9
 """Sums of exact numerics are rounded once, in fp64."""
@@ -73,12 +83,12 @@ def reference_words(report: Mapping[str, Any]) -> str:
     """One line of the text of a proof."""
     parts = "activations", "losses", "norms"
     what = f"{', '.join(f'{report[part]} {part}' for part in parts)} and {report['updates']} updates of tensors"
-    moved = report["derivative"]
+    derivative = report["derivative"]
     gradients = "gradients are not checked"
-    if moved is not None:
+    if derivative is not None:
         gradients = (
-            f"along one direction of {moved['parameters']} of {moved['of']} parameters the loss of step {moved['step']} changes by "
-            f"{moved['found']:.4g}, and gradients say {moved['said']:.4g}"
+            f"along each of {derivative['parameters']} of {derivative['of']} parameters the loss of step "
+            f"{derivative['step']} changes by {derivative['found']:.4g} in all, gradients say {derivative['said']:.4g}"
         )
     verdict = "follow from its values" if report["ok"] else "DO NOT all follow from its values"
     return f"One device itself, by formulas in fp64: {what} {verdict}; {gradients}."
@@ -100,10 +110,6 @@ class _Check:
         for each in self._findings():
             found.setdefault(each.rule, []).append(each)
         findings = tuple(_with_rest(each) for each in found.values())
-        moved = self._moved
-        derivative = None if not moved else {key: moved[key] for key in ("parameters", "said", "found")}
-        if derivative is not None:
-            derivative |= {"step": moved["step"] + 1, "of": len(list(parameters(self.plan.model)))}
         report = {
             "ok": not findings,
             "steps": self.steps,
@@ -111,12 +117,13 @@ class _Check:
             "losses": self.steps * (1 + bool(self.plan.model.num_mtp_layers)),
             "norms": sum(self._is_update(step) for step in range(self.steps)),
             "updates": self.num_updates,
-            "derivative": derivative,
+            "derivative": self._derivative_report(),
         }
         return Reference(findings, report)
 
     def _findings(self) -> Iterator[Finding]:
-        yield from self._forward()
+        forward = [*self._forward(), *self._whole_loss()]
+        yield from forward
         count = 0
         for step in range(self.steps):
             yield from self._loss(step)
@@ -128,7 +135,8 @@ class _Check:
                 yield from self._update(step, count)
             else:
                 yield from self._skipped(step)
-        yield from self._gradient()
+        if not any(each.rule == "reference-forward" for each in forward):  # else formulas are those of another loss
+            yield from self._gradient()
 
     def _is_update(self, step: int) -> bool:
         return Key(step, SCALAR, "grad_norm") in self.ledger.pieces
@@ -165,9 +173,10 @@ class _Check:
                 continue
             length = len(next(iter(values.values())))
             with np.load(self.folder / SEQUENCES_FILE) as parts:
-                names = {name: f"{name}.{sample}" for name in Recorded.INPUTS}
-                inputs: dict[str, Any] = {name: parts[at][:length] if at in parts else None for name, at in names.items()}
-            recorded = Recorded(**inputs, values=values, weight=weight)
+                names = {name: f"{name}.{sample}" for name in Inputs.ARRAYS}
+                arrays = {name: parts[at][:length] if at in parts else None for name, at in names.items()}
+            inputs = Inputs(**arrays, step=step, sample=sample)  # type: ignore[arg-type]
+            recorded = Recorded(inputs, values, weight)
             for each in made(self.plan, recorded, own_block=self.own_block):
                 self.num_activations += 1
                 yield from self._activation("reference-forward", keys[each.name], each, values[each.name])
@@ -193,18 +202,24 @@ class _Check:
             yield self._finding(rule, key.step, f"{gradient}{key.tensor} of sample {key.sample}", what)
 
     def _loss(self, step: int) -> Iterator[Finding]:
-        masks = list(np.load(self.folder / COUNTED_FILE)[step])
-        num_counted = max(1, sum(int(mask.sum()) for mask in masks))
         own, *ahead = loss_names(self.plan)
-        keys = [Key(step, ACTIVATION, own, sample) for sample in range(len(masks))]
-        losses = [(self._values(key), mask) for key, mask in zip(keys, masks, strict=True) if self._has(key)]  # padding may be all of a row
-        total = math.fsum(float(values[mask[: len(values)]].sum()) for values, mask in losses)
+        num_counted, total = self._num_counted(step), self._sum_of_losses(step, own)
         tokens = f"of the {num_counted} tokens that count"
         yield from self._number_finding("reference-loss", step, "loss", total / num_counted, f"the mean of head.losses {tokens}")
         if ahead and self._has(Key(step, SCALAR, "mtp_loss")):
-            keys = [Key(step, ACTIVATION, name, sample) for name in ahead for sample in range(len(masks))]
-            mean = math.fsum(float(self._values(key).sum()) for key in keys if self._has(key)) / num_counted / len(ahead)
+            mean = math.fsum(self._sum_of_losses(step, name) for name in ahead) / num_counted / len(ahead)
             yield from self._number_finding("reference-loss", step, "mtp_loss", mean, f"the mean of the modules' losses {tokens}")
+
+    def _num_counted(self, step: int) -> int:
+        return max(1, int(np.load(self.folder / COUNTED_FILE)[step].sum()))
+
+    def _sum_of_losses(self, step: int, name: str) -> float:
+        """Of the model's own losses those of tokens that count; padding may be all of a row."""
+        masks = np.load(self.folder / COUNTED_FILE)[step]
+        keys = [Key(step, ACTIVATION, name, sample) for sample in range(len(masks))]
+        every = name != "head.losses"
+        losses = [(self._values(key), mask | every) for key, mask in zip(keys, masks, strict=True) if self._has(key)]
+        return math.fsum(float(values[mask[: len(values)]].sum()) for values, mask in losses)
 
     def _loss_gradients(self, step: int) -> Iterator[Finding]:
         """What the losses of tokens count for in what is minimised: the model's one each, those of multi-token prediction their weight over
@@ -293,20 +308,63 @@ class _Check:
                 yield self._finding("reference-update", step, f"weight {name}", "the update was skipped, and it has changed.")
 
     @cached_property
-    def _moved(self) -> dict[str, Any]:
-        file = self.folder / MOVED_FILE
+    def _derivative(self) -> dict[str, Any]:
+        """What `reference_run` compared; nothing where formulas give no gradient."""
+        file = self.folder / DERIVATIVE_FILE
         return dict(json.loads(file.read_text())) if file.exists() else {}
 
+    @cached_property
+    def _measured(self) -> list[Measured]:
+        return [Measured(**each) for each in self._derivative.get("parts", [])]
+
+    def _derivative_report(self) -> dict[str, Any] | None:
+        """Sums over the parameters of how fast the loss changes along each. Not tested are parts whose gradients are
+        rounding alone; parts that the loss does not depend on, such as experts without a token, must have a gradient of
+        zero."""
+        if not self._measured:
+            return None
+        usual = usual_size(self._measured)
+        lost = [each for each in self._measured if 0 < each.found <= each.allowed(self.plan, usual)]
+        tested = [each for each in self._measured if each not in lost]
+        return {
+            "parameters": len({each.name for each in tested}),
+            "said": math.fsum(each.said for each in tested),
+            "found": math.fsum(each.found for each in tested),
+            "step": self._derivative["step"] + 1,
+            "of": len(list(parameters(self.plan.model))),
+            "used": max(each.apart / each.allowed(self.plan, usual) for each in self._measured),
+            "zero": [each.words for each in tested if not each.found],
+            "untested": [each.words for each in lost],
+        }
+
+    def _whole_loss(self) -> Iterator[Finding]:
+        """The losses of tokens by all formulas one after the other, with what routers chose, and no other recorded
+        value."""
+        if self._derivative and not self.own_block:
+            step, (own, *ahead) = self._derivative["step"], loss_names(self.plan)
+            later = math.fsum(self._sum_of_losses(step, name) for name in ahead) / max(1, len(ahead))
+            found = (self._sum_of_losses(step, own) + self.plan.train.mtp_loss_weight * later) / self._num_counted(step)
+            expected = self._derivative["loss"]
+            if not abs(found - expected) <= FORWARD[self.plan.precision.dtype] * abs(expected):
+                what = f"all formulas from tokens to losses give {expected:.9g} in the mean, and it is {found:.9g}."
+                yield self._finding("reference-forward", step, "losses of tokens", what)
+
     def _gradient(self) -> Iterator[Finding]:
-        moved = self._moved
-        if moved and not is_right(self.plan, moved):
-            wrong = moved["wrong"]
-            where = f"gradient {wrong['name']}" if wrong["name"] else "gradients of all parameters"
-            what = (
-                f"when it is moved the loss changes by {wrong['found']:.4g}, and gradients say {wrong['said']:.4g}"
-                f"{', ' + format(wrong['said'] / wrong['found'], '.4g') + ' times that' if wrong['found'] else ''}."
-            )
-            yield self._finding("reference-gradient", moved["step"], where, what)
+        """Every gradient, from the end of the model: a backward that is wrong somewhere is so for all that lies before.
+        Parts are named where others of the same parameter are right."""
+        usual = usual_size(self._measured)
+        for name in dict.fromkeys(each.name for each in reversed(self._measured)):
+            parts = [each for each in self._measured if each.name == name]
+            wrong = [each for each in parts if not each.apart <= each.allowed(self.plan, usual)]
+            right = [each for each in parts if each not in wrong and each.found > each.allowed(self.plan, usual)]
+            for each in wrong if right or not wrong else [whole(parts)]:
+                times, rounding = each.said / each.found if each.found else math.inf, each.allowed(self.plan, usual)
+                what = (
+                    f"along that of formulas the loss changes by {each.found:.4g}, and gradients say {each.said:.4g}"
+                    f"{f', {times:.4g} times that' if each.found else ''}; "
+                    f"the two are {each.apart:.4g} apart, of which rounding may be {rounding:.2g}."
+                )
+                yield self._finding("reference-gradient", self._derivative["step"], f"gradient {each.words}", what)
 
     def _finding(self, rule: str, step: int, tensor: str, what: str) -> Finding:
         return Finding(rule, "error", f"step {step + 1}, one device, {tensor}", what, HINTS[rule])

@@ -20,6 +20,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.parameters import parameters
 from shardproof.core.plan import Plan
 from shardproof.verify import proof_run
+from shardproof.verify.decoder import Inputs
 from shardproof.verify.forward import Made, Recorded, activation_names, made, samples_checked
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny
@@ -159,7 +160,7 @@ def test_attention_of_equal_keys_is_the_mean_of_the_values_seen() -> None:
     x_SH, tokens = np.arange(16.0).reshape(4, 4), np.zeros(4, np.int64)
     layer = ("attention.norm", "attention", "mlp.norm", "mlp")
     values = dict.fromkeys(["embedding.output", *(f"layers.0.{part}" for part in layer)], x_SH)
-    recorded = Recorded(tokens, tokens, None, None, values, weights.__getitem__)
+    recorded = Recorded(Inputs(tokens, tokens), values, weights.__getitem__)
     found = {each.name: each.values for each in made(small, recorded, own_block=False)}
     assert found["layers.0.attention"][:, 0].tolist() == [0.0, 2.0, 6.0, 10.0]
     assert not found["embedding.output"].any() and not found["layers.0.mlp.norm"].any()

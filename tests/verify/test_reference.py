@@ -75,7 +75,7 @@ def test_a_right_run_has_no_finding(name: str) -> None:
     found = checked(RIGHT[name])
     assert found.findings == () and found.report["ok"]
     derivative, of = found.report["derivative"], found.report["derivative"]["of"]
-    assert derivative["step"] == STEPS and derivative["parameters"] == (6 if name == "experts" else of)
+    assert derivative["step"] == STEPS and derivative["parameters"] == of
     assert found.report["norms"] == STEPS and found.report["updates"] == STEPS * of
     assert found.report["losses"] == STEPS * (2 if name == "multi-token prediction" else 1)
 

@@ -1,0 +1,282 @@
+"""A decoder's forward of one sequence by its formulas, in fp64 and without code of the backend.
+
+`Decoder.run` is one chain of formulas. Whoever derives from it says what the rest is made from wherever a ledger has an
+activation: what was recorded there (`forward`), or what was computed (`derivative`).
+
+Shape suffixes: S tokens of the sequence, H hidden, N heads, D features of a head, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..core.parameters import TOKEN_TABLE, layer_prefix, mtp_prefix
+from ..core.plan import Plan
+from ..core.rotary import attention_scale, rotary_frequencies, rotary_growth
+from . import draws
+from .formulas import Array, alike, expert_weights, gelu, gelu_tanh, library, log_sum, router_scores, sigmoid, softmax
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one sequence of a step is made from: `tokens` and `targets` [S]; what k modules of multi-token prediction
+    predict, [S, k]; the places at which documents begin, [S], None for one document. Draws go by `step` and `sample`,
+    its number in the global batch."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    later: np.ndarray | None = None
+    documents: np.ndarray | None = None
+    step: int = 0
+    sample: int = 0
+
+    ARRAYS: ClassVar = ("tokens", "targets", "later", "documents")
+
+
+class Decoder:
+    """The formulas of one sequence. `weight` gives parameters by name as products take them: rounded to their
+    format."""
+
+    def __init__(self, plan: Plan, inputs: Inputs, weight: Callable[[str], Array]):
+        self.plan, self.model, self.inputs, self.weight = plan, plan.model, inputs, weight
+        places = np.arange(len(inputs.tokens))
+        self.positions = places if inputs.documents is None else places - inputs.documents
+
+    def shown(self, name: str, x: Array) -> Array:
+        """What the rest is made from in the place of an activation."""
+        return x
+
+    def stored(self, x: Array) -> Array:
+        """A hidden state as the backend keeps it: rounded to its format."""
+        return x
+
+    def single(self, x: Array) -> Array:
+        """What the backend computes in fp32 whatever the format, rounded to that."""
+        return x
+
+    def chosen(self, layer: int, logits_SE: Array) -> Array:
+        """[S, E]: which experts each token takes, and [S, E] of which of them it gets results."""
+        raise NotImplementedError
+
+    def run(self) -> list[Array]:
+        """[S] each: the losses of tokens, then those of the modules of multi-token prediction."""
+        x_SH = self.shown("embedding.output", self._dropped("embedding", self._embedded()))
+        for layer in range(self.model.num_layers):
+            x_SH = self.layer(layer, x_SH)
+        return self.head(x_SH)
+
+    def head(self, x_SH: Array) -> list[Array]:
+        """The losses from what the last layer gives."""
+        normed_SH = self.norm("head.norm", x_SH)
+        losses_S = self.shown("head.losses", self._losses(normed_SH, self.inputs.targets))
+        return [losses_S, *self._ahead(normed_SH)]
+
+    def layer(self, layer: int, x_SH: Array) -> Array:
+        """A pre-norm layer from what goes into it."""
+        prefix = layer_prefix(layer)
+        attention = self._latent_attention if self.model.is_mla else self._attention
+        normed_SH = self.shown(f"{prefix}.attention.norm", self.norm(f"{prefix}.attention.norm", x_SH))
+        attended_SH = self.shown(f"{prefix}.attention", attention(f"{prefix}.attention", normed_SH))
+        x_SH = self.stored(x_SH + self._dropped(f"{prefix}.attention", attended_SH))
+        normed_SH = self.shown(f"{prefix}.mlp.norm", self.norm(f"{prefix}.mlp.norm", x_SH))
+        y_SH = self.shown(f"{prefix}.mlp", self._mlp(f"{prefix}.mlp", normed_SH, layer))
+        return self.shown(f"{prefix}.output", x_SH + self._dropped(f"{prefix}.mlp", y_SH))
+
+    def norm(self, name: str, x: Array) -> Array:
+        """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dimension."""
+        layernorm = self.model.norm == "layernorm"
+        centred = x - x.mean(-1, keepdims=True) if layernorm else x
+        normed = centred / library(x).sqrt((centred * centred).mean(-1, keepdims=True) + self.model.norm_eps)
+        return self.stored(normed * self.weight(f"{name}.weight") + (self.weight(f"{name}.bias") if layernorm else 0.0))
+
+    def _linear(self, name: str, x: Array, *, bias: bool | None = None) -> Array:
+        held = self.model.bias if bias is None else bias
+        return self.stored(x @ self.weight(f"{name}.weight").T + (self.weight(f"{name}.bias") if held else 0.0))
+
+    def _embedded(self) -> Array:
+        x_SH = self.weight(TOKEN_TABLE)[self.inputs.tokens]
+        return (
+            x_SH + self.weight("embedding.positions.weight")[self.positions]
+            if self.model.position == "learned"
+            else x_SH
+        )
+
+    def _attention(self, prefix: str, x_SH: Array) -> Array:
+        """Vaswani et al. 2017, section 3.2; query heads share keys and values in groups (Ainslie et al. 2023, arXiv
+        2305.13245)."""
+        model, queries = self.model, self.model.query_heads_per_group
+        qkv = self._linear(f"{prefix}.qkv", x_SH, bias=model.bias or model.qkv_bias)
+        groups = qkv.reshape(len(x_SH), model.num_kv_heads, queries + 2, model.head_dim)
+        q, k, v = groups[:, :, :queries], groups[:, :, queries : queries + 1], groups[:, :, queries + 1 :]
+        if model.qk_norm:
+            q, k = self.norm(f"{prefix}.query_norm", q), self.norm(f"{prefix}.key_norm", k)
+        if model.position == "rope":
+            q, k = self._turned(q), self._turned(k)
+        k, v = (library(x_SH).broadcast_to(part, q.shape) for part in (k, v))
+        q, k, v = (part.reshape(len(x_SH), model.num_heads, model.head_dim) for part in (q, k, v))
+        return self._linear(f"{prefix}.output", self._attended(prefix, q, k, v))
+
+    def _latent_attention(self, prefix: str, x_SH: Array) -> Array:
+        """DeepSeek-V2, arXiv 2405.04434, equations 37-47."""
+        model, plain, joined = self.model, self.model.qk_nope_head_dim, library(x_SH).concatenate
+        if model.q_lora_rank:
+            low = self.norm(f"{prefix}.q_norm", self._linear(f"{prefix}.q_down", x_SH))
+            q = self._linear(f"{prefix}.q_up", low)
+        else:
+            q = self._linear(f"{prefix}.q", x_SH)
+        q_SND = q.reshape(len(x_SH), model.num_heads, model.head_dim)
+        down = self._linear(f"{prefix}.kv_down", x_SH)
+        latent = self.norm(f"{prefix}.kv_norm", down[:, : model.kv_lora_rank])
+        pairs = self._linear(f"{prefix}.kv_up", latent).reshape(len(x_SH), model.num_heads, -1)
+        q_SND = joined([q_SND[..., :plain], self._turned(q_SND[..., plain:])], -1)
+        shared = self._turned(down[:, None, model.kv_lora_rank :])
+        turned = library(x_SH).broadcast_to(shared, (*q_SND.shape[:2], model.qk_rope_head_dim))
+        k_SND = joined([pairs[..., :plain], turned], -1)
+        return self._linear(f"{prefix}.output", self._attended(prefix, q_SND, k_SND, pairs[..., plain:]))
+
+    def _turned(self, x: Array) -> Array:
+        """[S, ..., D] with the pairs (i, i + D/2) turned by their positions (Su et al. 2021, arXiv 2104.09864, equation
+        34)."""
+        frequencies, growth = (
+            np.array(rotary_frequencies(self.model, self.plan.batch.sequence)),
+            rotary_growth(self.model),
+        )
+        angles = (self.positions[:, None] * frequencies).reshape(len(x), *[1] * (x.ndim - 2), -1)
+        cos, sin = alike(x, np.cos(angles) * growth), alike(x, np.sin(angles) * growth)
+        first, second = x[..., : len(frequencies)], x[..., len(frequencies) :]
+        return self.stored(library(x).concatenate([first * cos - second * sin, first * sin + second * cos], -1))
+
+    def _attended(self, prefix: str, q_SND: Array, k_SND: Array, v_SND: Array) -> Array:
+        """[S, N D]: each token sees those of its document up to itself, as far as the model's window reaches."""
+        keys, queries = np.arange(len(q_SND)), np.arange(len(q_SND))[:, None]
+        window, documents = self.model.sliding_window, self.inputs.documents
+        seen = (keys <= queries) & ((keys > queries - window) if window else True)
+        if documents is not None:
+            seen &= keys >= documents[:, None]
+        visible, found = alike(q_SND, seen), []
+        for head in range(q_SND.shape[1]):
+            scores = self.single(q_SND[:, head] @ k_SND[:, head].T * attention_scale(self.model))
+            shares = self.single(softmax(library(q_SND).where(visible, scores, -math.inf)))
+            found.append(self._probabilities_dropped(prefix, head, shares) @ v_SND[:, head])
+        return self.stored(library(q_SND).concatenate(found, -1))
+
+    def _probabilities_dropped(self, prefix: str, head: int, x: Array) -> Array:
+        """Elements are numbered by (sample of the global batch, head, query, key)."""
+        share, length = self.model.attention_dropout, self.plan.batch.sequence
+        if not share:
+            return x
+        row = (self.inputs.sample * self.model.num_heads + head) * length
+        index = (row + np.arange(len(x))[:, None]) * length + np.arange(len(x))
+        return x * alike(x, draws.dropout_factor(*self._draw(f"{prefix}.core"), index, share))
+
+    def _dropped(self, operation: str, x_SH: Array) -> Array:
+        share = self.model.hidden_dropout
+        return x_SH * alike(x_SH, draws.dropout_factor(*self._draw(operation), self._index(), share)) if share else x_SH
+
+    def _index(self) -> np.ndarray:
+        """[S, H]: the numbers of a hidden state's elements in the whole tensor of a step."""
+        hidden, length = self.model.hidden_size, len(self.inputs.tokens)
+        rows = self.inputs.sample * self.plan.batch.sequence + np.arange(length)
+        return rows[:, None] * hidden + np.arange(hidden)
+
+    def _draw(self, operation: str) -> tuple[int, str, int]:
+        return self.plan.train.seed, self.plan.name_in_run(operation), self.inputs.step
+
+    def _mlp(self, prefix: str, x_SH: Array, layer: int) -> Array:
+        if not self.model.layer_is_moe(layer):
+            return self._linear(f"{prefix}.down", self.activated(self._linear(f"{prefix}.up", x_SH)))
+        logits_SE = self.shown(
+            f"{prefix}.router", self.single(self._jittered(prefix, x_SH) @ self.weight(f"{prefix}.router.weight").T)
+        )
+        return self._experts(prefix, x_SH, logits_SE, layer)
+
+    def _jittered(self, prefix: str, x_SH: Array) -> Array:
+        """A router's input, every element times 1 - jitter to 1 + jitter (Fedus et al. 2022, Switch Transformers,
+        section 2.4)."""
+        jitter = self.plan.train.router_jitter
+        if not jitter:
+            return x_SH
+        return x_SH * alike(x_SH, 1 + jitter * (2 * draws.uniform(*self._draw(f"{prefix}.router"), self._index()) - 1))
+
+    def _experts(self, prefix: str, x_SH: Array, logits_SE: Array, layer: int) -> Array:
+        """Chosen experts' results times their weights, and shared ones (DeepSeek-V3, arXiv 2412.19437, equations
+        12-16)."""
+        chosen_SE, kept_SE = self.chosen(layer, logits_SE)
+        weights_SE = expert_weights(router_scores(logits_SE, self.model), alike(x_SH, chosen_SE), self.model)
+        y_SH = library(x_SH).zeros_like(x_SH)
+        for expert, (rows, results) in enumerate(self.results(prefix, x_SH, kept_SE)):
+            y_SH[rows] += weights_SE[rows, expert, None] * results
+        if self.model.num_shared_experts:
+            y_SH = y_SH + self._linear(
+                f"{prefix}.shared.down", self.activated(self._linear(f"{prefix}.shared.up", x_SH))
+            )
+        return y_SH
+
+    def results(self, prefix: str, x_SH: Array, kept_SE: np.ndarray) -> Iterator[tuple[Array, Array]]:
+        """For every expert the tokens that it works on, [S], and what it makes of them."""
+        experts, num_experts = f"{prefix}.experts", self.model.num_experts
+        up, down = (list(self.weight(f"{experts}.{part}.weight")) for part in ("up", "down"))
+        biases = [
+            list(self.weight(f"{experts}.{part}.bias")) if self.model.bias else [0.0] * num_experts
+            for part in ("up", "down")
+        ]
+        for expert in range(num_experts):
+            rows = alike(x_SH, np.flatnonzero(kept_SE[:, expert]))
+            units = self.activated(self.stored(x_SH[rows] @ up[expert].T + biases[0][expert]))
+            yield rows, self.stored(units @ down[expert].T + biases[1][expert])
+
+    def activated(self, x: Array) -> Array:
+        """The activation; where it is gated every gate stands before the unit that it multiplies (Shazeer 2020, arXiv
+        2002.05202)."""
+        gates, units = x[..., ::2], x[..., 1::2]
+        match self.model.activation:
+            case "swiglu":
+                y = gates * sigmoid(gates) * units
+            case "geglu":
+                y = gelu(gates) * units
+            case "gelu":
+                y = gelu(x)
+            case "gelu_tanh":
+                y = gelu_tanh(x)
+            case _:
+                y = (x * (x > 0)) ** 2
+        return self.stored(y)
+
+    def logits(self, normed_SH: Array) -> Array:
+        """[S, V]: scores of the ids of the vocabulary."""
+        table = self.weight(TOKEN_TABLE if self.model.tied_embeddings else "head.output.weight")
+        return (normed_SH @ table.T)[:, : self.model.vocab_size - self.model.padding_rows]
+
+    def _losses(self, normed_SH: Array, targets_S: np.ndarray) -> Array:
+        """[S]: cross-entropy with the plan's label smoothing over the ids of the vocabulary and its z-loss; 0 where
+        nothing counts."""
+        train, logits = self.plan.train, self.logits(normed_SH)
+        counts = targets_S >= 0 if train.ignore_token is None else targets_S != train.ignore_token
+        log_sums, smoothing = log_sum(logits), train.label_smoothing
+        at_target = logits[np.arange(len(logits)), np.where(counts, targets_S, 0)]
+        losses = log_sums - (1 - smoothing) * at_target - smoothing * logits.mean(-1) + train.z_loss * log_sums**2
+        return losses * alike(losses, counts.astype(np.float64))
+
+    def _ahead(self, normed_SH: Array) -> list[Array]:
+        """Multi-token prediction (DeepSeek-V3, section 2.2): module k joins a token's hidden state with a later token's
+        embedding."""
+        inputs, later, found = self.inputs, self.inputs.later, []
+        if later is None:
+            return []
+        for depth in range(self.model.num_mtp_layers):
+            prefix = mtp_prefix(depth)
+            ids = inputs.targets if depth == 0 else later[:, depth - 1]
+            embedded = self._dropped(f"{prefix}.embedding", self.weight(TOKEN_TABLE)[np.maximum(ids, 0)])
+            joined = self.norm(f"{prefix}.embedding_norm", embedded), self.norm(f"{prefix}.hidden_norm", normed_SH)
+            x_SH = self.shown(
+                f"{prefix}.projection",
+                self._linear(f"{prefix}.projection", library(normed_SH).concatenate(joined, -1), bias=False),
+            )
+            normed_SH = self.norm(f"{prefix}.norm", self.layer(self.model.num_layers + depth, x_SH))
+            found.append(self.shown(f"{prefix}.losses", self._losses(normed_SH, later[:, depth])))
+        return found
