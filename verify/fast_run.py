@@ -13,8 +13,9 @@ from ..core.plan import Plan
 from .bounds import StepBounds
 from .compare import compare
 from .kept import Kept
-from .ledger import OPTIMIZER, WEIGHT, Key, Piece, RunLedger
+from .ledger import ACTIVATION, HELD_OUT, OPTIMIZER, WEIGHT, Key, Piece, RunLedger
 from .regression import Coefficient, Values, coefficients
+from .twice import PHASES
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ class FastCheck:
 
 
 def check_fast(plan: Plan, reference: RunLedger, run: RunLedger) -> FastCheck:
-    """Every tensor of `run` against that of `reference`. Both ledgers have captured all values, and the same tensors in whole."""
-    expected = {key: pieces[0].load() for key, pieces in reference.pieces.items()}
+    """Every tensor of `run` against that of `reference`, but for what a run has twice, which is compared with itself (`twice`). Both
+    ledgers have captured all values, and the same tensors in whole."""
+    expected = {key: pieces[0].load() for key, pieces in reference.pieces.items() if key.phase not in PHASES}
     largest = {key: float(np.abs(values).max(initial=0.0)) for key, values in expected.items()}
     bounds, distances = StepBounds(plan), {}
     for key, values in expected.items():
@@ -104,10 +106,10 @@ def _distance(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def states(reference: RunLedger) -> dict[Key, Kept]:
-    """Where the weights and moments of every step of a captured run on one device lie."""
+    """Where the weights and moments of every step of a captured run on one device lie, and the logits of its routers."""
     found = {}
     for key, (piece, *_) in reference.pieces.items():
-        if key.phase in (OPTIMIZER, WEIGHT):
+        if key.phase in (OPTIMIZER, WEIGHT) or (key.phase in (ACTIVATION, HELD_OUT) and key.tensor.endswith(".mlp.router")):
             assert isinstance(piece.kept, Kept), f"{key} was not captured"
             found[key] = piece.kept
     return found

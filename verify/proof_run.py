@@ -23,7 +23,7 @@ from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
 from .contributions import ContributionWriter
 from .kept import Kept
-from .ledger import NO_STEP, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
+from .ledger import ACTIVATION, HELD_OUT, NO_STEP, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
 from .modules import parts_of, plan_of_rank, tensor_shapes
 from .mutations.drop import DropReduction, drop_reduction
 
@@ -58,7 +58,8 @@ class ProofJob:
     skips_not_finite: bool = False
     """Lets a run with numbers that are not finite go on to its end, where it is compared with one that has none."""
     start: Mapping[Key, Kept] = field(default_factory=dict)
-    """Where weights and moments lie that every step but the first starts from; none to go on from the step before."""
+    """Where weights and moments lie that every step but the first starts from, and what routers choose by; none to go on from the step
+    before, and to choose by their own scores."""
     core: int | None = None
     """The core that the ranks keep to, where they are threads that would only wake each other on several; None for any."""
     scenario: Scenario | None = None
@@ -146,6 +147,8 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
     rank = training_rank(transport, job.plan, model=job.block, numerics=numerics, observer=writer)
     rank.skips_not_finite = job.skips_not_finite
     follow(writer, rank)
+    if job.start:
+        _hold_routing(rank, job.start)
     rank.show_state(NO_STEP)
     for step in range(job.steps):
         if step and job.start:
@@ -187,6 +190,26 @@ def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
         for moment, tensor in zip(("exp_avg", "exp_avg_sq"), rank.optimizer.moments(held), strict=True):
             load(Key(step, OPTIMIZER, f"{held.name}.{moment}"), tensor, held.slices)
     rank.refresh()
+
+
+def _hold_routing(rank: Any, start: Mapping[Key, Kept]) -> None:
+    """Has routers choose experts by the logits that are in `start`. Rounding may tell two experts of nearly equal scores apart otherwise,
+    and what another expert makes of a token is no rounding of what the first one does."""
+    import torch
+
+    def chooses_by(router: Any) -> Callable[[Any], Any]:
+        def logits(microbatch: Any) -> Any:
+            step, phase = (EVALUATED_BEFORE - 1, HELD_OUT) if microbatch.step is None else (microbatch.step, ACTIVATION)
+            samples = range(microbatch.first_sample, microbatch.first_sample + len(microbatch.tokens))
+            whole = torch.stack([torch.from_numpy(start[Key(step, phase, router.name, sample)].load()) for sample in samples])
+            places = router.context.own_places()
+            return whole.to(places.device)[:, places]
+
+        return logits
+
+    for stage in rank.stages.values():
+        for router in stage.routers:
+            router.chooses_by = chooses_by(router)
 
 
 def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:

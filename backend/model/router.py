@@ -70,6 +70,7 @@ class Router(nn.Module):
         self.counts: dict[int, Tensor] = {}
         self.losses: dict[int, Scalar] = {}
         self.step_counts: Tensor | None = None
+        self.chooses_by: Callable[[Microbatch], Tensor] | None = None  # logits [b, s, E] of others that decide in the place of its own
         self.bias_name = expert_bias_name(layer)
 
     def forward(self, x_BSH: Tensor) -> Routing:
@@ -81,17 +82,20 @@ class Router(nn.Module):
         logits_BSE = self.scores(x_BSH)
         self.context.observe(self.name, logits_BSE)
         scores_BSE, log_sum_BS = _scores(logits_BSE, self.model, self.context.numerics)
-        experts_BSK = choose(scores_BSE.detach(), self.model, self.expert_bias)
+        deciding_BSE = scores_BSE.detach()
+        if self.chooses_by is not None:
+            deciding_BSE, _ = _scores(self.chooses_by(microbatch), self.model, self.context.numerics)
+        experts_BSK = choose(deciding_BSE, self.model, self.expert_bias)
         weights_BSK = _weights(scores_BSE, experts_BSK, self.model)
         with self.context.recorder.layer(self.name):
             if training and self.expert_bias is not None:
                 self.counts[microbatch.index] = torch.bincount(experts_BSK.flatten(), minlength=self.model.num_experts)
             if training and self.adds_losses:
-                losses_BS = self._losses(scores_BSE, log_sum_BS)
+                losses_BS = self._losses(scores_BSE, log_sum_BS, deciding_BSE)
                 self.losses[microbatch.index] = self.context.numerics.sum([losses_BS])
                 weights_BSK = _WithLosses.apply(weights_BSK, losses_BS, microbatch.counted_share * microbatch.loss_scale)
             if self.model.expert_capacity_factor is not None:
-                kept_BSK = self._kept(experts_BSK, weights_BSK.detach())
+                kept_BSK = self._kept(experts_BSK, _weights(deciding_BSE, experts_BSK, self.model))
                 experts_BSK, weights_BSK = experts_BSK.masked_fill(~kept_BSK, DROPPED), weights_BSK.masked_fill(~kept_BSK, 0.0)
         return Routing(experts_BSK, weights_BSK)
 
@@ -130,8 +134,9 @@ class Router(nn.Module):
         source = context.source_of(x_BSH) or _source(x_BSH.detach())
         return context.can_repeat(_Scaled.apply(x_BSH, noise), lambda: source().float() * noise(), f"{self.name}.input")
 
-    def _losses(self, scores_BSE: Tensor, log_sum_BS: Tensor) -> Tensor:
-        """[b, s]: each token's part of what this router adds to the loss; the mean over all tokens is added.
+    def _losses(self, scores_BSE: Tensor, log_sum_BS: Tensor, deciding_BSE: Tensor) -> Tensor:
+        """[b, s]: each token's part of what this router adds to the loss; the mean over all tokens is added. Experts are chosen by the
+        scores `deciding_BSE`.
 
         Auxiliary loss: sum over experts of f_e p_e, with p the mean of a sequence's scores (of a sigmoid's divided by their sum), and f
         the share of its tokens' choices that scores alone would give the expert, over an even share (DeepSeek-V3, equations 17-20; for a
@@ -143,7 +148,7 @@ class Router(nn.Module):
         losses_BS = log_sum_BS.square() * z
         if aux:
             model = self.model
-            plain = choose(scores_BSE.detach(), model, None, grouped=False)
+            plain = choose(deciding_BSE, model, None, grouped=False)
             counts_BE = self._over_ranks(_counts(plain, model.num_experts))
             even = self.context.plan.batch.sequence * model.experts_per_token / model.num_experts
             shares_BSE = scores_BSE if model.router_scores == "softmax" else _Shares.apply(scores_BSE)
