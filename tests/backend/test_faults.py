@@ -42,7 +42,7 @@ def tiny(layout, *, schedule="1F1B", global_size=4, **train) -> Plan:
     )
 
 
-STALL_S = 5.0
+STALL_S = 3.0
 """Longer than ranks of these plans stand still on a machine that is very busy."""
 
 NOTICED_S = 60
@@ -178,7 +178,7 @@ def test_a_rank_killed_in_a_bucket_under_the_last_backward_is_named_with_that_ac
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_a_rank_that_hangs_in_a_bucket_holds_up_the_others_step_and_not_their_backward(transport):
     text = str(fail(Fault(EARLY, 1, "0REDUCE_GRAD", "hang"), transport, stall_s=STALL_S))
-    assert text.startswith("no rank has come further for 5 s: rank 1 holds up the others"), text
+    assert text.startswith("no rank has come further for 3 s: rank 1 holds up the others"), text
     assert "rank 0 waits for its lane dp before 0STEP (step 2, action 10 of 10), which is at 0REDUCE_GRAD, in all_reduce" in text, text
     assert "of group 'dp/0' over ranks 0, 1: rank 1 has not come." in text, text
 
@@ -188,7 +188,7 @@ def test_a_rank_that_hangs_in_an_action_is_named_with_what_the_others_wait_for(t
     plan = tiny(Layout(pp=2), global_size=3)
     failure = fail(Fault(plan, 1, "1B0", "hang"), transport, stall_s=STALL_S)
     text = str(failure)
-    assert text.startswith("no rank has come further for 5 s: rank 1 holds up the others; all ranks were ended."), text
+    assert text.startswith("no rank has come further for 3 s: rank 1 holds up the others; all ranks were ended."), text
     assert failure.global_rank == 1
     assert "rank 0 waits for 1B0 from rank 1 to run 0B0 (step 2, action 6 of 14); rank 1 is at 1B0." in text, text
     assert "rank 1 is at 1B0 (step 2, action" in text and "in strike (" in text and "time.sleep(3600)" in text
@@ -208,7 +208,7 @@ def test_without_lanes_for_messages_a_rank_that_waits_names_the_message_and_what
 def test_a_collective_that_one_rank_does_not_come_to_names_the_group_the_call_and_that_rank(transport):
     failure = fail(Fault(tiny(Layout(tp=2)), 1, "0F1", "hang"), transport, stall_s=STALL_S)
     text = str(failure)
-    assert text.startswith("no rank has come further for 5 s: rank 1 holds up the others"), text
+    assert text.startswith("no rank has come further for 3 s: rank 1 holds up the others"), text
     assert "rank 0 is at 0F1 (step 2, action 3 of 10), in all_" in text, text
     assert "of group 'tp/0' over ranks 0, 1: rank 1 has not come." in text, text
 
@@ -226,7 +226,7 @@ def test_a_rank_killed_inside_a_pair_is_named_with_the_pair_and_the_part():
 @pytest.mark.parametrize(("part", "transport"), [("0B1", "gloo"), ("0F2", "memory")])
 def test_a_rank_that_hangs_in_a_part_of_a_pair_names_what_each_part_of_the_others_waits_for(part, transport):
     text = str(fail(Fault(TURNS, 1, part, "hang"), transport, stall_s=STALL_S))
-    assert text.startswith("no rank has come further for 5 s: rank 1 holds up the others"), text
+    assert text.startswith("no rank has come further for 3 s: rank 1 holds up the others"), text
     assert "rank 0 is at (0F2;0B1)OVERLAP_F_B (step 2, action 3 of 7): 0F2 in all_" in text, text
     assert "of group 'tp/0' over ranks 0, 1: rank 1 has not come" in text, text
     assert f"{part} in strike (" in text, text

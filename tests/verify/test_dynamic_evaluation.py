@@ -40,11 +40,11 @@ def test_held_out_losses_and_hidden_states_are_compared_too(plan: Plan | Modular
     assert proof.findings == () and proof.report["tensors_compared"] == sum(key.phase not in (BROUGHT, GATHERED) for key in found)
 
 
-def test_a_stage_that_stays_in_eval_mode_is_found_and_so_is_a_held_out_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--mutations", "--only", "XX31,LS07,RN05", "--json"]) == 0
+def test_a_stage_that_stays_in_eval_mode_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--mutations", "--only", "XX31", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [row["id"] for row in report["mutants"] if not row["located"]] == []
-    assert (report["injected"], report["missed"], report["false_alarms"]) == (6, 0, 0)
+    assert (report["injected"], report["missed"], report["false_alarms"]) == (3, 0, 0)
 
 
 def test_a_held_out_activation_is_told_like_one_of_training() -> None:

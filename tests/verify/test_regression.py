@@ -173,7 +173,7 @@ def captured(plan: Plan, steps: int) -> frozenset[Key]:
     return frozenset(run_ledger(ProofJob(exact, steps), "memory").pieces)
 
 
-def fast_values(plan: Plan, folder: Path, steps: int = 3) -> list[Values]:
+def fast_values(plan: Plan, folder: Path, steps: int) -> list[Values]:
     """What a right run in fast numerics computes of gradients, beside exact ones."""
     exact, keys = one_device(replace(plan, numerics=replace(plan.numerics, mode="exact"))), captured(plan, steps)
     for name in ("one", "many"):
@@ -192,7 +192,7 @@ def is_rounding(group: str) -> bool:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_small_factor_is_found_in_every_class_of_parameter(name: str, tmp_path: Path) -> None:
     plan = fast_plan(name, LAYOUTS[list(PROBLEMS).index(name) % len(LAYOUTS)])
-    values = fast_values(plan, tmp_path)
+    values = fast_values(plan, tmp_path, steps=3 if plan.model.is_moe else 1)  # experts have few tokens of a step each
     right = coefficients(plan.model, values)
     assert scaled(right) == set() and max(each.share for each in right) < 0.5
     upstream = [each for each in values if each[0].phase == ACTIVATION_GRADIENT]
