@@ -128,18 +128,9 @@ def test_every_phase_of_a_step_has_a_bound() -> None:
     assert all(each.bound == each.distance == 0 for key, each in check.distances.items() if key.step == NO_STEP)
 
 
-@pytest.mark.parametrize(
-    ("problem", "layout", "tokens", "seed", "steps"),
-    [
-        ("gpt-experts", Layout(tp=3, sequence_parallel=True), Tokens(15, 2, 2), 0, 2),
-        ("mla-experts", Layout(tp=2, cp=2, zero=1), Tokens(24, 1, 1), 2, 1),
-    ],
-)
-def test_experts_whose_scores_are_nearly_equal_are_no_findings(
-    problem: str, layout: Layout, tokens: Tokens, seed: int, steps: int
-) -> None:
-    """With routers that choose for themselves, tensors of these runs left their bounds: rounding sent a token elsewhere."""
-    plan = PROBLEMS[problem].plan(layout, tokens, Batch(6, 1, tokens.sequence))
-    plan = replace(plan, numerics=replace(plan.numerics, mode="fast"), train=replace(plan.train, seed=seed))
-    proof = prove(plan, transport="memory", steps=steps)
+def test_experts_whose_scores_are_nearly_equal_are_no_findings() -> None:
+    """With routers that choose for themselves, tensors of this run left their bounds: rounding sent a token elsewhere."""
+    plan = PROBLEMS["mla-experts"].plan(Layout(tp=2, cp=2, zero=1), Tokens(24, 1, 1), Batch(6, 1, 24))
+    plan = replace(plan, numerics=replace(plan.numerics, mode="fast"), train=replace(plan.train, seed=2))
+    proof = prove(plan, transport="memory", steps=1)
     assert proof.findings == () and proof.report["fast"]["nearest"]["share"] < 0.5, proof.text()
