@@ -121,8 +121,9 @@ class StepBounds:
 
     def _of_norm(self, step: int, largest: Mapping[Key, float]) -> float:
         """The norm of a difference is at least the difference of norms; every element of a gradient adds its bound."""
-        keys = [Key(step, GRADIENT, each.name) for each in parameters(self.plan.model)]
-        squares = (each.num_elements * self.of(key, largest) ** 2 for each, key in zip(parameters(self.plan.model), keys, strict=True))
+        gradients = {Key(step, GRADIENT, each.name): each.num_elements for each in parameters(self.plan.model)}
+        keys = [key for key in gradients if key in largest]  # a user's own block may have fewer parameters, and frozen ones
+        squares = (gradients[key] * self.of(key, largest) ** 2 for key in keys)
         return math.sqrt(sum(squares)) + gamma(len(keys)) * largest[Key(step, SCALAR, "grad_norm")]
 
     def _of_state(self, key: Key, largest: Mapping[Key, float]) -> float:

@@ -24,10 +24,10 @@ Added to that are what all elements of a run may share, `ELEMENTWISE` roundings 
 degrees), and the mean of r_t^2, by which errors in the exact values, themselves rounded, move a regression (Fuller 1987, Measurement Error
 Models, section 1.1).
 
-Dropped: steps and layers are not quite independent, and the middle of a class may be wrong where most of its tensors are. Measured over
-right runs, `CERTAINTY` is 2.6 times what was needed. Routers choose as in exact numerics (`proof_run`): a token that rounding sends to
-another expert would turn the gradients of both. Moments, weights and scalars are not regressed: both numerics share their arithmetic, and squares of noise
-do have a common factor.
+Dropped: steps and layers are not quite independent, and the middle of a class may be wrong where most of its tensors
+are. Measured over right runs, `CERTAINTY` is 2.6 times what was needed. Routers choose as in exact numerics
+(`proof_run`): a token that rounding sends to another expert would turn the gradients of both. Moments, weights and
+scalars are not regressed: both numerics share their arithmetic, and squares of noise do have a common factor.
 """
 
 from __future__ import annotations

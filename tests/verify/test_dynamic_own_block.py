@@ -177,3 +177,8 @@ def test_weights_that_are_used_twice_give_other_tensors_each_time_which_are_comp
     plan = tiny(Layout(tp=2), mode="selective", modules=("norm", "mlp"))
     proof = prove(plan, block=TwiceNormed, transport="memory", steps=1)
     assert proof.ok, proof.text()
+
+
+def test_an_own_block_without_some_parameters_of_the_model_is_proved_in_fast_numerics() -> None:
+    proof = prove(replace(tiny(Layout(tp=2)), numerics=Numerics("fast")), block=WithMappings, transport="memory", steps=1)
+    assert proof.ok and proof.report["fast"]["tensors_outside"] == 0, proof.text()
