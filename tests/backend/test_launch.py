@@ -191,7 +191,7 @@ def test_ranks_that_wait_for_each_other_are_told_apart_from_a_rank_that_hangs(tr
 
 def test_a_time_limit_that_start_up_uses_up_says_so():
     with pytest.raises(RankFailure, match=r"did not finish within 0\.001 s"):
-        run_ranks(who_job, world_size=1, timeout_s=0.001)
+        run_ranks(failing_job, "hang", world_size=2, timeout_s=0.001)
 
 
 def survivor_job(transport, _):
