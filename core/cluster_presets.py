@@ -32,7 +32,7 @@ def cluster_preset(name: str, num_devices: int) -> ClusterSpec:
 
 
 def _cluster(name: str, device: Facts, fabric: Facts, num_devices: int) -> ClusterSpec:
-    facts = {**device, **fabric}
+    facts = {**device, **fabric, "headroom": ("0", "left to the user")}
     values = {field: value for field, (value, _) in facts.items()}
     sources = {field: source for field, (_, source) in facts.items()}
     return ClusterSpec(name=name, num_devices=num_devices, **values, sources=sources)
