@@ -51,7 +51,7 @@ def test_every_problem_of_a_cluster_is_reported_together():
 
 
 @pytest.mark.parametrize(
-    ("headroom", "num_bytes"), [("0", 0), ("8%", 0.08 * 79.11 * 2**30), ("4GiB", 2**32), ("500 MB", 5e8), ("4e9", 4e9), ("0.5%", 424721889)]
+    ("headroom", "num_bytes"), [("0", 0), ("8%", 0.08 * 79.11 * 2**30), ("4GiB", 2**32), ("500 MB", 5e8), ("4e9", 4e9), ("0.5%", 0.005 * 79.11 * 2**30)]
 )
 def test_headroom_is_a_share_of_the_device_or_bytes(headroom, num_bytes):
     cluster = dataclasses.replace(cluster_preset("dgx-h100", 8), headroom=headroom)
