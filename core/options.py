@@ -62,7 +62,7 @@ OPTIONS = (
     PlanOption("--dtype", "precision.dtype", str),
     PlanOption("--recompute", "recompute.mode", str),
     PlanOption("--profile", "runtime.profile", str),
-    PlanOption("--headroom", "cluster.headroom", str, "8%%|BYTES"),
+    PlanOption("--headroom", "cluster.headroom", str, "8%|BYTES"),
 )
 
 

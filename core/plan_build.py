@@ -303,7 +303,7 @@ def _has_type(key: Key, value: Any) -> bool:
     if key.type == "float":
         return _is_number(value)
     if key.type == "size":
-        return size_of(value, 1.0) is not None if isinstance(value, str) else _is_number(value) and value >= 0
+        return size_of(_size_text(value), 1.0) is not None if isinstance(value, str) or _is_number(value) else False
     if key.type == "bool":
         return isinstance(value, bool)
     if key.type in ("str", "path"):
@@ -321,6 +321,10 @@ def _has_type(key: Key, value: Any) -> bool:
     return all(isinstance(text, str) for text in value.values())
 
 
+def _size_text(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.0f}"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -330,7 +334,7 @@ def _converted(key: Key, given: Given) -> Any:
     if key.type == "float":
         return float(value)
     if key.type == "size":
-        return value if isinstance(value, str) else f"{value:.0f}"
+        return _size_text(value)
     if key.type == "two floats":
         return (float(value[0]), float(value[1]))
     if key.type in ("list of ints", "list of texts"):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import re
 
-SIZE_RULE = "write a share of the whole below 100%, such as 8%, or bytes of at least 0, such as 4GiB, 500MB or 4e9."
-"""What `size_of` takes."""
+SIZE_RULE = "write a share of the whole below 100%, such as 8%, or bytes, such as 4GiB, 500MB or 4e9 (from 1e6 on without a unit)."
+"""What `size_of` takes. A small number without a unit is rather a share than bytes, so it is refused."""
 
-_SCALES = {"": 1, "B": 1, **{f"{letter}{'iB' if binary else 'B'}": (1024 if binary else 1000) ** power
-                             for power, letter in enumerate("KMGT", start=1) for binary in (False, True)}}
+_SCALES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?) ?(?P<unit>%|[KMGT]?i?B)?", re.ASCII)
 
 
@@ -24,7 +23,9 @@ def size_of(text: str, whole_bytes: float) -> int | None:
     number, unit = float(found["number"]), found["unit"] or ""
     if unit == "%":
         return int(whole_bytes * number / 100) if number < 100 else None
-    return int(number * _SCALES[unit]) if unit in _SCALES and math.isfinite(number) else None
+    if unit not in _SCALES or not math.isfinite(number) or (not unit and 0 < number < 1e6):
+        return None
+    return int(number * _SCALES[unit])
 
 
 def format_s(seconds: float) -> str:

@@ -54,7 +54,7 @@ class Fit:
 
 
 def fit(plan: Plan) -> Fit:
-    """Peak memory of every pipeline rank against what is usable of its device (`capacity`), of the smallest where there are several classes.
+    """Peak memory of every pipeline rank against what is usable of its device (`capacity`), of its smallest where classes differ.
 
     The report tells of the rank with the least to spare. Of the sizes of a device `device_bytes` is its total and `capacity_bytes` what a
     peak of live tensors may be; `reserved_memory_bytes` is what the allocator is expected to hold at the peak.

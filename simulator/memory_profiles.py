@@ -81,10 +81,11 @@ ALLOCATOR_FACTOR = 1.04
 """Reserved over allocated bytes of PyTorch's caching allocator: fitted, the median of the SimuMax B200 rows (they span 1.03 to 1.07)."""
 
 DEEPSPEED_CONTEXT_BYTES = 11_800_000_000
-"""Device memory beside the allocator under DeepSpeed of 2022: communicators of the world, of each axis, of each pair of stages and of ZeRO, ZeRO's buckets of 5e8
-elements, and what the allocator keeps of other phases. Fitted: the mean over the ten families of the calibration half of the BLOOM
-chronicles (34 rows), +- 1e9; it does not depend on model, layout or microbatch. Without ZeRO it is as elsewhere: 2 to 4 GB remain of what
-Sailor's runs take (docs/validation.md)."""
+"""Device memory beside the allocator under DeepSpeed of 2022: communicators of the world, of each axis, of each pair of stages and of
+ZeRO, ZeRO's buckets of 5e8 elements, and what the allocator keeps of other phases. Fitted: the mean over the ten families of the
+calibration half of the BLOOM chronicles (34 rows), +- 1e9; it does not depend on model, layout or microbatch. Without ZeRO it is as
+elsewhere: 2 to 4 GB remain of what Sailor's runs take (docs/validation.md). What the allocator keeps it gives back when it must, so
+`capacity` does not count this but `reserved.reserved_bytes`."""
 
 _MEGATRON_2021 = MemoryProfile(
     "megatron-2021",

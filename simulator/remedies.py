@@ -16,7 +16,7 @@ from .spare import spare_of
 Changes = Mapping[str, Any]
 """Dotted key of a plan -> the value it is given."""
 
-MOST_ACTIONS = 40_000
+MOST_ACTIONS = 100_000
 """Of schedules with more actions the step is not simulated, so that an answer stays a matter of a second."""
 
 

@@ -10,10 +10,11 @@ from .spreads import strides
 
 MIB = 2**20
 
-CONTEXT_BYTES = 700 * MIB
-"""Context, kernels and handles of a process alone on a device. Measured: 0.51 GiB on an A100 (Lightning-AI/litgpt, tutorials/oom.md), 0.74
-on a GH200 (the same, issue 1892), 0.70 on a B200 (stas00/ml-engineering, debug/pytorch.md). cuBLAS's workspaces are tensors of the
-allocator and counted there (`memory_profiles`)."""
+CONTEXT_BYTES, RINGS_WITHIN = 1_500_000_000, 3
+"""CUDA context, kernels, handles and the rings of a run cut along tp, pp and dp, which nvidia-smi shows and the allocator does not:
+measured, README of the published runs. Of it the context alone is 0.51 GiB on an A100 (Lightning-AI/litgpt, tutorials/oom.md), 0.74 on a GH200
+(the same, issue 1892) and 0.70 on a B200 (stas00/ml-engineering, debug/pytorch.md). Fewer rings count as three. cuBLAS's workspaces are
+tensors of the allocator and counted there (`memory_profiles`)."""
 
 RECEIVER_BYTES, SENDER_BYTES = 10 * MIB, 2 * MIB
 """What one connection of one channel takes at either end. Measured: sizes in NCCL's log of allocations on eight H100 (NVIDIA/nccl, issue
@@ -34,12 +35,12 @@ HOST_PROCESS_BYTES = 150_000_000
 
 
 def reserved_bytes(plan: Plan) -> int:
-    """Bytes of a device that a rank of the plan takes beside its tensors. Modelled: a context, a ring for every axis that is cut, and what
-    ranks that exchange tokens of experts hold for each other."""
+    """Bytes of a device that a rank of the plan takes beside its tensors. Modelled: a context with three rings, a ring for every further
+    axis that is cut, and what ranks that exchange tokens of experts hold for each other."""
     if plan.cluster.collective_library == "gloo":
         return HOST_PROCESS_BYTES
     per_connection = RECEIVER_BYTES + SENDER_BYTES
-    rings = RING_CHANNELS * num_communicators(plan)
+    rings = RING_CHANNELS * max(0, num_communicators(plan) - RINGS_WITHIN)
     return CONTEXT_BYTES + per_connection * (rings + EXCHANGE_CHANNELS * _peers(plan))
 
 

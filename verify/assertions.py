@@ -72,7 +72,10 @@ def assert_schedule(schedule: Schedule | Plan | ModularPlan | Path | str) -> Non
 
 
 def assert_fits(plan: Plan | Path | str) -> None:
-    """Fails unless the predicted peak memory of every rank is within what is usable of its device. No torch. Raises `ProofFailed` or `PlanError`."""
+    """Fails unless the predicted peak memory of every rank is within what is usable of its device. No torch.
+
+    Raises `ProofFailed` or `PlanError`.
+    """
     __tracebackhide__ = True
     given, source = _read(plan)
     if not isinstance(given, Plan):

@@ -209,7 +209,9 @@ def test_a_preset_can_be_overridden_field_by_field_and_says_so():
     assert Plan.from_toml(plan.to_toml()) == plan
 
 
-@pytest.mark.parametrize(("written", "num_bytes"), [('"8%"', int(0.08 * round(79.15 * 2**30))), ("4e9", 4_000_000_000), ("1024", 1024)])
+@pytest.mark.parametrize(
+    ("written", "num_bytes"), [('"8%"', int(0.08 * round(79.15 * 2**30))), ("4e9", 4_000_000_000), ("1048576", 1048576)]
+)
 def test_headroom_is_written_as_a_text_or_a_number_and_is_kept(written, num_bytes):
     plan = Plan.from_toml(GPT3.replace("num_devices = 1024", f"num_devices = 1024\nheadroom = {written}"))
     assert plan.cluster.headroom_bytes == num_bytes
@@ -524,7 +526,7 @@ def test_each_key_refuses_a_value_of_the_wrong_type_on_its_line(key):
         "int": "1.5",
         "float": '"fast"',
         "bool": "1",
-        "size": "-1",
+        "size": "8",
         "two floats": "[0.9]",
         "list of ints": "[0, 1.5]",
         "list of texts": '["x"]',

@@ -18,7 +18,7 @@ from shardproof.core.variation import Variation
 from shardproof.simulator.capacity import capacities, capacity_of
 from shardproof.simulator.fit import fit
 from shardproof.simulator.published import Row
-from shardproof.simulator.reserved import HOST_PROCESS_BYTES, num_communicators, reserved_bytes
+from shardproof.simulator.reserved import CONTEXT_BYTES, HOST_PROCESS_BYTES, num_communicators, reserved_bytes
 from shardproof.simulator.search import search
 from shardproof.simulator.simulate import simulate
 from shardproof.simulator.validate import predict_row
@@ -38,27 +38,27 @@ def test_the_parts_of_a_device_sum_to_what_its_runtime_reports():
     plan = llama(Layout(tp=4, pp=2, dp=2), headroom="8%")
     report = fit(plan).report
     assert report["device_bytes"] == round(79.11 * GIB) and report["headroom_bytes"] == int(0.08 * report["device_bytes"])
-    assert report["reserved_bytes"] == (700 + 3 * 24 * 12) * MIB
+    assert report["reserved_bytes"] == CONTEXT_BYTES == 1_500_000_000
     parts = ("capacity_bytes", "reserved_bytes", "headroom_bytes", "fragmentation_bytes")
     assert sum(report[name] for name in parts) == report["device_bytes"]
     assert report["capacity_bytes"] == int((report["device_bytes"] - report["reserved_bytes"] - report["headroom_bytes"]) / 1.04)
 
 
 @pytest.mark.parametrize(
-    ("layout", "count"), [(Layout(), 0), (Layout(dp=8), 1), (Layout(tp=2, cp=2), 3), (Layout(tp=2, pp=2, dp=2), 3), (Layout(pp=4), 1)]
+    ("layout", "count"),
+    [(Layout(), 0), (Layout(dp=8), 1), (Layout(tp=2, cp=2), 3), (Layout(tp=2, pp=2, dp=2), 3), (Layout(tp=2, pp=2, cp=2), 4)],
 )
 def test_a_communicator_is_counted_for_every_group_of_more_than_one_rank(layout, count):
     assert num_communicators(llama(layout)) == count
-    assert reserved_bytes(llama(layout)) == (700 + 288 * count) * MIB
+    assert reserved_bytes(llama(layout)) == CONTEXT_BYTES + 288 * MIB * max(0, count - 3)
 
 
 def test_experts_add_their_groups_and_what_ranks_of_a_node_hold_for_each_other():
     plans = [llama(Layout(dp=16, ep=ep), model="mixtral-8x7b") for ep in (1, 2, 8)]
     assert [num_communicators(plan) for plan in plans] == [1, 3, 3]
-    exchanged = [reserved_bytes(plan) - (700 + 288 * num_communicators(plan)) * MIB for plan in plans]
-    assert exchanged == [0, 384 * MIB, 7 * 384 * MIB]
+    assert [reserved_bytes(plan) - CONTEXT_BYTES for plan in plans] == [0, 384 * MIB, 7 * 384 * MIB]
     across = llama(Layout(tp=8, dp=2, ep=2), model="mixtral-8x7b")  # etp 8 fills a node
-    assert reserved_bytes(across) == (700 + 288 * num_communicators(across)) * MIB
+    assert reserved_bytes(across) == CONTEXT_BYTES
 
 
 def test_a_rank_on_a_cpu_holds_its_process_and_no_allocator_holds_more_than_tensors():

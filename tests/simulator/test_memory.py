@@ -178,7 +178,7 @@ def test_loss_over_logits_cut_by_torch_holds_two_fp32_tensors_more(tp, held):
     assert loss.backward_bytes == (4 * held - 2) * logits
 
 
-@pytest.mark.parametrize(("zero", "less"), [(0, 0), (1, 11_800_000_000 - (700 + 3 * 24 * 12) * 2**20)])
+@pytest.mark.parametrize(("zero", "less"), [(0, 0), (1, 10_300_000_000)])
 def test_deepspeed_with_zero_leaves_10_gb_less_of_a_device_than_megatron(zero, less):
     layout = Layout(tp=8, pp=4, dp=2, zero=zero)
     plans = [replace(gpt3(layout, dtype="fp16"), runtime=Runtime(name)) for name in ("megatron-deepspeed", "megatron-2022")]

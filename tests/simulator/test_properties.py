@@ -227,7 +227,7 @@ def test_unit_costs_reproduce_the_closed_forms(p, rounds, v, f, b, w):
 def test_a_search_on_a_better_machine_never_finds_a_slower_best(model, devices, rate, factor):
     cluster = replace(cluster_preset("dgx-h100", devices), devices_per_node=2)
     batch, pinned = Batch(12, 1, 2048), {"batch.micro": 1, "recompute.mode": "none", "layout.zero": 1, "layout.tp": 1}
-    machines = (cluster, replace(cluster, **{rate: getattr(cluster, rate) * factor}), replace(cluster, device_memory_bytes=factor * cluster.device_memory_bytes))
+    machines = (cluster, *(replace(cluster, **{name: getattr(cluster, name) * factor}) for name in (rate, "device_memory_bytes")))
     base, faster, larger = (search(SearchSpace(model, machine, batch, pinned=pinned)).report["candidates"] for machine in machines)
     assume(base)
     assert faster[0]["step_time_s"] <= base[0]["step_time_s"] * (1 + 1e-9)

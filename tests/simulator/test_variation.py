@@ -141,7 +141,8 @@ def test_devices_that_are_all_of_another_class_are_a_cluster_of_those_devices():
     expected = simulate(replace(without(plan), cluster=as_device(plan.cluster, "dgx-a100-80g"))).report
     assert {**report["time_s"]} == expected["time_s"] and report["step_time_s"] == expected["step_time_s"]
     (told,) = report["variation"]["device_classes"]
-    assert told["num_devices"] == 32 and told["capacity_bytes"] == expected["capacity_bytes"] and told["peak_memory_bytes"] == report["peak_memory_bytes"]
+    assert told["num_devices"] == 32 and told["peak_memory_bytes"] == report["peak_memory_bytes"]
+    assert told["capacity_bytes"] == expected["capacity_bytes"]
 
 
 def test_a_stage_on_slower_devices_lies_between_all_fast_and_all_slow_and_says_what_does_not_fit():
