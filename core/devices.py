@@ -141,8 +141,15 @@ H100: Facts = {
 
 H200: Facts = {
     **H100,
-    "device_memory_bytes": reported_bytes(139.80, "messages of PyTorch in several public repositories, 139.72 to 139.81"),
+    "device_memory_bytes": reported_bytes(
+        139.80, "PyTorch's messages in public repositories, 139.72 to 139.81; 143,771 MiB by nvidia-smi on ours"
+    ),
     "device_memory_bytes_per_s": (4.8e12, _H200_DATASHEET),
+}
+
+H800: Facts = {
+    **H100,
+    "device_memory_bytes": (H100["device_memory_bytes"][0], "derived: no total is published; as an H100, whose memory it has"),
 }
 
 _GH200_DATASHEET = "NVIDIA GH200 Grace Hopper Superchip datasheet (2023), HBM3"
@@ -162,7 +169,7 @@ _MIG = "measured: nvidia-smi mig -lgip (NVIDIA/mig-parted issues 166 and 227)"
 B200: Facts = {
     **_KERNELS,
     "num_compute_units": (148, f"{_MIG}; chipsandcheese.com, 'Nvidia's B200': 74 on each of two dies"),
-    "device_memory_bytes": reported_bytes(178.35, "stas00/ml-engineering, debug/pytorch.md; several public repositories"),
+    "device_memory_bytes": reported_bytes(178.35, "stas00/ml-engineering, debug/pytorch.md"),
     "device_memory_bytes_per_s": (8e12, f"{_DGX_B200}: 64 TB/s in 8"),
     "peak_flops_per_s": (
         {"fp32": 75e12, "tf32": 1.1e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15},
@@ -197,7 +204,9 @@ _DGX_B300 = "NVIDIA DGX B300 datasheet (2025)"
 
 B300: Facts = {
     **B200,
-    "device_memory_bytes": reported_bytes(267.69, "messages of PyTorch in three public repositories; 275,040 MiB by nvidia-smi"),
+    "device_memory_bytes": reported_bytes(
+        267.69, "PyTorch's messages in three public repositories; 275,040 MiB by nvidia-smi, ai-dynamo/aiconfigurator, b300_sxm.yaml"
+    ),
     "device_memory_bytes_per_s": (8e12, f"{_DGX_B300}: 64 TB/s in 8"),
     "peak_flops_per_s": (
         {"fp32": 75e12, "tf32": 1.1e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15},
@@ -226,7 +235,9 @@ GB200: Facts = {
 
 GB300: Facts = {
     **GB200,
-    "device_memory_bytes": reported_bytes(276.50, "messages of PyTorch in two public repositories; 284,208 MiB by nvidia-smi"),
+    "device_memory_bytes": reported_bytes(
+        276.50, "stas00/ml-engineering, debug/pytorch.md: a DGX Station GB300; 284,208 MiB by nvidia-smi in racks"
+    ),
     "device_memory_bytes_per_s": (8e12, f"{_NVL72_ULTRA}: 576 TB/s"),
     "peak_flops_per_s": (
         {"fp32": 80e12, "tf32": 1.25e15, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15},

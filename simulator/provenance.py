@@ -55,4 +55,4 @@ def _kind_of(source: str) -> Literal["exact", "modelled", "measured"]:
     """Sources of cluster fields open with how they were obtained; data sheets and counts are exact."""
     if source.startswith(("measured", "reported")):
         return "measured"
-    return "modelled" if source.startswith(("estimate", "nominal", "modelled", "fitted")) else "exact"
+    return "modelled" if source.startswith(("estimate", "nominal", "modelled", "fitted", "derived")) else "exact"

@@ -37,7 +37,7 @@ def remedies(plan: Plan) -> list[dict[str, Any]]:
 
 def _first_of_each(plan: Plan, base: Changes) -> list[Changes]:
     """Of every knob the first change that is enough together with `base`."""
-    found = []
+    found: list[Changes] = []
     for steps in _knobs(plan):
         enough = next((changes for step in steps if _fitting(plan, changes := {**base, **step})), None)
         if enough is not None:
@@ -56,7 +56,7 @@ def _knobs(plan: Plan) -> Iterator[Iterator[Changes]]:
         yield map(partial(_wider, plan, axis), _doublings(layout.dp))
 
 
-def _all_in_place(plan: Plan) -> Changes:
+def _all_in_place(plan: Plan) -> dict[str, Any]:
     """All that can be had without moving more bytes: the smallest microbatch, full recomputation, sequence parallelism."""
     changes: dict[str, Any] = {}
     if smaller := list(_smaller_micro(plan)):

@@ -12,9 +12,9 @@ MIB = 2**20
 
 CONTEXT_BYTES, RINGS_WITHIN = 1_500_000_000, 3
 """CUDA context, kernels, handles and the rings of a run cut along tp, pp and dp, which nvidia-smi shows and the allocator does not:
-measured, README of the published runs. Of it the context alone is 0.51 GiB on an A100 (Lightning-AI/litgpt, tutorials/oom.md), 0.74 on a GH200
-(the same, issue 1892) and 0.70 on a B200 (stas00/ml-engineering, debug/pytorch.md). Fewer rings count as three. cuBLAS's workspaces are
-tensors of the allocator and counted there (`memory_profiles`)."""
+measured, README of the published runs. The context alone is 0.51 GiB on an A100 (Lightning-AI/litgpt, tutorials/oom.md), 0.74 on a
+GH200 (the same, issue 1892) and 0.70 on a B200 (stas00/ml-engineering, debug/pytorch.md). Fewer rings count as three. cuBLAS's
+workspaces are tensors of the allocator and counted there (`memory_profiles`)."""
 
 RECEIVER_BYTES, SENDER_BYTES = 10 * MIB, 2 * MIB
 """What one connection of one channel takes at either end. Measured: sizes in NCCL's log of allocations on eight H100 (NVIDIA/nccl, issue
