@@ -17,6 +17,7 @@ from ..core.options import (
     add_output,
     add_plan,
     emit,
+    option_values,
     read_any_plan,
     read_durations,
     read_plan,
@@ -91,12 +92,20 @@ def run_fit(args: argparse.Namespace) -> int:
     """Compares every rank's peak memory with the device's. Exit code 0 when all fit, else 1."""
     plan = read_plan(args)
     result = fit(plan)
-    report = {**result.report, "remedies": result.remedies}
+    report = {**result.report, "remedies": [_with_batch(args, plan, remedy) for remedy in result.remedies]}
     emit(args, fit_text(plan, report), report)
     if args.format == "github":
         for finding in result.findings:
             print(annotation(finding, spot_of_keys(args.plan, CAPACITY_KEYS)))
     return 0 if result.fits else 1
+
+
+def _with_batch(args: argparse.Namespace, plan: Plan, remedy: Mapping[str, Any]) -> dict[str, Any]:
+    """A remedy as these options take it: where nothing gives a global batch, its default follows what the remedy changes."""
+    if args.plan is not None or "global" in option_values(args).get("batch", {}):
+        return dict(remedy)
+    changed = {text.partition("=")[0] for text in remedy["set"]} & {"batch.micro", "layout.dp"}
+    return {**remedy, "set": [*remedy["set"], *([f"batch.global={plan.batch.global_size}"] if changed else [])]}
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -172,7 +181,8 @@ def fit_text(plan: Plan, report: Mapping[str, Any]) -> str:
         [
             _title(plan, plan.model.num_parameters),
             "",
-            f"{worst}: {verdict}",
+            worst,
+            verdict,
             *_columns(_usable_rows(report)),
             *([] if report["fits"] else _remedy_lines(report["remedies"])),
             "",

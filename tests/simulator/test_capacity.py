@@ -94,20 +94,26 @@ def test_simulate_fit_and_search_hold_a_plan_against_the_same_number(capsys):
     assert f"GiB of {usable / GIB:.3g} GiB" in capsys.readouterr().out
 
 
-def test_every_remedy_fits_when_it_is_set_and_tells_its_peak_and_step(tmp_path, capsys):
+def answer(capsys, *arguments: str) -> tuple[int, dict]:
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("from_file", [True, False], ids=["plan file", "options alone"])
+def test_every_remedy_fits_when_it_is_set_and_tells_its_peak_and_step(tmp_path, capsys, from_file):
     path = tmp_path / "plan.toml"
     path.write_text(llama(Layout(tp=4, pp=2, dp=4), model="llama3-70b", micro=2, recompute=Recompute("selective")).to_toml())
-    assert main(["fit", str(path), "--headroom", "2%", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert not report["fits"] and report["headroom_bytes"] == int(0.02 * report["device_bytes"]) and report["remedies"]
+    options = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--tp", "4", "--zero", "1", "--micro-batch", "4"]
+    given = [*([str(path)] if from_file else options), "--headroom", "2%"]
+    code, report = answer(capsys, "fit", *given)
+    assert code == 1 and report["headroom_bytes"] == int(0.02 * report["device_bytes"]) and report["remedies"]
     for remedy in report["remedies"]:
         settings = [word for text in remedy["set"] for word in ("--set", text)]
-        assert main(["fit", str(path), "--headroom", "2%", "--json", *settings]) == 0
-        changed = json.loads(capsys.readouterr().out)
-        assert changed["peak_memory_bytes"] == remedy["peak_memory_bytes"] and changed["remedies"] == []
-        assert main(["simulate", str(path), "--json", *settings]) == 0
-        assert json.loads(capsys.readouterr().out)["step_time_s"] == remedy["step_time_s"]
-    assert main(["fit", str(path), "--headroom", "2%"]) == 1
+        code, changed = answer(capsys, "fit", *given, *settings)
+        assert code == 0 and changed["remedies"] == []
+        assert changed["peak_memory_bytes"] == remedy["peak_memory_bytes"]
+        assert answer(capsys, "simulate", *given, *settings)[1]["step_time_s"] == remedy["step_time_s"]
+    assert main(["fit", *given]) == 1
     out = capsys.readouterr().out
     assert "it fits with one of these" in out and max(map(len, out.splitlines())) <= 80
     assert all(text in out for remedy in report["remedies"] for text in remedy["set"])
