@@ -12,7 +12,7 @@ from shardproof.core.cli import main
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Recompute, Runtime
+from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
 from shardproof.core.plan_toml import plan_from_toml
 from shardproof.core.variation import Variation
 from shardproof.simulator.capacity import capacities, capacity_of
@@ -31,7 +31,8 @@ ROWS = [Row(json.loads(line)) for line in (Path(__file__).parents[1] / "data" / 
 def llama(layout: Layout, *, model="llama3-8b", cluster="dgx-h100", profile="megatron-te", micro=1, headroom="0", **more) -> Plan:
     machine = replace(cluster_preset(cluster, layout.world_size), headroom=headroom)
     batch = Batch(4 * micro * layout.dp * layout.pp, micro, 8192)
-    return Plan(model_preset(model), machine, layout, batch, runtime=Runtime(profile), **more)
+    precision = Precision("bf16" if "bf16" in machine.peak_flops_per_s else "fp16")
+    return Plan(model_preset(model), machine, layout, batch, precision=precision, runtime=Runtime(profile), **more)
 
 
 def test_the_parts_of_a_device_sum_to_what_its_runtime_reports():
@@ -152,6 +153,21 @@ def test_a_published_run_that_ran_out_of_memory_does_not_fit(row):
 def test_a_published_run_near_the_limit_fits_unless_its_row_leaves_open_what_it_held(row):
     found = predict_row(row)
     assert found.fits is True or (refused_though_it_ran(found) and "recompute" in open_fields(found))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "allocated_gib", "asked_gib"),
+    [
+        pytest.param("dgx-2", 30.41, 384 / 1024, id="liucongg/ChatGLM-Finetuning, issue 73"),
+        pytest.param("dgx-a100-80g", 76.28, 2.22, id="Lightning-AI/litgpt, tutorials/oom.md"),
+        pytest.param("dgx-h100", 73.15, 1.96, id="NVIDIA-NeMo/Automodel, pull request 2673"),
+        pytest.param("alps-gh200", 91.40, 224 / 1024, id="Lightning-AI/litgpt, issue 1892"),
+        pytest.param("dgx-b200", 172.45, 512 / 1024, id="NVIDIA-NeMo/Megatron-Bridge, pull request 6091"),
+    ],
+)
+def test_live_tensors_with_which_pytorch_ran_out_of_memory_are_above_what_is_usable(cluster, allocated_gib, asked_gib):
+    plan = llama(Layout(tp=2, pp=2, dp=2), cluster=cluster, profile="torchtitan")
+    assert allocated_gib + asked_gib > capacity_of(plan).usable_bytes / GIB
 
 
 def test_the_table_counts_what_is_refused_though_it_ran_and_names_what_its_rows_leave_open():
