@@ -173,8 +173,8 @@ def test_live_tensors_with_which_pytorch_ran_out_of_memory_are_above_what_is_usa
 def test_the_peak_of_a_run_that_nearly_filled_an_h100_is_within_what_is_usable():
     """NVIDIA-NeMo/Speech, issue 14857: 16 devices, tp1 pp2 ep8; max_memory_allocated and max_memory_reserved."""
     capacity = capacity_of(llama(Layout(pp=2, dp=8, ep=8), model="qwen3-30b-a3b"))
-    assert 75_893_735_424 <= capacity.usable_bytes
-    assert 79_303_802_880 <= capacity.device_bytes - capacity.reserved_bytes
+    assert capacity.usable_bytes >= 75_893_735_424
+    assert capacity.device_bytes - capacity.reserved_bytes >= 79_303_802_880
 
 
 def test_the_table_counts_what_is_refused_though_it_ran_and_names_what_its_rows_leave_open():
