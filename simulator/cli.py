@@ -93,7 +93,7 @@ def run_fit(args: argparse.Namespace) -> int:
     plan = read_plan(args)
     result = fit(plan)
     report = {**result.report, "remedies": [_with_batch(args, plan, remedy) for remedy in result.remedies]}
-    emit(args, fit_text(plan, report), report)
+    emit(args, fit_text(plan, report, "" if result.fits or result.remedies else result.hint), report)
     if args.format == "github":
         for finding in result.findings:
             print(annotation(finding, spot_of_keys(args.plan, CAPACITY_KEYS)))
@@ -166,8 +166,8 @@ def _basis(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
     return f"Modelled with the numbers of {plan.cluster.name}"
 
 
-def fit_text(plan: Plan, report: Mapping[str, Any]) -> str:
-    """The report of `fit` for people; `report` has the remedies too."""
+def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "") -> str:
+    """The report of `fit` for people; `report` has the remedies too, `why_none` says why there is none for a plan that does not fit."""
     peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
     difference = format_bytes(abs(capacity - peak))
     verdict = f"fits, {difference} to spare" if report["fits"] else f"does not fit: {difference} too much"
@@ -184,7 +184,7 @@ def fit_text(plan: Plan, report: Mapping[str, Any]) -> str:
             worst,
             verdict,
             *_columns(_usable_rows(report)),
-            *([] if report["fits"] else _remedy_lines(report["remedies"])),
+            *(["", why_none] if why_none else _remedy_lines(report["remedies"])),
             "",
             *_columns(rows),
         ]
@@ -201,7 +201,7 @@ def _usable_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def _remedy_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """What makes the plan fit, as options."""
     if not found:
-        return ["", "No zero, recompute, micro, sequence_parallel, tp, pp or cp makes it fit here: use more devices."]
+        return []
     rows = [("peak", "step", "--set")]
     for each in found:
         step = "not simulated" if each["step_time_s"] is None else format_s(each["step_time_s"])

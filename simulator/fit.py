@@ -9,12 +9,16 @@ from typing import Any
 from ..core.findings import Finding
 from ..core.plan import Plan
 from ..core.units import format_bytes
-from .remedies import remedies
+from .remedies import is_tried, remedies
 from .simulate import representatives
 from .spare import spare_of
 
 OUT_OF_MEMORY = "out-of-memory"
 """The finding of a plan that does not fit."""
+
+
+NOTHING_HELPS = "No zero, recompute, micro, sequence_parallel, tp, pp or cp makes it fit here: use more devices."
+NOT_TRIED = "Try zero, recompute, micro or more tp: the schedule is too long to try them here."
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,13 @@ class Fit:
         parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in report["memory_bytes"].items())
         where = ", ".join(filter(None, (f"rank {report['peak_memory_rank']}", report["peak_memory_action"])))
         what = f"it needs {peak} and {capacity} of the device are usable: {parts}."
-        return (Finding(OUT_OF_MEMORY, "error", where, what, self._hint()),)
+        return (Finding(OUT_OF_MEMORY, "error", where, what, self.hint),)
 
-    def _hint(self) -> str:
+    @property
+    def hint(self) -> str:
+        """The fastest remedy in words, or why there is none."""
         if not self.remedies:
-            return "Cut the model over more devices: none of zero, recompute, micro-batch, tp, pp and cp makes it fit here."
+            return NOTHING_HELPS if is_tried(self.plan) else NOT_TRIED
         best = self.remedies[0]
         return f"It fits with {' '.join(f'--set {text}' for text in best['set'])} ({format_bytes(best['peak_memory_bytes'])})."
 

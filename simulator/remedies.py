@@ -20,13 +20,24 @@ MOST_ACTIONS = 100_000
 """Of schedules with more actions the step is not simulated, so that an answer stays a matter of a second."""
 
 
+MOST_TRIED_ACTIONS = 2_000_000
+"""Of plans whose schedule has more actions nothing is tried: looking at one takes seconds."""
+
+
+def is_tried(plan: Plan) -> bool:
+    """True for plans small enough that changes of them are tried."""
+    return len(lowered_schedule(plan)) <= MOST_TRIED_ACTIONS
+
+
 def remedies(plan: Plan) -> list[dict[str, Any]]:
     """Changes that make a plan fit on its devices, the fastest step first.
 
     `set` has texts for `--set`, `peak_memory_bytes` is the changed plan's heaviest rank's, `step_time_s` its step, None where it was not
     simulated. Of every knob the first value that is enough counts; where no single one is, those that cost no communication are turned
-    together, and one more with them. Empty where nothing helps.
+    together, and one more with them. Empty where nothing helps, and where nothing is tried (`is_tried`).
     """
+    if not is_tried(plan):
+        return []
     found = _first_of_each(plan, {})
     if not found:
         together = _all_in_place(plan)

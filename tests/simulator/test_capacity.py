@@ -15,6 +15,7 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
 from shardproof.core.plan_toml import plan_from_toml
 from shardproof.core.variation import Variation
+from shardproof.simulator import remedies
 from shardproof.simulator.capacity import capacities, capacity_of
 from shardproof.simulator.fit import fit
 from shardproof.simulator.published import Row
@@ -128,11 +129,19 @@ def test_the_first_value_that_is_enough_is_offered_of_every_knob():
     assert ["layout.tp=8", "layout.dp=1"] in offered and not fit(replace(plan, layout=Layout(tp=4, dp=2, zero=1))).fits
 
 
-def test_where_nothing_helps_the_hint_says_so():
+def test_where_nothing_helps_the_hint_and_the_text_say_so(capsys):
     plan = llama(Layout(), model="llama3-70b")
     assert fit(plan).remedies == []
     (finding,) = fit(plan).findings
-    assert "more devices" in finding.hint
+    assert "use more devices" in finding.hint
+    assert main(["fit", "--model", "llama3-70b", "--cluster", "dgx-h100", "--devices", "1"]) == 1
+    assert finding.hint in capsys.readouterr().out
+
+
+def test_of_a_schedule_of_millions_of_actions_nothing_is_tried_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(remedies, "MOST_TRIED_ACTIONS", 1)
+    given = fit(llama(Layout(tp=2, dp=4, zero=1), micro=4))
+    assert given.remedies == [] and "too long to try" in given.hint
 
 
 def test_a_plan_that_fits_has_no_remedies_and_one_that_does_not_is_hinted_at_the_first():
