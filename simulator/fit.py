@@ -52,7 +52,7 @@ class Fit:
 
     @property
     def hint(self) -> str:
-        """The fastest remedy in words, or why there is none."""
+        """The fastest remedy of a plan that does not fit, in words, or why there is none."""
         if not self.remedies:
             return NOTHING_HELPS if is_tried(self.plan) else NOT_TRIED
         best = self.remedies[0]
