@@ -6,7 +6,6 @@ with the formula that the source itself used, so that an error of a prediction i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ShardproofError
+from ..core.files import read_lines
+from ..core.parsing import parse_json
 from .published_models import size_of
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "published_runs"
@@ -127,7 +128,7 @@ def read_rows(folder: Path = DEFAULT_DATA) -> list[Row]:
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise RowError(f"{folder} holds no published rows (*.jsonl). Give their folder with --data.")
-    return [Row(json.loads(line)) for file in files for line in file.read_text().splitlines() if line.strip()]
+    return [Row(parse_json(line, f"{file}:{number}")) for file in files for number, line in enumerate(read_lines(file), 1) if line.strip()]
 
 
 def measured_of(row: Row) -> Measured:
