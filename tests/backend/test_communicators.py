@@ -155,7 +155,7 @@ def torchrun_job(transport, port):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sums = []
     for _ in range(2):
-        with torchrun_transport(timeout_s=20) as own:
+        with torchrun_transport(timeout_s=120) as own:
             group = own.group("world", "dp", (0, 1))
             sums.append(group.all_reduce(torch.tensor([1.0 + own.global_rank]), "sum").item())
     return sums

@@ -28,7 +28,7 @@ def run(command: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GITHUB_"))}
     environment = {**clean, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": PYTEST_OPTIONS, **variables}
     return subprocess.run(
-        [*PROGRAMS[program], *rest], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
+        [*PROGRAMS[program], *rest], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
 
 
