@@ -103,8 +103,8 @@ def _block(
         storage, offset, shape, strides = _record(described, "torch._utils._rebuild_tensor_v2").args[:4]
         kind = _record(_record(storage, "persistent").args[0][1]).name.removeprefix("torch.")
         in_rows = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-        is_so = offset == 0 and shape == sizes and all(own == row for own, row, size in zip(strides, in_rows, sizes, strict=True) if size > 1)
-        if not is_so or _FORMATS.get(kind) != dtype:
+        is_so = all(own == row or size == 1 for own, row, size in zip(strides, in_rows, sizes, strict=True))
+        if offset != 0 or shape != sizes or not is_so or _FORMATS.get(kind) != dtype:
             raise ValueError(f"its zip has {kind} {shape} with strides {strides}, and the metadata {dtype} {sizes}")
     except (*_NONSENSE, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DamagedError(f"{path / file}: tensor {name} cannot be read: {error}") from error

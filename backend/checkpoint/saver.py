@@ -29,7 +29,7 @@ from .index import INDEX_FILE, DamagedError
 from .resume import NoneWholeError, Saved, changes_since, damage_text, path_of, problem_of, saved_in
 from .state import pieces_of, take_up
 from .tensors import Piece, read_tensors, write_tensors
-from .whole import STATE_FILE, STATE_FORMAT, has_index, steps_of
+from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
 
 if TYPE_CHECKING:
     from ..training_rank import TrainingRank
@@ -99,6 +99,8 @@ class Checkpoints:
         """`damaged` or `refused` with problems, or `notices`, on rank 0."""
         if self._text is None:
             return "notices", []
+        if problems := quick_damages(saved.path):  # first: what a damaged `state.json` says is not believed
+            return "damaged", problems
         try:
             changes_since(self._plan, saved)
             theirs = saved.state.get("text") or self._text
