@@ -10,8 +10,6 @@ import random
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -363,7 +361,8 @@ def test_crafted_pickles_are_not_executed_wherever_they_lie(folder, monkeypatch,
     for has_index in (True, False):
         for number, content in enumerate(crafted):
             (path / ".metadata").write_bytes(pickle.dumps(content))
-            assert_goes_on_from(restored(folder, monkeypatch), 0, 40 if number == 1 and not has_index else 20)  # what is not needed is not read
+            is_unneeded = number == 1 and not has_index
+            assert_goes_on_from(restored(folder, monkeypatch), 0, 40 if is_unneeded else 20)
             assert (".metadata" in capfd.readouterr().err) is (has_index or number != 1)
         if has_index:
             older(path)
@@ -461,27 +460,20 @@ def test_a_second_run_in_a_folder_is_told_who_has_it_and_the_first_leaves_nothin
         pass
 
 
+def end_with_lock(transport, folder):
+    """Is killed while it has the folder."""
+    with locked(folder, transport.group("world", "world", range(1)), transport.device):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_run_that_was_killed_locks_nobody_out(tmp_path):
-    code = f"""
-import time, pathlib
-from shardproof.backend.checkpoint.lock import locked
-from shardproof.backend.transport.memory import MemoryWorld
-world = MemoryWorld(1).transport(0)
-with locked(pathlib.Path({str(tmp_path)!r}), world.group("world", "world", range(1)), world.device):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None and run.stdout.readline() == "held\n"
+    with pytest.raises(RankFailure, match="SIGKILL"), Workers(1, timeout_s=60) as pool:
+        pool.run(end_with_lock, tmp_path)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] != os.getpid()
     world = MemoryWorld(1).transport(0)
-    group = world.group("world", "world", range(1))
-    with pytest.raises(PlanError, match=f"process {run.pid} on host"), locked(tmp_path, group, world.device):
-        pass
-    run.send_signal(signal.SIGKILL)
-    run.communicate()
-    assert (tmp_path / LOCK_FILE).exists()
-    with locked(tmp_path, group, world.device):
-        pass
+    with locked(tmp_path, world.group("world", "world", range(1)), world.device):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert not list(tmp_path.iterdir())
 
 
 # a save that takes long
