@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from ...core.digest import add, digest_bytes, to_hex
 
 CHUNK_BYTES = 16 << 20
@@ -27,25 +29,25 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_bytes(descriptor: int, first: int, num_bytes: int) -> bytearray:
+def read_bytes(descriptor: int, first: int, num_bytes: int) -> memoryview:
     """So many bytes from `first` on. Raises `OSError` where the file ends before, and asks for no memory then."""
     if first + num_bytes > os.fstat(descriptor).st_size:
         raise OSError(errno.EIO, f"it ends before byte {first + num_bytes}")
-    content, done = bytearray(num_bytes), 0
+    content, done = memoryview(np.empty(num_bytes, dtype=np.uint8)), 0  # a bytearray would be filled with zeros first
     while done < num_bytes:
-        count = os.preadv(descriptor, [memoryview(content)[done : done + (1 << 30)]], first + done)
+        count = os.preadv(descriptor, [content[done : done + (1 << 30)]], first + done)
         if not count:
             raise OSError(errno.EIO, f"it ends before byte {first + num_bytes}")
         done += count
     return content
 
 
-def read_small(path: Path, max_bytes: int) -> bytearray:
+def read_small(path: Path, max_bytes: int) -> bytes:
     """All of a file. Raises `OSError` for one that is larger than `max_bytes`."""
     with opened(path) as descriptor:
         if (size := os.fstat(descriptor).st_size) > max_bytes:
             raise OSError(errno.EFBIG, f"it has {size} bytes, more than the {max_bytes} that are read", str(path))
-        return read_bytes(descriptor, 0, size)
+        return bytes(read_bytes(descriptor, 0, size))
 
 
 def digest_of_file(path: Path) -> tuple[int, str]:

@@ -135,7 +135,7 @@ class _SavePlanner(DefaultSavePlanner):
         """The values of a piece, of which the digest is kept: that of what is to be written, whatever becomes of it on the way."""
         key = write_item.index.fqn, tuple(write_item.index.offset or ())
         values = self._pieces[key].tensor.detach().cpu().contiguous()
-        self.digests[key] = digest_of(memoryview(_bytes_of(values).numpy()))
+        self.digests[key] = digest_of(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
         return values
 
 
@@ -308,6 +308,3 @@ def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
-
-def _bytes_of(values: Tensor) -> Tensor:
-    return values.reshape(-1).view(torch.uint8)

@@ -42,7 +42,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """What `STATE_FILE` says. Raises `DamagedError` when it cannot be read, or when the folder has another checkpoint's name."""
     file, steps = path / STATE_FILE, steps_of(path)
     try:
-        state = json.loads(bytes(read_small(file, MAX_STATE_BYTES)))
+        state = json.loads(read_small(file, MAX_STATE_BYTES))
         if not isinstance(state, dict) or not isinstance(state.get("problem", {}), dict) or type(state["steps"]) is not int:
             raise ValueError("it has no steps, or no problem")
         if not all(isinstance(section, dict) for section in state.get("problem", {}).values()):

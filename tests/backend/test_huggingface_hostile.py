@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     "file",
-    ["../outside/model.safetensors", "{}/outside/model.safetensors", "a/model.safetensors", "..", "model.bin", "x.safetensors\0", 5, None, ["x"]],
+    ["../outside/model.safetensors", "{}/outside/model.safetensors", "a/x.safetensors", "..", "x.bin", "x.safetensors\0", 5, None, ["x"]],
     ids=repr,
 )
 def test_an_index_that_leaves_the_folder_is_refused(file, folder):
