@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from ..core.digest import Region, to_hex
 from ..core.errors import PlanError
 from ..core.files import read_lines
 from ..core.parsing import parse_json
 from ..core.plan import Plan
-from .digest import Region, to_hex
 from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedger, RunLedger
 from .modules import AnyPlan
 from .summary import Summary
