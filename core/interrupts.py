@@ -59,10 +59,10 @@ class Interrupts:
         self._is_over = True
 
     def tell(self, number: int) -> int:
-        """One line on standard error, the first time, and the exit code."""
+        """One line on standard error, the first time and once on a host that runs several ranks, and the exit code."""
         if not self._is_told:
             self._is_told = True
-            if sys.__stderr__ is not None:
+            if sys.__stderr__ is not None and os.environ.get("LOCAL_RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # also while the other thread holds the stream's lock
                     os.write(sys.__stderr__.fileno(), f"{self._command}: ended by {signal.Signals(number).name}.\n".encode())
         return SIGNAL_EXIT + number
