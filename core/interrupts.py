@@ -17,6 +17,8 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 SIGNAL_EXIT = 128
 """A shell's exit code of a program that a signal ended is this and the signal's number: 130 and 143."""
+PASSED_ON_S = 0.1
+"""So long the main thread may take to notice before it is told once more."""
 STUCK_S = 2.0
 """So long the main thread may stay in a library's call. What it would have closed is removed by others, or nobody's but its own."""
 UNWIND_S = 20.0
@@ -41,7 +43,8 @@ class Interrupts:
     def __init__(self, command: str):
         self.came: int | None = None
         self._command = command
-        self._is_told = self._is_over = False
+        self._told: int | None = None
+        self._is_over = False
         self._raised: weakref.ref[Interrupted] | None = None
         self._noticed = threading.Event()
         atexit.register(self._end)  # the first to register is the last to be called
@@ -60,8 +63,8 @@ class Interrupts:
 
     def tell(self, number: int) -> int:
         """One line on standard error, the first time and once on a host that runs several ranks, and the exit code."""
-        if not self._is_told:
-            self._is_told = True
+        if self._told is None:
+            self._told = number
             if sys.__stderr__ is not None and os.environ.get("LOCAL_RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # also while the other thread holds the stream's lock
                     os.write(sys.__stderr__.fileno(), f"{self._command}: ended by {signal.Signals(number).name}.\n".encode())
@@ -72,23 +75,30 @@ class Interrupts:
         self._noticed.set()
         if self._is_over or (self._raised is not None and self._raised() is not None):
             return
+        raise self._interrupted(number)
+
+    def _interrupted(self, number: int) -> Interrupted:
+        """The exception, which this object does not keep: when a library has swallowed it, it is gone and the next signal counts."""
         error = Interrupted(number)
-        self._raised = weakref.ref(error)  # dead when a library has swallowed it: then the next signal counts
-        raise error
+        self._raised = weakref.ref(error)
+        return error
 
     def _watch(self) -> None:
         """Runs in a thread of its own: ends the process where the main thread does not."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         number = 0
         while number not in ENDING_SIGNALS:
             number = self._wakes.recv(1)[0]
+        if not self._noticed.wait(PASSED_ON_S):  # the system may give a signal to any thread, and then wakes only that one
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
         if self._noticed.wait(STUCK_S):
             threading.Event().wait(UNWIND_S)
         os._exit(self.tell(number))
 
     def _end(self) -> None:
         """The last thing that a process does which a signal has ended: libraries would join threads that wait for peers."""
-        if self._is_told and self.came is not None:
+        if self._told is not None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
                     stream.flush()
-            os._exit(SIGNAL_EXIT + self.came)
+            os._exit(SIGNAL_EXIT + self._told)

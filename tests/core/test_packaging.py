@@ -22,7 +22,8 @@ def project() -> dict:
 
 
 def test_every_folder_of_modules_is_a_package_of_the_wheel():
-    named = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    named = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True)
     if named.returncode:
         pytest.skip("not a checkout")
     folders = {Path(name).parent for name in named.stdout.splitlines() if Path(name).parts[0] not in OUTSIDE}
@@ -37,11 +38,13 @@ def test_the_license_is_apache_2_in_full_and_no_classifier_says_it_again():
     assert "Copyright 2026 the shardproof authors" in text and "[yyyy]" not in text
     assert said["license"] == "Apache-2.0" and said["license-files"] == ["LICENSE"]
     assert not [each for each in said["classifiers"] if each.startswith("License ::")]
-    assert said["authors"] == [{"name": "the shardproof authors"}] and {"Homepage", "Repository", "Documentation", "Issues"} <= set(said["urls"])
+    assert said["authors"] == [{"name": "the shardproof authors"}]
+    assert {"Homepage", "Repository", "Documentation", "Issues"} <= set(said["urls"])
 
 
 def test_the_version_is_written_once():
-    assert "version" not in project()["project"] and project()["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "shardproof.__version__"}
+    assert "version" not in project()["project"]
+    assert project()["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "shardproof.__version__"}
     assert metadata.version("shardproof") == shardproof.__version__
 
 
