@@ -20,7 +20,7 @@ SIGNAL_EXIT = 128
 PASSED_ON_S = 0.1
 """So long the main thread may take to notice before it is told once more."""
 STUCK_S = 2.0
-"""So long the main thread may stay in a library's call. What it would have closed is removed by others, or nobody's but its own."""
+"""So long the main thread may stay in a library's call. What it has open is then left to the server of ranks to remove."""
 UNWIND_S = 20.0
 """So long it may then take to close what is open: less than the 30 s after which torchrun and Slurm kill."""
 

@@ -89,6 +89,16 @@ def test_a_thread_that_python_waits_for_does_not_keep_an_ended_program():
     assert ended_by(f"{body}ready(); time.sleep(60)", signal.SIGTERM) == (143, "ready\nclosed\n", "program: ended by SIGTERM.\n")
 
 
+def test_a_signal_that_another_thread_is_given_interrupts_the_main_thread():
+    body = """
+other = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+other.start()
+threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGTERM)).start()
+time.sleep(60)
+"""
+    assert ended_by(body) == (143, "closed\nleft\n", "program: ended by SIGTERM.\n")
+
+
 def test_one_rank_of_a_host_tells_it(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert ended_by("ready(); time.sleep(60)", signal.SIGTERM) == (143, "ready\nclosed\nleft\n", "")
