@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PRELUDE = """
-import atexit, contextlib, ctypes, signal, sys, threading, time
+import atexit, contextlib, ctypes, os, signal, sys, threading, time
 from shardproof.core.cli import run_program
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started in the background (`pytest &`) inherits it ignored
 @contextlib.contextmanager
@@ -61,7 +61,12 @@ def test_a_main_thread_that_does_not_come_back_from_a_library_is_left_behind():
     body = """
 mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
 library.pthread_mutex_lock(mutex)
-ready()
+place = hex(ctypes.addressof(mutex))
+def tell_when_locked():
+    while place not in open(f"/proc/self/task/{os.getpid()}/syscall").read():
+        time.sleep(0.01)
+    ready()
+threading.Thread(target=tell_when_locked, daemon=True).start()
 library.pthread_mutex_lock(mutex)
 """
     assert ended_by(body, signal.SIGTERM) == (143, "ready\n", "program: ended by SIGTERM.\n")

@@ -11,25 +11,11 @@ import pytest
 import shardproof
 
 ROOT = Path(shardproof.__file__).parent
-OUTSIDE = ("tests", "benchmarks", "docs", "examples")
-"""Folders that are not installed; of the examples the plans are."""
-
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="an installed package has no pyproject.toml")
 
 
 def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def test_every_folder_of_modules_is_a_package_of_the_wheel():
-    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    named = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True)
-    if named.returncode:
-        pytest.skip("not a checkout")
-    folders = {Path(name).parent for name in named.stdout.splitlines() if Path(name).parts[0] not in OUTSIDE}
-    packages = project()["tool"]["setuptools"]["packages"]
-    assert sorted(packages) == sorted(".".join(["shardproof", *folder.parts]) for folder in folders)
-    assert all((ROOT / folder / "__init__.py").exists() for folder in folders)
 
 
 def test_the_license_is_apache_2_in_full_and_no_classifier_says_it_again():
