@@ -23,7 +23,7 @@ PIPELINE = [*PLAN, "--pp", "2", "--devices", "2"]
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "shardproof.core.cli", "train", *arguments]
+    return [sys.executable, "-m", "shardproof", "train", *arguments]
 
 
 def test_json_has_the_keys_of_the_interface_and_the_timeline_is_written(tmp_path, capsys):
@@ -147,7 +147,7 @@ def test_a_defect_in_a_rank_ends_the_command_with_3_and_names_rank_action_and_la
 
 def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports_the_losses_of_ranks_that_are_threads(capsys):
     options = ["train", *PIPELINE, "--set", "train.steps=2", "--json"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof.core.cli"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof"]
     done = subprocess.run([*torchrun, *options], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

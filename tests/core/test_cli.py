@@ -157,7 +157,7 @@ def test_help_and_presets_import_neither_torch_nor_networkx_nor_matplotlib():
 
 @pytest.mark.parametrize("arguments", [["--help"], ["presets"]])
 def test_a_reader_that_leaves_early_ends_the_command_quietly(arguments):
-    command = [sys.executable, "-m", "shardproof.core.cli", *arguments]
+    command = [sys.executable, "-m", "shardproof", *arguments]
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
