@@ -10,7 +10,9 @@ Usage: python benchmarks/fuzz.py [--inputs 5000] [--seed 0] [--only KIND] [--sav
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import json
 import os
 import re
@@ -21,14 +23,14 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fuzz_inputs import KINDS, TINY, Input, Sound, make_input, to_json, to_toml
+from fuzz_inputs import KINDS, RECORDED, TINY, Input, Sound, make_input, to_json, to_toml
 
 from shardproof.core.cli import exit_code, main
 from shardproof.core.commands import QUESTIONS, command
@@ -181,21 +183,16 @@ def make_sound() -> Sound:
     rows = (DATA / "published_sample.jsonl").read_bytes().splitlines()
     ledger = {file.name: file.read_bytes() for file in sorted((DATA / "fuzz" / "ledger").iterdir())}
     with tempfile.TemporaryDirectory(prefix="shardproof-fuzz-") as name:
-        plan, recorded = Path(name) / "plan.toml", Path(name) / "t.timeline.json"
-        plan.write_bytes(to_toml(TINY))
-        assert _quietly(lambda: main(["draw", str(plan), "-o", str(recorded)])) == 0
-        return Sound(recorded.read_bytes(), ledger, tuple(rows), _weights())
+        plan, recorded, calls = (str(Path(name) / each) for each in ("plan.toml", "t.timeline.json", "calls.csv"))
+        for tree, argv in ((RECORDED, ("draw", plan, "-o", recorded)), (TINY, ("verify", plan, "--write-collectives", calls))):
+            Path(plan).write_bytes(to_toml(tree))
+            assert _quietly(argv) == 0, argv
+        return Sound(Path(recorded).read_bytes(), Path(calls).read_bytes(), ledger, tuple(rows), _weights())
 
 
-def _quietly(run: Callable[[], int]) -> int:
-    saved = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        return run()
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+def _quietly(argv: Sequence[str]) -> int:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return main(argv)
 
 
 def _weights() -> dict[str, bytes]:

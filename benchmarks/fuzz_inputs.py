@@ -23,6 +23,7 @@ from shardproof.core.huggingface_config import config_of
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan_keys import KEYS
 from shardproof.core.plan_toml import toml_value
+from shardproof.core.schedules import build, to_csv
 
 NODES = ("fifo", "folder", "device", "loop")
 """What may stand in a file's place: a pipe, a folder, /dev/zero, a link to itself."""
@@ -71,9 +72,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Sound:
-    """Files that are right, made once: a recorded step and the folder of a ledger, as bytes by name."""
+    """Files that are right, made once: a recorded step of `RECORDED`, the collectives of `TINY`, and folders as bytes by name."""
 
     timeline: bytes
+    calls: bytes
     ledger: Mapping[str, bytes]
     rows: tuple[bytes, ...]
     weights: Mapping[str, bytes]
@@ -242,7 +244,7 @@ TINY: dict[str, dict[str, Any]] = {
 WIDE: dict[str, dict[str, Any]] = {
     "model": {"name": "mine", **{name: value for name, value in asdict(model_preset("tiny-gpt")).items() if value is not None}},
     "cluster": {"preset": "dgx-h100", "num_devices": 16},
-    "layout": {"tp": 2, "pp": 4, "vpp": 2, "zero": 1, "sequence_parallel": True},
+    "layout": {"tp": 2, "pp": 2, "vpp": 2, "zero": 1, "sequence_parallel": True},
     "schedule": {"name": "Interleaved1F1B"},
     "batch": {"global": 16, "micro": 1, "sequence": 64},
     "recompute": {"mode": "selective"},
@@ -252,7 +254,10 @@ WIDE: dict[str, dict[str, Any]] = {
     "train": {"steps": 3, "seed": 1},
     "checkpoint": {"every_steps": 2, "folder": "ckpt"},
 }
-CSV = b"0F0,0F1,,0B0,0B1,0STEP\n,1F0,1B0,1F1,1B1,1STEP\n"
+CSV = to_csv(build("1F1B", pp=2, num_microbatches=4)).encode()
+RECORDED = {**TINY, "cluster": {"preset": "this-host", "num_devices": 2}, "layout": {"pp": 2}}
+"""The plan of `Sound.timeline`."""
+
 FACTS: dict[str, dict[str, Any]] = {
     "memory": {"stage_bytes": [8, 8], "capacity_bytes": [32, 16]},
     "messages": {"outputs": ["bf16[1,4096,8192]", ""], "inputs": ["", "bf16[1,4096,8192]"]},
@@ -308,8 +313,7 @@ def _if_missing(name: str, tree: Any) -> dict[str, Content]:
 def _csv(random: Random, _: Sound) -> Input:
     data: Content = random.choice(NODES) if random.random() < 0.03 else damaged_bytes(random, CSV)
     verbs = (("verify", "s.csv"), ("verify", "--format", "github", "s.csv"), ("draw", "s.csv"), ("simulate", "plan.toml", "--schedule", "s.csv"))
-    plan = {**TINY, "batch": {"global": 4, "micro": 1, "sequence": 64}}
-    return Input("csv", random.choice(verbs), {"s.csv": data, "plan.toml": to_toml(plan)})
+    return Input("csv", random.choice(verbs), {"s.csv": data, "plan.toml": to_toml(TINY)})
 
 
 def _timeline(random: Random, sound: Sound) -> Input:
@@ -319,7 +323,7 @@ def _timeline(random: Random, sound: Sound) -> Input:
         data = gzip.compress(data, mtime=0)
         data = damaged_bytes(random, data) if random.random() < 0.3 else data
         data = bomb() if random.random() < 0.02 else data
-    files: dict[str, Content] = {name: data, "plan.toml": to_toml(TINY), "good.timeline.json": sound.timeline}
+    files: dict[str, Content] = {name: data, "plan.toml": to_toml(RECORDED), "good.timeline.json": sound.timeline}
     verbs = (("draw", name), ("draw", name, "-o", "x.svg"), ("draw", "good.timeline.json", "--compare", name), ("simulate", "plan.toml", "--durations", name))
     return Input("timeline", random.choice(verbs), files)
 
@@ -349,15 +353,15 @@ def _ledger(random: Random, sound: Sound) -> Input:
     return Input("ledger", ("verify", *random.choice((("a", "--against", "b"), ("b", "--against", "a"))), *form), files)
 
 
-def _facts(random: Random, _: Sound) -> Input:
+def _facts(random: Random, sound: Sound) -> Input:
     tree = dict(FACTS)
-    files: dict[str, Content] = {"s.csv": CSV, "plan.toml": to_toml({**TINY, "batch": {"global": 4, "micro": 1, "sequence": 64}})}
+    files: dict[str, Content] = {"s.csv": CSV, "plan.toml": to_toml(TINY)}
     if random.random() < 0.3:
         tree |= {"collectives": {"file": "calls.csv"}}
-        calls = b"all_reduce dp 1024,all_reduce tp 64\n" * 8
-        files["calls.csv"] = random.choice(NODES) if random.random() < 0.05 else damaged_bytes(random, calls)
+        files["calls.csv"] = random.choice(NODES) if random.random() < 0.05 else damaged_bytes(random, sound.calls)
+    plan = "s.csv" if "collectives" not in tree and random.random() < 0.5 else "plan.toml"
     files["facts.toml"] = _file(random, tree, to_toml)
-    return Input("facts", ("verify", random.choice(("s.csv", "plan.toml", "plan.toml")), "--facts", "facts.toml"), files)
+    return Input("facts", ("verify", plan, "--facts", "facts.toml"), files)
 
 
 def _rows(random: Random, sound: Sound) -> Input:
