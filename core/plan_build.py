@@ -278,7 +278,8 @@ def key_complaint(key: Key, value: Any) -> str:
     for choice in value if key.type == "list of texts" else [value]:
         if key.choices and choice not in key.choices:
             what = written if key.type != "list of texts" else f"{written}: {choice!r}"
-            return f"{what} is not one of {', '.join(key.choices)}{did_you_mean(str(choice), key.choices)}"
+            legal = key.legal if key.listed else f"one of {', '.join(key.choices)}"
+            return f"{what} is not {legal}{did_you_mean(str(choice), key.choices)}"
     for number in value if key.type == "two floats" else [value] if key.type in ("int", "float") else []:
         if key.minimum is not None and number < key.minimum:
             return f"{written} must be at least {key.minimum} ({key.doc})."

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardproof.simulator.published import DEFAULT_DATA, Measured, Row, read_rows
+from shardproof.simulator.published import Measured, Row, read_rows
 from shardproof.simulator.validate import Prediction, predict_row
 from shardproof.simulator.validate.__main__ import main
 from shardproof.simulator.validate.causes import CAUSES, causes_of, outliers
@@ -23,8 +23,6 @@ from shardproof.simulator.validate.statistics import (
 from shardproof.simulator.validate.table import Table, to_markdown, to_text
 from shardproof.simulator.validate.tables import validation_tables
 from shardproof.simulator.validate.targets import TARGETS
-
-needs_rows = pytest.mark.skipif(not DEFAULT_DATA.is_dir(), reason="the published rows do not lie beside the repository")
 
 ROW = {
     "id": "x",
@@ -223,7 +221,6 @@ def test_every_target_has_rows_of_its_own():
     assert len({target.name for target in TARGETS}) == len(TARGETS) == 9
 
 
-@needs_rows
 def test_layout_groups_hold_one_model_on_one_machine():
     for key, source in ((vtrain_group, "vTrain"), (bloom_group, "BLOOM")):
         groups = {}
@@ -233,7 +230,6 @@ def test_layout_groups_hold_one_model_on_one_machine():
         assert len(groups) > 5 and all(len(members) == 1 for members in groups.values())
 
 
-@needs_rows
 def test_published_steps_of_sc21_and_korthikanti_are_met_within_what_is_asked():
     rows = [row for row in read_rows() if row.family in ("sc21_t1", "korthikanti_t5") and row["kind"] == "train_step"]
     predictions = [predict_row(row) for row in rows]
