@@ -76,12 +76,14 @@ def _run(verb: str, rest: Sequence[str]) -> int:
     width = width_of(sys.stdout) or USUAL
     parser = _Parser(
         prog=f"shardproof {verb}",
-        description=fitted(QUESTIONS[verb], width),
-        epilog=f"example:\n{command_text(chosen.example, width)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=QUESTIONS[verb],
+        epilog=f"example:\n{command_text(chosen.example, width - 2)}",
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     chosen.configure(parser)
+    names = "".join(f" [{action.metavar}]" for action in parser._actions if not action.option_strings)
+    parser.usage = f"shardproof {verb}{names} [options]"
     args = parser.parse_args(rest)
     try:
         return chosen.run(args)
@@ -91,6 +93,13 @@ def _run(verb: str, rest: Sequence[str]) -> int:
 
             print("\n".join(error_annotations(verb, error)))
         raise
+
+
+class _Help(argparse.HelpFormatter):
+    """Help texts whose lines stay apart, as in an example, each of them wrapped."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fitted("\n".join(indent + line for line in text.splitlines()), width)
 
 
 class _Parser(argparse.ArgumentParser):

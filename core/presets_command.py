@@ -11,7 +11,7 @@ from typing import Any
 from .cluster import ClusterSpec
 from .cluster_presets import CLUSTER_PRESETS, cluster_preset
 from .commands import Command
-from .errors import UnknownNameError
+from .errors import ShardproofError, did_you_mean
 from .model import ModelSpec
 from .model_presets import MODEL_PRESETS
 from .options import add_output, emit
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
             found = entries[args.name]
             emit(args, partial(_detail, args.name, found), {"kind": kind.removesuffix("s"), "name": args.name, **found})
             return 0
-    raise UnknownNameError("preset", args.name, [*report, *(name for kind in ("models", "clusters", "schedules") for name in report[kind])])
+    close = did_you_mean(args.name, [*report, *(name for entries in report.values() for name in entries)])
+    raise ShardproofError(f"unknown preset {args.name!r}{close} `shardproof presets` lists what is known by name.")
 
 
 def catalog() -> dict[str, dict[str, dict[str, Any]]]:
@@ -101,31 +102,27 @@ def _listed(kind: str, width: int | None) -> str:
 
 
 def _model_row(model: ModelSpec) -> tuple[str, ...]:
+    heads = f"latent heads {model.num_heads}" if model.is_mla else f"heads {model.num_heads}/{model.num_kv_heads}"
     return (
         model.name,
         f"{format_count(model.num_parameters)} parameters",
-        f"{model.num_layers} layers",
-        f"hidden {model.hidden_size}",
-        f"latent heads {model.num_heads}" if model.is_mla else f"heads {model.num_heads}/{model.num_kv_heads}",
-        _experts(model),
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}{_experts(model)}",
     )
 
 
 def _experts(model: ModelSpec) -> str:
     if not model.is_moe:
         return ""
-    return f"{model.experts_per_token} of {model.num_experts} experts, {format_count(model.num_active_parameters)} active"
+    return f"; {model.experts_per_token} of {model.num_experts} experts, {format_count(model.num_active_parameters)} active"
 
 
 def _cluster_row(cluster: ClusterSpec) -> tuple[str, ...]:
     dtype = next(dtype for dtype in ("bf16", "fp16") if dtype in cluster.peak_flops_per_s)
     return (
         cluster.name,
-        f"{cluster.devices_per_node} per node",
         format_bytes(cluster.device_memory_bytes),
-        f"{dtype} {cluster.peak_flops_per_s[dtype] / 1e12:.4g} TFLOP/s",
-        f"links {cluster.node_link_bytes_per_s / 1e9:.4g} GB/s",
-        f"node network {cluster.node_network_bytes_per_s / 1e9:.4g} GB/s",
+        f"{cluster.devices_per_node} per node, {dtype} {cluster.peak_flops_per_s[dtype] / 1e12:.4g} TFLOP/s, "
+        f"links {cluster.node_link_bytes_per_s / 1e9:.4g} GB/s, node network {cluster.node_network_bytes_per_s / 1e9:.4g} GB/s",
     )
 
 
@@ -135,7 +132,8 @@ def _table(rows: Sequence[Sequence[str]], width: int | None) -> str:
 
 def _detail(name: str, entry: dict[str, Any], width: int | None) -> str:
     sources = entry.get("sources", {})
-    rows = [(key, _plain(value), sources.get(key, "")) for key, value in entry.items() if key not in ("name", "sources")]
+    cited = {key: f" ({source})" for key, source in sources.items() if source}
+    rows = [(key, f"{_plain(value)}{cited.get(key, '')}") for key, value in entry.items() if key not in ("name", "sources")]
     return f"{name}\n{_table(rows, width)}"
 
 

@@ -7,6 +7,7 @@ a file have none: `grep` finds whole sentences and rows there, and what is writt
 from __future__ import annotations
 
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -28,6 +29,13 @@ GAP = 2
 
 LEAST_PROSE = 24
 """Columns that sentences in a table are wrapped to at least; with fewer they go on lines of their own."""
+
+
+_COMMAND = re.compile("`[^`]+`|'[^' ]+ [^']+'")
+"""What is copied as a whole, such as a command in a sentence, and not wrapped where it fits a line."""
+
+_KEPT = "\x1f"
+"""Stands for the spaces in it meanwhile."""
 
 
 def width_of(stream: TextIO) -> int | None:
@@ -65,7 +73,7 @@ def table(rows: Sequence[Row], width: int | None, *, indent: int = 2) -> list[st
     columns go on lines of their own below the first."""
     if not rows:
         return []
-    natural = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    natural = _natural(rows)
     if width is None or _total(natural) <= width - indent:
         return [line for row in rows for line in _cells(row, natural, indent)]
     widths = _squeezed(rows, natural, width - indent)
@@ -82,18 +90,27 @@ def table(rows: Sequence[Row], width: int | None, *, indent: int = 2) -> list[st
 
 
 def ranking(header: Row, rows: Sequence[Row], width: int | None) -> list[str]:
-    """A table of alternatives. Where it is too wide, what all of them have in common is said once below it instead."""
+    """A table of alternatives. Where it is too wide, what all of them have in common is said once below it instead, and if that is not
+    enough its columns stand closer."""
     whole = [header, *rows]
-    if width is None or len(rows) < 2 or _total([max(map(len, column)) for column in zip(*whole, strict=True)]) <= width - 2:
+    if width is None or _total(_natural(whole)) <= width - 2:
         return table(whole, width)
-    alike = {i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) == 1}
+    alike = {i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) == 1 and len(rows) > 1}
     shown = [[cell for i, cell in enumerate(row) if i not in alike] for row in whole]
     common = ", ".join(f"{header[i]} {rows[0][i]}" for i in sorted(alike))
-    return [*table(shown, width), *(["", *_wrapped(f"All of them: {common}.", width)] if alike else [])]
+    said = ["", *_wrapped(f"All of them: {common}.", width)] if alike else []
+    widths = _natural(shown)
+    if _total(widths) > width - 2 >= _total(widths, 1):
+        return [*(line for row in shown for line in _cells(row, widths, 2, 1)), *said]
+    return [*table(shown, width), *said]
 
 
-def _total(widths: Sequence[int]) -> int:
-    return sum(widths) + GAP * (len(widths) - 1)
+def _natural(rows: Sequence[Row]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _total(widths: Sequence[int], gap: int = GAP) -> int:
+    return sum(widths) + gap * (len(widths) - 1)
 
 
 def _squeezed(rows: Sequence[Row], natural: Sequence[int], room: int) -> list[int]:
@@ -120,13 +137,13 @@ def _groups(widths: Sequence[int], room: int) -> list[slice]:
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(widths)], strict=True)]
 
 
-def _cells(row: Row, widths: Sequence[int], indent: int) -> list[str]:
+def _cells(row: Row, widths: Sequence[int], indent: int, gap: int = GAP) -> list[str]:
     """One row, on as many lines as its longest cell takes."""
     parts = [_wrapped(cell, width, hang=0) for cell, width in zip(row, widths, strict=True)]
     lines = []
     for i in range(max(map(len, parts))):
         cells = (part[i] if i < len(part) else "" for part in parts)
-        padded = (" " * GAP).join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        padded = (" " * gap).join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         lines.append(" " * indent + padded)
     return [line.rstrip() for line in lines]
 
@@ -137,6 +154,6 @@ def _wrapped(line: str, width: int, hang: int = 2) -> list[str]:
         return [line]
     indent = line[: len(line) - len(line.lstrip(" "))]
     below = indent + " " * hang
-    return textwrap.wrap(
-        line.strip(" "), width, initial_indent=indent, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
-    )
+    whole = _COMMAND.sub(lambda found: found[0].replace(" ", _KEPT) if len(found[0]) <= width - len(below) else found[0], line.strip(" "))
+    parts = textwrap.wrap(whole, width, initial_indent=indent, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
+    return [part.replace(_KEPT, " ") for part in parts]

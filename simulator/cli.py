@@ -189,7 +189,7 @@ def plan_text(title: str, report: Mapping[str, Any], width: int | None = None) -
     layouts = [candidate["layout"] for candidate in report["candidates"]]
     names = ["tp", "pp", "vpp", "dp", *(name for name in ("cp", "ep") if any(layout[name] > 1 for layout in layouts))]
     names += ["etp"] if any(layout["etp"] != layout["tp"] for layout in layouts) else []
-    header = ("", "step", "MFU", *names, "sp", "zero", "micro", "recompute", "schedule", "peak memory")
+    header = ("", "step", "MFU", *names, "sp", "zero", "micro", "recompute", "schedule", "peak")
     rows = []
     for place, candidate in enumerate(report["candidates"], start=1):
         layout = candidate["layout"]
@@ -199,7 +199,7 @@ def plan_text(title: str, report: Mapping[str, Any], width: int | None = None) -
         peak = format_bytes(candidate["peak_memory_bytes"])
         rows.append((str(place), format_s(candidate["step_time_s"]), f"{candidate['mfu']:.1%}", *degrees, *choices, peak))
     lines = [title, "", *(ranking(header, rows, width) if rows else ["no layout fits"]), *_uneven(layouts), ""]
-    counts = f"{report['evaluated']} layouts decided, {report['simulated']} of them simulated, in {format_s(report['elapsed_s'])}"
+    counts = f"{report['evaluated']} layouts decided, {report['simulated']} simulated, in {format_s(report['elapsed_s'])}"
     lines.append(f"{counts}. The others lost because:")
     docs = {**{rule.name: f"not so: {rule.doc}" for rule in RULES}, **REASONS}
     lost = [(str(count), reason, docs[reason]) for reason, count in _most_first(report["rejected"])]

@@ -58,7 +58,7 @@ def test_presets_lists_models_clusters_and_schedules(capsys):
 def test_presets_as_json_is_one_object(capsys):
     assert main(["presets", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"models", "clusters", "schedules", "keys"}
+    assert set(report) == {"models", "clusters", "schedules", "profiles", "keys"}
     assert (report["keys"]["layout.zero"]["legal"], report["keys"]["layout.zero"]["default"]) == ("int, at least 0, at most 3", 0)
     assert report["models"]["gpt2"]["num_parameters"] == 124_439_808
     assert report["clusters"]["dgx-h100"]["peak_flops_per_s"]["bf16"] == 989.4e12
