@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         emit(args, dry_run_text(plan), dry_run_report(plan))
         return 0
     if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError("train needs torch, which is not installed. Run: pip install 'shardproof[train]'.")
+        raise MissingExtraError("train needs torch, which is not installed. Run `pip install 'shardproof[train]'`.")
     _check_writable(args.output)
     report_step = functools.partial(print_step, plan.train.steps)
     trainer = Trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ from statistics import mean
 from typing import Any, TextIO
 
 from .commands import Command, service
+from .errors import MissingExtraError
 from .files import write_bytes
 from .plan import Plan
 from .terminal import say
@@ -204,6 +206,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:  # told now rather than after the first half
+        raise MissingExtraError(
+            "demo proves and trains, which needs torch, and that is not installed. Run `pip install 'shardproof[train]'`. "
+            "Without it there are simulate, plan, fit, draw and verify without --dynamic."
+        )
     report, ok = run_demo(args.output, sys.stderr if args.json else sys.stdout, quick=args.quick)
     if args.json:
         print(json.dumps(report))

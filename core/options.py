@@ -19,7 +19,7 @@ from .layout import Layout
 from .model import ModelSpec
 from .modules import ModularPlan
 from .plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Runtime
-from .plan_build import Draft, build_plan
+from .plan_build import Draft, build_plan, refuse_modules
 from .plan_keys import key_named
 from .plan_toml import Given, Values, any_plan, num_modules, read_values
 from .schedules import default_name
@@ -126,6 +126,7 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
     Raises `PlanError` with all problems, as `read_plan` does.
     """
     values, source = _values(args)
+    refuse_modules(values, source)
     pinned_sections = ("layout", "recompute", "schedule")
     from_options = option_values(args)
     pinned = {f"{section}.{name}": given.value for section in pinned_sections for name, given in from_options.get(section, {}).items()}

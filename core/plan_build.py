@@ -30,13 +30,18 @@ SET_IN_PLAN = "set in the plan"
 
 def build_plan(values: Values, source: str) -> Plan:
     """The plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
-    if num_modules(values):
-        raise PlanError(f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train.")
+    refuse_modules(values, source)
     draft = Draft(values, source)
     nouns = draft.nouns()
     draft.report_broken_rules(nouns)
     draft.raise_problems()
     return Plan(**nouns)
+
+
+def refuse_modules(values: Values, source: str) -> None:
+    """Raises `PlanError` for a plan of several models, for verbs that take one."""
+    if num_modules(values):
+        raise PlanError(f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train.")
 
 
 class Draft:

@@ -11,7 +11,7 @@ from typing import Any
 from .cluster import ClusterSpec
 from .cluster_presets import CLUSTER_PRESETS, cluster_preset
 from .commands import Command
-from .errors import ShardproofError, did_you_mean
+from .errors import UnknownNameError
 from .model import ModelSpec
 from .model_presets import MODEL_PRESETS
 from .options import add_output, emit
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
             found = entries[args.name]
             emit(args, partial(_detail, args.name, found), {"kind": kind.removesuffix("s"), "name": args.name, **found})
             return 0
-    close = did_you_mean(args.name, [*report, *(name for entries in report.values() for name in entries)])
-    raise ShardproofError(f"unknown preset {args.name!r}{close} `shardproof presets` lists what is known by name.")
+    known = [*report, *(name for entries in report.values() for name in entries)]
+    raise UnknownNameError("preset", args.name, known, "`shardproof presets`")
 
 
 def catalog() -> dict[str, dict[str, dict[str, Any]]]:

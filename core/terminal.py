@@ -31,8 +31,8 @@ LEAST_PROSE = 24
 """Columns that sentences in a table are wrapped to at least; with fewer they go on lines of their own."""
 
 
-_COMMAND = re.compile("`[^`]+`|'[^' ]+ [^']+'")
-"""What is copied as a whole, such as a command in a sentence, and not wrapped where it fits a line."""
+_COMMAND = re.compile("`[^`]+`")
+"""What is copied as a whole, a command in a sentence, and not wrapped where it fits a line."""
 
 _KEPT = "\x1f"
 """Stands for the spaces in it meanwhile."""

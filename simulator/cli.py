@@ -224,7 +224,8 @@ def _title(plan: Plan | ModularPlan, num_parameters: int) -> str:
     extras = [f"zero {layout.zero}"] if layout.zero else []
     extras += ["sequence parallel"] if layout.sequence_parallel else []
     extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
-    microbatches = f"{plan.num_microbatches} microbatches of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
+    several = "es" if plan.num_microbatches > 1 else ""
+    microbatches = f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
     return (
         f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of {plan.cluster.name}\n"
         f"{', '.join([layout.degrees, *extras])}; {plan.schedule.file or plan.schedule.name}, {microbatches}, {plan.precision.dtype}"

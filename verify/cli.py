@@ -111,7 +111,7 @@ def _score(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise MissingExtraError("--mutations runs the backend, which needs torch. Run: pip install 'shardproof[train]'.") from error
+        raise MissingExtraError("--mutations runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.") from error
     report = report_of(judge_mutants(mutants, progress=lambda line: say(line, sys.stderr)))
     _tell(args, text_of(report), report)
     return 0 if report["ok"] else 1
@@ -190,7 +190,7 @@ def _prove(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> 
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.") from error
+        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.") from error
 
 
 def _positive(text: str) -> int:
@@ -199,4 +199,4 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-VERIFY = Command("verify", "shardproof verify plan.toml --dynamic", configure, run)
+VERIFY = Command("verify", "shardproof verify --model tiny-llama --tp 2 --pp 2 --dtype fp32 --dynamic", configure, run)

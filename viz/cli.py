@@ -144,4 +144,4 @@ def _positive(text: str) -> int:
     return value
 
 
-DRAW = Command("draw", "shardproof draw plan.toml -o step.svg --compare measured.timeline.json", configure, run)
+DRAW = Command("draw", "shardproof draw --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2 -o step.svg", configure, run)

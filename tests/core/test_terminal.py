@@ -42,6 +42,8 @@ COMMANDS = {
     "simulate examples/encoder_decoder.toml": 0,
     f"plan {EIGHT_B} --global-batch 16 --sequence 2048 --tp 2 --micro-batch 1": 0,
     f"plan {EIGHT_B} --global-batch 16 --sequence 2048 --tp 3": 2,
+    "plan examples/encoder_decoder.toml": 2,
+    "simulate --model llama3-70B": 2,
     "draw examples/llama70b_512.toml": 0,
     "draw examples/encoder_decoder.toml --no-memory": 0,
     "verify examples/tiny_tp2_pp2_dp2.toml": 0,

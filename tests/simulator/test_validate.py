@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from shardproof.simulator.published import Measured, Row, read_rows
+from shardproof.simulator.published import DEFAULT_DATA, Measured, Row, read_rows
 from shardproof.simulator.validate import Prediction, predict_row
 from shardproof.simulator.validate.__main__ import main
 from shardproof.simulator.validate.causes import CAUSES, causes_of, outliers
@@ -184,6 +187,21 @@ def test_command_writes_the_page_and_one_json_object(tmp_path, capsys):
 def test_command_without_rows_says_so_with_code_2(tmp_path, capsys, arguments, what):
     assert main(["--data", str(tmp_path), *arguments]) == 2
     assert what in capsys.readouterr().err
+
+
+def test_rows_of_the_repository_are_found_without_options_by_both_doors():
+    root = Path(__file__).parents[2]
+    assert root / "benchmarks" / "published" / "rows" == DEFAULT_DATA and len(read_rows()) == 2825
+    for door in (["-m", "shardproof.simulator.validate"], [str(root / "benchmarks" / "validate.py")]):
+        call = [sys.executable, *door, "--source", "Korthikanti", "--json"]
+        done = subprocess.run(call, capture_output=True, text=True, check=True)
+        assert len(json.loads(done.stdout)["predictions"]) == 6
+
+
+def test_without_the_repository_one_sentence_says_where_the_rows_are(tmp_path, capsys):
+    assert main(["--data", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "they belong to shardproof's repository, in benchmarks/published/rows" in told and told.count("\n") == 1
 
 
 def test_command_names_a_source_that_is_not_there(tmp_path, capsys):
