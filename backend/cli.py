@@ -23,6 +23,7 @@ from ..core.program import rank_elements
 from ..core.schedule import Schedule
 from ..core.schedules import lower, schedule_for
 from ..core.stages import StageLayers
+from ..core.terminal import say
 from ..core.units import format_bytes, format_count
 from .checkpoint.resume import Resumption
 from .huggingface.config import check_load, check_save
@@ -92,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
         _refuse_broken(plan, lower(schedule_for(plan)))
     if args.dry_run:
         for notice in tokens:
-            print(f"without --dry-run this is refused: {notice}", file=sys.stderr)
+            say(f"without --dry-run this is refused: {notice}", sys.stderr)
         emit(args, dry_run_text(plan), dry_run_report(plan))
         return 0
     if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError("train needs torch, which is not installed. Run: pip install 'shardproof[train]'.")
+        raise MissingExtraError("train needs torch, which is not installed. Run `pip install 'shardproof[train]'`.")
     _check_writable(args.output)
     report_step = functools.partial(print_step, plan.train.steps)
     trainer = Trainer(
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             f"no step of train.steps={plan.train.steps} is left to measure for -o {args.output}. Use more steps, or no timeline."
         )
     if args.resume and os.environ.get("RANK", "0") == "0":
-        print(resumption_text(plan, trainer.resumption), file=sys.stderr)
+        say(resumption_text(plan, trainer.resumption), sys.stderr)
     try:
         result = trainer.fit()
     except RankFailure as failure:
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         _write(args, result)
         if args.save_huggingface is not None:
-            print(f"written: {args.save_huggingface}", file=sys.stderr)
+            say(f"written: {args.save_huggingface}", sys.stderr)
     return 0
 
 
@@ -134,9 +135,9 @@ def _write_failure(failure: RankFailure, path: str) -> None:
     try:
         Path(path).write_text(json.dumps(failure.report, indent=2) + "\n", encoding="utf-8")
     except OSError as error:  # the failure itself is what counts
-        print(f"not written: {path}: {error.strerror}", file=sys.stderr)
+        say(f"not written: {path}: {error.strerror}", sys.stderr)
     else:
-        print(f"written: {path}", file=sys.stderr)
+        say(f"written: {path}", sys.stderr)
 
 
 TRAIN = Command(
@@ -152,10 +153,10 @@ def print_step(num_steps: int, result: StepResult) -> None:
     validation = "" if result.validation_loss is None else f"  validation loss {result.validation_loss:.4f}"
     aux = f"  aux loss {result.aux_loss:.4f}" if result.aux_loss else ""
     skipped = f"  skipped: losses times {result.loss_scale:g} overflow" if result.skipped else ""
-    print(
+    say(
         f"step {result.step + 1}/{num_steps}  loss {result.loss:.4f}{aux}  grad norm {result.grad_norm:.3f}  "
         f"{result.num_tokens / result.elapsed_s:,.0f} tokens/s{validation}{skipped}",
-        file=sys.stderr,
+        sys.stderr,
         flush=True,
     )
 
@@ -279,6 +280,6 @@ def _write(args: argparse.Namespace, result: TrainResult) -> None:
     if args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
         assert result.timeline is not None
         result.timeline.save(args.output)
-        print(f"written: {args.output}", file=sys.stderr)
+        say(f"written: {args.output}", sys.stderr)
         args.output = None
     emit(args, result_text(result), result.report)

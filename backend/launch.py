@@ -290,7 +290,7 @@ class _Server:
 
     def __init__(self) -> None:
         if importlib.util.find_spec("torch") is None:
-            raise MissingExtraError("ranks need torch, which is not installed. Run: pip install 'shardproof[train]'.")
+            raise MissingExtraError("ranks need torch, which is not installed. Run `pip install 'shardproof[train]'`.")
         self.owner_pid = os.getpid()
         self._control, theirs = socket.socketpair()
         package = __name__.rpartition(".")[0]

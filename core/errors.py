@@ -44,11 +44,12 @@ class TimelineError(ShardproofError, ValueError):
 
 
 class UnknownNameError(ShardproofError, LookupError):
-    """A name that is not in a catalog. The message offers the closest known one."""
+    """A name that is not in a catalog. The message offers the closest known one, and all of them or where they are `listed`."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str]):
+    def __init__(self, what: str, name: str, known: Iterable[str], listed: str = ""):
         known = sorted(known)
-        super().__init__(f"unknown {what} {name!r}{did_you_mean(name, known)} Known: {', '.join(known)}.")
+        told = f"{listed} lists the {len(known)} known ones." if listed else f"Known: {', '.join(known)}."
+        super().__init__(f"unknown {what} {name!r}{did_you_mean(name, known)} {told}")
 
 
 class RankFailure(ShardproofError, RuntimeError):

@@ -30,13 +30,18 @@ SET_IN_PLAN = "set in the plan"
 
 def build_plan(values: Values, source: str) -> Plan:
     """The plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
-    if num_modules(values):
-        raise PlanError(f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train.")
+    refuse_modules(values, source)
     draft = Draft(values, source)
     nouns = draft.nouns()
     draft.report_broken_rules(nouns)
     draft.raise_problems()
     return Plan(**nouns)
+
+
+def refuse_modules(values: Values, source: str) -> None:
+    """Raises `PlanError` for a plan of several models, for verbs that take one."""
+    if num_modules(values):
+        raise PlanError(f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train.")
 
 
 class Draft:
@@ -278,7 +283,8 @@ def key_complaint(key: Key, value: Any) -> str:
     for choice in value if key.type == "list of texts" else [value]:
         if key.choices and choice not in key.choices:
             what = written if key.type != "list of texts" else f"{written}: {choice!r}"
-            return f"{what} is not one of {', '.join(key.choices)}{did_you_mean(str(choice), key.choices)}"
+            legal = key.legal if key.listed else f"one of {', '.join(key.choices)}"
+            return f"{what} is not {legal}{did_you_mean(str(choice), key.choices)}"
     for number in value if key.type == "two floats" else [value] if key.type in ("int", "float") else []:
         if key.minimum is not None and number < key.minimum:
             return f"{written} must be at least {key.minimum} ({key.doc})."

@@ -16,8 +16,8 @@ from typing import Any
 from ..core.errors import ShardproofError
 from .published_models import size_of
 
-DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "published_runs"
-"""Where the rows lie: beside the repository."""
+DEFAULT_DATA = Path(__file__).resolve().parents[1] / "benchmarks" / "published" / "rows"
+"""Where the rows lie: in the repository, and not in the installed package."""
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20
 
@@ -126,7 +126,10 @@ def read_rows(folder: Path = DEFAULT_DATA) -> list[Row]:
     """Every row of every file of a folder, in file order. Raises `RowError` when there is none."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
-        raise RowError(f"{folder} holds no published rows (*.jsonl). Give their folder with --data.")
+        raise RowError(
+            f"{folder} holds no published rows (*.jsonl): they belong to shardproof's repository, in benchmarks/published/rows, and not to "
+            "the installed package. Give that folder of a checkout with --data."
+        )
     return [Row(json.loads(line)) for file in files for line in file.read_text().splitlines() if line.strip()]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +26,6 @@ from shardproof.simulator.validate.statistics import (
 from shardproof.simulator.validate.table import Table, to_markdown, to_text
 from shardproof.simulator.validate.tables import validation_tables
 from shardproof.simulator.validate.targets import TARGETS
-
-needs_rows = pytest.mark.skipif(not DEFAULT_DATA.is_dir(), reason="the published rows do not lie beside the repository")
 
 ROW = {
     "id": "x",
@@ -188,6 +189,21 @@ def test_command_without_rows_says_so_with_code_2(tmp_path, capsys, arguments, w
     assert what in capsys.readouterr().err
 
 
+def test_rows_of_the_repository_are_found_without_options_by_both_doors():
+    root = Path(__file__).parents[2]
+    assert root / "benchmarks" / "published" / "rows" == DEFAULT_DATA and len(read_rows()) == 2825
+    for door in (["-m", "shardproof.simulator.validate"], [str(root / "benchmarks" / "validate.py")]):
+        call = [sys.executable, *door, "--source", "Korthikanti", "--json"]
+        done = subprocess.run(call, capture_output=True, text=True, check=True)
+        assert len(json.loads(done.stdout)["predictions"]) == 6
+
+
+def test_without_the_repository_one_sentence_says_where_the_rows_are(tmp_path, capsys):
+    assert main(["--data", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "they belong to shardproof's repository, in benchmarks/published/rows" in told and told.count("\n") == 1
+
+
 def test_command_names_a_source_that_is_not_there(tmp_path, capsys):
     assert main([*rows_file(tmp_path, ROW), "--source", "nobody"]) == 2
     assert "no source or series is called nobody" in capsys.readouterr().err
@@ -223,7 +239,6 @@ def test_every_target_has_rows_of_its_own():
     assert len({target.name for target in TARGETS}) == len(TARGETS) == 9
 
 
-@needs_rows
 def test_layout_groups_hold_one_model_on_one_machine():
     for key, source in ((vtrain_group, "vTrain"), (bloom_group, "BLOOM")):
         groups = {}
@@ -233,7 +248,6 @@ def test_layout_groups_hold_one_model_on_one_machine():
         assert len(groups) > 5 and all(len(members) == 1 for members in groups.values())
 
 
-@needs_rows
 def test_published_steps_of_sc21_and_korthikanti_are_met_within_what_is_asked():
     rows = [row for row in read_rows() if row.family in ("sc21_t1", "korthikanti_t5") and row["kind"] == "train_step"]
     predictions = [predict_row(row) for row in rows]
