@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from .commands import QUESTIONS, command
 from .errors import TRACEBACK_VARIABLE, InternalError, ShardproofError, did_you_mean, error_words, line_words
+from .names import shortened
 from .terminal import USUAL, command_text, fitted, say, table, width_of
 
 
@@ -34,7 +35,7 @@ def exit_code(command: str, run: Callable[[], int]) -> int:
         if os.environ.get(TRACEBACK_VARIABLE, "0") != "0":
             traceback.print_exception(error)
         code, words = _told(error)
-        say(f"{command}: {words}", sys.stderr)
+        say(f"{command}: {shortened(words)}", sys.stderr)
         return code
 
 
@@ -66,7 +67,7 @@ def _answer(arguments: Sequence[str]) -> int:
         return 0
     verb, *rest = arguments
     if verb not in QUESTIONS:
-        say(f"shardproof: unknown verb {verb!r}{did_you_mean(verb, QUESTIONS)} See `shardproof --help`.", sys.stderr)
+        say(shortened(f"shardproof: unknown verb {verb!r}{did_you_mean(verb, QUESTIONS)} See `shardproof --help`."), sys.stderr)
         return 2
     return _run(verb, rest)
 
@@ -109,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
         """Exit code 2; of an option that there is not, the closest there is."""
         unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0] if message.startswith("unrecognized") else ""
         close = did_you_mean(unknown.partition("=")[0], self._option_string_actions) if unknown.startswith("--") else "."
-        say(f"{self.prog}: {message.removesuffix('.')}{close} See `{self.prog} --help`.", sys.stderr)
+        say(shortened(f"{self.prog}: {message.removesuffix('.')}{close} See `{self.prog} --help`."), sys.stderr)
         raise SystemExit(2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from .cluster import ClusterSpec
@@ -16,6 +16,7 @@ from .huggingface import read_config
 from .layout import Layout
 from .model import REFINEMENTS, ModelSpec
 from .model_presets import MODEL_PRESETS, model_preset
+from .names import is_plain, one_line
 from .plan import Plan
 from .plan_keys import KEYS, NOUNS, Key, keys_of
 from .plan_rules import broken_rules
@@ -235,7 +236,7 @@ class Draft:
     def _unknown_section(self, section: str, table: Mapping[str, Given], *, known: Iterable[str] = NOUNS) -> None:
         line = min((given.line for given in table.values()), default=0)
         origin = next((given.origin for given in table.values()), self.source)
-        name = section.partition(".")[0]  # of a module's sections that of the list
+        name = one_line(section.partition(".")[0])  # of a module's sections that of the list
         sentence = f"unknown section [{name}]{did_you_mean(name, known)} Known: {', '.join(known)}."
         self.problems.append((line, f"{origin}: {sentence}"))
 
@@ -278,6 +279,8 @@ def key_complaint(key: Key, value: Any) -> str:
         "table of rates": "a table of positive numbers such as { bf16 = 3.12e14 }",
         "table of texts": "a table of texts",
     }[key.type]
+    if (strange := next((text for text in _texts(value) if not is_plain(text)), None)) is not None:
+        return f"{key.name} holds {strange!r}, and texts here are one line without control characters."
     if not _has_type(key, value):
         return f"{written} must be {expected} ({key.doc})."
     for choice in value if key.type == "list of texts" else [value]:
@@ -297,6 +300,17 @@ def key_complaint(key: Key, value: Any) -> str:
         if key.below is not None and number >= key.below:
             return f"{written} must be below {key.below} ({key.doc})."
     return ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The names and texts in a value, which must be plain."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):  # sources may have several lines
+        yield from value
+        yield from (text.replace("\n", " ") for text in value.values() if isinstance(text, str))
+    elif isinstance(value, list):
+        yield from (text for text in value if isinstance(text, str))
 
 
 def _has_type(key: Key, value: Any) -> bool:

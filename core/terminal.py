@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from .names import printable
+
 Text = str | Callable[[int | None], str]
 """What is said: sentences, which are wrapped, or what makes the text for a width (None: as wide as it comes)."""
 
@@ -50,9 +52,10 @@ def width_of(stream: TextIO) -> int | None:
 
 
 def say(text: Text, stream: TextIO | None = None, *, flush: bool = False) -> None:
-    """Prints `text` within the width of `stream`, which is standard output if left out."""
+    """Prints `text` within the width of `stream`, which is standard output if left out. What names from outside hold of control characters
+    and commands is escaped (`names.printable`)."""
     stream = sys.stdout if stream is None else stream
-    print(fitted(text, width_of(stream)), file=stream, flush=flush)
+    print(printable(fitted(text, width_of(stream))), file=stream, flush=flush)
 
 
 def fitted(text: Text, width: int | None) -> str:

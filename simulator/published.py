@@ -74,40 +74,6 @@ class Row:
         return value
 
 
-_SECTIONS = ("model", "hardware", "parallel", "batch", "measured", "flags", "model.moe")
-_SIZES = (
-    *(f"model.{name}" for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq", "params_b")),
-    *(f"model.moe.{name}" for name in ("experts", "topk", "moe_ffn", "shared_ffn")),
-    *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")),
-    *(f"batch.{name}" for name in ("micro", "num_microbatches", "global")),
-    "hardware.count",
-)
-
-
-def check_row(row: Row) -> None:
-    """Raises `RowError` for a row whose sections are no objects, whose sizes are no positive numbers or whose readings are no numbers
-    (null: not published)."""
-    for name in _SECTIONS:
-        if not isinstance(row[name] or {}, Mapping):
-            raise RowError(f"{name} is no object")
-    for name in _SIZES:
-        if (value := row[name]) is not None and not (_is_number(value) and value > 0):
-            raise RowError(f"{name} is {value!r}, not a positive number")
-    for name, value in (row["measured"] or {}).items():
-        readings = value if isinstance(value, list) else [value]
-        if not name.endswith("_text") and not all(
-            one is None or isinstance(one, bool) or (_is_number(one) and one >= 0) for one in readings
-        ):
-            raise RowError(f"measured.{name} is {value!r}, not a number")
-    if row["model.moe"]:
-        for name in ("experts", "topk"):
-            row.need(f"model.moe.{name}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class Measured:
     """What a row measured. `step_rule` says how a printed rate became seconds; `memory_kind` what was read.
