@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.action import Action
 from ..core.commands import Command, service
-from ..core.errors import MissingExtraError, PlanError, RankFailure, ScheduleError
+from ..core.errors import FileError, MissingExtraError, PlanError, RankFailure, ScheduleError
+from ..core.files import write_text
 from ..core.findings import has_errors
 from ..core.modules import ModularPlan, ModulePlan
 from ..core.options import add_output, add_plan, check_output, emit, read_any_plan
@@ -133,9 +134,9 @@ def _write_failure(failure: RankFailure, path: str) -> None:
     if failure.report is None:
         return
     try:
-        Path(path).write_text(json.dumps(failure.report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:  # the failure itself is what counts
-        say(f"not written: {path}: {error.strerror}", sys.stderr)
+        write_text(path, json.dumps(failure.report, indent=2) + "\n")
+    except (OSError, FileError) as error:  # the failure itself is what counts
+        say(f"not written: {path}: {getattr(error, 'strerror', error)}", sys.stderr)
     else:
         say(f"written: {path}", sys.stderr)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -18,6 +19,9 @@ from .terminal import USUAL, command_text, fitted, say, table, width_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 fine, 1 findings, 2 wrong usage or bad input, 3 a defect of ours. Errors go to standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     return exit_code(" ".join(["shardproof", *arguments[:1]]), lambda: _answer(arguments))
 
 

@@ -23,6 +23,10 @@ class PlanError(ShardproofError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class FileError(PlanError):
+    """A file that is not taken: no regular file, too long, no text, or not in the form that its kind has."""
+
+
 class LayoutError(PlanError):
     """Degrees, orders or stage cuts that do not fit the model or the world."""
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import ModelError, did_you_mean
+from .files import read_text
 from .huggingface_forms import wrong_forms
 from .model import ROPE_SCALINGS, ModelSpec
 from .names import one_line
+from .parsing import parse_json
 from .rotary import SCALING_FIELDS
 
 Config = Mapping[str, Any]
@@ -19,16 +20,13 @@ Config = Mapping[str, Any]
 def read_config(path: str | Path) -> ModelSpec:
     """The model of a `config.json`, or of the folder that holds one.
 
-    Raises `ModelError` for a family that is not read, missing fields, or features that the decoder does not have; `OSError`
-    when there is no such file.
+    Raises `FileError` for a file that is no JSON, `ModelError` for a family that is not read, missing fields, or features that the decoder
+    does not have; `OSError` when there is no such file.
     """
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: this is not JSON: {error}.") from error
+    config = parse_json(read_text(file), str(file))
     if not isinstance(config, dict):
         raise ModelError(f"{file}: a config.json holds one object, this holds a {type(config).__name__}.")
     return model_from_config(config, name=one_line(file.resolve().parent.name) or "custom", source=str(file))

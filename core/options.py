@@ -181,6 +181,8 @@ def _assignment(text: str) -> tuple[str, Any, str]:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()  # an unquoted text, as shells leave it
+    except (RecursionError, ValueError):
+        raise PlanError(f"--set {key}: this value is nested too deeply, or has a number of more than 4,300 digits.") from None
     return key, parsed, f"--set {key}"
 
 

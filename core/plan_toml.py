@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .errors import PlanError
+from .parsing import parse_toml
 
 if TYPE_CHECKING:
     from .modules import ModularPlan
@@ -45,13 +46,7 @@ def num_modules(values: Values) -> int:
 
 def read_values(text: str, source: str) -> Values:
     """The sections of a plan file. Raises `PlanError` with the line for text that is no TOML or has keys outside sections."""
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        message = str(error)
-        where = re.search(r"line (\d+)", message)
-        line = where.group(1) if where else str(text.count("\n") + 1)
-        raise PlanError(f"{source}:{line}: this is not TOML: {message}.") from error
+    tables = parse_toml(text, source)
     lines = dict(_statement_lines(text))
     folder = Path(source).parent
     values: Values = {}
@@ -181,34 +176,35 @@ def _toml_key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
+_WITHOUT_MEANING = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""(?:"{0,2})|\'{3}.*?\'{3}(?:\'{0,2})|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|\#[^\n]*''', re.DOTALL
+)
+"""The strings and comments of a TOML text, in which brackets have no meaning (toml.io, v1.0.0, "String" and "Comment")."""
+
+
 def _statement_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
     """The path of every table and key of a valid TOML text, with the line on which its statement starts.
 
-    A statement is the shortest run of lines that is TOML on its own, so multi-line strings and arrays need no scanner of their own.
+    A statement ends with the first line at whose end no bracket is open, outside strings.
     """
-    lines = text.replace("\r\n", "\n").split("\n")
+    lines = text.split("\n")
+    # what is taken out leaves its newlines, between brackets of their own
+    bare = _WITHOUT_MEANING.sub(lambda found: "[" + "\n" * found[0].count("\n") + "]", text).split("\n")
     prefix: tuple[str, ...] = ()
-    start = 0
-    while start < len(lines):
-        statement, end = lines[start], start + 1
-        parsed = _parse(statement)
-        while parsed is None and end < len(lines):
-            statement, end = statement + "\n" + lines[end], end + 1
-            parsed = _parse(statement)
+    start = depth = 0
+    for end, line in enumerate(bare, start=1):
+        depth += line.count("[") + line.count("{") - line.count("]") - line.count("}")
+        if depth > 0:
+            continue
+        statement = "\n".join(lines[start:end])
+        parsed = tomllib.loads(statement)
         if parsed and statement.lstrip().startswith("["):
             prefix = _innermost(parsed)
             yield prefix, start + 1
-        elif parsed:
+        else:
             for path in _paths(parsed):
                 yield prefix + path, start + 1
         start = end
-
-
-def _parse(statement: str) -> dict[str, Any] | None:
-    try:
-        return tomllib.loads(statement)
-    except tomllib.TOMLDecodeError:
-        return None
 
 
 def _innermost(table: Any) -> tuple[str, ...]:

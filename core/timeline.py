@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from .action import Action, ActionArray, Kind
-from .errors import ScheduleError, TimelineError
-from .files import write_bytes
+from .errors import FileError, ScheduleError, TimelineError
+from .files import read_packed, write_bytes
+from .parsing import parse_json
 
 FORMAT = "shardproof-timeline"
 VERSION = 1
@@ -212,20 +213,20 @@ class Timeline:
         return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Timeline:
-        """The inverse of `to_json`. Raises `TimelineError` with every problem found."""
+    def from_json(cls, text: str, source: str = "timeline") -> Timeline:
+        """The inverse of `to_json`. Raises `TimelineError` with every problem found; `source` begins it."""
         try:
-            document = json.loads(text)
-        except ValueError as error:
-            raise TimelineError(f"not JSON ({error}). A recorded timeline is what `shardproof train -o x.timeline.json` writes.") from error
+            document = parse_json(text, source)
+        except FileError as error:
+            raise TimelineError(f"{error} A recorded timeline is what `shardproof train -o x.timeline.json` writes.") from error
         problems = _problems(document)
         if problems:
-            raise TimelineError("not a recorded timeline: " + "; ".join(problems) + ".")
+            raise TimelineError(f"{source}: not a recorded timeline: " + "; ".join(problems) + ".")
         spans, memory = document["spans"], document["memory"]
         try:
             actions = ActionArray.from_actions([Action.from_str(cell) for cell in spans["action"]])
         except ScheduleError as error:
-            raise TimelineError(f"not a recorded timeline: {error}") from error
+            raise TimelineError(f"{source}: not a recorded timeline: {error}") from error
         columns = (np.array(spans["global_rank"], np.int32), np.array(spans["lane"], np.int32), tuple(document["lanes"]), actions)
         times = (np.array(spans["start_s"], np.float64), np.array(spans["end_s"], np.float64))
         samples = zip(memory["global_rank"], memory["time_s"], memory["num_bytes"], strict=True)
@@ -240,14 +241,12 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """The timeline in a file that `save` wrote; the file's name is part of any `TimelineError`."""
-        data = Path(path).read_bytes()
+        """The timeline in a file that `save` wrote. Raises `TimelineError`, which begins with the file's name, for any other."""
         try:
-            if data[:2] == b"\x1f\x8b":
-                data = gzip.decompress(data)
-            return cls.from_json(data.decode())
-        except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, TimelineError) as error:
-            raise TimelineError(f"{path}: {error}") from error
+            text = read_packed(path)
+        except FileError as error:
+            raise TimelineError(str(error)) from error
+        return cls.from_json(text, str(path))
 
 
 _COLUMNS: dict[str, dict[str, tuple[type, ...]]] = {

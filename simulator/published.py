@@ -6,14 +6,16 @@ with the formula that the source itself used, so that an error of a prediction i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ShardproofError
+from ..core.errors import MOST_NAMED, ShardproofError
+from ..core.files import read_lines
+from ..core.parsing import parse_json
+from .published_forms import wrong_forms
 from .published_models import size_of
 
 DEFAULT_DATA = Path(__file__).resolve().parents[1] / "benchmarks" / "published" / "rows"
@@ -89,14 +91,28 @@ class Measured:
 
 
 def read_rows(folder: Path = DEFAULT_DATA) -> list[Row]:
-    """Every row of every file of a folder, in file order. Raises `RowError` when there is none."""
+    """Every row of every file of a folder, in file order. Raises `RowError` when there is none, or with the line and field of what is no row;
+    `FileError` for a file that is no JSON."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise RowError(
             f"{folder} holds no published rows (*.jsonl): they belong to shardproof's repository, in benchmarks/published/rows, and not to "
             "the installed package. Give that folder of a checkout with --data."
         )
-    return [Row(json.loads(line)) for file in files for line in file.read_text().splitlines() if line.strip()]
+    return [row for file in files for row in _rows_of(file)]
+
+
+def _rows_of(file: Path) -> Iterator[Row]:
+    problems = []
+    for number, line in enumerate(read_lines(file), start=1):
+        if line.strip():
+            row = parse_json(line, f"{file}:{number}")
+            problems += [f"{file}:{number}: {problem}" for problem in wrong_forms(row)]
+            yield Row(row)
+        if len(problems) >= MOST_NAMED:
+            break
+    if problems:
+        raise RowError("\n".join(problems[:MOST_NAMED]))
 
 
 def measured_of(row: Row) -> Measured:

@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ScheduleError, did_you_mean
+from ..core.files import TABLE_BYTES, read_text
 from ..core.parameters import layer_prefix
+from ..core.parsing import parse_toml
 from .calls import Calls, calls_from_csv
 from .facts import BUFFER_KINDS, ActivationMemory, Buffers, Facts, LayerHoldings, MessageFormats
 from .plan_facts import gradient_axes
@@ -30,15 +31,12 @@ def read_facts(path: str, schedule: Schedule, plan: Plan | None = None) -> Facts
 
     Raises `ScheduleError` with every problem of the file; `OSError` when it cannot be read.
     """
-    return facts_from_toml(_text(path), schedule, plan, source=path)
+    return facts_from_toml(read_text(path), schedule, plan, source=path)
 
 
 def facts_from_toml(text: str, schedule: Schedule, plan: Plan | None = None, *, source: str = "facts.toml") -> Facts:
     """The same from a text; paths in it start at the folder of `source`."""
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ScheduleError(f"{source}: {error}.") from error
+    tables = parse_toml(text, source)
     problems: list[str] = []
     for name, table in tables.items():
         known = _TABLES.get(name)
@@ -78,14 +76,7 @@ def _calls(file: str, schedule: Schedule, plan: Plan | None, source: str) -> Cal
         raise ScheduleError(f"{source}: [collectives] needs a plan, whose layout says who calls together. Verify a plan.toml.")
     path = Path(source).parent / file
     axes = [gradient_axes(plan, stage) for stage in range(schedule.num_stages)]
-    return calls_from_csv(_text(path), plan.layout, schedule.placement, name=str(path), gradient_axes=axes)
-
-
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{path}: this is not a text file: {error}.") from error
+    return calls_from_csv(read_text(path, most_bytes=TABLE_BYTES), plan.layout, schedule.placement, name=str(path), gradient_axes=axes)
 
 
 def _is_int(value: object) -> bool:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from ..core.errors import PlanError
+from ..core.files import read_lines
+from ..core.parsing import parse_json
 from ..core.plan import Plan
 from .digest import Region, to_hex
 from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedger, RunLedger
@@ -125,21 +127,22 @@ def read_ledger(path: str | Path) -> SavedLedger | RecordedLedger:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], RankLedger]:
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = read_lines(path)
     try:
-        header = json.loads(lines[0])
+        header = parse_json(next(lines, ""), f"{path}:1")
         if header["format"] != FORMAT:
             raise PlanError(f"{path} is of format {header['format']}, and this version reads format {FORMAT}. Write the ledger again.")
-        # a rank that was killed may have left half a line at the end
-        return header, RankLedger(tuple(_entries(header["rank"], lines[1:-1])))
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        return header, RankLedger(tuple(_entries(header["rank"], lines)))
+    except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"{path} is no file of a ledger, or broken: {error}. Write the ledger again.") from None
 
 
-def _entries(global_rank: int, lines: Sequence[str]) -> Iterator[tuple[Key, Piece]]:
+def _entries(global_rank: int, lines: Iterable[str]) -> Iterator[tuple[Key, Piece]]:
     for line in lines:
+        if not line.endswith("\n"):
+            return  # a rank that was killed may have left half a line at the end
         step, phase, tensor, sample, shape, region, digest, alike, largest, sums = json.loads(line)
         spans: Region = tuple((lo, hi) for lo, hi in region)
         lanes = int(digest[:16], 16), int(digest[16:], 16)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import MissingExtraError, PlanError
+from ...core.files import TABLE_BYTES, read_text
+from ...core.parsing import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,8 +128,6 @@ class Folder:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_text(path, most_bytes=TABLE_BYTES), str(path))
     except FileNotFoundError as error:
         raise PlanError(f"{path}: there is no such file, but every Hugging Face model has it.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: this is not JSON: {error}.") from error

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..action import CELL_FORM, ActionArray, Kind, parse_cell
 from ..errors import ScheduleError
+from ..files import TABLE_BYTES, read_text
 from ..schedule import Placement, Schedule
 
 _MAX_REPORTED = 100
@@ -61,12 +62,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """The schedule in a file, named after it. Raises `ScheduleError` as `from_csv` does, also for a file that is no text."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{path}: this is not a text file: {error}.") from error
-    return from_csv(text, str(path))
+    """The schedule in a file, named after it. Raises `ScheduleError` as `from_csv` does, and `FileError` for a file that is no text."""
+    return from_csv(read_text(path, most_bytes=TABLE_BYTES), str(path))
 
 
 def _cells(row: ActionArray, skipped: int) -> list[str]:

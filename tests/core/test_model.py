@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.errors import ModelError, UnknownNameError
+from shardproof.core.errors import ModelError, PlanError, UnknownNameError
 from shardproof.core.huggingface import FAMILIES, model_from_config, read_config
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import MODEL_PRESETS, model_preset
@@ -403,7 +403,7 @@ def test_a_missing_field_is_named():
 @pytest.mark.parametrize(("text", "expected"), [("{", "not JSON"), ("[]", "one object")])
 def test_a_file_that_is_no_config_says_so(tmp_path, text, expected):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=expected):
+    with pytest.raises(PlanError, match=expected):
         read_config(tmp_path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.core.cli import main
-from shardproof.core.errors import ScheduleError
+from shardproof.core.errors import FileError, ScheduleError
 from shardproof.core.schedule import Schedule
 from shardproof.core.schedules import CATALOG, build, lower
 from shardproof.verify.check import check
@@ -68,7 +68,7 @@ def test_all_problems_of_a_file_are_reported_together_with_the_closest_name() ->
     ],
 )
 def test_files_that_cannot_be_used_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises((FileError, ScheduleError), match=message):
         facts_from_toml(text, Schedule.from_csv(PIPELINE))
 
 
