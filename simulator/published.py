@@ -91,8 +91,8 @@ class Measured:
 
 
 def read_rows(folder: Path = DEFAULT_DATA) -> list[Row]:
-    """Every row of every file of a folder, in file order. Raises `RowError` when there is none, or with the line and field of what is no row;
-    `FileError` for a file that is no JSON."""
+    """Every row of every file of a folder, in file order. Raises `RowError` when there is none, or with the line and field of what is no
+    row; `FileError` for a file that is no JSON."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise RowError(

@@ -43,14 +43,14 @@ NEEDED = ("id", "source", "family", "kind")
 FORMS: Mapping[str, Form] = {
     **dict.fromkeys(SECTIONS, _TABLE),
     **dict.fromkeys(NEEDED, _TEXT),
-    **dict.fromkeys("source_ref url grade measured_type tier precision recompute schedule notes".split(), _TEXT),
-    **dict.fromkeys("model.name model.moe.attention hardware.gpu hardware.intra hardware.inter parallel.sharding".split(), _TEXT),
+    **dict.fromkeys(["source_ref", "url", "grade", "measured_type", "tier", "precision", "recompute", "schedule", "notes"], _TEXT),
+    **dict.fromkeys(["model.name", "model.moe.attention", "hardware.gpu", "hardware.intra", "hardware.inter", "parallel.sharding"], _TEXT),
     **dict.fromkeys(("missing", "inferred"), _TEXTS),
-    **dict.fromkeys("complete_core complete_strict has_time has_memory parallel.sp".split(), _SWITCH),
-    **dict.fromkeys((f"model.{name}" for name in "layers hidden ffn heads kv_heads head_dim vocab seq".split()), _SIZE),
-    **dict.fromkeys((f"parallel.{name}" for name in "tp pp vpp dp cp ep etp".split()), _SIZE),
-    **dict.fromkeys("batch.micro batch.num_microbatches batch.global hardware.count".split(), _SIZE),
-    **dict.fromkeys((f"model.moe.{name}" for name in "experts topk moe_ffn shared_ffn".split()), _SIZE),
+    **dict.fromkeys(["complete_core", "complete_strict", "has_time", "has_memory", "parallel.sp"], _SWITCH),
+    **dict.fromkeys((f"model.{name}" for name in ["layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq"]), _SIZE),
+    **dict.fromkeys((f"parallel.{name}" for name in ["tp", "pp", "vpp", "dp", "cp", "ep", "etp"]), _SIZE),
+    **dict.fromkeys(["batch.micro", "batch.num_microbatches", "batch.global", "hardware.count"], _SIZE),
+    **dict.fromkeys((f"model.moe.{name}" for name in ["experts", "topk", "moe_ffn", "shared_ffn"]), _SIZE),
     **dict.fromkeys(("model.moe.shared", "model.moe.dense_layers"), _COUNT),
     "model.params_b": _AMOUNT,
 }
@@ -77,11 +77,7 @@ def wrong_forms(row: Any) -> list[str]:
     if not isinstance(row, Mapping):
         return [f"a row is one object, this is a {type(row).__name__}."]
     problems = [f"{name} is missing." for name in NEEDED if row.get(name) is None]
-    problems += _wrong(row, "")
-    moe = (row.get("model") or {}).get("moe") if isinstance(row.get("model"), Mapping) else None
-    if isinstance(moe, Mapping):
-        problems += [f"model.moe.{name} is missing." for name in ("experts", "topk") if moe and moe.get(name) is None]
-    return problems
+    return problems + _wrong(row, "")
 
 
 def _wrong(table: Mapping[str, Any], before: str) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from ...core.cli import exit_code
 from ...core.files import write_text
 from ...core.terminal import say
 from ..published import DEFAULT_DATA, Row, RowError, read_rows
@@ -23,16 +24,15 @@ EXAMPLE = "python -m shardproof.simulator.validate --source sc21 --rows"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Predicts and prints. Exit code 0, or 2 where there are no rows."""
+    """Predicts and prints. Exit code 0, or 2 where there are no rows, or a file that holds something else."""
     options = _parser().parse_args(arguments)
-    try:
-        rows = [row for row in read_rows(options.data) if _wanted(row, options.source)]
-    except RowError as error:
-        say(f"validate: {error}", sys.stderr)
-        return 2
+    return exit_code("validate", lambda: _validate(options))
+
+
+def _validate(options: argparse.Namespace) -> int:
+    rows = [row for row in read_rows(options.data) if _wanted(row, options.source)]
     if not rows:
-        say(f"validate: no source or series is called {' or '.join(options.source)}.", sys.stderr)
-        return 2
+        raise RowError(f"no source or series is called {' or '.join(options.source)}." if options.source else "the files are empty.")
     started = time.perf_counter()
     predictions = [predict_row(row) for row in rows if row["kind"] in TRAINING]
     parts = predict_parts(rows)

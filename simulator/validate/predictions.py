@@ -65,6 +65,8 @@ def predict_row(row: Row, instead: Mapping[str, Any] | None = None) -> Predictio
     `refused`."""
     measured = Measured(None, "", None, "", oom=False)
     try:
+        for name in ("experts", "topk") if row["model.moe"] else ():
+            row.need(f"model.moe.{name}")
         measured = measured_of(row)
         return _predicted(row, measured, plan_of(row, instead))
     except RowError as error:

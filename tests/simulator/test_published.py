@@ -182,8 +182,11 @@ def test_folder_without_rows_is_named(tmp_path):
 
 
 def test_rows_are_read_in_file_order(tmp_path):
+    def named(name):
+        return {"id": name, "source": "a paper", "family": "table 1", "kind": "train_step"}
+
     for name in ("b", "a"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name}) + "\n\n" + json.dumps({"id": name * 2}) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(named(name)) + "\n\n" + json.dumps(named(name * 2)) + "\n")
     assert [row.id for row in read_rows(tmp_path)] == ["a", "aa", "b", "bb"]
 
 

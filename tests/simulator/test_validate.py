@@ -66,16 +66,24 @@ def test_row_without_a_plan_has_a_reason_and_no_prediction():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "GPT 22B"}, "model is no object"),
-        ({"batch": {**ROW["batch"], "micro": "4"}}, "batch.micro is '4', not a positive number"),
-        ({"batch": {**ROW["batch"], "micro": 0}}, "batch.micro is 0, not a positive number"),
-        ({"measured": {"step_s": "1.42 s"}}, "measured.step_s is '1.42 s', not a number"),
-        ({"model": {**ROW["model"], "moe": {"experts": 8, "topk": None}}}, "model.moe.topk is not published"),
+        ({"model": "GPT 22B"}, "model='GPT 22B' must be an object."),
+        ({"batch": {**ROW["batch"], "micro": "4"}}, "batch.micro='4' must be a whole number above 0."),
+        ({"batch": {**ROW["batch"], "micro": 0}}, "batch.micro=0 must be a whole number above 0."),
+        ({"measured": {"step_s": "1.42 s"}}, "measured.step_s='1.42 s' must be a number of at least 0, or a list of them."),
+        ({"source": None}, "source is missing."),
+        ({"id": "a\n::error::b"}, "id='a\\n::error::b' must be a text of one line."),
     ],
 )
-def test_a_malformed_row_is_refused_with_its_field_and_does_not_end_the_validation(changes, said):
-    found = predict_row(Row({**ROW, **changes}))
-    assert (found.refused, found.error) == (said, None)
+def test_a_malformed_row_ends_the_validation_with_its_line_and_field(changes, said, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{json.dumps(ROW)}\n\n{json.dumps({**ROW, **changes})}\n")
+    assert main(["--data", str(tmp_path)]) == 2
+    assert capsys.readouterr() == ("", f"validate: {file}:3: {said}\n")
+
+
+def test_a_row_of_experts_that_says_not_how_many_a_token_takes_is_refused():
+    found = predict_row(Row({**ROW, "model": {**ROW["model"], "moe": {"experts": 8, "topk": None}}}))
+    assert (found.refused, found.error) == ("model.moe.topk is not published", None)
 
 
 def test_spread_of_minus_10_and_plus_20_percent_is_15_percent_with_bias_5():
