@@ -126,19 +126,19 @@ def _opened(path: str | Path, most_bytes: int) -> BinaryIO:
 
 def _unpacked(path: str | Path, content: bytes, most_bytes: int) -> bytes:
     """The members of a gzip file, one after another, as long as they are not too long together."""
-    found, left = [], content
+    unpacked, left = bytearray(), content
     while left:
         member = zlib.decompressobj(zlib.MAX_WBITS | 16)
         try:
-            found.append(member.decompress(left, most_bytes + 1 - sum(map(len, found))))
+            unpacked += member.decompress(left, most_bytes + 1 - len(unpacked))
         except zlib.error as error:
             raise FileError(f"{path}: this gzip file is broken: {error}. Write or copy it again.") from error
-        if sum(map(len, found)) > most_bytes:
+        if len(unpacked) > most_bytes:
             raise _too_long(path, f"more than {format_bytes(most_bytes)} when unpacked", most_bytes)
         if not member.eof:
             raise FileError(f"{path}: this gzip file ends too early. Write or copy it again.")
         left = member.unused_data.lstrip(b"\0")  # tapes and some copiers fill up with zeros
-    return b"".join(found)
+    return bytes(unpacked)
 
 
 def _as_text(path: str | Path, content: bytes) -> str:
