@@ -97,7 +97,8 @@ def _waits(calls: Calls) -> dict[int, list[tuple[Call, tuple[int, ...]]]]:
     stands for each list."""
     classes = list(calls.list_of)
     alike: dict[tuple[Communicators, int], tuple[int, ...]] = {}
-    members = ((key, tuple(sorted({classes[rank] for rank in group}))) for key, groups in calls.members.items() for group in _distinct(groups))
+    called = ((key, group) for key, groups in calls.members.items() for group in _distinct(groups))
+    members = ((key, tuple(sorted({classes[rank] for rank in group}))) for key, group in called)
     if any(alike.setdefault((key, number), lists) != lists for key, lists in members for number in lists):
         everyone = enumerate(calls.list_of)
         return {rank: [(call, calls.members[communicators(call)][rank]) for call in calls.lists[number]] for rank, number in everyone}
