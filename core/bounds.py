@@ -44,6 +44,8 @@ SECONDS = Bound(1e12, "30,000 years", least=1e-18)
 BYTES = Bound(1e18, "a million terabytes", least=1.0)
 SHARE = Bound(1.0, "a share", least=1e-6)
 SINGLE = Bound(2.0**127, "fp32, in which it is computed with, holds little more", least=2.0**-126)
+FACTOR = Bound(SINGLE.most, SINGLE.why)
+"""Of what training multiplies by, however little it is."""
 WHOLE = Bound(10**15, "products of a few such numbers still become floats")
 
 BOUNDS: dict[str, Bound] = {
@@ -104,7 +106,7 @@ def bound_of(section: str, field: str, *, whole: bool) -> Bound:
     if name in BOUNDS or name in _TABLES:
         return BOUNDS.get(name) or _TABLES[name]
     ending = next((bound for ending, bound in _BY_ENDING if field.endswith(ending)), None)
-    return ending or (WHOLE if whole else SINGLE)
+    return ending or (WHOLE if whole else FACTOR if section in ("optimizer", "train") else SINGLE)
 
 
 def beyond(section: str, field: str, value: Any) -> str:
