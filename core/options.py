@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .bounds import shown
 from .cluster import ClusterSpec
 from .errors import PlanError
 from .files import read_text, write_text
@@ -84,6 +85,14 @@ class SearchSpace:
     pinned: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
+def whole_number(text: str) -> int:
+    """The type of options that are whole numbers. Raises `ArgumentTypeError`, which repeats no more of the text than its beginning."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number of some digits") from error
+
+
 def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") -> None:
     """Adds PLAN, described by `plan_help`, and the options that complete, override or replace it."""
     parser.add_argument("plan", nargs="?", metavar="PLAN", help=f"{plan_help}; may be left out where options say enough")
@@ -94,7 +103,7 @@ def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") ->
         key = key_named(option.key)
         metavar = "NAME" if key.listed else "|".join(key.choices) if key.choices else "N"
         note = " (derived from --devices when omitted)" if option.key == "layout.dp" else f" (`presets {key.listed}`)" if key.listed else ""
-        group.add_argument(option.flag, type=option.kind, metavar=metavar, help=key.doc + note)
+        group.add_argument(option.flag, type=whole_number if option.kind is int else option.kind, metavar=metavar, help=key.doc + note)
     group.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=key_named("layout.sequence_parallel").doc
     )
@@ -176,7 +185,7 @@ def _assignment(text: str) -> tuple[str, Any, str]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or key.count(".") != 1 or not all(key.split(".")):
-        raise PlanError(f"--set {text}: write section.key=value, such as --set layout.tp=4.")
+        raise PlanError(f"--set {shown(text)}: write section.key=value, such as --set layout.tp=4.")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from .bounds import LONGEST_NAME, LONGEST_TEXT, beyond, shown, text_complaint
 from .cluster import ClusterSpec
 from .cluster_presets import CLUSTER_PRESETS, cluster_preset
 from .errors import PlanError, ShardproofError, did_you_mean
@@ -255,9 +256,6 @@ class Draft:
         self.problem_at(self._find(dotted) if dotted is not None else None, sentence)
 
 
-LARGEST_NUMBER = 10**15
-"""Of whole numbers in a plan: far above any run, and products of a few still become floats."""
-
 _COMPOSED = ("model", "cluster", "layout")
 
 _SAYS_NO_DEVICE = {"name", "num_devices", "sources", "file"}
@@ -266,7 +264,7 @@ _SAYS_NO_DEVICE = {"name", "num_devices", "sources", "file"}
 
 def key_complaint(key: Key, value: Any) -> str:
     """What is wrong with `value` for `key`, as one or two sentences; empty when it is fine."""
-    written = f"{key.name} = {value!r}" if not isinstance(value, bool) else f"{key.name} = {str(value).lower()}"
+    written = f"{key.name} = {shown(value)}"
     expected = {
         "int": "a whole number",
         "float": "a number",
@@ -283,6 +281,10 @@ def key_complaint(key: Key, value: Any) -> str:
         return f"{key.name} holds {strange!r}, and texts here are one line without control characters."
     if not _has_type(key, value):
         return f"{written} must be {expected} ({key.doc})."
+    if isinstance(value, str):
+        longest = LONGEST_TEXT if key.dotted in ("layout.stages", "variation.failed_links") else LONGEST_NAME
+        if complaint := text_complaint(value, longest=longest):
+            return f"{written} {complaint} ({key.doc})."
     for choice in value if key.type == "list of texts" else [value]:
         if key.choices and choice not in key.choices:
             what = written if key.type != "list of texts" else f"{written}: {choice!r}"
@@ -295,11 +297,10 @@ def key_complaint(key: Key, value: Any) -> str:
             return f"{written} must be above {key.above} ({key.doc})."
         if key.maximum is not None and number > key.maximum:
             return f"{written} must be at most {key.maximum} ({key.doc})."
-        if key.type == "int" and number > LARGEST_NUMBER:
-            return f"{written} must be at most {LARGEST_NUMBER:g} ({key.doc})."
         if key.below is not None and number >= key.below:
             return f"{written} must be below {key.below} ({key.doc})."
-    return ""
+    complaint = beyond(key.section, key.attribute or key.name, value)
+    return f"{written} {complaint} ({key.doc})." if complaint else ""
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -336,7 +337,7 @@ def _has_type(key: Key, value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _converted(key: Key, given: Given) -> Any:
