@@ -114,7 +114,9 @@ def damaged_tree(random: Random, tree: Any) -> Any:
 def _damage(random: Random, parent: Any, key: Any) -> None:
     choice = random.random()
     value = parent[key]
-    if choice < 0.6:
+    if random.random() < 0.4:
+        parent[key] = _other(random, value)
+    elif choice < 0.6:
         parent[key] = random.choice(VALUES)
     elif choice < 0.75:
         del parent[key]
@@ -130,6 +132,23 @@ def _damage(random: Random, parent: Any, key: Any) -> None:
         parent[key] = value + value
     else:
         parent[key] = {"value": value}
+
+
+def _other(random: Random, value: Any) -> Any:
+    """A value of the same type, which may make sense."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return random.choice((value + 1, value - 1, value * 2, value * 3, value * 1000, value // 2, 1, 2, 64))
+    if isinstance(value, str):
+        return random.choice((value[:-1], value + "x", value.upper(), random.choice(CHOICES)))
+    if isinstance(value, list):
+        return random.choice((value[:-1], value[1:], value[::-1]))
+    return value
+
+
+CHOICES = tuple(sorted({str(choice) for key in KEYS for choice in key.choices or ()}))
+"""Every word that some key of a plan takes."""
 
 
 def damaged_bytes(random: Random, data: bytes) -> bytes:
@@ -184,12 +203,13 @@ def _other_lines(random: Random, data: bytes) -> bytes:
 
 
 def _recoded(random: Random, data: bytes) -> bytes:
-    return random.choice((b"\xef\xbb\xbf" + data, data.decode("utf-8", "replace").encode("utf-16"), data.replace(b"\n", b"\r"), b"", b"\0" * 64))
+    other = data.decode("utf-8", "replace").encode("utf-16")
+    return random.choice((b"\xef\xbb\xbf" + data, other, data.replace(b"\n", b"\r"), b"", b"\0" * 64))
 
 
 WORDS = (
     *(b"[" * 100_000, b'{"a":' * 100_000, b"{a=" * 1000, b"9" * 5000, b"1e308", b"1e999", b"-", b"NaN", b"nan", b"inf", b"Infinity"),
-    *(b"null", b"{}", b"[]", b'""', b"\0", b"\xff\xfe", b"\xed\xa0\x80", b'"\\ud800"', b"\n", b"\r", b",", b"=", b"#", b"99999999999999999999"),
+    *(b"null", b"{}", b"[]", b'""', b"\0", b"\xff\xfe", b"\xed\xa0\x80", b'"\\ud800"', b"\n", b"\r", b",", b"=", b"#", b"9" * 20),
     *(b"10000000000", b"::error::x", b"##[error]x", b"\n::error::x\n", "\u0661".encode(), "\u00b2".encode()),
 )
 _BYTE_DAMAGES = (_flipped, _flipped, _cut, _left_out, _doubled, _with_word, _with_word, _for_number, _for_number, _other_lines, _recoded)
@@ -252,7 +272,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "runtime": {"profile": "megatron-te"},
     "optimizer": {"clip_grad_norm": 1.0},
     "train": {"steps": 3, "seed": 1},
-    "checkpoint": {"every_steps": 2, "folder": "ckpt"},
+    "checkpoint": {"every": 2, "folder": "ckpt"},
 }
 CSV = to_csv(build("1F1B", pp=2, num_microbatches=4)).encode()
 RECORDED = {**TINY, "cluster": {"preset": "this-host", "num_devices": 2}, "layout": {"pp": 2}}
@@ -264,7 +284,8 @@ FACTS: dict[str, dict[str, Any]] = {
     "buffers": {"outputs": 2, "inputs": [4, 3], "recv_buffers": 2},
     "layers": {"model": 4, "stages": [["embedding", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]},
 }
-VERBS = (("simulate",), ("fit",), ("fit", "--format", "github"), ("verify",), ("verify", "--format", "github"), ("draw",), ("train", "--dry-run"))
+GITHUB = ("--format", "github")
+VERBS = (("simulate",), ("fit",), ("fit", *GITHUB), ("verify",), ("verify", *GITHUB), ("draw",), ("train", "--dry-run"))
 MODELS = ("gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "qwen3-8b")
 
 
@@ -273,17 +294,20 @@ def _plan(random: Random, _: Sound) -> Input:
     if random.random() < 0.5:
         key = random.choice(KEYS)
         tree = copy.deepcopy(tree)
-        tree.setdefault(key.section, {})[key.name] = random.choice(VALUES)
+        value = random.choice(key.choices) if key.choices else random.choice((0, 1, 2, 3, 4, 0.5, True))
+        tree.setdefault(key.section, {})[key.name] = value if random.random() < 0.6 else random.choice(VALUES)
     files = {"plan.toml": _file(random, tree, to_toml)}
     return Input("plan", (*random.choice((*VERBS, ("plan",))), "plan.toml"), files)
 
 
 def _set(random: Random, _: Sound) -> Input:
-    words = [random.choice(KEYS).dotted if random.random() < 0.9 else random.choice(("a.b", "model", ".", "a\0.b", "layout.tp.x", "modules.0"))]
-    value = random.choice(VALUES)
-    text = random.choice(WORDS[3:]).decode("utf-8", "replace") if random.random() < 0.2 else _toml(value) if random.random() < 0.8 else str(value)
+    strange = ("a.b", "model", ".", "a\0.b", "layout.tp.x", "modules.0", "::error::x.y")
+    key = random.choice(KEYS).dotted if random.random() < 0.9 else random.choice(strange)
+    value = random.choice((random.choice(VALUES), random.choice(CHOICES), random.choice((0, 1, 2, 4, 8, 0.5, True))))
+    text = _toml(value) if random.random() < 0.8 else str(value)
+    text = random.choice(WORDS[3:]).decode("utf-8", "replace") if random.random() < 0.2 else text
     text = "[" * 50_000 if random.random() < 0.02 else text[:100_000]
-    assigned = f"{words[0]}={text}".replace("\0", "\\u0000").encode("utf-8", "replace").decode()
+    assigned = f"{key}={text}".replace("\0", "\\u0000").encode("utf-8", "replace").decode()
     verb = random.choice((*VERBS, ("plan",)))
     return Input("set", (*verb, "plan.toml", "--set", assigned), {"plan.toml": to_toml(random.choice((TINY, WIDE)))})
 
@@ -299,7 +323,7 @@ def _cluster(random: Random, _: Sound) -> Input:
 def _config(random: Random, _: Sound) -> Input:
     tree = config_of(model_preset(random.choice(MODELS)), "bf16")
     name = random.choice(("config.json", "folder/config.json", "a\nb/config.json"))
-    verb = random.choice((("simulate",), ("fit",), ("verify", "--format", "github")))
+    verb = random.choice((("simulate",), ("fit",), ("verify", *GITHUB)))
     argv = (*verb, "--model", name, "--devices", "8", "--tp", "4", "--cluster", "dgx-h100", "--global-batch", "8", "--sequence", "64")
     if random.random() < 0.2:
         argv = ("train", "--dry-run", "plan.toml", "--set", 'train.load="."')
@@ -312,7 +336,8 @@ def _if_missing(name: str, tree: Any) -> dict[str, Content]:
 
 def _csv(random: Random, _: Sound) -> Input:
     data: Content = random.choice(NODES) if random.random() < 0.03 else damaged_bytes(random, CSV)
-    verbs = (("verify", "s.csv"), ("verify", "--format", "github", "s.csv"), ("draw", "s.csv"), ("simulate", "plan.toml", "--schedule", "s.csv"))
+    simulated = ("simulate", "plan.toml", "--schedule", "s.csv")
+    verbs = (("verify", "s.csv"), ("verify", *GITHUB, "s.csv"), ("draw", "s.csv"), simulated)
     return Input("csv", random.choice(verbs), {"s.csv": data, "plan.toml": to_toml(TINY)})
 
 
@@ -324,7 +349,8 @@ def _timeline(random: Random, sound: Sound) -> Input:
         data = damaged_bytes(random, data) if random.random() < 0.3 else data
         data = bomb() if random.random() < 0.02 else data
     files: dict[str, Content] = {name: data, "plan.toml": to_toml(RECORDED), "good.timeline.json": sound.timeline}
-    verbs = (("draw", name), ("draw", name, "-o", "x.svg"), ("draw", "good.timeline.json", "--compare", name), ("simulate", "plan.toml", "--durations", name))
+    pair = ("good.timeline.json", "--compare", name)
+    verbs = (("draw", name), ("draw", name, "-o", "x.svg"), ("draw", *pair), ("simulate", "plan.toml", "--durations", name))
     return Input("timeline", random.choice(verbs), files)
 
 
@@ -380,7 +406,8 @@ def _index(random: Random, sound: Sound) -> Input:
 
 
 def _presets(random: Random, _: Sound) -> Input:
-    word = random.choice(WORDS[3:]).decode("utf-8", "replace").replace("\0", "") if random.random() < 0.5 else str(random.choice(VALUES)).replace("\0", "")
+    word = random.choice(WORDS[3:]).decode("utf-8", "replace") if random.random() < 0.5 else str(random.choice(VALUES))
+    word = word.replace("\0", "")
     argv = random.choice((("presets", word), ("simulate", "--model", word), ("simulate", word), ("verify", word), ("draw", word), (word,)))
     return Input("words", tuple(each.encode("utf-8", "replace").decode() for each in argv), {})
 

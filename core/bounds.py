@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from .errors import PlanError
+from .names import is_plain
 
 SHOWN_LENGTH = 120
 """Letters of a value that a message repeats."""
@@ -151,8 +152,8 @@ def text_complaint(text: str, *, longest: int) -> str:
     """What is wrong with a text that is a name, a path or a list of them, whatever it says; empty when nothing is."""
     if len(text) > longest:
         return f"has {len(text):,} letters and must have at most {longest:,}"
-    if "\0" in text or (not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)):
-        return "has a letter that no name or path may have: NUL, or half of a UTF-16 pair"
+    if not is_plain(text):
+        return "has a letter that no name or path may have: a control character such as a line break, or half of a UTF-16 pair"
     return ""
 
 

@@ -17,7 +17,7 @@ from .huggingface import read_config
 from .layout import Layout
 from .model import REFINEMENTS, ModelSpec
 from .model_presets import MODEL_PRESETS, model_preset
-from .names import is_plain, one_line
+from .names import one_line
 from .plan import Plan
 from .plan_keys import KEYS, NOUNS, Key, keys_of
 from .plan_rules import broken_rules
@@ -277,13 +277,11 @@ def key_complaint(key: Key, value: Any) -> str:
         "table of rates": "a table of positive numbers such as { bf16 = 3.12e14 }",
         "table of texts": "a table of texts",
     }[key.type]
-    if (strange := next((text for text in _texts(value) if not is_plain(text)), None)) is not None:
-        return f"{key.name} holds {strange!r}, and texts here are one line without control characters."
     if not _has_type(key, value):
         return f"{written} must be {expected} ({key.doc})."
-    if isinstance(value, str):
-        longest = LONGEST_TEXT if key.dotted in ("layout.stages", "variation.failed_links") else LONGEST_NAME
-        if complaint := text_complaint(value, longest=longest):
+    longest = LONGEST_TEXT if key.dotted in ("layout.stages", "variation.failed_links") else LONGEST_NAME
+    for text in _texts(value):
+        if complaint := text_complaint(text, longest=longest):
             return f"{written} {complaint} ({key.doc})."
     for choice in value if key.type == "list of texts" else [value]:
         if key.choices and choice not in key.choices:

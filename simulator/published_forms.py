@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,14 +15,15 @@ LARGEST = 1e18
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) <= LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _is_reading(value: object) -> bool:
+    return _is_number(value) and value >= 0  # type: ignore[operator]
 
 
 def _is_readings(value: object) -> bool:
-    """A number of at least 0, or a list of such, or of lists of them."""
-    if isinstance(value, list):
-        return all(each is None or _is_readings(each) for each in value)
-    return isinstance(value, bool) or (_is_number(value) and value >= 0)  # type: ignore[operator]
+    return isinstance(value, list) and bool(value) and all(map(_is_reading, value))
 
 
 _TEXT: Form = ("a text of one line", lambda value: isinstance(value, str) and is_plain(value))
@@ -32,7 +32,7 @@ _SWITCH: Form = ("true or false", lambda value: isinstance(value, bool))
 _SIZE: Form = ("a whole number above 0", lambda value: isinstance(value, int) and _is_number(value) and value > 0)
 _COUNT: Form = ("a whole number of at least 0", lambda value: isinstance(value, int) and _is_number(value) and value >= 0)
 _AMOUNT: Form = ("a number above 0", lambda value: _is_number(value) and value > 0)
-_READINGS: Form = ("a number of at least 0, or a list of them", _is_readings)
+_READING: Form = ("a number of at least 0", _is_reading)
 _PERCENT: Form = ("a number", _is_number)
 _TABLE: Form = ("an object", lambda value: isinstance(value, Mapping))
 
@@ -57,6 +57,14 @@ FORMS: Mapping[str, Form] = {
 MEASURED_TEXTS = ("op", "algorithm", "unit", "shape", "shape_mnk")
 """Readings in words; so are those whose names end in `_text`."""
 
+MEASURED_LISTS: Mapping[str, Form] = {
+    "per_rank_max_allocated_mb": ("a list of numbers of at least 0", _is_readings),
+    "step_s_per_run": ("a list of numbers of at least 0", _is_readings),
+    "points_m_vs_time": ("a list of lists of numbers", lambda value: isinstance(value, list) and all(map(_is_readings, value))),
+    "oom": _SWITCH,
+}
+"""Readings that are no single number."""
+
 FLAG_TEXTS = ("fp8_recipe", "framework", "mp_mode", "pp_partition", "vocab_method")
 
 
@@ -66,9 +74,17 @@ def form_of(field: str) -> Form | None:
     if section == "measured" and name:
         if name in MEASURED_TEXTS or name.endswith("_text"):
             return _TEXT
-        return _PERCENT if name.endswith("_pct") else _READINGS
+        return MEASURED_LISTS.get(name) or (_PERCENT if name.endswith("_pct") else _READING)
     if section == "flags" and name:
-        return _TEXT if name in FLAG_TEXTS else _SWITCH
+        return _TEXT if name in MEASURED_LISTS: Mapping[str, Form] = {
+    "per_rank_max_allocated_mb": ("a list of numbers of at least 0", _is_readings),
+    "step_s_per_run": ("a list of numbers of at least 0", _is_readings),
+    "points_m_vs_time": ("a list of lists of numbers", lambda value: isinstance(value, list) and all(map(_is_readings, value))),
+    "oom": _SWITCH,
+}
+"""Readings that are no single number."""
+
+FLAG_TEXTS else _SWITCH
     return FORMS.get(field)
 
 

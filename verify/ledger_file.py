@@ -120,7 +120,8 @@ def read_ledger(path: str | Path) -> SavedLedger | RecordedLedger:
             raise _broken(file, f"it is of another run than {files[0].name}")
     missing = next((rank for rank in range(first["world_size"]) if rank >= len(files) or _rank_of(files[rank]) != rank), None)
     if missing is not None:
-        raise PlanError(f"{folder}: {first['world_size']} ranks ran, but {_file_name(missing)} is not there. Gather the files of all hosts.")
+        ran = f"{first['world_size']} ranks ran"
+        raise PlanError(f"{folder}: {ran}, but {_file_name(missing)} is not there. Gather the files of all hosts.")
     run, environments = RunLedger.merge(ledgers), tuple(header["environment"] for header in headers)
     if "plan" not in first:
         return RecordedLedger(folder, run, all(header["exact"] for header in headers), environments)

@@ -69,7 +69,7 @@ def test_row_without_a_plan_has_a_reason_and_no_prediction():
         ({"model": "GPT 22B"}, "model='GPT 22B' must be an object."),
         ({"batch": {**ROW["batch"], "micro": "4"}}, "batch.micro='4' must be a whole number above 0."),
         ({"batch": {**ROW["batch"], "micro": 0}}, "batch.micro=0 must be a whole number above 0."),
-        ({"measured": {"step_s": "1.42 s"}}, "measured.step_s='1.42 s' must be a number of at least 0, or a list of them."),
+        ({"measured": {"step_s": "1.42 s"}}, "measured.step_s='1.42 s' must be a number of at least 0."),
         ({"source": None}, "source is missing."),
         ({"id": "a\n::error::b"}, "id='a\\n::error::b' must be a text of one line."),
     ],
