@@ -8,24 +8,22 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..core.action import Action
 from ..core.commands import Command, service
 from ..core.errors import FileError, MissingExtraError, PlanError, RankFailure, ScheduleError
 from ..core.files import write_text
 from ..core.findings import has_errors
-from ..core.modules import ModularPlan, ModulePlan
+from ..core.modules import ModularPlan
 from ..core.options import add_output, add_plan, check_output, emit, read_any_plan
 from ..core.plan import Plan
-from ..core.program import rank_elements
 from ..core.schedule import Schedule
 from ..core.schedules import lower, schedule_for
-from ..core.stages import StageLayers
-from ..core.units import format_bytes, format_count
+from ..core.terminal import say
+from ..core.units import format_bytes
 from .checkpoint.resume import Resumption
+from .dry_run import dry_run_report, dry_run_text
 from .huggingface.config import check_load, check_save
 from .modules_plan import only_model
 from .trainer import Trainer, TrainResult
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
     from .step_result import StepResult
 
 TIMELINE_SUFFIX = ".timeline.json"
-STATE_BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 18, "fp16": 18}
-"""fp32 weight, gradient and AdamW's two moments, and a copy of the weight in the format that layers compute with."""
-ACTIONS_SHOWN = 6
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -93,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
         _refuse_broken(plan, lower(schedule_for(plan)))
     if args.dry_run:
         for notice in tokens:
-            print(f"without --dry-run this is refused: {notice}", file=sys.stderr)
+            say(f"without --dry-run this is refused: {notice}", sys.stderr)
         emit(args, dry_run_text(plan), dry_run_report(plan))
         return 0
     if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError("train needs torch, which is not installed. Run: pip install 'shardproof[train]'.")
+        raise MissingExtraError("train needs torch, which is not installed. Run `pip install 'shardproof[train]'`.")
     _check_writable(args.output)
     report_step = functools.partial(print_step, plan.train.steps)
     trainer = Trainer(
@@ -115,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             f"no step of train.steps={plan.train.steps} is left to measure for -o {args.output}. Use more steps, or no timeline."
         )
     if args.resume and os.environ.get("RANK", "0") == "0":
-        print(resumption_text(plan, trainer.resumption), file=sys.stderr)
+        say(resumption_text(plan, trainer.resumption), sys.stderr)
     try:
         result = trainer.fit()
     except RankFailure as failure:
@@ -124,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         _write(args, result)
         if args.save_huggingface is not None:
-            print(f"written: {args.save_huggingface}", file=sys.stderr)
+            say(f"written: {args.save_huggingface}", sys.stderr)
     return 0
 
 
@@ -135,9 +130,9 @@ def _write_failure(failure: RankFailure, path: str) -> None:
     try:
         write_text(path, json.dumps(failure.report, indent=2) + "\n")
     except (OSError, FileError) as error:  # the failure itself is what counts
-        print(f"not written: {path}: {getattr(error, 'strerror', error)}", file=sys.stderr)
+        say(f"not written: {path}: {getattr(error, 'strerror', error)}", sys.stderr)
     else:
-        print(f"written: {path}", file=sys.stderr)
+        say(f"written: {path}", sys.stderr)
 
 
 TRAIN = Command(
@@ -153,10 +148,10 @@ def print_step(num_steps: int, result: StepResult) -> None:
     validation = "" if result.validation_loss is None else f"  validation loss {result.validation_loss:.4f}"
     aux = f"  aux loss {result.aux_loss:.4f}" if result.aux_loss else ""
     skipped = f"  skipped: losses times {result.loss_scale:g} overflow" if result.skipped else ""
-    print(
+    say(
         f"step {result.step + 1}/{num_steps}  loss {result.loss:.4f}{aux}  grad norm {result.grad_norm:.3f}  "
         f"{result.num_tokens / result.elapsed_s:,.0f} tokens/s{validation}{skipped}",
-        file=sys.stderr,
+        sys.stderr,
         flush=True,
     )
 
@@ -187,76 +182,6 @@ def result_text(result: TrainResult) -> str:
     )
 
 
-def dry_run_text(plan: Plan | ModularPlan) -> str:
-    """What every rank would hold and do."""
-    lines = [_run_text(part) for part in ((plan,) if isinstance(plan, Plan) else plan.parts)]
-    for rank in dry_run_report(plan)["ranks"]:
-        where = " ".join(f"{axis}={rank[axis]}" for axis in ("tp", "pp", "dp"))
-        first, last = rank["samples"]
-        lines.append(
-            f"rank {rank['global_rank']} ({where}): {'; '.join(rank['stages'])}; {format_count(rank['num_parameters'])} parameters, "
-            f"{format_bytes(rank['num_parameters'] * STATE_BYTES_PER_PARAMETER[plan.precision.dtype])} with gradients and optimizer; "
-            f"samples {first} to {last - 1}; {rank['num_actions']} actions: {' '.join(rank['first_actions'])} ..."
-        )
-    return "\n".join(lines)
-
-
-def _run_text(plan: Plan) -> str:
-    """The run of a plan, or of one of its modules."""
-    layout, name = plan.layout, f"module {plan.name}, " if isinstance(plan, ModulePlan) else ""
-    num_parameters = sum(each.num_elements for each in plan.held_parameters) if isinstance(plan, ModulePlan) else plan.model.num_parameters
-    return (
-        f"{name}{plan.model.name}: {format_count(num_parameters)} parameters on {layout.world_size} ranks "
-        f"(tp={layout.tp} pp={layout.pp} vpp={layout.vpp} dp={layout.dp}), {plan.num_microbatches} microbatches of "
-        f"{plan.batch.micro_size} x {plan.batch.sequence} tokens per replica, {schedule_for(plan).name}, {plan.numerics.mode} numerics, "
-        f"{plan.train.steps} steps on {plan.train.data}"
-    )
-
-
-def dry_run_report(plan: Plan | ModularPlan) -> dict[str, Any]:
-    """The JSON form of a dry run: `world_size`, `schedule`, and `ranks` with what each holds and does."""
-    if isinstance(plan, Plan):
-        return {"world_size": plan.world_size, "schedule": schedule_for(plan).name, "ranks": _dry_ranks(plan, lower(schedule_for(plan)))}
-    ranks = []
-    for part in plan.parts:
-        schedule = plan.part_schedule(part, part.num_microbatches)
-        ranks += [{"module": part.name, **rank} for rank in _dry_ranks(part, schedule, part.first_stage)]
-    return {"world_size": plan.world_size, "schedule": plan.schedule.name, "ranks": ranks}
-
-
-def _dry_ranks(plan: Plan, schedule: Schedule, first_stage: int = 0) -> list[dict[str, Any]]:
-    """What the ranks of a plan do; stages and actions count from `first_stage`."""
-    ranks = []
-    for place in range(plan.layout.world_size):
-        global_rank = plan.layout.global_rank() + place
-        at = plan.layout.coordinates(global_rank)
-        row = schedule.row(at["pp"])
-        ranks.append(
-            {
-                "global_rank": global_rank,
-                **{axis: at[axis] for axis in ("tp", "pp", "dp")},
-                "stages": [stage_text(plan.stages[stage], first_stage) for stage in schedule.placement.stages_of(at["pp"])],
-                "num_parameters": rank_elements(plan, at["pp"], at["tp"]),
-                "samples": list(plan.samples_of(at["dp"])),
-                "num_actions": len(row),
-                "first_actions": [str(_counted(action, first_stage)) for action in row[:ACTIONS_SHOWN]],
-            }
-        )
-    return ranks
-
-
-def _counted(action: Action, first_stage: int) -> Action:
-    """An action whose stages, those of a pair too, count from `first_stage`."""
-    pair = None if action.pair_stage is None else action.pair_stage + first_stage
-    return replace(action, stage=action.stage + first_stage, pair_stage=pair)
-
-
-def stage_text(stage: StageLayers, first_stage: int = 0) -> str:
-    """`stage 0: embedding, layers 0-1`."""
-    layers = [f"layers {stage.first_layer}-{stage.last_layer - 1}"] if len(stage.layers) else []
-    return f"stage {first_stage + stage.stage}: {', '.join(['embedding'] * stage.embedding + layers + ['head'] * stage.head)}"
-
-
 def _refuse_broken(plan: Plan, schedule: Schedule) -> None:
     """Raises `ScheduleError` for a schedule that would stop halfway: a file may hold anything."""
     findings = service("check")(schedule, plan=plan)
@@ -281,6 +206,6 @@ def _write(args: argparse.Namespace, result: TrainResult) -> None:
     if args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
         assert result.timeline is not None
         result.timeline.save(args.output)
-        print(f"written: {args.output}", file=sys.stderr)
+        say(f"written: {args.output}", sys.stderr)
         args.output = None
     emit(args, result_text(result), result.report)

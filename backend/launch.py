@@ -309,7 +309,7 @@ class _Server:
 
     def __init__(self) -> None:
         if importlib.util.find_spec("torch") is None:
-            raise MissingExtraError("ranks need torch, which is not installed. Run: pip install 'shardproof[train]'.")
+            raise MissingExtraError("ranks need torch, which is not installed. Run `pip install 'shardproof[train]'`.")
         self.owner_pid = os.getpid()
         self._control, theirs = socket.socketpair()
         self.folder = Path(tempfile.gettempdir(), f"shardproof-{secrets.token_hex(8)}")

@@ -8,10 +8,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from .commands import QUESTIONS, command
 from .errors import TRACEBACK_VARIABLE, InternalError, ShardproofError, did_you_mean, error_words, line_words
 from .interrupts import Interrupted, Interrupts
+from .names import shortened
+from .terminal import USUAL, command_text, fitted, say, table, width_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +66,7 @@ def exit_code(command: str, run: Callable[[], int]) -> int:
         if os.environ.get(TRACEBACK_VARIABLE, "0") != "0":
             traceback.print_exception(error)
         code, words = _told(error)
-        print(f"{command}: {words}", file=sys.stderr)
+        say(f"{command}: {shortened(words)}", sys.stderr)
         return code
 
 
@@ -86,7 +89,7 @@ def _told(error: Exception) -> tuple[int, str]:
 def _answer(arguments: Sequence[str]) -> int:
     """The exit code of what was asked: help, version, or a verb."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_overview())
+        say(_overview)
         return 0 if arguments else 2
     if arguments[0] == "--version":
         from .. import __version__
@@ -95,21 +98,24 @@ def _answer(arguments: Sequence[str]) -> int:
         return 0
     verb, *rest = arguments
     if verb not in QUESTIONS:
-        print(f"shardproof: unknown verb {verb!r}{did_you_mean(verb, QUESTIONS)} See `shardproof --help`.", file=sys.stderr)
+        say(shortened(f"shardproof: unknown verb {verb!r}{did_you_mean(verb, QUESTIONS)} See `shardproof --help`."), sys.stderr)
         return 2
     return _run(verb, rest)
 
 
 def _run(verb: str, rest: Sequence[str]) -> int:
     chosen = command(verb)
-    parser = argparse.ArgumentParser(
+    width = width_of(sys.stdout) or USUAL
+    parser = _Parser(
         prog=f"shardproof {verb}",
         description=QUESTIONS[verb],
-        epilog=f"example:\n  {chosen.example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"example:\n{command_text(chosen.example, width - 2)}",
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     chosen.configure(parser)
+    names = "".join(f" [{action.metavar}]" for action in parser._actions if not action.option_strings)
+    parser.usage = f"shardproof {verb}{names} [options]"
     args = parser.parse_args(rest)
     try:
         return chosen.run(args)
@@ -121,9 +127,26 @@ def _run(verb: str, rest: Sequence[str]) -> int:
         raise
 
 
-def _overview() -> str:
-    width = max(map(len, QUESTIONS))
-    verbs = "\n".join(f"  {verb:<{width}}  {question}" for verb, question in QUESTIONS.items())
+class _Help(argparse.HelpFormatter):
+    """Help texts whose lines stay apart, as in an example, each of them wrapped."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fitted("\n".join(indent + line for line in text.splitlines()), width)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells wrong usage in a sentence rather than after two screens of options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit code 2; of an option that there is not, the closest there is."""
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0] if message.startswith("unrecognized") else ""
+        close = did_you_mean(unknown.partition("=")[0], self._option_string_actions) if unknown.startswith("--") else "."
+        say(shortened(f"{self.prog}: {message.removesuffix('.')}{close} See `{self.prog} --help`."), sys.stderr)
+        raise SystemExit(2)
+
+
+def _overview(width: int | None) -> str:
+    verbs = "\n".join(table(list(QUESTIONS.items()), width))
     return (
         "usage: shardproof VERB [PLAN] [options]\n\nPlan it, prove it, run it: sharded training of large models.\n\n"
         f"{verbs}\n\nPLAN is a plan.toml; options alone do where they say enough. `shardproof VERB --help` shows an example of each."

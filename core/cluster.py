@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from .bounds import Bounded
 from .errors import ClusterError
 from .units import SIZE_RULE, size_of
 
@@ -54,7 +55,7 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
-class ClusterSpec:
+class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     """`num_devices` devices in nodes of `devices_per_node`. Rates are per second and one direction, sizes in bytes.
 
     `peak_flops_per_s` maps dtype (`fp32 tf32 bf16 fp16 fp8`) to the dense peak. Efficiencies are shares of a peak that large kernels
@@ -119,6 +120,7 @@ class ClusterSpec:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         counts = ("num_devices", "devices_per_node", "num_compute_units")
         problems = [f"{name}={value} must be at least 1." for name in counts if (value := getattr(self, name)) < 1]
         problems += [f"{name}={value} must be above 0." for name in _POSITIVE if not (value := getattr(self, name)) > 0]

@@ -61,5 +61,5 @@ def _import(point: EntryPoint) -> Any:
         return point.load()
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            raise MissingExtraError(f"{point.name} needs torch, which is not installed. Run: pip install 'shardproof[train]'.") from error
+            raise MissingExtraError(f"{point.name} needs torch, which is not installed. Run `pip install 'shardproof[train]'`.") from error
         raise

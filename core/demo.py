@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import sys
 import time
@@ -15,8 +16,10 @@ from statistics import mean
 from typing import Any, TextIO
 
 from .commands import Command, service
+from .errors import MissingExtraError
 from .files import write_bytes
 from .plan import Plan
+from .terminal import say
 from .timeline import Timeline
 from .units import format_bytes, format_count, format_s
 
@@ -75,7 +78,7 @@ class Demo:
         self.show(*names)
 
     def _print(self, line: str) -> None:
-        print(line, file=self.out, flush=True)
+        say(line, self.out, flush=True)
 
 
 def simulate_big(demo: Demo) -> Timeline:
@@ -152,7 +155,7 @@ def print_step(num_steps: int, to_stderr: bool, result: Any) -> None:
     number = result.step + 1
     if number == 1 or number % max(1, num_steps // 8) == 0 or result.validation_loss is not None:
         validation = "" if result.validation_loss is None else f"   validation {result.validation_loss:.3f}"
-        print(f"     step {number:>4}   loss {result.loss:.3f}{validation}", file=sys.stderr if to_stderr else sys.stdout, flush=True)
+        say(f"     step {number:>4}   loss {result.loss:.3f}{validation}", sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> bool:
@@ -182,7 +185,7 @@ def run_demo(folder: Path, out: TextIO, *, quick: bool = False) -> tuple[dict[st
     """Runs the five steps and writes `report.md` and `report.json` last. Returns the report, and whether all of it came out right."""
     folder.mkdir(parents=True, exist_ok=True)
     demo = Demo(folder, out, quick)
-    print("shardproof: plan it, prove it, run it.", file=out)
+    say("shardproof: plan it, prove it, run it.", out)
     draw_big(demo, simulate_big(demo))
     proved = prove_tiny(demo)
     plan, measured, learned = train_bytes(demo)
@@ -192,7 +195,7 @@ def run_demo(folder: Path, out: TextIO, *, quick: bool = False) -> tuple[dict[st
     write_bytes(folder / "report.md", text.encode())
     write_bytes(folder / "report.json", (json.dumps(demo.report, indent=2) + "\n").encode())
     verdict = "All of it came out right" if demo.report["ok"] else "NOT all of it came out right"
-    print(f"\n{verdict}, in {format_s(round(demo.report['elapsed_s']))}. Report: {folder / 'report.md'}", file=out)
+    say(f"\n{verdict}, in {format_s(round(demo.report['elapsed_s']))}. Report: {folder / 'report.md'}", out)
     return demo.report, bool(demo.report["ok"])
 
 
@@ -203,6 +206,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:  # told now rather than after the first half
+        raise MissingExtraError(
+            "demo proves and trains, which needs torch, and that is not installed. Run `pip install 'shardproof[train]'`. "
+            "Without it there are simulate, plan, fit, draw and verify without --dynamic."
+        )
     report, ok = run_demo(args.output, sys.stderr if args.json else sys.stdout, quick=args.quick)
     if args.json:
         print(json.dumps(report))

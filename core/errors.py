@@ -48,11 +48,12 @@ class TimelineError(ShardproofError, ValueError):
 
 
 class UnknownNameError(ShardproofError, LookupError):
-    """A name that is not in a catalog. The message offers the closest known one."""
+    """A name that is not in a catalog. The message offers the closest known one, and all of them or where they are `listed`."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str]):
+    def __init__(self, what: str, name: str, known: Iterable[str], listed: str = ""):
         known = sorted(known)
-        super().__init__(f"unknown {what} {name!r}{did_you_mean(name, known)} Known: {', '.join(known)}.")
+        told = f"{listed} lists the {len(known)} known ones." if listed else f"Known: {', '.join(known)}."
+        super().__init__(f"unknown {what} {name[:LONGEST_NAME]!r}{did_you_mean(name, known)} {told}")
 
 
 class RankFailure(ShardproofError, RuntimeError):
@@ -109,13 +110,15 @@ def line_words(function: str, file: str, line: int) -> str:
     return f"{function} ({Path(file).name}:{line}: {linecache.getline(file, line).strip()})"
 
 
+LONGEST_NAME = 200
+"""Letters of the longest name that is compared with known ones, which takes time as the square of them."""
 MOST_NAMED = 8
 """Things of one kind that a message names."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'closest'?` where something is close, else a full stop."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """`; did you mean 'closest'?` where something is close, else a full stop. Nothing is close to a name of more than `LONGEST_NAME`."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5) if len(name) <= LONGEST_NAME else []
     return f"; did you mean {close[0]!r}?" if close else "."
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from .errors import PlanError, ShardproofError
 from .files import read_text
 from .findings import NOWHERE, Finding, Spot
+from .names import shortened
 from .plan_toml import Given, Values, read_values
 
 LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
@@ -74,12 +75,12 @@ def _command(level: str, title: str, text: str, spot: Spot) -> str:
         "title": title,
     }
     properties = ",".join(f"{name}={_escaped_property(value)}" for name, value in known.items() if value is not None)
-    return f"::{level} {properties}::{_escaped(text)}"
+    return f"::{level} {properties}::{_escaped(shortened(text))}"
 
 
 def _in_checkout(file: str) -> str:
     """A path as GitHub takes it: from the root of the checkout, which is this folder where no variable names it."""
-    root, path = Path(os.environ.get(WORKSPACE, "")).resolve(), Path(file).resolve()
+    root, path = (Path(os.path.realpath(each)) for each in (os.environ.get(WORKSPACE, ""), file))
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else file
 
 

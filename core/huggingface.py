@@ -8,7 +8,9 @@ from typing import Any
 
 from .errors import ModelError, did_you_mean
 from .files import read_text
+from .huggingface_forms import wrong_forms
 from .model import ROPE_SCALINGS, ModelSpec
+from .names import one_line
 from .parsing import parse_json
 from .rotary import SCALING_FIELDS
 
@@ -27,11 +29,12 @@ def read_config(path: str | Path) -> ModelSpec:
     config = parse_json(read_text(file), str(file))
     if not isinstance(config, dict):
         raise ModelError(f"{file}: a config.json holds one object, this holds a {type(config).__name__}.")
-    return model_from_config(config, name=file.resolve().parent.name or "custom", source=str(file))
+    return model_from_config(config, name=one_line(file.resolve().parent.name) or "custom", source=str(file))
 
 
 def model_from_config(config: Config, *, name: str, source: str = "config.json") -> ModelSpec:
     """The model that a parsed config describes. Raises `ModelError` as `read_config` does."""
+    _raise(wrong_forms(config), source)
     family = config.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -43,10 +46,8 @@ def model_from_config(config: Config, *, name: str, source: str = "config.json")
         return FAMILIES[family](config, name, source)
     except KeyError as error:
         raise ModelError(f"{source}: {error.args[0]!r} is missing, which every {family} config has.") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ModelError):
-            raise ModelError([problem if problem.startswith(source) else f"{source}: {problem}" for problem in error.problems]) from error
-        raise ModelError(f"{source}: a value has the wrong type: {error}.") from error
+    except ModelError as error:
+        raise ModelError([problem if problem.startswith(source) else f"{source}: {problem}" for problem in error.problems]) from error
 
 
 def _llama(config: Config, name: str, source: str) -> ModelSpec:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from .bounds import Bounded, shown
 from .errors import LayoutError
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -51,7 +52,7 @@ def rank_groups(order: str, sizes: Mapping[str, int], axes: str, rank_offset: in
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Bounded, section="layout", problem_type=LayoutError):
     """How one model is cut over ranks. `dp` is dense data parallelism; experts see `tp*cp*dp/(etp*ep)` of it.
 
     `order` is Megatron's: the leftmost axis varies fastest. `stages` is the Megatron layout form (`Et*11|(t*12|)*6t*13L`) or None
@@ -71,6 +72,7 @@ class Layout:
     stages: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep", "vpp")} | {"etp": self.expert_tp}
         problems = [
             f"{name}={value!r} must be a whole number of at least 1."
@@ -85,11 +87,11 @@ class Layout:
             problems.append(f"vpp={self.vpp} needs a pipeline, but pp=1. Set pp to 2 or more, or vpp=1.")
         axes = self.order.split("-")
         if sorted(set(axes)) != sorted(axes) or not set(axes) <= set(AXES):
-            problems.append(f"order={self.order!r} must name each of {'-'.join(AXES)} at most once.")
+            problems.append(f"order={shown(self.order)} must name each of {'-'.join(AXES)} at most once.")
         else:
             missing = [axis for axis in AXES if axis not in axes and getattr(self, axis) > 1]
             if missing:
-                problems.append(f"order={self.order!r} does not name {', '.join(missing)}, whose size is above 1.")
+                problems.append(f"order={shown(self.order)} does not name {', '.join(missing)}, whose size is above 1.")
         dense, expert = self.tp * self.cp * self.dp, self.expert_tp * self.ep
         if dense % expert:
             problems.append(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from .bounds import Bounded
 from .divisors import divisors
 from .errors import ModelError, did_you_mean
 from .rotary import rotary_problems
@@ -61,7 +62,7 @@ padding of the token table."""
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Bounded, section="model", problem_type=ModelError):
     """A decoder. `ffn_hidden_size` is the width after the activation (a SwiGLU has two products of that width before it).
 
     The last `padding_rows` of the `vocab_size` rows of the token table are no ids: they are never predicted.
@@ -146,6 +147,7 @@ class ModelSpec:
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         counts = {name: getattr(self, name) for name in _COUNTS}
         problems = [f"{name}={value!r} must be a whole number of at least 1." for name, value in counts.items() if not _is_count(value)]
         choices = (

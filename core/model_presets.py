@@ -11,7 +11,7 @@ from .model import ModelSpec
 def model_preset(name: str) -> ModelSpec:
     """The model called `name`. Raises `UnknownNameError` with the closest known name."""
     if name not in MODEL_PRESETS:
-        raise UnknownNameError("model", name, MODEL_PRESETS)
+        raise UnknownNameError("model", name, MODEL_PRESETS, "`shardproof presets models`")
     return MODEL_PRESETS[name]
 
 

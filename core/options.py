@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .bounds import shown
 from .cluster import ClusterSpec
 from .errors import PlanError
 from .files import read_text, write_text
@@ -19,10 +20,11 @@ from .layout import Layout
 from .model import ModelSpec
 from .modules import ModularPlan
 from .plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Runtime
-from .plan_build import Draft, build_plan
+from .plan_build import Draft, build_plan, refuse_modules
 from .plan_keys import key_named
 from .plan_toml import Given, Values, any_plan, num_modules, read_values
 from .schedules import default_name
+from .terminal import Text, fitted, say
 from .timeline import Timeline
 
 MICROBATCHES_PER_STAGE = 4
@@ -85,6 +87,14 @@ class SearchSpace:
     pinned: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
+def whole_number(text: str) -> int:
+    """The type of options that are whole numbers. Raises `ArgumentTypeError`, which repeats no more of the text than its beginning."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number of some digits") from error
+
+
 def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") -> None:
     """Adds PLAN, described by `plan_help`, and the options that complete, override or replace it."""
     parser.add_argument("plan", nargs="?", metavar="PLAN", help=f"{plan_help}; may be left out where options say enough")
@@ -93,9 +103,9 @@ def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") ->
     group.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a cluster.toml (default: this-host)")
     for option in OPTIONS:
         key = key_named(option.key)
-        metavar = "|".join(key.choices) if key.choices else option.metavar
-        note = " (derived from --devices when omitted)" if option.key == "layout.dp" else ""
-        group.add_argument(option.flag, type=option.kind, metavar=metavar, help=key.doc + note)
+        metavar = "NAME" if key.listed else "|".join(key.choices) if key.choices else option.metavar
+        note = " (derived from --devices when omitted)" if option.key == "layout.dp" else f" (`presets {key.listed}`)" if key.listed else ""
+        group.add_argument(option.flag, type=whole_number if option.kind is int else option.kind, metavar=metavar, help=key.doc + note)
     group.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=key_named("layout.sequence_parallel").doc
     )
@@ -127,6 +137,7 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
     Raises `PlanError` with all problems, as `read_plan` does.
     """
     values, source = _values(args)
+    refuse_modules(values, source)
     pinned_sections = ("layout", "recompute", "schedule")
     from_options = option_values(args)
     pinned = {f"{section}.{name}": given.value for section in pinned_sections for name, given in from_options.get(section, {}).items()}
@@ -176,7 +187,7 @@ def _assignment(text: str) -> tuple[str, Any, str]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or key.count(".") != 1 or not all(key.split(".")):
-        raise PlanError(f"--set {text}: write section.key=value, such as --set layout.tp=4.")
+        raise PlanError(f"--set {shown(text)}: write section.key=value, such as --set layout.tp=4.")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -283,17 +294,17 @@ def check_output(output: str | None) -> None:
         raise PlanError(f"-o {output}: this verb writes .json or .txt, not {suffix}. `shardproof draw` writes pictures, `plan` a .toml.")
 
 
-def emit(args: argparse.Namespace, text: str, report: Mapping[str, Any]) -> None:
-    """Prints `text`, or `report` as one JSON object with --json; with -o writes the file, whole or not at all."""
+def emit(args: argparse.Namespace, text: Text, report: Mapping[str, Any]) -> None:
+    """Prints `text` within the terminal's width, or `report` as one JSON object with --json; with -o writes the file, whole or not at all,
+    and the same on every terminal."""
     check_output(args.output)
     as_json = json.dumps(report, indent=2, allow_nan=False)
-    shown = as_json if args.json else text
-    if args.output is None or args.output == "-":
-        print(shown)
-        return
-    write_text(args.output, (as_json if args.output.endswith(".json") else text) + "\n")
+    is_file = args.output is not None and args.output != "-"
+    if is_file:
+        write_text(args.output, (as_json if args.output.endswith(".json") else fitted(text, None)) + "\n")
     if args.json:
         print(as_json)
-    else:
-        print(text)
-        print(f"written: {args.output}", file=sys.stderr)
+        return
+    say(text)
+    if is_file:
+        say(f"written: {args.output}", sys.stderr)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from .bounds import Bounded
 from .cluster import ClusterSpec
 from .errors import PlanError
 from .layout import Layout
@@ -88,7 +89,7 @@ class Runtime:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Bounded, section="batch"):
     """Sequences per optimizer step, sequences per microbatch, tokens per sequence."""
 
     global_size: int
@@ -97,7 +98,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Bounded, section="precision"):
     """Number format of weights and activations in products; optimizer state is fp32.
 
     `gradient_dtype` is the format in which gradients are accumulated and reduced; None is as the profile.
@@ -120,7 +121,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(Bounded, section="recompute"):
     """`selective` recomputes `modules` of every layer, `full` keeps only each layer's input. In torchtitan `selective` goes by operations:
     it keeps the results of every second product and, unless `modules` names it, of the attention core, and repeats all else
     (`modules = ["norm"]` says no more than that).
@@ -139,7 +140,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class ScheduleChoice:
+class ScheduleChoice(Bounded, section="schedule"):
     """A catalog name, or a CSV file that replaces it.
 
     `max_active_stages` lets ZeRO-3 gather whole stages by UNSHARD, so many at a time, as torch.distributed.pipelining does; without
@@ -152,7 +153,7 @@ class ScheduleChoice:
 
 
 @dataclass(frozen=True)
-class Numerics:
+class Numerics(Bounded, section="numerics"):
     """`exact` makes bits independent of the layout; `fast` uses the library's products and collectives. Blocks are leaf sizes."""
 
     mode: Literal["exact", "fast"] = "fast"
@@ -163,7 +164,7 @@ class Numerics:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class Optimizer(Bounded, section="optimizer"):
     """AdamW (Loshchilov & Hutter 2019) and global-norm clipping; `clip_grad_norm=0` turns clipping off."""
 
     name: Literal["adamw"] = "adamw"
@@ -174,7 +175,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(Bounded, section="data_parallel"):
     """How gradients are added up and parameters spread over data-parallel ranks; None is as the profile.
 
     `overlap_grad_reduce` reduces buckets of `bucket_bytes` under the last backward passes, `overlap_param_gather` gathers updated
@@ -192,7 +193,7 @@ class DataParallel:
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Bounded, section="train"):
     """What `train` and `verify --dynamic` run. `data` is a text file, a folder, or `python-stdlib`.
 
     `label_smoothing` and `z_loss` change what is minimised (`backend.tensor_parallel.cross_entropy.LossChoice`), not held-out losses.
@@ -234,7 +235,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Bounded, section="checkpoint"):
     """Where training saves all that it goes on from (`backend.checkpoint`); None is nowhere.
 
     It does so after its last step and, with `every`, after each step that `every` divides. The newest `keep` stay; None keeps all.

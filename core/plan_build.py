@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from .bounds import LONGEST_NAME, LONGEST_TEXT, beyond, shown, text_complaint
 from .cluster import ClusterSpec
 from .cluster_presets import CLUSTER_PRESETS, cluster_preset
 from .errors import PlanError, ShardproofError, did_you_mean
@@ -16,6 +17,7 @@ from .huggingface import read_config
 from .layout import Layout
 from .model import REFINEMENTS, ModelSpec
 from .model_presets import MODEL_PRESETS, model_preset
+from .names import one_line
 from .plan import Plan
 from .plan_keys import KEYS, NOUNS, Key, keys_of
 from .plan_rules import broken_rules
@@ -31,13 +33,18 @@ SET_IN_PLAN = "set in the plan"
 
 def build_plan(values: Values, source: str) -> Plan:
     """The plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
-    if num_modules(values):
-        raise PlanError(f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train.")
+    refuse_modules(values, source)
     draft = Draft(values, source)
     nouns = draft.nouns()
     draft.report_broken_rules(nouns)
     draft.raise_problems()
     return Plan(**nouns)
+
+
+def refuse_modules(values: Values, source: str) -> None:
+    """Raises `PlanError` for a plan of several models, for verbs that take one."""
+    if num_modules(values):
+        raise PlanError(f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train.")
 
 
 class Draft:
@@ -231,7 +238,7 @@ class Draft:
     def _unknown_section(self, section: str, table: Mapping[str, Given], *, known: Iterable[str] = NOUNS) -> None:
         line = min((given.line for given in table.values()), default=0)
         origin = next((given.origin for given in table.values()), self.source)
-        name = section.partition(".")[0]  # of a module's sections that of the list
+        name = one_line(section.partition(".")[0])  # of a module's sections that of the list
         sentence = f"unknown section [{name}]{did_you_mean(name, known)} Known: {', '.join(known)}."
         self.problems.append((line, f"{origin}: {sentence}"))
 
@@ -250,9 +257,6 @@ class Draft:
         self.problem_at(self._find(dotted) if dotted is not None else None, sentence)
 
 
-LARGEST_NUMBER = 10**15
-"""Of whole numbers in a plan: far above any run, and products of a few still become floats."""
-
 _COMPOSED = ("model", "cluster", "layout")
 
 _SAYS_NO_DEVICE = {"name", "num_devices", "sources", "file"}
@@ -261,7 +265,7 @@ _SAYS_NO_DEVICE = {"name", "num_devices", "sources", "file"}
 
 def key_complaint(key: Key, value: Any) -> str:
     """What is wrong with `value` for `key`, as one or two sentences; empty when it is fine."""
-    written = f"{key.name} = {value!r}" if not isinstance(value, bool) else f"{key.name} = {str(value).lower()}"
+    written = f"{key.name} = {shown(value)}"
     expected = {
         "int": "a whole number",
         "float": "a number",
@@ -279,10 +283,15 @@ def key_complaint(key: Key, value: Any) -> str:
         return f"{written}: {SIZE_RULE}"
     if not _has_type(key, value):
         return f"{written} must be {expected} ({key.doc})."
+    longest = LONGEST_TEXT if key.dotted in ("layout.stages", "variation.failed_links") else LONGEST_NAME
+    for text in _texts(value):
+        if complaint := text_complaint(text, longest=longest):
+            return f"{written} {complaint} ({key.doc})."
     for choice in value if key.type == "list of texts" else [value]:
         if key.choices and choice not in key.choices:
             what = written if key.type != "list of texts" else f"{written}: {choice!r}"
-            return f"{what} is not one of {', '.join(key.choices)}{did_you_mean(str(choice), key.choices)}"
+            legal = key.legal if key.listed else f"one of {', '.join(key.choices)}"
+            return f"{what} is not {legal}{did_you_mean(str(choice), key.choices)}"
     for number in value if key.type == "two floats" else [value] if key.type in ("int", "float") else []:
         if key.minimum is not None and number < key.minimum:
             return f"{written} must be at least {key.minimum} ({key.doc})."
@@ -290,11 +299,21 @@ def key_complaint(key: Key, value: Any) -> str:
             return f"{written} must be above {key.above} ({key.doc})."
         if key.maximum is not None and number > key.maximum:
             return f"{written} must be at most {key.maximum} ({key.doc})."
-        if key.type == "int" and number > LARGEST_NUMBER:
-            return f"{written} must be at most {LARGEST_NUMBER:g} ({key.doc})."
         if key.below is not None and number >= key.below:
             return f"{written} must be below {key.below} ({key.doc})."
-    return ""
+    complaint = beyond(key.section, key.attribute or key.name, value)
+    return f"{written} {complaint} ({key.doc})." if complaint else ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The names and texts in a value, which must be plain."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):  # sources may have several lines
+        yield from value
+        yield from (text.replace("\n", " ") for text in value.values() if isinstance(text, str))
+    elif isinstance(value, list):
+        yield from (text for text in value if isinstance(text, str))
 
 
 def _has_type(key: Key, value: Any) -> bool:
@@ -326,7 +345,7 @@ def _size_text(value: str | float) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _converted(key: Key, given: Given) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .cluster import ClusterSpec
@@ -15,13 +16,17 @@ from .model import ModelSpec
 from .model_presets import MODEL_PRESETS
 from .options import add_output, emit
 from .plan_keys import KEYS, Key
+from .profile_names import PROFILE_STACKS
 from .schedules import CATALOG
+from .terminal import table
 from .units import format_bytes, format_count
+
+_NAME_HELP = "one model, cluster, schedule, profile or plan key; or all `models`, `clusters`, `schedules`, `profiles` or `keys`"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the verb."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a model, cluster, schedule or plan key to show in full; `keys` for all")
+    parser.add_argument("name", nargs="?", metavar="NAME", help=_NAME_HELP)
     add_output(parser)
 
 
@@ -29,24 +34,27 @@ def run(args: argparse.Namespace) -> int:
     """Prints everything known by name, or one entry in full. Exit code 0."""
     report = catalog()
     if args.name is None:
-        emit(args, _overview(), report)
+        emit(args, _overview, report)
         return 0
-    if args.name == "keys":
-        emit(args, _key_table(), {"keys": report["keys"]})
+    if args.name in report:
+        emit(args, partial(_listed, args.name), {args.name: report[args.name]})
         return 0
     for kind, entries in report.items():
         if args.name in entries:
-            emit(args, _detail(args.name, entries[args.name]), {"kind": kind.removesuffix("s"), "name": args.name, **entries[args.name]})
+            found = entries[args.name]
+            emit(args, partial(_detail, args.name, found), {"kind": kind.removesuffix("s"), "name": args.name, **found})
             return 0
-    raise UnknownNameError("preset", args.name, ["keys", *(name for kind in ("models", "clusters", "schedules") for name in report[kind])])
+    known = [*report, *(name for entries in report.values() for name in entries)]
+    raise UnknownNameError("preset", args.name, known, "`shardproof presets`")
 
 
 def catalog() -> dict[str, dict[str, dict[str, Any]]]:
-    """`models`, `clusters` (one node each) and `schedules` by name, and the `keys` of a plan file, as plain data."""
+    """`models`, `clusters` (one node each), `schedules` and `profiles` by name, and the `keys` of a plan file, as plain data."""
     return {
         "models": {name: _model_report(model) for name, model in MODEL_PRESETS.items()},
         "clusters": {name: _cluster_report(_one_node(name)) for name in CLUSTER_PRESETS},
         "schedules": {name: {"name": name, "summary": entry.summary, "legal": entry.legal} for name, entry in CATALOG.items()},
+        "profiles": {name: {"name": name, "stack": stack} for name, stack in PROFILE_STACKS.items()},
         "keys": {key.dotted: {"legal": key.legal, "default": _default(key), "doc": key.doc} for key in KEYS},
     }
 
@@ -72,59 +80,67 @@ def _cluster_report(cluster: ClusterSpec) -> dict[str, Any]:
     return {**fields, "peak_flops_per_s": dict(cluster.peak_flops_per_s), "sources": dict(cluster.sources)}
 
 
-def _overview() -> str:
-    models = [_model_row(model) for model in MODEL_PRESETS.values()]
-    clusters = [_cluster_row(_one_node(name)) for name in CLUSTER_PRESETS]
-    schedules = [(name, entry.summary, f"({entry.legal})") for name, entry in CATALOG.items()]
-    blocks: tuple[tuple[str, Sequence[Sequence[str]]], ...] = (("models", models), ("clusters", clusters), ("schedules", schedules))
-    text = "\n\n".join(f"{title}\n{_table(rows)}" for title, rows in blocks)
-    hint = "`shardproof presets NAME` shows one in full, with its sources; `shardproof presets keys` lists the keys of a plan file."
+def _overview(width: int | None) -> str:
+    text = "\n\n".join(f"{kind}\n{_listed(kind, width)}" for kind in ("models", "clusters", "schedules"))
+    hint = (
+        "`shardproof presets NAME` shows one in full, with its sources; `shardproof presets keys` lists the keys of a plan file, and "
+        "`shardproof presets profiles` the software stacks whose memory and overlap can be modelled."
+    )
     return f"{text}\n\n{hint}"
 
 
+def _listed(kind: str, width: int | None) -> str:
+    """The table of everything of a kind."""
+    rows: dict[str, Callable[[], list[tuple[str, ...]]]] = {
+        "models": lambda: [_model_row(model) for model in MODEL_PRESETS.values()],
+        "clusters": lambda: [_cluster_row(_one_node(name)) for name in CLUSTER_PRESETS],
+        "schedules": lambda: [(name, f"{entry.summary} ({entry.legal})") for name, entry in CATALOG.items()],
+        "profiles": lambda: list(PROFILE_STACKS.items()),
+        "keys": lambda: [_key_row(key) for key in KEYS],
+    }
+    return _table(rows[kind](), width)
+
+
 def _model_row(model: ModelSpec) -> tuple[str, ...]:
+    heads = f"latent heads {model.num_heads}" if model.is_mla else f"heads {model.num_heads}/{model.num_kv_heads}"
     return (
         model.name,
         f"{format_count(model.num_parameters)} parameters",
-        f"{model.num_layers} layers",
-        f"hidden {model.hidden_size}",
-        f"latent heads {model.num_heads}" if model.is_mla else f"heads {model.num_heads}/{model.num_kv_heads}",
-        _experts(model),
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}{_experts(model)}",
     )
 
 
 def _experts(model: ModelSpec) -> str:
     if not model.is_moe:
         return ""
-    return f"{model.experts_per_token} of {model.num_experts} experts, {format_count(model.num_active_parameters)} active"
+    return f"; {model.experts_per_token} of {model.num_experts} experts, {format_count(model.num_active_parameters)} active"
 
 
 def _cluster_row(cluster: ClusterSpec) -> tuple[str, ...]:
     dtype = next(dtype for dtype in ("bf16", "fp16") if dtype in cluster.peak_flops_per_s)
     return (
         cluster.name,
-        f"{cluster.devices_per_node} per node",
         format_bytes(cluster.device_memory_bytes),
-        f"{dtype} {cluster.peak_flops_per_s[dtype] / 1e12:.4g} TFLOP/s",
-        f"links {cluster.node_link_bytes_per_s / 1e9:.4g} GB/s",
-        f"node network {cluster.node_network_bytes_per_s / 1e9:.4g} GB/s",
+        f"{cluster.devices_per_node} per node, {dtype} {cluster.peak_flops_per_s[dtype] / 1e12:.4g} TFLOP/s, "
+        f"links {cluster.node_link_bytes_per_s / 1e9:.4g} GB/s, node network {cluster.node_network_bytes_per_s / 1e9:.4g} GB/s",
     )
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip() for row in rows)
+def _table(rows: Sequence[Sequence[str]], width: int | None) -> str:
+    return "\n".join(table(rows, width))
 
 
-def _detail(name: str, entry: dict[str, Any]) -> str:
+def _detail(name: str, entry: dict[str, Any], width: int | None) -> str:
     sources = entry.get("sources", {})
-    rows = [(key, _plain(value), sources.get(key, "")) for key, value in entry.items() if key not in ("name", "sources")]
-    return f"{name}\n{_table(rows)}"
+    cited = {key: f" ({source})" for key, source in sources.items() if source}
+    rows = [(key, f"{_plain(value)}{cited.get(key, '')}") for key, value in entry.items() if key not in ("name", "sources")]
+    return f"{name}\n{_table(rows, width)}"
 
 
-def _key_table() -> str:
-    rows = [(key.dotted, key.legal, "" if (default := _default(key)) is None else f"default {_plain(default)}", key.doc) for key in KEYS]
-    return _table([(name, legal, default.replace("default required", "required"), doc) for name, legal, default, doc in rows])
+def _key_row(key: Key) -> tuple[str, ...]:
+    """Name, and in one cell what it is, what it may be, and what it is when left out."""
+    default = "" if (value := _default(key)) is None else f"; default {_plain(value)}".replace("default required", "required")
+    return key.dotted, f"{key.doc}: {key.legal}{default}"
 
 
 def _plain(value: Any) -> str:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .bounds import shown
 from .divisors import divisors
 from .errors import LayoutError
 from .layout import Layout
@@ -43,9 +44,9 @@ def _assigned(num_layers: int, num_stages: int, written: str | None) -> tuple[St
     counts = _parse(written) if written is not None else _even(num_layers, num_stages)
     problems = []
     if len(counts) != num_stages:
-        problems.append(f"stages={written!r} describes {len(counts)} stages, but pp*vpp={num_stages}.")
+        problems.append(f"stages={shown(written)} describes {len(counts)} stages, but pp*vpp={num_stages}.")
     if sum(counts) != num_layers:
-        problems.append(f"stages={written!r} holds {sum(counts)} layers, but the model has {num_layers}.")
+        problems.append(f"stages={shown(written)} holds {sum(counts)} layers, but the model has {num_layers}.")
     if problems:
         raise LayoutError(problems)
     stages, first = [], 0
@@ -94,13 +95,15 @@ def _parse(text: str) -> list[int]:
     layers = "".join(cells)
     if re.fullmatch(r"Et*m*L", layers) is None:
         raise LayoutError(
-            f"stages={text!r} expands to {expanded!r}, which must hold E (embedding) first, L (loss) last, only t (layers) between, "
-            "and m (multi-token prediction), if anywhere, before L."
+            f"stages={shown(text)} expands to {shown(expanded)}, which must hold E (embedding) first, L (loss) last, "
+            "only t (layers) between, and m (multi-token prediction), if anywhere, before L."
         )
     if "E" not in cells[0] or "L" not in cells[-1]:
-        raise LayoutError(f"stages={text!r} expands to {expanded!r}, where the first stage must hold E and the last stage L.")
+        wanted = "where the first stage must hold E and the last stage L"
+        raise LayoutError(f"stages={shown(text)} expands to {shown(expanded)}, {wanted}.")
     if any("m" in cell for cell in cells[:-1]):
-        raise LayoutError(f"stages={text!r} puts m (multi-token prediction) on a stage of its own. Write it beside L, in the last stage.")
+        alone = "puts m (multi-token prediction) on a stage of its own"
+        raise LayoutError(f"stages={shown(text)} {alone}. Write it beside L, in the last stage.")
     return [cell.count("t") for cell in cells]
 
 
@@ -111,12 +114,18 @@ def num_mtp_written(stages: str) -> int:
 
 def _expand(text: str) -> str:
     original, group = text, re.compile(r"\(([^()]*)\)\*(\d{1,6})(?!\d)|([EtmL|])\*(\d{1,6})(?!\d)")
-    while match := group.search(text):
+    while len(text) <= MAX_LENGTH and (match := group.search(text)):
         body, times, letter, letter_times = match.groups()
-        repeated = body * int(times) if body is not None else letter * int(letter_times)
-        text = text[: match.start()] + repeated + text[match.end() :]
-        if len(text) > MAX_LENGTH:
-            raise LayoutError(f"stages={original!r} expands to more than {MAX_LENGTH} characters.")
+        repeated, number = (body, int(times)) if body is not None else (letter, int(letter_times))
+        if len(text) + len(repeated) * number > 2 * MAX_LENGTH:  # before it is written out, which could fill the memory
+            text = " " * (MAX_LENGTH + 1)
+        else:
+            text = text[: match.start()] + repeated * number + text[match.end() :]
+    if len(text) > MAX_LENGTH:
+        raise LayoutError(
+            f"stages={shown(original)} expands to more than {MAX_LENGTH:,} characters, and no model has so many layers. "
+            "Look for a mistyped number of repeats."
+        )
     if strange := set(text) - set("EtmL|"):
-        raise LayoutError(f"stages={original!r} has {''.join(sorted(strange))!r}; use E, t, m, L, |, *n and (...)*n.")
+        raise LayoutError(f"stages={shown(original)} has {shown(''.join(sorted(strange)))}; use E, t, m, L, |, *n and (...)*n.")
     return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import numpy as np
 from .action import Action, ActionArray, Kind
 from .errors import FileError, ScheduleError, TimelineError
 from .files import read_packed, write_bytes
+from .names import is_plain
 from .parsing import parse_json
 
 FORMAT = "shardproof-timeline"
@@ -249,10 +250,32 @@ class Timeline:
         return cls.from_json(text, str(path))
 
 
-_COLUMNS: dict[str, dict[str, tuple[type, ...]]] = {
-    "spans": {"global_rank": (int,), "lane": (int,), "action": (str,), "start_s": (int, float), "end_s": (int, float)},
-    "memory": {"global_rank": (int,), "time_s": (int, float), "num_bytes": (int,)},
+LONGEST_S = 1e9
+"""Of a step in a file, 32 years."""
+SHORTEST_S = 1e-12
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= LONGEST_S  # type: ignore[operator]
+
+
+def _is_number(most: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and 0 <= value <= most  # type: ignore[operator]
+
+
+_RANK = ("whole numbers of at least 0", _is_number(2**31 - 1))
+_TIME = (f"numbers from 0 to {LONGEST_S:g}", _is_time)
+_COLUMNS: dict[str, dict[str, tuple[str, Callable[[object], bool]]]] = {
+    "spans": {
+        "global_rank": _RANK,
+        "lane": _RANK,
+        "action": ("texts", lambda value: isinstance(value, str)),
+        "start_s": _TIME,
+        "end_s": _TIME,
+    },
+    "memory": {"global_rank": _RANK, "time_s": _TIME, "num_bytes": ("whole numbers of at least 0", _is_number(2**62))},
 }
+"""Table -> column -> what its values must be, in words and as a test."""
 
 
 def _problems(document: Any) -> list[str]:
@@ -264,12 +287,12 @@ def _problems(document: Any) -> list[str]:
     problems = []
     if document.get("source") not in ("predicted", "measured"):
         problems.append(f"source is {document.get('source')!r}, not 'predicted' or 'measured'")
-    if not isinstance(document.get("title"), str):
-        problems.append("title must be text")
+    if not isinstance(document.get("title"), str) or not is_plain(document["title"]):
+        problems.append("title must be text of one line")
     lanes = document.get("lanes")
-    if not isinstance(lanes, list) or not all(isinstance(lane, str) for lane in lanes):
+    if not isinstance(lanes, list) or not all(isinstance(lane, str) and is_plain(lane) for lane in lanes):
         lanes = []
-        problems.append("lanes must be a list of texts")
+        problems.append("lanes must be a list of texts of one line")
     for table, columns in _COLUMNS.items():
         problems += _table_problems(table, document.get(table), columns)
     if not problems:
@@ -277,17 +300,21 @@ def _problems(document: Any) -> list[str]:
         problems += [f"span {i} names lane {lane} of {len(lanes)}" for i, lane in enumerate(spans["lane"]) if not 0 <= lane < len(lanes)]
         ends = enumerate(zip(spans["start_s"], spans["end_s"], strict=True))
         problems += [f"span {i} ends at {end_s} s, before it starts at {start_s} s" for i, (start_s, end_s) in ends if not start_s <= end_s]
+        if spans["end_s"] and 0 < max(spans["end_s"]) < SHORTEST_S:
+            problems.append(f"the step ends after {max(spans['end_s'])} s, before any clock ticks")
     return problems[:10]
 
 
-def _table_problems(name: str, table: Any, columns: dict[str, tuple[type, ...]]) -> list[str]:
+def _table_problems(name: str, table: Any, columns: dict[str, tuple[str, Callable[[object], bool]]]) -> list[str]:
     if not isinstance(table, dict) or set(table) != set(columns):
         return [f"{name} must have the columns {', '.join(columns)}"]
     problems = []
-    for column, types in columns.items():
+    for column, (words, fits) in columns.items():
         values = table[column]
-        if not isinstance(values, list) or not all(type(value) in types for value in values):
-            problems.append(f"{name}.{column} must be a list of {' or '.join(kind.__name__ for kind in types)}")
+        if not isinstance(values, list):
+            problems.append(f"{name}.{column} must be a list of {words}")
+        elif (wrong := next((value for value in values if not fits(value)), None)) is not None or None in values:
+            problems.append(f"{name}.{column} must be a list of {words}, and holds {wrong!r}")
     if not problems and len({len(table[column]) for column in columns}) != 1:
         problems.append(f"the columns of {name} have different lengths")
     return problems

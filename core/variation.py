@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from .bounds import Bounded, shown
+
 if TYPE_CHECKING:
     from .cluster import ClusterSpec
 
@@ -19,7 +21,7 @@ LINK_KINDS = ("device", "card", "node", "leaf")
 
 
 @dataclass(frozen=True)
-class Variation:
+class Variation(Bounded, section="variation"):
     """What differs from device to device, from link to link and from step to step. Nothing does by default, and then nothing is drawn.
 
     Known differences: `stragglers` maps devices (`device-17`, `device-8-15`, `node-2`, `node-4-7`) to how many times longer they
@@ -96,13 +98,13 @@ def devices_named(text: str, cluster: ClusterSpec) -> list[int]:
     """
     ranks: set[int] = set()
     for name in names_in(text) or ("",):
-        found = re.fullmatch(r"(device|node)-(\d+)(?:-(\d+))?", name)
+        found = re.fullmatch(r"(device|node)-(\d{1,9})(?:-(\d{1,9}))?", name)
         if not found:
-            raise ValueError(f"{name!r} names no device. Write device-17, device-8-15, node-2 or node-4-7.")
+            raise ValueError(f"{shown(name)} names no device. Write device-17, device-8-15, node-2 or node-4-7.")
         first, last = int(found[2]), int(found[3] or found[2])
         count = cluster.num_devices if found[1] == "device" else cluster.num_nodes
         if not first <= last < count:
-            raise ValueError(f"{name!r} is not among the {count} {found[1]}s of the cluster, counted from 0.")
+            raise ValueError(f"{shown(name)} is not among the {count} {found[1]}s of the cluster, counted from 0.")
         each = 1 if found[1] == "device" else cluster.devices_per_node
         ranks.update(range(first * each, min((last + 1) * each, cluster.num_devices)))
     return sorted(ranks)
@@ -119,9 +121,9 @@ class LinkName:
 
 def link_named(text: str, cluster: ClusterSpec) -> LinkName:
     """The link of a name. Raises `ValueError` with one sentence for a name that is none, or is not in the cluster."""
-    found = re.fullmatch(r"(device|node)-(\d+)", text) or re.fullmatch(r"(card|leaf)-(\d+)-(\d+)", text)
+    found = re.fullmatch(r"(device|node)-(\d{1,9})", text) or re.fullmatch(r"(card|leaf)-(\d{1,9})-(\d{1,9})", text)
     if not found:
-        raise ValueError(f"{text!r} names no link. Write device-17, card-3-1 (node, card), node-3 or leaf-0-1 (group of nodes, rail).")
+        raise ValueError(f"{shown(text)} names no link. Write device-17, card-3-1 (node, card), node-3 or leaf-0-1 (group of nodes, rail).")
     kind, numbers = found[1], [int(number) for number in found.groups()[1:]]
     cards = cluster.nics_per_node or min(cluster.devices_per_node, cluster.num_devices)
     groups = -(-cluster.num_nodes // cluster.nodes_per_leaf) if cluster.nodes_per_leaf else 0
@@ -133,5 +135,5 @@ def link_named(text: str, cluster: ClusterSpec) -> LinkName:
     }[kind]
     if not all(number < bound for number, bound in zip(numbers, bounds, strict=True)):
         what = {"device": "devices", "node": "nodes", "card": "nodes x cards", "leaf": "groups of nodes x rails"}[kind]
-        raise ValueError(f"{text!r} is not in the cluster, which has {' x '.join(map(str, bounds))} {what}, counted from 0.")
+        raise ValueError(f"{shown(text)} is not in the cluster, which has {' x '.join(map(str, bounds))} {what}, counted from 0.")
     return LinkName(kind, *numbers)  # type: ignore[arg-type]

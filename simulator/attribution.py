@@ -29,11 +29,13 @@ class Sort(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sorts:
-    """The sorts of action of a graph: `of_action` is an index into `sorts`, `counts` [pipeline ranks, sorts] those on compute lanes."""
+    """The sorts of action of a graph: `of_action` is an index into `sorts`; of each sort `counts` are its actions on the compute lane, and
+    `pp_rank` is its pipeline rank."""
 
     sorts: tuple[Sort, ...]
     of_action: np.ndarray
     counts: np.ndarray
+    pp_rank: np.ndarray
 
 
 @lru_cache(maxsize=64)
@@ -51,14 +53,15 @@ def sorts_of(graph: Graph) -> Sorts:
         number, kind = divmod(number, len(Kind))
         pair, stage = divmod(number, num_stages)
         sorts.append(Sort(Kind(kind), stage, pair - 1, pp_rank))
-    mask = graph.is_compute
-    counts = np.bincount(graph.rank[mask].astype(np.int64) * len(found) + of_action[mask], minlength=num_ranks * len(found))
-    return Sorts(tuple(sorts), of_action, counts.reshape(num_ranks, len(found)))
+    counts = np.bincount(of_action[graph.is_compute], minlength=len(found))
+    return Sorts(tuple(sorts), of_action, counts, found % num_ranks)
 
 
 def busy_s(graph: Graph, prices: Sequence[Seconds]) -> np.ndarray:
     """[pipeline ranks] seconds in which the compute lane is occupied."""
-    return sorts_of(graph).counts @ np.array([seconds.total_s for seconds in prices])
+    sorts = sorts_of(graph)
+    total_s = np.array([seconds.total_s for seconds in prices])
+    return np.bincount(sorts.pp_rank, sorts.counts * total_s, minlength=graph.schedule.num_ranks)
 
 
 def critical_pp_rank(run: Run) -> int:
@@ -78,10 +81,10 @@ def attribute(run: Run, pp_rank: int, prices: Sequence[Seconds]) -> dict[str, fl
     lo, hi = graph.schedule.offsets[pp_rank : pp_rank + 2].tolist()
     lane = lo + np.flatnonzero(graph.is_compute[lo:hi])
     totals = dict.fromkeys(TIME_KEYS, 0.0)
-    counts = sorts_of(graph).counts[pp_rank]
-    for i in np.flatnonzero(counts).tolist():
+    sorts = sorts_of(graph)
+    for i in np.flatnonzero((sorts.pp_rank == pp_rank) & (sorts.counts > 0)).tolist():
         for name in COMPONENTS:
-            totals[name] += getattr(prices[i], name) * int(counts[i])
+            totals[name] += getattr(prices[i], name) * int(sorts.counts[i])
     totals["other"] += float((run.end_s[lane] - run.start_s[lane]).sum()) - sum(totals.values())
     idle_from, idle_until = np.append(0.0, run.end_s[lane][:-1]), run.start_s[lane]
     idle = idle_until > idle_from

@@ -21,6 +21,7 @@ from ..core.errors import PlanError
 from ..core.options import add_output, emit, write_text
 from ..core.plan_toml import toml_value
 from ..core.probes import PROBE_STEPS, PROBES
+from ..core.terminal import say
 from .simulate import simulate
 
 MOST_RANKS = 64
@@ -236,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and not Path(args.output).parent.is_dir():  # measuring takes minutes
         raise PlanError(f"--output {args.output}: there is no folder {Path(args.output).parent}. Make it first.")
     progress = service("measure_machine")
-    rows = progress(quick=args.quick, rounds=args.rounds, quantile=args.quantile, report=lambda text: print(text, file=sys.stderr))
+    rows = progress(quick=args.quick, rounds=args.rounds, quantile=args.quantile, report=lambda text: say(text, sys.stderr))
     memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     cluster = calibrated(rows, name=args.name, num_cores=os.cpu_count() or 1, memory_bytes=memory_bytes, when=when)

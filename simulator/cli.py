@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..core.commands import Command
@@ -26,15 +26,13 @@ from ..core.options import (
 )
 from ..core.plan import Plan
 from ..core.plan_rules import RULES
+from ..core.terminal import ranking, say, table
 from ..core.units import format_bytes, format_count, format_s
 from .explain import explanation, idle_rows, path_rows, sensitivity_rows, variation_rows
 from .fit import fit
 from .search import REASONS, search
 from .sensitivity import sensitivity
 from .simulate import simulate
-
-SETTINGS_WIDTH = 50
-"""Columns of the settings of a remedy: with what stands before them no more than a terminal's 80."""
 
 _TIME_NAMES = {
     "compute": "computing",
@@ -84,7 +82,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     report = {**simulation.report, **explanation(simulation)}
     if args.sensitivity and isinstance(plan, Plan):
         report["sensitivity"] = [gain.report() for gain in sensitivity(plan)]
-    emit(args, simulate_text(plan, report), report)
+    emit(args, partial(simulate_text, plan, report), report)
     return 0
 
 
@@ -93,7 +91,8 @@ def run_fit(args: argparse.Namespace) -> int:
     plan = read_plan(args)
     result = fit(plan)
     report = {**result.report, "remedies": [_with_batch(args, plan, remedy) for remedy in result.remedies]}
-    emit(args, fit_text(plan, report, "" if result.fits or result.remedies else result.hint), report)
+    why_none = "" if result.fits or result.remedies else result.hint
+    emit(args, partial(fit_text, plan, report, why_none), report)
     if args.format == "github":
         for finding in result.findings:
             print(annotation(finding, spot_of_keys(args.plan, CAPACITY_KEYS)))
@@ -118,12 +117,12 @@ def run_plan(args: argparse.Namespace) -> int:
         if result.plans:
             write_text(target, result.plans[0].to_toml())
         else:
-            print(f"shardproof plan: no layout fits, so {target} is not written.", file=sys.stderr)
-    emit(args, plan_text(title, report), report)
+            say(f"shardproof plan: no layout fits, so {target} is not written.", sys.stderr)
+    emit(args, partial(plan_text, title, report), report)
     return 0 if result.plans else 1
 
 
-def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
+def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any], width: int | None = None) -> str:
     """The report of `simulate` for people; `report` has the explanations of `explain` too."""
     step_s = report["step_time_s"]
     peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
@@ -141,18 +140,18 @@ def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
         [
             _title(plan, report["num_parameters"]),
             "",
-            *_columns(head),
+            *table(head, width),
             "",
             f"where the step goes on rank {report['critical_rank']}, which finishes last:",
-            *_columns(shares),
-            *_section(f"why rank {report['bubble_rank']} idles, which does so longest:", idle_rows(report)),
-            *_section("critical path:", path_rows(report)),
-            *_section("modules:", _module_rows(report)),
-            *_section("variation:", variation_rows(report)),
-            *_section("what a tenth of improvement would gain:", sensitivity_rows(report.get("sensitivity", []))),
+            *table(shares, width),
+            *_section(f"why rank {report['bubble_rank']} idles, which does so longest:", idle_rows(report), width),
+            *_section("critical path:", path_rows(report), width),
+            *_section("modules:", _module_rows(report), width),
+            *_section("variation:", variation_rows(report), width),
+            *_section("what a tenth of improvement would gain:", sensitivity_rows(report.get("sensitivity", [])), width),
             "",
             "memory of that peak:",
-            *_memory_lines(report["memory_bytes"]),
+            *_memory_lines(report["memory_bytes"], width),
             "",
             f"{_basis(plan, report)}; --json has the source of each under `provenance`.",
         ]
@@ -166,7 +165,7 @@ def _basis(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
     return f"Modelled with the numbers of {plan.cluster.name}"
 
 
-def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "") -> str:
+def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "", width: int | None = None) -> str:
     """The report of `fit` for people; `report` has the remedies too, `why_none` says why there is none for a plan that does not fit."""
     peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
     difference = format_bytes(abs(capacity - peak))
@@ -183,10 +182,10 @@ def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "") -> str:
             "",
             worst,
             verdict,
-            *_columns(_usable_rows(report)),
-            *(["", why_none] if why_none else _remedy_lines(report["remedies"])),
+            *table(_usable_rows(report), width),
+            *(["", why_none] if why_none else _remedy_lines(report["remedies"], width)),
             "",
-            *_columns(rows),
+            *table(rows, width),
         ]
     )
 
@@ -198,16 +197,15 @@ def _usable_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [("memory of the device", format_bytes(report["device_bytes"])), *parts, ("usable", format_bytes(report["capacity_bytes"]))]
 
 
-def _remedy_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
+def _remedy_lines(found: Sequence[Mapping[str, Any]], width: int | None) -> list[str]:
     """What makes the plan fit, as options."""
     if not found:
         return []
     rows = [("peak", "step", "--set")]
     for each in found:
         step = "not simulated" if each["step_time_s"] is None else format_s(each["step_time_s"])
-        first, *others = textwrap.wrap(" ".join(each["set"]), SETTINGS_WIDTH, break_long_words=False, break_on_hyphens=False)
-        rows += [(format_bytes(each["peak_memory_bytes"]), step, first), *(("", "", other) for other in others)]
-    return ["", "it fits with one of these, each with --set:", *_columns(rows)]
+        rows.append((format_bytes(each["peak_memory_bytes"]), step, " ".join(each["set"])))
+    return ["", "it fits with one of these, each with --set:", *table(rows, width)]
 
 
 def _module_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -226,12 +224,13 @@ def _during(report: Mapping[str, Any]) -> str:
     return f" during {report['peak_memory_action']}" if report["peak_memory_action"] else ""
 
 
-def plan_text(title: str, report: Mapping[str, Any]) -> str:
+def plan_text(title: str, report: Mapping[str, Any], width: int | None = None) -> str:
     """The report of `plan` for people: the ranked table, then why the others lost."""
     layouts = [candidate["layout"] for candidate in report["candidates"]]
     names = ["tp", "pp", "vpp", "dp", *(name for name in ("cp", "ep") if any(layout[name] > 1 for layout in layouts))]
     names += ["etp"] if any(layout["etp"] != layout["tp"] for layout in layouts) else []
-    rows = [("", "step", "MFU", *names, "sp", "zero", "micro", "recompute", "schedule", "peak memory")]
+    header = ("", "step", "MFU", *names, "sp", "zero", "micro", "recompute", "schedule", "peak")
+    rows = []
     for place, candidate in enumerate(report["candidates"], start=1):
         layout = candidate["layout"]
         degrees = (str(layout[name]) for name in names)
@@ -239,12 +238,12 @@ def plan_text(title: str, report: Mapping[str, Any]) -> str:
         choices = (sequence, str(layout["zero"]), str(candidate["batch"]["micro"]), candidate["recompute"], candidate["schedule"])
         peak = format_bytes(candidate["peak_memory_bytes"])
         rows.append((str(place), format_s(candidate["step_time_s"]), f"{candidate['mfu']:.1%}", *degrees, *choices, peak))
-    lines = [title, "", *(_columns(rows) if report["candidates"] else ["no layout fits"]), *_uneven(layouts), ""]
-    counts = f"{report['evaluated']} layouts decided, {report['simulated']} of them simulated, in {format_s(report['elapsed_s'])}"
+    lines = [title, "", *(ranking(header, rows, width) if rows else ["no layout fits"]), *_uneven(layouts), ""]
+    counts = f"{report['evaluated']} layouts decided, {report['simulated']} simulated, in {format_s(report['elapsed_s'])}"
     lines.append(f"{counts}. The others lost because:")
     docs = {**{rule.name: f"not so: {rule.doc}" for rule in RULES}, **REASONS}
     lost = [(str(count), reason, docs[reason]) for reason, count in _most_first(report["rejected"])]
-    return "\n".join([*lines, *_columns(lost)])
+    return "\n".join([*lines, *table(lost, width)])
 
 
 def _uneven(layouts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -265,29 +264,22 @@ def _title(plan: Plan | ModularPlan, num_parameters: int) -> str:
     extras = [f"zero {layout.zero}"] if layout.zero else []
     extras += ["sequence parallel"] if layout.sequence_parallel else []
     extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
-    microbatches = f"{plan.num_microbatches} microbatches of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
+    several = "es" if plan.num_microbatches > 1 else ""
+    microbatches = f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
     return (
         f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of {plan.cluster.name}\n"
         f"{', '.join([layout.degrees, *extras])}; {plan.schedule.file or plan.schedule.name}, {microbatches}, {plan.precision.dtype}"
     )
 
 
-def _memory_lines(memory_bytes: Mapping[str, int]) -> list[str]:
+def _memory_lines(memory_bytes: Mapping[str, int], width: int | None) -> list[str]:
     total = sum(memory_bytes.values())
-    return _columns([(name, format_bytes(count), f"{count / total:6.1%}") for name, count in memory_bytes.items()])
+    return table([(name, format_bytes(count), f"{count / total:6.1%}") for name, count in memory_bytes.items()], width)
 
 
-def _section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+def _section(title: str, rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """A table under its title, after an empty line; nothing where it has no rows."""
-    return ["", title, *_columns(rows)] if rows else []
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as aligned lines, indented by two."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["", title, *table(rows, width)] if rows else []
 
 
 def _most_first(rejected: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -26,7 +26,7 @@ from .memory_changes import all_changes
 from .memory_peaks import peaks
 from .memory_profiles import MemoryProfile, memory_profile
 from .memory_sizes import layer_activation_bytes, stage_activation_bytes, stage_sizes
-from .memory_states import stages_of_ranks, states_of
+from .memory_states import states_of
 from .memory_static import buffers_bytes
 from .profiles import profile_of
 from .reserved import reserved_bytes
@@ -87,7 +87,7 @@ class RankMemory:
 def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tuple[RankMemory, ...]:
     """Peak memory of every pipeline rank when it runs its row of the schedule (lowered or not) in order."""
     profile, sizes = memory_profile(plan), stage_sizes(plan)
-    at_peaks, owned = peaks(plan, profile, schedule), stages_of_ranks(schedule.placement)
+    at_peaks, owned = peaks(plan, profile, schedule), schedule.placement.stages_of_ranks
     gathers = plan.layout.zero == 3 and not (schedule.actions.kind == Kind.UNSHARD).any()
     buffers: dict[tuple[object, ...], int] = {}
     message, overlaps = message_bytes(plan), profile_of(plan).p2p_overlap

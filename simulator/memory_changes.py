@@ -14,7 +14,6 @@ from ..core.reduction import sibling
 from ..core.schedule import Schedule
 from .memory_profiles import MemoryProfile
 from .memory_sizes import rank_step_bytes, stage_sizes
-from .memory_states import stages_of_ranks
 
 MOST_BYTES = 2**62
 """Bytes of a rank over a step whose running sums are exact in 64 bits."""
@@ -57,7 +56,7 @@ def _activations(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Chan
     begins += np.where(kind == Kind.W, weight[stage], 0) + np.where(kind == Kind.REDUCE_GRAD, reduce[stage], 0)
     leaves = np.where(forwards, kept[stage], 0) - np.where(backwards, kept[pair], 0)
     leaves += np.where(kind == Kind.I, deferred[stage], 0) - np.where(kind == Kind.W, deferred[stage], 0)
-    step = rank_step_bytes(plan, stages_of_ranks(schedule.placement))
+    step = rank_step_bytes(plan, schedule.placement.stages_of_ranks)
     rank = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
     begins = np.where(kind == Kind.STEP, np.asarray(step, dtype=np.int64)[rank], begins)
     before = _before(schedule, leaves)
@@ -88,7 +87,7 @@ def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
     finishes = np.isin(actions.kind, (Kind.B, Kind.W, Kind.OVERLAP_F_B))
     rank = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
     of_rank = np.zeros(schedule.num_ranks, dtype=np.int64)
-    ranks = enumerate(stages_of_ranks(schedule.placement))
+    ranks = enumerate(schedule.placement.stages_of_ranks)
     for pp_rank, owned in ((pp_rank, owned) for pp_rank, stages in ranks for owned in stages):
         size, where = stage_sizes(plan)[owned].gradients_bytes, np.flatnonzero(finishes & (rank == pp_rank) & (stage == owned))
         counts = _num_sums(plan, actions, where)

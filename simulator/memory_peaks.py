@@ -14,7 +14,7 @@ from ..core.schedule import Schedule
 from .memory_changes import all_changes, check_countable
 from .memory_profiles import MemoryProfile
 from .memory_sizes import rank_step_bytes, stage_sizes
-from .memory_states import stages_of_ranks, states_of
+from .memory_states import states_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def peaks_by_state(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> li
     kept, forward, backward, deferred, split, weight = (np.array([*(getattr(tape, name) for tape in tapes), 0]) for name in names)
     whole = np.array([*(size.gathered_bytes for size in sizes), 0])
     sums = np.array([*(size.gradients_bytes for size in sizes), 0]) if profile.growing_gradients else none
-    step = np.repeat(rank_step_bytes(plan, stages_of_ranks(schedule.placement)), np.diff(states.offsets))
+    step = np.repeat(rank_step_bytes(plan, schedule.placement.stages_of_ranks), np.diff(states.offsets))
     reduce = np.array([*(size.reduce_bytes for size in sizes), 0])
     beside = np.array([size.gathering_bytes for size in sizes])
     left = (states.kept * kept[states.stages] + states.deferred * deferred[states.stages]).sum(axis=1)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..core.action import Kind
-from ..core.schedule import Placement, Schedule
+from ..core.schedule import Schedule
 
 COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.STEP, Kind.UNSHARD, Kind.REDUCE_GRAD)
 """Actions that can be at a peak; the others hold what is left by those before them."""
@@ -63,20 +63,10 @@ def states_of(schedule: Schedule) -> States:
     return _states(_Same(schedule))
 
 
-@lru_cache(maxsize=256)
-def stages_of_ranks(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """The stages of every rank, ascending."""
-    owned: list[list[int]] = [[] for _ in range(placement.num_ranks)]
-    for stage, ranks in enumerate(placement.ranks):
-        for rank in set(ranks):
-            owned[rank].append(stage)
-    return tuple(map(tuple, owned))
-
-
 @lru_cache(maxsize=64)
 def _states(same: _Same) -> States:
     schedule = same.schedule
-    owned = stages_of_ranks(schedule.placement)
+    owned = schedule.placement.stages_of_ranks
     width = max(1, *map(len, owned))
     ranks = [_rank_states(schedule, lo, hi, owned[rank], width) for rank, (lo, hi) in enumerate(pairwise(schedule.offsets.tolist()))]
     lengths = [len(columns[0]) for columns in ranks]

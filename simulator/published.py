@@ -12,13 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ShardproofError
+from ..core.errors import MOST_NAMED, ShardproofError
 from ..core.files import read_lines
 from ..core.parsing import parse_json
+from .published_forms import wrong_forms
 from .published_models import size_of
 
-DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "published_runs"
-"""Where the rows lie: beside the repository."""
+DEFAULT_DATA = Path(__file__).resolve().parents[1] / "benchmarks" / "published" / "rows"
+"""Where the rows lie: in the repository, and not in the installed package."""
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20
 
@@ -75,40 +76,6 @@ class Row:
         return value
 
 
-_SECTIONS = ("model", "hardware", "parallel", "batch", "measured", "flags", "model.moe")
-_SIZES = (
-    *(f"model.{name}" for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq", "params_b")),
-    *(f"model.moe.{name}" for name in ("experts", "topk", "moe_ffn", "shared_ffn")),
-    *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")),
-    *(f"batch.{name}" for name in ("micro", "num_microbatches", "global")),
-    "hardware.count",
-)
-
-
-def check_row(row: Row) -> None:
-    """Raises `RowError` for a row whose sections are no objects, whose sizes are no positive numbers or whose readings are no numbers
-    (null: not published)."""
-    for name in _SECTIONS:
-        if not isinstance(row[name] or {}, Mapping):
-            raise RowError(f"{name} is no object")
-    for name in _SIZES:
-        if (value := row[name]) is not None and not (_is_number(value) and value > 0):
-            raise RowError(f"{name} is {value!r}, not a positive number")
-    for name, value in (row["measured"] or {}).items():
-        readings = value if isinstance(value, list) else [value]
-        if not name.endswith("_text") and not all(
-            one is None or isinstance(one, bool) or (_is_number(one) and one >= 0) for one in readings
-        ):
-            raise RowError(f"measured.{name} is {value!r}, not a number")
-    if row["model.moe"]:
-        for name in ("experts", "topk"):
-            row.need(f"model.moe.{name}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class Measured:
     """What a row measured. `step_rule` says how a printed rate became seconds; `memory_kind` what was read.
@@ -124,11 +91,28 @@ class Measured:
 
 
 def read_rows(folder: Path = DEFAULT_DATA) -> list[Row]:
-    """Every row of every file of a folder, in file order. Raises `RowError` when there is none."""
+    """Every row of every file of a folder, in file order. Raises `RowError` when there is none, or with the line and field of what is no
+    row; `FileError` for a file that is no JSON."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
-        raise RowError(f"{folder} holds no published rows (*.jsonl). Give their folder with --data.")
-    return [Row(parse_json(line, f"{file}:{number}")) for file in files for number, line in enumerate(read_lines(file), 1) if line.strip()]
+        raise RowError(
+            f"{folder} holds no published rows (*.jsonl): they belong to shardproof's repository, in benchmarks/published/rows, and not to "
+            "the installed package. Give that folder of a checkout with --data."
+        )
+    return [row for file in files for row in _rows_of(file)]
+
+
+def _rows_of(file: Path) -> Iterator[Row]:
+    problems = []
+    for number, line in enumerate(read_lines(file), start=1):
+        if line.strip():
+            row = parse_json(line, f"{file}:{number}")
+            problems += [f"{file}:{number}: {problem}" for problem in wrong_forms(row)]
+            yield Row(row)
+        if len(problems) >= MOST_NAMED:
+            break
+    if problems:
+        raise RowError("\n".join(problems[:MOST_NAMED]))
 
 
 def measured_of(row: Row) -> Measured:

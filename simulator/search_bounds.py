@@ -21,7 +21,6 @@ from ..core.schedule import Placement
 from .compute import slowed_s
 from .memory_profiles import memory_profile
 from .memory_sizes import StageSizes, stage_sizes
-from .memory_states import stages_of_ranks
 from .pricing import Pricing
 from .search_space import Family
 from .seconds import COMPONENTS, GRID, Seconds
@@ -135,7 +134,7 @@ def memory_bound_bytes(plan: Plan) -> int:
     """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on the first rank, or
     on the rank of the last stage, which keeps the logits."""
     sizes, profile = stage_sizes(plan), memory_profile(plan)
-    owned = stages_of_ranks(plan.placement)
+    owned = plan.placement.stages_of_ranks
     found = 0
     for stage, own in ((0, owned[plan.placement.ranks[0][0]]), (len(sizes) - 1, owned[plan.placement.ranks[-1][0]])):
         held = [sizes[each] for each in own]

@@ -15,6 +15,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("COLUMNS", None)  # what tests capture is as wide as it comes, whatever the terminal
 
 import shardproof.backend  # noqa: F401 - sets MKL_CBWR
 from shardproof.backend.launch import Workers, preload

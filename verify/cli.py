@@ -15,6 +15,7 @@ from ..core.modules import ModularPlan
 from ..core.options import add_output, add_plan, emit, option_values, read_any_plan
 from ..core.schedule import Schedule
 from ..core.schedules import lower, read_csv, schedule_for
+from ..core.terminal import say, table
 from .against import compare_saved
 from .facts import Facts
 from .facts_file import read_facts
@@ -55,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing is wrong, 1 with findings; bad input raises and ends with 2."""
     if args.list:
-        emit(args, list_rules(), {"rules": [_described(rule) for rule in RULES]})
+        emit(args, list_rules, {"rules": [_described(rule) for rule in RULES]})
         return 0
     if args.mutations or args.only is not None:
         return _score(args)
@@ -110,8 +111,8 @@ def _score(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise MissingExtraError("--mutations runs the backend, which needs torch. Run: pip install 'shardproof[train]'.") from error
-    report = report_of(judge_mutants(mutants, progress=lambda line: print(line, file=sys.stderr)))
+        raise MissingExtraError("--mutations runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.") from error
+    report = report_of(judge_mutants(mutants, progress=lambda line: say(line, sys.stderr)))
     _tell(args, text_of(report), report)
     return 0 if report["ok"] else 1
 
@@ -141,11 +142,10 @@ def _tell(args: argparse.Namespace, text: str, report: dict[str, Any]) -> None:
             print(annotation(finding, spot_of(finding, args.plan)))
 
 
-def list_rules() -> str:
+def list_rules(width: int | None = None) -> str:
     """The table of rules as text."""
-    width = max(len(rule.name) for rule in RULES)
     needs = {rule.name: "" if rule.needs is None else f" Needs [{rule.needs}]." for rule in RULES}
-    return "\n".join(f"{rule.name:<{width}}  {rule.doc}{needs[rule.name]}" for rule in RULES)
+    return "\n".join(table([(rule.name, f"{rule.doc}{needs[rule.name]}") for rule in RULES], width, indent=0))
 
 
 def _read(args: argparse.Namespace, plan: Plan | None) -> tuple[Plan | None, Schedule]:
@@ -185,12 +185,12 @@ def _prove(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> 
             steps=args.steps,
             fault=fault,
             facts=facts,
-            progress=lambda line: print(line, file=sys.stderr),
+            progress=lambda line: say(line, sys.stderr),
         )
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.") from error
+        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.") from error
 
 
 def _positive(text: str) -> int:
@@ -199,4 +199,4 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-VERIFY = Command("verify", "shardproof verify plan.toml --dynamic", configure, run)
+VERIFY = Command("verify", "shardproof verify --model tiny-llama --tp 2 --pp 2 --dtype fp32 --dynamic", configure, run)

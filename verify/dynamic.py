@@ -141,7 +141,7 @@ def prove(
     when no rank comes further for `train.timeout_s`; `MissingExtraError` without torch.
     """
     if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run: pip install 'shardproof[train]'.")
+        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.")
     static = prove_static(plan, facts)
     if not static.ok:
         return Proof(static.report, static.errors, (), static)

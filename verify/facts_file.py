@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ScheduleError, did_you_mean
 from ..core.files import TABLE_BYTES, read_text
+from ..core.names import is_plain
 from ..core.parameters import layer_prefix
 from ..core.parsing import parse_toml
 from .calls import Calls, calls_from_csv
@@ -80,11 +81,15 @@ def _calls(file: str, schedule: Schedule, plan: Plan | None, source: str) -> Cal
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return _is_int(value) and value >= 0  # type: ignore[operator]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and is_plain(value)
 
 
 def _is_list(value: object, item: Callable[[object], bool]) -> bool:
@@ -96,7 +101,7 @@ def _is_ints(value: object) -> bool:
 
 
 def _is_texts(value: object) -> bool:
-    return _is_list(value, lambda each: isinstance(each, str))
+    return _is_list(value, _is_text)
 
 
 _TABLES: dict[str, tuple[str, ...]] = {
@@ -116,7 +121,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "buffers.recv_buffers": ("a whole number of at least 0", _is_count),
     "layers": ("a list of layers for each stage", lambda value: _is_list(value, _is_texts)),
     "layers.model": ("a number of transformer layers or a list of names", lambda value: _is_count(value) or _is_texts(value)),
-    "collectives": ("the name of a CSV file", lambda value: isinstance(value, str)),
+    "collectives": ("the name of a CSV file", _is_text),
 }
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ..core.schedule import Schedule
 
-MAX_STEPS, MAX_RANKS = 32, 12
-"""A schedule larger than this is shown as a window of this size around the first marked cell."""
+MAX_STEPS, MAX_RANKS = 32, 6
+"""A schedule larger than this is shown as a window of this size around the first marked cell: it fits a terminal of 80 columns."""
 
 
 def grid(schedule: Schedule, marked: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,18 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ..core.digest import Region, to_hex
+from ..core.digest import to_hex
 from ..core.errors import PlanError
 from ..core.files import read_lines
 from ..core.parsing import parse_json
 from ..core.plan import Plan
 from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedger, RunLedger
+from .ledger_form import FORMAT, entry_of, header_problem
 from .modules import AnyPlan
-from .summary import Summary
-
-FORMAT = 3
-"""Of the lines of a file; files of another one are refused."""
-
 
 _TOGETHER = 64
 """Lines written at once: half a megabyte of values empties the caches, and then a line alone costs the interpreter five times as much."""
@@ -113,42 +110,57 @@ def is_ledger(path: str) -> bool:
 def read_ledger(path: str | Path) -> SavedLedger | RecordedLedger:
     """The ledger in a folder. Raises `PlanError` for a folder that has none, whose ranks are not complete, or that is broken."""
     folder = Path(path)
-    files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.partition("-")[2]))
+    files = sorted((file for file in folder.glob("rank-*.jsonl") if _FILE.fullmatch(file.name)), key=_rank_of)
     if not files:
         raise PlanError(f"{folder} has no ledger: there is no rank-0.jsonl. Write one with: shardproof train PLAN --ledger {folder}")
-    headers, ledgers = zip(*(_read_file(file) for file in files), strict=True)
-    world_size = headers[0]["world_size"]
-    if missing := sorted(set(range(world_size)) - {header["rank"] for header in headers}):
-        raise PlanError(f"{folder}: {world_size} ranks ran, but {_file_name(missing[0])} is not there. Gather the files of all hosts.")
+    headers, ledgers = zip(*map(_read_file, files), strict=True)
+    first = headers[0]
+    for file, header in zip(files, headers, strict=True):
+        if (header["world_size"], "plan" in header) != (first["world_size"], "plan" in first):
+            raise _broken(file, f"it is of another run than {files[0].name}")
+    missing = next((rank for rank in range(first["world_size"]) if rank >= len(files) or _rank_of(files[rank]) != rank), None)
+    if missing is not None:
+        ran = f"{first['world_size']} ranks ran"
+        raise PlanError(f"{folder}: {ran}, but {_file_name(missing)} is not there. Gather the files of all hosts.")
     run, environments = RunLedger.merge(ledgers), tuple(header["environment"] for header in headers)
-    if "plan" not in headers[0]:
+    if "plan" not in first:
         return RecordedLedger(folder, run, all(header["exact"] for header in headers), environments)
-    return SavedLedger(folder, run, Plan.from_toml(headers[0]["plan"]), environments)
+    plan = Plan.from_toml(first["plan"], f"{files[0]} (its plan)")
+    if plan.world_size != first["world_size"]:
+        raise _broken(files[0], f"its plan has {plan.world_size} ranks, and {first['world_size']} ran")
+    return SavedLedger(folder, run, plan, environments)
+
+
+_FILE = re.compile(r"rank-(0|[1-9][0-9]{0,6})\.jsonl")
+
+
+def _rank_of(file: Path) -> int:
+    return int(file.stem.partition("-")[2])
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], RankLedger]:
     lines = read_lines(path)
-    try:
-        header = parse_json(next(lines, ""), f"{path}:1")
-        if header["format"] != FORMAT:
-            raise PlanError(f"{path} is of format {header['format']}, and this version reads format {FORMAT}. Write the ledger again.")
-        return header, RankLedger(tuple(_entries(header["rank"], lines)))
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"{path} is no file of a ledger, or broken: {error}. Write the ledger again.") from None
+    header = parse_json(next(lines, ""), f"{path}:1")
+    if problem := header_problem(header):
+        raise _broken(path, problem)
+    if header["rank"] != _rank_of(path):
+        raise _broken(path, f"it is the file of rank {header['rank']}")
+    return header, RankLedger(tuple(_entries(path, header["rank"], lines)))
 
 
-def _entries(global_rank: int, lines: Iterable[str]) -> Iterator[tuple[Key, Piece]]:
-    for line in lines:
+def _entries(path: Path, global_rank: int, lines: Iterable[str]) -> Iterator[tuple[Key, Piece]]:
+    for number, line in enumerate(lines, start=2):
         if not line.endswith("\n"):
             return  # a rank that was killed may have left half a line at the end
-        step, phase, tensor, sample, shape, region, digest, alike, largest, sums = json.loads(line)
-        spans: Region = tuple((lo, hi) for lo, hi in region)
-        lanes = int(digest[:16], 16), int(digest[16:], 16)
-        summary = Summary(lanes, int(alike, 16), _number(largest), tuple(map(_number, sums)))
-        kept = summary.sums[0] if phase == SCALAR else None
-        yield Key(step, phase, tensor, sample), Piece(global_rank, tuple(shape), spans, summary, kept)
+        value = parse_json(line, f"{path}:{number}")
+        try:
+            yield entry_of(global_rank, value)
+        except ValueError as error:
+            raise _broken(f"{path}:{number}", str(error)) from None
+
+
+def _broken(place: Path | str, problem: str) -> PlanError:
+    return PlanError(f"{place}: this is no file of a ledger, or broken: {problem}. Write the ledger again.")
 
 
 def _line(key: Key, piece: Piece) -> str:
@@ -165,10 +177,6 @@ def _line(key: Key, piece: Piece) -> str:
 
 def _written(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
-
-
-def _number(value: float | str) -> float:
-    return float(value)
 
 
 def _file_name(global_rank: int) -> str:

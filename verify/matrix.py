@@ -23,6 +23,7 @@ from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.options import add_output, check_output, emit
 from ..core.plan import Plan
+from ..core.terminal import say
 from .covering import Covering, Feature, Row
 from .dynamic import TransportName, prove
 from .matrix_layouts import MAX_RANKS, features, matrix, num_ranks, plan_of, refusals
@@ -268,7 +269,7 @@ def _run(args: argparse.Namespace) -> int:
     stream = sys.stderr if args.json else sys.stdout
 
     def show(outcome: Outcome) -> None:
-        print(outcome.line, file=stream, flush=True)
+        say(outcome.line, stream, flush=True)
 
     outcomes = run_rows(rows, steps=args.steps, transport=args.transport, jobs=max(1, args.jobs), show=show)
     failed = [outcome for outcome in outcomes if not outcome.ok]

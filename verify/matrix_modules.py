@@ -21,6 +21,7 @@ from ..core.layout import Layout
 from ..core.model_presets import model_preset
 from ..core.modules import ModularPlan, Module
 from ..core.plan import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
+from ..core.terminal import say
 from .matrix import Outcome, prove_plan
 from .references import References
 
@@ -93,9 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes: list[Outcome] = []
         for run in runs:
             outcomes.append(run.result())
-            print(outcomes[-1].line, flush=True)
+            say(outcomes[-1].line, flush=True)
     exact = sum(outcome.ok for outcome in outcomes)
-    print(f"{exact} of {len(outcomes)} plans of modules at 0 different bits.")
+    say(f"{exact} of {len(outcomes)} plans of modules at 0 different bits.")
     return 0 if exact == len(outcomes) else 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..core.commands import Command, service
 from ..core.errors import PlanError, TimelineError
 from ..core.options import add_durations, add_plan, option_values, read_any_plan, read_durations
 from ..core.schedules import read_csv
+from ..core.terminal import say, width_of
 from ..core.timeline import Timeline
 from .axis import TimeUnit
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     color = output is None and not args.json and _wants_color()
     width = args.width
     if output is None and width is None:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else TEXT_WIDTH
+        width = width_of(sys.stdout) or TEXT_WIDTH
     if output is not None or not args.json:
         drawn = draw(
             timeline,
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         if output is None:
             print(drawn, end="")
         else:
-            print(f"written: {output}", file=sys.stderr)
+            say(f"written: {output}", sys.stderr)
     if args.json:
         told = {**summary(timeline), "compare": summary(other) if other else None, "file": output}
         if other is not None:
@@ -144,4 +144,4 @@ def _positive(text: str) -> int:
     return value
 
 
-DRAW = Command("draw", "shardproof draw plan.toml -o step.svg --compare measured.timeline.json", configure, run)
+DRAW = Command("draw", "shardproof draw --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2 -o step.svg", configure, run)

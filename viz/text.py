@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..core.action import COMPUTE, Kind
+from ..core.terminal import fitted
 from ..core.timeline import COMPUTE_LANE
 from ..core.units import format_bytes
 from . import palette
@@ -39,14 +40,14 @@ class Cell:
 
 
 def to_text(scene: Scene, *, width: int = 100, color: bool = False) -> str:
-    """Lines of at most `width` characters (headings apart), newline at the end. Without `color` only ASCII is used."""
+    """Lines of at most `width` characters, newline at the end. Without `color` only ASCII is used."""
     names = [row.name for panel in scene.panels for row in panel.rows]
     left = max(map(len, [*names, "memory"])) + 1
     sources = max(len(track.source) for panel in scene.panels for row in panel.rows for track in row.tracks)
-    columns = _regular_columns(scene, max(width - left - 9 - sources - bool(sources), 10))
-    lines = [scene.title]
+    columns = _regular_columns(scene, max(width - left - 11 - sources - bool(sources), 10))
+    lines = [fitted(scene.title, width)]
     for panel in scene.panels:
-        lines += ["", panel.heading, *(f"({note})" for note in panel.notes)]
+        lines += ["", *(fitted(words, width) for words in (panel.heading, *(f"({note})" for note in panel.notes)))]
         lines += _panel(scene, panel, left, columns, color)
     lines += ["", *_legend(scene, width, color)]
     return "\n".join(line.rstrip() for line in lines) + "\n"

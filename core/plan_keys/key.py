@@ -43,7 +43,8 @@ class Key:
 
     `attribute` is the field of the section's noun that holds the value; None for keys that only choose where the other values
     come from. `read_by` names the module (below `shardproof`) whose behaviour the value changes; a test holds that it reads it.
-    `default_note` describes a default that depends on other keys; plain defaults are those of the noun.
+    `default_note` describes a default that depends on other keys; plain defaults are those of the noun. Many choices are `listed`, each
+    with what it is, by `shardproof presets LISTED`.
     """
 
     section: str
@@ -58,6 +59,7 @@ class Key:
     below: float | None = None
     attribute: str | None = ""
     default_note: str = ""
+    listed: str = ""
 
     def __post_init__(self) -> None:
         if self.attribute == "":
@@ -82,6 +84,8 @@ class Key:
     @property
     def legal(self) -> str:
         """Type and limits in words, for help texts and documentation."""
+        if self.listed:
+            return f"a name of `shardproof presets {self.listed}`"
         if self.choices:
             return " | ".join(self.choices) if self.type == "str" else f"{self.type} among {', '.join(self.choices)}"
         bounds = [

@@ -118,6 +118,7 @@ def runtime_keys() -> tuple[Key, ...]:
             "whose memory and overlap behaviour is modelled",
             "simulator.profiles",
             choices=PROFILES,
+            listed="profiles",
         ),
         Key(name="attention", doc=doc, choices=("fused", "flash-1", "flash-2", "triton", "unfused"), **{**switch, "type": "str"}),
         Key(name="compile", doc="a compiler fuses elementwise kernels", **switch),

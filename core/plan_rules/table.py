@@ -30,6 +30,7 @@ from .modules import (
 )
 from .recompute import distributed_inputs_are_whole, recompute_is_chosen_once, recomputed_layers_exist, recomputed_modules_exist
 from .schedule import (
+    actions_are_bounded,
     batches_are_waited_for,
     interleaving_matches,
     microbatches_divide,
@@ -133,6 +134,12 @@ RULES: tuple[Rule, ...] = (
         ("schedule.name", "layout.pp", "batch.global", "batch.micro", "layout.dp"),
         "the schedule exists for this number of ranks and microbatches",
         sizes_are_built,
+    ),
+    Rule(
+        "actions-are-bounded",
+        ("batch.global", "batch.micro", "layout.pp", "layout.vpp", "layout.dp", "schedule.file"),
+        "a step has no more actions than its verbs can go through",
+        actions_are_bounded,
     ),
     Rule(
         "stages-are-sharded",

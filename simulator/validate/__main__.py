@@ -7,9 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
+from ...core.cli import exit_code
 from ...core.files import write_text
+from ...core.terminal import say
 from ..published import DEFAULT_DATA, Row, RowError, read_rows
 from .parts import predict_parts
 from .predictions import TRAINING, Prediction, predict_row
@@ -21,16 +24,15 @@ EXAMPLE = "python -m shardproof.simulator.validate --source sc21 --rows"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Predicts and prints. Exit code 0, or 2 where there are no rows."""
+    """Predicts and prints. Exit code 0, or 2 where there are no rows, or a file that holds something else."""
     options = _parser().parse_args(arguments)
-    try:
-        rows = [row for row in read_rows(options.data) if _wanted(row, options.source)]
-    except RowError as error:
-        print(f"validate: {error}", file=sys.stderr)
-        return 2
+    return exit_code("validate", lambda: _validate(options))
+
+
+def _validate(options: argparse.Namespace) -> int:
+    rows = [row for row in read_rows(options.data) if _wanted(row, options.source)]
     if not rows:
-        print(f"validate: no source or series is called {' or '.join(options.source)}.", file=sys.stderr)
-        return 2
+        raise RowError(f"no source or series is called {' or '.join(options.source)}." if options.source else "the files are empty.")
     started = time.perf_counter()
     predictions = [predict_row(row) for row in rows if row["kind"] in TRAINING]
     parts = predict_parts(rows)
@@ -42,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.json:
         print(json.dumps({"predictions": [one.to_json() for one in predictions], "tables": [_plain(table) for table in tables]}))
     else:
-        print("\n\n".join([*map(to_text, tables), *([_rows_text(predictions)] if options.rows else [])]))
-        print(f"\n{len(predictions)} training rows and {len(parts)} parts in {time.perf_counter() - started:.1f} s")
+        say(partial(_text, tables, predictions if options.rows else []))
+        say(f"\n{len(predictions)} training rows and {len(parts)} parts in {time.perf_counter() - started:.1f} s")
     return 0
 
 
@@ -76,6 +78,11 @@ def page(tables: Sequence[Table]) -> str:
 
 def _plain(table: Table) -> dict[str, object]:
     return {"title": table.title, "header": list(table.header), "rows": [list(row) for row in table.rows]}
+
+
+def _text(tables: Sequence[Table], predictions: Sequence[Prediction], width: int | None) -> str:
+    """All tables, and a line for each of `predictions`."""
+    return "\n\n".join([*(to_text(table, width) for table in tables), *([_rows_text(predictions)] if predictions else [])])
 
 
 def _rows_text(predictions: Iterable[Prediction]) -> str:

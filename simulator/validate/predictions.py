@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.errors import ShardproofError
-from ..published import Measured, Row, RowError, check_row, measured_of
+from ..published import Measured, Row, RowError, measured_of
 from ..published_plans import PublishedPlan, plan_of
 from ..simulate import simulate, worst
 
@@ -65,7 +65,8 @@ def predict_row(row: Row, instead: Mapping[str, Any] | None = None) -> Predictio
     `refused`."""
     measured = Measured(None, "", None, "", oom=False)
     try:
-        check_row(row)
+        for name in ("experts", "topk") if row["model.moe"] else ():
+            row.need(f"model.moe.{name}")
         measured = measured_of(row)
         return _predicted(row, measured, plan_of(row, instead))
     except RowError as error:

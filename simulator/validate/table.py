@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...core import terminal
+
 
 @dataclass(frozen=True)
 class Table:
@@ -20,12 +22,9 @@ def percent(value: float, signed: bool = False) -> str:
     return f"{value:+.1%}" if signed else f"{value:.1%}"
 
 
-def to_text(table: Table) -> str:
-    """A table for a terminal."""
-    grid = [table.header, *table.rows]
-    widths = [max(len(row[i]) for row in grid) for i in range(len(table.header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in grid]
-    return "\n".join([table.title, *([table.note] if table.note else []), *(f"  {line}" for line in lines)])
+def to_text(table: Table, width: int | None = None) -> str:
+    """A table for a terminal of `width` columns."""
+    return "\n".join([table.title, *([table.note] if table.note else []), *terminal.table([table.header, *table.rows], width)])
 
 
 def to_markdown(table: Table) -> str:

@@ -42,12 +42,36 @@ def test_text_says_ranks_speed_and_losses(capsys):
     assert text.startswith("trained 2 steps on 1 ranks at ") and "validation loss" in text
 
 
-def test_dry_run_tells_what_every_rank_would_do_and_starts_nothing(capsys):
+def test_dry_run_groups_equal_ranks_within_the_terminals_width_and_starts_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["train", *PLAN, "--pp", "2", "--tp", "2", "--devices", "4", "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 4 and "4 ranks" in lines[0]
-    assert "stage 0: embedding, layers 0-1" in lines[1] and "0F0" in lines[1]
-    assert "stage 1: layers 2-3, head" in lines[4]
+    text = capsys.readouterr().out
+    words = " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80 and "on 4 ranks" in words
+    assert "ranks 0-1: stage 0: embedding, layers 0-1;" in words and "0F0" in words
+    assert "ranks 2-3: stage 1: layers 2-3, head;" in words
+
+
+def test_dry_run_tells_the_memory_of_fit_with_zero_and_whose_samples_are_whose(capsys):
+    options = [*PLAN, "--devices", "4", "--pp", "2", "--zero", "1", "--global-batch", "6"]
+    assert main(["fit", *options, "--json"]) == 0
+    told = {row["pp_rank"]: row["peak_memory_bytes"] for row in json.loads(capsys.readouterr().out)["per_rank"]}
+    assert main(["train", *options, "--dry-run", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {group["pp"]: group["peak_memory_bytes"] for group in report["groups"]} == told
+    assert [group["ranks"] for group in report["groups"]] == [[[0, 1]], [[2, 3]]]
+    assert [group["samples"] for group in report["groups"]] == [[0, 6], [0, 6]]
+    assert [rank["samples"] for rank in report["ranks"]] == [[0, 3], [3, 6], [0, 3], [3, 6]]
+
+
+def test_dry_run_of_a_million_ranks_is_groups_alone(capsys):
+    options = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "1000000", "--tp", "8"]
+    assert main(["train", *options, "--dry-run", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ranks"] == [] and [group["ranks"] for group in report["groups"]] == [[[0, 999_999]]]
+
+
+def test_dry_run_json_lists_the_ranks_of_a_small_world(capsys):
     assert main(["train", *PLAN, "--pp", "2", "--devices", "2", "--dry-run", "--json"]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert [rank["global_rank"] for rank in ranks] == [0, 1] and ranks[1]["first_actions"][0] == "1RECV_F0"

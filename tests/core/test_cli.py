@@ -4,17 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from shardproof import __version__
 from shardproof.core.cli import exit_code, main
 from shardproof.core.cluster_presets import CLUSTER_PRESETS
-from shardproof.core.commands import QUESTIONS, Command, service
+from shardproof.core.commands import QUESTIONS, Command, command, service
 from shardproof.core.errors import TRACEBACK_VARIABLE, DivergedError, RankDefect, RankFailure, UnknownNameError
 from shardproof.core.model_presets import MODEL_PRESETS
 from shardproof.core.plan_keys import KEYS
 from shardproof.core.schedules import CATALOG
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_version(capsys):
@@ -42,6 +45,38 @@ def test_an_unknown_option_exits_2(capsys):
     assert "--jsno" in capsys.readouterr().err
 
 
+def test_wrong_usage_is_told_in_a_sentence_with_the_closest_option(capsys):
+    for arguments, words in (
+        (["plan", "--jsno"], "shardproof plan: unrecognized arguments: --jsno; did you mean '--json'? See `shardproof plan --help`.\n"),
+        (["fit", "--tp", "x"], "shardproof fit: argument --tp: invalid int value: 'x'. See `shardproof fit --help`.\n"),
+        (["fit", "a.toml", "b.toml"], "shardproof fit: unrecognized arguments: b.toml. See `shardproof fit --help`.\n"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert (caught.value.code, capsys.readouterr().err) == (2, words)
+
+
+@pytest.mark.parametrize("verb", ["simulate", "fit", "draw", "presets"])
+def test_the_example_of_a_verb_runs_in_an_empty_folder(verb, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    name, *arguments = command(verb).example.split()
+    assert (name, main(arguments)) == ("shardproof", 0)
+
+
+def test_an_unknown_model_is_answered_by_the_closest_and_by_where_all_are_listed(capsys):
+    assert main(["fit", "--model", "llama3-70B"]) == 2
+    told = f"did you mean 'llama3-70b'? `shardproof presets models` lists the {len(MODEL_PRESETS)} known ones.\n"
+    assert capsys.readouterr().err.endswith(told)
+    assert main(["presets", "models"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(MODEL_PRESETS)
+
+
+def test_a_search_says_that_it_takes_no_modules(capsys):
+    assert main(["plan", str(ROOT / "examples/encoder_decoder.toml")]) == 2
+    told = capsys.readouterr().err
+    assert "here [[modules]] have no meaning. They are taken by simulate, verify, draw and train." in told and told.count("modules") == 1
+
+
 def test_help_of_a_verb_has_an_example(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["presets", "--help"])
@@ -58,7 +93,7 @@ def test_presets_lists_models_clusters_and_schedules(capsys):
 def test_presets_as_json_is_one_object(capsys):
     assert main(["presets", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"models", "clusters", "schedules", "keys"}
+    assert set(report) == {"models", "clusters", "schedules", "profiles", "keys"}
     assert (report["keys"]["layout.zero"]["legal"], report["keys"]["layout.zero"]["default"]) == ("int, at least 0, at most 3", 0)
     assert report["models"]["gpt2"]["num_parameters"] == 124_439_808
     assert report["clusters"]["dgx-h100"]["peak_flops_per_s"]["bf16"] == 989.4e12

@@ -66,3 +66,12 @@ def test_a_folder_that_is_a_file_is_refused_before_anything_runs(tmp_path: Path,
     (tmp_path / "taken").write_text("")
     assert main(["demo", "-o", str(tmp_path / "taken")]) == 2
     assert "taken" in capsys.readouterr().err
+
+
+def test_without_torch_it_says_so_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo", "-o", str(tmp_path / "demo")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "`pip install 'shardproof[train]'`" in captured.err and not (tmp_path / "demo").exists()

@@ -1,4 +1,4 @@
-"""Rows -> plans and measured seconds: rows typed in here, and the whole set where its files lie beside the repository."""
+"""Rows -> plans and measured seconds: rows typed in here, and the whole set in benchmarks/published/rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 
 import pytest
 
-from shardproof.simulator.published import DEFAULT_DATA, Row, RowError, measured_of, model_flops, read_rows, sc21_flops
+from shardproof.simulator.published import Row, RowError, measured_of, model_flops, read_rows, sc21_flops
 from shardproof.simulator.published_plans import plan_of
 from shardproof.simulator.published_stacks import STACKS, stack_of
-
-needs_rows = pytest.mark.skipif(not DEFAULT_DATA.is_dir(), reason="the published rows do not lie beside the repository")
 
 
 def published(**changes) -> Row:
@@ -184,12 +182,14 @@ def test_folder_without_rows_is_named(tmp_path):
 
 
 def test_rows_are_read_in_file_order(tmp_path):
+    def named(name):
+        return {"id": name, "source": "a paper", "family": "table 1", "kind": "train_step"}
+
     for name in ("b", "a"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name}) + "\n\n" + json.dumps({"id": name * 2}) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(named(name)) + "\n\n" + json.dumps(named(name * 2)) + "\n")
     assert [row.id for row in read_rows(tmp_path)] == ["a", "aa", "b", "bb"]
 
 
-@needs_rows
 def test_every_training_row_has_a_plan_or_a_reason_and_three_in_four_a_plan():
     rows = [row for row in read_rows() if row["kind"] == "train_step"]
     refused = []
@@ -201,7 +201,6 @@ def test_every_training_row_has_a_plan_or_a_reason_and_three_in_four_a_plan():
     assert all(refused) and len(refused) < len(rows) / 4
 
 
-@needs_rows
 def test_every_described_stack_belongs_to_a_source_or_series():
     rows = read_rows()
     families, sources = {row.family for row in rows}, {row.source for row in rows}
@@ -218,7 +217,6 @@ def test_a_series_without_a_stack_of_its_own_has_that_of_its_release():
     assert found("new", "unknown") is None
 
 
-@needs_rows
 def test_seconds_derived_here_agree_with_those_of_the_collection():
     rows = [row for row in read_rows() if row["measured.derived_step_s"] and not (row["measured.step_s"] or row["measured.step_ms"])]
     pairs = []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +26,6 @@ from shardproof.simulator.validate.statistics import (
 from shardproof.simulator.validate.table import Table, to_markdown, to_text
 from shardproof.simulator.validate.tables import validation_tables
 from shardproof.simulator.validate.targets import TARGETS
-
-needs_rows = pytest.mark.skipif(not DEFAULT_DATA.is_dir(), reason="the published rows do not lie beside the repository")
 
 ROW = {
     "id": "x",
@@ -65,16 +66,24 @@ def test_row_without_a_plan_has_a_reason_and_no_prediction():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "GPT 22B"}, "model is no object"),
-        ({"batch": {**ROW["batch"], "micro": "4"}}, "batch.micro is '4', not a positive number"),
-        ({"batch": {**ROW["batch"], "micro": 0}}, "batch.micro is 0, not a positive number"),
-        ({"measured": {"step_s": "1.42 s"}}, "measured.step_s is '1.42 s', not a number"),
-        ({"model": {**ROW["model"], "moe": {"experts": 8, "topk": None}}}, "model.moe.topk is not published"),
+        ({"model": "GPT 22B"}, "model='GPT 22B' must be an object."),
+        ({"batch": {**ROW["batch"], "micro": "4"}}, "batch.micro='4' must be a whole number above 0."),
+        ({"batch": {**ROW["batch"], "micro": 0}}, "batch.micro=0 must be a whole number above 0."),
+        ({"measured": {"step_s": "1.42 s"}}, "measured.step_s='1.42 s' must be a number of at least 0."),
+        ({"source": None}, "source is missing."),
+        ({"id": "a\n::error::b"}, "id='a\\n::error::b' must be a text of one line."),
     ],
 )
-def test_a_malformed_row_is_refused_with_its_field_and_does_not_end_the_validation(changes, said):
-    found = predict_row(Row({**ROW, **changes}))
-    assert (found.refused, found.error) == (said, None)
+def test_a_malformed_row_ends_the_validation_with_its_line_and_field(changes, said, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{json.dumps(ROW)}\n\n{json.dumps({**ROW, **changes})}\n")
+    assert main(["--data", str(tmp_path)]) == 2
+    assert capsys.readouterr() == ("", f"validate: {file}:3: {said}\n")
+
+
+def test_a_row_of_experts_that_says_not_how_many_a_token_takes_is_refused():
+    found = predict_row(Row({**ROW, "model": {**ROW["model"], "moe": {"experts": 8, "topk": None}}}))
+    assert (found.refused, found.error) == ("model.moe.topk is not published", None)
 
 
 def test_spread_of_minus_10_and_plus_20_percent_is_15_percent_with_bias_5():
@@ -188,6 +197,21 @@ def test_command_without_rows_says_so_with_code_2(tmp_path, capsys, arguments, w
     assert what in capsys.readouterr().err
 
 
+def test_rows_of_the_repository_are_found_without_options_by_both_doors():
+    root = Path(__file__).parents[2]
+    assert root / "benchmarks" / "published" / "rows" == DEFAULT_DATA and len(read_rows()) == 2825
+    for door in (["-m", "shardproof.simulator.validate"], [str(root / "benchmarks" / "validate.py")]):
+        call = [sys.executable, *door, "--source", "Korthikanti", "--json"]
+        done = subprocess.run(call, capture_output=True, text=True, check=True)
+        assert len(json.loads(done.stdout)["predictions"]) == 6
+
+
+def test_without_the_repository_one_sentence_says_where_the_rows_are(tmp_path, capsys):
+    assert main(["--data", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "they belong to shardproof's repository, in benchmarks/published/rows" in told and told.count("\n") == 1
+
+
 def test_command_names_a_source_that_is_not_there(tmp_path, capsys):
     assert main([*rows_file(tmp_path, ROW), "--source", "nobody"]) == 2
     assert "no source or series is called nobody" in capsys.readouterr().err
@@ -223,7 +247,6 @@ def test_every_target_has_rows_of_its_own():
     assert len({target.name for target in TARGETS}) == len(TARGETS) == 9
 
 
-@needs_rows
 def test_layout_groups_hold_one_model_on_one_machine():
     for key, source in ((vtrain_group, "vTrain"), (bloom_group, "BLOOM")):
         groups = {}
@@ -233,7 +256,6 @@ def test_layout_groups_hold_one_model_on_one_machine():
         assert len(groups) > 5 and all(len(members) == 1 for members in groups.values())
 
 
-@needs_rows
 def test_published_steps_of_sc21_and_korthikanti_are_met_within_what_is_asked():
     rows = [row for row in read_rows() if row.family in ("sc21_t1", "korthikanti_t5") and row["kind"] == "train_step"]
     predictions = [predict_row(row) for row in rows]

@@ -1,8 +1,8 @@
-"""Published kernels predicted again: rows typed in here, and the whole set where its files lie beside the repository."""
+"""Published kernels predicted again: rows typed in here, and the whole set in benchmarks/published/rows."""
 
 import pytest
 
-from shardproof.simulator.published import DEFAULT_DATA, Row, read_rows
+from shardproof.simulator.published import Row, read_rows
 from shardproof.simulator.validate.kernels import HEADER, KERNELS, KernelPrediction, device_of, kernel_errors, predict_kernel
 
 
@@ -65,7 +65,6 @@ def test_errors_are_summed_up_by_device_and_kernel():
     assert len(str(found).split()) == len(HEADER.replace("9 of 10", "9of10").split())
 
 
-@pytest.mark.skipif(not DEFAULT_DATA.is_dir(), reason=f"{DEFAULT_DATA} is not there")
 def test_all_published_kernels_together_stay_within_their_bounds():
     """Products of a B200 repeat within 20% only: the same shape runs at full clock or at the sustained one, as its run found the device."""
     found = {(e.device, e.kernel): e for e in kernel_errors(predict_kernel(row) for row in read_rows() if row["kind"] in KERNELS)}

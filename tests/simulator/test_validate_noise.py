@@ -9,7 +9,7 @@ import pytest
 from shardproof.core.program import Product
 from shardproof.simulator import compute
 from shardproof.simulator.profiles import PROFILES, profile_of
-from shardproof.simulator.published import DEFAULT_DATA, Row, measured_of, read_rows
+from shardproof.simulator.published import Row, measured_of, read_rows
 from shardproof.simulator.published_plans import plan_of
 from shardproof.simulator.simulate import simulate
 from shardproof.simulator.validate import Prediction, held, predict_row
@@ -27,8 +27,6 @@ from shardproof.simulator.validate.noise import (
 )
 from shardproof.simulator.validate.refit import COEFFICIENTS, is_fitted_to, refit
 from shardproof.simulator.validate.statistics import is_calibration
-
-needs_rows = pytest.mark.skipif(not DEFAULT_DATA.is_dir(), reason="the published rows do not lie beside the repository")
 
 
 def row(
@@ -205,7 +203,6 @@ def test_refit_finds_the_share_that_made_the_data():
     assert fit.fitted_error < 0.01 < fit.error == pytest.approx(math.log(1.05))
 
 
-@needs_rows
 def test_published_noise_is_what_the_causes_say():
     rows = [one for one in read_rows() if one["kind"] == "train_step"]
     floors = {floor.source: floor for floor in (*across_publications(rows), *across_stages(rows))}

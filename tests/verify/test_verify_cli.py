@@ -101,7 +101,7 @@ def test_a_large_schedule_is_shown_as_a_window_around_the_fault() -> None:
     text = grid(lowered, [index])
     assert f">{lowered.actions[index]}<" in text
     assert len(text.splitlines()) == 1 + 32 + 1
-    assert text.splitlines()[-1] == "(ranks 14-25 of 32, steps 184-215 of 386)"
+    assert text.splitlines()[-1] == "(ranks 17-22 of 32, steps 184-215 of 386)"
 
 
 def test_grid_example_in_docstring_runs() -> None:

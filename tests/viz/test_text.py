@@ -73,7 +73,7 @@ def test_thin_actions_appear_as_often_as_they_take_time(long):
 
 def test_second_chunk_is_lower_case(make_timeline):
     timeline = make_timeline([(0, "compute", "0F0", 0, 2), (0, "compute", "1F0", 2, 4), (0, "compute", "1B0", 4, 6)])
-    text = draw(timeline, width=40)
+    text = draw(timeline, width=42)
     assert "F0------f0------b0======" in text and "lower case: odd chunks" in text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 
 from ...core.action import Kind
@@ -21,7 +21,7 @@ def collective_order(view: View) -> Iterator[Violation]:
     for key, groups in calls.members.items():
         sequences = [tuple(call for call in each if communicators(call) == key) for each in calls.lists]
         identities = [tuple(call.identity for call in sequence) for sequence in sequences]
-        for group in dict.fromkeys(groups.values()):
+        for group in _distinct(groups):
             if len({calls.list_of[rank] for rank in group}) == 1:
                 continue
             # What most members call is right; between two of one opinion each, the list that more ranks of the world run.
@@ -82,6 +82,11 @@ def _calls(view: View) -> Calls:
     return view.facts.collectives
 
 
+def _distinct(groups: Mapping[int, tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
+    """Every group once. Its members share one tuple; as keys, groups of 10^5 ranks would be read whole for each of their members."""
+    return {id(group): group for group in groups.values()}.values()
+
+
 def _num_ranks(calls: Calls, identities: list[tuple], identity: tuple) -> int:
     """Ranks of the world that make these calls."""
     return sum(identities[number] == identity for number in calls.list_of)
@@ -91,12 +96,10 @@ def _waits(calls: Calls) -> dict[int, list[tuple[Call, tuple[int, ...]]]]:
     """Rank -> its calls with those they wait for. Where all ranks of a list wait for the same lists, they run in step, and one rank
     stands for each list."""
     classes = list(calls.list_of)
-    of_group: dict[tuple[Communicators, int], tuple[int, ...]] = {}
-    for key, groups in calls.members.items():
-        for group in dict.fromkeys(groups.values()):
-            of_group |= dict.fromkeys(((key, rank) for rank in group), tuple(sorted({classes[member] for member in group})))
-    alike: dict[tuple, tuple[int, ...]] = {}
-    if any(alike.setdefault((key, classes[rank]), lists) != lists for (key, rank), lists in of_group.items()):
+    alike: dict[tuple[Communicators, int], tuple[int, ...]] = {}
+    called = ((key, group) for key, groups in calls.members.items() for group in _distinct(groups))
+    members = ((key, tuple(sorted({classes[rank] for rank in group}))) for key, group in called)
+    if any(alike.setdefault((key, number), lists) != lists for key, lists in members for number in lists):
         everyone = enumerate(calls.list_of)
         return {rank: [(call, calls.members[communicators(call)][rank]) for call in calls.lists[number]] for rank, number in everyone}
     stands = {number: rank for rank, number in reversed(list(enumerate(classes)))}
