@@ -108,7 +108,7 @@ def test_help_fits_and_its_example_can_be_copied(verb, width, monkeypatch, capsy
     assert shlex.split(text.partition("example:\n")[2].replace("\\\n", " ")) == shlex.split(command(verb).example)
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("columns", (60, 132))
 def test_a_terminal_is_asked_for_its_width(columns):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
