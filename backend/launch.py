@@ -159,8 +159,9 @@ class Workers:
         call = pickle.dumps((job, payload))
         modules = _named_modules(call)
         main = _main_module() if modules.pop("__main__", None) else None
+        store, folder = str(self._folder / f"job-{self._num_jobs}"), str(Path.cwd())
         return [
-            Job(self.transport, rank, self.world_size, str(self._folder / f"job-{self._num_jobs}"), modules, main, call, str(board_file))
+            Job(self.transport, rank, self.world_size, store, modules, main, call, str(board_file), folder)
             for rank in range(self._pool.size)
         ]
 

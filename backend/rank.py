@@ -82,6 +82,7 @@ def _run(job: Job) -> tuple[str, bytes | Failure]:
     """`("result", pickled list of one result per rank run here)` or `("failure", Failure)`."""
     places: dict[int, tuple[Recorder, RankWatch]] = {}
     try:
+        os.chdir(job.folder)
         function, payload = _load(job)
         if job.transport == "memory":
             world = MemoryWorld(job.world_size, board=Board.open(job.board_file, job.world_size))
