@@ -7,8 +7,6 @@ activations are in it.
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -68,12 +66,9 @@ class RankGroup:
 
 
 def dry_run_text(plan: Plan | ModularPlan) -> str:
-    """What the ranks would hold and do, a paragraph for each group, no line longer than the terminal is wide."""
-    width = max(40, shutil.get_terminal_size((80, 24)).columns)
-    paragraphs = [_run_text(part) for part in ((plan,) if isinstance(plan, Plan) else plan.parts)]
-    paragraphs += [_group_text(group) for group in rank_groups(plan)]
-    wrapped = (textwrap.wrap(each, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) for each in paragraphs)
-    return "\n".join(line for lines in wrapped for line in lines)
+    """What the ranks would hold and do, a line for each group."""
+    lines = [_run_text(part) for part in ((plan,) if isinstance(plan, Plan) else plan.parts)]
+    return "\n".join([*lines, *(_group_text(group) for group in rank_groups(plan))])
 
 
 def dry_run_report(plan: Plan | ModularPlan) -> dict[str, Any]:

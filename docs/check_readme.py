@@ -65,7 +65,7 @@ def printed_by(command: str) -> str:
     program, *arguments = shlex.split(command)
     assert program == "shardproof", command
     environment = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
-    call = [sys.executable, "-m", "shardproof.core.cli", *arguments]
+    call = [sys.executable, "-m", "shardproof", *arguments]
     return subprocess.run(call, cwd=README.parent, env=environment, stdout=subprocess.PIPE, text=True, check=False).stdout
 
 

@@ -113,7 +113,7 @@ def test_a_terminal_is_asked_for_its_width(columns):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    call = [sys.executable, "-m", "shardproof.core.cli", "presets", "profiles"]
+    call = [sys.executable, "-m", "shardproof", "presets", "profiles"]
     with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         text = b""
