@@ -28,7 +28,7 @@ def compiled(name: str, folder: Path) -> Extension:
 setup(
     ext_modules=[
         compiled("simulator._kernel", Path("simulator", "csrc")),
-        compiled("verify._digest", Path("verify", "csrc")),
+        compiled("core._digest", Path("core", "csrc")),
         compiled("backend._exact", Path("backend", "csrc")),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

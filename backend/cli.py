@@ -161,7 +161,8 @@ def resumption_text(plan: Plan | ModularPlan, resumption: Resumption | None) -> 
     if resumption is None:
         return f"resume: no checkpoint in {plan.checkpoint.folder} yet, so training starts from the beginning"
     changes = "".join(f"\nother than in the run that saved it, so bits will differ from that run's: {each}" for each in resumption.changes)
-    return f"resume: {resumption.saved.path}, after {resumption.saved.steps} steps{changes}"
+    damaged = "".join(f"resume: {each} Going on from {resumption.saved.path}.\n" for each in resumption.damaged[-1:])
+    return f"{damaged}resume: {resumption.saved.path}, after {resumption.saved.steps} steps{changes}"
 
 
 def result_text(result: TrainResult) -> str:

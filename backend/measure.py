@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -12,16 +11,28 @@ import torch
 from ..core.action import RECEIVES, SENDS, Action
 from ..core.layout import Layout
 from ..core.timeline import MemorySample, Span, Timeline
+from .measured_peak import MeasuredPeak
 from .pipeline.messages import receive_of
+from .together import gather_values
 from .transport.base import Group
 
+Recorded = tuple[list[Span], list[MemorySample], list[MeasuredPeak]]
+"""What one rank kept of a step."""
 
-def gather_objects(group: Group, value: Any, device: torch.device) -> list[Any]:
-    """Every member's picklable `value`, in member order, on every member."""
-    body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    sizes = group.all_gather(torch.tensor([body.numel()], dtype=torch.int64, device=device))
-    bodies = group.all_gather(body, [(int(size),) for size in sizes])
-    return [pickle.loads(body.cpu().numpy().tobytes()) for body in bodies]
+
+def gather_recorded(group: Group, recorded: Recorded, device: torch.device) -> list[Recorded]:
+    """What every member has kept of a step, in member order, on every member."""
+    spans, samples, peaks = recorded
+    rows = [[span.global_rank, span.lane, str(span.action), span.start_s, span.end_s] for span in spans]
+    everyone = gather_values(group, [rows, list(map(astuple, samples)), list(map(astuple, peaks))], device)
+    return [
+        (
+            [Span(rank, lane, Action.from_str(action), start_s, end_s) for rank, lane, action, start_s, end_s in theirs],
+            [MemorySample(*row) for row in memory],
+            [MeasuredPeak(*row) for row in held],
+        )
+        for theirs, memory, held in everyone
+    ]
 
 
 def measured_timeline(spans: Iterable[Span], memory: Iterable[MemorySample], layout: Layout, title: str) -> Timeline:

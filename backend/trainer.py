@@ -18,6 +18,7 @@ from .checkpoint.resume import resumption
 from .huggingface.config import check_load, check_save
 from .launch import preload, run_ranks
 from .libraries import libraries_of
+from .measured_peak import MeasuredPeak
 from .modules_plan import only_model
 from .torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .unsupported import unsupported
@@ -56,20 +57,11 @@ class TrainJob:
 
 
 @dataclass(frozen=True)
-class MeasuredPeak:
-    """The most bytes of tensor storages that a rank held at once, and the action of its compute lane then."""
-
-    global_rank: int
-    num_bytes: int
-    action: str
-
-
-@dataclass(frozen=True)
 class RankResult:
     """What one rank knows after training. `validation_losses` maps the number of steps done to the held-out loss.
 
     `timeline` holds the last step of all ranks, on global rank 0 only; `peaks` those of all ranks in that step, where it was asked for.
-    `checkpoint` is the folder of the last checkpoint that the run saved or went on from.
+    `checkpoint` is the folder of the last checkpoint that the run saved or went on from, `first_step` how many steps were done before it.
     """
 
     steps: tuple[StepResult, ...]
@@ -77,6 +69,7 @@ class RankResult:
     timeline: Timeline | None
     peaks: tuple[MeasuredPeak, ...] = ()
     checkpoint: str | None = None
+    first_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -220,7 +213,7 @@ class Trainer:
             aux_losses=tuple(step.aux_loss for step in rank.steps) if self.plan.train.adds_router_losses else (),
             checkpoint=rank.checkpoint,
             skipped_steps=tuple(step.step for step in rank.steps if step.skipped),
-            first_step=0 if self.resumption is None else self.resumption.saved.steps,
+            first_step=rank.first_step,
         )
 
 
@@ -260,7 +253,7 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
     if transport.device.type == "cuda":  # before the observer is made, which tells where the rank runs
         torch.cuda.set_device(transport.device)
     observer = job.observer(transport.global_rank) if job.observer is not None else None
-    with observer if isinstance(observer, AbstractContextManager) else nullcontext():
+    with _own_folder(transport, job.plan), observer if isinstance(observer, AbstractContextManager) else nullcontext():
         return run_steps(
             transport,
             job.plan,
@@ -272,6 +265,15 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
             save_huggingface=job.save_huggingface,
             resume=job.resume,
         )
+
+
+def _own_folder(transport: Transport, plan: Plan | ModularPlan) -> AbstractContextManager[None]:
+    """Holds the plan's folder of checkpoints, if it has one, for this run alone."""
+    if plan.checkpoint.folder is None:
+        return nullcontext()
+    from .checkpoint.lock import locked
+
+    return locked(Path(plan.checkpoint.folder), transport.group("lock", "world", range(transport.world_size)), transport.device)
 
 
 def run_steps(
@@ -290,18 +292,21 @@ def run_steps(
     """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. With `resume` those
     that the checkpoint has behind it are among them. The weights then go to the folder `save_huggingface`, if it is given."""
     from .huggingface.save import check_complete, save_weights
-    from .measure import gather_objects
+    from .measure import gather_recorded
     from .modules import training_rank
+    from .together import gather_values
 
     steps = plan.train.steps if steps is None else steps
     world = transport.group("world", "world", range(transport.world_size))
+    if plan.checkpoint.folder is not None:
+        resume = gather_values(world, resume, transport.device)[0]  # hosts may see a folder differently for a while: rank 0 decides
     started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))  # the checkpoint's weights replace those
     rank = training_rank(transport, started, model=model, observer=observer)
     checkpoints = None
     if plan.checkpoint.folder is not None:
         from .checkpoint.saver import Checkpoints  # with torch's module for it, which takes longer to load than a small step
 
-        checkpoints = Checkpoints(plan, rank.batches.corpus, world, transport.device)
+        checkpoints = Checkpoints(plan, rank.batches.corpus, world, transport.device, transport.watch)
     first = 0
     if resume is not None:
         assert checkpoints is not None, "a checkpoint comes from the plan's folder"
@@ -330,10 +335,10 @@ def run_steps(
     if save_huggingface is not None:
         with rank.whole_masters():
             save_weights(only_model(plan, "save_huggingface"), save_huggingface, rank.saved_shards, world, transport.device)
-    everyone = gather_objects(world, recorded, transport.device)
+    everyone = gather_recorded(world, recorded, transport.device)
     timeline = _timeline(plan, everyone, steps - 1) if transport.global_rank == 0 else None
     newest = None if checkpoints is None or checkpoints.newest is None else str(checkpoints.newest)
-    return RankResult(tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]), newest)
+    return RankResult(tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]), newest, first)
 
 
 def _step_kept(

@@ -22,10 +22,10 @@ import numpy as np
 
 from shardproof.backend.launch import run_ranks
 from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.digest import digest
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Plan, Precision, Train
-from shardproof.verify.digest import digest
 from shardproof.verify.record import LedgerObservers
 from shardproof.verify.summary import summarize
 

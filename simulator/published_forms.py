@@ -76,15 +76,7 @@ def form_of(field: str) -> Form | None:
             return _TEXT
         return MEASURED_LISTS.get(name) or (_PERCENT if name.endswith("_pct") else _READING)
     if section == "flags" and name:
-        return _TEXT if name in MEASURED_LISTS: Mapping[str, Form] = {
-    "per_rank_max_allocated_mb": ("a list of numbers of at least 0", _is_readings),
-    "step_s_per_run": ("a list of numbers of at least 0", _is_readings),
-    "points_m_vs_time": ("a list of lists of numbers", lambda value: isinstance(value, list) and all(map(_is_readings, value))),
-    "oom": _SWITCH,
-}
-"""Readings that are no single number."""
-
-FLAG_TEXTS else _SWITCH
+        return _TEXT if name in FLAG_TEXTS else _SWITCH
     return FORMS.get(field)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from ..core.digest import Digest, Region, full_region
 from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
@@ -20,7 +21,6 @@ from .bounds import StepBounds
 from .closer import closer, with_flip
 from .compare import Difference, compare, whole_summary
 from .describe import differing_words, divergence, later, problem_words, where_words
-from .digest import Digest, Region, full_region
 from .ledger import BROUGHT, GATHERED, HELD_OUT, NO_STEP, RECOMPUTED, SCALAR, Key, Piece
 from .ledger_file import RecordedLedger, SavedLedger
 from .modules import AnyPlan, own_key, plan_of_rank

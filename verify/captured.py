@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core.digest import Digest, Region, bit_words
 from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
 from .axes import likely_axes, wrong_gradients
 from .compare import Difference
 from .contributions import Contributions, Part
-from .digest import Digest, Region, bit_words
 from .ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..core.digest import Region, region_size
 from .compare import ranks_listed
-from .digest import Region, region_size
 from .flips import flipped_bit
 from .ledger import Piece
 from .relations import Relation

@@ -13,11 +13,11 @@ from itertools import combinations
 from typing import Literal
 
 from ..core.action import Action, Kind
+from ..core.digest import Digest, Region, add, region_size, regions_overlap
 from ..core.model import ModelSpec
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from ..core.schedules import schedule_for
-from .digest import Digest, Region, add, region_size, regions_overlap
 from .ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,

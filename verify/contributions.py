@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .digest import Region
+from ..core.digest import Region
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, Key, LedgerWriter
 from .relations import in_bf16
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..backend.unsupported import unsupported
 from ..backend.vocabulary import unknown_ids
+from ..core.digest import to_hex
 from ..core.errors import MissingExtraError, PlanError
 from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.plan import DataParallel, Plan
 from .compare import Difference
 from .describe import count_words, describe, devices_words, divergence, fast_findings, fast_words
-from .digest import to_hex
 from .facts import Facts
 from .fast_run import FastCheck, check_fast, states
 from .first_cause import Progress, run_against

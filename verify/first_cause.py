@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core.digest import bit_words
 from ..core.plan import Plan
 from .captured import Captured, context_of, part_of
 from .compare import Difference, Values, compare, ranks_of
-from .digest import bit_words
 from .ledger import ACTIVATION, RECOMPUTED, Key, Piece, RunLedger
 from .modules import plan_of_rank
 from .proof_run import PARTS_FILE, ProofJob, TransportName, one_device, run_ledger

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from ..core.digest import to_hex
 from ..core.errors import PlanError
 from ..core.files import read_lines
 from ..core.parsing import parse_json
 from ..core.plan import Plan
-from .digest import to_hex
 from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedger, RunLedger
 from .ledger_form import FORMAT, entry_of, header_problem
 from .modules import AnyPlan

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.digest import Region
 from ..core.names import is_plain
-from .digest import Region
 from .ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,

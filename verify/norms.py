@@ -13,10 +13,10 @@ from fractions import Fraction
 
 import numpy as np
 
+from ..core.digest import Region
 from ..core.parameters import Parameter, parameters
 from ..core.plan import Plan
 from .bounds import section_of
-from .digest import Region
 from .ledger import Piece, RunLedger
 from .relations import AXES, Class, degree_of
 

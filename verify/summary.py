@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .digest import (
+from ..core.digest import (
     EMPTY,
     GOLDEN,
     Digest,

@@ -1,14 +1,15 @@
 """Which checkpoint a run goes on from, and whether it may: decided before ranks start, and without torch.
 
 `checkpoint.folder` holds one folder per checkpoint, `step-00000020` after 20 steps: the tensors as `torch.distributed.checkpoint` writes
-them, and `state.json`. A folder of that name is whole: it got its name when everything in it had reached the disk.
+them, `state.json`, and the index that tells whether all of it is as it was saved (`index`). A folder of that name got its name when
+everything in it had reached the disk. Small files and the lengths of all are looked at here; ranks read the rest before they use it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,36 +18,32 @@ from ...core.errors import PlanError
 from ...core.huggingface_config import TRAINING_FIELDS
 from ...core.modules import ModularPlan
 from ...core.plan import Plan
-
-STATE_FILE = "state.json"
-"""What is known of a checkpoint without reading tensors: `steps` done, `samples` read, the `text` they come from, and the `problem`."""
+from .whole import quick_damages, read_state
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint: its folder, and how many steps had been done."""
+    """A checkpoint: its folder, and how many steps had been done."""
 
     path: Path
     steps: int
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What `STATE_FILE` says. Raises `PlanError` when it cannot be read."""
-        try:
-            state = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
-            if state["steps"] == self.steps:
-                return dict(state)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PlanError(f"{self.path / STATE_FILE} cannot be read ({error}). Remove that checkpoint to resume from another.") from error
-        raise PlanError(f"{self.path} is a checkpoint after {state['steps']} steps by its {STATE_FILE}. Give it its own name back.")
+        """What `STATE_FILE` says. Raises `DamagedError` when it cannot be read."""
+        return read_state(self.path)
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """The checkpoint to go on from, and what the run has otherwise than the one that saved it (sentences): its bits will differ."""
+    """The checkpoint to go on from, and what the run has otherwise than the one that saved it (sentences): its bits will differ.
+
+    `damaged` are sentences about newer checkpoints, which are not used. The ranks, which read all of it, may find this one damaged too.
+    """
 
     saved: Saved
     changes: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
 
 
 def path_of(folder: Path, steps: int) -> Path:
@@ -56,15 +53,15 @@ def path_of(folder: Path, steps: int) -> Path:
 
 def saved_in(folder: Path) -> list[Saved]:
     """The whole checkpoints of a folder, oldest first; none where there is no such folder."""
-    found = ((path, re.fullmatch(r"step-(\d+)", path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
+    found = ((path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
     return sorted((Saved(path, int(match[1])) for path, match in found if match), key=lambda saved: saved.steps)
 
 
 def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
     """What a run starts from; None is the beginning, also with `resume` while nothing has been saved.
 
-    Raises `PlanError` where the newest checkpoint is one of another model or of other data, or is beyond the plan's last step, and without
-    `resume` where the folder has checkpoints already.
+    Raises `PlanError` where the newest checkpoint is one of another model or of other data, or is beyond the plan's last step, where all
+    are damaged, and without `resume` where the folder has checkpoints already.
     """
     if plan.checkpoint.folder is None:
         if resume:
@@ -81,6 +78,17 @@ def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
             f"checkpoint.folder={str(folder)!r} holds a run already, saved after {saved.steps} steps ({saved.path.name}). "
             "Use --resume to go on with it, or another folder."
         )
+    damaged: list[str] = []
+    for saved in reversed(found):
+        problems = quick_damages(saved.path)
+        if not problems:
+            return Resumption(saved, changes_since(plan, saved), tuple(damaged))
+        damaged.append(damage_text(saved.path, problems))
+    raise NoneWholeError(plan, damaged)
+
+
+def changes_since(plan: Plan | ModularPlan, saved: Saved) -> tuple[str, ...]:
+    """What a run that goes on from a checkpoint has otherwise than the one that saved it. Raises `PlanError` where it may not go on."""
     if saved.steps > plan.train.steps:
         raise PlanError(
             f"{saved.path} was saved after {saved.steps} steps, but the run ends after train.steps={plan.train.steps}. "
@@ -94,7 +102,20 @@ def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
                 for difference in refused
             ]
         )
-    return Resumption(saved, tuple(_differences(plan, theirs, lambda section, name: not _decides(section, name))))
+    return tuple(_differences(plan, theirs, lambda section, name: not _decides(section, name)))
+
+
+class NoneWholeError(PlanError):
+    """No checkpoint of a folder is as it was saved; the problems say what is wrong with each."""
+
+    def __init__(self, plan: Plan | ModularPlan, damaged: Sequence[str]):
+        none = f"checkpoint.folder={plan.checkpoint.folder!r} has no whole checkpoint to go on from."
+        super().__init__([*damaged, f"{none} Restore one, or start in another folder."])
+
+
+def damage_text(path: Path, problems: Sequence[str]) -> str:
+    """One sentence or more about a checkpoint that is not used."""
+    return f"{path} is damaged: {' '.join(problems)}"
 
 
 def problem_of(plan: Plan | ModularPlan) -> dict[str, dict[str, Any]]:

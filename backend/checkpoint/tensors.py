@@ -1,42 +1,42 @@
-"""Tensors that lie in pieces on many ranks, into a folder and back by `torch.distributed.checkpoint` (DCP).
+"""Tensors that lie in pieces on many ranks, into a folder and back, whatever layout writes or reads.
 
-`torch.distributed.checkpoint.save` and `load` want a process group, which ranks in threads do not have. Their steps do not: every rank
-plans what it writes, one takes out what is planned twice and says who writes what, and after the writing it puts the index down. So the
-steps run here, with DCP's own planner, writer and reader, and plans travel through a `Group`. What is written is an ordinary checkpoint,
-which DCP reads anywhere, and `dcp_to_torch_save` converts.
+What is written is an ordinary checkpoint of `torch.distributed.checkpoint` (DCP), which DCP reads anywhere, and `dcp_to_torch_save`
+converts. DCP's own `save` wants a process group, which ranks in threads do not have, and sends plans as pickles. So who writes what is
+agreed on here, as JSON, and DCP's writer makes the files. They are read by our own index (`index`), which says where every value lies
+and what its digest is; without one by what DCP's metadata say (`older`). Nothing in a folder is executed.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
+import math
+import secrets
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    ReadItem,
-    SavePlan,
-    default_planner,
-)
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint import ChunkStorageMetadata, DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ...core.errors import PlanError, named
-from ..measure import gather_objects
+from ...core.files import write_bytes
+from ..pipeline.watch import RankWatch
+from ..together import gather_values, together
 from ..transport.base import Group
+from .files import digest_of, digest_of_file, opened, read_bytes
+from .index import INDEX_FILE, ITEM_BYTES, Block, Contents, DamagedError, SavedFile, SavedTensor, block_fields, block_of
+from .older import METADATA_FILE, place_of_data
+from .whole import STATE_FILE, contents_of, damages
+
+Key = tuple[str, tuple[int, ...]]
+"""What identifies a block: the tensor's name and the block's first element. Equal ones on several ranks are written once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,159 +53,245 @@ class Piece:
     written: bool = True
 
     @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """Where the block begins in the whole tensor, and its shape."""
-        return ChunkStorageMetadata(torch.Size(part.start for part in self.slices), self.tensor.shape)
+    def offsets(self) -> tuple[int, ...]:
+        """Where the block begins in the whole tensor."""
+        return tuple(int(part.start) for part in self.slices)
 
     @property
-    def index(self) -> MetadataIndex:
-        """What identifies the block: equal ones on several ranks are written once."""
-        return MetadataIndex(self.name, self.chunk.offsets)
+    def key(self) -> Key:
+        """What identifies the block."""
+        return self.name, self.offsets
+
+    @property
+    def described(self) -> list[Any]:
+        """Tensor, shape, format, and the block's place and shape, as they travel."""
+        return [self.name, list(self.shape), _dtype_name(self.tensor.dtype), list(self.offsets), list(self.tensor.shape)]
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
+def write_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None) -> None:
     """Saves a folder `path` with all tensors that the ranks of `world`, which call this together, have pieces of.
 
-    It is on the disk when this returns on rank 0. Raises `ValueError` when the pieces of a tensor overlap or leave parts out, `OSError`
-    when a rank has not written all that it was to write.
+    It is on the disk when this returns. Raises `ValueError` when the pieces of a tensor overlap or leave parts out, `OSError` when a rank
+    has not written all that it was to write.
     """
-    writer, planner, leads = FileSystemWriter(path), _SavePlanner(pieces), world.rank == 0
-    planner.set_up_planner({}, is_coordinator=leads)
-    writer.set_up_storage_writer(leads)
-    wanted = gather_objects(world, writer.prepare_local_plan(planner.create_local_plan()), device)
-    agreed: list[SavePlan] | None = None
-    if leads:
-        plans, metadata = planner.create_global_plan(wanted)
-        agreed = writer.prepare_global_plan(plans)
-    agreed = gather_objects(world, agreed, device)[0]
-    written = gather_objects(world, writer.write_data(planner.finish_plan(agreed[world.rank]), planner).wait(), device)
-    for rank, (plan, done) in enumerate(zip(agreed, written, strict=True)):
-        if len(done) < len(plan.items):
-            raise OSError(f"{path}: rank {rank} has written {len(done)} of its {len(plan.items)} pieces. Look at its disk, and save again.")
-    if leads:
-        writer.finish(metadata, written)
+    own = {piece.key: piece for piece in pieces if piece.written}
+    wanted = gather_values(world, [piece.described for piece in own.values()], device)
+    dealt = dealt_out(wanted)
+    _check_whole(wanted, dealt)
+    mine = [own[key] for key in dealt[world.rank]]
+    written = together(world, device, lambda: _write(path, mine, world.rank), watch=watch, name="save")
+    everyone = gather_values(world, written, device)
+    for rank, (keys, done) in enumerate(zip(dealt, everyone, strict=True)):
+        if len(done["blocks"]) < len(keys):
+            count = len(done["blocks"])
+            raise OSError(f"{path}: rank {rank} has written {count} of its {len(keys)} pieces. Look at its disk, and save again.")
+    together(world, device, lambda: _finish(path, wanted, everyone) if world.rank == 0 else None, watch=watch, name="save")
 
 
-def read_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
-    """Fills the pieces of every rank of `world`, which call this together, from the folder `path`, whatever layout saved it.
+def dealt_out(wanted: Sequence[Sequence[Sequence[Any]]]) -> list[list[Key]]:
+    """Which blocks each rank writes, of those that each has: of equal ones one, on the rank that has the least to write so far."""
+    holders: defaultdict[Key, list[int]] = defaultdict(list)
+    num_bytes: dict[Key, int] = {}
+    for rank, described in enumerate(wanted):
+        for name, _, dtype, offsets, sizes in described:
+            holders[name, tuple(offsets)].append(rank)
+            num_bytes[name, tuple(offsets)] = math.prod(sizes) * ITEM_BYTES[dtype]
+    dealt: list[list[Key]] = [[] for _ in wanted]
+    loads = [0] * len(wanted)
+    for key, ranks in holders.items():
+        rank = min(ranks, key=lambda rank: (loads[rank], rank))
+        dealt[rank].append(key)
+        loads[rank] += num_bytes[key]
+    return dealt
 
-    Raises `PlanError` on every rank when the folder has other tensors than the ranks, or cannot be read.
-    """
-    reader = FileSystemReader(path)
-    try:
-        metadata = reader.read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise _unreadable(path, error) from error
-    _check(path, metadata, pieces, world, device)
-    planner = _LoadPlanner(pieces)
-    planner.set_up_planner({}, metadata, world.rank == 0)
-    reader.set_up_storage_reader(metadata, world.rank == 0)
-    try:
-        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise _unreadable(path, error) from error
+
+def _check_whole(wanted: Sequence[Sequence[Sequence[Any]]], dealt: Sequence[Sequence[Key]]) -> None:
+    """Raises `ValueError` for the first tensor of which ranks write elements twice, or not all."""
+    elements: Counter[str] = Counter()
+    shapes: dict[str, list[int]] = {}
+    writers: defaultdict[str, set[int]] = defaultdict(set)
+    for rank, (described, keys) in enumerate(zip(wanted, dealt, strict=True)):
+        own = set(keys)
+        for name, shape, _, offsets, sizes in described:
+            shapes[name] = shape
+            if (name, tuple(offsets)) in own:
+                elements[name] += math.prod(sizes)
+                writers[name].add(rank)
+    for name, shape in shapes.items():
+        if elements[name] != math.prod(shape):
+            ranks = ", ".join(map(str, sorted(writers[name])))
+            raise ValueError(f"{name} has {math.prod(shape)} elements, and ranks {ranks} are to write {elements[name]} of it.")
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's own, but for what a rank has: pieces instead of a state dict of distributed tensors."""
+    """Hands DCP's writer the values of pieces, in rows, as it asks for them."""
 
     def __init__(self, pieces: Sequence[Piece]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = {piece.index: piece for piece in pieces if piece.written}
-
-    def create_local_plan(self) -> SavePlan:
-        """All pieces of this rank."""
-        return SavePlan(
-            [
-                WriteItem(
-                    index,
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(piece.chunk, TensorProperties(piece.tensor.dtype), torch.Size(piece.shape)),
-                )
-                for index, piece in self._pieces.items()
-            ]
-        )
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Who writes what: of equal pieces one. Raises `ValueError` that names tensor and ranks where they do not make it up once."""
-        _check_whole(default_planner.dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
-        return super().create_global_plan(all_plans)
+        self._pieces = {piece.key: piece for piece in pieces}
+        self.digests: dict[Key, str] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a piece."""
-        return self._pieces[write_item.index].tensor.detach()
+        """The values of a piece, of which the digest is kept: that of what is to be written, whatever becomes of it on the way."""
+        key = write_item.index.fqn, tuple(write_item.index.offset or ())
+        values = self._pieces[key].tensor.detach().cpu().contiguous()
+        self.digests[key] = digest_of(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+        return values
 
 
-def _check_whole(plans: Sequence[SavePlan]) -> None:
-    """Raises `ValueError` for the first tensor of which ranks write elements twice, or not all."""
-    elements: Counter[str] = Counter()
-    shapes: dict[str, torch.Size] = {}
-    writers: defaultdict[str, set[int]] = defaultdict(set)
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            assert item.tensor_data is not None, "everything saved is a tensor"
-            name, block = item.index.fqn, item.tensor_data
-            elements[name] += block.chunk.sizes.numel()
-            shapes[name] = block.size
-            writers[name].add(rank)
-    for name, shape in shapes.items():
-        if elements[name] != shape.numel():
-            ranks = ", ".join(map(str, sorted(writers[name])))
-            raise ValueError(f"{name} has {shape.numel()} elements, and ranks {ranks} are to write {elements[name]} of it.")
+def _write(path: Path, pieces: Sequence[Piece], rank: int) -> dict[str, Any]:
+    """Writes a rank's files: the blocks in them, each with the zip that DCP looks for, and the files' lengths and digests, for JSON."""
+    path.mkdir(parents=True, exist_ok=True)
+    writer, planner = FileSystemWriter(path), _SavePlanner(pieces)
+    writer.set_up_storage_writer(rank == 0)
+    items = [
+        WriteItem(
+            MetadataIndex(piece.name, piece.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                _chunk(piece.offsets, piece.tensor.shape), TensorProperties(piece.tensor.dtype), torch.Size(piece.shape)
+            ),
+        )
+        for piece in pieces
+    ]
+    results = writer.write_data(SavePlan(items, storage_data=_StoragePrefix(f"__{rank}_")), planner).wait()
+    sizes = {piece.key: tuple(piece.tensor.shape) for piece in pieces}
+    blocks = []
+    for result in results:
+        info, key = result.storage_data, (result.index.fqn, tuple(result.index.offset or ()))
+        with opened(path / info.relative_path) as descriptor:
+            first, num_bytes, _ = place_of_data(descriptor, info.offset, info.length)
+        block = Block(key[1], sizes[key], info.relative_path, first, num_bytes, planner.digests[key])
+        blocks.append([key[0], block_fields(block), [info.offset, info.length]])
+    names = sorted(file.name for file in path.glob(f"__{rank}_*.distcp"))
+    return {"blocks": blocks, "files": {name: digest_of_file(path / name) for name in names}}
 
 
-class _LoadPlanner(LoadPlanner):
-    """Reads into pieces; `dest_index.index` counts them, since two of a rank may be the same block (both ends of a tied table)."""
-
-    def __init__(self, pieces: Sequence[Piece]):
-        self._pieces = pieces
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Takes note of what the checkpoint holds."""
-        assert metadata is not None
-        self._saved = metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        """For every piece the parts of saved blocks that it is made of."""
-        items = []
-        for number, piece in enumerate(self._pieces):
-            saved = self._saved[piece.name]
-            assert not isinstance(saved, BytesStorageMetadata), piece.name
-            for item in create_read_items_for_chunk_list(piece.name, saved, [piece.chunk]):
-                items.append(replace(item, dest_index=replace(item.dest_index, index=number)))
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads what it wants."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return central_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a piece that a saved block fills."""
-        number = read_item.dest_index.index
-        assert number is not None
-        part = tuple(slice(first, first + size) for first, size in zip(read_item.dest_offsets, read_item.lengths, strict=True))
-        return self._pieces[number].tensor.detach()[part]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: the part is the piece's own memory."""
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Never called: everything saved is a tensor."""
-        raise AssertionError(read_item)
+def _finish(path: Path, wanted: Sequence[Sequence[Sequence[Any]]], everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Puts DCP's metadata and our index down."""
+    blocks: defaultdict[str, list[Block]] = defaultdict(list)
+    results = []
+    for done in everyone:
+        for name, fields, (first, length) in done["blocks"]:
+            block = block_of(fields)
+            blocks[name].append(block)
+            info = _StorageInfo(block.file, first, length)
+            results.append(WriteResult(MetadataIndex(name, block.offsets), length, info))
+    known = {name: (tuple(shape), dtype) for described in wanted for name, shape, dtype, _, _ in described}
+    tensors = {name: SavedTensor(*known[name], tuple(sorted(own, key=lambda block: block.offsets))) for name, own in blocks.items()}
+    metadata = Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(getattr(torch, tensor.dtype)),
+                torch.Size(tensor.shape),
+                [_chunk(block.offsets, block.sizes) for block in tensor.blocks],
+            )
+            for name, tensor in tensors.items()
+        }
+    )
+    writer = FileSystemWriter(path)
+    writer.set_up_storage_writer(True)
+    writer.finish(metadata, [results])
+    files = {name: SavedFile(*found) for done in everyone for name, found in done["files"].items()}
+    for name in (METADATA_FILE, STATE_FILE):
+        if (path / name).exists():
+            files[name] = SavedFile(*digest_of_file(path / name))
+    state = path / STATE_FILE
+    steps = json.loads(state.read_bytes())["steps"] if state.exists() else 0
+    write_bytes(path / INDEX_FILE, Contents(steps, secrets.token_hex(16), files, tensors).to_bytes())
 
 
-def _check(path: Path, metadata: Metadata, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
-    """Raises `PlanError` on all ranks where the tensors of a checkpoint are not those of the ranks, by name, shape or format."""
-    own = {piece.name: _described(piece.shape, piece.tensor.dtype) for piece in pieces}
-    ours = {name: text for names in gather_objects(world, own, device) for name, text in names.items()}
-    theirs = {
-        name: "no tensor" if isinstance(saved, BytesStorageMetadata) else _described(tuple(saved.size), saved.properties.dtype)
-        for name, saved in metadata.state_dict_metadata.items()
+def read_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None) -> None:
+    """Fills the pieces of every rank of `world`, which call this together, from the folder `path`, whatever layout saved it.
+
+    Raises on every rank, with no piece changed, `DamagedError` when the folder is not as it was saved, and `PlanError` when it has other
+    tensors than the ranks. Each file is read once before, by one of the ranks, and blocks are compared with their digests again when they
+    are used: where one is another by then, `DamagedError` ends the run.
+    """
+    contents = _agreed(path, world, device, watch)
+    _check(path, contents, pieces, world, device)
+    own = together(world, device, lambda: damages(path, contents, world.rank, world.size), watch=watch, name="check")
+    _raise_all(gather_values(world, own, device))
+    found = together(world, device, lambda: list(_fill(path, contents, pieces)), watch=watch, name="load")
+    _raise_all(gather_values(world, found, device))
+
+
+def _agreed(path: Path, world: Group, device: torch.device, watch: RankWatch | None) -> Contents:
+    """The contents as rank 0 finds them: all go by the same. Raises `DamagedError` on every rank."""
+
+    def read() -> list[Any]:
+        if world.rank > 0:
+            return []
+        try:
+            contents = contents_of(path)
+        except DamagedError as error:
+            return [list(error.problems)]
+        files = {name: [file.num_bytes, file.digest] for name, file in contents.files.items()}
+        tensors = {name: [saved.shape, saved.dtype, list(map(block_fields, saved.blocks))] for name, saved in contents.tensors.items()}
+        return [[], {"steps": contents.steps, "save": contents.save, "files": files, "tensors": tensors}]
+
+    problems, *found = gather_values(world, together(world, device, read, watch=watch, name="check"), device)[0]
+    if problems:
+        raise DamagedError(problems)
+    (fields,) = found
+    tensors = {
+        name: SavedTensor(tuple(shape), dtype, tuple(map(block_of, blocks)))
+        for name, (shape, dtype, blocks) in fields["tensors"].items()
     }
+    return Contents(fields["steps"], fields["save"], {name: SavedFile(*file) for name, file in fields["files"].items()}, tensors)
+
+
+def _raise_all(found: Sequence[Sequence[str]]) -> None:
+    """Raises the `DamagedError` of what any rank has found."""
+    if problems := list(dict.fromkeys(problem for own in found for problem in own)):
+        raise DamagedError(problems)
+
+
+@torch.no_grad()
+def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[str]:
+    """Fills pieces, file by file, with what was compared with its digest a moment before; what is another is told and not used."""
+    wanted: defaultdict[str, list[tuple[Block, list[Piece]]]] = defaultdict(list)
+    of_name: defaultdict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        of_name[piece.name].append(piece)
+    for name, held in of_name.items():
+        for block in contents.tensors[name].blocks:
+            if block.num_elements and (users := [piece for piece in held if _shared(piece, block) is not None]):
+                wanted[block.file].append((block, users))
+    for file, blocks in wanted.items():
+        try:
+            with opened(path / file) as descriptor:
+                for block, users in blocks:
+                    name = users[0].name
+                    content = read_bytes(descriptor, block.first, block.num_bytes)
+                    if block.digest is not None and digest_of(content) != block.digest:
+                        yield f"{path / file}: tensor {name} has changed while it was read. Start again with --resume."
+                        continue
+                    values = torch.frombuffer(content, dtype=getattr(torch, contents.tensors[name].dtype)).view(block.sizes)
+                    for piece in users:
+                        theirs, ours = _shared(piece, block) or ((), ())
+                        piece.tensor.detach()[ours].copy_(values[theirs])
+        except OSError as error:
+            yield f"{path / file} cannot be read: {error.strerror}."
+
+
+def _shared(piece: Piece, block: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What a piece and a saved block have of each other, as places in the block and in the piece; None where that is nothing."""
+    theirs, ours = [], []
+    for part, first, size in zip(piece.slices, block.offsets, block.sizes, strict=True):
+        lo, hi = max(part.start, first), min(part.stop, first + size)
+        if lo >= hi:
+            return None
+        theirs.append(slice(lo - first, hi - first))
+        ours.append(slice(lo - part.start, hi - part.start))
+    return tuple(theirs), tuple(ours)
+
+
+def _check(path: Path, contents: Contents, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
+    """Raises `PlanError` on all ranks where the tensors of a checkpoint are not those of the ranks, by name, shape or format."""
+    own = {piece.name: f"{list(piece.shape)} {_dtype_name(piece.tensor.dtype)}" for piece in pieces}
+    ours = {name: text for names in gather_values(world, own, device) for name, text in names.items()}
+    theirs = {name: saved.text for name, saved in contents.tensors.items()}
     kinds = {
         "has no": [f"{name} {text}" for name, text in ours.items() if name not in theirs],
         "has": [f"{name} {theirs[name]} instead of {text}" for name, text in ours.items() if theirs.get(name, text) != text],
@@ -215,9 +301,10 @@ def _check(path: Path, metadata: Metadata, pieces: Sequence[Piece], world: Group
         raise PlanError(problems)
 
 
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def _unreadable(path: Path, error: Exception) -> PlanError:
-    return PlanError(f"{path}: this checkpoint cannot be read: {error}. Remove it to resume from the one before.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,9 @@ READ_DTYPES = ("F32", "BF16", "F16")
 QUANTISED = "F8_E4M3"
 """Read where the tensor has scales, as DeepSeek publishes its third generation."""
 
+_FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+\.safetensors")
+"""What an index may name: files of the folder itself."""
+
 SCALES = "_scale_inv"
 """After the name of a quantised tensor, the name of the factors of its blocks."""
 
@@ -33,7 +37,7 @@ class Folder:
 
     def __init__(self, path: str | Path):
         if importlib.util.find_spec("safetensors") is None:
-            raise MissingExtraError("train.load needs safetensors, which is not installed. Run `pip install 'shardproof[train]'`.")
+            raise MissingExtraError("train.load needs safetensors, which is not installed. Run: pip install 'shardproof[train]'.")
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
         self.num_bytes_read = 0
@@ -53,7 +57,7 @@ class Folder:
             index = _json(self.path / INDEX)
             if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
                 raise PlanError(f"{self.path / INDEX}: an index has a weight_map from tensors to files, and this has none.")
-            return {name: self.path / file for name, file in index["weight_map"].items()}
+            return {name: self._named(file) for name, file in index["weight_map"].items()}
         file = self.path / ONE_FILE
         if not file.is_file():
             raise PlanError(
@@ -61,6 +65,14 @@ class Folder:
                 "safetensors format."
             )
         return dict.fromkeys(self._file(file).keys(), file)
+
+    def _named(self, file: Any) -> Path:
+        """The file of the folder that the index names so. Raises `PlanError` for a name that leads elsewhere."""
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise PlanError(
+                f"{self.path / INDEX}: {str(file)[:80]!r} is no name of a .safetensors file of this folder. Write the folder again."
+            )
+        return self.path / file
 
     @property
     def absent(self) -> list[str]:
@@ -78,8 +90,18 @@ class Folder:
 
     def can_read(self, name: str) -> bool:
         """Whether the tensor's number format is understood."""
-        quantised = f"{name}{SCALES}" in self.files and "weight_block_size" in self.config.get("quantization_config", {})
-        return self.dtype(name) in READ_DTYPES or (self.dtype(name) == QUANTISED and quantised)
+        return self.dtype(name) in READ_DTYPES or (self.dtype(name) == QUANTISED and self._has_scales(name))
+
+    def _has_scales(self, name: str) -> bool:
+        """Whether a quantised tensor has a factor for each of its tiles."""
+        quantisation = self.config.get("quantization_config")
+        sizes = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
+        shape = self.shape(name)
+        if f"{name}{SCALES}" not in self.files or not isinstance(sizes, list) or len(sizes) != len(shape):
+            return False
+        if not all(type(size) is int and size > 0 for size in sizes):
+            return False
+        return self.shape(f"{name}{SCALES}") == tuple(-(-whole // size) for whole, size in zip(shape, sizes, strict=True))
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """A block of a tensor, and no more than that from the disk. One of 8 bits becomes fp32 by the scales of its tiles."""
@@ -117,16 +139,33 @@ class Folder:
         from safetensors import SafetensorError, safe_open
 
         if path not in self._open:
+            _check_own(path)
             try:
                 self._open[path] = safe_open(path, framework="pt").__enter__()
-            except SafetensorError as error:
-                raise PlanError(f"{path}: this is no whole safetensors file: {error}.") from error
             except FileNotFoundError as error:
                 raise PlanError(f"{path}: there is no such file, though {INDEX} names it.") from error
+            except (SafetensorError, OSError, ValueError, OverflowError) as error:
+                raise PlanError(f"{path}: this is no whole safetensors file: {error}.") from error
         return self._open[path]
 
 
+def _check_own(path: Path) -> None:
+    """Raises `PlanError` for what is no regular file of the folder: a pipe, a folder, or a link that leads out of it. Links of a download
+    cache lead to `blobs` beside `snapshots` (huggingface_hub, "Understand caching")."""
+    try:
+        real, folder = path.resolve(), path.parent.resolve()
+        is_regular = real.is_file() or not real.exists()
+    except (OSError, RuntimeError) as error:  # a circle of links
+        raise PlanError(f"{path}: this link leads nowhere: {error}.") from error
+    is_cached = folder.parent.name == "snapshots" and real.parent == folder.parent.parent / "blobs"
+    if not is_regular:
+        raise PlanError(f"{path}: this is no regular file. Write the folder again.")
+    if real.parent != folder and not is_cached:
+        raise PlanError(f"{path}: this link leads out of the folder, to {real}. Copy the file into the folder.")
+
+
 def _json(path: Path) -> Any:
+    _check_own(path)
     try:
         return parse_json(read_text(path, most_bytes=TABLE_BYTES), str(path))
     except FileNotFoundError as error:

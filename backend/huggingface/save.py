@@ -13,9 +13,9 @@ from ...core.errors import PlanError, named
 from ...core.files import write_text
 from ...core.parameters import expert_biases
 from ...core.plan import Plan
-from ..measure import gather_objects
 from ..tensor_parallel import Shard
 from ..tensor_parallel.context import DTYPES
+from ..together import gather_values
 from ..transport.base import Group
 from .config import config_to_write
 from .files import FileLayout, OpenFile, file_layouts, index_of
@@ -61,7 +61,7 @@ def check_complete(plan: Plan, shards: Iterable[Shard], world: Group, device: to
 
     Every rank of `world` calls it together.
     """
-    held = {name for names in gather_objects(world, [shard.parameter.name for shard in shards], device) for name in names}
+    held = {name for names in gather_values(world, [shard.parameter.name for shard in shards], device) for name in names}
     missing = [name for name in sources(plan.model, config_to_write(plan)["model_type"]) if name not in held]
     if missing:
         raise PlanError(
@@ -79,9 +79,9 @@ def _dtypes(plan: Plan, places: Mapping[str, Source]) -> dict[str, torch.dtype]:
 
 def _owned(shards: Sequence[Shard], world: Group, device: torch.device) -> list[Shard]:
     """The shards of this rank that it writes: of equal slices on several ranks, and of a tied table's two ends, the first one's."""
-    mine = [(shard.parameter.name, *((part.start, part.stop) for part in shard.slices)) for shard in shards]
-    everyone = gather_objects(world, mine, device)
-    earlier = {key for keys in everyone[: world.rank] for key in keys}
+    mine = [(shard.parameter.name, *(place for part in shard.slices for place in (part.start, part.stop))) for shard in shards]
+    everyone = gather_values(world, mine, device)
+    earlier = {tuple(key) for keys in everyone[: world.rank] for key in keys}
     own: dict[Any, Shard] = {}
     for key, shard in zip(mine, shards, strict=True):
         if key not in earlier:

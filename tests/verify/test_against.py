@@ -13,10 +13,10 @@ import pytest
 
 from shardproof import Plan, Trainer
 from shardproof.core.cli import main
+from shardproof.core.digest import keys_of
 from shardproof.core.errors import DivergedError
 from shardproof.core.plan import Checkpoint
 from shardproof.verify.against import compare_saved
-from shardproof.verify.digest import keys_of
 from shardproof.verify.ledger import HELD_OUT, NO_STEP
 from shardproof.verify.ledger_file import read_ledger
 from shardproof.verify.record import ledger_observers

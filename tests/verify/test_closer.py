@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from shardproof.core.digest import full_region
 from shardproof.verify.closer import closer
-from shardproof.verify.digest import full_region
 from shardproof.verify.ledger import Piece
 from shardproof.verify.relations import Relation, relate
 from shardproof.verify.summary import summarize

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.digest import full_region
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.verify.digest import full_region
 from shardproof.verify.dynamic import ProofJob, one_device, prove, run_fast, run_ledger
 from shardproof.verify.fast_run import check_fast
 from shardproof.verify.kept import keep_values

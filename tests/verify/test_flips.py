@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardproof.core.digest import full_region
 from shardproof.verify.closer import with_flip
-from shardproof.verify.digest import full_region
 from shardproof.verify.relations import Around, Relation, in_bf16, relate, relate_values
 from shardproof.verify.summary import summarize
 

@@ -16,10 +16,10 @@ from torch import nn
 
 import shardproof
 from shardproof import Recorder
+from shardproof.core.digest import digest
 from shardproof.core.errors import PlanError
 from shardproof.verify.against import Comparison
 from shardproof.verify.cli import VERIFY
-from shardproof.verify.digest import digest
 from shardproof.verify.foreign import Slice
 from shardproof.verify.foreign.compare import compare_recorded
 from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key

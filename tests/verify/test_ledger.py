@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardproof.verify.digest import add, digest
+from shardproof.core.digest import add, digest
 from shardproof.verify.kept import keep_values
 from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, WEIGHT, Key, LedgerWriter, RunLedger
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from shardproof.backend.numerics.fast import FastNumerics
+from shardproof.core.digest import full_region
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import parameters
@@ -20,7 +21,6 @@ from shardproof.core.plan import Batch, Numerics, Plan
 from shardproof.verify import dynamic
 from shardproof.verify.bounds import ELEMENTWISE, gamma
 from shardproof.verify.describe import fast_findings, fast_words
-from shardproof.verify.digest import full_region
 from shardproof.verify.dynamic import ProofJob, one_device, run_fast, run_ledger
 from shardproof.verify.fast_run import states, whole_values
 from shardproof.verify.kept import keep_values

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardproof.core.digest import full_region
 from shardproof.core.layout import Layout
-from shardproof.verify.digest import full_region
 from shardproof.verify.relations import HINTS, Around, Class, Known, relate, relate_values
 from shardproof.verify.summary import Summary, summarize
 

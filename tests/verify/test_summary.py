@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.verify.digest import bit_words, element_index
+from shardproof.core.digest import bit_words, element_index
 from shardproof.verify.summary import Summary, add_summaries, summarize, summarize_plainly
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ...core.digest import full_region, region_size
 from ...core.findings import Finding
 from ..against import Comparison, other_machines
 from ..closer import closer, with_flip
 from ..compare import Difference, compare, name_of, ranks_listed, whole_summary
 from ..describe import differing_words, later, problem_words
-from ..digest import full_region, region_size
 from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
 from ..ledger_file import RecordedLedger, SavedLedger
 from ..norms import SQUARE, Squares, Suspects, told_by_squares

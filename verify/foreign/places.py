@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ...core.digest import Region, full_region
 from ...core.errors import PlanError
-from ..digest import Region, full_region
 
 Cuts = Mapping[str, Sequence["Slice"]]
 """Pattern of names (`layers.*.attention`) -> what this rank holds of such a tensor; the first pattern that fits counts."""

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, default_planner
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.futures import Future
 
-from ...backend.checkpoint import saver
+from ...backend.checkpoint import saver, tensors
 from ...backend.checkpoint.saver import Checkpoints
 from ...backend.checkpoint.tensors import Piece
 from ...backend.training_rank import TrainingRank
@@ -33,7 +33,7 @@ def writes(change: Callable[[Sequence[Piece]], Sequence[Piece]], patches: Patche
     """What is written is what `change` makes of the pieces of a rank; those themselves stay as they are."""
 
     def make(write_tensors: Callable[..., None]) -> Callable[..., None]:
-        return lambda path, pieces, world, device: write_tensors(path, change(pieces), world, device)
+        return lambda path, pieces, *where: write_tensors(path, change(pieces), *where)
 
     patches.replace(saver, "write_tensors", make)
 
@@ -99,7 +99,7 @@ def only_the_first_writes(patches: Patches) -> None:
 
 def every_replica_writes(patches: Patches) -> None:
     """What several ranks hold alike is not told apart: each of them writes it."""
-    patches.replace(default_planner, "dedup_save_plans", lambda dedup: lambda plans, *rest: plans)
+    patches.replace(tensors, "dealt_out", lambda _: lambda wanted: [[(piece[0], tuple(piece[3])) for piece in own] for own in wanted])
 
 
 FIRST_MOMENT = "embedding.tokens.weight.exp_avg"

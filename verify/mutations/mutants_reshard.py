@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...backend.batches import Batches
-from ...backend.checkpoint import saver
-from ...backend.checkpoint.tensors import Piece, _LoadPlanner
+from ...backend.checkpoint import saver, tensors
+from ...backend.checkpoint.tensors import Piece
 from ...backend.training_rank import TrainingRank
 from ...core.layout import Layout
 from ..ledger import ACTIVATION, OPTIMIZER, WEIGHT
@@ -29,8 +29,8 @@ def reads(then: Callable[[Sequence[Piece]], None], patches: Patches) -> None:
     """Something happens to the pieces of a rank when they have been read."""
 
     def make(read_tensors: Callable[..., None]) -> Callable[..., None]:
-        def read(path: Path, pieces: Sequence[Piece], world: Any, device: Any) -> None:
-            read_tensors(path, pieces, world, device)
+        def read(path: Path, pieces: Sequence[Piece], *where: Any) -> None:
+            read_tensors(path, pieces, *where)
             then(pieces)
 
         return read
@@ -62,7 +62,7 @@ def matches_by_position(patches: Patches) -> None:
     """Names in the order of the file meet weights in the order of the model: each weight gets the one that comes next of its shape."""
 
     def make(read_tensors: Callable[..., None]) -> Callable[..., None]:
-        def read(path: Path, pieces: Sequence[Piece], world: Any, device: Any) -> None:
+        def read(path: Path, pieces: Sequence[Piece], *where: Any) -> None:
             alike: dict[Any, list[Piece]] = defaultdict(list)
             for piece in pieces:
                 alike[piece.name.startswith(STATE), piece.shape, str(piece.slices)].append(piece)
@@ -70,7 +70,7 @@ def matches_by_position(patches: Patches) -> None:
             for each in alike.values():
                 if not each[0].name.startswith(STATE):
                     names |= {id(piece): name for piece, name in zip(each, sorted(piece.name for piece in each), strict=True)}
-            read_tensors(path, [replace(piece, name=names.get(id(piece), piece.name)) for piece in pieces], world, device)
+            read_tensors(path, [replace(piece, name=names.get(id(piece), piece.name)) for piece in pieces], *where)
 
         return read
 
@@ -80,21 +80,18 @@ def matches_by_position(patches: Patches) -> None:
 def permutes_fragments(patches: Patches) -> None:
     """What was saved in parts of one length is put together in the other order."""
 
-    def make(create_local_plan: Callable[..., Any]) -> Callable[..., Any]:
-        def create(planner: _LoadPlanner) -> Any:
-            plan = create_local_plan(planner)
-            fragments: dict[Any, list[int]] = defaultdict(list)
-            for place, item in enumerate(plan.items):
-                fragments[item.dest_index.index, tuple(item.lengths)].append(place)
-            items = list(plan.items)
-            for places in fragments.values():
-                for place, other in zip(places, reversed(places), strict=True):
-                    items[place] = replace(items[place], dest_offsets=plan.items[other].dest_offsets)
-            return replace(plan, items=items)
+    def make(shared: Callable[..., Any]) -> Callable[..., Any]:
+        def other_end(piece: Piece, block: Any) -> Any:
+            """The place in the piece is that which lies as far from its end as the right one from its beginning."""
+            if (places := shared(piece, block)) is None:
+                return None
+            theirs, ours = places
+            sizes = [part.stop - part.start for part in piece.slices]
+            return theirs, tuple(slice(size - part.stop, size - part.start) for size, part in zip(sizes, ours, strict=True))
 
-        return create
+        return other_end
 
-    patches.replace(_LoadPlanner, "create_local_plan", make)
+    patches.replace(tensors, "_shared", make)
 
 
 def keeps_old_operands(patches: Patches) -> None:
@@ -107,9 +104,9 @@ def keeps_old_masters(patches: Patches) -> None:
     before: dict[int, list[tuple[Piece, Tensor]]] = {}
 
     def make_read(read_tensors: Callable[..., None]) -> Callable[..., None]:
-        def read(path: Path, pieces: Sequence[Piece], world: Any, device: Any) -> None:
+        def read(path: Path, pieces: Sequence[Piece], world: Any, *where: Any) -> None:
             before[world.rank] = [(piece, piece.tensor.clone()) for piece in pieces if not piece.name.startswith(STATE)]
-            read_tensors(path, pieces, world, device)
+            read_tensors(path, pieces, world, *where)
 
         return read
 

@@ -92,10 +92,10 @@ def _world(transport: Any) -> Group:
 @contextmanager
 def _shared_folder(transport: Any, world: Group) -> Iterator[Path]:
     """A new folder that all ranks see, which goes when rank 0 leaves."""
-    from ...backend.measure import gather_objects
+    from ...backend.together import gather_values
 
     with tempfile.TemporaryDirectory(prefix="shardproof-scenario-") as own:
-        folder = Path(gather_objects(world, own, transport.device)[0])
+        folder = Path(gather_values(world, own, transport.device)[0])
         yield folder
         world.barrier()
 

@@ -55,6 +55,21 @@ def digest(values: np.ndarray, shape: Sequence[int] | None = None, region: Regio
     return compiled.runs(words, words.itemsize, length, starts)
 
 
+def digest_bytes(content: bytes | bytearray | memoryview, first: int = 0) -> Digest:
+    """The digest of bytes as words of eight, the last one filled up with zeros; how many there are is not in it. They are those from byte
+    `first` on, a multiple of eight, of a longer sequence, the digest of which is the sum of those of its parts.
+
+    >>> digest_bytes(b"eight by" b"tes") == add([digest_bytes(b"eight by"), digest_bytes(b"tes", 8)])
+    True
+    """
+    assert first % 8 == 0, first
+    data = np.frombuffer(content, dtype=np.uint8)
+    whole, number = len(data) // 8 * 8, first // 8
+    words = [data[:whole].view(np.uint64), np.frombuffer(data[whole:].tobytes().ljust(8, b"\0"), dtype=np.uint64)[: len(data) > whole]]
+    places = ((number, number + whole // 8), (number + whole // 8, number + -(-len(data) // 8)))
+    return add(digest(part, (1 << 60,), (place,)) for part, place in zip(words, places, strict=True))
+
+
 def digest_plainly(words: np.ndarray, index: np.ndarray) -> Digest:
     """The digest of words `[n]` that are the elements `index` (uint64) of their tensor, by numpy."""
     return add(_digest_chunk(words[lo : lo + _CHUNK], index[lo : lo + _CHUNK]) for lo in range(0, len(words), _CHUNK))
