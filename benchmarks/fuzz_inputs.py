@@ -55,19 +55,32 @@ class Input:
                 path.symlink_to("/dev/zero" if content == "device" else path.name)
 
     def to_json(self) -> str:
-        """One JSON object; `from_json` reads it."""
-        files = {
-            name: content if isinstance(content, str) else base64.b64encode(zlib.compress(content, 9)).decode()
-            for name, content in self.files.items()
-        }
+        """One JSON object; `from_json` reads it. Short texts stay readable."""
+        files = {name: _written(content) for name, content in self.files.items()}
         return json.dumps({"kind": self.kind, "argv": self.argv, "files": files}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Input:
         """The input that `to_json` wrote."""
         found = json.loads(text)
-        files = {name: told if told in NODES else zlib.decompress(base64.b64decode(told)) for name, told in found["files"].items()}
-        return cls(found["kind"], tuple(found["argv"]), files)
+        return cls(found["kind"], tuple(found["argv"]), {name: _read(told) for name, told in found["files"].items()})
+
+
+def _written(content: Content) -> dict[str, str]:
+    if isinstance(content, str):
+        return {"node": content}
+    try:
+        if len(content) < 5000:
+            return {"text": content.decode()}
+    except UnicodeDecodeError:
+        pass
+    return {"zlib": base64.b64encode(zlib.compress(content, 9)).decode()}
+
+
+def _read(told: Mapping[str, str]) -> Content:
+    if "node" in told:
+        return told["node"]
+    return told["text"].encode() if "text" in told else zlib.decompress(base64.b64decode(told["zlib"]))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import re
 LONGEST_LINE = 1000
 """Characters of a line of an error message; longer ones come from values of a file, and are cut in the middle."""
 
-_UNSEEN = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-"""Control characters, line separators, changes of direction, and halves of characters."""
+_UNSEEN = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+"""Control characters but tabs, line separators, changes of direction, and halves of characters."""
 
 _ANY = re.compile(f"[{_UNSEEN}]")
 _BUT_NEWLINES = re.compile(rf"(?!\n)[{_UNSEEN}]")
