@@ -1,5 +1,5 @@
-"""The one part of the package that setuptools cannot read from pyproject.toml: the compiled loops of the event engine,
-of digests and of exact numerics.
+"""What setuptools cannot read from pyproject.toml: the compiled loops of the event engine, of digests and of exact numerics, and that
+this file is not part of the package.
 
 They are optional: where no C compiler is found the package installs without them, and plain Python and numpy do the work. Built against
 the stable ABI of Python 3.11, so one wheel per platform serves every later Python.
@@ -9,6 +9,15 @@ import os
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+
+class Modules(build_py):
+    """The modules of the package, whose folder this file lies in without being one of them."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """As setuptools finds them, without this file."""
+        return [found for found in super().find_package_modules(package, package_dir) if found[1] != "setup"]
 
 
 def compiled(name: str, folder: Path) -> Extension:
@@ -31,5 +40,6 @@ setup(
         compiled("core._digest", Path("core", "csrc")),
         compiled("backend._exact", Path("backend", "csrc")),
     ],
+    cmdclass={"build_py": Modules},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -14,21 +14,25 @@ import multiprocessing.spawn
 import os
 import pickle
 import pickletools
+import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MissingExtraError, RankFailure
+from ..core.interrupts import ENDING_SIGNALS
 from . import mkl_switch
+from .interfaces import loopback_variables
 from .pipeline.watch import Board
 from .rank_failures import late, root_cause, stalled
 from .rank_messages import NAMES_LENGTH, RANK_ENDED, RANK_VARIABLE, Failure, Job, TransportName, Whereabouts
@@ -78,6 +82,21 @@ def preload(*modules: str) -> None:
         servers[0].load(new)
 
 
+def private_folder(prefix: str) -> Path:
+    """A new folder of this user alone, which is removed after this process has ended, however it ends: in that of the server of ranks."""
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=None if os.environ.get(RANK_VARIABLE) else _server().folder))
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """`private_folder` for the body of a `with` statement."""
+    folder = private_folder(prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
 class Workers:
     """Ranks that stay between jobs. A context manager; a failed job closes it, since its ranks are no longer in step.
 
@@ -98,9 +117,8 @@ class Workers:
         self.transport: TransportName = transport
         self.timeout_s = timeout_s
         self._num_jobs = 0
-        server = _server()
-        self._folder = Path(tempfile.mkdtemp(dir=server.folder))
-        self._pool = server.start_pool(1 if transport == "memory" else world_size)
+        self._folder = private_folder("workers-")
+        self._pool = _server().start_pool(1 if transport == "memory" else world_size)
 
     def run(
         self, job: Callable[[Transport, Any], Any], payload: Any = None, *, timeout_s: float | None = None, stall_s: float | None = None
@@ -111,8 +129,9 @@ class Workers:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             self._num_jobs += 1
-            board = Board(self._folder / f"board-{self._num_jobs}", self.world_size, create=True)
-            for process, body in enumerate(self._jobs(job, payload, board)):
+            board_file = self._folder / f"board-{self._num_jobs}"
+            board = Board.create(board_file, self.world_size)
+            for process, body in enumerate(self._jobs(job, payload, board_file)):
                 self._pool.send(process, "job", body)
             answers = self._pool.results(Limits(timeout_s, stall_s), board)
         except BaseException:  # Ctrl-C too: whatever interrupts a job ends its ranks
@@ -136,12 +155,13 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _jobs(self, job: Callable[..., Any], payload: Any, board: Board) -> list[Any]:
+    def _jobs(self, job: Callable[..., Any], payload: Any, board_file: Path) -> list[Any]:
         call = pickle.dumps((job, payload))
         modules = _named_modules(call)
         main = _main_module() if modules.pop("__main__", None) else None
+        store, folder = str(self._folder / f"job-{self._num_jobs}"), str(Path.cwd())
         return [
-            Job(self.transport, rank, self.world_size, str(self._folder / f"job-{self._num_jobs}"), modules, main, call, str(board.path))
+            Job(self.transport, rank, self.world_size, store, modules, main, call, str(board_file), folder)
             for rank in range(self._pool.size)
         ]
 
@@ -293,22 +313,25 @@ class _Server:
             raise MissingExtraError("ranks need torch, which is not installed. Run `pip install 'shardproof[train]'`.")
         self.owner_pid = os.getpid()
         self._control, theirs = socket.socketpair()
-        package = __name__.rpartition(".")[0]
-        self.folder = tempfile.mkdtemp(prefix="shardproof-")  # the server removes it: it outlives this process, however that ends
-        call = f"main({theirs.fileno()}, {self.folder!r})"
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {package}.rank_server import main; {call}"
-        options = [f"-W{option}" for option in sys.warnoptions]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, *options, "-c", code],
-                env=rank_environment(os.environ),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the ranks in order
-            )
-        atexit.register(self.close)
+        self.folder = Path(tempfile.gettempdir(), f"shardproof-{secrets.token_hex(8)}")
+        with theirs, _without_signals():
+            self._process = self._start(theirs)
+            atexit.register(self.close)
+            self.folder.mkdir(mode=0o700)  # after the server has been told of it, which removes it however this process ends
         if wanted := _wanted():
             self.load(wanted)
+
+    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        call = f"main({theirs.fileno()}, {str(self.folder)!r})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__.rpartition('.')[0]}.rank_server import main; {call}"
+        options = [f"-W{option}" for option in sys.warnoptions]
+        return subprocess.Popen(
+            [sys.executable, *options, "-c", code],
+            env=rank_environment(os.environ, self.folder),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the ranks in order
+        )
 
     def load(self, modules: Sequence[str]) -> None:
         """Has modules loaded before the next pool is started. Returns at once."""
@@ -339,6 +362,7 @@ class _Server:
         self._control.close()
         if self.owner_pid == os.getpid():
             self._process.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)  # of a server that was killed; ranks end when their connections do
 
 
 @functools.cache
@@ -367,10 +391,21 @@ KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": s
 instead of 31 (2 cores of a virtual machine, 2026-11)."""
 
 
-def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of ranks: one thread each (which makes forking safe too), and unless the user chose others MKL's reproducible mode
-    and memory that is kept."""
-    return {"MKL_CBWR": mkl_switch(), **KEPT_MEMORY, **environment, "OMP_NUM_THREADS": "1"}
+def rank_environment(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The environment of ranks of this machine: one thread each (which makes forking safe too), nothing that listens but on loopback,
+    temporary files in `folder`, and unless the user chose others MKL's reproducible mode and memory that is kept."""
+    fixed = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **loopback_variables()}
+    return {"MKL_CBWR": mkl_switch(), **KEPT_MEMORY, **environment, **fixed}
+
+
+@contextlib.contextmanager
+def _without_signals() -> Iterator[None]:
+    """Keeps SIGINT and SIGTERM waiting while the body runs. A process that is started in it never receives them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _named_modules(call: bytes) -> dict[str, str]:

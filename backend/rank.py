@@ -82,9 +82,10 @@ def _run(job: Job) -> tuple[str, bytes | Failure]:
     """`("result", pickled list of one result per rank run here)` or `("failure", Failure)`."""
     places: dict[int, tuple[Recorder, RankWatch]] = {}
     try:
+        os.chdir(job.folder)
         function, payload = _load(job)
         if job.transport == "memory":
-            world = MemoryWorld(job.world_size, board=Board(job.board_file, job.world_size))
+            world = MemoryWorld(job.world_size, board=Board.open(job.board_file, job.world_size))
             places = world.places
             results = run_threads(world, function, payload)
         else:
@@ -103,8 +104,7 @@ def _connect(job: Job) -> Transport:
         job.world_size,
         backend="nccl" if job.transport == "nccl" else "gloo",
         device=f"cuda:{job.global_rank}" if job.transport == "nccl" else "cpu",
-        interface_address="127.0.0.1",
-        board=Board(job.board_file, job.world_size),
+        board=Board.open(job.board_file, job.world_size),
     )
 
 

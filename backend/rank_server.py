@@ -4,7 +4,8 @@
 does a similar job, but takes over the caller's environment as it is (torch must find `MKL_CBWR` and `OMP_NUM_THREADS` set) and imports
 the caller's script into every child, so that a three-line training script would have to be guarded by `if __name__ == "__main__"`.
 
-The server has one thread, torch included while OMP_NUM_THREADS is 1, so forking is safe. It ends when its starter does.
+The server has one thread, torch included while OMP_NUM_THREADS is 1, so forking is safe. It ends when its starter does, and not by SIGINT
+or SIGTERM, which its starter has blocked: somebody has to remove the starter's folder and end its ranks. These can be ended by them.
 Protocol: the starter sends one *lifeline* socket per pool over the control socket, and one connection per rank over the lifeline. The
 server reports over the lifeline how each rank ended. Closing the lifeline kills the pool. Names of modules to load, too, come over the
 control socket (`launch.preload`).
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from ..core.interrupts import ENDING_SIGNALS
 from .rank_messages import NAMES_LENGTH, RANK_ENDED
 
 PRELOAD = (
@@ -126,6 +128,7 @@ class _Server:
         """The child's side of the fork: lets go of everything that is the server's, and never returns."""
         try:
             signal.set_wakeup_fd(-1)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
             for other in (self._control, self._child_ended, self._notify, *(pool.lifeline for pool in self._pools)):
@@ -166,9 +169,12 @@ class _Server:
             self._pools.remove(pool)
 
     def _end_all(self) -> None:
-        for pool in self._pools:
-            for pid in pool.alive:
-                os.kill(pid, signal.SIGKILL)
+        """Kills all ranks; returns when they are gone and write no more files."""
+        ranks = [pid for pool in self._pools for pid in pool.alive]
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        for pid in ranks:
+            os.waitpid(pid, 0)
 
 
 def _receive(sender: socket.socket) -> tuple[bytes, int | None]:

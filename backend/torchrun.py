@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
+import errno
 import functools
 import os
-import tempfile
+import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..core.errors import RankDefect, RankFailure, error_words
+from .interfaces import is_one_host, loopback_variables
 from .pipeline.halt import last_words
 from .pipeline.watch import Board
 
@@ -29,7 +31,8 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
     """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless `device` says otherwise.
 
     A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which tells what each was doing then.
-    A process may make several, one after the other, if all ranks do.
+    A process may make several, one after the other, if all ranks do. Where all ranks are on one machine they listen on loopback, unless
+    the environment names interfaces.
 
     Keys carry torchrun's restart count: a restarted worker would otherwise read the addresses that the workers before it left behind.
     """
@@ -37,26 +40,25 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
     import torch.distributed as dist
 
     from .transport.base import DEFAULT_TIMEOUT_S
-    from .transport.process_group import ProcessGroupTransport
+    from .transport.process_group import ProcessGroupTransport, own_part
 
     torch.set_num_threads(1)
+    if is_one_host(os.environ):
+        for name, interface in loopback_variables().items():
+            os.environ.setdefault(name, interface)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = _store(address, port, is_master=is_master)
+    shared = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    device = device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
-    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{port}-{attempt}"
-    board = Board(Path(tempfile.gettempdir(), f"shardproof-board-{run}"), world_size, create=True)
-    atexit.register(board.remove)
+    store = own_part(dist.PrefixStore(f"shardproof/{attempt}", shared), world_size)
     return ProcessGroupTransport(
-        dist.PrefixStore(f"shardproof/{attempt}", store),
+        store,
         rank,
         world_size,
         backend=backend,
-        device=device,
+        device=device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}"),
         timeout_s=timeout_s or DEFAULT_TIMEOUT_S,
-        board=board,
+        board=_shared_board(store, world_size),
     )
 
 
@@ -65,7 +67,55 @@ def _store(address: str, port: int, *, is_master: bool) -> dist.Store:
     """The store that all ranks share. It stays until the process ends: rank 0 may serve it, and others read it when rank 0 has left."""
     import torch.distributed as dist
 
-    return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=60))
+    listener = _listener(address, port) if is_master else None
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens on the master's address alone, where the store by itself would on every interface. None where this machine
+    has not that address: others may reach it through one that is translated on the way."""
+    for family, kind, protocol, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen(socket.SOMAXCONN)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    print(f"MASTER_ADDR={address} is no address of this machine, so the store listens on all interfaces: docs/hosts.md", file=sys.stderr)
+    return None
+
+
+def _shared_board(store: dist.Store, world_size: int) -> Board | None:
+    """The board that the ranks of this machine share: that of the first of them to come. None where the system has none without a name,
+    and a rank's own where it may not open that of others, as in a container of its own."""
+    try:
+        own = Board.nameless(world_size)
+    except OSError:
+        return None
+    first = store.compare_set(f"board/{_machine()}", "", own.address).decode()
+    if first == own.address:
+        return own
+    try:
+        return Board.at(first, world_size)
+    except OSError:
+        return own
+
+
+def _machine() -> str:
+    """What the processes have in common that see each other under the same ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def failed(transport: Transport, error: Exception) -> RankFailure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
+from ..core.terminal import say
 from ..core.timeline import MemorySample, Span, Timeline
 from .checkpoint.resume import resumption
 from .huggingface.config import check_load, check_save
 from .launch import preload, run_ranks
 from .libraries import libraries_of
 from .measured_peak import MeasuredPeak
+from .memory_check import check_memory
 from .modules_plan import only_model
 from .torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .unsupported import unsupported
@@ -155,7 +158,10 @@ class Trainer:
         self._job = TrainJob(plan, model, on_step, observer, live_memory=live_memory, save_huggingface=save_huggingface, resume=path)
 
     def fit(self) -> TrainResult:
-        """Trains `plan.train.steps` steps. Raises `RankFailure` that names the rank when one ends before its work is done."""
+        """Trains `plan.train.steps` steps. Raises `PlanError` where this machine has not the memory, `RankFailure` that names the rank when
+        one ends before its work is done."""
+        if warning := check_memory(self.plan, self.transport):
+            say(f"warning: {warning}", sys.stderr)
         if under_torchrun():
             return self._fit_as_rank()
         _check_travels(self._job)

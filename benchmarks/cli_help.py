@@ -14,7 +14,7 @@ REPEATS = 7
 def main() -> None:
     """Median and best of some runs, beside an interpreter that does nothing."""
     report: dict[str, object] = {"benchmark": "cli_help", "repeats": REPEATS}
-    commands = {"help": ["-m", "shardproof.core.cli", "--help"], "python": ["-c", "pass"]}
+    commands = {"help": ["-m", "shardproof", "--help"], "python": ["-c", "pass"]}
     for name, arguments in commands.items():
         times_s = [_run_s([sys.executable, *arguments]) for _ in range(REPEATS)]
         report[f"{name}_median_s"], report[f"{name}_best_s"] = statistics.median(times_s), min(times_s)

@@ -16,18 +16,20 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from time import process_time, thread_time
 from typing import Any
 
 from shardproof.backend.launch import rank_environment
 
-if __name__ == "__main__" and not os.environ.items() >= rank_environment(os.environ).items():
-    os.execve(sys.executable, [sys.executable, *sys.argv], rank_environment(os.environ))  # libraries read it when they are loaded
+if __name__ == "__main__" and not os.environ.items() >= (wanted := rank_environment(os.environ, Path(tempfile.gettempdir()))).items():
+    os.execve(sys.executable, [sys.executable, *sys.argv], wanted)  # libraries read it when they are loaded
 
 import torch
 

@@ -82,7 +82,7 @@ def measure(case: Case) -> dict[str, object]:
         path, first = Path(folder, "plan.toml"), Path(folder, "first.toml")
         path.write_text(case.plan)
         first.write_text(smallest.plan)
-        command = [sys.executable, "-m", "shardproof.core.cli", "verify", "--json", *case.options]
+        command = [sys.executable, "-m", "shardproof", "verify", "--json", *case.options]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = str(Path(folder, "compiled"))
         subprocess.run([*command, str(first)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, check=True)

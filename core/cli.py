@@ -12,17 +12,44 @@ from typing import NoReturn
 
 from .commands import QUESTIONS, command
 from .errors import TRACEBACK_VARIABLE, InternalError, ShardproofError, did_you_mean, error_words, line_words
+from .interrupts import Interrupted, Interrupts
 from .names import one_line, shortened
 from .terminal import USUAL, command_text, fitted, say, table, width_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 fine, 1 findings, 2 wrong usage or bad input, 3 a defect of ours. Errors go to standard error."""
+    """Exit code 0 fine, 1 findings, 2 wrong usage or bad input, 3 a defect of ours. Errors go to standard error.
+
+    Without `argv` this is the whole program, which SIGINT and SIGTERM end with 130 and 143 (`run_program`).
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
-    return exit_code(" ".join(["shardproof", *arguments[:1]]), lambda: _answer(arguments))
+    run = run_program if argv is None else exit_code
+    return run(" ".join(["shardproof", *arguments[:1]]), lambda: _answer(arguments))
+
+
+def run_program(command: str, run: Callable[[], int]) -> int:
+    """`exit_code` of a process that has nothing else to do. SIGINT and SIGTERM end it in one line on standard error, with 128 and the
+    signal's number, when all that it has started and opened is closed; where a library's call holds it up, two seconds later."""
+    interrupts = Interrupts(command)
+
+    def run_noticed() -> int:
+        try:
+            return run()
+        except Exception:
+            if interrupts.came is not None:  # a library has made another error of it, or a peer has ended first
+                raise Interrupted(interrupts.came) from None
+            raise
+
+    try:
+        return exit_code(command, run_noticed)
+    except Interrupted as interrupted:
+        interrupts.over()
+        return interrupts.tell(interrupted.number)
+    finally:
+        interrupts.over()
 
 
 def exit_code(command: str, run: Callable[[], int]) -> int:
@@ -124,7 +151,3 @@ def _overview(width: int | None) -> str:
         "usage: shardproof VERB [PLAN] [options]\n\nPlan it, prove it, run it: sharded training of large models.\n\n"
         f"{verbs}\n\nPLAN is a plan.toml; options alone do where they say enough. `shardproof VERB --help` shows an example of each."
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .bounds import Bounded
 from .errors import ClusterError
+from .units import SIZE_RULE, size_of
 
 if TYPE_CHECKING:
     import networkx
@@ -63,6 +64,8 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can compute at once where they share cores, 0 is all;
     `busy_core_share` of its rate is what one keeps when all cores compute, ranks that worked for t seconds wait
     `rank_skew_root_s` * sqrt(t) for the slower one, and a step takes `step_over_kernels` times what its kernels take one by one.
+    `device_memory_bytes` is what the runtime
+    reports as the device's total (`cudaMemGetInfo`); of it `headroom` stays free: a share such as "8%", or bytes such as "4GiB".
     `sources` maps a field name to where its number comes from. Raises `ClusterError` with every rule that is broken.
     """
 
@@ -113,6 +116,7 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     oversubscription: float = 1.0
     leaf_latency_s: float = 0.0
     collective_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
+    headroom: str = "0"
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +127,10 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         problems += [f"{name}={value} is a share: above 0, at most 1." for name in _SHARES if not 0 < (value := getattr(self, name)) <= 1]
         problems += [f"{name}={value} must not be negative." for name in _NOT_NEGATIVE if (value := getattr(self, name)) < 0]
         problems += self._network_problems()
+        if size_of(self.headroom, 1.0) is None:
+            problems.append(f"headroom={self.headroom!r}: {SIZE_RULE}")
+        elif self.device_memory_bytes > 0 and self.headroom_bytes >= self.device_memory_bytes:
+            problems.append(f"headroom={self.headroom} leaves nothing of device_memory_bytes={self.device_memory_bytes:.0f}.")
         for dtype, rate in self.peak_flops_per_s.items():
             if dtype not in DTYPES or not rate > 0:
                 problems.append(f"peak_flops_per_s={{{dtype} = {rate}}}: rates are above 0, for {', '.join(DTYPES)}.")
@@ -165,6 +173,13 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     def memo(self) -> dict[Any, Any]:
         """Scratch space of this one object: what others derived from it, to derive it once. It is no part of its value."""
         return {}
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Bytes of every device that a plan is to leave free."""
+        found = size_of(self.headroom, self.device_memory_bytes)
+        assert found is not None, "checked when the cluster was made"
+        return found
 
     @property
     def num_nodes(self) -> int:

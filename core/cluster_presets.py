@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from .cluster import ClusterSpec
-from .devices import A100_40G, A100_80G, B200, B300, GB200, GB300, GH200, H100, H200, V100_32G, Facts
+from .devices import A100_40G, A100_80G, B200, B300, GB200, GB300, GH200, H100, H200, H800, V100_32G, Facts
 from .errors import UnknownNameError
 from .fabrics import (
     ALPS,
@@ -32,7 +32,7 @@ def cluster_preset(name: str, num_devices: int) -> ClusterSpec:
 
 
 def _cluster(name: str, device: Facts, fabric: Facts, num_devices: int) -> ClusterSpec:
-    facts = {**device, **fabric}
+    facts = {**device, **fabric, "headroom": ("0", "left to the user")}
     values = {field: value for field, (value, _) in facts.items()}
     sources = {field: source for field, (_, source) in facts.items()}
     return ClusterSpec(name=name, num_devices=num_devices, **values, sources=sources)
@@ -65,7 +65,7 @@ CLUSTER_PRESETS: dict[str, Callable[[int], ClusterSpec]] = {
     "gb200-nvl72": partial(_rack, "gb200-nvl72", GB200, NVL72_CARD_BYTES_PER_S),
     "gb300-nvl72": partial(_rack, "gb300-nvl72", GB300, NVL72_ULTRA_CARD_BYTES_PER_S),
     "alps-gh200": partial(_cluster, "alps-gh200", GH200, ALPS),
-    "h800-pod": partial(_cluster, "h800-pod", H100, H800_POD),
+    "h800-pod": partial(_cluster, "h800-pod", H800, H800_POD),
     "this-host": _this_host,
 }
 """Name -> the cluster with a given number of devices."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import MissingExtraError, UnknownNameError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 QUESTIONS = {
     "demo": "show me everything in about two minutes: plan, Gantt, proof and a short real training run on this machine",
@@ -46,6 +48,8 @@ def service(name: str) -> Callable[..., Any]:
 
 
 def _load(group: str, what: str, name: str) -> Any:
+    from importlib.metadata import entry_points  # half of what the command line takes to start, where a verb needs none of it
+
     found = {point.name: point for point in entry_points(group=group)}
     if name not in found:
         raise UnknownNameError(what, name, found)

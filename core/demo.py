@@ -91,7 +91,7 @@ def simulate_big(demo: Demo) -> Timeline:
     demo.say(
         f"step {format_s(numbers['step_time_s'])}, {format_count(numbers['tokens_per_s'])} tokens/s, MFU {numbers['mfu']:.1%}, "
         f"bubble {numbers['bubble_fraction']:.1%}, peak {format_bytes(numbers['peak_memory_bytes'])} "
-        f"of {format_bytes(plan.cluster.device_memory_bytes)} per GPU"
+        f"of {format_bytes(numbers['capacity_bytes'])} usable per GPU"
     )
     parts = sorted(((s, name) for name, s in numbers["time_s"].items() if s > 0), reverse=True)
     demo.say("where it goes: " + ", ".join(f"{name} {s / numbers['step_time_s']:.1%}" for s, name in parts))

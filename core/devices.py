@@ -17,6 +17,14 @@ _FA3 = "measured: Shah et al. 2024 (FlashAttention-3), figures 5 and 6, cuDNN"
 _FITTED = "modelled: fitted to the "
 _PREDICTABLE = "thonking.ai, 'Strangely, matrix multiplications on GPUs run faster when given predictable data'"
 
+_SEEN = "looked up 2026-11-23"
+
+
+def reported_bytes(gib: float, by: str) -> tuple[float, str]:
+    """Memory of a device as `cudaMemGetInfo` reports its total, in the GiB with two decimals that PyTorch prints, and who printed it."""
+    return float(round(gib * 2**30)), f"reported: {gib:.2f} GiB in all by cudaMemGetInfo ({by}; {_SEEN})"
+
+
 _KERNELS: Facts = {
     "memory_efficiency": (0.85, f"{ESTIMATE}large streaming kernels"),
     "kernel_launch_s": (2e-6, f"{ESTIMATE}gap between dependent kernels of one stream"),
@@ -37,7 +45,7 @@ _V100_DATASHEET = "NVIDIA V100 Tensor Core GPU datasheet (2020), SXM"
 V100_32G: Facts = {
     **_KERNELS,
     "num_compute_units": (80, "NVIDIA Tesla V100 GPU architecture whitepaper: 80 streaming multiprocessors"),
-    "device_memory_bytes": (32e9, _V100_DATASHEET),
+    "device_memory_bytes": reported_bytes(31.74, "liucongg/ChatGLM-Finetuning, issue 73"),
     "device_memory_bytes_per_s": (900e9, _V100_DATASHEET),
     "peak_flops_per_s": ({"fp32": 15.7e12, "fp16": 125e12}, _V100_DATASHEET),
     "matmul_efficiency": (
@@ -81,12 +89,12 @@ A100: Facts = {
 
 A100_40G: Facts = {
     **A100,
-    "device_memory_bytes": (40e9, _A100_DATASHEET),
+    "device_memory_bytes": reported_bytes(39.41, "tatsu-lab/stanford_alpaca, issue 308"),
     "device_memory_bytes_per_s": (1.555e12, _A100_DATASHEET),
 }
 A100_80G: Facts = {
     **A100,
-    "device_memory_bytes": (80e9, _A100_DATASHEET),
+    "device_memory_bytes": reported_bytes(79.15, "huggingface/accelerate, issue 1864"),
     "device_memory_bytes_per_s": (2.039e12, _A100_DATASHEET),
 }
 
@@ -96,7 +104,7 @@ _H200_DATASHEET = "NVIDIA H200 Tensor Core GPU datasheet (2024), SXM"
 H100: Facts = {
     **_KERNELS,
     "num_compute_units": (132, "NVIDIA H100 Tensor Core GPU architecture whitepaper: 132 streaming multiprocessors in SXM5"),
-    "device_memory_bytes": (80e9, _H100_DATASHEET),
+    "device_memory_bytes": reported_bytes(79.11, "NVIDIA-NeMo/Automodel, pull request 2673; Lightning-AI/lightning-thunder, issue 474"),
     "device_memory_bytes_per_s": (3.35e12, _H100_DATASHEET),
     "peak_flops_per_s": (
         {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
@@ -133,15 +141,22 @@ H100: Facts = {
 
 H200: Facts = {
     **H100,
-    "device_memory_bytes": (141e9, _H200_DATASHEET),
+    "device_memory_bytes": reported_bytes(
+        139.80, "PyTorch's messages in public repositories, 139.72 to 139.81; 143,771 MiB by nvidia-smi on ours"
+    ),
     "device_memory_bytes_per_s": (4.8e12, _H200_DATASHEET),
+}
+
+H800: Facts = {
+    **H100,
+    "device_memory_bytes": (H100["device_memory_bytes"][0], "derived: no total is published; as an H100, whose memory it has"),
 }
 
 _GH200_DATASHEET = "NVIDIA GH200 Grace Hopper Superchip datasheet (2023), HBM3"
 
 GH200: Facts = {
     **H100,
-    "device_memory_bytes": (96e9, _GH200_DATASHEET),
+    "device_memory_bytes": reported_bytes(94.88, "Lightning-AI/litgpt, issue 1892"),
     "device_memory_bytes_per_s": (4e12, _GH200_DATASHEET),
     "host_dispatch_s": (9e-6, f"{ESTIMATE}Grace processors dispatch more slowly than x86 hosts"),
 }
@@ -154,7 +169,7 @@ _MIG = "measured: nvidia-smi mig -lgip (NVIDIA/mig-parted issues 166 and 227)"
 B200: Facts = {
     **_KERNELS,
     "num_compute_units": (148, f"{_MIG}; chipsandcheese.com, 'Nvidia's B200': 74 on each of two dies"),
-    "device_memory_bytes": (180e9, f"{_DGX_B200}: 1,440 GB in 8"),
+    "device_memory_bytes": reported_bytes(178.35, "stas00/ml-engineering, debug/pytorch.md"),
     "device_memory_bytes_per_s": (8e12, f"{_DGX_B200}: 64 TB/s in 8"),
     "peak_flops_per_s": (
         {"fp32": 75e12, "tf32": 1.1e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15},
@@ -189,7 +204,9 @@ _DGX_B300 = "NVIDIA DGX B300 datasheet (2025)"
 
 B300: Facts = {
     **B200,
-    "device_memory_bytes": (288e9, f"{_DGX_B300}: 2.3 TB in 8"),
+    "device_memory_bytes": reported_bytes(
+        267.69, "PyTorch's messages in three public repositories; 275,040 MiB by nvidia-smi, ai-dynamo/aiconfigurator, b300_sxm.yaml"
+    ),
     "device_memory_bytes_per_s": (8e12, f"{_DGX_B300}: 64 TB/s in 8"),
     "peak_flops_per_s": (
         {"fp32": 75e12, "tf32": 1.1e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15},
@@ -202,7 +219,7 @@ B300: Facts = {
 GB200: Facts = {
     **B200,
     "num_compute_units": (152, f"{_MIG}: 38 in a quarter, of which a B200 has 36"),
-    "device_memory_bytes": (186e9, f"{_NVL72}: 13.4 TB"),
+    "device_memory_bytes": reported_bytes(184.31, "vllm-project/vllm, issue 52511"),
     "device_memory_bytes_per_s": (8e12, f"{_NVL72}: 576 TB/s"),
     "peak_flops_per_s": (
         {"fp32": 80e12, "tf32": 1.25e15, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15},
@@ -218,7 +235,9 @@ GB200: Facts = {
 
 GB300: Facts = {
     **GB200,
-    "device_memory_bytes": (279e9, f"{_NVL72_ULTRA}: 20 TB, to the GB by nvidia-smi (verda.com, 'GB300 NVL72 architecture')"),
+    "device_memory_bytes": reported_bytes(
+        276.50, "stas00/ml-engineering, debug/pytorch.md: a DGX Station GB300; 284,208 MiB by nvidia-smi in racks"
+    ),
     "device_memory_bytes_per_s": (8e12, f"{_NVL72_ULTRA}: 576 TB/s"),
     "peak_flops_per_s": (
         {"fp32": 80e12, "tf32": 1.25e15, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15},

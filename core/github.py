@@ -44,7 +44,7 @@ def error_annotations(verb: str, error: ShardproofError) -> Iterator[str]:
         yield _command("error", f"shardproof {verb}", problem, spot)
 
 
-CAPACITY_KEYS = ("cluster.device_memory_bytes", "cluster.preset", "cluster.file")
+CAPACITY_KEYS = ("cluster.device_memory_bytes", "cluster.headroom", "cluster.preset", "cluster.file")
 """What says how much memory a device has, the nearest first."""
 
 

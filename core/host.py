@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 from .cluster import ClusterSpec
 from .devices import Facts
@@ -85,3 +88,36 @@ def host_facts(num_devices: int) -> Facts:
             f"{NOMINAL}3 GHz x 32 FLOPs per cycle and core; half formats are no faster",
         ),
     }
+
+
+def available_memory_bytes() -> float | None:
+    """What new processes can take of this machine's memory and swap, within the limits of this process' control groups (v1 and v2); None
+    where the system does not say."""
+    try:
+        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        free = sum(1024.0 * int(rows[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
+    except (OSError, ValueError, KeyError):
+        return None
+    return min([free, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _group_limits(membership: Path, root: Path) -> Iterator[float]:
+    """What is left of each limit above this process (docs.kernel.org, "Control Group v2", memory.max; "Memory Resource Controller")."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            top, limit, used = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            top, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = top / name.lstrip("/")
+        for each in (folder, *folder.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no limit, and the root of v2 has no such file
+                yield float(int((each / limit).read_text()) - int((each / used).read_text()))
+            if each == top:
+                break

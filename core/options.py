@@ -45,6 +45,7 @@ class PlanOption:
     flag: str
     key: str
     kind: type = int
+    metavar: str = "N"
 
 
 OPTIONS = (
@@ -63,6 +64,7 @@ OPTIONS = (
     PlanOption("--dtype", "precision.dtype", str),
     PlanOption("--recompute", "recompute.mode", str),
     PlanOption("--profile", "runtime.profile", str),
+    PlanOption("--headroom", "cluster.headroom", str, "8%|BYTES"),
 )
 
 
@@ -101,7 +103,7 @@ def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") ->
     group.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a cluster.toml (default: this-host)")
     for option in OPTIONS:
         key = key_named(option.key)
-        metavar = "NAME" if key.listed else "|".join(key.choices) if key.choices else "N"
+        metavar = "NAME" if key.listed else "|".join(key.choices) if key.choices else option.metavar
         note = " (derived from --devices when omitted)" if option.key == "layout.dp" else f" (`presets {key.listed}`)" if key.listed else ""
         group.add_argument(option.flag, type=whole_number if option.kind is int else option.kind, metavar=metavar, help=key.doc + note)
     group.add_argument(

@@ -22,6 +22,7 @@ from .plan import Plan
 from .plan_keys import KEYS, NOUNS, Key, keys_of
 from .plan_rules import broken_rules
 from .plan_toml import Given, Values, num_modules, read_values
+from .units import SIZE_RULE, size_of
 
 DEFAULT_CLUSTER = "this-host"
 """The preset of a plan that says nothing about its devices but their number."""
@@ -268,6 +269,7 @@ def key_complaint(key: Key, value: Any) -> str:
     expected = {
         "int": "a whole number",
         "float": "a number",
+        "size": 'a share such as "8%" or bytes such as "4GiB"',
         "bool": "true or false",
         "str": "a text in quotes",
         "path": "a path in quotes",
@@ -277,6 +279,8 @@ def key_complaint(key: Key, value: Any) -> str:
         "table of rates": "a table of positive numbers such as { bf16 = 3.12e14 }",
         "table of texts": "a table of texts",
     }[key.type]
+    if key.type == "size" and isinstance(value, str | int | float) and not isinstance(value, bool) and not _has_type(key, value):
+        return f"{written}: {SIZE_RULE}"
     if not _has_type(key, value):
         return f"{written} must be {expected} ({key.doc})."
     longest = LONGEST_TEXT if key.dotted in ("layout.stages", "variation.failed_links") else LONGEST_NAME
@@ -317,6 +321,8 @@ def _has_type(key: Key, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if key.type == "float":
         return _is_number(value)
+    if key.type == "size":
+        return size_of(_size_text(value), 1.0) is not None if isinstance(value, str) or _is_number(value) else False
     if key.type == "bool":
         return isinstance(value, bool)
     if key.type in ("str", "path"):
@@ -334,6 +340,10 @@ def _has_type(key: Key, value: Any) -> bool:
     return all(isinstance(text, str) for text in value.values())
 
 
+def _size_text(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.0f}"
+
+
 def _is_number(value: Any) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
 
@@ -342,6 +352,8 @@ def _converted(key: Key, given: Given) -> Any:
     value = given.value
     if key.type == "float":
         return float(value)
+    if key.type == "size":
+        return _size_text(value)
     if key.type == "two floats":
         return (float(value[0]), float(value[1]))
     if key.type in ("list of ints", "list of texts"):

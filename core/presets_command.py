@@ -132,8 +132,8 @@ def _table(rows: Sequence[Sequence[str]], width: int | None) -> str:
 
 def _detail(name: str, entry: dict[str, Any], width: int | None) -> str:
     sources = entry.get("sources", {})
-    cited = {key: f" ({source})" for key, source in sources.items() if source}
-    rows = [(key, f"{_plain(value)}{cited.get(key, '')}") for key, value in entry.items() if key not in ("name", "sources")]
+    cited = {key: f"({source})" for key, source in sources.items() if source}
+    rows = [(key, f"{_plain(value)} {cited.get(key, '')}".strip()) for key, value in entry.items() if key not in ("name", "sources")]
     return f"{name}\n{_table(rows, width)}"
 
 

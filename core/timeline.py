@@ -260,7 +260,7 @@ def _is_time(value: object) -> bool:
 
 
 def _is_number(most: int) -> Callable[[object], bool]:
-    return lambda value: type(value) is int and 0 <= value <= most  # type: ignore[operator]
+    return lambda value: type(value) is int and 0 <= value <= most
 
 
 _RANK = ("whole numbers of at least 0", _is_number(2**31 - 1))

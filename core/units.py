@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import re
+
+SIZE_RULE = "write a share of the whole below 100%, such as 8%, or bytes, such as 4GiB, 500MB or 4e9 (from 1e6 on without a unit)."
+"""What `size_of` takes. A small number without a unit is rather a share than bytes, so it is refused."""
+
+_SCALES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?) ?(?P<unit>%|[KMGT]?i?B)?", re.ASCII)
+
+
+def size_of(text: str, whole_bytes: float) -> int | None:
+    """Bytes that a text says, as a share of a whole or with a unit; None for a text that says none.
+
+    >>> size_of("8%", 1000), size_of("4GiB", 0), size_of("4e9", 0), size_of("much", 0)
+    (80, 4294967296, 4000000000, None)
+    """
+    if (found := _SIZE.fullmatch(text)) is None:
+        return None
+    number, unit = float(found["number"]), found["unit"] or ""
+    if unit == "%":
+        return int(whole_bytes * number / 100) if number < 100 else None
+    if unit not in _SCALES or not math.isfinite(number) or (not unit and 0 < number < 1e6):
+        return None
+    return int(number * _SCALES[unit])
+
 
 def format_s(seconds: float) -> str:
     """`1.234 s`, `12.3 ms`, `4.5 us`: three significant digits and the unit that keeps the number above one."""

@@ -17,6 +17,7 @@ from ..core.options import (
     add_output,
     add_plan,
     emit,
+    option_values,
     read_any_plan,
     read_durations,
     read_plan,
@@ -89,11 +90,21 @@ def run_fit(args: argparse.Namespace) -> int:
     """Compares every rank's peak memory with the device's. Exit code 0 when all fit, else 1."""
     plan = read_plan(args)
     result = fit(plan)
-    emit(args, partial(fit_text, plan, result.report), result.report)
+    report = {**result.report, "remedies": [_with_batch(args, plan, remedy) for remedy in result.remedies]}
+    why_none = "" if result.fits or result.remedies else result.hint
+    emit(args, partial(fit_text, plan, report, why_none), report)
     if args.format == "github":
         for finding in result.findings:
             print(annotation(finding, spot_of_keys(args.plan, CAPACITY_KEYS)))
     return 0 if result.fits else 1
+
+
+def _with_batch(args: argparse.Namespace, plan: Plan, remedy: Mapping[str, Any]) -> dict[str, Any]:
+    """A remedy as these options take it: where nothing gives a global batch, its default follows what the remedy changes."""
+    if args.plan is not None or "global" in option_values(args).get("batch", {}):
+        return dict(remedy)
+    changed = {text.partition("=")[0] for text in remedy["set"]} & {"batch.micro", "layout.dp"}
+    return {**remedy, "set": [*remedy["set"], *([f"batch.global={plan.batch.global_size}"] if changed else [])]}
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -114,7 +125,7 @@ def run_plan(args: argparse.Namespace) -> int:
 def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any], width: int | None = None) -> str:
     """The report of `simulate` for people; `report` has the explanations of `explain` too."""
     step_s = report["step_time_s"]
-    peak, capacity = report["peak_memory_bytes"], plan.cluster.device_memory_bytes
+    peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
     over = ", which does not fit" if peak > capacity else ""
     shares = [(_TIME_NAMES[name], format_s(s), f"{s / step_s:6.1%}") for name, s in report["time_s"].items() if s]
     head = [
@@ -154,8 +165,8 @@ def _basis(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
     return f"Modelled with the numbers of {plan.cluster.name}"
 
 
-def fit_text(plan: Plan, report: Mapping[str, Any], width: int | None = None) -> str:
-    """The report of `fit` for people."""
+def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "", width: int | None = None) -> str:
+    """The report of `fit` for people; `report` has the remedies too, `why_none` says why there is none for a plan that does not fit."""
     peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
     difference = format_bytes(abs(capacity - peak))
     verdict = f"fits, {difference} to spare" if report["fits"] else f"does not fit: {difference} too much"
@@ -165,7 +176,36 @@ def fit_text(plan: Plan, report: Mapping[str, Any], width: int | None = None) ->
         parts = (format_bytes(entry["memory_bytes"][name]) for name in names)
         rows.append((str(entry["pp_rank"]), str(entry["global_rank"]), format_bytes(entry["peak_memory_bytes"]), *parts))
     worst = f"worst rank {report['peak_memory_rank']}{_during(report)}: {format_bytes(peak)} of {format_bytes(capacity)}"
-    return "\n".join([_title(plan, plan.model.num_parameters), "", f"{worst}: {verdict}", "", *table(rows, width)])
+    return "\n".join(
+        [
+            _title(plan, plan.model.num_parameters),
+            "",
+            worst,
+            verdict,
+            *table(_usable_rows(report), width),
+            *(["", why_none] if why_none else _remedy_lines(report["remedies"], width)),
+            "",
+            *table(rows, width),
+        ]
+    )
+
+
+def _usable_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """How the usable part of a device comes about."""
+    names = (("reserved", "context and libraries"), ("fragmentation", "fragmentation"), ("headroom", "headroom"))
+    parts = [(f"less {name}", format_bytes(report[f"{key}_bytes"])) for key, name in names if report[f"{key}_bytes"]]
+    return [("memory of the device", format_bytes(report["device_bytes"])), *parts, ("usable", format_bytes(report["capacity_bytes"]))]
+
+
+def _remedy_lines(found: Sequence[Mapping[str, Any]], width: int | None) -> list[str]:
+    """What makes the plan fit, as options."""
+    if not found:
+        return []
+    rows = [("peak", "step", "--set")]
+    for each in found:
+        step = "not simulated" if each["step_time_s"] is None else format_s(each["step_time_s"])
+        rows.append((format_bytes(each["peak_memory_bytes"]), step, " ".join(each["set"])))
+    return ["", "it fits with one of these, each with --set:", *table(rows, width)]
 
 
 def _module_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -131,17 +131,6 @@ def as_device(cluster: ClusterSpec, preset: str) -> ClusterSpec:
     return replace(cluster, **{name: getattr(other, name) for name in DEVICE_FIELDS})
 
 
-def capacities_bytes(plan: Plan) -> list[int]:
-    """Memory of the smallest device of every pipeline rank."""
-    found = [int(plan.cluster.device_memory_bytes)] * plan.layout.pp
-    if plan.variation.device_classes:
-        of_rank = np.full(plan.cluster.num_devices, plan.cluster.device_memory_bytes)
-        for name, names in plan.variation.device_classes.items():
-            of_rank[devices_named(names, plan.cluster)] = as_device(plan.cluster, name).device_memory_bytes
-        found = of_rank[rank_index(plan.layout, "dense")].min(axis=(0, 1, 2)).astype(np.int64).tolist()
-    return found
-
-
 def couplings_of(plan: Plan) -> tuple[dict[Kind, int], np.ndarray]:
     """How many data-parallel ranks run a kind of action together, and an order of the ranks in which those are neighbours.
 

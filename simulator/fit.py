@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..core.findings import Finding
 from ..core.plan import Plan
 from ..core.units import format_bytes
-from .columns import capacities_bytes
-from .memory import rank_memories
-from .profiles import profile_of
-from .simulate import lowered_schedule, representatives
+from .remedies import is_tried, remedies
+from .simulate import representatives
+from .spare import spare_of
 
 OUT_OF_MEMORY = "out-of-memory"
 """The finding of a plan that does not fit."""
 
 
+NOTHING_HELPS = "No zero, recompute, micro, sequence_parallel, tp, pp or cp makes it fit here: use more devices."
+NOT_TRIED = "Try zero, recompute, micro or more tp: the schedule is too long to try them here."
+
+
 @dataclass(frozen=True)
 class Fit:
-    """`report` has the JSON keys of the interface; `per_rank` holds one entry per pipeline rank."""
+    """`report` has the JSON keys of the interface but `remedies`; `per_rank` in it holds one entry per pipeline rank."""
 
+    plan: Plan
     report: dict[str, Any]
 
     @property
     def fits(self) -> bool:
-        """True when every rank's peak is within the device's memory."""
+        """True when every rank's peak is within what it may use of its device."""
         return bool(self.report["fits"])
+
+    @cached_property
+    def remedies(self) -> list[dict[str, Any]]:
+        """The smallest changes with which a plan that does not fit does, each tried; empty for a plan that fits, or where none helps."""
+        return [] if self.fits else remedies(self.plan)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -37,29 +47,37 @@ class Fit:
         peak, capacity = format_bytes(report["peak_memory_bytes"]), format_bytes(report["capacity_bytes"])
         parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in report["memory_bytes"].items())
         where = ", ".join(filter(None, (f"rank {report['peak_memory_rank']}", report["peak_memory_action"])))
-        hint = "Cut the model further, hold fewer microbatches, recompute activations, or use ZeRO."
-        return (Finding(OUT_OF_MEMORY, "error", where, f"it needs {peak} and the device has {capacity}: {parts}.", hint),)
+        what = f"it needs {peak} and {capacity} of the device are usable: {parts}."
+        return (Finding(OUT_OF_MEMORY, "error", where, what, self.hint),)
+
+    @property
+    def hint(self) -> str:
+        """The fastest remedy of a plan that does not fit, in words, or why there is none."""
+        if not self.remedies:
+            return NOTHING_HELPS if is_tried(self.plan) else NOT_TRIED
+        best = self.remedies[0]
+        return f"It fits with {' '.join(f'--set {text}' for text in best['set'])} ({format_bytes(best['peak_memory_bytes'])})."
 
 
 def fit(plan: Plan) -> Fit:
-    """Peak memory of every pipeline rank against the capacity of the cluster's devices, of the smallest where it has several classes.
+    """Peak memory of every pipeline rank against what is usable of its device (`capacity`), of its smallest where classes differ.
 
-    A plan fits when the tensors of its worst rank do, the one with the least to spare: what the allocator holds beyond them it gives
-    back when it must.
+    The report tells of the rank with the least to spare. Of the sizes of a device `device_bytes` is its total and `capacity_bytes` what a
+    peak of live tensors may be; `reserved_memory_bytes` is what the allocator is expected to hold at the peak.
     """
-    memory = rank_memories(plan, lowered_schedule(plan), profile_of(plan).recv_buffers)
-    ranks, capacities = representatives(plan), capacities_bytes(plan)
-    heaviest = max(memory, key=lambda rank: (rank.peak_bytes - capacities[rank.pp_rank], -rank.pp_rank))
-    capacity = capacities[heaviest.pp_rank]
+    found, ranks = spare_of(plan), representatives(plan)
+    tightest = found.tightest
+    memory = found.memories[tightest]
     return Fit(
+        plan,
         {
-            "fits": heaviest.peak_bytes <= capacity,
-            "capacity_bytes": capacity,
-            "peak_memory_bytes": heaviest.peak_bytes,
-            "peak_memory_rank": ranks[heaviest.pp_rank],
-            "peak_memory_action": heaviest.peak_action,
-            "reserved_memory_bytes": heaviest.reserved_bytes,
-            "memory_bytes": heaviest.components(),
+            "fits": found.fits,
+            **found.capacities[tightest].report(),
+            "peak_memory_bytes": memory.peak_bytes,
+            "peak_memory_rank": ranks[memory.pp_rank],
+            "peak_memory_action": memory.peak_action,
+            "reserved_memory_bytes": memory.reserved_bytes,
+            "memory_bytes": memory.components(),
             "per_rank": [
                 {
                     "pp_rank": rank.pp_rank,
@@ -69,7 +87,7 @@ def fit(plan: Plan) -> Fit:
                     "reserved_memory_bytes": rank.reserved_bytes,
                     "memory_bytes": rank.components(),
                 }
-                for rank in memory
+                for rank in found.memories
             ],
-        }
+        },
     )

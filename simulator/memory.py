@@ -29,6 +29,7 @@ from .memory_sizes import layer_activation_bytes, stage_activation_bytes, stage_
 from .memory_states import states_of
 from .memory_static import buffers_bytes
 from .profiles import profile_of
+from .reserved import reserved_bytes
 
 __all__ = ["RankMemory", "layer_activation_bytes", "memory_samples", "peak_in_flight", "rank_memories", "stage_activation_bytes"]
 
@@ -90,6 +91,7 @@ def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tupl
     gathers = plan.layout.zero == 3 and not (schedule.actions.kind == Kind.UNSHARD).any()
     buffers: dict[tuple[object, ...], int] = {}
     message, overlaps = message_bytes(plan), profile_of(plan).p2p_overlap
+    context = profile.zero_context_bytes if plan.layout.zero and profile.zero_context_bytes else reserved_bytes(plan)
     memories = []
     for pp_rank, (stages, lanes) in enumerate(zip(owned, _lanes(schedule.placement), strict=True)):
         peak, messages = at_peaks[pp_rank], _messages(profile, lanes, len(stages), recv_buffers, overlaps=overlaps)
@@ -114,7 +116,7 @@ def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tupl
                 lasting_bytes=weights + optimizer + static + peak.lasting,
                 peak_action=peak.action,
                 reserved_bytes=int(total * profile.allocator_factor),
-                context_bytes=profile.context_bytes,
+                context_bytes=context,
             )
         )
     return tuple(memories)

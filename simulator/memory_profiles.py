@@ -32,8 +32,8 @@ class MemoryProfile:
     `head_gather_buffer`: the output layer gathers its input into a buffer that stays. `previous_gradient`: the gradient last sent to
     the stage before is held until the next one. `keeps_fp8_operands`: with fp8, kept inputs of products are fp8. `fp32_weights`:
     weights rest in fp32 and are cast when they are gathered. `defers_products`: after an input gradient only the operands of the
-    weight gradients stay, not all that the forward kept. `allocator_factor`: reserved over allocated bytes of the caching allocator;
-    `context_bytes`: device memory outside of it; `zero_context_bytes` where a ZeRO stage is on.
+    weight gradients stay, not all that the forward kept. `allocator_factor`: reserved over allocated bytes of the caching allocator,
+    which CPUs have not; `zero_context_bytes`: what the device shows beside it where a ZeRO stage is on, if not `reserved.reserved_bytes`.
     """
 
     name: str
@@ -64,7 +64,6 @@ class MemoryProfile:
     fp32_weights: bool = False
     defers_products: bool = False
     allocator_factor: float = 1.0
-    context_bytes: int = 0
     zero_context_bytes: int = 0
 
     def gradient_bytes(self, dtype: str) -> int:
@@ -81,14 +80,12 @@ TORCH_WORKSPACE_BYTES = 32 * MIB
 ALLOCATOR_FACTOR = 1.04
 """Reserved over allocated bytes of PyTorch's caching allocator: fitted, the median of the SimuMax B200 rows (they span 1.03 to 1.07)."""
 
-CONTEXT_BYTES = 1_500_000_000
-"""CUDA context, kernels and communicators, which nvidia-smi shows and the allocator does not: measured, README of the published runs."""
-
 DEEPSPEED_CONTEXT_BYTES = 11_800_000_000
-"""The same under DeepSpeed of 2022: communicators of the world, of each axis, of each pair of stages and of ZeRO, ZeRO's buckets of 5e8
-elements, and what the allocator keeps of other phases. Fitted: the mean over the ten families of the calibration half of the BLOOM
-chronicles (34 rows), +- 1e9; it does not depend on model, layout or microbatch. Without ZeRO it is as elsewhere: 2 to 4 GB remain of what
-Sailor's runs take (docs/validation.md)."""
+"""Device memory beside the allocator under DeepSpeed of 2022: communicators of the world, of each axis, of each pair of stages and of
+ZeRO, ZeRO's buckets of 5e8 elements, and what the allocator keeps of other phases. Fitted: the mean over the ten families of the
+calibration half of the BLOOM chronicles (34 rows), +- 1e9; it does not depend on model, layout or microbatch. Without ZeRO it is as
+elsewhere: 2 to 4 GB remain of what Sailor's runs take (docs/validation.md). What the allocator keeps it gives back when it must, so
+`capacity` does not count this but `reserved.reserved_bytes`."""
 
 _MEGATRON_2021 = MemoryProfile(
     "megatron-2021",
@@ -98,7 +95,6 @@ _MEGATRON_2021 = MemoryProfile(
     previous_gradient=True,
     defers_products=True,  # the zero-bubble forks
     allocator_factor=ALLOCATOR_FACTOR,
-    context_bytes=CONTEXT_BYTES,
 )
 
 _PROFILES: Mapping[str, MemoryProfile] = {
@@ -113,6 +109,7 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             defers_products=True,
             pairs_in_turn=True,
             counted_masks=True,
+            allocator_factor=ALLOCATOR_FACTOR,
         ),
         MemoryProfile(
             "megatron-te",
@@ -129,7 +126,6 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             keeps_fp8_operands=True,
             defers_products=True,
             allocator_factor=ALLOCATOR_FACTOR,
-            context_bytes=CONTEXT_BYTES,
         ),
         MemoryProfile(
             "torchtitan",
@@ -141,7 +137,6 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             fp32_weights=True,  # FSDP2 keeps fp32 shards and casts them as it gathers (MixedPrecisionPolicy)
             head_workspace_bytes=TORCH_WORKSPACE_BYTES,
             allocator_factor=ALLOCATOR_FACTOR,
-            context_bytes=CONTEXT_BYTES,
         ),
         MemoryProfile(
             "nanotron",
@@ -151,7 +146,6 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             weight_gradients=True,  # nanotron/optim/gradient_accumulator.py: bf16 gradients beside the fp32 sums, in DDP's buckets
             head_workspace_bytes=TORCH_WORKSPACE_BYTES,
             allocator_factor=ALLOCATOR_FACTOR,
-            context_bytes=CONTEXT_BYTES,
         ),
         _MEGATRON_2021,
         replace(_MEGATRON_2021, name="megatron-deepspeed", zero_context_bytes=DEEPSPEED_CONTEXT_BYTES),
@@ -193,7 +187,7 @@ def memory_profile(plan: Plan) -> MemoryProfile:
         fp32_gradients = runtime.gradient_bytes(plan.precision.dtype) == 4
     if (fused_loss := plan.runtime.fused_loss) is not None:
         profile = replace(profile, cross_entropy_in_place=fused_loss, eager_loss=profile.eager_loss and not fused_loss)
-    if plan.layout.zero and profile.zero_context_bytes:
-        profile = replace(profile, context_bytes=profile.zero_context_bytes)
+    if plan.cluster.collective_library == "gloo":
+        profile = replace(profile, allocator_factor=1.0)
     dropout = runtime.dropout and not profile.counted_masks
     return replace(profile, fused_attention=runtime.fused_attention, dropout=dropout, fp32_gradients=fp32_gradients)

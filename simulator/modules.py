@@ -22,6 +22,7 @@ from ..core.program.work import activation_bytes
 from ..core.schedule import Schedule
 from ..core.timeline import MemorySample, Timeline
 from .attribution import Sort, attribute, busy_s, critical_pp_rank, sorts_of
+from .capacity import capacity_of
 from .engine import Run, execute
 from .flops import step_flops
 from .graph import NUM_WAITS, Graph, build_graph
@@ -211,6 +212,7 @@ def _report(plan: ModularPlan, run: Run, prices: Sequence[Seconds], memory: tupl
     model_flops, causal_flops, hardware_flops = (sum(each) for each in zip(*map(_flops, plan.parts), strict=True))
     peak_flops = step_s * plan.world_size * plan.cluster.peak_flops_per_s[plan.precision.dtype]
     heaviest = max(memory, key=lambda each: (each.peak_bytes, -each.pp_rank))
+    capacity = next(capacity_of(part).usable_bytes for part in plan.parts if heaviest.pp_rank < part.first_stage + part.layout.pp)
     return {
         "step_time_s": step_s,
         "tokens_per_s": tokens / step_s,
@@ -225,6 +227,7 @@ def _report(plan: ModularPlan, run: Run, prices: Sequence[Seconds], memory: tupl
         "peak_memory_bytes": heaviest.peak_bytes,
         "peak_memory_rank": ranks[heaviest.pp_rank],
         "peak_memory_action": heaviest.peak_action,
+        "capacity_bytes": capacity,
         "memory_bytes": heaviest.components(),
         "num_parameters": plan.num_parameters,
         "num_devices": plan.world_size,

@@ -40,6 +40,7 @@ def _origins(cluster: ClusterSpec, profile: Profile) -> dict[str, Origin]:
         "memory.optimizer": _origin("exact", "two fp32 moments, fp32 master weights beside 16-bit weights"),
         "memory.activations": _origin("modelled", "Korthikanti et al. 2022, table 2, with fused attention and without dropout"),
         "memory.buffers": _origin("modelled", "messages under way, gathered layers, one layer's working set; no fragmentation"),
+        "capacity": _origin("modelled", "simulator.capacity: the device's total less context, libraries, fragmentation and headroom"),
     }
     for field, source in cluster.sources.items():
         origins[f"cluster.{field}"] = _origin(_kind_of(source), source)
@@ -51,7 +52,7 @@ def _origin(kind: Literal["exact", "modelled", "measured"], source: str) -> Orig
 
 
 def _kind_of(source: str) -> Literal["exact", "modelled", "measured"]:
-    """Sources of cluster fields open with how they were obtained; data sheets and counts are taken as exact."""
-    if source.startswith("measured"):
+    """Sources of cluster fields open with how they were obtained; data sheets and counts are exact."""
+    if source.startswith(("measured", "reported")):
         return "measured"
-    return "modelled" if source.startswith(("estimate", "nominal", "modelled", "fitted")) else "exact"
+    return "modelled" if source.startswith(("estimate", "nominal", "modelled", "fitted", "derived")) else "exact"

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.devices import GH200
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -29,8 +31,16 @@ MACHINES: tuple[tuple[str, Machine], ...] = (
     ("B200", Machine("dgx-b200")),
     ("H200", Machine("dgx-h200")),
     ("GH-96", Machine("alps-gh200")),
-    # torchtitan, docs/performance.md: H100 of Grand Teton servers, 96 GB of HBM2e at 2.4 TB/s, limited to 500 W.
-    ("H100-96GB", Machine("dgx-h100", {"device_memory_bytes": 96e9, "device_memory_bytes_per_s": 2.4e12}, power_share=500 / 700)),
+    # torchtitan, docs/performance.md: H100 of Grand Teton servers, 96 GB of HBM2e at 2.4 TB/s, limited to 500 W. Its total is not
+    # published: that of the GH200, which has 96 GB too.
+    (
+        "H100-96GB",
+        Machine(
+            "dgx-h100",
+            {"device_memory_bytes": GH200["device_memory_bytes"][0], "device_memory_bytes_per_s": 2.4e12},
+            power_share=500 / 700,
+        ),
+    ),
     ("H100", Machine("dgx-h100")),
     ("H800", Machine("h800-pod")),
     # A800: an A100 with NVLink limited to 400 GB/s both directions together.

@@ -22,6 +22,7 @@ from ..core.options import SearchSpace
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from ..core.schedules import build, lower
+from .capacity import capacity_of
 from .memory import RankMemory, rank_memories
 from .pricing import Pricing
 from .profiles import profile_of
@@ -41,7 +42,7 @@ SHARED_WITH_PLANS = ("model", "cluster", "batch", "precision", "runtime", "numer
 """What a search space takes from a plan."""
 
 REASONS = {
-    "out-of-memory": "the worst rank's peak is above the device's memory",
+    "out-of-memory": "the worst rank's peak is above what is usable of the device's memory",
     "bound-above-best": "a lower bound on the step time is above the slowest ranked candidate",
     "slower": "simulated, and slower than the ranked candidates",
     "illegal-layout": "degrees or rank order contradict each other",
@@ -132,7 +133,7 @@ def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[
 def _fitting(cut: Cut, space: SearchSpace, tally: Tally) -> Iterator[tuple[float, Plan]]:
     """(sharp bound in seconds, plan) of what may fit."""
     for plan in variants(cut, space):
-        if memory_bound_bytes(plan) > space.cluster.device_memory_bytes:
+        if memory_bound_bytes(plan) > capacity_of(plan).usable_bytes:
             tally.reject("out-of-memory")
             continue
         yield lower_bound_s(plan, Pricing(plan, gathers_scheduled=plan.schedule.max_active_stages is not None)), plan
@@ -144,7 +145,7 @@ def _misfit(plan: Plan) -> str | None:
         heaviest = worst(_memories(plan))
     except ScheduleError:
         return "schedule-can-be-built"
-    return "out-of-memory" if heaviest.peak_bytes > plan.cluster.device_memory_bytes else None
+    return "out-of-memory" if heaviest.peak_bytes > capacity_of(plan).usable_bytes else None
 
 
 def _memories(plan: Plan) -> tuple[RankMemory, ...]:

@@ -18,6 +18,7 @@ from ..core.schedule import Schedule
 from ..core.schedules import build, lower, schedule_for
 from ..core.timeline import MemorySample, Timeline
 from .attribution import attribute, busy_s, critical_pp_rank, sorts_of
+from .capacity import capacities
 from .contention import execute_shared
 from .engine import Run, execute
 from .flops import step_flops
@@ -201,6 +202,7 @@ def report_of(plan: Plan, run: Run, prices: Sequence[Seconds], memory: tuple[Ran
         "peak_memory_bytes": heaviest.peak_bytes,
         "peak_memory_rank": ranks[heaviest.pp_rank],
         "peak_memory_action": heaviest.peak_action,
+        "capacity_bytes": capacities(plan)[heaviest.pp_rank].usable_bytes,
         "memory_bytes": heaviest.components(),
         "num_parameters": _num_parameters(plan.model),
         "num_devices": num_devices,

@@ -16,7 +16,8 @@ from ..core.action import SENDS, Kind
 from ..core.plan import Plan
 from ..core.variation import NO_VARIATION, devices_named
 from .attribution import sorts_of
-from .columns import Columns, as_device, columns_of
+from .capacity import capacity_of_class
+from .columns import Columns, columns_of
 from .draws import add_pauses, slowest
 from .engine import Run, execute
 from .expert_load import Loads, draw_loads, joined
@@ -115,7 +116,7 @@ def _classes(plan: Plan, memory: tuple[RankMemory, ...]) -> list[dict[str, Any]]
         ranks = devices_named(names, plan.cluster)
         stages = {plan.layout.coordinates(rank)["pp"] for rank in ranks}
         peak = max(memory[pp_rank].peak_bytes for pp_rank in stages)
-        capacity = as_device(plan.cluster, name).device_memory_bytes
+        capacity = capacity_of_class(plan, name).usable_bytes
         found.append({"class": name, "num_devices": len(ranks), "capacity_bytes": capacity, "peak_memory_bytes": peak})
     return found
 

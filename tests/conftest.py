@@ -57,7 +57,7 @@ def workers() -> Iterator[WorkersOf]:
     def workers_of(world_size: int, transport: str = "gloo") -> Workers:
         key = (world_size, transport)
         if key not in pools or pools[key].closed:
-            pools[key] = Workers(world_size, transport, timeout_s=120)  # type: ignore[arg-type]
+            pools[key] = Workers(world_size, transport, timeout_s=600)  # type: ignore[arg-type]
         return pools[key]
 
     yield workers_of

@@ -72,14 +72,19 @@ def assert_schedule(schedule: Schedule | Plan | ModularPlan | Path | str) -> Non
 
 
 def assert_fits(plan: Plan | Path | str) -> None:
-    """Fails unless the predicted peak memory of every rank is within its device. No torch. Raises `ProofFailed` or `PlanError`."""
+    """Fails unless the predicted peak memory of every rank is within what is usable of its device. No torch.
+
+    Raises `ProofFailed` or `PlanError`.
+    """
     __tracebackhide__ = True
     given, source = _read(plan)
     if not isinstance(given, Plan):
         raise TypeError("assert_fits takes the plan of one model. Give one.")
-    if found := service("fit")(given).findings:
-        capacity = format_bytes(given.cluster.device_memory_bytes)
-        raise _failed(f"the plan does not fit {given.cluster.num_devices} devices of {given.cluster.name} with {capacity}", found, source)
+    fitting = service("fit")(given)
+    if found := fitting.findings:
+        usable, total = (format_bytes(fitting.report[key]) for key in ("capacity_bytes", "device_bytes"))
+        devices = f"{given.cluster.num_devices} devices of {given.cluster.name}"
+        raise _failed(f"the plan does not fit {devices}, with {usable} usable of {total}", found, source)
 
 
 def _read(given: Schedule | Plan | ModularPlan | Path | str) -> tuple[Schedule | Plan | ModularPlan, str | None]:

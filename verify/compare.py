@@ -24,6 +24,7 @@ from .ledger import (
     GATHERED,
     GRADIENT,
     HELD_OUT,
+    NO_STEP,
     OPTIMIZER,
     RECOMPUTED,
     SCALAR,

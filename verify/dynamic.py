@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backend.unsupported import unsupported
@@ -30,7 +28,18 @@ from .first_cause import Progress, run_against
 from .ledger import RunLedger
 from .modules import leaf_sizes, parts_of, provable
 from .mutations.drop import DropReduction
-from .proof_run import ProofJob, Scenario, TransportName, one_device, probe_rank, probed, prove_rank, run_ledger, train_steps
+from .proof_run import (
+    ProofJob,
+    Scenario,
+    TransportName,
+    one_device,
+    probe_rank,
+    probed,
+    prove_rank,
+    run_ledger,
+    scratch_folder,
+    train_steps,
+)
 from .reference import Reference, reference_words
 from .references import References
 from .static import StaticProof, prove_static
@@ -181,8 +190,8 @@ def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
     moments of one device, so that errors are those of one step."""
     assert isinstance(job.plan, Plan), "modules are not proved in fast numerics"
     exact = one_device(replace(job.plan, numerics=replace(job.plan.numerics, mode="exact"), data_parallel=DataParallel()))
-    with tempfile.TemporaryDirectory(prefix="shardproof-fast-") as name:
-        one, many = Path(name, "one"), Path(name, "many")
+    with scratch_folder("fast-") as parent:
+        one, many = parent / "one", parent / "many"
         for folder in (one, many):
             folder.mkdir()
         reference = run_ledger(replace(job, plan=exact, folder=one, fault=None, around=None), "memory")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +14,7 @@ from .captured import Captured, context_of, part_of
 from .compare import Difference, Values, compare, ranks_of
 from .ledger import ACTIVATION, RECOMPUTED, Key, Piece, RunLedger
 from .modules import plan_of_rank
-from .proof_run import PARTS_FILE, ProofJob, TransportName, one_device, run_ledger
+from .proof_run import PARTS_FILE, ProofJob, TransportName, one_device, run_ledger, scratch_folder
 from .twice import as_two_runs, is_of_all, sources_of
 
 CAPTURE_BYTES = 2**28
@@ -48,8 +46,8 @@ def _look_closer(
     """The differences with their values, as far as the capture budget reaches, and the relation of the first. The folder of values is
     removed in any case."""
     chosen = _within_budget(differences, reference, run, many.plan.world_size)
-    with tempfile.TemporaryDirectory(prefix="shardproof-proof-") as name:
-        folders = Path(name, "one"), Path(name, "many")
+    with scratch_folder("proof-") as parent:
+        folders = parent / "one", parent / "many"
         for folder in folders:
             folder.mkdir()
         parts_of = _summed(differences[0].key, reference, run) if isinstance(one.plan, Plan) else None

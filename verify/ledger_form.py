@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..core.digest import Region
 from ..core.names import is_plain
@@ -107,7 +107,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.cli import exit_code
+from ..core.cli import exit_code, run_program
 from ..core.errors import InternalError, PlanError, ShardproofError, did_you_mean
 from ..core.findings import Finding
 from ..core.modules import ModularPlan
@@ -237,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_output(args.output)
         return _run(args)
 
-    return exit_code("python -m shardproof.verify.matrix", run)
+    answer = run_program if arguments is None else exit_code
+    return answer("python -m shardproof.verify.matrix", run)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from ..core.cli import exit_code
+from ..core.cli import run_program
 from ..core.cluster_presets import cluster_preset
 from ..core.layout import Layout
 from ..core.model_presets import model_preset
@@ -101,4 +101,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("python -m shardproof.verify.matrix_modules", main))
+    sys.exit(run_program("python -m shardproof.verify.matrix_modules", main))

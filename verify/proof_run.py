@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..backend.launch import preload, run_ranks
+from ..backend.launch import scratch_folder as scratch_folder  # of those that may not use the backend
 from ..backend.libraries import libraries_of
 from ..core.errors import PlanError, RankFailure
 from ..core.findings import Finding

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +27,7 @@ from .decoder import Inputs
 from .forward import Made, Recorded, activation_names, gradient_names, made, router_gradients, samples_checked
 from .gradient_parts import Measured, usual_size, whole
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
-from .proof_run import ProofJob, run_ledger
+from .proof_run import ProofJob, run_ledger, scratch_folder
 from .reference_run import (
     COUNTED_FILE,
     DERIVATIVE_FILE,
@@ -73,10 +72,10 @@ def checked_ledger(job: ProofJob) -> tuple[RunLedger, Reference | None]:
     if not isinstance(job.plan, Plan):
         return run_ledger(job, "memory"), None
     steps = steps_kept(job.plan, job.steps)
-    with tempfile.TemporaryDirectory(prefix="shardproof-reference-") as name:
-        kept = replace(job, capture=kept_keys(job.plan, steps), folder=Path(name), scenario=reference_steps)
+    with scratch_folder("reference-") as folder:
+        kept = replace(job, capture=kept_keys(job.plan, steps), folder=folder, scenario=reference_steps)
         ledger = run_ledger(kept, "memory")
-        return ledger, _Check(job.plan, ledger, Path(name), steps, job.block is not None).result()
+        return ledger, _Check(job.plan, ledger, folder, steps, job.block is not None).result()
 
 
 def reference_words(report: Mapping[str, Any]) -> str:

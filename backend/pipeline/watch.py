@@ -6,8 +6,14 @@ of a rank that may not answer any more. Writing one costs a microsecond. `halt` 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
+import re
+import stat
+import struct
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,6 +28,10 @@ BACKWARD_LANE = "backward"
 MAX_LANES = 32
 """Lanes of a rank that a board has room for: compute, dp, and four for every neighbour of the pipeline, of which there are two or three."""
 RECORD_BYTES = 192
+ROW_HEAD = struct.Struct("<II")
+"""What goes before a row on a board: whose it is, and how many bytes it takes."""
+MEMORY_NAME = "shardproof-board"
+"""What the system calls the memory of a board that has no file."""
 
 
 class LaneAt(NamedTuple):
@@ -60,18 +70,62 @@ class LaneAt(NamedTuple):
 
 
 class Board:
-    """The lanes of `world_size` ranks in a file of a fixed size. Whoever makes it comes before those that open it."""
+    """The lanes of `world_size` ranks in a file: first a record per lane, which are mapped into memory, then rows, which are appended.
 
-    def __init__(self, path: str | Path, world_size: int, *, create: bool = False):
-        self.path, self.world_size = Path(path), world_size
-        size = world_size * MAX_LANES * RECORD_BYTES
-        descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
-        try:
-            if create:
-                os.ftruncate(descriptor, size)
-            self._map = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+    `create` makes one with a name, in a folder that nobody else may write; `nameless` one in memory that is gone with the last
+    process that has it, and that other processes of this user open by its `address`. Whoever makes a board comes before those that
+    open it.
+    """
+
+    def __init__(self, descriptor: int, world_size: int):
+        """Takes over an open file. Raises `OSError` where it is another user's, no regular file, or of too few bytes."""
+        self.world_size, self._descriptor = world_size, descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self._lanes_bytes = world_size * MAX_LANES * RECORD_BYTES
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_size < self._lanes_bytes:
+            raise OSError(errno.EPERM, f"no board of {world_size} ranks of this user")
+        self._map = mmap.mmap(descriptor, self._lanes_bytes)
+
+    @classmethod
+    def create(cls, path: str | Path, world_size: int) -> Board:
+        """A new file. Raises `OSError` where something of that name exists, a link too."""
+        return cls._sized(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), world_size)
+
+    @classmethod
+    def open(cls, path: str | Path, world_size: int) -> Board:
+        """What `create` has made. Raises `OSError` where that is not there, or a link."""
+        return cls(os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW), world_size)
+
+    @classmethod
+    def nameless(cls, world_size: int) -> Board:
+        """A new board in memory. Raises `OSError` where the system has no such files; only Linux has."""
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        descriptor = os.memfd_create(MEMORY_NAME)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)
+        return cls._sized(descriptor, world_size)
+
+    @classmethod
+    def at(cls, address: str, world_size: int) -> Board:
+        """What `nameless` has made in a process of this machine. Raises `OSError` where there is no such board, or this process may not
+        open it. An address from elsewhere cannot lead to a file: nothing but memory that is named as a board is opened."""
+        if not re.fullmatch(r"\d{1,10} \d{1,10}", address):
+            raise OSError(errno.EINVAL, f"no address of a board: {address[:40]!r}")
+        link = "/proc/{}/fd/{}".format(*address.split())
+        if str(Path(link).readlink()) != f"/memfd:{MEMORY_NAME} (deleted)":
+            raise OSError(errno.EPERM, "no board", link)
+        return cls(os.open(link, os.O_RDWR | os.O_APPEND), world_size)
+
+    @classmethod
+    def _sized(cls, descriptor: int, world_size: int) -> Board:
+        os.ftruncate(descriptor, world_size * MAX_LANES * RECORD_BYTES)
+        return cls(descriptor, world_size)
+
+    @property
+    def address(self) -> str:
+        """Where other processes of this machine find a nameless board, as long as this process has it: its id and file descriptor."""
+        return f"{os.getpid()} {self._descriptor}"
 
     def write(self, global_rank: int, slot: int, place: LaneAt) -> None:
         """Shows where a lane is; its slot is its number among the rank's lanes."""
@@ -85,25 +139,23 @@ class Board:
         return tuple(filter(None, (LaneAt.from_record(self._map[at : at + RECORD_BYTES]) for at in records)))
 
     def write_row(self, global_rank: int, row: Iterable[object]) -> None:
-        """Keeps a rank's row of the schedule beside the board."""
-        self._row_file(global_rank).write_text(" ".join(map(str, row)))
+        """Keeps a rank's row of the schedule behind the lanes."""
+        text = " ".join(map(str, row)).encode()
+        os.write(self._descriptor, ROW_HEAD.pack(global_rank, len(text)) + text)  # one call: rows of several ranks do not mix
 
     def row(self, global_rank: int) -> tuple[str, ...]:
-        """The rank's row; empty for a rank that has written none."""
-        file = self._row_file(global_rank)
-        return tuple(file.read_text().split()) if file.exists() else ()
+        """The row that a rank has written last; empty for a rank that has written none."""
+        found, at = b"", self._lanes_bytes
+        while len(head := os.pread(self._descriptor, ROW_HEAD.size, at)) == ROW_HEAD.size:
+            rank, length = ROW_HEAD.unpack(head)
+            if rank == global_rank:
+                found = os.pread(self._descriptor, length, at + ROW_HEAD.size)
+            at += ROW_HEAD.size + length
+        return tuple(found.decode().split())
 
     def content(self) -> bytes:
-        """All of it: the same bytes twice mean that no lane of any rank has moved."""
+        """All lanes: the same bytes twice mean that no lane of any rank has moved."""
         return self._map[:]
-
-    def remove(self) -> None:
-        """Takes the files away; those who have the board open go on seeing each other."""
-        for file in (self.path, *map(self._row_file, range(self.world_size))):
-            file.unlink(missing_ok=True)
-
-    def _row_file(self, global_rank: int) -> Path:
-        return self.path.with_name(f"{self.path.name}-row{global_rank}")
 
 
 class Place:

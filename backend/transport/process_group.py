@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.host import EXCHANGED_BYTES
+from ..interfaces import gloo_interfaces
 from ..pipeline.watch import Board
 from ..recorder import Recorder
 from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy, num_elements
@@ -32,7 +33,7 @@ class ProcessGroupTransport(Transport):
     """One process's way to the others: process groups over `store`, which all ranks share.
 
     A store may serve several transports one after the other, if all ranks make them in one order: each has its own part of the store.
-    `interface_address` binds gloo to one network address (`127.0.0.1` for ranks of one machine); None lets gloo resolve the host name.
+    gloo listens on the interfaces that `GLOO_SOCKET_IFNAME` names, else on the address that the name of this host has.
     Raises `ValueError` when `backend` cannot move tensors of `device`.
     """
 
@@ -45,7 +46,6 @@ class ProcessGroupTransport(Transport):
         backend: Backend = "gloo",
         device: str | torch.device = "cpu",
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        interface_address: str | None = None,
         recorder: Recorder | None = None,
         board: Board | None = None,
     ):
@@ -54,9 +54,8 @@ class ProcessGroupTransport(Transport):
             raise ValueError(f"backend {backend!r} does not move tensors of {device}; gloo moves cpu, nccl moves cuda tensors.")
         super().__init__(global_rank, world_size, device, recorder, board)
         self.backend = backend
-        self._store = _own_part(store, world_size)
+        self._store = own_part(store, world_size)
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._interface_address = interface_address
         self._has_default_group = False
 
     def connect(self, name: str, rank: int, size: int) -> Any:
@@ -102,11 +101,9 @@ class ProcessGroupTransport(Transport):
         self.close()
 
     def _gloo(self, store: dist.Store, rank: int, size: int) -> Any:
-        make_device = dist.ProcessGroupGloo.create_device
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [
-            make_device(hostname=self._interface_address) if self._interface_address else dist.ProcessGroupGloo.create_default_device()
-        ]
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in gloo_interfaces()]
+        options._devices = options._devices or [dist.ProcessGroupGloo.create_default_device()]
         options._timeout = self._timeout
         # one call at a time runs on a group, so one worker thread is enough; it also connects several times faster than two
         options._threads = 1
@@ -263,7 +260,7 @@ class ProcessGroupChannel(Channel):
         _shut_down(process_group)
 
 
-def _own_part(store: dist.Store, world_size: int) -> dist.Store:
+def own_part(store: dist.Store, world_size: int) -> dist.Store:
     """The part of a store that no transport before has left its addresses in: ranks come, all of them to one before any to the next."""
     number = (store.add("shardproof/came", 1) - 1) // world_size
     return dist.PrefixStore(f"shardproof/{number}", store)

@@ -14,7 +14,9 @@ from ..modules import Module
 from ..plan import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
 from ..variation import Variation
 
-KeyType = Literal["int", "float", "bool", "str", "path", "two floats", "list of ints", "list of texts", "table of rates", "table of texts"]
+KeyType = Literal[
+    "int", "float", "size", "bool", "str", "path", "two floats", "list of ints", "list of texts", "table of rates", "table of texts"
+]
 
 NOUNS: Mapping[str, type] = {
     "model": ModelSpec,

@@ -23,7 +23,7 @@ class Prediction:
     layout: str = ""
     predicted_s: float | None = None
     predicted_bytes: float | None = None
-    capacity_bytes: float | None = None
+    fits: bool | None = None
     peak_rank: int | None = None
     time_s: Mapping[str, float] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def _predicted(row: Row, measured: Measured, published: PublishedPlan) -> Predic
         layout=f"{plan.layout.degrees}, micro {plan.batch.micro_size} x {plan.num_microbatches}",
         predicted_s=simulation.period_s,
         predicted_bytes=sizes.get(measured.memory_kind, heaviest.peak_bytes),
-        capacity_bytes=plan.cluster.device_memory_bytes,
+        fits=heaviest.peak_bytes <= report["capacity_bytes"],
         peak_rank=report["peak_memory_rank"],
         time_s=report["time_s"],
         assumed=published.assumed,

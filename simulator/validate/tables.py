@@ -9,6 +9,7 @@ from ..published import Row, measured_of
 from .bias import bias_tables, series_of
 from .causes import CAUSES, OUTLIER, causes_of, outliers
 from .choices import choice_table, choice_targets
+from .fitting import fitting_table
 from .noise import Floor, floors, repetitions
 from .parts import PartPrediction
 from .predictions import Prediction
@@ -25,6 +26,7 @@ def validation_tables(rows: Sequence[Row], predictions: list[Prediction], parts:
         *bias_tables(rows, predictions),
         _sources(predictions),
         _memory(predictions),
+        fitting_table(predictions),
         _split(predictions),
         _left_out(predictions),
         choice_table(rows, predictions),

@@ -108,13 +108,13 @@ def test_hidden_states_arrive_and_gradients_come_back(source, destination, coloc
     setting = (source, destination, colocated)
     sizes = source.world_size, destination.world_size
     world = max(sizes) if colocated else sum(sizes)
-    check_crossing(run_threads(MemoryWorld(world, timeout_s=30), cross, setting), setting)
+    check_crossing(run_threads(MemoryWorld(world, timeout_s=120), cross, setting), setting)
 
 
 def test_every_byte_is_sent_once_each_way():
     """tp4 -> tp2 without sequence parallelism: two replicas send the whole, and two of four gradients come from each destination."""
     setting = (Layout(tp=4), Layout(tp=2), False)
-    results = run_threads(MemoryWorld(6, timeout_s=30), cross, setting)
+    results = run_threads(MemoryWorld(6, timeout_s=120), cross, setting)
     whole = numbers(1).nbytes
     sent = [[event.sent_bytes for event in events if isinstance(event, Collective)] for *_, events in results]
     assert sent == [[whole, 0], [whole, 0], [0, 0], [0, 0], [0, 2 * whole], [0, 2 * whole]]
@@ -155,7 +155,7 @@ def encoder(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def test_two_encoders_of_other_degrees_and_a_decoder_have_the_gradients_of_one_process():
-    results = run_threads(MemoryWorld(8, timeout_s=30), run_encoders, None)
+    results = run_threads(MemoryWorld(8, timeout_s=120), run_encoders, None)
     whole = [numbers(number).double().requires_grad_() for number in (0, 1)]
     (encoder(whole[0], 0) * encoder(whole[1], 1).sin()).sum().backward()
     for number, grid in enumerate(encoder_grids()[:2]):
@@ -165,7 +165,7 @@ def test_two_encoders_of_other_degrees_and_a_decoder_have_the_gradients_of_one_p
 
 def test_a_frozen_source_still_takes_part_in_the_backward():
     """Without a gradient of its own input, a source receives what the others send."""
-    results = run_threads(MemoryWorld(2, timeout_s=10), frozen, None)
+    results = run_threads(MemoryWorld(2, timeout_s=120), frozen, None)
     assert results == [True, True]
 
 
@@ -202,7 +202,7 @@ def lanes(transport, layouts: tuple[Layout, Layout]):
 
 def test_lanes_bring_messages_in_order_both_ways_at_once():
     layouts = Layout(tp=2, cp=2, **SP), Layout(dp=3)
-    assert run_threads(MemoryWorld(7, timeout_s=30), lanes, layouts) == [True] * 7
+    assert run_threads(MemoryWorld(7, timeout_s=120), lanes, layouts) == [True] * 7
 
 
 # A model whose layers lie on two grids, run by the executor
@@ -426,7 +426,7 @@ def refused(transport, what: str):
 )
 def test_a_wrong_bridge_is_refused(what, words):
     with pytest.raises((ValueError, RankFailure), match=words):
-        run_threads(MemoryWorld(4, timeout_s=10), refused, what)
+        run_threads(MemoryWorld(4, timeout_s=120), refused, what)
 
 
 def test_an_end_of_a_bridge_refuses_other_shapes_and_the_other_direction():

@@ -109,7 +109,7 @@ def cycles_job(transport, path):
     store, here = dist.FileStore(path, transport.world_size), transport.global_rank
     kept, counts = [], [held()]
     for cycle in range(NUM_CYCLES):
-        with ProcessGroupTransport(store, here, layout.world_size, interface_address="127.0.0.1") as own:
+        with ProcessGroupTransport(store, here, layout.world_size) as own:
             mesh = Mesh(own, layout, schedule)
             (total,) = set(mesh.model.all_reduce(torch.tensor([float(here + cycle)]), "sum").tolist())
             assert total == 1 + 2 * cycle
@@ -155,7 +155,7 @@ def torchrun_job(transport, port):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sums = []
     for _ in range(2):
-        with torchrun_transport(timeout_s=20) as own:
+        with torchrun_transport(timeout_s=120) as own:
             group = own.group("world", "dp", (0, 1))
             sums.append(group.all_reduce(torch.tensor([1.0 + own.global_rank]), "sum").item())
     return sums

@@ -252,7 +252,7 @@ def test_while_a_forward_runs_two_more_receives_complete_than_its_row_lists_befo
         def __call__(self, microbatch, hidden):
             if microbatch == 0 and torch.is_grad_enabled():
                 with lines["F"].changed:
-                    assert lines["F"].changed.wait_for(lambda: lines["F"].count >= wanted, timeout=60), lines["F"].count
+                    assert lines["F"].changed.wait_for(lambda: lines["F"].count >= wanted, timeout=600), lines["F"].count
                 time.sleep(0.2)  # for what must not come
                 seen.append(lines["F"].count)
             return super().__call__(microbatch, hidden)

@@ -357,7 +357,7 @@ def test_a_mistake_of_a_users_own_layer_is_not_called_ours_and_its_line_is_named
 
 @pytest.fixture
 def board(tmp_path):
-    return Board(tmp_path / "board", 4, create=True)
+    return Board.create(tmp_path / "board", 4)
 
 
 def show(board, global_rank, row, action, *, needs=None, peer=-1, phase="step 3"):

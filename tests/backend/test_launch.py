@@ -269,7 +269,7 @@ def run_script(tmp_path, text):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(text))
     command = [sys.executable, "-W", "error", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_a_script_without_a_main_guard_leaves_no_warning_and_never_imports_torch_itself(tmp_path):
@@ -353,7 +353,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
         pids = [_pid(tmp_path / str(rank)) for rank in range(2)]
         process.send_signal(number)
         try:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=600)
         finally:
             process.kill()  # else leaving `with` waits for ranks that sleep an hour
     assert None not in pids, errors.decode()

@@ -50,6 +50,26 @@ def test_every_problem_of_a_cluster_is_reported_together():
     assert len(caught.value.problems) == 4
 
 
+@pytest.mark.parametrize(
+    ("headroom", "num_bytes"),
+    [("0", 0), ("8%", 0.08 * 79.11 * 2**30), ("0.5%", 0.005 * 79.11 * 2**30), ("4GiB", 2**32), ("500 MB", 5e8), ("4e9", 4e9)],
+)
+def test_headroom_is_a_share_of_the_device_or_bytes(headroom, num_bytes):
+    cluster = dataclasses.replace(cluster_preset("dgx-h100", 8), headroom=headroom)
+    assert cluster.headroom_bytes == pytest.approx(num_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("headroom", ["", "-1", "8", "100%", "8 %%", "much", "nan", "1e999", "4XiB", "1iB"])
+def test_headroom_that_is_no_size_is_refused_with_what_is(headroom):
+    with pytest.raises(ClusterError, match="write a share of the whole below 100%"):
+        dataclasses.replace(cluster_preset("dgx-h100", 8), headroom=headroom)
+
+
+def test_headroom_of_the_whole_device_is_refused():
+    with pytest.raises(ClusterError, match="leaves nothing of device_memory_bytes=84943715697"):
+        dataclasses.replace(cluster_preset("dgx-h100", 8), headroom="80GiB")
+
+
 def test_an_unknown_cluster_offers_the_closest_one():
     with pytest.raises(UnknownNameError, match="did you mean 'dgx-h100'"):
         cluster_preset("dgx-h10", 8)
@@ -60,25 +80,29 @@ def test_a_cluster_can_be_hashed_so_that_plans_can_be():
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16_flops_per_s", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"),
+    ("name", "bf16_flops_per_s", "memory_gib", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"),
     [
-        ("dgx-2", None, 32e9, 900e9, 150e9, 100e9),
-        ("dgx-a100-40g", 312e12, 40e9, 1.555e12, 300e9, 200e9),
-        ("dgx-a100-80g", 312e12, 80e9, 2.039e12, 300e9, 200e9),
-        ("dgx-h100", 989.4e12, 80e9, 3.35e12, 450e9, 400e9),
-        ("dgx-h200", 989.4e12, 141e9, 4.8e12, 450e9, 400e9),
-        ("h800-pod", 989.4e12, 80e9, 3.35e12, 200e9, 400e9),
-        ("alps-gh200", 989.4e12, 96e9, 4e12, 450e9, 100e9),
-        ("dgx-b200", 2.25e15, 180e9, 8e12, 900e9, 400e9),
-        ("dgx-b300", 2.25e15, 288e9, 8e12, 900e9, 800e9),
-        ("gb200-nvl72", 2.5e15, 186e9, 8e12, 900e9, 72 * 50e9),
-        ("gb300-nvl72", 2.5e15, 279e9, 8e12, 900e9, 72 * 100e9),
+        ("dgx-2", None, 31.74, 900e9, 150e9, 100e9),
+        ("dgx-a100-40g", 312e12, 39.41, 1.555e12, 300e9, 200e9),
+        ("dgx-a100-80g", 312e12, 79.15, 2.039e12, 300e9, 200e9),
+        ("dgx-h100", 989.4e12, 79.11, 3.35e12, 450e9, 400e9),
+        ("dgx-h200", 989.4e12, 139.80, 4.8e12, 450e9, 400e9),
+        ("h800-pod", 989.4e12, 79.11, 3.35e12, 200e9, 400e9),
+        ("alps-gh200", 989.4e12, 94.88, 4e12, 450e9, 100e9),
+        ("dgx-b200", 2.25e15, 178.35, 8e12, 900e9, 400e9),
+        ("dgx-b300", 2.25e15, 267.69, 8e12, 900e9, 800e9),
+        ("gb200-nvl72", 2.5e15, 184.31, 8e12, 900e9, 72 * 50e9),
+        ("gb300-nvl72", 2.5e15, 276.50, 8e12, 900e9, 72 * 100e9),
     ],
 )
-def test_a_preset_repeats_its_data_sheet(name, bf16_flops_per_s, memory_bytes, memory_bytes_per_s, link_bytes_per_s, network_bytes_per_s):
+def test_a_preset_repeats_its_data_sheet_and_what_its_runtime_reports(
+    name, bf16_flops_per_s, memory_gib, memory_bytes_per_s, link_bytes_per_s, network_bytes_per_s
+):
     cluster = cluster_preset(name, 72)
     assert cluster.peak_flops_per_s.get("bf16") == bf16_flops_per_s
-    assert (cluster.device_memory_bytes, cluster.device_memory_bytes_per_s) == (memory_bytes, memory_bytes_per_s)
+    assert (cluster.device_memory_bytes, cluster.device_memory_bytes_per_s) == (round(memory_gib * 2**30), memory_bytes_per_s)
+    source = cluster.sources["device_memory_bytes"]
+    assert (source.startswith("reported: ") and "2026-11-23" in source) or (name == "h800-pod" and source.startswith("derived: "))
     assert (cluster.node_link_bytes_per_s, cluster.node_network_bytes_per_s) == (link_bytes_per_s, network_bytes_per_s)
 
 

@@ -58,7 +58,7 @@ def test_what_failed_once_ends_with_exit_code_2_and_one_sentence(file, tmp_path)
 LARGE = {
     "nested JSON": ("simulate --model config.json", {"config.json": b'{"a":' * 100_000}),
     "nested TOML": ("fit plan.toml", {"plan.toml": b"[model]\nname = " + b"[" * 100_000}),
-    "nested tables": ("verify s.csv --facts facts.toml", {"s.csv": inputs.CSV, "facts.toml": b"[buffers]\noutputs = " + b"{a=" * 2000}),
+    "nested tables": ("verify s.csv --facts f.toml", {"s.csv": inputs.CSV, "f.toml": b"[buffers]\noutputs = " + b"{a=" * 2000}),
     "long integer": ("fit --model tiny-gpt --set layout.tp=" + "9" * 5000, {}),
     "bomb": ("draw t.timeline.json.gz", {"t.timeline.json.gz": inputs.bomb(gibibytes=1)}),
     "pipe": ("fit plan.toml", {"plan.toml": "fifo"}),

@@ -28,7 +28,10 @@ def test_usual_names_stay_as_they_are(name: str) -> None:
     assert is_plain(name) and one_line(name) == printable(name) == shortened(name) == name
 
 
-@pytest.mark.parametrize("line", ["::error::x", "  ::add-mask::x", "\t::stop-commands::x", "\u00a0::set-env name=A::b", "::::", "a ##[error]x", "##[##["])
+LINES = ["::error::x", "  ::add-mask::x", "\t::stop-commands::x", "\u00a0::set-env name=A::b", "::::", "a ##[error]x", "##[##["]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_no_line_is_a_command(line: str) -> None:
     said = printable(f"first\n{line}\nlast")
     assert said.count("\n") == 2 and "##[" not in said
@@ -60,8 +63,9 @@ def test_a_plan_called_like_a_command_prints_none(tmp_path, monkeypatch, capsys)
 
 def test_a_model_called_like_a_command_prints_none(tmp_path, capsys) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text('[model]\npreset = "gpt3-175b"\nname = "##[error]x"\n[cluster]\npreset = "dgx-a100-80g"\nnum_devices = 8\n[batch]\nglobal = 8\nsequence = 2048\nmicro = 1\n')
-    assert main(["fit", "--format", "github", str(plan)]) == 1
+    plan.write_text('[model]\npreset = "gpt3-175b"\nname = "##[error]x"\n')
+    options = ("--cluster", "dgx-a100-80g", "--devices", "8", "--set", "batch.global=8", "--set", "batch.sequence=2048")
+    assert main(["fit", "--format", "github", str(plan), *options]) == 1
     output, error = capsys.readouterr()
     told = [line for line in (output + error).splitlines() if "##[" in line]
     assert all(line.startswith("::") for line in told)

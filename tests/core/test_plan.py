@@ -204,8 +204,17 @@ def test_a_preset_can_be_overridden_field_by_field_and_says_so():
     text = GPT3.replace("num_devices = 1024", "num_devices = 1024\nnode_network_bytes_per_s = 100e9")
     plan = Plan.from_toml(text.replace("[cluster]", "num_layers = 48\n[cluster]"))
     assert (plan.cluster.node_network_bytes_per_s, plan.cluster.sources["node_network_bytes_per_s"]) == (100e9, "set in the plan")
-    assert plan.cluster.device_memory_bytes == 80e9
+    assert plan.cluster.device_memory_bytes == round(79.15 * 2**30)
     assert (plan.model.num_layers, plan.model.hidden_size) == (48, 12288)
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes"), [('"8%"', int(0.08 * round(79.15 * 2**30))), ("4e9", 4_000_000_000), ("1048576", 1048576)]
+)
+def test_headroom_is_written_as_a_text_or_a_number_and_is_kept(written, num_bytes):
+    plan = Plan.from_toml(GPT3.replace("num_devices = 1024", f"num_devices = 1024\nheadroom = {written}"))
+    assert plan.cluster.headroom_bytes == num_bytes
     assert Plan.from_toml(plan.to_toml()) == plan
 
 
@@ -518,6 +527,7 @@ def test_each_key_refuses_a_value_of_the_wrong_type_on_its_line(key):
         "int": "1.5",
         "float": '"fast"',
         "bool": "1",
+        "size": "8",
         "two floats": "[0.9]",
         "list of ints": "[0, 1.5]",
         "list of texts": '["x"]',

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.backend.cli import print_step
+from shardproof.backend.step_result import StepResult
 from shardproof.core.cli import main
 from shardproof.core.commands import QUESTIONS, command
 from shardproof.core.plan import PROFILES
@@ -106,7 +108,7 @@ def test_help_fits_and_its_example_can_be_copied(verb, width, monkeypatch, capsy
     assert shlex.split(text.partition("example:\n")[2].replace("\\\n", " ")) == shlex.split(command(verb).example)
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("columns", (60, 132))
 def test_a_terminal_is_asked_for_its_width(columns):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -185,6 +187,25 @@ def test_a_file_is_the_same_from_every_terminal(monkeypatch, tmp_path, capsys):
         texts.append((tmp_path / "told.txt").read_text())
     assert texts[0] == texts[1] and max(map(len, texts[0].splitlines())) > 132
     assert capsys.readouterr().out
+
+
+def test_a_line_of_training_fits(monkeypatch, capsys):
+    step = StepResult(step=98, loss=3.25, num_tokens=10**9, elapsed_s=0.5, grad_norm=1.5, skipped=True, loss_scale=2.0**16)
+    print_step(100, step)
+    (whole,) = capsys.readouterr().err.splitlines()
+    monkeypatch.setenv("COLUMNS", "60")
+    print_step(100, step)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and too_long("\n".join(lines), 60) == [] and " ".join(lines).split() == whole.split()
+
+
+def test_annotations_of_github_stay_on_one_line(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('[model]\npreset = "tiny-gpt"\n[layout]\ntpp = 2\n[batch]\nglobal = 4\nsequence = 32\n')
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["fit", str(path), "--format", "github"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1 and "did you mean 'tp'?" in printed.out and too_long(printed.err, 60) == []
 
 
 def test_readme_shows_what_an_80_column_terminal_shows(check_readme):

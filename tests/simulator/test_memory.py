@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,9 @@ from shardproof.core.schedules import build, schedule_for
 from shardproof.simulator.fit import fit
 from shardproof.simulator.memory import layer_activation_bytes, peak_in_flight, rank_memories
 from shardproof.simulator.memory_layers import head_nodes
-from shardproof.simulator.memory_profiles import memory_profile
+from shardproof.simulator.memory_profiles import ALLOCATOR_FACTOR, memory_profile
 from shardproof.simulator.memory_tensors import LayerTensors
+from shardproof.simulator.reserved import reserved_bytes
 from shardproof.simulator.simulate import simulate
 
 
@@ -126,9 +128,10 @@ def test_worst_rank_of_1f1b_is_the_first_stage_and_per_rank_list_is_complete():
 
 def test_fit_is_decided_by_the_device_memory():
     plan = gpt3(Layout(tp=8, pp=8, sequence_parallel=True))
-    peak = fit(plan).report["peak_memory_bytes"]
-    for capacity, fits in ((peak, True), (peak - 1, False)):
-        assert fit(replace(plan, cluster=replace(plan.cluster, device_memory_bytes=float(capacity)))).fits is fits
+    report = fit(plan).report
+    least = math.ceil(report["peak_memory_bytes"] * ALLOCATOR_FACTOR) + report["reserved_bytes"]
+    for device, fits in ((least, True), (least - 2, False)):
+        assert fit(replace(plan, cluster=replace(plan.cluster, device_memory_bytes=float(device)))).fits is fits
 
 
 def test_memory_over_time_peaks_where_the_report_says():
@@ -182,3 +185,4 @@ def test_deepspeed_with_zero_leaves_10_gb_less_of_a_device_than_megatron(zero, l
     deepspeed, megatron = map(heaviest, plans)
     assert deepspeed.reserved_bytes == megatron.reserved_bytes
     assert deepspeed.device_bytes - megatron.device_bytes == less
+    assert megatron.context_bytes == reserved_bytes(plans[1])

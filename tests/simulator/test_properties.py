@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from fractions import Fraction
 
@@ -24,6 +25,7 @@ from shardproof.simulator.attribution import sorts_of
 from shardproof.simulator.engine import run_schedule
 from shardproof.simulator.fit import fit
 from shardproof.simulator.flops import step_flops
+from shardproof.simulator.memory_profiles import memory_profile
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.profiles import profile_of
 from shardproof.simulator.search import search
@@ -99,12 +101,14 @@ def test_faster_arithmetic_never_slows_a_plan(plan, factor):
 @many
 @given(plans(), st.sampled_from((1.0, 1.001, 2.0, 100.0)))
 def test_more_memory_never_makes_a_plan_not_fit(plan, factor):
-    needed = fit(plan).report["peak_memory_bytes"]
+    report = fit(plan).report
+    peak = report["peak_memory_bytes"]
+    needed = math.ceil(peak * memory_profile(plan).allocator_factor) + report["reserved_bytes"]
     small = replace(plan, cluster=replace(plan.cluster, device_memory_bytes=float(needed)))
     large = replace(plan, cluster=replace(plan.cluster, device_memory_bytes=needed * factor))
     assert fit(small).fits and fit(large).fits
-    assert fit(large).report["peak_memory_bytes"] == needed
-    assert not fit(replace(plan, cluster=replace(plan.cluster, device_memory_bytes=needed - 1.0))).fits
+    assert fit(large).report["peak_memory_bytes"] == peak
+    assert not fit(replace(plan, cluster=replace(plan.cluster, device_memory_bytes=needed - 2.0))).fits
 
 
 @many
@@ -223,7 +227,7 @@ def test_unit_costs_reproduce_the_closed_forms(p, rounds, v, f, b, w):
 def test_a_search_on_a_better_machine_never_finds_a_slower_best(model, devices, rate, factor):
     cluster = replace(cluster_preset("dgx-h100", devices), devices_per_node=2)
     batch, pinned = Batch(12, 1, 2048), {"batch.micro": 1, "recompute.mode": "none", "layout.zero": 1, "layout.tp": 1}
-    machines = (cluster, replace(cluster, **{rate: getattr(cluster, rate) * factor}), replace(cluster, device_memory_bytes=factor * 80e9))
+    machines = (cluster, *(replace(cluster, **{name: getattr(cluster, name) * factor}) for name in (rate, "device_memory_bytes")))
     base, faster, larger = (search(SearchSpace(model, machine, batch, pinned=pinned)).report["candidates"] for machine in machines)
     assume(base)
     assert faster[0]["step_time_s"] <= base[0]["step_time_s"] * (1 + 1e-9)

@@ -16,6 +16,7 @@ from shardproof.core.options import SearchSpace
 from shardproof.core.plan import PROFILES, Batch, DataParallel, Numerics, Optimizer, Plan, Recompute, Runtime, ScheduleChoice
 from shardproof.core.schedules import CATALOG
 from shardproof.core.stages import balanced_stages
+from shardproof.simulator.fit import fit
 from shardproof.simulator.memory_sizes import _sizes, _tapes_of, stage_sizes
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.search import NUM_RANKED, _memories, lower_bound_s, search
@@ -68,9 +69,8 @@ def everything(given: SearchSpace, micros=(1,), cps=(1,), eps=(1,), modes=("none
                 plan = Plan(layout=layout, batch=batch, recompute=recompute, schedule=choice, **nouns)
             except PlanError:
                 continue
-            report = simulate(plan).report
-            if report["peak_memory_bytes"] <= given.cluster.device_memory_bytes:
-                found.append((report["step_time_s"], plan))
+            if fit(plan).fits:
+                found.append((simulate(plan).report["step_time_s"], plan))
     return sorted(found, key=lambda entry: entry[0])
 
 

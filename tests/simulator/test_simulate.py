@@ -35,6 +35,7 @@ KEYS = [
     "peak_memory_bytes",
     "peak_memory_rank",
     "peak_memory_action",
+    "capacity_bytes",
     "memory_bytes",
     "num_parameters",
     "num_devices",

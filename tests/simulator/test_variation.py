@@ -18,6 +18,7 @@ from shardproof.core.plan import Batch, DataParallel, Optimizer, Plan, Runtime, 
 from shardproof.core.variation import Variation
 from shardproof.simulator import variation as variation_module
 from shardproof.simulator.attribution import sorts_of
+from shardproof.simulator.capacity import capacity_of
 from shardproof.simulator.columns import as_device, columns_of, couplings_of
 from shardproof.simulator.fit import fit
 from shardproof.simulator.replicas import plain_replicas
@@ -130,29 +131,34 @@ def test_differences_never_help_and_times_still_sum_to_the_step(layout, slow, li
     assert min(report["time_s"].values()) >= 0
 
 
+def usable(plan: Plan, device: str) -> int:
+    return capacity_of(replace(plan, cluster=as_device(plan.cluster, device))).usable_bytes
+
+
 def test_devices_that_are_all_of_another_class_are_a_cluster_of_those_devices():
     plan = llama(Layout(tp=4, pp=2, dp=4), device_classes={"dgx-a100-80g": "node-0-3"})
     report = simulate(plan).report
     expected = simulate(replace(without(plan), cluster=as_device(plan.cluster, "dgx-a100-80g"))).report
     assert {**report["time_s"]} == expected["time_s"] and report["step_time_s"] == expected["step_time_s"]
     (told,) = report["variation"]["device_classes"]
-    assert told["num_devices"] == 32 and told["capacity_bytes"] == 80e9 and told["peak_memory_bytes"] == report["peak_memory_bytes"]
+    assert told["num_devices"] == 32 and told["peak_memory_bytes"] == report["peak_memory_bytes"]
+    assert told["capacity_bytes"] == expected["capacity_bytes"]
 
 
 def test_a_stage_on_slower_devices_lies_between_all_fast_and_all_slow_and_says_what_does_not_fit():
     plan = llama(Layout(tp=4, pp=2, dp=4), device_classes={"dgx-a100-40g": "node-2-3"})
     fast_s, slow_s = step_s(without(plan)), step_s(replace(without(plan), cluster=as_device(plan.cluster, "dgx-a100-40g")))
     assert fast_s < step_s(plan) < slow_s
-    assert simulate(plan).report["variation"]["device_classes"][0]["capacity_bytes"] == 40e9
+    assert simulate(plan).report["variation"]["device_classes"][0]["capacity_bytes"] == usable(plan, "dgx-a100-40g")
 
 
 def test_a_plan_fits_when_every_class_of_devices_holds_what_its_stages_need():
     """Stages of more than 40 GB and less than 80: the second lies on nodes 2 and 3."""
     plan = llama(Layout(pp=2, dp=16))
     peaks = [entry["peak_memory_bytes"] for entry in fit(plan).report["per_rank"]]
-    assert all(40e9 < peak < 80e9 for peak in peaks) and fit(plan).fits and fit(plan).report["capacity_bytes"] == 80e9
+    assert all(40e9 < peak < 80e9 for peak in peaks) and fit(plan).fits and fit(plan).report["device_bytes"] == round(79.11 * 2**30)
     report = fit(replace(plan, variation=Variation(device_classes={"dgx-a100-40g": "node-2-3"}))).report
-    assert not report["fits"] and report["capacity_bytes"] == 40e9
+    assert not report["fits"] and report["capacity_bytes"] == usable(plan, "dgx-a100-40g")
     assert report["peak_memory_rank"] == 16 and report["peak_memory_bytes"] == peaks[1]
     assert fit(replace(plan, variation=Variation(device_classes={"dgx-h200": "node-2-3"}))).report["peak_memory_rank"] == 0
 

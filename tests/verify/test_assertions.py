@@ -72,7 +72,7 @@ def test_the_schedule_file_of_a_plan_is_named_and_no_rank_is_started_for_it(tmp_
 
 
 def test_a_plan_that_does_not_fit_fails_at_the_memory_of_its_device(tmp_path: Path) -> None:
-    with pytest.raises(ProofFailed, match=r"rank 0, .* it needs .* and the device has 1 MiB") as caught:
+    with pytest.raises(ProofFailed, match=r"rank 0, .* it needs .* and 0 B of the device are usable") as caught:
         assert_fits(written(tmp_path / "plan.toml", TEXT.replace("num_devices = 6", "num_devices = 6\ndevice_memory_bytes = 1048576")))
     ((finding, spot),) = caught.value.findings
     assert (finding.rule, spot.line) == ("out-of-memory", 7)

@@ -19,7 +19,7 @@ COMMANDS = re.findall(r"- run: (.*)", (EXAMPLE / ".github" / "workflows" / "proo
 PYTEST_OPTIONS = "-p no:cacheprovider -p no:hypothesispytest -p no:anyio -p no:timeout --assert=plain"
 """Without the plugins that this environment has and the workflow's has not, and without values in messages of `assert`, for which pytest
 would compile all of this package anew."""
-PROGRAMS = {"shardproof": (sys.executable, "-m", "shardproof.core.cli"), "python": (sys.executable,)}
+PROGRAMS = {"shardproof": (sys.executable, "-m", "shardproof"), "python": (sys.executable,)}
 
 
 def run(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -28,7 +28,7 @@ def run(command: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GITHUB_"))}
     environment = {**clean, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": PYTEST_OPTIONS, **variables}
     return subprocess.run(
-        [*PROGRAMS[program], *rest], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
+        [*PROGRAMS[program], *rest], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
 
 

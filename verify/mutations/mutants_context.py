@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...backend.launch import private_folder
 from ...backend.model import attention_core, attention_exchange
 from ...backend.model.attention_blocks import Block
 from ...backend.model.attention_core import AttentionCore
@@ -133,11 +133,11 @@ def forgets_where_documents_begin(patches: Patches) -> None:
 
 
 @functools.cache
-def _documents() -> tempfile.TemporaryDirectory[str]:
+def _documents() -> Path:
     """A folder of short documents, of which a sequence has several; it goes with the process."""
-    folder = tempfile.TemporaryDirectory(prefix="shardproof-documents-")
+    folder = private_folder("documents-")
     for number in range(100):
-        Path(folder.name, f"{number:03}.txt").write_text(f"{number:03} sheep go")
+        Path(folder, f"{number:03}.txt").write_text(f"{number:03} sheep go")
     return folder
 
 
@@ -206,7 +206,7 @@ MUTANTS = (
         "LY04",
         "rotary positions of packed documents lose the document's offset in one of a rank's chunks",
         "NVIDIA/Megatron-LM#5243",
-        plan=lambda: tiny(cp=2, train={"packed": True, "data": _documents().name}),
+        plan=lambda: tiny(cp=2, train={"packed": True, "data": str(_documents())}),
         breaks=forgets_where_documents_begin,
         expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1)),
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ...backend import data
 from ...backend.batches import Batches
 from ...backend.data import Corpus
+from ...backend.launch import private_folder
 from ...core.plan import Plan
 from ..ledger import ACTIVATION
 from .mutant import Expected, Mutant
@@ -63,17 +63,16 @@ def forgets_the_epoch(patches: Patches) -> None:
 
 
 @functools.cache
-def _short_text() -> Any:
+def _short_text() -> str:
     """A file of eight samples, for as long as this process lives."""
-    file = tempfile.NamedTemporaryFile(prefix="shardproof-text-", suffix=".txt")  # noqa: SIM115 - it ends with the process
-    file.write(bytes(32 + 7 * place % 90 for place in range(10 * SEQUENCE)))
-    file.flush()
-    return file
+    file = private_folder("text-") / "text.txt"
+    file.write_bytes(bytes(32 + 7 * place % 90 for place in range(10 * SEQUENCE)))
+    return str(file)
 
 
 def short_epochs() -> Plan:
     """Six samples a step of a text that has eight or nine: the second step goes through the end of an epoch."""
-    return tiny(dp=3, samples=6, train={"data": _short_text().name})
+    return tiny(dp=3, samples=6, train={"data": _short_text()})
 
 
 MUTANTS = (

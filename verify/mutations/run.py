@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...backend.launch import scratch_folder
 from ...core.errors import PlanError, RankFailure
 from ...core.plan import Plan
 from ..describe import describe, divergence
@@ -70,7 +71,7 @@ class Score:
 def judge_mutants(mutants: Sequence[Mutant], *, progress: Progress = lambda line: None) -> Score:
     """Every mutant in a run of threads over memory, as many mutants at a time as there are cores."""
     with ExitStack() as stack:
-        judge = Judge(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardproof-mutations-"))))
+        judge = Judge(stack.enter_context(scratch_folder("mutations-")))
         pool = stack.enter_context(ThreadPoolExecutor(len(os.sched_getaffinity(0))))
         futures = {pool.submit(judge.verdict_or_failure, mutant): mutant for mutant in mutants}
         try:
