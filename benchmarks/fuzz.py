@@ -115,7 +115,7 @@ def run_input(given: Input) -> Outcome:
             _child(given.argv, folder, work)
         code, usage = _wait(child)
         seconds = max(usage.ru_utime + usage.ru_stime, (perf_counter() - started) / 3)
-        output, error = ((folder / each).read_bytes()[:10**7].decode("utf-8", "surrogateescape") for each in ("output", "error"))
+        output, error = ((folder / each).read_bytes()[: 10**7].decode("utf-8", "surrogateescape") for each in ("output", "error"))
         return Outcome(code, output, error, seconds, usage.ru_maxrss * 1024)
 
 
