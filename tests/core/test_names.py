@@ -9,6 +9,7 @@ import pytest
 
 from shardproof.core import names
 from shardproof.core.cli import main
+from shardproof.core.findings import ProofFailed
 from shardproof.core.names import LONGEST_LINE, is_plain, one_line, printable, shortened
 from shardproof.core.terminal import say
 
@@ -42,6 +43,10 @@ def test_say_prints_no_command_and_no_control() -> None:
     stream = io.StringIO()
     say("model\n::error::x \x1b[2J##[error]y", stream)
     assert stream.getvalue() == "model\n\\::error::x \\x1b[2J#\\#[error]y\n"
+
+
+def test_the_text_of_a_failed_proof_is_printable() -> None:
+    assert str(ProofFailed("model\n::error::x ##[error]y", ())) == "model\n\\::error::x #\\#[error]y"
 
 
 def test_long_lines_are_cut_in_the_middle_alone() -> None:
