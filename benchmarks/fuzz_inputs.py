@@ -11,6 +11,7 @@ import copy
 import gzip
 import json
 import os
+import tomllib
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -287,6 +288,9 @@ WIDE: dict[str, dict[str, Any]] = {
     "train": {"steps": 3, "seed": 1},
     "checkpoint": {"every": 2, "folder": "ckpt"},
 }
+SEVERAL: dict[str, Any] = tomllib.loads((Path(__file__).parents[1] / "examples" / "encoder_decoder.toml").read_text(encoding="utf-8"))
+"""A plan of [[modules]]."""
+
 CSV = to_csv(build("1F1B", pp=2, num_microbatches=4)).encode()
 RECORDED = {**TINY, "cluster": {"preset": "this-host", "num_devices": 2}, "layout": {"pp": 2}}
 """The plan of `Sound.timeline`."""
@@ -303,7 +307,7 @@ MODELS = ("gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "qwen3-8b")
 
 
 def _plan(random: Random, _: Sound) -> Input:
-    tree = random.choice((TINY, WIDE))
+    tree: dict[str, Any] = random.choice((TINY, WIDE, SEVERAL))
     if random.random() < 0.5:
         key = random.choice(KEYS)
         tree = copy.deepcopy(tree)
