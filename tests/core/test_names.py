@@ -57,6 +57,11 @@ def test_long_lines_are_cut_in_the_middle_alone() -> None:
     assert shortened("a" * LONGEST_LINE) == "a" * LONGEST_LINE
 
 
+def test_a_message_of_many_lines_ends_with_how_many_follow() -> None:
+    told = shortened("\n".join(f"problem {i}" for i in range(5000))).split("\n")
+    assert told == [*(f"problem {i}" for i in range(110)), "... and 4,890 more lines."]
+
+
 def test_a_plan_called_like_a_command_prints_none(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "::error::x.toml").write_text('[model]\npreset = "tiny-gpt"\n\n[layout]\ntp = "##[error]y"\nqq = 1\n')
