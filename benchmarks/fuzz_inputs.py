@@ -11,6 +11,7 @@ import copy
 import gzip
 import json
 import os
+import tomllib
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -55,19 +56,32 @@ class Input:
                 path.symlink_to("/dev/zero" if content == "device" else path.name)
 
     def to_json(self) -> str:
-        """One JSON object; `from_json` reads it."""
-        files = {
-            name: content if isinstance(content, str) else base64.b64encode(zlib.compress(content, 9)).decode()
-            for name, content in self.files.items()
-        }
+        """One JSON object; `from_json` reads it. Short texts stay readable."""
+        files = {name: _written(content) for name, content in self.files.items()}
         return json.dumps({"kind": self.kind, "argv": self.argv, "files": files}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Input:
         """The input that `to_json` wrote."""
         found = json.loads(text)
-        files = {name: told if told in NODES else zlib.decompress(base64.b64decode(told)) for name, told in found["files"].items()}
-        return cls(found["kind"], tuple(found["argv"]), files)
+        return cls(found["kind"], tuple(found["argv"]), {name: _read(told) for name, told in found["files"].items()})
+
+
+def _written(content: Content) -> dict[str, str]:
+    if isinstance(content, str):
+        return {"node": content}
+    try:
+        if len(content) < 5000:
+            return {"text": content.decode()}
+    except UnicodeDecodeError:
+        pass
+    return {"zlib": base64.b64encode(zlib.compress(content, 9)).decode()}
+
+
+def _read(told: Mapping[str, str]) -> Content:
+    if "node" in told:
+        return told["node"]
+    return told["text"].encode() if "text" in told else zlib.decompress(base64.b64decode(told["zlib"]))
 
 
 @dataclass(frozen=True)
@@ -274,6 +288,9 @@ WIDE: dict[str, dict[str, Any]] = {
     "train": {"steps": 3, "seed": 1},
     "checkpoint": {"every": 2, "folder": "ckpt"},
 }
+SEVERAL: dict[str, Any] = tomllib.loads((Path(__file__).parents[1] / "examples" / "encoder_decoder.toml").read_text(encoding="utf-8"))
+"""A plan of [[modules]]."""
+
 CSV = to_csv(build("1F1B", pp=2, num_microbatches=4)).encode()
 RECORDED = {**TINY, "cluster": {"preset": "this-host", "num_devices": 2}, "layout": {"pp": 2}}
 """The plan of `Sound.timeline`."""
@@ -290,7 +307,7 @@ MODELS = ("gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "qwen3-8b")
 
 
 def _plan(random: Random, _: Sound) -> Input:
-    tree = random.choice((TINY, WIDE))
+    tree: dict[str, Any] = random.choice((TINY, WIDE, SEVERAL))
     if random.random() < 0.5:
         key = random.choice(KEYS)
         tree = copy.deepcopy(tree)

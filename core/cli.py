@@ -13,7 +13,7 @@ from typing import NoReturn
 from .commands import QUESTIONS, command
 from .errors import TRACEBACK_VARIABLE, InternalError, ShardproofError, did_you_mean, error_words, line_words
 from .interrupts import Interrupted, Interrupts
-from .names import shortened
+from .names import one_line, shortened
 from .terminal import USUAL, command_text, fitted, say, table, width_of
 
 
@@ -77,7 +77,7 @@ def _told(error: Exception) -> tuple[int, str]:
     if isinstance(error, ShardproofError):
         return 2, str(error)
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename is not None else ""
+        where = f"{one_line(os.fsdecode(error.filename))}: " if isinstance(error.filename, str | bytes) else ""
         return 2, f"{where}{error.strerror or error}."
     if isinstance(error, MemoryError):
         return 2, f"this machine has not enough memory for that: {error or 'an allocation failed'}."

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import FileError
+from .names import is_plain
 from .units import format_bytes
 
 DOCUMENT_BYTES = 2 * 2**20
@@ -78,6 +79,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Writes a file. Nobody sees half of a regular one: a temporary file beside it is renamed over it, with the permissions it had. Links
     are followed; devices and pipes stay what they are and are written to."""
+    _check_name(path)
     named = Path(path)
     if (handle := _own_handle(named)) is not None:
         sys.stdout.flush()
@@ -88,8 +90,6 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         before = named.stat()
     except FileNotFoundError:
         before = None
-    except ValueError as error:
-        raise _no_name(path) from error
     if before is not None and stat.S_ISDIR(before.st_mode):  # else the renaming fails at the end, with the temporary name in its message
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(named))
     if before is not None and not stat.S_ISREG(before.st_mode):
@@ -106,10 +106,9 @@ def write_text(path: str | Path, text: str) -> None:
 
 def _opened(path: str | Path, most_bytes: int) -> BinaryIO:
     """A regular file of at most so many bytes, open for reading."""
+    _check_name(path)
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
-    except ValueError as error:
-        raise _no_name(path) from error
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket
             raise _not_regular(path, "a socket") from error
@@ -184,8 +183,11 @@ def _write_all(file: FileIO, content: bytes) -> None:
         left = left[file.write(left) :]
 
 
-def _no_name(path: str | Path) -> FileError:
-    return FileError(f"{os.fspath(path)!r} is no name of a file. Give one without the character 0.")
+def _check_name(path: str | Path) -> None:
+    """Raises `FileError` for a name with control characters, which would end the line of a message that tells it. Bytes that are no
+    UTF-8 may be in names."""
+    if not is_plain(os.fspath(path).encode("utf-8", "replace").decode()):
+        raise FileError(f"{os.fspath(path)!r} is no name of a file. Give one without control characters such as line breaks.")
 
 
 def _not_regular(path: str | Path, kind: str) -> FileError:

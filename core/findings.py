@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .names import printable
+
 Severity = Literal["error", "warning", "info"]
 
 
@@ -45,7 +47,7 @@ class ProofFailed(AssertionError):
     """A proof that a test asserts does not hold: the message is for people, `findings` are its parts with the places they belong to."""
 
     def __init__(self, text: str, findings: tuple[tuple[Finding, Spot], ...]):
-        super().__init__(text)
+        super().__init__(printable(text))
         self.findings = findings
 
 

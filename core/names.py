@@ -11,8 +11,11 @@ import re
 LONGEST_LINE = 1000
 """Characters of a line of an error message; longer ones come from values of a file, and are cut in the middle."""
 
-_UNSEEN = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-"""Control characters, line separators, changes of direction, and halves of characters."""
+MOST_LINES = 110
+"""Of an error message; a schedule file has up to a hundred cells named, and what a cell is."""
+
+_UNSEEN = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+"""Control characters but tabs, line separators, changes of direction, and halves of characters."""
 
 _ANY = re.compile(f"[{_UNSEEN}]")
 _BUT_NEWLINES = re.compile(rf"(?!\n)[{_UNSEEN}]")
@@ -43,8 +46,13 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Lines of at most `LONGEST_LINE` characters: of longer ones the beginning and the end, and how much lies between."""
-    return "\n".join(map(_cut, text.split("\n"))) if len(text) > LONGEST_LINE else text
+    """The first `MOST_LINES` lines, and how many follow; each of at most `LONGEST_LINE` characters: of longer ones the beginning and the
+    end, and how much lies between."""
+    if len(text) <= MOST_LINES:
+        return text
+    lines = text.split("\n")
+    more = [f"... and {len(lines) - MOST_LINES:,} more lines."] if len(lines) > MOST_LINES else []
+    return "\n".join([*map(_cut, lines[:MOST_LINES]), *more])
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .errors import did_you_mean
 from .modules import OWN_SECTIONS, ModularPlan, Module
+from .names import one_line
 from .plan_build import Draft, key_complaint
 from .plan_keys.modules import MODULE_KEYS
 from .plan_rules import BrokenRule, broken_rules
@@ -58,7 +59,7 @@ class _ModuleTable:
     def __init__(self, given: Mapping[str, Given], number: int):
         self.given, self.number = given, number
         name = given["name"].value if "name" in given else None
-        self.name = name if isinstance(name, str) else ""
+        self.name = one_line(name) if isinstance(name, str) else ""
         ranks = str(given["ranks"].value) if "ranks" in given else ""
         match = re.fullmatch(r"\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?", ranks)
         self.first_rank = int(match[1]) if match else None
@@ -78,7 +79,7 @@ class _ModuleTable:
         """The modules that feed it: by default the one before, and none for the first."""
         if "inputs" in self.given:
             value = self.given["inputs"].value
-            return tuple(value) if isinstance(value, list) else ()
+            return tuple(name for name in value if isinstance(name, str)) if isinstance(value, list) else ()
         return (earlier[-1].name,) if earlier else ()
 
     def problems(self, *, earlier: list[_ModuleTable]) -> list[tuple[str, str]]:

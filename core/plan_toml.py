@@ -34,6 +34,10 @@ MODULES = "modules"
 """The name of [[modules]]."""
 
 
+MOST_KEYS = 1000
+"""Sections, keys in them and modules of a file together: there are some 200 keys. What is wrong with each takes time to say."""
+
+
 def module_section(number: int, section: str = "") -> str:
     """The section of `Values` that holds a section of a module, or its own keys: `modules.0.layout`, `modules.0`."""
     return f"{MODULES}.{number}.{section}" if section else f"{MODULES}.{number}"
@@ -47,6 +51,8 @@ def num_modules(values: Values) -> int:
 def read_values(text: str, source: str) -> Values:
     """The sections of a plan file. Raises `PlanError` with the line for text that is no TOML or has keys outside sections."""
     tables = parse_toml(text, source)
+    if (count := sum(1 + len(table) if isinstance(table, dict | list) else 1 for table in tables.values())) > MOST_KEYS:
+        raise PlanError(f"{source}: this file has {count:,} sections, keys and modules, and a plan has at most {MOST_KEYS:,}. Give a plan.")
     lines = dict(_statement_lines(text))
     folder = Path(source).parent
     values: Values = {}

@@ -26,7 +26,7 @@ def _is_readings(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_reading, value))
 
 
-_TEXT: Form = ("a text of one line", lambda value: isinstance(value, str) and is_plain(value))
+_TEXT: Form = ("a text of one line", lambda value: isinstance(value, str) and value.strip() != "" and is_plain(value))
 _TEXTS: Form = ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
 _SWITCH: Form = ("true or false", lambda value: isinstance(value, bool))
 _SIZE: Form = ("a whole number above 0", lambda value: isinstance(value, int) and _is_number(value) and value > 0)

@@ -24,6 +24,7 @@ from .ledger import (
     GATHERED,
     GRADIENT,
     HELD_OUT,
+    NO_STEP,
     OPTIMIZER,
     RECOMPUTED,
     SCALAR,
@@ -189,14 +190,16 @@ def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Seque
     backward, norm, optimizer, weights."""
     names = model_shapes(model) if isinstance(model, ModelSpec) else tensor_shapes(model)
     parameter_position = {name: i for i, name in enumerate(names)}
+    last = len(names)  # of a tensor that this model has not, in the ledger of another
     keys = [*reference.pieces, *(difference.key for difference in found)]
     activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT))
     forward = {name: i for i, name in enumerate(activations)}
 
     def position(difference: Difference) -> tuple:
         step, phase, tensor, sample = difference.key
+        sample = NO_STEP if sample is None else sample
         if phase == GATHERED:
-            where: tuple = (-1, parameter_position[tensor])
+            where: tuple = (-1, parameter_position.get(tensor, last))
         elif phase == ACTIVATION:
             where = (0, forward[tensor], sample)
         elif phase == RECOMPUTED:  # before all gradients, none of which they are made from: layers backward, each of them forward
@@ -206,12 +209,12 @@ def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Seque
         elif phase == ACTIVATION_GRADIENT:
             where = (2, -forward[tensor], sample)
         elif phase == GRADIENT:
-            where = (3, -parameter_position[tensor])
+            where = (3, -parameter_position.get(tensor, last))
         elif phase == SCALAR:
             where = ({"grad_norm": 4, "validation_loss": 8}.get(tensor, 1), tensor)
         else:
             name = tensor.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
-            where = (5 if phase == OPTIMIZER else 6, parameter_position[name], tensor)
+            where = (5 if phase == OPTIMIZER else 6, parameter_position.get(name, last), tensor)
         return step, *where
 
     return position

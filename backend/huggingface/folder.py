@@ -37,7 +37,7 @@ class Folder:
 
     def __init__(self, path: str | Path):
         if importlib.util.find_spec("safetensors") is None:
-            raise MissingExtraError("train.load needs safetensors, which is not installed. Run `pip install 'shardproof[train]'`.")
+            raise MissingExtraError("train.load needs safetensors, which is not installed. Run: pip install 'shardproof[train]'.")
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
         self.num_bytes_read = 0

@@ -48,7 +48,7 @@ def test_an_unknown_option_exits_2(capsys):
 def test_wrong_usage_is_told_in_a_sentence_with_the_closest_option(capsys):
     for arguments, words in (
         (["plan", "--jsno"], "shardproof plan: unrecognized arguments: --jsno; did you mean '--json'? See `shardproof plan --help`.\n"),
-        (["fit", "--tp", "x"], "shardproof fit: argument --tp: invalid int value: 'x'. See `shardproof fit --help`.\n"),
+        (["fit", "--tp", "x"], "shardproof fit: argument --tp: 'x' is not a whole number of some digits. See `shardproof fit --help`.\n"),
         (["fit", "a.toml", "b.toml"], "shardproof fit: unrecognized arguments: b.toml. See `shardproof fit --help`.\n"),
     ):
         with pytest.raises(SystemExit) as caught:

@@ -386,7 +386,7 @@ def test_an_unread_family_names_those_that_are_read():
     [
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
-        ({"vocab_size": "many"}, "wrong type"),
+        ({"vocab_size": "many"}, "vocab_size='many' must be a whole number"),
         ({"num_key_value_heads": 5}, "num_kv_heads=5 does not divide num_heads=32"),
     ],
 )

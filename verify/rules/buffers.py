@@ -180,9 +180,9 @@ class _Clocks:
         columns[0, send] = _running(user, key, backwards=True)
         columns[1, receive] = _running(maker, key)
         earlier = np.arange(len(send)) - self.recv_buffers
-        same = (earlier >= 0) & (key[earlier] == key)
+        same = (earlier >= 0) & (key[np.maximum(earlier, 0)] == key)
         before = np.maximum.accumulate(np.where(_compute_mask(view), np.arange(size), -1))
-        posted = before[receive[earlier]]
+        posted = before[receive[np.maximum(earlier, 0)]]
         same &= posted >= view.schedule.offsets[view.rank[receive]]
         columns[2, receive] = np.where(same, posted, NONE)
         return _Lane(*columns)
