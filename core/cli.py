@@ -66,7 +66,7 @@ def exit_code(command: str, run: Callable[[], int]) -> int:
         if os.environ.get(TRACEBACK_VARIABLE, "0") != "0":
             traceback.print_exception(error)
         code, words = _told(error)
-        say(f"{command}: {shortened(words)}", sys.stderr)
+        say(shortened(f"{command}: {words}"), sys.stderr)
         return code
 
 

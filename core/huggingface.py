@@ -80,7 +80,7 @@ def _qwen3_moe(config: Config, name: str, source: str) -> ModelSpec:
         problems.append(f"mlp_only_layers={dense} is not understood; read are dense layers before all others.")
     if _given(config, "decoder_sparse_step", 1) != 1:
         problems.append(f"decoder_sparse_step={config['decoder_sparse_step']} is not understood; read are experts in every later layer.")
-    experts = _experts(config, width=config["moe_intermediate_size"], dense=len(dense))
+    experts = _experts(config, width=_size(config, "moe_intermediate_size"), dense=len(dense))
     experts["normalized_router_weights"] = bool(_given(config, "norm_topk_prob", False))
     return _rotary(config, name, source, problems, qk_norm=True, **experts)
 
@@ -90,7 +90,7 @@ def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
     problems = _biased(config)
     if _given(config, "moe_layer_freq", 1) != 1:
         problems.append(f"moe_layer_freq={config['moe_layer_freq']} is not understood; read are experts in every later layer.")
-    nope, rope = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
+    nope, rope = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
     router = _deepseek_router(config, problems)
     return _rotary(
         config,
@@ -98,16 +98,16 @@ def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
         source,
         problems,
         head_dim=nope + rope,
-        num_kv_heads=int(config["num_attention_heads"]),
+        num_kv_heads=_size(config, "num_attention_heads"),
         q_lora_rank=int(_given(config, "q_lora_rank", 0)),
-        kv_lora_rank=int(config["kv_lora_rank"]),
+        kv_lora_rank=_size(config, "kv_lora_rank"),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
-        v_head_dim=int(config["v_head_dim"]),
+        v_head_dim=_size(config, "v_head_dim"),
         num_mtp_layers=int(_given(config, "num_nextn_predict_layers", 0)),
         **_experts(
             config,
-            width=config["moe_intermediate_size"],
+            width=_size(config, "moe_intermediate_size"),
             shared=_given(config, "n_shared_experts", 0),
             dense=_given(config, "first_k_dense_replace", 0),
         ),
@@ -150,17 +150,17 @@ def _rotary(config: Config, name: str, source: str, problems: list[str], **more:
     window = _window(config, problems)
     scaling = _rope_scaling(rope, problems)
     _raise(problems, source)
-    heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
+    heads = _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
     fields = {
-        "num_layers": int(config["num_hidden_layers"]),
+        "num_layers": _size(config, "num_hidden_layers"),
         "hidden_size": hidden,
-        "ffn_hidden_size": int(config["intermediate_size"]),
+        "ffn_hidden_size": _size(config, "intermediate_size"),
         "num_heads": heads,
         "num_kv_heads": int(_given(config, "num_key_value_heads", heads)),
         "head_dim": int(_given(config, "head_dim", hidden // max(1, heads))),
-        "vocab_size": int(config["vocab_size"]),
-        "max_positions": int(config["max_position_embeddings"]),
+        "vocab_size": _size(config, "vocab_size"),
+        "max_positions": _size(config, "max_position_embeddings"),
         "norm_eps": float(_given(config, "rms_norm_eps", 1e-6)),
         "rope_theta": float(_given(config, "rope_theta", _given(rope, "rope_theta", 10000.0))),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
@@ -201,7 +201,7 @@ def _experts(config: Config, *, width: Any = None, shared: Any = 0, dense: Any =
         raise KeyError(names[0])
     return {
         "num_experts": int(number),
-        "experts_per_token": int(config["num_experts_per_tok"]),
+        "experts_per_token": _size(config, "num_experts_per_tok"),
         "expert_ffn_hidden_size": None if width is None else int(width),
         "num_shared_experts": int(shared),
         "first_dense_layers": int(dense),
@@ -224,17 +224,17 @@ def _gpt2(config: Config, name: str, source: str) -> ModelSpec:
     if config.get("scale_attn_weights", True) is not True:
         problems.append("scale_attn_weights=false is not understood; read is attention scaled by 1/sqrt(head_dim).")
     _raise(problems, source)
-    hidden, heads = int(config["n_embd"]), int(config["n_head"])
+    hidden, heads = _size(config, "n_embd"), _size(config, "n_head")
     return ModelSpec(
         name=name,
-        num_layers=int(config["n_layer"]),
+        num_layers=_size(config, "n_layer"),
         hidden_size=hidden,
         ffn_hidden_size=int(_given(config, "n_inner", 4 * hidden)),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // max(1, heads),
-        vocab_size=int(config["vocab_size"]),
-        max_positions=int(config["n_positions"]),
+        vocab_size=_size(config, "vocab_size"),
+        max_positions=_size(config, "n_positions"),
         activation=activations[activation],  # type: ignore[arg-type]
         norm="layernorm",
         norm_eps=float(_given(config, "layer_norm_epsilon", 1e-5)),
@@ -260,6 +260,13 @@ FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
 """`model_type` -> reader."""
 
 
+def _size(config: Config, key: str) -> int:
+    """A whole number that every config of the family has. Raises `KeyError` where it is absent or null."""
+    if (value := config.get(key)) is None:
+        raise KeyError(key)
+    return int(value)
+
+
 def _given(config: Config, key: str, default: Any) -> Any:
     """The value of a key; the default when it is absent or null, as Hugging Face configs mean it."""
     value = config.get(key)
@@ -269,15 +276,16 @@ def _given(config: Config, key: str, default: Any) -> Any:
 def _window(config: Config, problems: list[str]) -> int:
     """`ModelSpec.sliding_window`, 0 where it holds the longest sequence or the family has none. Qwen names a window that
     `use_sliding_window` turns off, and layers before `max_window_layers` that do without."""
-    family, layers = config["model_type"], int(config["num_hidden_layers"])
+    family, layers = config["model_type"], _size(config, "num_hidden_layers")
     qwen = family.startswith("qwen")
     window = config.get("sliding_window", 4096 if family == "mistral" else None)
     if not (qwen or family in ("mistral", "mixtral")) or window is None or not _given(config, "use_sliding_window", not qwen):
         return 0
-    if window >= config["max_position_embeddings"]:
+    if window >= _size(config, "max_position_embeddings"):
         return 0
     first = min(layers, int(_given(config, "max_window_layers", 28))) if family in ("qwen2", "qwen3") else 0
-    kinds = set(_given(config, "layer_types", ["full_attention"] * first + ["sliding_attention"] * (layers - first)))
+    usual = [*["full_attention"] * (first > 0), *["sliding_attention"] * (layers > first)]
+    kinds = set(_given(config, "layer_types", usual))
     if kinds == {"full_attention"}:
         return 0
     if kinds != {"sliding_attention"}:

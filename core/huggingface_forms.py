@@ -6,9 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-LARGEST_COUNT = 10**15
-"""Of whole numbers: far above any model's, and what follows from a few of them still becomes a float."""
-
 _COUNTS = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size
     max_position_embeddings moe_intermediate_size qk_nope_head_dim qk_rope_head_dim q_lora_rank kv_lora_rank v_head_dim
     num_nextn_predict_layers n_shared_experts first_k_dense_replace n_group topk_group num_local_experts num_experts n_routed_experts
@@ -22,8 +19,8 @@ _ROPE_NUMBERS = """rope_theta factor attention_factor beta_fast beta_slow mscale
 
 
 def is_count(value: object) -> bool:
-    """A whole number of at least 0 that is no mistake."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
+    """A whole number of at least 0; how large it may be is asked of the model (`bounds`)."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_number(value: object) -> bool:
@@ -42,7 +39,7 @@ def _is_texts(value: object) -> bool:
 Form = tuple[str, Callable[[Any], bool]]
 """What a value must be, in words and as a test."""
 
-_COUNT: Form = ("a whole number of at least 0 and at most 1e15", is_count)
+_COUNT: Form = ("a whole number of at least 0", is_count)
 _NUMBER: Form = ("a finite number", is_number)
 _SWITCH: Form = ("true or false", lambda value: isinstance(value, bool))
 _TEXT: Form = ("a text", _is_text)

@@ -46,11 +46,11 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The first `MOST_LINES` lines, and how many follow; each of at most `LONGEST_LINE` characters: of longer ones the beginning and the
-    end, and how much lies between."""
+    """`text` as it may be printed: its first `MOST_LINES` lines, and how many follow; of lines of more than `LONGEST_LINE` characters the
+    beginning and the end, and how much lies between."""
     if len(text) <= MOST_LINES:
         return text
-    lines = text.split("\n")
+    lines = printable(text).split("\n")  # now, because escapes are longer
     more = [f"... and {len(lines) - MOST_LINES:,} more lines."] if len(lines) > MOST_LINES else []
     return "\n".join([*map(_cut, lines[:MOST_LINES]), *more])
 

@@ -341,7 +341,9 @@ def _has_type(key: Key, value: Any) -> bool:
 
 
 def _size_text(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.0f}"
+    if isinstance(value, str):
+        return value
+    return f"{value:.0f}" if abs(value) < 1e18 else ""
 
 
 def _is_number(value: Any) -> bool:

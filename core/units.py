@@ -23,7 +23,7 @@ def size_of(text: str, whole_bytes: float) -> int | None:
     number, unit = float(found["number"]), found["unit"] or ""
     if unit == "%":
         return int(whole_bytes * number / 100) if number < 100 else None
-    if unit not in _SCALES or not math.isfinite(number) or (not unit and 0 < number < 1e6):
+    if unit not in _SCALES or not math.isfinite(number * _SCALES[unit]) or (not unit and 0 < number < 1e6):
         return None
     return int(number * _SCALES[unit])
 
