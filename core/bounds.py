@@ -40,10 +40,10 @@ TABLE = Bound(2**30, "vocabularies published have up to some hundred thousand to
 TOKENS = Bound(2**30, "the longest contexts published are ten million tokens (Llama 4 Scout)")
 DEVICES = Bound(2**20, "the largest clusters have some hundred thousand devices; what lists all ranks takes seconds for a million")
 SEQUENCES = Bound(2**30, "a step of more tokens than any data set has")
-RATE = Bound(1e24, "no device or link moves or computes a millionth of that", least=1.0)
+RATE = Bound(1e36, "no device or link moves or computes a millionth of that, and it is as good as endless", least=1.0)
 SECONDS = Bound(1e12, "30,000 years", least=1e-18)
 BYTES = Bound(1e18, "a million terabytes", least=1.0)
-SHARE = Bound(1.0, "a share", least=1e-6)
+SHARE = Bound(1e6, "a share is at most 1", least=1e-6)
 SINGLE = Bound(2.0**127, "fp32, in which it is computed with, holds little more", least=2.0**-126)
 FACTOR = Bound(SINGLE.most, SINGLE.why)
 """Of what training multiplies by, however little it is."""

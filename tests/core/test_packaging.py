@@ -43,4 +43,4 @@ def test_python_m_shardproof_is_the_command_line_and_calls_itself_shardproof():
     assert printed("shardproof", "--help").startswith("usage: shardproof VERB")
     assert printed("shardproof", "presets", "--help").startswith("usage: shardproof presets ")
     wrong = subprocess.run([sys.executable, "-m", "shardproof", "presets", "--no-such"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].startswith("shardproof presets: error: ")
+    assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].startswith("shardproof presets: ")

@@ -335,7 +335,7 @@ UNEQUAL = EXPERTS.replace("ep = 1\n", "ep = 2\n").replace("global = 1536", "glob
 CONTEXT_TO_MODE = GPT3[GPT3.index("cp = 1") : GPT3.index("[train]")]
 EXACT = CONTEXT_TO_MODE.replace("cp = 1", "cp = 2").replace("fast", "exact")
 BROKEN = {
-    "actions-are-bounded": (("global = 1536", "global = 1073741824"), "actions, more than the 5,000,000"),
+    "actions-are-bounded": (("global = 1536", "global = 1073741824"), "actions, more than the 1,000,000"),
     "heads-admit-tp": (("tp = 8", "tp = 128"), "tp=128 leaves some ranks without any of num_kv_heads=96"),
     "leaves-admit-tp": (('mode = "fast"', 'mode = "fast"\nffn_block = 16384'), "Use tp <= 3 or numerics.ffn_block <= 6144"),
     "microbatches-divide": (("global = 1536", "global = 12"), "12 microbatches of micro=1 for dp=16 ranks. Use global >= 16, or dp <= 12"),

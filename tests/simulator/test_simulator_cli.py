@@ -69,10 +69,9 @@ def test_plan_that_fits_nowhere_writes_nothing(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--sequence", "1" + "0" * 30), "at most 1e+15"),
-        (("--sequence", "1" + "0" * 14), "more than 4.6e+18 bytes"),
+        (("--sequence", "1" + "0" * 30), "at most 1,073,741,824"),
         (("--global-batch", "1" + "0" * 12), "at most"),
-        (("--set", "cluster.node_link_bytes_per_s=1e-307"), "takes longer than can be counted"),
+        (("--set", "cluster.node_link_bytes_per_s=1e-307"), "must be 0 or at least 1"),
     ],
 )
 def test_a_number_too_large_to_count_is_bad_input_and_no_traceback(option, message, capsys):
