@@ -17,7 +17,7 @@ import shardproof
 
 BENCHMARKS = Path(shardproof.__file__).parent / "benchmarks"
 CORPUS = sorted((Path(__file__).parents[1] / "data" / "fuzz").glob("*.json"))
-NUM_INPUTS = 330
+NUM_INPUTS = 200
 
 
 def load(name: str):
