@@ -25,6 +25,17 @@ WorkersOf = Callable[..., Workers]
 sys.dont_write_bytecode = False
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also the cases that only .ci/full runs (helpers/gates.py)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        later = [item for item in items if "full" in item.keywords]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if "full" not in item.keywords]
+
+
 def pytest_configure() -> None:
     """Gives each worker of pytest-xdist (`gw0`, `gw1`, ...) a core, and whatever it starts the same one.
 

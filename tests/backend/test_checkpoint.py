@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from helpers.gates import sampled
 from shardproof import Trainer
 from shardproof.backend.checkpoint.index import INDEX_FILE
 from shardproof.backend.checkpoint.resume import Saved, path_of, problem_of, resumption, saved_in
@@ -173,7 +174,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@sampled("name", CHANGES, on_push=7)
 def test_a_run_resumed_under_another_layout_has_every_bit_of_an_undisturbed_one(name, undisturbed, tmp_path):
     first, second = (replace(plan, checkpoint=Checkpoint(str(tmp_path))) for plan in CHANGES[name])
     steps, state = undisturbed(second)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.gates import sampled
 from shardproof import lower
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -58,7 +59,7 @@ PLANS = {
 """A table tied over stages whose replicas keep other parts of its two ends, and routers in fp32 beside weights in bf16."""
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@sampled("plan", PLANS.values(), ids=PLANS.keys(), on_push=3)
 def test_no_bit_differs_and_no_sum_is_in_another_order(plan):
     assert unsupported(plan) == []
     proof = prove(plan, transport="memory", steps=2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.backend.launch import run_ranks
 from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.pipeline.halt import explain, last_words
@@ -175,7 +176,7 @@ def test_a_rank_killed_in_a_bucket_under_the_last_backward_is_named_with_that_ac
 # ranks that hang
 
 
-@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@sampled("transport", ["gloo", "memory"], on_push=1)
 def test_a_rank_that_hangs_in_a_bucket_holds_up_the_others_step_and_not_their_backward(transport):
     text = str(fail(Fault(EARLY, 1, "0REDUCE_GRAD", "hang"), transport, stall_s=STALL_S))
     assert text.startswith("no rank has come further for 3 s: rank 1 holds up the others"), text
@@ -183,7 +184,7 @@ def test_a_rank_that_hangs_in_a_bucket_holds_up_the_others_step_and_not_their_ba
     assert "of group 'dp/0' over ranks 0, 1: rank 1 has not come." in text, text
 
 
-@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@sampled("transport", ["gloo", "memory"], on_push=1)
 def test_a_rank_that_hangs_in_an_action_is_named_with_what_the_others_wait_for(transport):
     plan = tiny(Layout(pp=2), global_size=3)
     failure = fail(Fault(plan, 1, "1B0", "hang"), transport, stall_s=STALL_S)
@@ -204,7 +205,7 @@ def test_without_lanes_for_messages_a_rank_that_waits_names_the_message_and_what
     assert "in receive of channel 'B/1-0', whose other end is rank 1" in text, text
 
 
-@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@sampled("transport", ["gloo", "memory"], on_push=1)
 def test_a_collective_that_one_rank_does_not_come_to_names_the_group_the_call_and_that_rank(transport):
     failure = fail(Fault(tiny(Layout(tp=2)), 1, "0F1", "hang"), transport, stall_s=STALL_S)
     text = str(failure)
@@ -223,7 +224,7 @@ def test_a_rank_killed_inside_a_pair_is_named_with_the_pair_and_the_part():
     assert "rank 1 was at (0F2;0B1)OVERLAP_F_B (step 2, action 3 of 7); lane backward at 0B1." in str(failure), str(failure)
 
 
-@pytest.mark.parametrize(("part", "transport"), [("0B1", "gloo"), ("0F2", "memory")])
+@sampled(("part", "transport"), [("0B1", "gloo"), ("0F2", "memory")], on_push=1)
 def test_a_rank_that_hangs_in_a_part_of_a_pair_names_what_each_part_of_the_others_waits_for(part, transport):
     text = str(fail(Fault(TURNS, 1, part, "hang"), transport, stall_s=STALL_S))
     assert text.startswith("no rank has come further for 3 s: rank 1 holds up the others"), text

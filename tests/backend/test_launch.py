@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.gates import sampled
 from shardproof.backend import mkl_switch, mkl_switch_is_set
 from shardproof.backend.launch import Workers, preload, run_ranks
 from shardproof.backend.rank_failures import describe_exit
@@ -160,7 +161,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named_with_how_it_ended(how, wo
     assert elapsed_s < NOTICED_S
 
 
-@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@sampled("transport", ["gloo", "memory"], on_push=1)
 def test_a_rank_that_hangs_past_the_time_limit_is_named_with_the_line_it_is_at(transport):
     failure, elapsed_s = run_and_fail(transport, "hang", timeout_s=LIMIT_S)
     assert str(failure).startswith("rank 1 did not finish within 3 s; all ranks were ended.")
@@ -177,7 +178,7 @@ def deadlock_job(transport, _):
     group.barrier()
 
 
-@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@sampled("transport", ["gloo", "memory"], on_push=1)
 def test_ranks_that_wait_for_each_other_are_told_apart_from_a_rank_that_hangs(transport):
     with Workers(2, transport) as workers:
         workers.run(who_job)  # so that the time limit is not spent on start-up

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.gates import sampled
 from shardproof import Plan, Trainer
 from shardproof.backend.launch import run_ranks
 from shardproof.backend.loss_scale import LossScale
@@ -139,7 +140,7 @@ EXPERTS = replace(
 )
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         tiny(Layout(tp=2, pp=2)),
@@ -150,6 +151,7 @@ EXPERTS = replace(
         replace(tiny(Layout(dp=3), initial_loss_scale=2.0**17, loss_scale_hysteresis=1, steps=4), data_parallel=EARLY),
     ],
     ids=["tp2 pp2", "sp2 dp3, with overflows", "cp2, split backward", "experts", "zero, with overflows", "early buckets, with overflows"],
+    on_push=3,
 )
 def test_no_bit_depends_on_the_layout(plan):
     if plan.model.is_moe:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
+from helpers.gates import sampled
 from helpers.program import assert_every_action_records_the_program
 from shardproof import lower, run_schedule
 from shardproof.backend.mesh import Mesh
@@ -55,7 +56,7 @@ def ranks_of(plan):
     return run_threads(MemoryWorld(plan.layout.world_size, timeout_s=60), collect, (plan, None))
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@sampled("plan", PLANS.values(), ids=PLANS.keys(), on_push=6)
 def test_two_directions_and_vees_train_to_the_bits_of_on_one_device(plan):
     assert unsupported(plan) == []
     (scalars, _, _), *_ = reference = ranks_of(on_one_device(plan))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.gates import sampled
 from shardproof.backend.model import experts
 from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.numerics.dropout import dropout_mask, uniform
@@ -59,7 +60,7 @@ def checked(plan: Plan, breaks: Callable[[Patches], None] | None = None, *, bloc
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@sampled("name", PROBLEMS, on_push=7)
 def test_right_gradients_of_the_matrix_are_those_of_formulas_with_room_to_spare(name: str, dtype: str) -> None:
     plan = PROBLEMS[name].plan(Layout(), TOKENS[0], Batch(2, 1, TOKENS[0].sequence))
     found = checked(one_device(replace(plan, precision=Precision(dtype))))
@@ -73,15 +74,11 @@ RIGHT: Mapping[str, Plan] = {
     "one expert, whose weight is always 1": small(model={**MIXTURE, "experts_per_token": 1}),
     "one expert and losses": small(model={**MIXTURE, "experts_per_token": 1, "router_scores": "sigmoid"}, train=ROUTED),
     "almost no room": small(model={**MIXTURE, "expert_capacity_factor": 0.3}, train={"router_jitter": 0.1, **ROUTED}),
-    "no room, groups, biases": small(
-        model={**MIXTURE, **GROUPS, **DEEPSEEK, "expert_capacity_factor": 0.6}, dtype="bf16"
-    ),
+    "no room, groups, biases": small(model={**MIXTURE, **GROUPS, **DEEPSEEK, "expert_capacity_factor": 0.6}, dtype="bf16"),
     "padding": small(model=MIXTURE, train={"ignore_token": 0, "padded": True, **ROUTED}),
     "heads normed without rotary positions": small(model={**SMALL, **BIASED, "qk_norm": True}),
     "the same in bf16": small(model={**SMALL, **BIASED, "qk_norm": True}, dtype="bf16"),
-    "latent attention with biases": small(
-        model={**MLA, "norm": "layernorm", "bias": True, "activation": "gelu"}, dtype="bf16"
-    ),
+    "latent attention with biases": small(model={**MLA, "norm": "layernorm", "bias": True, "activation": "gelu"}, dtype="bf16"),
     "gradients in bf16": small(dtype="bf16", gradient_dtype="bf16"),
     "fp16": small(model={**MIXTURE, "hidden_dropout": 0.2, "attention_dropout": 0.3}, dtype="fp16"),
     "window": small(model={**SMALL, "sliding_window": 3, "qk_norm": True, "activation": "geglu"}),
@@ -257,9 +254,7 @@ def test_a_gradient_that_both_sides_have_wrong_is_found_and_named(name: str, dty
     plan = small(model=model, dtype=dtype, train=ROUTED if "num_experts" in model else {})
     assert checked(plan).findings == ()
     found = checked(plan, breaks)
-    assert [(each.rule, each.where) for each in found.findings] == [
-        ("reference-gradient", f"step 1, one device, gradient {where}")
-    ]
+    assert [(each.rule, each.where) for each in found.findings] == [("reference-gradient", f"step 1, one device, gradient {where}")]
     assert not found.report["ok"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
@@ -61,12 +62,12 @@ def assert_equal_bits(proof: Proof) -> None:
     assert report["tensors_compared"] > 100 * report["steps"]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@sampled("name", PLANS, on_push=3)
 def test_no_bit_differs_from_one_device_after_3_steps(name: str) -> None:
     assert_equal_bits(prove(PLANS[name], steps=STEPS, transport="gloo" if name in OVER_GLOO else "memory"))
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         tiny(Layout(tp=2, pp=2), global_size=6, model="tiny-llama"),
@@ -77,6 +78,7 @@ def test_no_bit_differs_from_one_device_after_3_steps(name: str) -> None:
         tiny(Layout(pp=3, dp=2), global_size=10, micro_size=1),
     ],
     ids=["llama-untied", "llama-tied", "tp3-dp2-uneven-vocabulary", "tp6", "dp5-micro2", "pp3-dp2-m5"],
+    on_push=3,
 )
 def test_no_bit_differs_over_memory(plan: Plan) -> None:
     assert_equal_bits(prove(plan, transport="memory", steps=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
@@ -83,7 +84,7 @@ LAYOUTS += [
 ]
 
 
-@pytest.mark.parametrize("plan", LAYOUTS)
+@sampled("plan", LAYOUTS, on_push=6)
 def test_no_bit_differs(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=1)
     assert proof.findings == () and proof.changes == () and proof.report["bits_different"] == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.backend.trainer import Trainer
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import PlanError
@@ -54,7 +55,7 @@ def tiny(
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         pytest.param(tiny(cp=2, tp=2, dp=2, sequence_parallel=True, samples=6, micro=3), id="cp2-tp2-dp2-sp-micro3"),
@@ -66,6 +67,7 @@ DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
         pytest.param(tiny(cp=2, tp=2, ep=2, model="tiny-deepseek", sequence_parallel=True, samples=2), id="cp2-tp2-ep2-latent-experts-mtp"),
         pytest.param(tiny(cp=2, tp=2, model="tiny-llama", changes={"qk_norm": True}, samples=2), id="cp2-tp2-norms-of-heads"),
     ],
+    on_push=4,
 )
 def test_no_bit_differs_with_context_parallelism(plan: Plan) -> None:
     assert twin(plan) == (plan, [])

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import pytest
-
+from helpers.gates import sampled
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
@@ -82,7 +81,7 @@ def test_every_schedule_of_the_catalog_is_here() -> None:
     assert all(sum(edge.runtime == way for edge in EDGES) >= 4 for way in (BESIDE, TOGETHER, IN_ORDER))
 
 
-@pytest.mark.parametrize("edge", EDGES, ids=str)
+@sampled("edge", EDGES, ids=str, on_push=9)
 def test_no_bit_differs_from_one_device(edge: Edge) -> None:
     plan = edge.plan
     outcome = prove_plan(plan, {}, REFERENCES, steps=1)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.gates import sampled
 from helpers.modules import modular, module
 from shardproof.core.modules import ModularPlan
 from shardproof.core.plan import Plan, ScheduleChoice
@@ -23,13 +24,14 @@ WEIGHTS_IN_PARTS = ScheduleChoice(max_active_stages=1)
 JOINED = modular(module("encoder", tp=2, pp=2), module("decoder", ["encoder"], dp=3), samples=3, schedule="GPipe")
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("plan", "last"),
     [
         pytest.param(tiny(tp=2, pp=2, vpp=2, schedule="Interleaved1F1B", model=EXPERTS), "layers.3.output", id="vpp2"),
         pytest.param(replace(tiny(dp=3, zero=3, samples=5), schedule=WEIGHTS_IN_PARTS), "layers.1.output", id="zero3-dp3"),
         pytest.param(JOINED, "decoder.layers.0.output", id="modules"),
     ],
+    on_push=1,
 )
 def test_held_out_losses_and_hidden_states_are_compared_too(plan: Plan | ModularPlan, last: str) -> None:
     found = run_ledger(ProofJob(plan, 2), "memory").pieces

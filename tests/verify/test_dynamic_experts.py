@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
@@ -92,7 +93,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@sampled("name", PLANS, on_push=5)
 def test_no_bit_differs_with_experts(name: str) -> None:
     steps = 2 if PLANS[name].model.expert_bias else 1  # the first step changes the bias that the second one routes with
     proof = prove(PLANS[name], transport="memory", steps=steps)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.digest import full_region
 from shardproof.core.layout import Layout
@@ -44,7 +45,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@sampled("name", PLANS, on_push=1)
 def test_two_steps_use_less_than_a_fiftieth_of_the_bound_in_fp32(name: str) -> None:
     proof = prove(PLANS[name], transport="memory", steps=2)
     assert proof.ok and proof.report["bits_different"] == 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.gates import sampled
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.recorder import Recorder
 from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext, Microbatch
@@ -50,7 +51,7 @@ def tiny(layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", mode="ex
 SP = {"sequence_parallel": True}
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         pytest.param(tiny(Layout(tp=3, dp=2, **SP), model="tiny-gpt-6h", micro=3), id="tp3-dp2-sp-micro3"),
@@ -59,6 +60,7 @@ SP = {"sequence_parallel": True}
         pytest.param(tiny(Layout(tp=3, **SP), model=LATENT, micro=2), id="latent-tp3-sp"),
         pytest.param(tiny(Layout(tp=2, pp=2), dtype="bf16", recompute="full"), id="tp2-pp2-bf16-without-sp"),
     ],
+    on_push=2,
 )
 def test_no_bit_differs_with_collectives_beside_products(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import ModelError, PlanError
 from shardproof.core.layout import Layout
@@ -38,7 +39,7 @@ def tiny(layout: Layout, *, model: str = "tiny-gpt", samples: int = 4, micro: in
     )
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         pytest.param(tiny(Layout(tp=4), recompute=MODULES, dropout=0.0), id="selective-tp4"),
@@ -59,6 +60,7 @@ def tiny(layout: Layout, *, model: str = "tiny-gpt", samples: int = 4, micro: in
             id="dropout-distributed-bf16-split-backward",
         ),
     ],
+    on_push=4,
 )
 def test_no_bit_differs_from_one_device_that_keeps_everything(plan: Plan) -> None:
     assert one_device(plan).recompute == Recompute("none")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
@@ -45,7 +46,7 @@ def tiny(model: ModelSpec, layout: Layout, *, micro=1, schedule="1F1B", recomput
 MOE = Recompute("selective", modules=("moe",))
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         pytest.param(tiny(SIGMOID, Layout(tp=2, dp=2), micro=3), id="tp2-dp2-micro3"),
@@ -57,6 +58,7 @@ MOE = Recompute("selective", modules=("moe",))
         pytest.param(tiny(SIGMOID, Layout(tp=2, cp=2, sequence_parallel=True), micro=2), id="tp2-cp2-sp-micro2"),
         pytest.param(tiny(SIGMOID, Layout(dp=3, ep=3), micro=2, train=replace(BUSY, ignore_token=101)), id="ep3-ignored-tokens"),
     ],
+    on_push=4,
 )
 def test_no_bit_differs_with_every_choice_of_a_router(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=2)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof import Plan
 from shardproof.core.errors import RankFailure
 from shardproof.verify import dynamic
@@ -24,7 +25,7 @@ def limited(**degrees) -> Plan:
     return replace(plan, train=replace(plan.train, timeout_s=LIMIT_S))
 
 
-@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@sampled("transport", ["gloo", "memory"], on_push=1)
 def test_sends_in_the_wrong_order_end_the_proof_after_the_plans_limit_and_name_the_circle(transport, monkeypatch) -> None:
     monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, around=Broken(sends_the_last_first)))
     with pytest.raises(RankFailure) as caught:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
@@ -52,7 +53,7 @@ def tiny(
     )
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         pytest.param(tiny(tp=2, pp=2, dp=2), id="tp2-pp2-dp2-table-tied-over-two-ranks"),
@@ -69,13 +70,14 @@ def tiny(
         pytest.param(tiny(model="tiny-moe", dp=4, tp=2, ep=2, etp=1, shard=2, tied=False), id="hybrid-experts"),
         pytest.param(tiny(dp=3, pp=2, zero=2, bucket_bytes=30_000, late=True, samples=6), id="late-gather"),
     ],
+    on_push=5,
 )
 def test_no_bit_differs_with_sharded_optimizer_states(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=2)
     assert proof.findings == () and proof.changes == () and proof.report["bits_different"] == 0
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("plan", "num_buckets"),
     [
         pytest.param(tiny(dp=3, zero=0, bucket_bytes=2**16), 9, id="dp3"),
@@ -89,6 +91,7 @@ def test_no_bit_differs_with_sharded_optimizer_states(plan: Plan) -> None:
         pytest.param(tiny(pp=2, dp=2, samples=8, bucket_bytes=1, overlap=True, schedule="DualPipe", tied=False), 14, id="replicas-early"),
         pytest.param(tiny(tp=2, pp=2, dp=2, sequence_parallel=True, bucket_bytes=50_000), 3, id="tp2-pp2-dp2-sp-zero1"),
     ],
+    on_push=3,
 )
 def test_no_bit_differs_with_buckets(plan: Plan, num_buckets: int) -> None:
     assert len(gradient_buckets(plan, 0)) == num_buckets

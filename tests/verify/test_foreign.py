@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shardproof
+from helpers.gates import sampled
 from shardproof import Recorder
 from shardproof.core.digest import digest
 from shardproof.core.errors import PlanError
@@ -121,7 +122,7 @@ def stacks(workers, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stack", ["fsdp2", "tp"])
+@sampled("stack", ["fsdp2", "tp"], on_push=1)
 def test_stacks_that_cut_unevenly_differ_from_one_device_by_rounding(stacks, stack):
     found = compared(stacks / stack, stacks / "right")
     assert found.ok, found.text

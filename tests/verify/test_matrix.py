@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.plan import Plan
 from shardproof.core.schedules import CATALOG
 from shardproof.verify import matrix as command
@@ -60,7 +61,7 @@ def test_every_refusal_says_what_would_be_admitted() -> None:
     assert len(refusals()) < 10
 
 
-@pytest.mark.parametrize("number", range(NUM_SAMPLES))
+@sampled("number", range(NUM_SAMPLES), on_push=5)
 def test_a_layout_has_the_bits_of_one_device(number: int) -> None:
     outcome = run_row(sample()[number], references(), steps=1)
     assert outcome.ok, outcome.line

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from helpers.gates import sampled
 from shardproof.verify.mutations.mutants_causes import MUTANTS
 from shardproof.verify.mutations.run import judge_mutants
 
@@ -27,7 +26,7 @@ def test_every_bug_has_its_words() -> None:
     assert {name[:4] for name in WORDS} == {mutant.id[:4] for mutant in MUTANTS}
 
 
-@pytest.mark.parametrize("mutant", [each for each in MUTANTS if each.id in WORDS], ids=lambda mutant: mutant.id)
+@sampled("mutant", [each for each in MUTANTS if each.id in WORDS], ids=lambda mutant: mutant.id, on_push=5)
 def test_a_first_cause_is_named_where_and_what_it_is(mutant) -> None:
     score = judge_mutants([mutant])
     (verdict,) = score.verdicts

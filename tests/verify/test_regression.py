@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.gates import sampled
 from shardproof.backend.numerics.fast import FastNumerics
 from shardproof.core.digest import full_region
 from shardproof.core.layout import Layout
@@ -189,7 +190,7 @@ def is_rounding(group: str) -> bool:
     return group.endswith("qkv.bias (keys)")
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@sampled("name", PROBLEMS, on_push=6)
 def test_a_small_factor_is_found_in_every_class_of_parameter(name: str, tmp_path: Path) -> None:
     plan = fast_plan(name, LAYOUTS[list(PROBLEMS).index(name) % len(LAYOUTS)])
     values = fast_values(plan, tmp_path, steps=3 if plan.model.is_moe else 1)  # experts have few tokens of a step each
@@ -228,7 +229,7 @@ def scales_the_token_table(patches: Patches) -> None:
     patches.replace(FastNumerics, "embedding_gradient", lambda original: lambda self, *args: original(self, *args) * 1.0001)
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("name", "layout", "breaks", "groups", "factor"),
     [
         (
@@ -247,6 +248,7 @@ def scales_the_token_table(patches: Patches) -> None:
         ),
         ("llama", Layout(tp=2), scales_the_token_table, {"embedding.tokens.weight"}, 1.0001),
     ],
+    on_push=1,
 )
 def test_a_backend_that_scales_gradients_is_within_the_bound_and_its_classes_are_named(
     name: str, layout: Layout, breaks: Callable[[Patches], None], groups: set[str], factor: float
