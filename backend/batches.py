@@ -12,8 +12,8 @@ from torch import Tensor
 from ..core.plan import Plan
 from .data import Corpus
 from .mesh import Mesh
+from .microbatch import Microbatch
 from .model.multi_token import later_targets
-from .model.transformer import Microbatch
 from .tensor_parallel.cross_entropy import ignored_target
 from .tensor_parallel.data import TensorSpec, broadcast, context_part
 from .transport.base import Transport

@@ -43,7 +43,8 @@ class _Run:
     def __init__(self, plan: Plan, group: Any, recorder: Any, device: Any):
         import torch
 
-        from .model.transformer import Microbatch, Stage
+        from .microbatch import Microbatch
+        from .model.transformer import Stage
         from .numerics import make_numerics
 
         self._stage = Stage(plan, plan.stages[0], tp=group, numerics=make_numerics(plan, device), recorder=recorder)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .model.transformer import Microbatch
+from .microbatch import Microbatch
 
 Slices = tuple[slice, ...]
 """Where a local tensor lies in the full one."""

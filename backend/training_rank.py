@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from .data_parallel.replicated import ReplicatedStage
 from .data_parallel.sharded import ShardedStage
 from .data_parallel.tied import tied_gradients
 from .huggingface.load import load_weights
+from .joined import Joined
 from .live_memory import LiveMeter
 from .loss_scale import LossScale
 from .mesh import Direction, Mesh
@@ -56,9 +56,6 @@ from .tensor_parallel.overlap import CommunicationLane
 from .tensor_parallel.parameter import Shard
 from .totals import Totals
 from .transport.base import Transport
-
-if TYPE_CHECKING:
-    from .modules import Joined
 
 
 class TrainingRank:

@@ -27,7 +27,7 @@ from shardproof.core.program import Collective, Message, operations
 from shardproof.core.schedules import lower, schedule_for
 from shardproof.core.timeline import Span, holds_parts
 from shardproof.simulator.calibrate import calibrated, cluster_toml
-from shardproof.simulator.simulate import Simulation
+from shardproof.simulator.step import Simulation
 
 
 def gpt(**changes: int) -> ModelSpec:

@@ -52,7 +52,7 @@ class Steps:
 
 def time_rank(transport: Any, plans: Sequence[Plan]) -> list[Steps]:
     """The job of one rank: steps of all plans by turns, all ranks starting each together, without the first ones."""
-    from shardproof.backend.modules import ModuleTransport
+    from shardproof.backend.joined import ModuleTransport
     from shardproof.backend.training_rank import TrainingRank
 
     apart = [ModuleTransport(transport, str(number), plan.layout.world_size) for number, plan in enumerate(plans)]

@@ -7,6 +7,7 @@ and what is bound last stays.
 from .engine import run_schedule
 from .fit import fit
 from .search import search
-from .simulate import Simulation, simulate
+from .simulate import simulate
+from .step import Simulation
 
 __all__ = ["Simulation", "fit", "run_schedule", "search", "simulate"]

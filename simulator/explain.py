@@ -9,7 +9,7 @@ from ..core.units import format_bytes, format_count, format_s
 from .bubbles import CAUSES, idle_of
 from .critical_path import critical_path
 from .modules import ModularSimulation
-from .simulate import Simulation
+from .step import Simulation
 
 Row = tuple[str, ...]
 

@@ -10,8 +10,8 @@ from ..core.findings import Finding
 from ..core.plan import Plan
 from ..core.units import format_bytes
 from .remedies import is_tried, remedies
-from .simulate import representatives
 from .spare import spare_of
+from .step import representatives
 
 OUT_OF_MEMORY = "out-of-memory"
 """The finding of a plan that does not fit."""

@@ -6,7 +6,7 @@ schedule that cannot run is left to the plain loops too, because they know the w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -23,15 +23,37 @@ else:
     if _kernel.VERSION != _VERSION:
         _kernel = None  # type: ignore[assignment]
 
-if TYPE_CHECKING:
-    from .engine import Run
-    from .graph import Graph
-
 IS_COMPILED = _kernel is not None
 """Whether the compiled loops were built with this installation."""
 
 _MOST_ACTIONS = 2**31 - 1
 """Actions are numbered by int32 in the compiled loops."""
+
+
+class Waits(Protocol):
+    """What the loops read of a `graph.Graph`."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def rank(self) -> np.ndarray: ...
+    @property
+    def partner(self) -> np.ndarray: ...
+    @property
+    def posted_after(self) -> np.ndarray: ...
+    @property
+    def waits(self) -> np.ndarray: ...
+
+
+class Times(Protocol):
+    """What the loops read of an `engine.Run`."""
+
+    @property
+    def graph(self) -> Waits: ...
+    @property
+    def start_s(self) -> np.ndarray: ...
+    @property
+    def end_s(self) -> np.ndarray: ...
 
 
 class Resolved(NamedTuple):
@@ -75,7 +97,7 @@ def resolve(schedule: Schedule, *, rendezvous: bool, blocking: bool, recv_buffer
 
 
 def settle(
-    graph: Graph, duration_s: np.ndarray, lead_s: np.ndarray | None, tail_s: np.ndarray | None
+    graph: Waits, duration_s: np.ndarray, lead_s: np.ndarray | None, tail_s: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Start and end of every action; None when there is no kernel, times are not float64, or actions wait in a circle."""
     size = len(graph.rank)
@@ -91,7 +113,7 @@ def settle(
 
 
 def settle_columns(
-    graph: Graph, duration_s: np.ndarray, lead_s: np.ndarray | None, tail_s: np.ndarray | None, group: np.ndarray
+    graph: Waits, duration_s: np.ndarray, lead_s: np.ndarray | None, tail_s: np.ndarray | None, group: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Start and end of every action in every column of `duration_s` [actions, columns]; None as in `settle`.
 
@@ -110,7 +132,7 @@ def settle_columns(
     return None if failed else (start_s, end_s[1:])
 
 
-def uncontended_until(run: Run, traffic: Columns, slack: float) -> float | None:
+def uncontended_until(run: Times, traffic: Columns, slack: float) -> float | None:
     """Seconds before which no link of a run is too full (`contention.Traffic.columns`), infinite when none ever is; None without kernel.
 
     May be too early, never too late.
@@ -123,7 +145,7 @@ def uncontended_until(run: Run, traffic: Columns, slack: float) -> float | None:
 
 
 def settle_shared(
-    alone: Run,
+    alone: Times,
     duration_s: np.ndarray,
     lead_s: np.ndarray | None,
     tail_s: np.ndarray | None,
@@ -152,7 +174,7 @@ def settle_shared(
 Columns: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def _graph_columns(graph: Graph) -> Columns:
+def _graph_columns(graph: Waits) -> Columns:
     """Kind, rank, partner, posted_after, waits and offsets in the types of the kernel (which are those of a compiled graph)."""
     kind, offsets = graph.schedule.actions.kind, np.ascontiguousarray(graph.schedule.offsets, dtype=np.int64)
     return kind, _int32(graph.rank), _int32(graph.partner), _int32(graph.posted_after), _int32(graph.waits.T), offsets

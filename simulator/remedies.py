@@ -10,8 +10,9 @@ from ..core.errors import ShardproofError
 from ..core.plan import Plan
 from ..core.plan_build import build_plan
 from ..core.plan_toml import Given, read_values
-from .simulate import lowered_schedule, simulate
+from .simulate import simulate
 from .spare import spare_of
+from .step import lowered_schedule
 
 Changes = Mapping[str, Any]
 """Dotted key of a plan -> the value it is given."""

@@ -21,7 +21,7 @@ from .provenance import Origin
 from .recorded import recorded_durations_s
 from .replicas import ReplicaRun, execute_replicas
 from .seconds import GRID, Seconds
-from .simulate import Simulation, plan_graph, report_of
+from .step import Simulation, plan_graph, report_of
 
 LANE_COMPONENTS = {Kind.STEP: "optimizer", Kind.REDUCE_GRAD: "dp_comm", Kind.UNSHARD: "dp_comm", Kind.RESHARD: "dp_comm"}
 """Where the seconds of a kind of action go that costs nothing by its price; messages are `pp_comm`, all else is `compute`."""

@@ -28,7 +28,8 @@ from .pricing import Pricing
 from .profiles import profile_of
 from .search_bounds import chain_bounds_s, family_bound_s, lower_bound_s, memory_bound_bytes
 from .search_space import Cut, Family, Tally, cuts, families, variants
-from .simulate import Simulation, simulate, worst
+from .simulate import simulate
+from .step import Simulation, worst
 
 __all__ = ["REASONS", "SearchResult", "lower_bound_s", "search"]
 

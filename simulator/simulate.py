@@ -3,80 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, overload
+from typing import overload
 
-import numpy as np
-
-from ..core.action import Kind
 from ..core.errors import PlanError
-from ..core.model import ModelSpec
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
-from ..core.schedule import Schedule
-from ..core.schedules import build, lower, schedule_for
-from ..core.timeline import MemorySample, Timeline
-from .attribution import attribute, busy_s, critical_pp_rank, sorts_of
-from .capacity import capacities
-from .contention import execute_shared
-from .engine import Run, execute
-from .flops import step_flops
-from .graph import Graph, Sends, build_graph
-from .memory import RankMemory, memory_samples, rank_memories
+from ..core.timeline import Timeline
+from .modules import ModularSimulation, simulate_modules
 from .placement import replicas_lie_alike
-from .pricing import Pricing
-from .profiles import profile_of
-from .provenance import report_provenance
-from .seconds import Seconds
-
-if TYPE_CHECKING:
-    from .modules import ModularSimulation
-
-
-@dataclass(frozen=True, eq=False)
-class Simulation:
-    """One predicted step. `memory` holds the peak of every pipeline rank; `report` has the JSON keys of the interface.
-
-    `prices` are those of the sorts of action of the run's graph. `dp_rank` is the data-parallel rank that was simulated: 0, or the
-    slowest where replicas differ. `recorded`: its durations are those of recorded steps, and `prices` their means.
-    """
-
-    plan: Plan
-    run: Run
-    memory: tuple[RankMemory, ...]
-    report: dict[str, Any]
-    prices: tuple[Seconds, ...]
-    dp_rank: int = 0
-    recorded: bool = False
-
-    @cached_property
-    def global_ranks(self) -> tuple[int, ...]:
-        """The rank that stands for each pipeline rank: tensor-parallel rank 0 of the simulated data-parallel rank."""
-        return representatives(self.plan, self.dp_rank)
-
-    @cached_property
-    def period_s(self) -> float:
-        """Seconds from one step to the next when steps follow each other: the step's, or, where no rank waits for a global norm, those
-        from the first to the last action of the rank that is occupied longest (Qi et al. 2024, section 4: post-validation)."""
-        if self.plan.optimizer.clip_grad_norm:
-            return float(self.report["step_time_s"])
-        lanes = self.run.graph.schedule.offsets[:-1]
-        return float((np.maximum.reduceat(self.run.end_s, lanes) - np.minimum.reduceat(self.run.start_s, lanes)).max())
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The spans of one representative rank per pipeline rank, with memory over time."""
-        spans = self.run.timeline(global_ranks=self.global_ranks).spans
-        plan, schedule = self.plan, self.plan.schedule
-        devices = f"{plan.layout.world_size} devices of {plan.cluster.name}"
-        title = f"{plan.model.name} on {devices}: {plan.layout.degrees}, {schedule.file or schedule.name}"
-        return Timeline(spans, "predicted", self.memory_samples, title)
-
-    @cached_property
-    def memory_samples(self) -> tuple[MemorySample, ...]:
-        """Bytes held over time by the same ranks."""
-        return memory_samples(self.run, self.memory, self.plan, self.global_ranks)
+from .replay import simulate_recorded
+from .step import Simulation, simulate_first
+from .variation import simulate_varied
 
 
 @overload
@@ -92,119 +29,11 @@ def simulate(plan: Plan | ModularPlan, *, durations: Sequence[Timeline] = ()) ->
     recorded schedule may be another one. Memory and bytes are predicted as ever. A plan of modules is run as a whole (`modules`).
     """
     if isinstance(plan, ModularPlan):
-        from .modules import simulate_modules
-
         if durations:
             raise PlanError("recorded durations are those of one model's plan, and this one has [[modules]]. Leave them out.")
         return simulate_modules(plan)
     if durations:
-        from .replay import simulate_recorded
-
         return simulate_recorded(plan, durations)
     if not (plan.variation.is_nothing and replicas_lie_alike(plan)):
-        from .variation import simulate_varied  # which calls this for the plan without differences
-
         return simulate_varied(plan)
     return simulate_first(plan)
-
-
-def simulate_first(plan: Plan) -> Simulation:
-    """The step of data-parallel rank 0, which stands for all where replicas are alike; what `variation` says is not read."""
-    graph = plan_graph(plan)
-    pricing = Pricing(plan, gathers_scheduled=any(sort.kind is Kind.UNSHARD for sort in sorts_of(graph).sorts))
-    run = run_plan(graph, pricing)
-    memory = rank_memories(plan, graph.schedule, profile_of(plan).recv_buffers)
-    prices = pricing.of_graph(sorts_of(graph)).prices
-    return Simulation(plan, run, memory, report_of(plan, run, prices, memory), prices)
-
-
-def plan_graph(plan: Plan) -> Graph:
-    """The lowered schedule of a plan with its waits; named schedules are built once per shape and kept."""
-    profile = profile_of(plan)
-    if plan.schedule.file is None:
-        layout = plan.layout
-        shape = (layout.pp, layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages)
-        return _named_graph(plan.schedule.name, shape, profile.send_rule, profile.recv_buffers)
-    return build_graph(lowered_schedule(plan), sends=profile.send_rule, recv_buffers=profile.recv_buffers)
-
-
-@lru_cache(maxsize=64)
-def _named_graph(name: str, shape: tuple[int, int, int, int | None], sends: Sends, recv_buffers: int) -> Graph:
-    return build_graph(named_schedule(name, *shape), sends=sends, recv_buffers=recv_buffers)
-
-
-def lowered_schedule(plan: Plan) -> Schedule:
-    """The schedule of a plan with its communication, reductions and optimizer step."""
-    if plan.schedule.file is not None:
-        return lower(schedule_for(plan))
-    return named_schedule(plan.schedule.name, plan.layout.pp, plan.layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages)
-
-
-@lru_cache(maxsize=64)
-def named_schedule(name: str, pp: int, vpp: int, num_microbatches: int, max_active_stages: int | None) -> Schedule:
-    """The lowered schedule of a catalog name."""
-    return lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), max_active_stages=max_active_stages)
-
-
-def run_plan(graph: Graph, pricing: Pricing) -> Run:
-    """The run of a plan's schedule with a plan's prices."""
-    _, duration_s, overlap, links = pricing.of_graph(sorts_of(graph))
-    run = execute(graph, duration_s, **overlap) if links is None else execute_shared(graph, duration_s, links, **overlap)
-    return _steps_together(run, duration_s) if pricing.plan.optimizer.clip_grad_norm else run
-
-
-def _steps_together(run: Run, duration: np.ndarray) -> Run:
-    """With clipping no rank may step before the global norm is known, hence before the last rank's gradients are reduced."""
-    steps = np.flatnonzero(run.graph.schedule.actions.kind == Kind.STEP)
-    run.start_s[steps] = run.start_s[steps].max(initial=0.0)  # in place: nobody else has seen this run, and copies are large
-    run.end_s[steps] = run.start_s[steps] + duration[steps]
-    return run
-
-
-def representatives(plan: Plan, dp_rank: int = 0) -> tuple[int, ...]:
-    """The global rank at tensor-parallel rank 0 of a data-parallel rank on every pipeline rank."""
-    first, second = (plan.layout.global_rank(dp=dp_rank, pp=pp_rank) for pp_rank in (0, 1))
-    return tuple(first + pp_rank * (second - first) for pp_rank in range(plan.layout.pp))
-
-
-def worst(memory: tuple[RankMemory, ...]) -> RankMemory:
-    """The rank with the highest peak; of several the lowest."""
-    return max(memory, key=lambda rank: rank.peak_bytes)  # of equal ones max takes the first
-
-
-@lru_cache(maxsize=16)
-def _num_parameters(model: ModelSpec) -> int:
-    return model.num_parameters
-
-
-def report_of(plan: Plan, run: Run, prices: Sequence[Seconds], memory: tuple[RankMemory, ...], dp_rank: int = 0) -> dict[str, Any]:
-    """The JSON keys of a run of one data-parallel rank's pipeline, whose sorts of action have the given prices."""
-    ranks = representatives(plan, dp_rank)
-    step_s = float(run.end_s.max())
-    busy = busy_s(run.graph, prices)
-    bubble_pp = int(busy.argmin())
-    critical_pp = critical_pp_rank(run)
-    flops = step_flops(plan)
-    num_devices = plan.layout.world_size
-    peak_flops = step_s * num_devices * plan.cluster.peak_flops_per_s[plan.precision.dtype]
-    heaviest = worst(memory)
-    return {
-        "step_time_s": step_s,
-        "tokens_per_s": plan.batch.global_size * plan.batch.sequence / step_s,
-        "model_flops_per_s_per_device": flops.model / step_s / num_devices,
-        "mfu": flops.model / peak_flops,
-        "mfu_causal": flops.model_causal / peak_flops,
-        "hfu": flops.hardware / peak_flops,
-        "bubble_fraction": (step_s - float(busy[bubble_pp])) / step_s,
-        "bubble_rank": ranks[bubble_pp],
-        "critical_rank": ranks[critical_pp],
-        "time_s": attribute(run, critical_pp, prices),
-        "peak_memory_bytes": heaviest.peak_bytes,
-        "peak_memory_rank": ranks[heaviest.pp_rank],
-        "peak_memory_action": heaviest.peak_action,
-        "capacity_bytes": capacities(plan)[heaviest.pp_rank].usable_bytes,
-        "memory_bytes": heaviest.components(),
-        "num_parameters": _num_parameters(plan.model),
-        "num_devices": num_devices,
-        "provenance": report_provenance(plan.cluster, profile_of(plan)),
-    }

@@ -9,7 +9,7 @@ from ..core.plan import Plan
 from .capacity import Capacity, capacities
 from .memory import RankMemory, rank_memories
 from .profiles import profile_of
-from .simulate import lowered_schedule
+from .step import lowered_schedule
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ from .expert_load import Loads, draw_loads, joined
 from .goodput import goodput_of
 from .graph import Graph
 from .memory import RankMemory
+from .placement import replicas_lie_alike
 from .pricing import GraphPrices, Pricing
 from .provenance import Origin
 from .replicas import ReplicaRun, execute_replicas
 from .seconds import GRID, Seconds
-from .simulate import Simulation, report_of, simulate, simulate_first
+from .step import Simulation, report_of, simulate_first
 
 LARGEST_BLOCK = 1 << 21
 """Actions times columns that are drawn and run at a time."""
@@ -56,7 +57,7 @@ def simulate_varied(plan: Plan) -> Simulation:
     """
     if plan.variation.is_nothing:
         return _with_differences(plan)
-    nominal = simulate(replace(plan, variation=NO_VARIATION))
+    nominal = _without_differences(replace(plan, variation=NO_VARIATION))
     found = _with_differences(plan) if plan.variation.has_differences else _again(plan, nominal)
     step_s = found.report["step_time_s"]
     if plan.variation.has_differences or plan.variation.is_random:
@@ -73,6 +74,11 @@ def simulate_varied(plan: Plan) -> Simulation:
         found.report["goodput"] = goodput_of(plan, step_s).report()
     found.report["provenance"] = {**found.report["provenance"], **{name: ORIGINS[name] for name in ORIGINS if name in found.report}}
     return found
+
+
+def _without_differences(plan: Plan) -> Simulation:
+    """The step of a plan whose `variation` says nothing: its replicas may still lie differently over nodes."""
+    return simulate_first(plan) if replicas_lie_alike(plan) else _with_differences(plan)
 
 
 def _again(plan: Plan, nominal: Simulation) -> Simulation:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.program.buckets import Bucket
 from .. import not_finite
-from ..numerics.base import Accumulator
+from ..numerics.contributions import Accumulator
 from ..numerics.copies import Copies
 from ..numerics.fast import FastNumerics
 from ..tensor_parallel.gradients import Gradients

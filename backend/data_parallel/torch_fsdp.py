@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from ...core.errors import PlanError
 from ...core.parameters import Parameter, layer_prefix
 from ...core.plan import Plan
+from ..microbatch import Microbatch
 from ..model.transformer import Stage
 from ..numerics import Contribution
 from ..numerics.token_product import TokenProduct
-from ..tensor_parallel.context import Microbatch
 from ..tensor_parallel.gradients import ExpertCopies
 from ..tensor_parallel.parameter import Shard, canonical, canonical_slices
 from ..transport.base import Group, Transport

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..microbatch import Microbatch
 from ..numerics.dropout import dropout_mask
-from ..tensor_parallel import LayerContext, Microbatch
+from ..tensor_parallel import LayerContext
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from ...core.chunks import Chunks
 from ..autograd import Function
-from ..tensor_parallel import LayerContext, Microbatch
+from ..microbatch import Microbatch
+from ..tensor_parallel import LayerContext
 from .attention_blocks import Block, DropoutKernel, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
 from .attention_exchange import KeySums, gathered, scattered
 

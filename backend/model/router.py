@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ...core.model import ModelSpec
 from ...core.parameters import expert_bias_name, layer_prefix
+from ..microbatch import Microbatch
 from ..numerics import Numerics
 from ..numerics.base import Scalar
 from ..numerics.dropout import uniform
 from ..numerics.tree import fold
-from ..tensor_parallel import LayerContext, Microbatch
+from ..tensor_parallel import LayerContext
 from ..tensor_parallel.whole_linear import WholeLinear
 from ..transport.base import Group
 

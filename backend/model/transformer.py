@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...core.parameters import TOKEN_TABLE, layer_prefix
 from ...core.plan import Plan
 from ...core.stages import StageLayers
+from ..microbatch import Microbatch
 from ..numerics import Numerics
 from ..observe import Observer
 from ..recorder import Recorder
@@ -19,7 +20,6 @@ from ..tensor_parallel import (
     ColumnParallelLinear,
     Gradients,
     LayerContext,
-    Microbatch,
     Norm,
     Shard,
     VocabParallelCrossEntropy,

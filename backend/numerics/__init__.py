@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from ...core.plan import Plan
-from .base import Contribution, Numerics, OwnedLeaves, Scalar
+from .base import Numerics, Scalar
+from .contributions import Contribution
 from .exact import ExactNumerics
 from .fast import FastNumerics
+from .owned_leaves import OwnedLeaves
 from .summands import Summands
 
 __all__ = ["Contribution", "ExactNumerics", "FastNumerics", "Numerics", "OwnedLeaves", "Scalar", "Summands", "make_numerics"]

@@ -13,68 +13,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ...core.leaves import Leaves
-from ...core.reduction import Node, maximal_nodes
 from ..transport.base import Group
+from .contributions import Accumulator, Contribution
 from .copies import Copies
-from .expert_rows import ExpertContribution, ExpertNumerics
+from .expert_rows import ExpertNumerics
 from .heads import OwnedHeads, OwnedPart
-from .open_sums import OpenSums
+from .owned_leaves import OwnedLeaves
 from .summands import Summands
-from .token_product import TokenProduct
 from .tokens import OwnedTokens
-
-Contribution = Tensor | TokenProduct | Sequence[Tensor] | OpenSums | ExpertContribution
-"""What one microbatch adds to a gradient: one tensor, or a product still to be computed (fast), one tensor per sample (exact), or one per
-leaf of experts (exact). Whoever receives it owns it."""
-
-
-@dataclass(frozen=True)
-class OwnedLeaves:
-    """The feature leaves of one tensor-parallel rank; `unit` features of the tensor per item of the leaf."""
-
-    leaves: Leaves
-    unit: int
-    tp: int
-    tp_rank: int
-
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """`[lo, hi)` of each own leaf in the local tensor."""
-        lo, hi = self.leaves.owned(self.tp, self.tp_rank)
-        offset = self.leaves.items(lo, hi)[0]
-        items = [self.leaves.items(leaf, leaf + 1) for leaf in range(lo, hi)]
-        return [((first - offset) * self.unit, (last - offset) * self.unit) for first, last in items]
-
-    @property
-    def num_leaves(self) -> int:
-        """Leaves over all ranks."""
-        return self.leaves.num_leaves
-
-    @property
-    def first_leaf(self) -> int:
-        """Global index of the first own leaf."""
-        return self.leaves.owned(self.tp, self.tp_rank)[0]
-
-    @property
-    def items(self) -> tuple[int, int]:
-        """The global items `[lo, hi)` of this rank, for a vocabulary its token ids."""
-        return self.leaves.owned_items(self.tp, self.tp_rank)
-
-    def nodes(self, tp_rank: int) -> tuple[Node, ...]:
-        """The nodes of the sum over all leaves that a rank computes."""
-        return maximal_nodes(self.leaves.num_leaves, *self.leaves.owned(self.tp, tp_rank))
-
-    @property
-    def summands(self) -> Summands:
-        """What every rank brings to the sum over all leaves."""
-        return Summands(self.leaves.num_leaves, tuple(self.nodes(tp_rank) for tp_rank in range(self.tp)))
 
 
 class Scalar(Protocol):
@@ -86,17 +37,6 @@ class Scalar(Protocol):
 
     def over(self, group: Group) -> Scalar:
         """The sum over the members, the same on every one. One small collective; none in a group of one."""
-
-
-class Accumulator(Protocol):
-    """One gradient while a step's microbatches arrive, in any order."""
-
-    def add(self, first_sample: int, contribution: Contribution) -> None:
-        """Takes the contribution of the samples that start at `first_sample` of the global batch."""
-
-    @property
-    def held(self) -> list[Tensor]:
-        """Every tensor held now."""
 
 
 class Numerics(ExpertNumerics):

@@ -18,13 +18,15 @@ from ...core.chunks import Chunks
 from ...core.leaves import LeafSizes
 from ...core.reduction import CarryTree, cut, maximal_nodes
 from ..transport.base import Group
-from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
+from .base import Numerics, flatten, unflatten
+from .contributions import Accumulator, Contribution
 from .copies import Copies
 from .exact_gradients import ExactAccumulator, TokenNodes, finished_parts
 from .exact_sum import ExactSum, exact_sum
 from .expert_rows import ExactExpertNumerics
 from .heads import OwnedHeads, OwnedPart
 from .open_sums import OpenKind, OpenSums
+from .owned_leaves import OwnedLeaves
 from .summands import Summands, merged, open_over, part_over, sum_over
 from .tiles import contract_tiles, multiply_into, outer_tiles, project_tiles
 from .tokens import OwnedTokens

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.reduction import CarryTree, cut
 from ..transport.base import Group
-from .base import Accumulator, Contribution
+from .contributions import Accumulator, Contribution
 from .heads import OwnedPart
 from .tree import add_in_place
 

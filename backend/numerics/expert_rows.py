@@ -7,10 +7,9 @@ width, F a whole feature dimension. Weights are stored [E, C, F], the cut dimens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,17 +17,10 @@ from torch import Tensor
 from ...core.expert_tokens import ExpertNodes, joined_nodes
 from ...core.reduction import NestedTree, cut
 from ..transport.base import Group
+from .contributions import Accumulator, ExpertContribution, Leaf
 from .copies import Copies
+from .owned_leaves import OwnedLeaves
 from .tree import add_in_place, fold
-
-if TYPE_CHECKING:
-    from .base import Accumulator, OwnedLeaves
-
-Leaf = tuple[int, int]
-"""A leaf of the expert gradients: a sample of the global batch and a token block of its sequence."""
-
-ExpertContribution = Tensor | Iterator[tuple[Leaf, Tensor]]
-"""What one microbatch adds to the gradient of all local experts: one tensor (fast), or one per leaf (exact)."""
 
 
 @dataclass(frozen=True)

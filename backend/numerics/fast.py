@@ -12,10 +12,12 @@ from torch.nn import functional as F
 from ...core.expert_tokens import ExpertNodes
 from ...core.reduction import cut
 from ..transport.base import Group
-from .base import Accumulator, Contribution, Numerics, OwnedLeaves, flatten, unflatten
+from .base import Numerics, flatten, unflatten
+from .contributions import Accumulator, Contribution
 from .copies import Copies
 from .expert_rows import FastExpertNumerics
 from .heads import OwnedHeads, OwnedPart
+from .owned_leaves import OwnedLeaves
 from .summands import Summands
 from .token_product import TokenProduct
 from .tokens import OwnedTokens

@@ -1,7 +1,7 @@
 """Layers cut over tensor-parallel ranks, built on an explicit group and exchangeable numerics."""
 
 from .beside_linear import BesideLinear
-from .context import LayerContext, Microbatch
+from .context import LayerContext
 from .cross_entropy import LossChoice, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from .data import TensorSpec, broadcast, context_part, context_positions, context_whole
 from .dropout import hidden_dropout
@@ -21,7 +21,6 @@ __all__ = [
     "HeadNorm",
     "LayerContext",
     "LossChoice",
-    "Microbatch",
     "Norm",
     "PositionEmbedding",
     "RowParallelLinear",

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,6 +20,7 @@ from ...core.parameters import Parameter, Usage, parameters
 from ...core.plan import Plan
 from ...core.program import recomputed_modules
 from ...core.program.holdings import known_part
+from ..microbatch import Microbatch
 from ..numerics import Contribution, Numerics, OwnedLeaves
 from ..numerics.heads import owned_heads
 from ..numerics.tokens import owned_tokens
@@ -35,32 +36,6 @@ from .parameter import Shard, initial_shard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`precision.dtype` -> the format of hidden states and of the weights that layers compute with."""
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One microbatch of one data-parallel rank.
-
-    `index` counts on this rank, `first_sample` is the position of its first sample in the step's global batch. `tokens` and `targets`
-    are int64 [b, s], of the tokens that this context-parallel rank has. `step` counts optimizer steps; None is no training, where nothing
-    is dropped. `counted_share` is the share of the step's tokens that count in the loss: losses of routers, which are means over all
-    tokens, are scaled by it. `documents`, int64 [b, s], is for every token the place in its sequence at which its document begins, where
-    documents are packed; None is one document per sequence. `later`, int64 [b, s, k], is what each of k modules of multi-token prediction
-    predicts at a token, the id of tokens that do not count where there is nothing to predict; None where there are none. `loss_scale` is
-    what all losses are multiplied by before gradients are taken of them. `lengths` are the tokens of each sample up to the last whose
-    target counts, where sequences are padded documents; what follows changes nothing.
-    """
-
-    index: int
-    first_sample: int
-    tokens: Tensor
-    targets: Tensor
-    step: int | None = None
-    counted_share: float = 1.0
-    documents: Tensor | None = None
-    later: Tensor | None = None
-    loss_scale: float = 1.0
-    lengths: tuple[int, ...] | None = None
 
 
 class _Running(threading.local):

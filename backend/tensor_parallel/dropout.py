@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..microbatch import Microbatch
 from ..numerics.dropout import dropout_mask
-from .context import LayerContext, Microbatch
+from .context import LayerContext
 
 
 def hidden_dropout(context: LayerContext, operation: str, x_BSH: Tensor) -> Tensor:

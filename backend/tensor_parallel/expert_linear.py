@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..numerics.expert_rows import ExpertContribution
+from ..numerics.contributions import ExpertContribution
 from .context import LayerContext
 from .exchange import Exchange
 

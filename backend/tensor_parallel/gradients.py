@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,16 +15,13 @@ from ...core.parameters import Usage
 from ...core.program.buckets import EXPERTS, WAITING, Bucket
 from .. import not_finite
 from ..numerics import Contribution, Numerics
-from ..numerics.base import Accumulator
 from ..numerics.context_gradients import ContextGradients
+from ..numerics.contributions import Accumulator
 from ..numerics.copies import Copies
 from ..numerics.exact_gradients import ExactAccumulator
 from ..numerics.heads import OwnedPart
 from ..transport.base import Group
 from .parameter import canonical
-
-if TYPE_CHECKING:
-    from ..data_parallel.part_sums import PartSums
 
 
 class WeightWork:
@@ -72,6 +69,21 @@ class ExpertCopies:
     nodes: tuple[ExpertNodes, ...]
 
 
+class EarlySums(Protocol):
+    """Adds up gradients as microbatches give them, and keeps a part: `data_parallel.part_sums.PartSums`."""
+
+    @property
+    def held(self) -> list[Tensor]: ...
+
+    def arrived(self, key: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def take(self) -> Mapping[str, Tensor]: ...
+
+    def take_not_finite(self) -> not_finite.NotFinite | None: ...
+
+
 class Gradients:
     """The gradient sums of one stage over a step. They are sums over tokens: divide by the global token count when finished.
 
@@ -99,7 +111,7 @@ class Gradients:
         self._changed: Callable[[], None] = lambda: None
         self._wait: Callable[[Bucket], None] = lambda bucket: None
         self._owned_are_finished = False
-        self._parts: PartSums | None = None
+        self._parts: EarlySums | None = None
         self._are_handed_over = False
         self._looked_at: set[str] = set()
         self._not_finite: not_finite.NotFinite | None = None
@@ -207,7 +219,7 @@ class Gradients:
             shape = (len(owned.nodes(owned.member)), *shape)
         return [torch.zeros(shape, device=device) for _ in range(self._micro_size)]
 
-    def reduce_each(self, parts: PartSums) -> None:
+    def reduce_each(self, parts: EarlySums) -> None:
         """From now on `parts` reduces gradients after every microbatch, those that it `take`s."""
         self._parts = parts
 

@@ -9,7 +9,8 @@ from typing import Any
 from ...core.errors import ShardproofError
 from ..published import Measured, Row, RowError, measured_of
 from ..published_plans import PublishedPlan, plan_of
-from ..simulate import simulate, worst
+from ..simulate import simulate
+from ..step import worst
 
 TRAINING = ("train_step", "finetune_step")
 

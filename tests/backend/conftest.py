@@ -11,7 +11,8 @@ from hypothesis import settings
 from torch import Tensor
 
 from helpers.stage import spread_weights, tokens_of, whole_gradients
-from shardproof.backend.model.transformer import Microbatch, Stage, finish_tied
+from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.model.transformer import Stage, finish_tied
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cluster_presets import cluster_preset

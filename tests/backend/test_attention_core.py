@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.numerics.dropout import dropout_mask
-from shardproof.backend.tensor_parallel import LayerContext, Microbatch, context_part, context_whole
+from shardproof.backend.tensor_parallel import LayerContext, context_part, context_whole
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout

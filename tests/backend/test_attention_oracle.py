@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.model.multi_token import later_targets
-from shardproof.backend.model.transformer import Microbatch, Stage, finish_tied
+from shardproof.backend.model.transformer import Stage, finish_tied
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel import LayerContext
 from shardproof.backend.transport.memory import MemoryWorld, run_threads

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.tensor_parallel import LayerContext, Microbatch
+from shardproof.backend.tensor_parallel import LayerContext
 from shardproof.backend.transport.memory import MemoryWorld
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout

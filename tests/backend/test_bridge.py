@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardproof.backend.launch import Workers
-from shardproof.backend.model.transformer import Microbatch, Stage
+from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.pipeline.bridge import Bridge, BridgeReceiver, BridgeSender, open_bridge
 from shardproof.backend.pipeline.executor import Executor

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.recorder import Recorder
-from shardproof.backend.tensor_parallel import LayerContext, Microbatch, hidden_dropout
+from shardproof.backend.tensor_parallel import LayerContext, hidden_dropout
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cluster_presets import cluster_preset

@@ -17,8 +17,9 @@ from helpers.program import assert_every_action_records_the_program, recorded_st
 from helpers.stage import spread_weights, tokens_of, whole_gradients
 from shardproof import lower
 from shardproof.backend.mesh import Mesh
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.model import router
-from shardproof.backend.model.transformer import Microbatch, Stage
+from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel.exchange import ExpertGroups
 from shardproof.backend.tensor_parallel.gradients import ExpertCopies

@@ -11,10 +11,11 @@ import math
 import pytest
 import torch
 
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.numerics import ExactNumerics, FastNumerics, OwnedLeaves
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.numerics.random import normal
-from shardproof.backend.tensor_parallel import LayerContext, Microbatch, mappings, recomputed_layer
+from shardproof.backend.tensor_parallel import LayerContext, mappings, recomputed_layer
 from shardproof.backend.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardproof.backend.tensor_parallel.data import TensorSpec, broadcast, context_part
 from shardproof.backend.transport.memory import MemoryWorld, run_threads

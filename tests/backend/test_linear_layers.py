@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext, Microbatch, RowParallelLinear, join_fused, split_fused
+from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, join_fused, split_fused
 from shardproof.backend.transport.base import SoloGroup
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cluster_presets import cluster_preset

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.backend.model.transformer import Microbatch, Stage
+from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cluster_presets import cluster_preset

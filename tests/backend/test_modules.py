@@ -12,7 +12,8 @@ from torch import Tensor
 from helpers.modules import modular, module
 from shardproof import ModularPlan, Trainer
 from shardproof.backend.data import Corpus
-from shardproof.backend.model.transformer import Microbatch, Stage
+from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.model.transformer import Stage
 from shardproof.backend.modules import training_rank
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.recorder import Recorder

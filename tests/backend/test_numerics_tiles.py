@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.backend.numerics.base import OwnedLeaves
 from shardproof.backend.numerics.exact import ExactNumerics
 from shardproof.backend.numerics.fast import FastNumerics
+from shardproof.backend.numerics.owned_leaves import OwnedLeaves
 from shardproof.backend.numerics.tiles import contract_tiles, multiply_into, outer_tiles, project_tiles, scratch
 from shardproof.backend.numerics.tree import token_sums
 from shardproof.backend.transport.memory import MemoryWorld, run_threads

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers.program import assert_every_action_records_the_program
-from shardproof.backend.model.transformer import Microbatch, Stage
+from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.action import Action, Kind

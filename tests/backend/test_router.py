@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.model.router import DROPPED, Router, choose, reduce_counts
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.tensor_parallel import LayerContext, Microbatch
+from shardproof.backend.tensor_parallel import LayerContext
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout

@@ -32,7 +32,8 @@ from torch.nn import functional as F
 from helpers.gates import sample
 from shardproof import Schedule, build, check, lower
 from shardproof.backend.launch import preload
-from shardproof.backend.model.transformer import Microbatch, Stage
+from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.model.transformer import Stage
 from shardproof.backend.observe import Observer
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.base import Transport

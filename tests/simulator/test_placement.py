@@ -12,8 +12,9 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Plan
 from shardproof.simulator.network import spread_of
 from shardproof.simulator.placement import replicas_lie_alike
-from shardproof.simulator.simulate import simulate, simulate_first
+from shardproof.simulator.simulate import simulate
 from shardproof.simulator.spreads import Spreads
+from shardproof.simulator.step import simulate_first
 
 LAYOUTS = [
     Layout(tp=8, pp=2, dp=3),

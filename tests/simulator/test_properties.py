@@ -29,7 +29,8 @@ from shardproof.simulator.memory_profiles import memory_profile
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.profiles import profile_of
 from shardproof.simulator.search import search
-from shardproof.simulator.simulate import plan_graph, simulate
+from shardproof.simulator.simulate import simulate
+from shardproof.simulator.step import plan_graph
 
 PROFILES = ("shardproof", "megatron-te", "torchtitan", "megatron-2021")
 DENSE = replace(model_preset("llama3-8b"), num_layers=12, vocab_size=32000)

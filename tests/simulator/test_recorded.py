@@ -18,7 +18,8 @@ from shardproof.core.schedules import CATALOG, build
 from shardproof.core.timeline import Span, Timeline
 from shardproof.core.variation import Variation
 from shardproof.simulator.engine import run_schedule
-from shardproof.simulator.simulate import Simulation, simulate
+from shardproof.simulator.simulate import simulate
+from shardproof.simulator.step import Simulation
 
 
 def plan_of(layout: Layout, schedule: str = "1F1B", *, microbatches: int = 6) -> Plan:

@@ -19,7 +19,8 @@ from shardproof.simulator.fit import fit
 from shardproof.simulator.memory import rank_memories
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.search import lower_bound_s, search
-from shardproof.simulator.simulate import Simulation, simulate
+from shardproof.simulator.simulate import simulate
+from shardproof.simulator.step import Simulation
 from shardproof.verify.check import check
 from shardproof.verify.twin import twin
 

@@ -18,7 +18,8 @@ from shardproof.simulator.contention import overloaded_links
 from shardproof.simulator.engine import execute
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.shared_links import shared_links
-from shardproof.simulator.simulate import plan_graph, simulate
+from shardproof.simulator.simulate import simulate
+from shardproof.simulator.step import plan_graph
 from shardproof.simulator.topology import network_share_bytes_per_s
 
 MODEL = replace(model_preset("llama3-8b"), num_layers=8)

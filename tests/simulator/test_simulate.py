@@ -19,7 +19,8 @@ from shardproof.core.schedules import CATALOG, build
 from shardproof.simulator.engine import execute
 from shardproof.simulator.pricing import Pricing
 from shardproof.simulator.search import lower_bound_s
-from shardproof.simulator.simulate import Simulation, _named_graph, named_schedule, simulate
+from shardproof.simulator.simulate import simulate
+from shardproof.simulator.step import Simulation, _named_graph, named_schedule
 
 KEYS = [
     "step_time_s",

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from helpers.gates import sampled
+from shardproof.backend.microbatch import Microbatch
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.recorder import Recorder
-from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext, Microbatch
+from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext
 from shardproof.backend.tensor_parallel.overlap import CommunicationLane
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads

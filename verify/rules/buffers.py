@@ -16,8 +16,9 @@ import numpy as np
 
 from ...core.action import COMPUTE, Kind
 from ..facts import BUFFER_KINDS, Buffers, Facts, ring_slots
+from .blocking import NONE
 from .rule import Rule, Violation
-from .view import NONE, View
+from .view import View
 
 _MAX_CLOCK_ENTRIES = 1 << 26
 """Entries of the table of clocks held at once; more ranks are worked through in several passes."""

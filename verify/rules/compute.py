@@ -8,8 +8,9 @@ import numpy as np
 
 from ...core.action import COMPUTE, RECEIVES, SENDS, Kind
 from ...core.schedules.messages import UnrunnableError, add_messages
+from .blocking import NONE
 from .rule import Rule, Violation
-from .view import NONE, View
+from .view import View
 
 
 def wrong_rank(view: View) -> Iterator[Violation]:

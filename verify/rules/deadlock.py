@@ -12,27 +12,27 @@ three, early-posted receives included: every other execution drops waits from th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from ...core.action import COMPUTE, Kind
+from .blocking import NONE, Blocked, Hops, partners, run_blocking
 from .rule import Rule, Violation
-from .view import NONE, Hops, View
+from .view import View
 
 SEND_MEANINGS = ("rendezvous", "buffered", "stream-ordered")
 
 
 def receive_cycle(view: View) -> Iterator[Violation]:
     """The first circle of ranks of which each waits in a receive, with sends that end at once."""
-    if view.blocking.cycle and (blocked := run_blocking(view, buffered=True)).cycle:
+    if view.blocking.cycle and (blocked := run_blocking(view.schedule, view.hops, buffered=True)).cycle:
         streams = "Only messages in streams beside the compute (NCCL) get" if runs_stream_ordered(view) else "No kind of send gets"
         yield _circle_violation(view, blocked, f"Every one of them is in a receive. {streams} past it.")
 
 
 def rendezvous_cycle(view: View) -> Iterator[Violation]:
     """The first circle of ranks that wait for each other when every send and receive blocks and lists run in order."""
-    if view.blocking.cycle and not run_blocking(view, buffered=True).cycle:
+    if view.blocking.cycle and not run_blocking(view.schedule, view.hops, buffered=True).cycle:
         streams = "Buffered and stream-ordered (NCCL) sends get" if runs_stream_ordered(view) else "Only buffered sends get"
         yield _circle_violation(view, view.blocking, f"{streams} past it.")
 
@@ -41,50 +41,8 @@ def send_meanings(view: View) -> dict[str, bool]:
     """Meaning of a send -> whether the lists come to their end with it. Messages must be matched (`send-without-receive` and the like)."""
     if not view.blocking.cycle:
         return dict.fromkeys(SEND_MEANINGS, True)
-    runs = (False, not run_blocking(view, buffered=True).cycle, runs_stream_ordered(view))
+    runs = (False, not run_blocking(view.schedule, view.hops, buffered=True).cycle, runs_stream_ordered(view))
     return dict(zip(SEND_MEANINGS, runs, strict=True))
-
-
-@dataclass(frozen=True)
-class Blocked:
-    """How a blocking run ends: the messages of a circle of waiting ranks, empty when the run comes to its end."""
-
-    cycle: tuple[int, ...]
-    partner: np.ndarray
-
-
-def run_blocking(view: View, *, buffered: bool = False) -> Blocked:
-    """Runs all messages in list order, a SEND and its RECV together, as many pairs at once as can go; `buffered` sends go by themselves.
-
-    Sends and receives must be matched (`send-without-receive` and its siblings find nothing). Compute never blocks here: what it
-    needs was received before it on its own rank, which `late-receive` and `hand-over-order` check.
-    """
-    partner = _partners(view)
-    message = np.flatnonzero(partner != NONE)
-    # One slot per message and one behind each rank's last, which nothing gets past.
-    slot = np.arange(len(message), dtype=np.int32) + view.rank[message]
-    num_slots = len(message) + view.schedule.num_ranks
-    slot_of = np.zeros(len(view.schedule), dtype=np.int32)
-    slot_of[message] = slot
-    peer, partner_slot = np.zeros(num_slots, dtype=np.int32), np.full(num_slots, num_slots, dtype=np.int32)
-    free = np.zeros(num_slots, dtype=bool)
-    peer[slot], partner_slot[slot] = view.rank[partner[message]], slot_of[partner[message]]
-    kind = view.schedule.actions.kind[message]
-    free[slot] = (kind == Kind.SEND_F) | (kind == Kind.SEND_B)
-    bounds = np.searchsorted(message, view.schedule.offsets) + np.arange(view.schedule.num_ranks + 1)
-    cursor, stop = bounds[:-1].copy(), bounds[1:] - 1
-    while True:
-        there = cursor[peer[cursor]]
-        ready = (there > partner_slot[cursor]) | free[cursor] if buffered else there == partner_slot[cursor]
-        going = ready.nonzero()[0]
-        if not len(going):
-            break
-        cursor[going] += 1
-    stuck = np.flatnonzero(cursor < stop)
-    if not len(stuck):
-        return Blocked((), partner)
-    ranks = _circle(int(stuck[0]), peer[cursor])
-    return Blocked(tuple(message[cursor[ranks] - ranks].tolist()), partner)
 
 
 def runs_stream_ordered(view: View) -> bool:
@@ -100,7 +58,7 @@ def runs_stream_ordered(view: View) -> bool:
     needs = np.full((2, nothing), nothing)
     for row, hops in enumerate(view.hops):
         _fill_needs(needs, row, hops)
-    partner = np.append(_partners(view), nothing)
+    partner = np.append(partners(view.schedule, view.hops), nothing)
     done = np.zeros(nothing + 1, dtype=bool)
     done[nothing] = True
     cursor, stop = bounds[:-1].copy(), bounds[1:]
@@ -124,24 +82,6 @@ def _fill_needs(needs: np.ndarray, row: int, hops: Hops) -> None:
     needs[row, hops.send[sends]] = hops.maker[sends]
     uses = hops.crossing & (hops.receive != NONE) & (hops.user != NONE)
     needs[row, hops.user[uses]] = hops.receive[uses]
-
-
-def _partners(view: View) -> np.ndarray:
-    """Index of a send or receive -> index of its other end; NONE elsewhere."""
-    partner = np.full(len(view.schedule), NONE, dtype=np.int64)
-    for hops in view.hops:
-        send, receive = hops.matched
-        partner[send], partner[receive] = receive, send
-    return partner
-
-
-def _circle(rank: int, waits_for: np.ndarray) -> np.ndarray:
-    """The ranks of one circle; following any stuck rank's peer leads into one."""
-    path: list[int] = []
-    while rank not in path:
-        path.append(rank)
-        rank = int(waits_for[rank])
-    return np.array(path[path.index(rank) :])
 
 
 def _circle_violation(view: View, blocked: Blocked, remark: str) -> Violation:

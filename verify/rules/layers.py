@@ -9,8 +9,9 @@ import numpy as np
 
 from ...core.action import Kind
 from ..facts import Facts, LayerHoldings
+from .blocking import NONE
 from .rule import Rule, Violation
-from .view import NONE, View
+from .view import View
 
 
 def missing_layer(view: View) -> Iterator[Violation]:

@@ -8,8 +8,9 @@ import numpy as np
 
 from ...core.action import Kind
 from ..facts import ActivationMemory, Facts
+from .blocking import NONE
 from .rule import Rule, Violation
-from .view import NONE, View
+from .view import View
 
 
 def held(view: View, stage_amount: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

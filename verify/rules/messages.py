@@ -8,8 +8,9 @@ import numpy as np
 
 from ...core.action import Action, Kind
 from ..facts import Facts, MessageFormats
+from .blocking import NONE
 from .rule import Rule, Violation
-from .view import NONE, View
+from .view import View
 
 _COUNTERPART = {
     Kind.SEND_F: (Kind.RECV_F, 1),

@@ -4,40 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...core.action import Action, Kind
 from ...core.schedule import Schedule
 from ..facts import Facts
-
-if TYPE_CHECKING:
-    from .deadlock import Blocked
-
-NONE = -1
-"""Stands in every table for "there is no such action"."""
-
-
-@dataclass(frozen=True)
-class Hops:
-    """What neighbouring stages hand over in one direction: tables [hop, microbatch] of indices or NONE, hop h joining stages h and h+1.
-
-    `maker` makes the value and `user` needs it; `send` and `receive` carry it where `crossing` says that they are on different ranks.
-    """
-
-    value: str
-    send: np.ndarray
-    receive: np.ndarray
-    maker: np.ndarray
-    user: np.ndarray
-    crossing: np.ndarray
-
-    @property
-    def matched(self) -> tuple[np.ndarray, np.ndarray]:
-        """(sends, receives) of the values that cross ranks and have both."""
-        both = self.crossing & (self.send != NONE) & (self.receive != NONE)
-        return self.send[both], self.receive[both]
+from .blocking import NONE, Blocked, Hops, run_blocking
 
 
 @dataclass(frozen=True)
@@ -138,9 +111,7 @@ class View:
     @cached_property
     def blocking(self) -> Blocked:
         """How the lists end when every send and receive blocks; worked out once for all rules."""
-        from .deadlock import run_blocking  # which takes a view
-
-        return run_blocking(self)
+        return run_blocking(self.schedule, self.hops)
 
     def token(self, index: int) -> str:
         """The token of an action."""

@@ -1,0 +1,51 @@
+"""`OwnedLeaves`: which leaves of a cut dimension a tensor-parallel rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...core.leaves import Leaves
+from ...core.reduction import Node, maximal_nodes
+from .summands import Summands
+
+
+@dataclass(frozen=True)
+class OwnedLeaves:
+    """The feature leaves of one tensor-parallel rank; `unit` features of the tensor per item of the leaf."""
+
+    leaves: Leaves
+    unit: int
+    tp: int
+    tp_rank: int
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """`[lo, hi)` of each own leaf in the local tensor."""
+        lo, hi = self.leaves.owned(self.tp, self.tp_rank)
+        offset = self.leaves.items(lo, hi)[0]
+        items = [self.leaves.items(leaf, leaf + 1) for leaf in range(lo, hi)]
+        return [((first - offset) * self.unit, (last - offset) * self.unit) for first, last in items]
+
+    @property
+    def num_leaves(self) -> int:
+        """Leaves over all ranks."""
+        return self.leaves.num_leaves
+
+    @property
+    def first_leaf(self) -> int:
+        """Global index of the first own leaf."""
+        return self.leaves.owned(self.tp, self.tp_rank)[0]
+
+    @property
+    def items(self) -> tuple[int, int]:
+        """The global items `[lo, hi)` of this rank, for a vocabulary its token ids."""
+        return self.leaves.owned_items(self.tp, self.tp_rank)
+
+    def nodes(self, tp_rank: int) -> tuple[Node, ...]:
+        """The nodes of the sum over all leaves that a rank computes."""
+        return maximal_nodes(self.leaves.num_leaves, *self.leaves.owned(self.tp, tp_rank))
+
+    @property
+    def summands(self) -> Summands:
+        """What every rank brings to the sum over all leaves."""
+        return Summands(self.leaves.num_leaves, tuple(self.nodes(tp_rank) for tp_rank in range(self.tp)))
