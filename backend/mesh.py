@@ -16,8 +16,8 @@ import numpy as np
 from ..core.action import SENDS, Kind
 from ..core.layout import Layout
 from ..core.schedule import Placement, Schedule
-from .pipeline.overlap import Baton, PairedGroup
 from .transport.base import Channel, Group, Transport
+from .transport.baton import Baton, PairedGroup
 
 Direction = Literal["F", "B"]
 Link = tuple[Direction, int, int]

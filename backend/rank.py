@@ -27,12 +27,12 @@ import torch.distributed as dist
 from ..core.errors import RankFailure, error_words
 from ..core.timeline import COMPUTE_LANE
 from .pipeline.messages import Mail
-from .pipeline.overlap import Baton, PairedGroup
 from .pipeline.watch import Board, RankWatch
 from .rank_errors import place_of, whose
 from .rank_messages import RANK_VARIABLE, Call, Failure, Job, ThreadAt, Whereabouts
 from .recorder import Recorder
 from .transport.base import Channel, Group, Transport, TransportError
+from .transport.baton import Baton, PairedGroup
 from .transport.memory import MemoryWorld, run_threads
 from .transport.process_group import ProcessGroupTransport
 

@@ -45,7 +45,7 @@ from .pipeline.activations import ActivationMeter, MemoryMeter
 from .pipeline.executor import Executor
 from .pipeline.halt import VALIDATION
 from .pipeline.messages import Clock, MessageChannel
-from .pipeline.overlap import Baton, PairRunner
+from .pipeline.overlap import PairRunner
 from .pipeline.row_messages import row_order_of
 from .showing import Showing
 from .step_result import StepResult
@@ -56,6 +56,7 @@ from .tensor_parallel.overlap import CommunicationLane
 from .tensor_parallel.parameter import Shard
 from .totals import Totals
 from .transport.base import Transport
+from .transport.baton import Baton
 
 
 class TrainingRank:

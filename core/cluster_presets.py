@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import fields, replace
+from functools import lru_cache, partial
 
 from .cluster import ClusterSpec
 from .devices import A100_40G, A100_80G, B200, B300, GB200, GB300, GH200, H100, H200, H800, V100_32G, Facts
@@ -23,12 +24,22 @@ from .fabrics import (
 )
 from .host import host_facts
 
+DEVICE_FIELDS = tuple(field.name for field in fields(ClusterSpec) if field.name in H100)
+"""Fields of a cluster that belong to its devices, not to what joins them."""
+
 
 def cluster_preset(name: str, num_devices: int) -> ClusterSpec:
     """The cluster called `name` with `num_devices` devices. Raises `UnknownNameError` with the closest known name."""
     if name not in CLUSTER_PRESETS:
         raise UnknownNameError("cluster", name, CLUSTER_PRESETS)
     return CLUSTER_PRESETS[name](num_devices)
+
+
+@lru_cache(maxsize=16)
+def as_device(cluster: ClusterSpec, preset: str) -> ClusterSpec:
+    """The cluster with the devices of a preset in the place of its own."""
+    other = cluster_preset(preset, cluster.num_devices)
+    return replace(cluster, **{name: getattr(other, name) for name in DEVICE_FIELDS})
 
 
 def _cluster(name: str, device: Facts, fabric: Facts, num_devices: int) -> ClusterSpec:

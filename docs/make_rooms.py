@@ -27,7 +27,7 @@ def files() -> dict[Module, str]:
     """Every module of the rooms and its path from the root."""
     found = {}
     for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py*")):
+        for path in sorted([*(ROOT / room).rglob("*.py"), *(ROOT / room).rglob("*.pyi")]):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[parts[:-1] if parts[-1] == "__init__" else parts] = path.relative_to(ROOT).as_posix()
     return found

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..core.cluster_presets import as_device
 from ..core.plan import Plan
 from ..core.variation import devices_named
-from .columns import as_device
 from .link_shares import rank_index
 from .memory_profiles import memory_profile
 from .reserved import reserved_bytes

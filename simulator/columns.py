@@ -7,15 +7,11 @@ every layer, so together they are as slow as the slowest. Columns that differ in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..core.action import Kind
-from ..core.cluster import ClusterSpec
-from ..core.cluster_presets import cluster_preset
-from ..core.devices import H100
 from ..core.plan import Plan
 from ..core.variation import NO_VARIATION, devices_named
 from .attribution import Sorts
@@ -24,9 +20,6 @@ from .placement import replicas_lie_alike, shift_of
 from .pricing import Pricing
 from .seconds import Seconds
 from .spreads import Spreads
-
-DEVICE_FIELDS = tuple(field.name for field in fields(ClusterSpec) if field.name in H100)
-"""Fields of a cluster that belong to its devices, not to what joins them."""
 
 SHARED_BY_EXPERTS = (Kind.F, Kind.B, Kind.I, Kind.OVERLAP_F_B)
 """Actions inside which ranks of an ep group exchange tokens."""
@@ -122,13 +115,6 @@ def slower(seconds: Seconds, factor: float) -> Seconds:
         return seconds
     scaled = {name: getattr(seconds, name) * factor for name in ("compute", "recompute", "optimizer")}
     return replace(seconds, **scaled).on_grid()
-
-
-@lru_cache(maxsize=16)
-def as_device(cluster: ClusterSpec, preset: str) -> ClusterSpec:
-    """The cluster with the devices of a preset in the place of its own."""
-    other = cluster_preset(preset, cluster.num_devices)
-    return replace(cluster, **{name: getattr(other, name) for name in DEVICE_FIELDS})
 
 
 def couplings_of(plan: Plan) -> tuple[dict[Kind, int], np.ndarray]:

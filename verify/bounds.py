@@ -172,16 +172,6 @@ class StepBounds:
         return self._backward["embedding"]
 
 
-def section_of(name: str) -> str:
-    """`layers.3` of everything in that layer; otherwise the first word.
-
-    >>> section_of("layers.3.mlp.up.weight"), section_of("head.norm.weight")
-    ('layers.3', 'head')
-    """
-    words = name.split(".")
-    return ".".join(words[:2]) if len(words) > 1 and words[1].isdecimal() else words[0]
-
-
 def _terms(plan: Plan, held: list[Parameter], widths: list[int], section: str) -> Roundings:
     """One pass through a section: every parameter's product or norm, then attention and what is elementwise. Tensor-parallel ranks add
     up parts that are stored, too: two sums a layer."""

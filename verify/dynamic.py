@@ -26,7 +26,7 @@ from .facts import Facts
 from .fast_run import FastCheck, check_fast, states
 from .first_cause import Progress, run_against
 from .ledger import RunLedger
-from .modules import leaf_sizes, parts_of, provable
+from .modules import leaf_sizes, parts_of
 from .mutations.drop import DropReduction
 from .proof_run import (
     ProofJob,
@@ -43,7 +43,7 @@ from .proof_run import (
 from .reference import Reference, reference_words
 from .references import References
 from .static import StaticProof, prove_static
-from .twin import MAX_THREADS, MAX_WORLD_SIZE, twin, usual_transport
+from .twin import MAX_THREADS, MAX_WORLD_SIZE, provable, twin, usual_transport
 
 if TYPE_CHECKING:
     from ..backend.model.block import BlockFactory

@@ -33,6 +33,9 @@ GATHERED = "gathered weight"
 SCALAR = "scalar"
 
 
+SQUARE = "square of gradient"
+"""The kind of a ledger's entries in which each rank gives the squared norm of its part of a gradient, in the largest magnitude."""
+
 NO_STEP = -1
 
 
@@ -201,9 +204,7 @@ class LedgerWriter:
                     self._enter(key, part, (length, *values.shape[1:]), ((lo, hi), *full_region(values.shape[1:])))
                 first += run.stop - run.start
 
-    def _shard(
-        self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any, step: int | None = None
-    ) -> None:
+    def _shard(self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any, step: int | None = None) -> None:
         region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))
         self._enter(Key(self.step if step is None else step, phase, name), _values(tensor), shape, region)
 

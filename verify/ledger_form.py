@@ -20,11 +20,11 @@ from .ledger import (
     OPTIMIZER,
     RECOMPUTED,
     SCALAR,
+    SQUARE,
     WEIGHT,
     Key,
     Piece,
 )
-from .norms import SQUARE
 from .summary import NUM_SUMS, Summary
 
 FORMAT = 3

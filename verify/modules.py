@@ -9,33 +9,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..core.action import Action
-from ..core.errors import PlanError
 from ..core.model import ModelSpec
 from ..core.modules import ModularPlan, ModulePlan
 from ..core.parameters import expert_biases, parameters
 from ..core.plan import Plan
 from .ledger import SCALAR, Key
-from .twin import MAX_PARAMETERS, MAX_WORLD_SIZE
 
 AnyPlan = Plan | ModularPlan
-
-
-def provable(plan: ModularPlan, unsupported: list[str]) -> tuple[ModularPlan, list[str]]:
-    """What of a plan of modules is run, and how it differs from the plan. Raises `PlanError` for one that the backend, for the reasons
-    given, or this host does not run: modules are not shrunk."""
-    problems = list(unsupported)
-    for what, size, most in (("ranks", plan.world_size, 2 * MAX_WORLD_SIZE), ("parameters", plan.num_parameters, MAX_PARAMETERS)):
-        if size > most:
-            problems.append(
-                f"the modules have {size} {what}, and the dynamic proof runs at most {most}. Prove smaller modules of the same cuts."
-            )
-    if problems:
-        raise PlanError(problems)
-    changes = []
-    if plan.numerics.mode == "fast":
-        changes.append("numerics.mode fast -> exact: bits of fast numerics depend on the layout.")
-        plan = replace(plan, numerics=replace(plan.numerics, mode="exact"))
-    return plan, changes
 
 
 def parts_of(plan: AnyPlan) -> tuple[Plan, ...]:

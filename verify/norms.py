@@ -16,12 +16,8 @@ import numpy as np
 from ..core.digest import Region
 from ..core.parameters import Parameter, parameters
 from ..core.plan import Plan
-from .bounds import section_of
 from .ledger import Piece, RunLedger
-from .relations import AXES, Class, degree_of
-
-SQUARE = "square of gradient"
-"""The kind of a ledger's entries in which each rank gives the squared norm of its part of a gradient, in the largest magnitude."""
+from .relations import AXES, Class, degree_of, section_of
 
 SAME_EXACT, SAME = 1e-7, 1e-6
 """Two squares agree to this part of the norm's: of fp32 numbers added up exactly, and of a norm that a loop has added up in fp32."""

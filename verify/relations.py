@@ -324,3 +324,13 @@ def where_of(differ: np.ndarray, region: Region) -> str:
 def degree_of(layout: Layout, axis: str) -> int:
     """The ranks along an axis."""
     return layout.expert_tp if axis == "etp" else int(getattr(layout, axis))
+
+
+def section_of(name: str) -> str:
+    """`layers.3` of everything in that layer; otherwise the first word.
+
+    >>> section_of("layers.3.mlp.up.weight"), section_of("head.norm.weight")
+    ('layers.3', 'head')
+    """
+    words = name.split(".")
+    return ".".join(words[:2]) if len(words) > 1 and words[1].isdecimal() else words[0]

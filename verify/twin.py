@@ -406,3 +406,21 @@ def _blocks(plan: Plan) -> str:
 
 def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
+
+
+def provable(plan: ModularPlan, unsupported: list[str]) -> tuple[ModularPlan, list[str]]:
+    """What of a plan of modules is run, and how it differs from the plan. Raises `PlanError` for one that the backend, for the reasons
+    given, or this host does not run: modules are not shrunk."""
+    problems = list(unsupported)
+    for what, size, most in (("ranks", plan.world_size, 2 * MAX_WORLD_SIZE), ("parameters", plan.num_parameters, MAX_PARAMETERS)):
+        if size > most:
+            problems.append(
+                f"the modules have {size} {what}, and the dynamic proof runs at most {most}. Prove smaller modules of the same cuts."
+            )
+    if problems:
+        raise PlanError(problems)
+    changes = []
+    if plan.numerics.mode == "fast":
+        changes.append("numerics.mode fast -> exact: bits of fast numerics depend on the layout.")
+        plan = replace(plan, numerics=replace(plan.numerics, mode="exact"))
+    return plan, changes

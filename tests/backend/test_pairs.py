@@ -11,9 +11,10 @@ import torch
 
 from helpers.program import assert_every_action_records_the_program
 from shardproof.backend.observe import Observer
-from shardproof.backend.pipeline.overlap import Baton, PairRunner
+from shardproof.backend.pipeline.overlap import PairRunner
 from shardproof.backend.trainer import Trainer
 from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.transport.baton import Baton
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.action import Kind

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.cluster_presets import as_device, cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Optimizer, Plan, Runtime, ScheduleChoice
@@ -19,7 +19,7 @@ from shardproof.core.variation import Variation
 from shardproof.simulator import variation as variation_module
 from shardproof.simulator.attribution import sorts_of
 from shardproof.simulator.capacity import capacity_of
-from shardproof.simulator.columns import as_device, columns_of, couplings_of
+from shardproof.simulator.columns import columns_of, couplings_of
 from shardproof.simulator.fit import fit
 from shardproof.simulator.replicas import plain_replicas
 from shardproof.simulator.simulate import simulate

@@ -16,8 +16,9 @@ from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import parameters
 from shardproof.core.plan import Batch, Numerics, Plan, Precision
-from shardproof.verify.bounds import CONFIDENCE, UNIT_ROUNDOFF, Roundings, StepBounds, gamma, largest_update, likely_gamma, section_of
+from shardproof.verify.bounds import CONFIDENCE, UNIT_ROUNDOFF, Roundings, StepBounds, gamma, largest_update, likely_gamma
 from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
+from shardproof.verify.relations import section_of
 
 GPT = ModelSpec(
     "gpt", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True

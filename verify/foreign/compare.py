@@ -14,9 +14,9 @@ from ..against import Comparison, other_machines
 from ..closer import closer, with_flip
 from ..compare import Difference, compare, name_of, ranks_listed, whole_summary
 from ..describe import differing_words, later, problem_words
-from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
+from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, SQUARE, WEIGHT, Key, Piece, RunLedger
 from ..ledger_file import RecordedLedger, SavedLedger
-from ..norms import SQUARE, Squares, Suspects, told_by_squares
+from ..norms import Squares, Suspects, told_by_squares
 from ..relations import HINTS, Around, Relation, earlier, relate
 from ..summary import Summary
 from ..twice import PHASES

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import PlanError
-from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, summary_of_scalar
+from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, SQUARE, WEIGHT, Key, Piece, summary_of_scalar
 from ..ledger_file import FileLedger
-from ..norms import SQUARE
 from ..summary import summarize
 from .places import Cuts, Placed, cuts_of, is_dtensor, is_partial, place, place_as
 from .stages import StageHook, is_stage
