@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.action import Kind
+from ..core.cluster_presets import as_device
 from ..core.plan import Plan
 from ..core.variation import NO_VARIATION, devices_named
 from .attribution import Sorts

@@ -16,7 +16,7 @@ import numpy as np
 from ..core.digest import Region
 from ..core.parameters import Parameter, parameters
 from ..core.plan import Plan
-from .ledger import Piece, RunLedger
+from .ledger import SQUARE, Piece, RunLedger
 from .relations import AXES, Class, degree_of, section_of
 
 SAME_EXACT, SAME = 1e-7, 1e-6
