@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MissingExtraError, RankFailure
 from ..core.interrupts import ENDING_SIGNALS
-from . import mkl_switch
 from .interfaces import loopback_variables
+from .mkl import mkl_switch
 from .pipeline.watch import Board
 from .rank_failures import late, root_cause, stalled
 from .rank_messages import NAMES_LENGTH, RANK_ENDED, RANK_VARIABLE, Failure, Job, TransportName, Whereabouts

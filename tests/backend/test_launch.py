@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from helpers.gates import sampled
-from shardproof.backend import mkl_switch, mkl_switch_is_set
 from shardproof.backend.launch import Workers, preload, run_ranks
+from shardproof.backend.mkl import mkl_switch, mkl_switch_is_set
 from shardproof.backend.rank_failures import describe_exit
 from shardproof.backend.transport.base import TransportError
 from shardproof.core.errors import PlanError, RankFailure
