@@ -26,6 +26,7 @@ sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-goldens", action="store_true", help="write tests/data/golden anew")
     parser.addoption("--full", action="store_true", help="also the cases that only .ci/full runs (helpers/gates.py)")
 
 

@@ -151,6 +151,16 @@ def test_a_difference_is_placed_when_everything_is_as_expected(change: dict[str,
     assert EXPECTED.is_placed({**FIRST, **change}) is placed
 
 
+def replaces_what_nobody_calls(patches: Patches) -> None:
+    """A function that no rank of this plan comes to."""
+    patches.replace(Owner, "method", lambda original: original)
+
+
+def test_a_mutant_that_nobody_reaches_is_a_failure_of_the_catalog() -> None:
+    (verdict,) = judge_mutants([mutant(replaces_what_nobody_calls, EXPECTED)]).verdicts
+    assert verdict.failed and not verdict.caught and "nothing that the mutant replaces was called" in verdict.words
+
+
 def test_a_mutant_that_changes_nothing_is_missed_and_one_that_stops_is_located_by_its_rank() -> None:
     stops = Stops(r"rank 1 failed.*out of ideas", ranks=(1,))
     score = judge_mutants([mutant(nothing, EXPECTED), mutant(stops_rank_1, stops), mutant(stops_rank_1, EXPECTED)])

@@ -7,18 +7,30 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 _OWN = threading.local()
 """The rank whose scenario this thread runs."""
 
 
-class Patches:
-    """A context manager that undoes its replacements, the last first."""
+NO, YES = "no", "yes"
+"""Whether anything that was replaced has been called, in the file that says it."""
 
-    def __init__(self) -> None:
+
+def unseen() -> None:
+    """For patches of which nobody asks whether they were reached."""
+
+
+class Patches:
+    """A context manager that undoes its replacements, the last first; `reached` is called when a replaced function is."""
+
+    def __init__(self, reached: Callable[[], None] = unseen) -> None:
         self._undo = ExitStack()
+        self._reached = reached
+        self.num_replaced = 0
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Sets `owner.name` to `make(what it was)`. `owner` is a class, a module or an object.
@@ -28,37 +40,63 @@ class Patches:
         and whoever patches it has to follow.
         """
         raw = inspect.getattr_static(owner, name)
+        self.num_replaced += 1
         if isinstance(raw, (staticmethod, classmethod)):
-            made: Any = type(raw)(make(raw.__func__))
+            made: Any = type(raw)(self._seen(make(raw.__func__)))
         elif isinstance(raw, property):
-            made = property(make(raw.fget))
+            made = property(self._seen(make(raw.fget)))
         else:
-            made = make(getattr(owner, name))
+            made = self._seen(make(getattr(owner, name)))
         if name in vars(owner):
             self._undo.callback(setattr, owner, name, raw)
         else:
             self._undo.callback(delattr, owner, name)
         setattr(owner, name, made)
 
+    def _seen(self, made: Any) -> Any:
+        """The same, telling when it is called. What is no function (a constant, a class) cannot tell, and counts as reached."""
+        if not isinstance(made, (FunctionType, MethodType, BuiltinFunctionType, partial)):
+            self._reached()
+            return made
+
+        @wraps(made)
+        def seen(*given: Any, **named: Any) -> Any:
+            self._reached()
+            return made(*given, **named)
+
+        return seen
+
     def __enter__(self) -> Patches:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
+        self.num_replaced = 0
 
 
 class Broken:
     """What the ranks of a mutated run do their work in: `breaks(patches)` is applied when the first of a process comes, and undone when
-    the last has gone. Can be pickled where `breaks` is a function of a module, or a `functools.partial` of one."""
+    the last has gone. Can be pickled where `breaks` is a function of a module, or a `functools.partial` of one.
 
-    def __init__(self, breaks: Callable[[Patches], None]):
+    The file `reached`, where one is given, says whether anything that was replaced has been called: a mistake that no rank makes proves
+    nothing. There is none where nothing was replaced.
+    """
+
+    def __init__(self, breaks: Callable[[Patches], None], reached: Path | None = None):
         self.breaks = breaks
+        self.reached = reached
         self._lock = threading.Lock()
-        self._patches = Patches()
+        self._patches = Patches(self._note)
         self._num_inside = 0
+        self._is_reached = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Broken, (self.breaks,)
+        return Broken, (self.breaks, self.reached)
+
+    def _note(self) -> None:
+        if self.reached is not None and not self._is_reached:
+            self._is_reached = True
+            self.reached.write_text(YES)
 
     @contextmanager
     def __call__(self, global_rank: int) -> Iterator[None]:
@@ -67,6 +105,8 @@ class Broken:
         with self._lock:
             if not self._num_inside:
                 self.breaks(self._patches)
+                if self.reached is not None and self._patches.num_replaced and not self._is_reached:
+                    self.reached.write_text(NO)
             self._num_inside += 1
         try:
             yield

@@ -21,7 +21,7 @@ from ..first_cause import run_against
 from ..ledger import RunLedger
 from ..proof_run import ProofJob, Scenario, one_device, run_ledger, train_steps
 from .mutant import Mutant, Stops
-from .patches import Broken
+from .patches import NO, Broken
 from .practice import NOTICED, UNNOTICED, Practice, first_step_keys, judge_by_habit
 
 STALL_S = 15.0
@@ -84,6 +84,13 @@ def judge_mutants(mutants: Sequence[Mutant], *, progress: Progress = lambda line
         return Score(tuple(future.result() for future in futures), tuple(alarms), judge.num_clean)
 
 
+def _assert_reached(broken: Broken) -> None:
+    """A mutant whose replaced functions nobody calls is a defect of the catalog: the backend has changed under it."""
+    assert broken.reached is not None
+    if broken.reached.exists() and broken.reached.read_text() == NO:
+        raise AssertionError("nothing that the mutant replaces was called. Let it replace what the backend calls now")
+
+
 def _told(verdict: Verdict) -> str:
     if not verdict.caught:
         return "FAILED" if verdict.failed else "MISSED"
@@ -123,11 +130,16 @@ class Judge:
         job = ProofJob(plan, mutant.steps, scenario=mutant.scenario, stall_s=STALL_S)
         reference = self._reference(job)
         self._once(self._clean, job, lambda: self._prove_clean(mutant.id, job))
+        kept = self._kept(job)
+        assert kept.folder is not None
+        broken = Broken(mutant.breaks, kept.folder / "reached")
         try:
-            run, differences = run_against(reference, self._kept(replace(job, around=Broken(mutant.breaks))), "memory")
+            run, differences = run_against(reference, replace(kept, around=broken), "memory")
         except (RankFailure, PlanError) as failure:
+            _assert_reached(broken)
             placed = isinstance(mutant.expected, Stops) and mutant.expected.is_placed(failure)
             return Verdict(mutant, True, placed, isinstance(mutant.expected, Stops), str(failure), None, NOTICED)
+        _assert_reached(broken)
         practice = judge_by_habit(reference, run)
         if not differences:
             return Verdict(mutant, False, False, False, "no bit differs", None, practice)
