@@ -19,7 +19,8 @@ from ..core.modules import ModularPlan
 from ..core.options import add_output, add_plan, check_output, emit, read_any_plan
 from ..core.plan import Plan
 from ..core.schedule import Schedule
-from ..core.schedules import lower, schedule_for
+from ..core.schedule_of import schedule_for
+from ..core.schedules import lower
 from ..core.terminal import say
 from ..core.units import format_bytes
 from .checkpoint.resume import Resumption

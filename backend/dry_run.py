@@ -20,7 +20,8 @@ from ..core.modules import ModularPlan, ModulePlan
 from ..core.plan import Plan
 from ..core.program import rank_elements
 from ..core.schedule import Schedule
-from ..core.schedules import lower, schedule_for
+from ..core.schedule_of import schedule_for
+from ..core.schedules import lower
 from ..core.stages import StageLayers
 from ..core.units import format_bytes, format_count
 from ..core.variation import NO_VARIATION

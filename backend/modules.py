@@ -86,7 +86,7 @@ class Joined:
         return self._lines[direction, sending]
 
     def peer(self, pp_rank: int) -> int:
-        """A rank of the other module, that is called pipeline rank `pp_rank` here (`core.modules.ModulePlacement`)."""
+        """A rank of the other module, that is called pipeline rank `pp_rank` here (`core.placement.ModulePlacement`)."""
         return self._peers[pp_rank]
 
 

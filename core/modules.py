@@ -17,49 +17,15 @@ from .action import ActionArray
 from .cluster import ClusterSpec
 from .errors import PlanError
 from .layout import Layout
-from .model import ModelSpec
-from .parameters import Parameter, expert_biases, stage_parameters
-from .plan import (
-    Batch,
-    Checkpoint,
-    DataParallel,
-    Numerics,
-    Optimizer,
-    Plan,
-    Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
-)
-from .schedule import Placement, Schedule
+from .module import Module, ModuleLayout
+from .parameters import Parameter, expert_biases
+from .placement import ModulePlacement, Placement
+from .plan import Plan
+from .schedule import Schedule
+from .sections import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
+from .stage_parameters import stage_parameters
 from .stages import StageLayers, assign_layers
-from .variation import NO_VARIATION, Variation
-
-OWN_SECTIONS = ("model", "layout")
-"""Sections that every module has for itself; all others are those of the whole plan."""
-
-
-@dataclass(frozen=True)
-class Module:
-    """One model on the ranks `[first_rank, last_rank]`, fed by the modules called `inputs`."""
-
-    name: str
-    first_rank: int
-    last_rank: int
-    model: ModelSpec
-    layout: Layout
-    inputs: tuple[str, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of its range."""
-        return self.last_rank - self.first_rank + 1
-
-    @property
-    def ranks(self) -> str:
-        """The range as a plan file writes it: `4-7`, or `0`."""
-        return f"{self.first_rank}-{self.last_rank}" if self.num_ranks > 1 else str(self.first_rank)
+from .variation import Variation
 
 
 @dataclass(frozen=True)
@@ -110,59 +76,6 @@ class ModulePlan(Plan):
     def named_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that training changes, by its name in the whole (`encoder.layers.0.mlp.up.weight`), and its full shape."""
         return {self.name_in_run(each.name): each.shape for each in (*self.held_parameters, *expert_biases(self.model))}
-
-
-@dataclass(frozen=True)
-class ModulePlacement(Placement):
-    """The stages of one module, a pipeline rank for each. A module that takes hidden states of others has before its first stage one that
-    is called -1, on pipeline rank -1, and is stage `before` there; one that `gives` some has one after its last, on a pipeline rank after
-    its own, which is stage 0 there."""
-
-    before: int | None = None
-    gives: bool = False
-
-    def sources_of(self, stage: int) -> tuple[int, ...]:
-        """The stage before; -1 for other modules."""
-        return (stage - 1,) if stage or self.before is not None else ()
-
-    def has_loss(self, stage: int) -> bool:
-        """False where what a stage makes goes to another one."""
-        return not self.gives and super().has_loss(stage)
-
-    def called_there(self, stage: int) -> int:
-        """A stage of this module, or of the one before or behind, by the number that its own module gives it."""
-        if stage == -1 and self.before is not None:
-            return self.before
-        return 0 if stage == self.num_stages else stage
-
-    def rank_of(self, stage: int, microbatch: int | None = None) -> int:
-        """The pipeline rank of a stage, which has the same number."""
-        return stage
-
-
-@dataclass(frozen=True)
-class ModuleLayout(Layout):
-    """The layout of a module whose rank 0 is `first_rank` of the whole: ranks are always those of the whole."""
-
-    first_rank: int = 0
-
-    def groups(self, axes: str) -> list[list[int]]:
-        """As `Layout.groups`."""
-        return self._moved(super().groups(axes))
-
-    def expert_groups(self, axes: str) -> list[list[int]]:
-        """As `Layout.expert_groups`."""
-        return self._moved(super().expert_groups(axes))
-
-    def global_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """As `Layout.global_rank`."""
-        return self.first_rank + super().global_rank(tp=tp, cp=cp, dp=dp, pp=pp)
-
-    def _coordinates(self, global_rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-        return super()._coordinates(global_rank - self.first_rank, sizes)
-
-    def _moved(self, groups: list[list[int]]) -> list[list[int]]:
-        return [[self.first_rank + rank for rank in group] for group in groups]
 
 
 @dataclass(frozen=True)
@@ -318,18 +231,3 @@ class ModularPlan:
     def replaced(self, change: Callable[[Module], Module], **shared: Any) -> ModularPlan:
         """The plan with every module changed and some sections replaced."""
         return replace(self, modules=tuple(change(module) for module in self.modules), **shared)
-
-
-def uncut(plan: ModularPlan) -> ModularPlan:
-    """The same problem with no module cut: a rank for each, one sample per microbatch, one after the other, every activation kept."""
-    numbers = {module.name: number for number, module in enumerate(plan.modules)}
-    return plan.replaced(
-        lambda module: replace(module, first_rank=numbers[module.name], last_rank=numbers[module.name], layout=Layout()),
-        cluster=replace(plan.cluster, num_devices=len(numbers)),
-        batch=replace(plan.batch, micro_size=1),
-        runtime=replace(plan.runtime, tp_comm_overlap=None),
-        schedule=ScheduleChoice("1F1B"),
-        recompute=Recompute("none"),
-        data_parallel=DataParallel(),
-        variation=NO_VARIATION,
-    )

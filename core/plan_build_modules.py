@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import did_you_mean
-from .modules import OWN_SECTIONS, ModularPlan, Module
+from .module import OWN_SECTIONS
+from .modules import ModularPlan, Module
 from .names import one_line
 from .plan_build import Draft, key_complaint
 from .plan_keys.modules import MODULE_KEYS

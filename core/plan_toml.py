@@ -118,7 +118,7 @@ def plan_to_toml(plan: Plan) -> str:
 
 def modular_plan_to_toml(plan: ModularPlan) -> str:
     """See `ModularPlan.to_toml`. The modules come last."""
-    from .modules import OWN_SECTIONS
+    from .module import OWN_SECTIONS
     from .plan_build_modules import sparse_module
     from .plan_keys import NOUNS
 

@@ -15,7 +15,8 @@ from ..core.model import ModelSpec
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from ..core.schedule import Schedule
-from ..core.schedules import build, lower, schedule_for
+from ..core.schedule_of import schedule_for
+from ..core.schedules import build, lower
 from ..core.timeline import MemorySample, Timeline
 from .attribution import attribute, busy_s, critical_pp_rank, sorts_of
 from .capacity import capacities

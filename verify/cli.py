@@ -14,7 +14,8 @@ from ..core.github import annotation
 from ..core.modules import ModularPlan
 from ..core.options import add_output, add_plan, emit, option_values, read_any_plan
 from ..core.schedule import Schedule
-from ..core.schedules import lower, read_csv, schedule_for
+from ..core.schedule_of import schedule_for
+from ..core.schedules import lower, read_csv
 from ..core.terminal import say, table
 from .against import compare_saved
 from .facts import Facts

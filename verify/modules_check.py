@@ -17,7 +17,8 @@ from ..core.bridge import messages, stage_grid
 from ..core.findings import Finding
 from ..core.modules import ModularPlan, ModulePlan
 from ..core.schedule import Placement, Schedule
-from ..core.schedules import lower, schedule_for
+from ..core.schedule_of import schedule_for
+from ..core.schedules import lower
 from .check import examine
 from .facts import Facts
 from .plan_facts import plan_calls

@@ -12,7 +12,7 @@ from ..core.findings import Finding
 from ..core.modules import ModularPlan
 from ..core.plan import Plan
 from ..core.schedule import Schedule
-from ..core.schedules import schedule_for
+from ..core.schedule_of import schedule_for
 from .check import Examination, examine
 from .facts import Facts
 from .grid import grid

@@ -1,6 +1,6 @@
 """Pipeline schedules: builders, the lowering pass, search, CSV."""
 
-from .catalog import CATALOG, build, default_name, named_schedule, placement_for, schedule_for
+from .catalog import CATALOG, build, default_name
 from .csv import from_csv, read_csv, to_csv
 from .lower import lower
 from .passes import add_unshard, merge_backward, split_backward
@@ -15,10 +15,7 @@ __all__ = [
     "from_csv",
     "lower",
     "merge_backward",
-    "named_schedule",
-    "placement_for",
     "read_csv",
-    "schedule_for",
     "search_schedule",
     "split_backward",
     "to_csv",

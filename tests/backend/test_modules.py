@@ -22,12 +22,12 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.action import SENDS, Kind
 from shardproof.core.errors import DivergedError, PlanError
-from shardproof.core.modules import uncut
 from shardproof.core.plan import Checkpoint
 from shardproof.simulator.modules import bridge_bytes
 from shardproof.verify.compare import compare
 from shardproof.verify.dynamic import ProofJob, prove_rank
 from shardproof.verify.ledger import WEIGHT, RunLedger
+from shardproof.verify.modules import uncut
 
 SIX = "tiny-gpt-6h"
 

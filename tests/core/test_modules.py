@@ -16,12 +16,13 @@ from shardproof.core.action import Kind
 from shardproof.core.bridge import parcels, stage_grid
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
-from shardproof.core.modules import ModuleLayout, uncut
+from shardproof.core.module import ModuleLayout
 from shardproof.core.plan_keys.modules import MODULE_KEYS
 from shardproof.core.plan_rules import RULES
 from shardproof.core.schedule import Placement
 from shardproof.core.schedules import build, lower
 from shardproof.core.schedules.joined import joined_schedule
+from shardproof.verify.modules import uncut
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "encoder_decoder.toml").read_text()
 

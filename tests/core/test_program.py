@@ -12,7 +12,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import TOKEN_TABLE, stage_parameters, stage_usages
+from shardproof.core.parameters import TOKEN_TABLE
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
 from shardproof.core.program import (
     Collective,
@@ -26,6 +26,7 @@ from shardproof.core.program import (
     stage_work,
 )
 from shardproof.core.program.layers import _stage_work as build
+from shardproof.core.stage_parameters import stage_parameters, stage_usages
 
 MODEL = ModelSpec(
     "m", 4, 48, 96, 6, 6, 8, 102, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True

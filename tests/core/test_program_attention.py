@@ -11,7 +11,7 @@ from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, layer_parameters, mtp_parameters, parameters, stage_parameters
+from shardproof.core.parameters import TOKEN_TABLE, layer_parameters, mtp_parameters, parameters
 from shardproof.core.plan import Batch, Plan, Precision
 from shardproof.core.program import (
     Collective,
@@ -23,6 +23,7 @@ from shardproof.core.program import (
     stage_work,
     transformer_work,
 )
+from shardproof.core.stage_parameters import stage_parameters
 
 GROUPED = ModelSpec("g", 4, 64, 128, 8, 4, 8, 96, 64)
 LATENT = ModelSpec(

@@ -11,7 +11,8 @@ from shardproof.core.host import EXCHANGED_BYTES
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
-from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import lower
 from shardproof.simulator.memory import rank_memories
 from shardproof.simulator.memory_own import own_step_bytes
 from shardproof.simulator.memory_peaks import peaks_by_action, peaks_by_state
