@@ -23,7 +23,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.huggingface_config import config_of
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan_keys import KEYS
-from shardproof.core.plan_toml import toml_value
+from shardproof.core.plan_write import toml_value
 from shardproof.core.schedules import build, to_csv
 
 NODES = ("fifo", "folder", "device", "loop")

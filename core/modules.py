@@ -122,7 +122,7 @@ class ModularPlan:
 
     def to_toml(self) -> str:
         """The plan as text; `ModularPlan.from_toml(plan.to_toml()) == plan`. Values that are defaults are left out."""
-        from .plan_toml import modular_plan_to_toml
+        from .plan_write import modular_plan_to_toml
 
         return modular_plan_to_toml(self)
 

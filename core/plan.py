@@ -81,7 +81,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as text; `Plan.from_toml(plan.to_toml()) == plan`. Values that are defaults are left out."""
-        from .plan_toml import plan_to_toml
+        from .plan_write import plan_to_toml
 
         return plan_to_toml(self)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from .errors import did_you_mean
 from .module import OWN_SECTIONS
@@ -122,10 +121,3 @@ def _inserted(text: str, named: str) -> str:
     """A problem with the module's name behind its place."""
     place, colon, rest = text.partition(": ")
     return f"{place}{colon}{named}{rest}"
-
-
-def sparse_module(module: Module, earlier: tuple[Module, ...]) -> dict[str, Any]:
-    """Key -> value, as few as describe what a module has of its own, but for its model and layout."""
-    usual = (earlier[-1].name,) if earlier else ()
-    inputs = {} if module.inputs == usual else {"inputs": list(module.inputs)}
-    return {"name": module.name, "ranks": module.ranks, **inputs}
