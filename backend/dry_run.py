@@ -16,11 +16,10 @@ import numpy as np
 
 from ..core.action import Action
 from ..core.commands import service
-from ..core.modules import ModularPlan, ModulePlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, ModulePlan, Plan
 from ..core.program import rank_elements
 from ..core.schedule import Schedule
-from ..core.schedule_of import schedule_for
+from ..core.schedule_of import part_schedule, schedule_for
 from ..core.schedules import lower
 from ..core.stages import StageLayers
 from ..core.units import format_bytes, format_count
@@ -99,7 +98,7 @@ def rank_groups(plan: Plan | ModularPlan) -> Iterator[RankGroup]:
     peaks = [Peak(each.peak_bytes, each.peak_action, each.components()) for each in service("simulate")(alike).memory]
     for part in plan.parts:
         own = peaks[part.first_stage : part.first_stage + part.layout.pp]
-        yield from _groups(part, lambda count, part=part: plan.part_schedule(part, count), own, part.first_stage)
+        yield from _groups(part, lambda count, part=part: part_schedule(plan, part, count), own, part.first_stage)
 
 
 def _peaks(plan: Plan) -> list[Peak]:

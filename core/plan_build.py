@@ -1,4 +1,4 @@
-"""Values as given -> `Plan`, or one `PlanError` with everything that is wrong, in file order."""
+"""Values as given -> the sections of a plan, or one `PlanError` with everything that is wrong, in file order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from .layout import Layout
 from .model import ModelSpec
 from .model_presets import model_preset
 from .names import one_line
-from .plan import Plan
 from .plan_keys import KEYS, NOUNS, Key, keys_of
 from .plan_rules import broken_rules
 from .plan_toml import Given, Values, num_modules, read_values
@@ -31,14 +30,15 @@ SET_IN_PLAN = "set in the plan"
 """The source of a cluster number that a plan overrides."""
 
 
-def build_plan(values: Values, source: str) -> Plan:
-    """The plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
+def plan_sections(values: Values, source: str) -> dict[str, Any]:
+    """Section -> noun of the plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was
+    given."""
     refuse_modules(values, source)
     draft = Draft(values, source)
     nouns = draft.nouns()
     draft.report_broken_rules(nouns)
     draft.raise_problems()
-    return Plan(**nouns)
+    return nouns
 
 
 def refuse_modules(values: Values, source: str) -> None:

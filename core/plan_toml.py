@@ -7,14 +7,10 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from .errors import PlanError
 from .parsing import parse_toml
-
-if TYPE_CHECKING:
-    from .modules import ModularPlan
-    from .plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,19 +90,6 @@ def _module_values(tables: list[Mapping[str, Any]], text: str, source: str) -> V
             else:
                 own[key] = given(value, number, key)
     return values
-
-
-def plan_from_toml(text: str, source: str) -> Plan:
-    """See `Plan.from_toml`."""
-    return cast("Plan", any_plan(read_values(text, source), source))
-
-
-def any_plan(values: Values, source: str) -> Plan | ModularPlan:
-    """The plan that `values` describe, of one model or of several. Raises `PlanError` with all problems."""
-    from .plan_build import build_plan
-    from .plan_build_modules import build_modular_plan
-
-    return build_modular_plan(values, source) if num_modules(values) else build_plan(values, source)
 
 
 _WITHOUT_MEANING = re.compile(

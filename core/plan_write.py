@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .cluster import ClusterSpec
 from .cluster_presets import CLUSTER_PRESETS, cluster_preset
@@ -16,21 +16,14 @@ from .plan_build import SET_IN_PLAN
 from .plan_keys import KEYS, NOUNS
 from .plan_toml import MODULES
 
-if TYPE_CHECKING:
-    from .modules import ModularPlan
-    from .plan import Plan
 
-
-def plan_to_toml(plan: Plan) -> str:
-    """See `Plan.to_toml`. Sections and keys come in the order of the key table."""
-    return "\n".join(filter(None, (_section(section, getattr(plan, section)) for section in NOUNS)))
-
-
-def modular_plan_to_toml(plan: ModularPlan) -> str:
-    """See `ModularPlan.to_toml`. The modules come last."""
-    sections = [_section(section, getattr(plan, section)) for section in NOUNS if section not in OWN_SECTIONS]
-    for number, module in enumerate(plan.modules):
-        sections.append(_table(f"[[{MODULES}]]", sparse_module(module, plan.modules[:number])))
+def sections_to_toml(nouns: Mapping[str, Any]) -> str:
+    """The plan of these sections (name -> noun) as text. Sections and keys come in the order of the key table, `modules` last; values that
+    are defaults are left out."""
+    sections = [_section(section, nouns[section]) for section in NOUNS if section in nouns]
+    modules: tuple[Module, ...] = nouns.get(MODULES, ())
+    for number, module in enumerate(modules):
+        sections.append(_table(f"[[{MODULES}]]", sparse_module(module, modules[:number])))
         sections += [_section(section, getattr(module, section), under=f"{MODULES}.") for section in OWN_SECTIONS]
     return "\n".join(filter(None, sections))
 

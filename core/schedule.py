@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from .action import PER_MICROBATCH, Action, ActionArray, Kind
 from .errors import ScheduleError
+from .files import TABLE_BYTES, read_text
 from .placement import Placement
+from .schedule_csv import rows_from_csv, rows_to_csv
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,16 +93,17 @@ class Schedule:
 
     def to_csv(self, dialect: Literal["shardproof", "torch"] = "shardproof") -> str:
         """One line per rank, cells as in torch.distributed.pipelining. With `dialect="torch"` STEP is dropped and replicas are refused."""
-        from .schedules.csv import to_csv
-
-        return to_csv(self, dialect)
+        return rows_to_csv(self.placement, self.rows(), dialect)
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
         """The inverse of `to_csv`, for both dialects. All malformed cells are reported together in one `ScheduleError`."""
-        from .schedules.csv import from_csv
+        return cls(name, *rows_from_csv(text, name))
 
-        return from_csv(text, name)
+
+def read_csv(path: str | Path) -> Schedule:
+    """The schedule in a file, named after it. Raises `ScheduleError` as `from_csv` does, and `FileError` for a file that is no text."""
+    return Schedule.from_csv(read_text(path, most_bytes=TABLE_BYTES), str(path))
 
 
 def _outside(actions: ActionArray, placement: Placement) -> np.ndarray:

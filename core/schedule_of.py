@@ -1,33 +1,13 @@
-"""The schedule of a plan: built by name, or read from a file."""
+"""The schedule of a plan: of one model, of several, and of one of several."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
-
-from .action import Kind
-from .errors import ScheduleError
-from .placement import Placement
+from .action import ActionArray
+from .placement import ModulePlacement, Placement
+from .plan import ModularPlan, ModulePlan, Plan
 from .schedule import Schedule
-from .schedules import CATALOG, add_unshard, build, read_csv
-from .sections import ScheduleChoice
-
-if TYPE_CHECKING:
-    from .plan import Plan
-
-
-def placement_for(plan: Plan, num_microbatches: int | None = None) -> Placement:
-    """The placement of a plan's schedule of so many microbatches (by default the most that a rank has), without building the schedule
-    where it has a name. Raises `ScheduleError` as `schedule_for`."""
-    choice, layout = plan.schedule, plan.layout
-    if choice.file is None:
-        return _named_placement(choice.name, layout.pp, layout.vpp, num_microbatches or plan.num_microbatches)
-    return schedule_for(plan).placement
-
-
-@lru_cache(maxsize=256)
-def _named_placement(name: str, pp: int, vpp: int, num_microbatches: int) -> Placement:
-    return CATALOG[name].placement(pp, vpp, num_microbatches)
+from .schedule_choice import chosen_schedule
+from .schedules.joined import joined_schedule
 
 
 def schedule_for(plan: Plan, num_microbatches: int | None = None) -> Schedule:
@@ -37,34 +17,26 @@ def schedule_for(plan: Plan, num_microbatches: int | None = None) -> Schedule:
     With `schedule.max_active_stages` it has UNSHARD and RESHARD, a file's own or those of `add_unshard`. Raises `ScheduleError` when
     the file's ranks, stages or microbatches are not the plan's.
     """
-    choice, layout = plan.schedule, plan.layout
-    if choice.file is None:
-        return named_schedule(choice, pp=layout.pp, vpp=layout.vpp, num_microbatches=num_microbatches or plan.num_microbatches)
-    return _with_unshard(_read_for(plan, choice.file), choice)
+    return chosen_schedule(plan.schedule, plan.layout, num_microbatches or plan.num_microbatches)
 
 
-def named_schedule(choice: ScheduleChoice, *, pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """As `schedule_for`, of a choice without a file."""
-    return _with_unshard(build(choice.name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), choice)
+def modular_schedule(plan: ModularPlan, num_microbatches: int) -> Schedule:
+    """The lowered schedule of all pipeline ranks, a stage on each, for so many microbatches."""
+    num_stages = len(plan.sources)
+    is_line = all(sources == ((stage - 1,) if stage else ()) for stage, sources in enumerate(plan.sources))
+    ranks = tuple((stage,) for stage in range(num_stages))
+    placement = Placement("explicit", num_stages, ranks, num_microbatches, None if is_line else plan.sources)
+    return joined_schedule(plan.schedule.name, placement)
 
 
-def _with_unshard(schedule: Schedule, choice: ScheduleChoice) -> Schedule:
-    if choice.max_active_stages is None or (schedule.actions.kind == Kind.UNSHARD).any():
-        return schedule
-    return add_unshard(schedule, choice.max_active_stages)
-
-
-def _read_for(plan: Plan, file: str) -> Schedule:
-    layout, schedule = plan.layout, read_csv(file)
-    problems = [
-        f"{file} has {found} {what}, but the plan has {expected} ({source})."
-        for what, found, expected, source in (
-            ("rows (pipeline ranks)", schedule.num_ranks, layout.pp, "layout.pp"),
-            ("stages", schedule.num_stages, layout.num_stages, "pp*vpp"),
-            ("microbatches", schedule.num_microbatches, plan.num_microbatches, "batch.global / (batch.micro * dp)"),
-        )
-        if found != expected
-    ]
-    if problems:
-        raise ScheduleError("\n".join(problems))
-    return schedule
+def part_schedule(plan: ModularPlan, part: ModulePlan, num_microbatches: int) -> Schedule:
+    """The rows of one module in `modular_schedule`, stages and pipeline ranks counted from 0 as in the module's own plan."""
+    whole, pp = modular_schedule(plan, num_microbatches), part.layout.pp
+    first, last = (int(whole.offsets[part.first_stage + place]) for place in (0, pp))
+    columns = whole.actions.take(slice(first, last)).columns
+    actions = ActionArray(columns[0] - part.first_stage, *columns[1:])
+    before = next((source.layout.pp - 1 for source, target in plan.joins if target is part), None)
+    ranks = tuple((stage,) for stage in range(pp))
+    placement = ModulePlacement("explicit", pp, ranks, num_microbatches, before=before, gives=not part.has_loss)
+    offsets = whole.offsets[part.first_stage : part.first_stage + pp + 1] - first
+    return Schedule(whole.name, placement, actions, offsets)

@@ -12,8 +12,7 @@ import numpy as np
 from ..core.action import Kind
 from ..core.errors import PlanError
 from ..core.model import ModelSpec
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from ..core.schedule import Schedule
 from ..core.schedule_of import schedule_for
 from ..core.schedules import build, lower

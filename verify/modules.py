@@ -1,4 +1,4 @@
-"""What the proofs need of a plan of several modules (`core.modules`): its reference, the names of its tensors, and where they are made.
+"""What the proofs need of a `ModularPlan`: its reference, the names of its tensors, and where they are made.
 
 The reference has every module on one device, uncut, a sample at a time, all in one process.
 """
@@ -12,9 +12,8 @@ from ..core.action import Action
 from ..core.errors import PlanError
 from ..core.layout import Layout
 from ..core.model import ModelSpec
-from ..core.modules import ModularPlan, ModulePlan
 from ..core.parameters import expert_biases, parameters
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, ModulePlan, Plan
 from ..core.sections import DataParallel, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
 from .ledger import SCALAR, Key

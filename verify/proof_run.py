@@ -19,8 +19,7 @@ from ..backend.libraries import libraries_of
 from ..core.errors import PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout
-from ..core.modules import ModularPlan
-from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
+from ..core.plan import Batch, DataParallel, ModularPlan, Plan, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
 from .contributions import ContributionWriter
 from .kept import Kept

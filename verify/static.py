@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.findings import Finding
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from ..core.schedule import Schedule
 from ..core.schedule_of import schedule_for
 from .check import Examination, examine

@@ -19,8 +19,7 @@ from ..core.errors import PlanError
 from ..core.expert_tokens import RoutedTokens
 from ..core.layout import Layout
 from ..core.model import ModelSpec
-from ..core.modules import ModularPlan
-from ..core.plan import Batch, Numerics, Plan
+from ..core.plan import Batch, ModularPlan, Numerics, Plan
 from ..core.schedules import CATALOG
 from ..core.schedules.passes import MAX_ACTIVE_STAGES
 from ..core.stages import StageLayers, to_string

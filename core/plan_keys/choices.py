@@ -73,14 +73,14 @@ def choices_keys() -> tuple[Key, ...]:
         Key(
             "recompute", "modules", "list of texts", "with selective: parts of a layer", "core.program.recompute", choices=RECOMPUTE_MODULES
         ),
-        Key("schedule", "name", "str", "pipeline schedule", "core.schedule_of", choices=tuple(CATALOG)),
-        Key("schedule", "file", "path", "a schedule CSV instead of a name", "core.schedule_of"),
+        Key("schedule", "name", "str", "pipeline schedule", "core.schedule_choice", choices=tuple(CATALOG)),
+        Key("schedule", "file", "path", "a schedule CSV instead of a name", "core.schedule_choice"),
         Key(
             "schedule",
             "max_active_stages",
             "int",
             "zero=3 gathers whole stages, so many at a time",
-            "core.schedule_of",
+            "core.schedule_choice",
             minimum=1,
             default_note="layer by layer",
         ),
