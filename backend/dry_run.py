@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core.action import Action
 from ..core.commands import service
+from ..core.parameters import count_parameters
 from ..core.plan import ModularPlan, ModulePlan, Plan
 from ..core.program import rank_elements
 from ..core.schedule import Schedule
@@ -211,7 +212,10 @@ def _group_text(group: RankGroup) -> str:
 def _run_text(plan: Plan) -> str:
     """The run of a plan, or of one of its modules."""
     layout, name = plan.layout, f"module {plan.name}, " if isinstance(plan, ModulePlan) else ""
-    num_parameters = sum(each.num_elements for each in plan.held_parameters) if isinstance(plan, ModulePlan) else plan.model.num_parameters
+    if isinstance(plan, ModulePlan):
+        num_parameters = sum(each.num_elements for each in plan.held_parameters)
+    else:
+        num_parameters = count_parameters(plan.model)
     zero = f" zero={layout.zero}" if layout.zero else ""
     return (
         f"{name}{plan.model.name}: {format_count(num_parameters)} parameters on {layout.world_size} ranks "

@@ -113,6 +113,18 @@ def parameters(model: ModelSpec) -> Iterator[Parameter]:
     yield from head_parameters(model)
 
 
+def count_parameters(model: ModelSpec) -> int:
+    """Exact count of a model's parameters, tied tensors once."""
+    return sum(parameter.num_elements for parameter in parameters(model))
+
+
+def count_active_parameters(model: ModelSpec) -> int:
+    """Those that one token passes through: all but the experts it does not take, multi-token prediction included."""
+    experts = sum(parameter.num_elements for parameter in parameters(model) if parameter.expert)
+    idle = experts // model.num_experts * (model.num_experts - model.experts_per_token) if model.is_moe else 0
+    return count_parameters(model) - idle
+
+
 def expert_biases(model: ModelSpec) -> Iterator[Parameter]:
     """What training changes without a gradient, fp32, whole on every rank: the bias of the experts of every router
     (`ModelSpec.expert_bias`). They are among no model's `parameters`."""

@@ -23,6 +23,7 @@ from ..core.options import (
     read_search_space,
     write_text,
 )
+from ..core.parameters import count_parameters
 from ..core.plan import ModularPlan, Plan
 from ..core.plan_rules import RULES
 from ..core.terminal import ranking, say, table
@@ -177,7 +178,7 @@ def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "", width: i
     worst = f"worst rank {report['peak_memory_rank']}{_during(report)}: {format_bytes(peak)} of {format_bytes(capacity)}"
     return "\n".join(
         [
-            _title(plan, plan.model.num_parameters),
+            _title(plan, count_parameters(plan.model)),
             "",
             worst,
             verdict,

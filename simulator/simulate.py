@@ -12,6 +12,7 @@ import numpy as np
 from ..core.action import Kind
 from ..core.errors import PlanError
 from ..core.model import ModelSpec
+from ..core.parameters import count_parameters
 from ..core.plan import ModularPlan, Plan
 from ..core.schedule import Schedule
 from ..core.schedule_of import schedule_for
@@ -174,7 +175,7 @@ def worst(memory: tuple[RankMemory, ...]) -> RankMemory:
 
 @lru_cache(maxsize=16)
 def _num_parameters(model: ModelSpec) -> int:
-    return model.num_parameters
+    return count_parameters(model)
 
 
 def report_of(plan: Plan, run: Run, prices: Sequence[Seconds], memory: tuple[RankMemory, ...], dp_rank: int = 0) -> dict[str, Any]:
