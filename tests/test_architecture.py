@@ -125,6 +125,39 @@ def test_no_circle_of_files(room: str) -> None:
     assert not circles, "\n".join(circles)
 
 
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from .worker import work\n",
+        "def late():\n    from .worker import work\n",
+        "if TYPE_CHECKING:\n    from .worker import Work\n",
+        "from ..room import work\n",
+    ],
+    ids=["at load", "in a function", "for types only", "through the package"],
+)
+def test_a_circle_is_found_by_whichever_import_closes_it(back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "core/room/__init__.py": "from .noun import Noun\nfrom .worker import work\n",
+        "core/room/noun.py": back,
+        "core/room/worker.py": "from .noun import Noun\n",
+        "core/room/user.py": "from ..room import Noun, work\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "ROOT", tmp_path)
+    monkeypatch.setattr(here, "FILES", list(files))
+    for function in (imports_of, arrows_of):
+        monkeypatch.setattr(here, function.__name__, function.__wrapped__)  # what is remembered is of the real files
+    assert way("core/room/noun.py", "core/room/noun.py") == ["core/room/worker.py", "core/room/noun.py"]
+    assert arrows_of("core/room/user.py") == ("core/room/noun.py", "core/room/worker.py")
+    assert way("core/room/user.py", "core/room/user.py") is None
+    with pytest.raises(AssertionError, match=r"noun\.py -> core/room/worker\.py -> core/room/noun\.py"):
+        test_no_circle_of_files("core")
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_library_imports_itself_relatively(name: str) -> None:
     for node, _ in imports_of(name):

@@ -70,6 +70,14 @@ def problems_of(text: str) -> tuple[str, ...]:
 def test_a_plan_of_modules_comes_back_from_its_own_text(text: str) -> None:
     plan = ModularPlan.from_toml(text)
     assert ModularPlan.from_toml(plan.to_toml()) == plan
+    assert Plan.from_toml(text) == plan
+
+
+def test_a_text_without_modules_gives_no_plan_of_modules() -> None:
+    text = '[model]\npreset = "llama3-8b"\n[batch]\nglobal = 1\nsequence = 32\n'
+    assert isinstance(Plan.from_toml(text), Plan)
+    with pytest.raises(PlanError, match=r"there is no \[\[modules\]\] in it"):
+        ModularPlan.from_toml(text)
 
 
 def test_every_module_is_a_plan_with_its_own_ranks_stages_and_names() -> None:
