@@ -15,11 +15,11 @@ from ..core.commands import Command, service
 from ..core.errors import FileError, MissingExtraError, PlanError, RankFailure, ScheduleError
 from ..core.files import write_text
 from ..core.findings import has_errors
-from ..core.modules import ModularPlan
 from ..core.options import add_output, add_plan, check_output, emit, read_any_plan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from ..core.schedule import Schedule
-from ..core.schedules import lower, schedule_for
+from ..core.schedule_of import schedule_for
+from ..core.schedules import lower
 from ..core.terminal import say
 from ..core.units import format_bytes
 from .checkpoint.resume import Resumption

@@ -16,11 +16,12 @@ import numpy as np
 
 from ..core.action import Action
 from ..core.commands import service
-from ..core.modules import ModularPlan, ModulePlan
-from ..core.plan import Plan
+from ..core.parameters import count_parameters
+from ..core.plan import ModularPlan, ModulePlan, Plan
 from ..core.program import rank_elements
 from ..core.schedule import Schedule
-from ..core.schedules import lower, schedule_for
+from ..core.schedule_of import part_schedule, schedule_for
+from ..core.schedules import lower
 from ..core.stages import StageLayers
 from ..core.units import format_bytes, format_count
 from ..core.variation import NO_VARIATION
@@ -98,7 +99,7 @@ def rank_groups(plan: Plan | ModularPlan) -> Iterator[RankGroup]:
     peaks = [Peak(each.peak_bytes, each.peak_action, each.components()) for each in service("simulate")(alike).memory]
     for part in plan.parts:
         own = peaks[part.first_stage : part.first_stage + part.layout.pp]
-        yield from _groups(part, lambda count, part=part: plan.part_schedule(part, count), own, part.first_stage)
+        yield from _groups(part, lambda count, part=part: part_schedule(plan, part, count), own, part.first_stage)
 
 
 def _peaks(plan: Plan) -> list[Peak]:
@@ -211,7 +212,10 @@ def _group_text(group: RankGroup) -> str:
 def _run_text(plan: Plan) -> str:
     """The run of a plan, or of one of its modules."""
     layout, name = plan.layout, f"module {plan.name}, " if isinstance(plan, ModulePlan) else ""
-    num_parameters = sum(each.num_elements for each in plan.held_parameters) if isinstance(plan, ModulePlan) else plan.model.num_parameters
+    if isinstance(plan, ModulePlan):
+        num_parameters = sum(each.num_elements for each in plan.held_parameters)
+    else:
+        num_parameters = count_parameters(plan.model)
     zero = f" zero={layout.zero}" if layout.zero else ""
     return (
         f"{name}{plan.model.name}: {format_count(num_parameters)} parameters on {layout.world_size} ranks "

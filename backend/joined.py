@@ -1,4 +1,4 @@
-"""`Joined`: how a rank of one of several modules (`core.modules`) is joined to the ranks of the others.
+"""`Joined`: how a rank of one of several modules (`core.plan.ModularPlan`) is joined to the ranks of the others.
 
 Hidden states come and go over bridges where a pipeline rank has no neighbour in its own module; loss, gradient norm and token counts are
 those of all modules.
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core.bridge import Grid, Parcel, parcels, stage_grid
-from ..core.modules import ModularPlan, ModulePlan
+from ..core.plan import ModularPlan, ModulePlan
+from ..core.schedule_of import part_schedule
 from .microbatch import Microbatch
 from .observe import Observer
 from .pipeline.bridge import BridgeReceiver, BridgeSender
@@ -30,7 +31,7 @@ class Joined:
 
     def __init__(self, transport: Transport, plan: ModularPlan, part: ModulePlan):
         here = part.layout.coordinates(transport.global_rank)
-        self.schedule = plan.part_schedule(part, part.microbatches_of(here["dp"]))
+        self.schedule = part_schedule(plan, part, part.microbatches_of(here["dp"]))
         self.world = transport.group("modules", "modules", range(transport.world_size))
         self._pp_rank = here["pp"]
         self._peers: dict[int, int] = {}
@@ -53,7 +54,7 @@ class Joined:
         return self._lines[direction, sending]
 
     def peer(self, pp_rank: int) -> int:
-        """A rank of the other module, that is called pipeline rank `pp_rank` here (`core.modules.ModulePlacement`)."""
+        """A rank of the other module, that is called pipeline rank `pp_rank` here (`core.placement.ModulePlacement`)."""
         return self._peers[pp_rank]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 
 CHECKPOINTS = ("shardproof.backend.checkpoint.saver",)
 """With `torch.distributed.checkpoint`."""

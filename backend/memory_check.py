@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from ..core.commands import service
 from ..core.errors import PlanError
 from ..core.host import available_memory_bytes
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from ..core.units import format_bytes
 from .dry_run import rank_groups
 

@@ -1,4 +1,4 @@
-"""Several modules trained as one (`core.modules`): how a rank of one of them is joined to the ranks of the others.
+"""Several modules trained as one (`core.plan.ModularPlan`): how a rank of one of them is joined to the ranks of the others.
 
 A rank trains its own module by a `TrainingRank`, as if there were no other. What is more: hidden states come and go over bridges where a
 pipeline rank has no neighbour in its own module, and loss, gradient norm and token counts are those of all modules.
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..core.action import RECEIVES, SENDS
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
+from ..core.schedule_of import modular_schedule
 from ..core.timeline import MemorySample, Span, Timeline
 from .joined import Joined, ModuleTransport, NamedObserver
 from .measure import transfers_only
@@ -50,7 +50,7 @@ def plan_on(plan: Plan | ModularPlan, global_rank: int) -> Plan:
 def measured_modules(spans: Sequence[Span], memory: Sequence[MemorySample], plan: ModularPlan, title: str) -> Timeline:
     """The timeline of one step over the ranks of all modules, with the stages and pipeline ranks of the whole. Inside a module messages are
     shown as `measure.measured_timeline` does; over a bridge from the moment that an end was there, because a rank may send to several."""
-    placement = plan.schedule_of(1).placement
+    placement = modular_schedule(plan, 1).placement
     moved = []
     for part in plan.parts:
         ranks = range(part.first_rank, part.first_rank + part.layout.world_size)

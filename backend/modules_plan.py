@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..core.errors import PlanError
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 
 
 def unsupported_modules(plan: ModularPlan, of_one: Callable[[Plan], list[str]]) -> list[str]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import DivergedError, PlanError, RankFailure, ShardproofError
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from ..core.terminal import say
 from ..core.timeline import MemorySample, Span, Timeline
 from .checkpoint.resume import resumption

@@ -17,7 +17,8 @@ from ..core.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
 from ..core.plan import Plan
 from ..core.program import EXPERT_BIAS
 from ..core.program.buckets import sums_are_sharded
-from ..core.schedules import lower, schedule_for
+from ..core.schedule_of import schedule_for
+from ..core.schedules import lower
 from ..core.timeline import Span
 from . import not_finite
 from .batches import Batches, whole_shape

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Iterator
 
 from ..core.action import Kind
-from ..core.modules import ModularPlan
-from ..core.plan import Plan, ScheduleChoice
+from ..core.plan import ModularPlan, Plan, ScheduleChoice
 from ..core.program.buckets import sums_are_sharded
-from ..core.schedules import lower, named_schedule, schedule_for
+from ..core.schedule_choice import named_schedule
+from ..core.schedule_of import schedule_for
+from ..core.schedules import lower
 from .modules_plan import unsupported_modules
 from .vocabulary import unknown_ids
 

@@ -23,8 +23,8 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.huggingface_config import config_of
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan_keys import KEYS
-from shardproof.core.plan_toml import toml_value
-from shardproof.core.schedules import build, to_csv
+from shardproof.core.plan_write import toml_value
+from shardproof.core.schedules import build
 
 NODES = ("fifo", "folder", "device", "loop")
 """What may stand in a file's place: a pipe, a folder, /dev/zero, a link to itself."""
@@ -291,7 +291,7 @@ WIDE: dict[str, dict[str, Any]] = {
 SEVERAL: dict[str, Any] = tomllib.loads((Path(__file__).parents[1] / "examples" / "encoder_decoder.toml").read_text(encoding="utf-8"))
 """A plan of [[modules]]."""
 
-CSV = to_csv(build("1F1B", pp=2, num_microbatches=4)).encode()
+CSV = build("1F1B", pp=2, num_microbatches=4).to_csv().encode()
 RECORDED = {**TINY, "cluster": {"preset": "this-host", "num_devices": 2}, "layout": {"pp": 2}}
 """The plan of `Sound.timeline`."""
 

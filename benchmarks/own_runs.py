@@ -24,7 +24,8 @@ from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
 from shardproof.core.program import Collective, Message, operations
-from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import lower
 from shardproof.core.timeline import Span, holds_parts
 from shardproof.simulator.calibrate import calibrated, cluster_toml
 from shardproof.simulator.step import Simulation

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from .commands import Command, service
 from .errors import MissingExtraError
 from .files import write_bytes
+from .parameters import count_parameters
 from .plan import Plan
 from .terminal import say
 from .timeline import Timeline
@@ -131,7 +132,7 @@ def train_bytes(demo: Demo) -> tuple[Plan, Timeline, bool]:
         plan = replace(plan, train=replace(plan.train, steps=QUICK_STEPS))
     steps = plan.train.steps
     tokens = plan.batch.global_size * plan.batch.sequence * steps
-    size, ranks = format_count(plan.model.num_parameters), plan.layout.world_size
+    size, ranks = format_count(count_parameters(plan.model)), plan.layout.world_size
     demo.heading(f"Train a byte-level language model of {size} parameters: {ranks} gloo processes, {plan.layout.degrees}")
     demo.say(f"{format_count(tokens)} bytes of the Python standard library's own text, {steps} steps of {plan.schedule.name}")
     on_step = functools.partial(print_step, steps, demo.out is sys.stderr)

@@ -9,10 +9,9 @@ from typing import Any
 from .errors import ModelError, did_you_mean
 from .files import read_text
 from .huggingface_forms import wrong_forms
-from .model import ROPE_SCALINGS, ModelSpec
+from .model import ROPE_SCALINGS, SCALING_FIELDS, ModelSpec
 from .names import one_line
 from .parsing import parse_json
-from .rotary import SCALING_FIELDS
 
 Config = Mapping[str, Any]
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from .errors import ModelError
 from .huggingface import model_from_config
-from .model import ModelSpec
-from .rotary import SCALING_FIELDS
+from .model import SCALING_FIELDS, ModelSpec
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 """`precision.dtype` -> what the files call it."""

@@ -9,7 +9,6 @@ from typing import Literal
 from .bounds import Bounded
 from .divisors import divisors
 from .errors import ModelError, did_you_mean
-from .rotary import rotary_problems
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared")
 NORMS = ("layernorm", "rmsnorm")
@@ -43,18 +42,24 @@ _OPTIONAL_COUNTS = (
     "sliding_window",
 )
 
-ROPE_FIELDS = (
-    "rope_scaling",
-    "rope_factor",
-    "rope_original_positions",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_beta_fast",
-    "rope_beta_slow",
-    "rope_mscale",
-    "rope_mscale_all_dim",
-    "rope_attention_factor",
-)
+SCALING_FIELDS = {
+    "linear": ("rope_factor",),
+    "dynamic": ("rope_factor", "rope_original_positions"),
+    "llama3": ("rope_factor", "rope_original_positions", "rope_low_freq_factor", "rope_high_freq_factor"),
+    "yarn": (
+        "rope_factor",
+        "rope_original_positions",
+        "rope_beta_fast",
+        "rope_beta_slow",
+        "rope_mscale",
+        "rope_mscale_all_dim",
+        "rope_attention_factor",
+    ),
+}
+"""Kind of rotary scaling (`core.rotary`) -> the numbers that it uses."""
+
+_SCALING_NUMBERS = tuple(dict.fromkeys(name for names in SCALING_FIELDS.values() for name in names))
+ROPE_FIELDS = ("rope_scaling", *_SCALING_NUMBERS)
 
 REFINEMENTS = ("qkv_bias", "qk_norm", *ROPE_FIELDS, *_OPTIONAL_COUNTS, *(name for name in ROUTER_FIELDS if name not in _ROUTER_COUNTS))
 """What a plain decoder does without: finer biases and norms, experts, latent attention, multi-token prediction,
@@ -174,7 +179,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             problems.append(f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}.")
         optional = {name: value for name in _OPTIONAL_COUNTS if (value := getattr(self, name)) is not None}
         bad = [f"{name}={value!r} must be a whole number of at least 0." for name, value in optional.items() if not _is_number(value)]
-        problems += bad or [*self._expert_problems(), *self._router_problems(), *self._latent_problems(), *rotary_problems(self)]
+        problems += bad or [*self._expert_problems(), *self._router_problems(), *self._latent_problems(), *self._rotary_problems()]
         if _is_count(self.vocab_size) and _is_number(self.padding_rows) and self.padding_rows >= self.vocab_size:
             most = self.vocab_size - 1
             problems.append(f"padding_rows={self.padding_rows} leaves no id of vocab_size={self.vocab_size}. Use {most} at most.")
@@ -248,6 +253,34 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         if self.position != "rope":
             yield f'position="{self.position}" does not go with latent attention, which carries rotary positions. Use "rope".'
 
+    def _rotary_problems(self) -> Iterator[str]:
+        """What is wrong with the scaling of rotary positions, one sentence each."""
+        used = SCALING_FIELDS.get(self.rope_scaling, ())
+        unused = (name for name in _SCALING_NUMBERS if name not in used)
+        given = [f"{name}={value}" for name in unused if (value := getattr(self, name)) != getattr(type(self), name)]
+        if given:
+            kinds = [kind for kind, names in SCALING_FIELDS.items() if all(text.partition("=")[0] in names for text in given)]
+            yield (
+                f'{", ".join(given)} scale rotary positions, but rope_scaling="{self.rope_scaling}" does not use them. '
+                f"Use rope_scaling among {', '.join(kinds) or 'the kinds that do'}, or leave them out."
+            )
+        if not used:
+            return
+        if self.position != "rope":
+            yield (
+                f'rope_scaling="{self.rope_scaling}" stretches rotary positions, but position="{self.position}". Use "rope", or no scaling.'
+            )
+        for name in ("rope_factor", "rope_beta_fast", "rope_beta_slow"):
+            if not (value := getattr(self, name)) > 0:
+                yield f"{name}={value!r} must be above 0."
+        if not 0 <= self.rope_low_freq_factor < self.rope_high_freq_factor:
+            yield (
+                f"rope_low_freq_factor={self.rope_low_freq_factor!r} must be at least 0 and below "
+                f"rope_high_freq_factor={self.rope_high_freq_factor!r}."
+            )
+        if not self.rope_beta_slow < self.rope_beta_fast:
+            yield f"rope_beta_slow={self.rope_beta_slow!r} must be below rope_beta_fast={self.rope_beta_fast!r}."
+
     def window(self, sequence: int) -> int:
         """The sliding window where it is shorter than the sequences; 0 where every token sees all before it."""
         return self.sliding_window if 0 < self.sliding_window < sequence else 0
@@ -305,22 +338,6 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     def query_heads_per_group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Exact count, tied tensors once."""
-        from .parameters import parameters
-
-        return sum(parameter.num_elements for parameter in parameters(self))
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Those that one token passes through: all but the experts it does not take, multi-token prediction included."""
-        from .parameters import parameters
-
-        experts = sum(parameter.num_elements for parameter in parameters(self) if parameter.expert)
-        idle = experts // self.num_experts * (self.num_experts - self.experts_per_token) if self.is_moe else 0
-        return self.num_parameters - idle
 
 
 def _is_count(value: object) -> bool:

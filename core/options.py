@@ -18,12 +18,12 @@ from .errors import PlanError
 from .files import read_text, write_text
 from .layout import Layout
 from .model import ModelSpec
-from .modules import ModularPlan
-from .plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Runtime
-from .plan_build import Draft, build_plan, refuse_modules
+from .plan import ModularPlan, Plan, any_plan, build_plan
+from .plan_build import Draft, refuse_modules
 from .plan_keys import key_named
-from .plan_toml import Given, Values, any_plan, num_modules, read_values
+from .plan_toml import Given, Values, num_modules, read_values
 from .schedules import default_name
+from .sections import Batch, DataParallel, Numerics, Optimizer, Precision, Runtime
 from .terminal import Text, fitted, say
 from .timeline import Timeline
 

@@ -1,249 +1,42 @@
-"""`Plan`: one training run as data."""
+"""`Plan`: one training run as data; and `ModularPlan`: one of several models that are trained as one.
+
+Both are made of sections (`core.sections`), which the rules (`core.plan_rules`) judge, and which are read from text and written as text;
+none of that knows a plan. The two kinds of plan lie in one file because each makes the other: a text with [[modules]] gives a
+`ModularPlan`, and every module of that is a `Plan`.
+
+Modules form a tree that joins towards its root. A module without inputs embeds the batch's tokens; one with inputs takes the sum of its
+inputs' hidden states, added in the order written. The last module feeds no other: it alone has the final norm, the head and the loss.
+Every module is a `ModulePlan`, an ordinary plan of its own ranks and stages. All their stages make one pipeline, numbered module after
+module; hidden states pass from the last stage of a module to the first of the next over a bridge (`core.bridge`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, cast
 
-from .bounds import Bounded
 from .cluster import ClusterSpec
 from .errors import PlanError
 from .layout import Layout
 from .leaves import LeafSizes, degree_to_admit, leaf_sizes
 from .microbatches import microbatch_counts, own_microbatches
 from .model import ModelSpec
+from .module import Module, ModuleLayout
+from .parameters import Parameter, expert_biases
+from .placement import Placement
+from .plan_build import plan_sections
+from .plan_build_modules import modular_sections
+from .plan_rules import broken_rules
+from .plan_toml import Values, num_modules, read_values
+from .plan_write import sections_to_toml
 from .reduction import cut
-from .schedule import Placement
+from .schedule_choice import chosen_placement, microbatches_together
+from .sections import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
+from .stage_parameters import stage_parameters
 from .stages import StageLayers, assign_layers
 from .variation import Variation
-
-ProfileName = Literal[
-    "shardproof",
-    "megatron-te",
-    "megatron-fsdp",
-    "nemo-24.05",
-    "nemo-25.02",
-    "torchtitan",
-    "fsdp",
-    "fsdp-1.13",
-    "xla",
-    "nanotron",
-    "megatron-2021",
-    "megatron-2022",
-    "megatron-2023",
-    "megatron-deepspeed",
-    "megatron-deepspeed-2023",
-    "deepspeed-zero3",
-    "zero-bubble",
-    "zero-bubble-te",
-    "zero-bubble-flash",
-]
-PROFILES: tuple[str, ...] = get_args(ProfileName)
-"""Software stacks whose memory and overlap can be modelled, our own first; `simulator.profiles` says what each one does."""
-
-RECOMPUTE_MODULES = ("core_attn", "norm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
-"""What selective recomputation can choose, as Megatron-Core's `--recompute-modules` (there `norm` is `layernorm`): the attention core,
-the norms, a dense layer's MLP, the activation of dense MLPs and shared experts (which Megatron-Core has for experts only), the
-up-projections of latent attention, the whole MoE layer, the activation of its experts, the shared experts."""
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Whose memory and overlap behaviour is modelled, and what of it the run does differently; None is as the profile.
-
-    `attention` is one fused kernel (the best there is, FlashAttention 1 or 2, or Triton's) or products with all scores in memory;
-    `compile` fuses elementwise kernels; `tp_comm_overlap` and `p2p_overlap` run tensor-parallel collectives and messages between stages
-    beside products; `cuda_graphs` launches a stage's kernels as one; `scatter_gather` sends messages that all tensor-parallel ranks hold in
-    parts; with `launch_blocking` the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1); `fused_loss` writes the gradient of the
-    loss over the logits instead of keeping an fp32 softmax; `dropout` says whether a stack drops elements of residuals and attention
-    probabilities where the model names no share (Megatron-LM does). `context_parallel` says how keys and values reach the other ranks of a
-    sequence: all at once, or from neighbour to neighbour. `ep_comm_overlap` runs the exchanges of tokens between experts beside the
-    computation of another microbatch (our own backend all exchanges of a layer, in the pairs of a schedule); `dispatch_once` sends a token
-    once to each node, inside a node once to each device, and not once to each of its experts (DeepEP, HybridEP). `amax_reduction` says
-    which ranks agree on the largest magnitudes of fp8 operands after every pass of a stage: none (scales of the tensors at hand), those of
-    one replica of the model, or of all replicas (delayed scaling, Megatron-Core with and without `tp_only_amax_red`).
-
-    Where messages between stages do not run beside products, `p2p_batched` says whether those that follow each other in a rank's list begin
-    together (as without it) or one ends before the next begins; both are modelled alike. With `trim_padding` a microbatch of padded
-    documents ends with its longest one, in whole blocks of tokens: layers and messages are as long as it is, and no bit of the result
-    changes; what is modelled is the whole sequence.
-    """
-
-    profile: ProfileName = "shardproof"
-    attention: Literal["fused", "flash-1", "flash-2", "triton", "unfused"] | None = None
-    compile: bool | None = None
-    tp_comm_overlap: bool | None = None
-    p2p_overlap: bool | None = None
-    p2p_batched: bool | None = None
-    cuda_graphs: bool | None = None
-    scatter_gather: bool | None = None
-    launch_blocking: bool | None = None
-    fused_loss: bool | None = None
-    dropout: bool | None = None
-    context_parallel: Literal["all_gather", "ring"] | None = None
-    ep_comm_overlap: bool | None = None
-    dispatch_once: bool | None = None
-    amax_reduction: Literal["none", "model", "replicas"] | None = None
-    trim_padding: bool = False
-
-
-@dataclass(frozen=True)
-class Batch(Bounded, section="batch"):
-    """Sequences per optimizer step, sequences per microbatch, tokens per sequence."""
-
-    global_size: int
-    micro_size: int
-    sequence: int
-
-
-@dataclass(frozen=True)
-class Precision(Bounded, section="precision"):
-    """Number format of weights and activations in products; optimizer state is fp32.
-
-    `gradient_dtype` is the format in which gradients are accumulated and reduced; None is as the profile.
-    `scaling` says how far one scale of fp8 operands reaches: a tensor, a row or column, or 32 numbers of one (mxfp8); None is as the
-    profile. Only torchtitan's are modelled apart (`simulator.casts`).
-
-    With fp16 the losses that gradients are taken of are scaled: by `loss_scale`, or where that is None by what begins at
-    `initial_loss_scale`, halves after `loss_scale_hysteresis` overflows, down to `min_loss_scale`, and doubles after `loss_scale_window`
-    steps without any (`backend.loss_scale`).
-    """
-
-    dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
-    gradient_dtype: Literal["fp32", "bf16"] | None = None
-    loss_scale: float | None = None
-    initial_loss_scale: float = 4096.0
-    min_loss_scale: float = 1.0
-    loss_scale_window: int = 1000
-    loss_scale_hysteresis: int = 2
-    scaling: Literal["tensor", "row", "block"] | None = None
-
-
-@dataclass(frozen=True)
-class Recompute(Bounded, section="recompute"):
-    """`selective` recomputes `modules` of every layer, `full` keeps only each layer's input. In torchtitan `selective` goes by operations:
-    it keeps the results of every second product and, unless `modules` names it, of the attention core, and repeats all else
-    (`modules = ["norm"]` says no more than that).
-
-    `num_layers` limits `full` to the first so many layers of every stage, `layers` to those with these numbers, counted from 0 over the
-    model; without either it is all of them. With `distribute` each tensor-parallel
-    rank keeps its part of such an input only, and the ranks gather it for the backward (Megatron-LM's
-    `--distribute-saved-activations`).
-    """
-
-    mode: Literal["none", "selective", "full"] = "none"
-    num_layers: int | None = None
-    modules: tuple[str, ...] = ("core_attn",)
-    layers: tuple[int, ...] | None = None
-    distribute: bool = False
-
-
-@dataclass(frozen=True)
-class ScheduleChoice(Bounded, section="schedule"):
-    """A catalog name, or a CSV file that replaces it.
-
-    `max_active_stages` lets ZeRO-3 gather whole stages by UNSHARD, so many at a time, as torch.distributed.pipelining does; without
-    it every F and B gathers its layers one by one.
-    """
-
-    name: str = "1F1B"
-    file: str | None = None
-    max_active_stages: int | None = None
-
-
-@dataclass(frozen=True)
-class Numerics(Bounded, section="numerics"):
-    """`exact` makes bits independent of the layout; `fast` uses the library's products and collectives. Blocks are leaf sizes."""
-
-    mode: Literal["exact", "fast"] = "fast"
-    gradient_token_block: int | None = None
-    reduction_token_block: int | None = None
-    ffn_block: int | None = None
-    vocab_block: int | None = None
-
-
-@dataclass(frozen=True)
-class Optimizer(Bounded, section="optimizer"):
-    """AdamW (Loshchilov & Hutter 2019) and global-norm clipping; `clip_grad_norm=0` turns clipping off."""
-
-    name: Literal["adamw"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_grad_norm: float = 1.0
-
-
-@dataclass(frozen=True)
-class DataParallel(Bounded, section="data_parallel"):
-    """How gradients are added up and parameters spread over data-parallel ranks; None is as the profile.
-
-    `overlap_grad_reduce` reduces buckets of `bucket_bytes` under the last backward passes, `overlap_param_gather` gathers updated
-    parameters under the first forward passes. `check_gradients` looks each bucket through for NaN before it is reduced, for which the
-    host waits (Megatron's `check_for_nan_in_grad`). `shard` is the size of the groups that ZeRO shards over (hybrid sharding); None is
-    all data-parallel ranks. `library` is whose code keeps parameters in parts: ours, or torch's `fully_shard` (FSDP2).
-    """
-
-    overlap_grad_reduce: bool | None = None
-    overlap_param_gather: bool | None = None
-    bucket_bytes: int | None = None
-    check_gradients: bool | None = None
-    shard: int | None = None
-    library: Literal["shardproof", "torch"] = "shardproof"
-
-
-@dataclass(frozen=True)
-class Train(Bounded, section="train"):
-    """What `train` and `verify --dynamic` run. `data` is a text file, a folder, or `python-stdlib`.
-
-    `label_smoothing` and `z_loss` change what is minimised (`backend.tensor_parallel.cross_entropy.LossChoice`), not held-out losses.
-    Tokens whose target is `ignore_token` count for nothing, also in the mean: a batch then has as many tokens as have other targets.
-    With `packed` a sequence is made of documents: attention sees no earlier one, and positions begin again with each. With `padded` it is
-    one document, cut where it is too long and else filled up with `ignore_token`, which counts for nothing.
-    Weights start from `seed`, or are those of the Hugging Face folder `load`.
-
-    `mtp_loss_weight` is the share of multi-token prediction in what is minimised, the mean over its modules (DeepSeek-V3, equation 25).
-
-    `router_aux_loss` and `router_z_loss` are factors of what every router adds to the loss, `router_jitter` the largest share by which a
-    router's inputs are scaled at random, and `expert_bias_rate` what a step adds to the bias of an expert that had less than its even
-    share of the tokens, or takes from one that had more (`backend.model.router`).
-
-    When no rank has ended an action for `timeout_s`, all are ended, and what each was waiting for is told.
-    """
-
-    steps: int = 20
-    data: str = "python-stdlib"
-    seed: int = 1234
-    learning_rate: float = 3e-4
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    ignore_token: int | None = None
-    packed: bool = False
-    padded: bool = False
-    load: str | None = None
-    mtp_loss_weight: float = 0.1
-    router_aux_loss: float = 0.0
-    router_z_loss: float = 0.0
-    router_jitter: float = 0.0
-    expert_bias_rate: float = 0.001
-    timeout_s: float = 1800.0
-
-    @property
-    def adds_router_losses(self) -> bool:
-        """True when routers add to the loss that is minimised."""
-        return self.router_aux_loss > 0 or self.router_z_loss > 0
-
-
-@dataclass(frozen=True)
-class Checkpoint(Bounded, section="checkpoint"):
-    """Where training saves all that it goes on from (`backend.checkpoint`); None is nowhere.
-
-    It does so after its last step and, with `every`, after each step that `every` divides. The newest `keep` stay; None keeps all.
-    """
-
-    folder: str | None = None
-    every: int | None = None
-    keep: int | None = None
 
 
 @dataclass(frozen=True)
@@ -269,8 +62,6 @@ class Plan:
     variation: Variation = field(default_factory=Variation)
 
     def __post_init__(self) -> None:
-        from .plan_rules import broken_rules  # the rule table is written in terms of the nouns of this file
-
         if broken := broken_rules({section: getattr(self, section) for section in self.ruled}):
             raise PlanError([problem.sentence for problem in broken])
 
@@ -297,20 +88,16 @@ class Plan:
     def from_toml(cls, text: str, source: str = "plan.toml") -> Plan:
         """The plan that a TOML text describes. `source` is its file name: it opens every message, and relative paths start there.
 
-        A text with [[modules]] gives a `core.modules.ModularPlan`, which has no one model and layout, but which simulate, draw, verify and
+        A text with [[modules]] gives a `ModularPlan`, which has no one model and layout, but which simulate, draw, verify and
         train take as well.
 
         Raises `PlanError` with every problem of the text, each with its line.
         """
-        from .plan_toml import plan_from_toml
-
-        return plan_from_toml(text, source)
+        return cast("Plan", any_plan(read_values(text, source), source))  # who has no [[modules]] need not tell the two apart
 
     def to_toml(self) -> str:
         """The plan as text; `Plan.from_toml(plan.to_toml()) == plan`. Values that are defaults are left out."""
-        from .plan_toml import plan_to_toml
-
-        return plan_to_toml(self)
+        return sections_to_toml({entry.name: getattr(self, entry.name) for entry in fields(Plan)})
 
     @property
     def num_microbatches(self) -> int:
@@ -326,13 +113,7 @@ class Plan:
     @cached_property
     def microbatch_counts(self) -> tuple[int, ...]:
         """The different numbers of microbatches that data-parallel ranks have, the largest first."""
-        return microbatch_counts(self.batch.global_size, self.batch.micro_size, self.layout.dp, self._microbatches_together)
-
-    @cached_property
-    def _microbatches_together(self) -> int:
-        from .schedules import CATALOG  # builders are written in terms of the nouns of this folder
-
-        return 1 if self.schedule.file is not None else CATALOG[self.schedule.name].together
+        return microbatch_counts(self.batch.global_size, self.batch.micro_size, self.layout.dp, microbatches_together(self.schedule))
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
@@ -350,9 +131,7 @@ class Plan:
         return self._placement_of(self.num_microbatches)
 
     def _placement_of(self, num_microbatches: int) -> Placement:
-        from .schedules import placement_for  # builders are written in terms of the nouns of this folder
-
-        return placement_for(self, num_microbatches)
+        return chosen_placement(self.schedule, self.layout, num_microbatches)
 
     @cached_property
     def leaf_sizes(self) -> LeafSizes:
@@ -382,7 +161,7 @@ class Plan:
 
     def samples_of(self, dp_rank: int) -> tuple[int, int]:
         """The contiguous interval of the global batch that a data-parallel rank owns."""
-        total, together = self.batch.global_size // self.batch.micro_size, self._microbatches_together
+        total, together = self.batch.global_size // self.batch.micro_size, microbatches_together(self.schedule)
         lo, hi = own_microbatches(total, self.layout.dp, dp_rank, together)
         return lo * self.batch.micro_size, hi * self.batch.micro_size
 
@@ -402,3 +181,192 @@ class Plan:
         first, _ = self.samples_of(dp_rank)
         lo, hi = self._placement_of(self.microbatches_of(dp_rank)).microbatches_of(stage, replica)
         return first + lo * self.batch.micro_size, first + hi * self.batch.micro_size
+
+
+@dataclass(frozen=True)
+class ModulePlan(Plan):
+    """The plan of one module. Its stages count from 0, and from `first_stage` in the whole; its ranks are those of the whole.
+
+    Only a module that `embeds` has an embedding, and only one that `has_loss` a head. The rules about the cluster are those of the whole.
+    """
+
+    name: str = ""
+    first_stage: int = 0
+    embeds: bool = True
+    has_loss: bool = True
+
+    @cached_property
+    def stages(self) -> tuple[StageLayers, ...]:
+        """What every stage of the module holds, stages counted from 0."""
+        whole = assign_layers(self.model.num_layers, self.layout)
+        return tuple(replace(each, embedding=each.embedding and self.embeds, head=each.head and self.has_loss) for each in whole)
+
+    def name_in_run(self, name: str) -> str:
+        """A parameter or an operation by its name among all modules, `encoder.layers.0.mlp.up.weight`: so two modules draw different
+        random numbers."""
+        return f"{self.name}.{name}"
+
+    @property
+    def first_rank(self) -> int:
+        """The first of its ranks."""
+        return self.layout.global_rank()
+
+    @property
+    def alone(self) -> ModulePlan:
+        """The same with ranks counted from 0, as if there were no other module."""
+        given = {entry.name: getattr(self.layout, entry.name) for entry in fields(Layout)}
+        return replace(self, layout=Layout(**given))
+
+    @property
+    def ruled(self) -> tuple[str, ...]:
+        """The sections that rules are asked about: the cluster is no module's."""
+        return tuple(section for section in super().ruled if section != "cluster")
+
+    @property
+    def held_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that the module has, in canonical order, by its own names."""
+        return tuple(each for stage in self.stages for each in stage_parameters(self.model, stage))
+
+    @property
+    def named_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that training changes, by its name in the whole (`encoder.layers.0.mlp.up.weight`), and its full shape."""
+        return {self.name_in_run(each.name): each.shape for each in (*self.held_parameters, *expert_biases(self.model))}
+
+
+@dataclass(frozen=True)
+class ModularPlan:
+    """A training run of several modules. Everything but `modules` means what it means in a `Plan`, and counts for all of them.
+
+    Raises `PlanError` with every rule that the whole or a module breaks.
+    """
+
+    modules: tuple[Module, ...]
+    cluster: ClusterSpec
+    batch: Batch
+    runtime: Runtime = field(default_factory=Runtime)
+    precision: Precision = field(default_factory=Precision)
+    recompute: Recompute = field(default_factory=Recompute)
+    schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
+    numerics: Numerics = field(default_factory=Numerics)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    data_parallel: DataParallel = field(default_factory=DataParallel)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    variation: Variation = field(default_factory=Variation)
+
+    def __post_init__(self) -> None:
+        problems = [broken.sentence for broken in broken_rules(self.sections)]
+        if not problems:  # a module's place in the whole is known only now
+            for module in self.modules:
+                try:
+                    self.part(module)
+                except PlanError as error:
+                    problems += [f'module "{module.name}": {sentence}' for sentence in error.problems]
+        if problems:
+            raise PlanError(dict.fromkeys(problems))
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "plan.toml") -> ModularPlan:
+        """The plan that a TOML text with [[modules]] describes. Raises as `Plan.from_toml`, and `PlanError` for a text without them."""
+        plan = any_plan(read_values(text, source), source)
+        if not isinstance(plan, ModularPlan):
+            raise PlanError(f"{source}: there is no [[modules]] in it. Read it by Plan.from_toml.")
+        return plan
+
+    def to_toml(self) -> str:
+        """The plan as text; `ModularPlan.from_toml(plan.to_toml()) == plan`. Values that are defaults are left out."""
+        return sections_to_toml(self.sections)
+
+    @property
+    def sections(self) -> Mapping[str, Any]:
+        """Section -> noun."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @cached_property
+    def parts(self) -> tuple[ModulePlan, ...]:
+        """The modules as plans, in the order of the modules."""
+        return tuple(self.part(module) for module in self.modules)
+
+    def part(self, module: Module) -> ModulePlan:
+        """The plan of one module. Raises `PlanError` with the rules that it breaks."""
+        shared = {name: noun for name, noun in self.sections.items() if name != "modules"}
+        before = self.modules[: self.modules.index(module)]
+        return ModulePlan(
+            **shared,
+            model=module.model,
+            layout=ModuleLayout(**{each.name: getattr(module.layout, each.name) for each in fields(Layout)}, first_rank=module.first_rank),
+            name=module.name,
+            first_stage=sum(each.layout.num_stages for each in before),
+            embeds=not module.inputs,
+            has_loss=module == self.modules[-1],
+        )
+
+    def part_named(self, name: str) -> ModulePlan:
+        """The plan of the module called `name`."""
+        return next(part for part in self.parts if part.name == name)
+
+    def part_of(self, global_rank: int) -> ModulePlan:
+        """The module on a rank."""
+        return next(part for part in self.parts if 0 <= global_rank - part.first_rank < part.layout.world_size)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all modules."""
+        return max(module.last_rank for module in self.modules) + 1
+
+    @property
+    def joins(self) -> tuple[tuple[ModulePlan, ModulePlan], ...]:
+        """Every pair of modules of which the first feeds the second, by the second, then in the order of its inputs."""
+        return tuple((self.part_named(name), self.part_named(module.name)) for module in self.modules for name in module.inputs)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For every stage the stages whose outputs are added up to its input, in the order of the module's inputs."""
+        last_of = {part.name: part.first_stage + part.layout.num_stages - 1 for part in self.parts}
+        found: list[tuple[int, ...]] = []
+        for part, module in zip(self.parts, self.modules, strict=True):
+            found.append(tuple(last_of[name] for name in module.inputs))
+            found += [(stage,) for stage in range(part.first_stage, last_of[part.name])]
+        return tuple(found)
+
+    @property
+    def has_equal_dp(self) -> bool:
+        """True when all modules cut the batch alike."""
+        return len({module.layout.dp for module in self.modules}) == 1
+
+    @property
+    def degrees(self) -> str:
+        """For people: `encoder tp4 -> decoder tp2 pp2`; `left tp2 + right pp2 -> last tp3`, and what is fed by others in brackets."""
+
+        def written(module: Module) -> str:
+            own, fed_by = f"{module.name} {module.layout.degrees}", [each for each in self.modules if each.name in module.inputs]
+            if not fed_by:
+                return own
+            inputs = [written(each) if len(fed_by) == 1 or not each.inputs else f"({written(each)})" for each in fed_by]
+            return f"{' + '.join(inputs)} -> {own}"
+
+        return written(self.modules[-1])
+
+    @property
+    def title(self) -> str:
+        """The models' names."""
+        return " + ".join(module.model.name for module in self.modules)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of all modules."""
+        return sum(each.num_elements for part in self.parts for each in part.held_parameters)
+
+    def replaced(self, change: Callable[[Module], Module], **shared: Any) -> ModularPlan:
+        """The plan with every module changed and some sections replaced."""
+        return replace(self, modules=tuple(change(module) for module in self.modules), **shared)
+
+
+def build_plan(values: Values, source: str) -> Plan:
+    """The plan of one model that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
+    return Plan(**plan_sections(values, source))
+
+
+def any_plan(values: Values, source: str) -> Plan | ModularPlan:
+    """The same, of one model or of several."""
+    return ModularPlan(**modular_sections(values, source)) if num_modules(values) else build_plan(values, source)

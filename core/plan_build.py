@@ -1,4 +1,4 @@
-"""Values as given -> `Plan`, or one `PlanError` with everything that is wrong, in file order."""
+"""Values as given -> the sections of a plan, or one `PlanError` with everything that is wrong, in file order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 
 from .bounds import LONGEST_NAME, LONGEST_TEXT, beyond, shown, text_complaint
 from .cluster import ClusterSpec
-from .cluster_presets import CLUSTER_PRESETS, cluster_preset
+from .cluster_presets import cluster_preset
 from .errors import PlanError, ShardproofError, did_you_mean
 from .files import read_text
 from .huggingface import read_config
 from .layout import Layout
-from .model import REFINEMENTS, ModelSpec
-from .model_presets import MODEL_PRESETS, model_preset
+from .model import ModelSpec
+from .model_presets import model_preset
 from .names import one_line
-from .plan import Plan
 from .plan_keys import KEYS, NOUNS, Key, keys_of
 from .plan_rules import broken_rules
 from .plan_toml import Given, Values, num_modules, read_values
@@ -31,14 +30,15 @@ SET_IN_PLAN = "set in the plan"
 """The source of a cluster number that a plan overrides."""
 
 
-def build_plan(values: Values, source: str) -> Plan:
-    """The plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
+def plan_sections(values: Values, source: str) -> dict[str, Any]:
+    """Section -> noun of the plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was
+    given."""
     refuse_modules(values, source)
     draft = Draft(values, source)
     nouns = draft.nouns()
     draft.report_broken_rules(nouns)
     draft.raise_problems()
-    return Plan(**nouns)
+    return nouns
 
 
 def refuse_modules(values: Values, source: str) -> None:
@@ -375,36 +375,3 @@ def _os_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}."
     return str(error)
-
-
-def sparse_model(model: ModelSpec) -> dict[str, Any]:
-    """Key -> value, as few as describe the model: a preset and what differs from it, or every field."""
-    fields = _fields(model)
-    full = {name: value for name, value in fields.items() if name not in _REFINEMENTS or value != _REFINEMENTS[name]}
-    if model.name not in MODEL_PRESETS:
-        return full
-    base = _fields(model_preset(model.name))
-    changed = {name: value for name, value in fields.items() if value != base[name]}
-    return full if None in changed.values() else {"preset": model.name, **changed}  # a file cannot say None over a preset's number
-
-
-_REFINEMENTS = {field.name: field.default for field in dataclasses.fields(ModelSpec) if field.name in REFINEMENTS}
-"""Fields that a file leaves out where they are off, and their defaults."""
-
-
-def sparse_cluster(cluster: ClusterSpec) -> dict[str, Any]:
-    """Key -> value, as few as describe the cluster: a preset and what differs from it, or every field."""
-    fields = _fields(cluster)
-    if cluster.name not in CLUSTER_PRESETS:
-        return fields
-    base = _fields(cluster_preset(cluster.name, cluster.num_devices))
-    changed = {name: value for name, value in fields.items() if value != base[name] and name != "sources"}
-    told = {name: text for name, text in cluster.sources.items() if base["sources"].get(name) != text and text != SET_IN_PLAN}
-    sources = {**base["sources"], **dict.fromkeys(changed, SET_IN_PLAN), **told}
-    if sources != dict(cluster.sources):
-        return {**fields}
-    return {"preset": cluster.name, "num_devices": cluster.num_devices, **changed, **({"sources": told} if told else {})}
-
-
-def _fields(noun: Any) -> dict[str, Any]:
-    return {field.name: getattr(noun, field.name) for field in dataclasses.fields(noun)}

@@ -1,4 +1,4 @@
-"""Values with [[modules]] as given -> `ModularPlan`, or one `PlanError` with everything that is wrong, in file order."""
+"""Values with [[modules]] as given -> the sections of a plan, or one `PlanError` with everything that is wrong, in file order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import did_you_mean
-from .modules import OWN_SECTIONS, ModularPlan, Module
+from .module import OWN_SECTIONS, Module
 from .names import one_line
 from .plan_build import Draft, key_complaint
 from .plan_keys.modules import MODULE_KEYS
@@ -17,8 +17,9 @@ from .plan_toml import Given, Values, module_section, num_modules
 _KEYS = {key.name: key for key in MODULE_KEYS}
 
 
-def build_modular_plan(values: Values, source: str) -> ModularPlan:
-    """The plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
+def modular_sections(values: Values, source: str) -> dict[str, Any]:
+    """Section -> noun of the plan of several models that `values` describe; `modules` is a tuple of `Module`. Raises `PlanError` with all
+    problems, each opened by where its value was given."""
     numbers = range(num_modules(values))
     shared = {section: table for section, table in values.items() if section.partition(".")[0] not in ("modules", *OWN_SECTIONS)}
     tables = [_ModuleTable(values.get(module_section(number), {}), number) for number in numbers]
@@ -50,7 +51,7 @@ def build_modular_plan(values: Values, source: str) -> ModularPlan:
             if not whole.bad.intersection(broken.rule.keys):
                 whole.problem_at(_place(broken, tables) or whole.find_first(broken.rule.keys), broken.sentence)
     whole.raise_problems()
-    return ModularPlan(**nouns, modules=tuple(modules))
+    return {**nouns, "modules": tuple(modules)}
 
 
 class _ModuleTable:
@@ -121,10 +122,3 @@ def _inserted(text: str, named: str) -> str:
     """A problem with the module's name behind its place."""
     place, colon, rest = text.partition(": ")
     return f"{place}{colon}{named}{rest}"
-
-
-def sparse_module(module: Module, earlier: tuple[Module, ...]) -> dict[str, Any]:
-    """Key -> value, as few as describe what a module has of its own, but for its model and layout."""
-    usual = (earlier[-1].name,) if earlier else ()
-    inputs = {} if module.inputs == usual else {"inputs": list(module.inputs)}
-    return {"name": module.name, "ranks": module.ranks, **inputs}

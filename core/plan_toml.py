@@ -1,4 +1,4 @@
-"""Plan files: TOML text to values that know their line, and plans back to text."""
+"""Plan files: TOML text to values that know their line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from .errors import PlanError
 from .parsing import parse_toml
-
-if TYPE_CHECKING:
-    from .modules import ModularPlan
-    from .plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,92 +90,6 @@ def _module_values(tables: list[Mapping[str, Any]], text: str, source: str) -> V
             else:
                 own[key] = given(value, number, key)
     return values
-
-
-def plan_from_toml(text: str, source: str) -> Plan:
-    """See `Plan.from_toml`."""
-    return cast("Plan", any_plan(read_values(text, source), source))
-
-
-def any_plan(values: Values, source: str) -> Plan | ModularPlan:
-    """The plan that `values` describe, of one model or of several. Raises `PlanError` with all problems."""
-    from .plan_build import build_plan
-    from .plan_build_modules import build_modular_plan
-
-    return build_modular_plan(values, source) if num_modules(values) else build_plan(values, source)
-
-
-def plan_to_toml(plan: Plan) -> str:
-    """See `Plan.to_toml`. Sections and keys come in the order of the key table."""
-    from .plan_keys import NOUNS
-
-    return "\n".join(filter(None, (_section(section, getattr(plan, section)) for section in NOUNS)))
-
-
-def modular_plan_to_toml(plan: ModularPlan) -> str:
-    """See `ModularPlan.to_toml`. The modules come last."""
-    from .modules import OWN_SECTIONS
-    from .plan_build_modules import sparse_module
-    from .plan_keys import NOUNS
-
-    sections = [_section(section, getattr(plan, section)) for section in NOUNS if section not in OWN_SECTIONS]
-    for number, module in enumerate(plan.modules):
-        sections.append(_table(f"[[{MODULES}]]", sparse_module(module, plan.modules[:number])))
-        sections += [_section(section, getattr(module, section), under=f"{MODULES}.") for section in OWN_SECTIONS]
-    return "\n".join(filter(None, sections))
-
-
-def _section(section: str, noun: Any, *, under: str = "") -> str:
-    """A section as text, below `under`; empty where all its values are defaults."""
-    from .plan_build import sparse_cluster, sparse_model
-    from .plan_keys import KEYS
-
-    keys = [key for key in KEYS if key.section == section]
-    if section == "model":
-        given = sparse_model(noun)
-    elif section == "cluster":
-        given = sparse_cluster(noun)
-    else:
-        fields = {key: getattr(noun, key.attribute) for key in keys if key.attribute is not None}
-        given = {key.name: value for key, value in fields.items() if value != key.default or key.dotted in ALWAYS_WRITTEN}
-    return _table(f"[{under}{section}]", {key.name: given[key.name] for key in keys if key.name in given}) if given else ""
-
-
-def _table(header: str, given: Mapping[str, Any]) -> str:
-    return "\n".join([header, *(f"{name} = {toml_value(value)}" for name, value in given.items())]) + "\n"
-
-
-ALWAYS_WRITTEN = ("layout.tp", "layout.pp", "layout.dp", "precision.dtype")
-"""Keys that readers of a plan look for first, written even when they are the defaults."""
-
-
-def toml_value(value: Any) -> str:
-    """One value as TOML. Floats keep every bit; mappings become inline tables.
-
-    >>> toml_value({"bf16": 3.12e14, "note": 'a "b"'})
-    '{ bf16 = 312000000000000.0, note = "a \\\\"b\\\\"" }'
-    """
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        escaped = "".join(_ESCAPES.get(letter, letter) if letter >= " " and letter != "\x7f" else _escape(letter) for letter in value)
-        return f'"{escaped}"'
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + " }" if value else "{}"
-    return "[" + ", ".join(toml_value(item) for item in value) + "]"
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\"}
-
-
-def _escape(letter: str) -> str:
-    return f"\\u{ord(letter):04x}"
-
-
-def _toml_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
 _WITHOUT_MEANING = re.compile(

@@ -15,6 +15,7 @@ from .errors import UnknownNameError
 from .model import ModelSpec
 from .model_presets import MODEL_PRESETS
 from .options import add_output, emit
+from .parameters import count_active_parameters, count_parameters
 from .plan_keys import KEYS, Key
 from .profile_names import PROFILE_STACKS
 from .schedules import CATALOG
@@ -71,8 +72,8 @@ def _one_node(name: str) -> ClusterSpec:
 
 
 def _model_report(model: ModelSpec) -> dict[str, Any]:
-    counts = {"num_parameters": model.num_parameters}
-    return {**dataclasses.asdict(model), **counts, **({"num_active_parameters": model.num_active_parameters} if model.is_moe else {})}
+    counts = {"num_parameters": count_parameters(model)}
+    return {**dataclasses.asdict(model), **counts, **({"num_active_parameters": count_active_parameters(model)} if model.is_moe else {})}
 
 
 def _cluster_report(cluster: ClusterSpec) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _model_row(model: ModelSpec) -> tuple[str, ...]:
     heads = f"latent heads {model.num_heads}" if model.is_mla else f"heads {model.num_heads}/{model.num_kv_heads}"
     return (
         model.name,
-        f"{format_count(model.num_parameters)} parameters",
+        f"{format_count(count_parameters(model))} parameters",
         f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}{_experts(model)}",
     )
 
@@ -113,7 +114,7 @@ def _model_row(model: ModelSpec) -> tuple[str, ...]:
 def _experts(model: ModelSpec) -> str:
     if not model.is_moe:
         return ""
-    return f"; {model.experts_per_token} of {model.num_experts} experts, {format_count(model.num_active_parameters)} active"
+    return f"; {model.experts_per_token} of {model.num_experts} experts, {format_count(count_active_parameters(model))} active"
 
 
 def _cluster_row(cluster: ClusterSpec) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from .cluster_presets import cluster_preset
 from .layout import Layout
 from .model_presets import model_preset
-from .plan import Batch, Numerics, Plan, Precision
+from .plan import Plan
+from .sections import Batch, Numerics, Precision
 
 
 def _probe(name: str, preset: str, hidden: int, ffn: int, heads: int, kv_heads: int, batch: Batch) -> Plan:

@@ -14,54 +14,8 @@ first training turn slower (`ModelSpec.rope_scaling`):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .model import ModelSpec
-
-SCALING_FIELDS = {
-    "linear": ("rope_factor",),
-    "dynamic": ("rope_factor", "rope_original_positions"),
-    "llama3": ("rope_factor", "rope_original_positions", "rope_low_freq_factor", "rope_high_freq_factor"),
-    "yarn": (
-        "rope_factor",
-        "rope_original_positions",
-        "rope_beta_fast",
-        "rope_beta_slow",
-        "rope_mscale",
-        "rope_mscale_all_dim",
-        "rope_attention_factor",
-    ),
-}
-"""Kind of scaling -> the numbers that it uses."""
-
-
-def rotary_problems(model: ModelSpec) -> Iterator[str]:
-    """What is wrong with the scaling of rotary positions, one sentence each."""
-    used = SCALING_FIELDS.get(model.rope_scaling, ())
-    every = dict.fromkeys(name for names in SCALING_FIELDS.values() for name in names)
-    given = [f"{name}={value}" for name in every if name not in used and (value := getattr(model, name)) != getattr(type(model), name)]
-    if given:
-        kinds = [kind for kind, names in SCALING_FIELDS.items() if all(text.partition("=")[0] in names for text in given)]
-        yield (
-            f'{", ".join(given)} scale rotary positions, but rope_scaling="{model.rope_scaling}" does not use them. '
-            f"Use rope_scaling among {', '.join(kinds) or 'the kinds that do'}, or leave them out."
-        )
-    if not used:
-        return
-    if model.position != "rope":
-        yield f'rope_scaling="{model.rope_scaling}" stretches rotary positions, but position="{model.position}". Use "rope", or no scaling.'
-    for name in ("rope_factor", "rope_beta_fast", "rope_beta_slow"):
-        if not (value := getattr(model, name)) > 0:
-            yield f"{name}={value!r} must be above 0."
-    if not 0 <= model.rope_low_freq_factor < model.rope_high_freq_factor:
-        yield (
-            f"rope_low_freq_factor={model.rope_low_freq_factor!r} must be at least 0 and below "
-            f"rope_high_freq_factor={model.rope_high_freq_factor!r}."
-        )
-    if not model.rope_beta_slow < model.rope_beta_fast:
-        yield f"rope_beta_slow={model.rope_beta_slow!r} must be below rope_beta_fast={model.rope_beta_fast!r}."
+from .model import ModelSpec
 
 
 def rotary_width(model: ModelSpec) -> int:

@@ -19,7 +19,7 @@ from ..core.cluster import ClusterSpec
 from ..core.commands import Command, service
 from ..core.errors import PlanError
 from ..core.options import add_output, emit, write_text
-from ..core.plan_toml import toml_value
+from ..core.plan_write import toml_value
 from ..core.probes import PROBE_STEPS, PROBES
 from ..core.terminal import say
 from .simulate import simulate

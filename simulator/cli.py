@@ -11,7 +11,6 @@ from typing import Any
 from ..core.commands import Command
 from ..core.errors import PlanError
 from ..core.github import CAPACITY_KEYS, annotation, spot_of_keys
-from ..core.modules import ModularPlan
 from ..core.options import (
     add_durations,
     add_output,
@@ -24,7 +23,8 @@ from ..core.options import (
     read_search_space,
     write_text,
 )
-from ..core.plan import Plan
+from ..core.parameters import count_parameters
+from ..core.plan import ModularPlan, Plan
 from ..core.plan_rules import RULES
 from ..core.terminal import ranking, say, table
 from ..core.units import format_bytes, format_count, format_s
@@ -178,7 +178,7 @@ def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "", width: i
     worst = f"worst rank {report['peak_memory_rank']}{_during(report)}: {format_bytes(peak)} of {format_bytes(capacity)}"
     return "\n".join(
         [
-            _title(plan, plan.model.num_parameters),
+            _title(plan, count_parameters(plan.model)),
             "",
             worst,
             verdict,

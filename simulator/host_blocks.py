@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..core.model import ModelSpec
-from ..core.parameters import Parameter, stage_parameters
+from ..core.parameters import Parameter
 from ..core.plan import Plan
 from ..core.program import Collective, Group, LayerWork, Operation, Product, group_work
+from ..core.stage_parameters import stage_parameters
 from .blocks import COMPONENT_OF_AXIS, Block, Part
 from .host_cores import skew_s
 from .host_kernels import Variant, attention_head_s, host_product_s, kernel_s

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..core.host import EXCHANGED_BYTES
-from ..core.parameters import stage_parameters
 from ..core.plan import Plan
 from ..core.program import local_elements, num_shards, tied_ends
 from ..core.program.buckets import gradient_buckets
+from ..core.stage_parameters import stage_parameters
 from .memory_own_zero import sharded_reduce_bytes, sharded_step_bytes
 from .memory_tape import Node
 from .memory_tensors import LayerTensors

@@ -17,9 +17,10 @@ import numpy as np
 from ..core.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 from ..core.bridge import parcels, stage_grid
 from ..core.errors import PlanError
-from ..core.modules import ModularPlan, ModulePlan
+from ..core.plan import ModularPlan, ModulePlan
 from ..core.program.work import activation_bytes
 from ..core.schedule import Schedule
+from ..core.schedule_of import modular_schedule, part_schedule
 from ..core.timeline import MemorySample, Timeline
 from .attribution import Sort, attribute, busy_s, critical_pp_rank, sorts_of
 from .capacity import capacity_of
@@ -136,7 +137,7 @@ def _bridge_s(plan: ModularPlan, source: ModulePlan, target: ModulePlan, *, back
 
 
 def _graph(plan: ModularPlan) -> Graph:
-    schedule = plan.schedule_of(plan.parts[-1].num_microbatches)
+    schedule = modular_schedule(plan, plan.parts[-1].num_microbatches)
     profile = profile_of(plan.parts[-1])
     if schedule.placement.sources is None:
         return build_graph(schedule, sends=profile.send_rule, recv_buffers=profile.recv_buffers)
@@ -178,7 +179,7 @@ def joined_graph(schedule: Schedule) -> Graph:
 
 def _memories(plan: ModularPlan) -> Iterator[RankMemory]:
     for part in plan.parts:
-        schedule = plan.part_schedule(part, part.num_microbatches)
+        schedule = part_schedule(plan, part, part.num_microbatches)
         for memory in rank_memories(part, schedule, profile_of(part).recv_buffers):
             yield replace(memory, pp_rank=memory.pp_rank + part.first_stage, peak_action=_in_whole(part, memory.peak_action))
 
@@ -196,7 +197,7 @@ def _samples(plan: ModularPlan, run: Run, memory: Sequence[RankMemory], global_r
     for part in plan.parts:
         first, last = part.first_stage, part.first_stage + part.layout.pp
         lo, hi = run.graph.schedule.offsets[[first, last]].tolist()
-        graph = replace(run.graph, schedule=plan.part_schedule(part, run.graph.schedule.num_microbatches))
+        graph = replace(run.graph, schedule=part_schedule(plan, part, run.graph.schedule.num_microbatches))
         own = [replace(each, pp_rank=each.pp_rank - first) for each in memory[first:last]]
         yield from memory_samples(Run(graph, run.start_s[lo:hi], run.end_s[lo:hi]), own, part, global_ranks[first:last])
 

@@ -4,9 +4,9 @@ they are reduced, and an optimizer that goes tensor by tensor. Calls are counted
 
 from __future__ import annotations
 
-from ..core.parameters import stage_parameters
 from ..core.plan import Plan
 from ..core.program import local_elements, num_shards
+from ..core.stage_parameters import stage_parameters
 from .compute import host_s, traffic_s
 from .profile import Profile
 

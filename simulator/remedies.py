@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..core.errors import ShardproofError
-from ..core.plan import Plan
-from ..core.plan_build import build_plan
+from ..core.plan import Plan, build_plan
 from ..core.plan_toml import Given, read_values
 from .simulate import simulate
 from .spare import spare_of

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from ..core.errors import PlanError
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from ..core.timeline import Timeline
 from .modules import ModularSimulation, simulate_modules
 from .placement import replicas_lie_alike

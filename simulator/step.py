@@ -11,9 +11,11 @@ import numpy as np
 
 from ..core.action import Kind
 from ..core.model import ModelSpec
+from ..core.parameters import count_parameters
 from ..core.plan import Plan
 from ..core.schedule import Schedule
-from ..core.schedules import build, lower, schedule_for
+from ..core.schedule_of import schedule_for
+from ..core.schedules import build, lower
 from ..core.timeline import MemorySample, Timeline
 from .attribution import attribute, busy_s, critical_pp_rank, sorts_of
 from .capacity import capacities
@@ -139,7 +141,7 @@ def worst(memory: tuple[RankMemory, ...]) -> RankMemory:
 
 @lru_cache(maxsize=16)
 def _num_parameters(model: ModelSpec) -> int:
-    return model.num_parameters
+    return count_parameters(model)
 
 
 def report_of(plan: Plan, run: Run, prices: Sequence[Seconds], memory: tuple[RankMemory, ...], dp_rank: int = 0) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..core.parameters import stage_parameters
 from ..core.plan import Plan
 from ..core.program import Held, num_shards, stage_groups
+from ..core.stage_parameters import stage_parameters
 from .compute import host_s
 from .profile import Profile
 

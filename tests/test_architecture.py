@@ -26,6 +26,7 @@ MAY_USE_BACKEND = {
     "verify/contributions.py",
     "verify/foreign/recorder.py",
 }
+COMPILED = {"_digest", "_exact", "_kernel"}
 LIGHT_PACKAGES = {"numpy", "shardproof"}
 LOADED_BY_PYTEST = "core/pytest_plugin.py"
 FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
@@ -60,6 +61,101 @@ def test_file_imports_only_what_its_room_may_know(name: str) -> None:
         if isinstance(node, ast.ImportFrom) and node.level:
             target = room_of(name, node)
             assert target in allowed or target == "__version__", f"{name}:{node.lineno} imports from {target}"
+
+
+def file_of(module: tuple[str, ...], name: str) -> str | None:
+    """The file that `from module import name` takes the name from, where `module` is a path below the package; None for what is no file
+    of a room, such as a compiled module. A name that an `__init__` passes on comes from the file that it is passed on from."""
+    folder = "/".join(module)
+    if f"{folder}.py" in FILES:
+        return f"{folder}.py"
+    if f"{folder}/__init__.py" in FILES:
+        for node, _ in imports_of(f"{folder}/__init__.py"):
+            if isinstance(node, ast.ImportFrom) and node.level and name in (alias.asname or alias.name for alias in node.names):
+                passed_on = next(alias.name for alias in node.names if name == (alias.asname or alias.name))
+                return file_of(module_of(f"{folder}/__init__.py", node), passed_on)
+    inside = [f"{folder}/{name}.py", f"{folder}/{name}/__init__.py", *([] if name in COMPILED else [f"{folder}/__init__.py"])]
+    return next((path for path in inside if path in FILES), None)
+
+
+def module_of(name: str, node: ast.ImportFrom) -> tuple[str, ...]:
+    """The module that a relative import in a file names, as a path below the package."""
+    here = name.split("/")[:-1]
+    return (*here[: len(here) - (node.level - 1)], *(node.module.split(".") if node.module else ()))
+
+
+@functools.cache
+def arrows_of(name: str) -> tuple[str, ...]:
+    """The files that a file takes names from, in any import of it: at load, inside a function, or for types only."""
+    found = [
+        file_of(module_of(name, node), alias.name)
+        for node, _ in imports_of(name)
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    ]
+    return tuple(sorted({target for target in found if target is not None} - {name}))
+
+
+def way(start: str, end: str) -> list[str] | None:
+    """A shortest way along the arrows from one file to another, without the first; None where there is none."""
+    came_from: dict[str, str] = {}
+    reached = [start]
+    for here in reached:
+        for target in arrows_of(here):
+            if target not in came_from:
+                came_from[target] = here
+                reached.append(target)
+    if end not in came_from:
+        return None
+    back = [end]
+    while (before := came_from[back[-1]]) != start:
+        back.append(before)
+    return back[::-1]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_circle_of_files(room: str) -> None:
+    """No file needs, over others, itself. Imports inside functions and for types only count as all others do."""
+    in_circles: set[str] = set()
+    circles = []
+    for name in FILES:
+        if name.startswith(f"{room}/") and name not in in_circles and (circle := way(name, name)) is not None:
+            in_circles.update(circle)
+            circles.append(" -> ".join([name, *circle]))
+    assert not circles, "\n".join(circles)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from .worker import work\n",
+        "def late():\n    from .worker import work\n",
+        "if TYPE_CHECKING:\n    from .worker import Work\n",
+        "from ..room import work\n",
+    ],
+    ids=["at load", "in a function", "for types only", "through the package"],
+)
+def test_a_circle_is_found_by_whichever_import_closes_it(back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "core/room/__init__.py": "from .noun import Noun\nfrom .worker import work\n",
+        "core/room/noun.py": back,
+        "core/room/worker.py": "from .noun import Noun\n",
+        "core/room/user.py": "from ..room import Noun, work\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "ROOT", tmp_path)
+    monkeypatch.setattr(here, "FILES", list(files))
+    for function in (imports_of, arrows_of):
+        monkeypatch.setattr(here, function.__name__, function.__wrapped__)  # what is remembered is of the real files
+    assert way("core/room/noun.py", "core/room/noun.py") == ["core/room/worker.py", "core/room/noun.py"]
+    assert arrows_of("core/room/user.py") == ("core/room/noun.py", "core/room/worker.py")
+    assert way("core/room/user.py", "core/room/user.py") is None
+    with pytest.raises(AssertionError, match=r"noun\.py -> core/room/worker\.py -> core/room/noun\.py"):
+        test_no_circle_of_files("core")
 
 
 @pytest.mark.parametrize("name", FILES)

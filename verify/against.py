@@ -14,8 +14,7 @@ from typing import Any
 
 from ..core.digest import Digest, Region, full_region
 from ..core.findings import Finding
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from .axes import likely_axes, wrong_gradients
 from .bounds import StepBounds
 from .closer import closer, with_flip

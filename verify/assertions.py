@@ -17,11 +17,9 @@ from typing import Any, Literal
 from ..core.commands import service
 from ..core.files import read_text
 from ..core.findings import Finding, ProofFailed, Spot
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
-from ..core.plan_toml import any_plan, read_values
-from ..core.schedule import Schedule
-from ..core.schedules import from_csv, read_csv
+from ..core.plan import ModularPlan, Plan, any_plan
+from ..core.plan_toml import read_values
+from ..core.schedule import Schedule, read_csv
 from ..core.units import format_bytes
 from .spots import spot_of
 
@@ -93,7 +91,7 @@ def _read(given: Schedule | Plan | ModularPlan | Path | str) -> tuple[Schedule |
         return given, None
     text = str(given)
     if isinstance(given, str) and ("\n" in text or "[" in text):
-        return (any_plan(read_values(text, "plan"), "plan") if "[" in text else from_csv(text)), None
+        return (any_plan(read_values(text, "plan"), "plan") if "[" in text else Schedule.from_csv(text)), None
     if text.lower().endswith(".csv"):
         return read_csv(text), text
     return any_plan(read_values(read_text(text), text), text), text

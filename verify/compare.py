@@ -15,9 +15,8 @@ from typing import Literal
 from ..core.action import Action, Kind
 from ..core.digest import Digest, Region, add, region_size, regions_overlap
 from ..core.model import ModelSpec
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
-from ..core.schedules import schedule_for
+from ..core.plan import ModularPlan, Plan
+from ..core.schedule_of import schedule_for
 from .ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ..core.findings import Finding
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from .compare import Difference, Problem, action_of, name_of, places, ranks_listed
 from .fast_run import FastCheck
 from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GATHERED, GRADIENT, HELD_OUT, NO_STEP, RECOMPUTED, Key, RunLedger

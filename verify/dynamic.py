@@ -18,8 +18,7 @@ from ..backend.vocabulary import unknown_ids
 from ..core.digest import to_hex
 from ..core.errors import MissingExtraError, PlanError
 from ..core.findings import Finding
-from ..core.modules import ModularPlan
-from ..core.plan import DataParallel, Plan
+from ..core.plan import DataParallel, ModularPlan, Plan
 from .compare import Difference
 from .describe import count_words, describe, devices_words, divergence, fast_findings, fast_words
 from .facts import Facts

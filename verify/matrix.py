@@ -20,9 +20,8 @@ from typing import Any
 from ..core.cli import exit_code, run_program
 from ..core.errors import InternalError, PlanError, ShardproofError, did_you_mean
 from ..core.findings import Finding
-from ..core.modules import ModularPlan
 from ..core.options import add_output, check_output, emit
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from ..core.terminal import say
 from .covering import Covering, Feature, Row
 from .dynamic import TransportName, prove

@@ -19,8 +19,8 @@ from ..core.cli import run_program
 from ..core.cluster_presets import cluster_preset
 from ..core.layout import Layout
 from ..core.model_presets import model_preset
-from ..core.modules import ModularPlan, Module
-from ..core.plan import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
+from ..core.module import Module
+from ..core.plan import Batch, ModularPlan, Numerics, Optimizer, Precision, ScheduleChoice, Train
 from ..core.terminal import say
 from .matrix import Outcome, prove_plan
 from .references import References

@@ -1,4 +1,4 @@
-"""What the proofs need of a plan of several modules (`core.modules`): its reference, the names of its tensors, and where they are made.
+"""What the proofs need of a `ModularPlan`: its reference, the names of its tensors, and where they are made.
 
 The reference has every module on one device, uncut, a sample at a time, all in one process.
 """
@@ -9,10 +9,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..core.action import Action
+from ..core.layout import Layout
 from ..core.model import ModelSpec
-from ..core.modules import ModularPlan, ModulePlan
 from ..core.parameters import expert_biases, parameters
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, ModulePlan, Plan
+from ..core.sections import DataParallel, Recompute, ScheduleChoice
+from ..core.variation import NO_VARIATION
 from .ledger import SCALAR, Key
 
 AnyPlan = Plan | ModularPlan
@@ -55,3 +57,18 @@ def model_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
 def leaf_sizes(plan: AnyPlan) -> dict[str, Any]:
     """The leaf sizes of a plan's sums, or of each module's."""
     return asdict(plan.leaf_sizes) if isinstance(plan, Plan) else {part.name: asdict(part.leaf_sizes) for part in plan.parts}
+
+
+def uncut(plan: ModularPlan) -> ModularPlan:
+    """The same problem with no module cut: a rank for each, one sample per microbatch, one after the other, every activation kept."""
+    numbers = {module.name: number for number, module in enumerate(plan.modules)}
+    return plan.replaced(
+        lambda module: replace(module, first_rank=numbers[module.name], last_rank=numbers[module.name], layout=Layout()),
+        cluster=replace(plan.cluster, num_devices=len(numbers)),
+        batch=replace(plan.batch, micro_size=1),
+        runtime=replace(plan.runtime, tp_comm_overlap=None),
+        schedule=ScheduleChoice("1F1B"),
+        recompute=Recompute("none"),
+        data_parallel=DataParallel(),
+        variation=NO_VARIATION,
+    )

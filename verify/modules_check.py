@@ -15,9 +15,10 @@ import numpy as np
 from ..core.action import ActionArray, Kind
 from ..core.bridge import messages, stage_grid
 from ..core.findings import Finding
-from ..core.modules import ModularPlan, ModulePlan
+from ..core.plan import ModularPlan, ModulePlan
 from ..core.schedule import Placement, Schedule
-from ..core.schedules import lower, schedule_for
+from ..core.schedule_of import modular_schedule, schedule_for
+from ..core.schedules import lower
 from .check import examine
 from .facts import Facts
 from .plan_facts import plan_calls
@@ -82,7 +83,7 @@ def prove_modules(plan: ModularPlan) -> ModulesProof:
     rules: dict[str, None] = {}
     counts = sorted({count for part in plan.parts for count in part.microbatch_counts}, reverse=True)
     for count in counts:
-        schedule = plan.schedule_of(count)
+        schedule = modular_schedule(plan, count)
         for way in ways(plan):
             examination = examine(_line(schedule, way))
             rules.update((rule.name, None) for rule in examination.rules)
@@ -95,12 +96,12 @@ def prove_modules(plan: ModularPlan) -> ModulesProof:
     for source, target in plan.joins:
         findings += _of_bridge(source, target)
     unique = tuple(dict.fromkeys(findings))
-    return ModulesProof(plan, plan.schedule_of(counts[0]), unique, tuple(rules), len(list(ways(plan))))
+    return ModulesProof(plan, modular_schedule(plan, counts[0]), unique, tuple(rules), len(list(ways(plan))))
 
 
 def ways(plan: ModularPlan) -> Iterator[tuple[int, ...]]:
     """The stages from each stage that reads tokens to the last one."""
-    placement = plan.schedule_of(1).placement
+    placement = modular_schedule(plan, 1).placement
     for stage in range(placement.num_stages):
         if not placement.sources_of(stage):
             way = [stage]

@@ -19,13 +19,12 @@ from ..backend.libraries import libraries_of
 from ..core.errors import PlanError, RankFailure
 from ..core.findings import Finding
 from ..core.layout import Layout
-from ..core.modules import ModularPlan, uncut
-from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
+from ..core.plan import Batch, DataParallel, ModularPlan, Plan, Recompute, ScheduleChoice
 from ..core.variation import NO_VARIATION
 from .contributions import ContributionWriter
 from .kept import Kept
 from .ledger import ACTIVATION, HELD_OUT, NO_STEP, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
-from .modules import parts_of, plan_of_rank, tensor_shapes
+from .modules import parts_of, plan_of_rank, tensor_shapes, uncut
 from .mutations.drop import DropReduction, drop_reduction
 
 if TYPE_CHECKING:

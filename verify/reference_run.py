@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.parameters import expert_biases, parameters
+from ..core.parameters import count_parameters, expert_biases, parameters
 from ..core.plan import Plan
 from .decoder import Inputs
 from .derivative import Step, derivative, tested_names
@@ -33,7 +33,7 @@ CAPTURE_BYTES = 2**30
 
 def steps_kept(plan: Plan, steps: int) -> int:
     """Of how many steps values are kept."""
-    return max(1, min(steps, CAPTURE_BYTES // (16 * plan.model.num_parameters)))
+    return max(1, min(steps, CAPTURE_BYTES // (16 * count_parameters(plan.model))))
 
 
 def kept_keys(plan: Plan, steps: int) -> frozenset[Key]:

@@ -7,8 +7,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any
 
-from ..core.modules import ModularPlan
-from ..core.plan import Plan, Train
+from ..core.plan import ModularPlan, Plan, Train
 from .ledger import RunLedger
 from .modules import parts_of
 from .proof_run import ProofJob, run_ledger

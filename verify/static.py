@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.findings import Finding
-from ..core.modules import ModularPlan
-from ..core.plan import Plan
+from ..core.plan import ModularPlan, Plan
 from ..core.schedule import Schedule
-from ..core.schedules import schedule_for
+from ..core.schedule_of import schedule_for
 from .check import Examination, examine
 from .facts import Facts
 from .grid import grid

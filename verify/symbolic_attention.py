@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ..core.parameters import Parameter, Usage
+from ..core.parameters import Parameter
 from ..core.program import Operations, Product
+from ..core.stage_parameters import Usage
 from .expressions import apply
 from .symbolic_layers import Linear, Phase, Ranks, check_shape
 from .symbolic_parts import LayerHalf, OperationsOf, WholeLinear, head_gradient, mapped, norm_gradients, normed, residual

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..core.parameters import Parameter, Usage, embedding_parameters, head_parameters, mtp_parameters
+from ..core.parameters import Parameter, embedding_parameters, head_parameters, mtp_parameters
 from ..core.program import Collective, LayerWork, Operations, sequences_are_cut
+from ..core.stage_parameters import Usage
 from .expressions import Expression, apply, exactly_summed, symbol
 from .symbolic_layers import Linear, Ranks, lookup_part, named, summed_leaves
 from .symbolic_parts import Gradients, WholeLinear, mapped, norm_gradients, normed, residual

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ..core.action import Kind
 from ..core.leaves import Leaves
-from ..core.parameters import TOKEN_TABLE, Parameter, Usage
+from ..core.parameters import TOKEN_TABLE, Parameter
 from ..core.plan import Plan
 from ..core.program import (
     Collective,
@@ -30,6 +30,7 @@ from ..core.program import (
     stage_work,
 )
 from ..core.reduction import cut, maximal_nodes
+from ..core.stage_parameters import Usage
 from .expressions import MODULUS, Expression, apply, digest, exactly_summed, interval, summed, symbol, tree
 from .symbolic_tensors import MisfitError, Part, collective, on_another_copy, over_context
 

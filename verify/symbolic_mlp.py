@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ..core.expert_tokens import routed_tokens
-from ..core.parameters import Parameter, Usage
+from ..core.parameters import Parameter
 from ..core.program import Collective, Operation, Operations, Product
+from ..core.stage_parameters import Usage
 from .expressions import Expression, apply, summed, symbol, tree
 from .symbolic_layers import Linear, Phase, Ranks, check_shape, summed_leaves, vector_gradient
 from .symbolic_parts import LayerHalf, OperationsOf, WholeLinear, mapped

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ..core.parameters import Parameter, Usage
+from ..core.parameters import Parameter
 from ..core.program import Collective, Operations, Product
+from ..core.stage_parameters import Usage
 from .expressions import apply, symbol
 from .symbolic_layers import Phase, Ranks, check_shape, vector_gradient
 from .symbolic_tensors import MisfitError, Part

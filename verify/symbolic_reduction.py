@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..core.action import Kind
-from ..core.parameters import Usage, stage_parameters, stage_usages
 from ..core.plan import Plan
 from ..core.program import EXPERT_BIAS, Collective, Operations, num_copies, num_shards, sequences_are_cut
 from ..core.program.buckets import bucket_layers, sums_are_sharded
 from ..core.program.holdings import PART_LAYERS, KnownPart, knows_heads
 from ..core.schedule import Placement
+from ..core.stage_parameters import Usage, stage_parameters, stage_usages
 from .expressions import MODULUS, digest, digests
 from .symbolic_experts import EXPERT_AXES, ExpertGrid
 from .symbolic_layers import Program

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..core.action import Kind
-from ..core.parameters import Usage, stage_usages
 from ..core.plan import Plan
 from ..core.program import Collective, Operations, num_copies, num_shards
 from ..core.program.buckets import gathered_sizes
 from ..core.schedule import Placement
+from ..core.stage_parameters import Usage, stage_usages
 from .expressions import MODULUS, digest, digests
 from .symbolic_experts import EXPERT_AXES, ExpertGrid
 from .symbolic_layers import Program

@@ -19,8 +19,8 @@ from ..core.errors import PlanError
 from ..core.expert_tokens import RoutedTokens
 from ..core.layout import Layout
 from ..core.model import ModelSpec
-from ..core.modules import ModularPlan
-from ..core.plan import Batch, Numerics, Plan
+from ..core.parameters import count_parameters
+from ..core.plan import Batch, ModularPlan, Numerics, Plan
 from ..core.schedules import CATALOG
 from ..core.schedules.passes import MAX_ACTIVE_STAGES
 from ..core.stages import StageLayers, to_string
@@ -93,8 +93,8 @@ def twin(plan: Plan, most_ranks: int = MAX_WORLD_SIZE) -> tuple[Plan, list[str]]
 
 
 def _too_large(plan: Plan, most_ranks: int) -> bool:
-    work = 6.0 * plan.model.num_parameters * plan.batch.global_size * plan.batch.sequence
-    return plan.layout.world_size > most_ranks or plan.model.num_parameters > MAX_PARAMETERS or work > MAX_STEP_FLOPS
+    work = 6.0 * count_parameters(plan.model) * plan.batch.global_size * plan.batch.sequence
+    return plan.layout.world_size > most_ranks or count_parameters(plan.model) > MAX_PARAMETERS or work > MAX_STEP_FLOPS
 
 
 def _supported(plan: Plan) -> tuple[Plan, list[str]]:

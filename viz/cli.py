@@ -11,7 +11,7 @@ from typing import Any
 from ..core.commands import Command, service
 from ..core.errors import PlanError, TimelineError
 from ..core.options import add_durations, add_plan, option_values, read_any_plan, read_durations
-from ..core.schedules import read_csv
+from ..core.schedule import read_csv
 from ..core.terminal import say, width_of
 from ..core.timeline import Timeline
 from .axis import TimeUnit

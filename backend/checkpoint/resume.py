@@ -16,8 +16,7 @@ from typing import Any
 
 from ...core.errors import PlanError
 from ...core.huggingface_config import TRAINING_FIELDS
-from ...core.modules import ModularPlan
-from ...core.plan import Plan
+from ...core.plan import ModularPlan, Plan
 from .whole import quick_damages, read_state
 
 

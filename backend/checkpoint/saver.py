@@ -19,8 +19,7 @@ import torch
 
 from ...core.errors import PlanError
 from ...core.files import write_text
-from ...core.modules import ModularPlan
-from ...core.plan import Plan
+from ...core.plan import ModularPlan, Plan
 from ..data import Corpus
 from ..pipeline.watch import RankWatch
 from ..together import gather_values, together

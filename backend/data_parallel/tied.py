@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...core.parameters import TOKEN_TABLE, stage_usages
+from ...core.parameters import TOKEN_TABLE
 from ...core.plan import Plan
 from ...core.program.buckets import kept_interval
 from ...core.program.holdings import local_elements, num_shards
 from ...core.program.tensors import sequences_are_cut
+from ...core.stage_parameters import stage_usages
 from ..mesh import Mesh
 from ..recorder import Recorder
 from ..tensor_parallel.gradients import finish_tied

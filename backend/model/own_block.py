@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from ...core.errors import PlanError, named
-from ...core.parameters import layer_prefix, stage_parameters
+from ...core.parameters import layer_prefix
 from ...core.plan import Plan
+from ...core.stage_parameters import stage_parameters
 from ...core.stages import StageLayers
 
 INSTEAD: Sequence[tuple[tuple[type[nn.Module], ...], str]] = (

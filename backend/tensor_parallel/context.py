@@ -16,10 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...core.chunks import Chunks
 from ...core.errors import UnknownNameError
 from ...core.expert_tokens import num_token_blocks
-from ...core.parameters import Parameter, Usage, parameters
+from ...core.parameters import Parameter, parameters
 from ...core.plan import Plan
 from ...core.program import recomputed_modules
 from ...core.program.holdings import known_part
+from ...core.stage_parameters import Usage
 from ..microbatch import Microbatch
 from ..numerics import Contribution, Numerics, OwnedLeaves
 from ..numerics.heads import owned_heads

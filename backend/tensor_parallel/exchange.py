@@ -18,8 +18,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...core.expert_tokens import Piece, routed_tokens
+from ...core.expert_tokens import routed_tokens
 from ...core.plan import Plan
+from ...core.routed_tokens import Piece
 from ..numerics.expert_rows import ExpertRows, RowGroup
 from ..recorder import Recorder
 from ..transport.base import Group, SoloGroup

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...core.expert_tokens import ExpertNodes
-from ...core.parameters import Usage
 from ...core.program.buckets import EXPERTS, WAITING, Bucket
+from ...core.stage_parameters import Usage
 from .. import not_finite
 from ..numerics import Contribution, Numerics
 from ..numerics.context_gradients import ContextGradients

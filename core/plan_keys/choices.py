@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan import RECOMPUTE_MODULES
 from ..schedules import CATALOG
+from ..sections import RECOMPUTE_MODULES
 from .key import Key
 
 
@@ -73,14 +73,14 @@ def choices_keys() -> tuple[Key, ...]:
         Key(
             "recompute", "modules", "list of texts", "with selective: parts of a layer", "core.program.recompute", choices=RECOMPUTE_MODULES
         ),
-        Key("schedule", "name", "str", "pipeline schedule", "core.schedules.catalog", choices=tuple(CATALOG)),
-        Key("schedule", "file", "path", "a schedule CSV instead of a name", "core.schedules.catalog"),
+        Key("schedule", "name", "str", "pipeline schedule", "core.schedule_choice", choices=tuple(CATALOG)),
+        Key("schedule", "file", "path", "a schedule CSV instead of a name", "core.schedule_choice"),
         Key(
             "schedule",
             "max_active_stages",
             "int",
             "zero=3 gathers whole stages, so many at a time",
-            "core.schedules.catalog",
+            "core.schedule_choice",
             minimum=1,
             default_note="layer by layer",
         ),

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from ..cluster import ClusterSpec
 from ..layout import Layout
 from ..model import ModelSpec
-from ..modules import Module
-from ..plan import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
+from ..module import Module
+from ..sections import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
 from ..variation import Variation
 
 KeyType = Literal[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..cluster import COLLECTIVE_LIBRARIES
-from ..plan import PROFILES
+from ..sections import PROFILES
 from .key import Key
 
 

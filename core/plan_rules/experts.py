@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ..divisors import divisors
-from ..expert_tokens import RoutedTokens
 from ..layout import DEFAULT_ORDER, Layout
 from ..leaves import leaf_sizes
 from ..microbatches import microbatch_counts
 from ..model import ModelSpec
-from ..plan import Batch, Numerics, Train
+from ..routed_tokens import RoutedTokens
+from ..sections import Batch, Numerics, Train
 
 MAX_NAMED_DEGREE = 64
 """Messages offer degrees up to this one; wider tensor parallelism is nowhere in use."""

@@ -11,7 +11,7 @@ from ..errors import LayoutError
 from ..layout import Layout
 from ..leaves import degree_to_admit, leaf_sizes
 from ..model import ModelSpec
-from ..plan import Batch, DataParallel, Numerics
+from ..sections import Batch, DataParallel, Numerics
 from .experts import MAX_NAMED_DEGREE
 
 

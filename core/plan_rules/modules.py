@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..cluster import ClusterSpec
-from ..modules import Module
-from ..plan import Recompute, ScheduleChoice
+from ..module import Module
+from ..sections import Recompute, ScheduleChoice
 
 Modules = tuple[Module, ...]
 

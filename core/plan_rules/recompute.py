@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..errors import did_you_mean
 from ..layout import Layout
 from ..model import ModelSpec
-from ..plan import RECOMPUTE_MODULES, Recompute
+from ..sections import RECOMPUTE_MODULES, Recompute
 
 
 def recompute_is_chosen_once(recompute: Recompute) -> Iterator[str]:

@@ -8,8 +8,8 @@ from ..errors import LayoutError, did_you_mean
 from ..layout import Layout
 from ..microbatches import microbatch_counts
 from ..model import ModelSpec
-from ..plan import Batch, Runtime, ScheduleChoice
 from ..schedules import CATALOG, default_name
+from ..sections import Batch, Runtime, ScheduleChoice
 from ..stages import assign_layers, num_mtp_written
 
 

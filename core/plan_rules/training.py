@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ..cluster import ClusterSpec
-from ..plan import Checkpoint, Precision, Runtime, Train
+from ..sections import Checkpoint, Precision, Runtime, Train
 
 ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")
 """How a loss scale adapts itself."""

@@ -8,7 +8,7 @@ from ..cluster import ClusterSpec
 from ..cluster_presets import CLUSTER_PRESETS, cluster_preset
 from ..errors import did_you_mean
 from ..model import ModelSpec
-from ..plan import Precision
+from ..sections import Precision
 from ..variation import Variation, devices_named, link_named, names_in
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..parameters import TOKEN_TABLE, Usage, embedding_parameters, stage_usages
+from ..parameters import TOKEN_TABLE, embedding_parameters
 from ..reduction import cut
+from ..stage_parameters import Usage, stage_usages
 from .holdings import held_gradients, known_part, local_elements, num_routers, partial_elements
 from .open_kinds import open_kind
 from .tensors import sequences_are_cut

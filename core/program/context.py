@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..chunks import Chunks
-from ..parameters import Parameter, stage_usages
+from ..parameters import Parameter
 from ..reduction import cut, maximal_nodes
+from ..stage_parameters import stage_usages
 from .buckets import bucket_sizes, kept_interval, router_elements
 from .holdings import known_part, local_elements, num_shards, partial_elements
 from .open_kinds import OPEN_KINDS, OpenKind, open_kind

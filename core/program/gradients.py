@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..expert_tokens import ExpertNodes, expert_nodes, joined_nodes, num_token_blocks
-from ..parameters import Parameter, embedding_parameters, stage_parameters
+from ..parameters import Parameter, embedding_parameters
 from ..reduction import cut, maximal_nodes
+from ..stage_parameters import stage_parameters
 from .buckets import ROUTERS, BucketSize, are_bucketed, bucket_sizes, gathered_sizes, kept_interval, sums_are_sharded, waits_for_parts
 from .context import reduce_kept, reduce_parts, replicated_part
 from .holdings import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ..parameters import Usage
+from ..stage_parameters import Usage
 
 if TYPE_CHECKING:
     from ..plan import Plan

@@ -1,7 +1,6 @@
 """Pipeline schedules: builders, the lowering pass, search, CSV."""
 
-from .catalog import CATALOG, build, default_name, named_schedule, placement_for, schedule_for
-from .csv import from_csv, read_csv, to_csv
+from .catalog import CATALOG, build, default_name
 from .lower import lower
 from .passes import add_unshard, merge_backward, split_backward
 from .search import SearchResult, search_schedule
@@ -12,14 +11,8 @@ __all__ = [
     "add_unshard",
     "build",
     "default_name",
-    "from_csv",
     "lower",
     "merge_backward",
-    "named_schedule",
-    "placement_for",
-    "read_csv",
-    "schedule_for",
     "search_schedule",
     "split_backward",
-    "to_csv",
 ]

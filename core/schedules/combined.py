@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..action import ActionArray, Kind
-from ..schedule import Placement, Schedule
+from ..placement import Placement
+from ..schedule import Schedule
 from .interleaved import group_size, schedule_table
 
 

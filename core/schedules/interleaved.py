@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ScheduleError
-from ..schedule import Placement, Schedule
+from ..placement import Placement
+from ..schedule import Schedule
 from . import one_f_one_b
 from .rows import assemble, count_within_kind, one_forward_one_backward
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from ..action import Kind
 from ..errors import ScheduleError
-from ..schedule import Placement, Schedule
+from ..placement import Placement
+from ..schedule import Schedule
 from .interleaved import schedule_table
 from .rows import assemble, count_within_kind, one_forward_one_backward, with_weights
 

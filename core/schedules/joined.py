@@ -1,4 +1,4 @@
-"""1F1B and GPipe over stages that need not be a line: branches that join on their way to the last stage (`core.modules`).
+"""1F1B and GPipe over stages that need not be a line: branches that join on their way to the last stage (`core.plan.ModularPlan`).
 
 Every stage lies on a pipeline rank of its own.
 
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..action import Action, Kind
-from ..schedule import Placement, Schedule
+from ..placement import Placement
+from ..schedule import Schedule
 from .lower import lower
 from .rows import one_forward_one_backward
 

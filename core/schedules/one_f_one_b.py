@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..schedule import Placement, Schedule
+from ..placement import Placement
+from ..schedule import Schedule
 from .rows import assemble, count_within_kind, one_forward_one_backward
 
 

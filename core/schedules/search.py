@@ -14,7 +14,8 @@ from numbers import Real
 from typing import Any
 
 from ..errors import ScheduleError
-from ..schedule import Placement, Schedule
+from ..placement import Placement
+from ..schedule import Schedule
 from .catalog import CATALOG, Builder, build
 from .search_bounds import Bound, lower_bound
 from .search_moves import improve

@@ -16,7 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from ..action import Action, ActionArray, Kind
-from ..schedule import Placement, Schedule
+from ..placement import Placement
+from ..schedule import Schedule
 
 Rows = list[list[int]]
 """Codes in order, one list per pipeline rank."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..action import Kind
-from ..schedule import Placement, Schedule
+from ..placement import Placement
+from ..schedule import Schedule
 from .rows import assemble, count_within_kind, one_forward_one_backward, with_weights
 
 

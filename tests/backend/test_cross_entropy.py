@@ -32,7 +32,8 @@ from shardproof.core.leaves import LeafSizes, Leaves
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
 from shardproof.core.program import operations
-from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import lower
 from shardproof.simulator.simulate import simulate
 from shardproof.verify.symbolic import prove
 

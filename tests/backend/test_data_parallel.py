@@ -24,7 +24,7 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
 from shardproof.core.program import operations
 from shardproof.core.program.buckets import ROUTERS, gathered_sizes
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 from shardproof.verify.dynamic import prove
 from shardproof.verify.symbolic import prove as prove_symbolically
 

@@ -32,7 +32,7 @@ from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import TOKEN_TABLE, parameters
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
 from shardproof.core.program import Collective, Product
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 
 BOUND = 50 * 108 * 2.0**-24
 LLAMA = ModelSpec(

@@ -16,9 +16,10 @@ from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import TOKEN_TABLE, Parameter, Usage, stage_usages
+from shardproof.core.parameters import TOKEN_TABLE, Parameter
 from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Train
 from shardproof.core.program.buckets import bucket_sizes, filled_buckets, gradient_buckets, kept_interval
+from shardproof.core.stage_parameters import Usage, stage_usages
 
 
 def tiny(layout: Layout, *, samples=4, mode="fast", tied=True, **data_parallel) -> Plan:

@@ -25,7 +25,7 @@ from shardproof.core.huggingface_config import config_of
 from shardproof.core.layout import Layout
 from shardproof.core.leaves import leaf_sizes
 from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import expert_biases, parameters
+from shardproof.core.parameters import count_parameters, expert_biases, parameters
 from shardproof.core.plan import Batch, Plan, Precision, Train
 
 GPT2 = ModelSpec(
@@ -83,7 +83,7 @@ def test_slices_of_all_ranks_cover_every_element_of_the_files_once(family, model
                 theirs += region.ours(local)
     assert all((count == 1).all() for count in counts.values())
     num_biases = sum(parameter.num_elements for parameter in expert_biases(model))
-    assert sum(count.numel() for count in counts.values()) == model.num_parameters + num_biases
+    assert sum(count.numel() for count in counts.values()) == count_parameters(model) + num_biases
 
 
 def shards_of(model: ModelSpec, degree: int, rank: int, values: dict[str, torch.Tensor] | None = None):
@@ -160,7 +160,7 @@ def test_files_are_cut_between_tensors_at_the_size_asked_for_and_the_index_names
         tensors = load_file(file)
         assert all(index["weight_map"][name] == file.name for name in tensors)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 30_000 or len(tensors) == 1
-    assert index["metadata"]["total_size"] == 4 * LLAMA.num_parameters
+    assert index["metadata"]["total_size"] == 4 * count_parameters(LLAMA)
 
 
 def test_one_tensor_larger_than_a_file_gets_a_file_of_its_own():

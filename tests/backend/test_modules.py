@@ -23,12 +23,13 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.action import SENDS, Kind
 from shardproof.core.errors import DivergedError, PlanError
-from shardproof.core.modules import uncut
 from shardproof.core.plan import Checkpoint
+from shardproof.core.schedule_of import modular_schedule
 from shardproof.simulator.modules import bridge_bytes
 from shardproof.verify.compare import compare
 from shardproof.verify.dynamic import ProofJob, prove_rank
 from shardproof.verify.ledger import WEIGHT, RunLedger
+from shardproof.verify.modules import uncut
 
 SIX = "tiny-gpt-6h"
 
@@ -168,7 +169,7 @@ def test_processes_over_gloo_train_modules_to_the_same_loss_and_record_the_whole
     assert [step.loss for step in result.steps] == ledger_of(plan, steps=1).scalars("loss")
     assert result.timeline.global_ranks == (0, 1, 2)
     for rank, (stage, count) in enumerate([(0, 3), (1, 2), (1, 1)]):
-        row = plan.schedule_of(count).row(stage)
+        row = modular_schedule(plan, count).row(stage)
         for kind in (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.B, Kind.SEND_B, Kind.RECV_B, Kind.STEP):
             spans = [str(span.action) for span in result.timeline.spans if span.global_rank == rank and span.action.kind is kind]
             assert spans == [str(action) for action in row if action.kind is kind], (rank, kind)

@@ -23,7 +23,7 @@ from shardproof.core.errors import DivergedError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 from shardproof.verify.dynamic import prove
 
 MOE = Recompute("selective", modules=("core_attn", "moe"))

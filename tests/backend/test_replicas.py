@@ -17,7 +17,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 
 STEPS = 2
 

@@ -29,7 +29,7 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.parameters import Parameter
 from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Runtime, ScheduleChoice, Train
 from shardproof.core.program import operations
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 
 STEPS = 3
 ONE = Layout()

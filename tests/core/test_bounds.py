@@ -10,8 +10,7 @@ from shardproof.core.bounds import beyond, shown
 from shardproof.core.cli import main
 from shardproof.core.errors import ModelError, PlanError
 from shardproof.core.huggingface import model_from_config
-from shardproof.core.plan import Batch
-from shardproof.core.plan_build import build_plan
+from shardproof.core.plan import Batch, build_plan
 from shardproof.core.plan_keys import KEYS, Key
 from shardproof.core.plan_toml import Given
 from shardproof.core.stages import num_mtp_written

@@ -10,9 +10,8 @@ import pytest
 from shardproof import check, lower
 from shardproof.core.cli import main
 from shardproof.core.demo import PLANS, print_step
-from shardproof.core.modules import ModularPlan
-from shardproof.core.plan import Plan
-from shardproof.core.schedules import schedule_for
+from shardproof.core.plan import ModularPlan, Plan
+from shardproof.core.schedule_of import schedule_for
 from shardproof.verify.modules_check import prove_modules
 
 pytest.importorskip("torch")

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.expert_tokens import Piece, expert_nodes, num_token_blocks, routed_tokens
+from shardproof.core.expert_tokens import expert_nodes, num_token_blocks, routed_tokens
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import parameters
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
 from shardproof.core.reduction import CarryTree, NestedTree
+from shardproof.core.routed_tokens import Piece
 
 MODEL = ModelSpec(*("m", 2, 48, 64, 6, 6, 8, 256, 64), num_experts=6, experts_per_token=2, expert_ffn_hidden_size=24)
 

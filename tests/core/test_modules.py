@@ -16,12 +16,14 @@ from shardproof.core.action import Kind
 from shardproof.core.bridge import parcels, stage_grid
 from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
-from shardproof.core.modules import ModuleLayout, uncut
+from shardproof.core.module import ModuleLayout
 from shardproof.core.plan_keys.modules import MODULE_KEYS
 from shardproof.core.plan_rules import RULES
 from shardproof.core.schedule import Placement
+from shardproof.core.schedule_of import modular_schedule, part_schedule
 from shardproof.core.schedules import build, lower
 from shardproof.core.schedules.joined import joined_schedule
+from shardproof.verify.modules import uncut
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "encoder_decoder.toml").read_text()
 
@@ -68,6 +70,14 @@ def problems_of(text: str) -> tuple[str, ...]:
 def test_a_plan_of_modules_comes_back_from_its_own_text(text: str) -> None:
     plan = ModularPlan.from_toml(text)
     assert ModularPlan.from_toml(plan.to_toml()) == plan
+    assert Plan.from_toml(text) == plan
+
+
+def test_a_text_without_modules_gives_no_plan_of_modules() -> None:
+    text = '[model]\npreset = "llama3-8b"\n[batch]\nglobal = 1\nsequence = 32\n'
+    assert isinstance(Plan.from_toml(text), Plan)
+    with pytest.raises(PlanError, match=r"there is no \[\[modules\]\] in it"):
+        ModularPlan.from_toml(text)
 
 
 def test_every_module_is_a_plan_with_its_own_ranks_stages_and_names() -> None:
@@ -189,7 +199,7 @@ def test_on_a_line_the_schedule_is_that_of_the_catalog(name: str, pp: int, num_m
 
 
 def test_warm_up_is_the_depth_below_the_last_stage() -> None:
-    schedule = ModularPlan.from_toml(JOINING).schedule_of(6)
+    schedule = modular_schedule(ModularPlan.from_toml(JOINING), 6)
     kinds = [[action.kind for action in row if action.kind in (Kind.F, Kind.B)] for row in schedule.rows()]
     assert [row.index(Kind.B) for row in kinds] == [2, 4, 3, 2, 1]  # the depth, and the forward of the first pair
     for stage, row in enumerate(kinds):
@@ -198,12 +208,12 @@ def test_warm_up_is_the_depth_below_the_last_stage() -> None:
 
 def test_the_rows_of_a_module_are_those_of_the_whole() -> None:
     plan = ModularPlan.from_toml(JOINING)
-    whole, right = plan.schedule_of(6), plan.part_named("right")
-    own = plan.part_schedule(right, 6)
+    whole, right = modular_schedule(plan, 6), plan.part_named("right")
+    own = part_schedule(plan, right, 6)
     for stage in range(3):
         assert [str(replace(action, stage=stage + 1)) for action in own.row(stage)] == [str(action) for action in whole.row(stage + 1)]
     assert own.placement.sources_of(0) == () and own.placement.sources_of(1) == (0,) and not own.placement.has_loss(2)
-    last = plan.part_schedule(plan.part_named("last"), 6).placement
+    last = part_schedule(plan, plan.part_named("last"), 6).placement
     assert last.sources_of(0) == (-1,) and last.called_there(-1) == 2 and last.has_loss(0)
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from shardproof.core.errors import FileError
 from shardproof.core.parsing import MOST_NESTED, MOST_VALUES, parse_json, parse_toml
-from shardproof.core.plan_toml import read_values, toml_value
+from shardproof.core.plan_toml import read_values
+from shardproof.core.plan_write import toml_value
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])

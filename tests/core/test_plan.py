@@ -15,7 +15,7 @@ from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan,
 from shardproof.core.plan_keys import KEYS, NOUNS
 from shardproof.core.plan_keys.modules import MODULE_KEYS
 from shardproof.core.plan_rules import RULES
-from shardproof.core.plan_toml import toml_value
+from shardproof.core.plan_write import toml_value
 
 GPT3 = """\
 [model]

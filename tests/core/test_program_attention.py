@@ -11,7 +11,7 @@ from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, layer_parameters, mtp_parameters, parameters, stage_parameters
+from shardproof.core.parameters import TOKEN_TABLE, count_parameters, layer_parameters, mtp_parameters, parameters
 from shardproof.core.plan import Batch, Plan, Precision
 from shardproof.core.program import (
     Collective,
@@ -23,6 +23,7 @@ from shardproof.core.program import (
     stage_work,
     transformer_work,
 )
+from shardproof.core.stage_parameters import stage_parameters
 
 GROUPED = ModelSpec("g", 4, 64, 128, 8, 4, 8, 96, 64)
 LATENT = ModelSpec(
@@ -149,7 +150,7 @@ def test_a_prediction_module_is_a_projection_a_layer_and_a_head():
     assert more == 2 * (layer + 2 * B * S * H * 2 * H + 2 * B * S * H * 96)
     own = sum(parameter.num_elements for parameter in mtp_parameters(MTP, 0))
     assert own == sum(parameter.num_elements for parameter in layer_parameters(LATENT, 0)) + 2 * H * H + 3 * H
-    assert MTP.num_parameters == LATENT.num_parameters + 2 * own
+    assert count_parameters(MTP) == count_parameters(LATENT) + 2 * own
 
 
 def test_prediction_modules_lie_on_the_last_stage_with_a_token_table_of_their_own():
@@ -158,7 +159,7 @@ def test_prediction_modules_lie_on_the_last_stage_with_a_token_table_of_their_ow
     names = [work.layer for work in stage_work(plan, 1) if "attention" not in work.layer and "mlp" not in work.layer]
     assert names[:4] == ["mtp.0.embedding.tokens", "mtp.0.projection", "mtp.0.head.output", "mtp.0.head.loss"] and names[-1] == "head.loss"
     assert [p.name for p in stage_parameters(MTP, plan.stages[1])].count(TOKEN_TABLE) == 1
-    assert sum(held_elements(plan, 0)) + sum(held_elements(plan, 1)) == MTP.num_parameters + 96 * H
+    assert sum(held_elements(plan, 0)) + sum(held_elements(plan, 1)) == count_parameters(MTP) + 96 * H
     table = [("all_gather", 2, 96 * H * 4)]
     assert sent(operations(plan, Kind.STEP, 0), "embedding") == sent(operations(plan, Kind.STEP, 1), "embedding") == table
     assert sent(operations(plan_of(LATENT, pp=2), Kind.STEP, 1), "embedding") == []

@@ -21,9 +21,9 @@ from shardproof.backend.cli import print_step
 from shardproof.backend.step_result import StepResult
 from shardproof.core.cli import main
 from shardproof.core.commands import QUESTIONS, command
-from shardproof.core.plan import PROFILES
 from shardproof.core.plan_keys import KEYS
 from shardproof.core.profile_names import PROFILE_STACKS
+from shardproof.core.sections import PROFILES
 from shardproof.core.terminal import NARROWEST, command_text, fitted, ranking, table, width_of
 from shardproof.simulator.validate.table import Table, to_text
 

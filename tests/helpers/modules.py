@@ -10,7 +10,7 @@ from shardproof import ModelSpec, ModularPlan
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.modules import Module
+from shardproof.core.module import Module
 from shardproof.core.plan import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
 
 

@@ -10,7 +10,7 @@ from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.action import Action
 from shardproof.core.program import Operation, load_batch, operations
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 
 
 def recorded_step(transport, plan: Plan) -> list[tuple[Action | None, Operation]]:

@@ -13,7 +13,6 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
-from shardproof.core.plan_toml import plan_from_toml
 from shardproof.core.variation import Variation
 from shardproof.simulator import remedies
 from shardproof.simulator.capacity import capacities, capacity_of
@@ -197,4 +196,4 @@ def test_the_table_counts_what_is_refused_though_it_ran_and_names_what_its_rows_
 def test_the_headroom_of_a_plan_file_reaches_the_report():
     text = llama(Layout(tp=4, pp=2), headroom="4GiB").to_toml()
     assert 'headroom = "4GiB"' in text
-    assert fit(plan_from_toml(text, "plan.toml")).report["headroom_bytes"] == 4 * GIB
+    assert fit(Plan.from_toml(text)).report["headroom_bytes"] == 4 * GIB

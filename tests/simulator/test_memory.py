@@ -12,7 +12,8 @@ from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime, ScheduleChoice
 from shardproof.core.program import gradient_elements, stage_elements
-from shardproof.core.schedules import build, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import build
 from shardproof.simulator.fit import fit
 from shardproof.simulator.memory import layer_activation_bytes, peak_in_flight, rank_memories
 from shardproof.simulator.memory_layers import head_nodes

@@ -10,7 +10,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 from shardproof.simulator.memory import layer_activation_bytes, rank_memories
 
 S, H, HEADS, E = 4096, 5120, 128, 2

@@ -10,8 +10,10 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.host import EXCHANGED_BYTES
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
+from shardproof.core.parameters import count_parameters
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
-from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import lower
 from shardproof.simulator.memory import rank_memories
 from shardproof.simulator.memory_own import own_step_bytes
 from shardproof.simulator.memory_peaks import peaks_by_action, peaks_by_state
@@ -30,7 +32,7 @@ def plan_of(layout: Layout, schedule: str = "1F1B", *, mode: str = "fast", seque
 
 def test_with_copies_fast_numerics_hold_gradients_twice_while_they_are_reduced_and_exact_ones_five_times():
     large = replace(LLAMA, hidden_size=128, ffn_hidden_size=384, head_dim=16)  # more gradients than are exchanged between members
-    weights = 4 * large.num_parameters
+    weights = 4 * count_parameters(large)
     for mode, times in (("fast", 2), ("exact", 5)):
         plan = plan_of(Layout(dp=2), mode=mode, model=large)
         (memory,) = rank_memories(plan, lower(schedule_for(plan)))
@@ -42,14 +44,14 @@ def test_with_copies_fast_numerics_hold_gradients_twice_while_they_are_reduced_a
 def test_gradients_of_less_than_a_megabyte_are_exchanged_and_held_some_times_more(copies, times):
     cluster = cluster_preset("this-host", copies)
     plan = Plan(LLAMA, cluster, Layout(dp=copies), Batch(12, 1, 8), precision=Precision("fp32"), numerics=Numerics("fast"))
-    gradients = 4 * LLAMA.num_parameters
+    gradients = 4 * count_parameters(LLAMA)
     assert gradients < EXCHANGED_BYTES
     (sizes,) = stage_sizes(plan)
     assert sizes.reduce_bytes == gradients + int(times * gradients)
 
 
 def test_without_copies_the_step_holds_gradients_once():
-    gradients = 4 * LLAMA.num_parameters
+    gradients = 4 * count_parameters(LLAMA)
     for mode in ("fast", "exact"):
         assert own_step_bytes(plan_of(Layout(), mode=mode), 0, (0,), 0) == gradients  # where the sums are on other ranks (ZeRO), what comes
         assert own_step_bytes(plan_of(Layout(), mode=mode), 0, (0,), gradients) == 0

@@ -11,7 +11,7 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.plan import Batch, Plan, Runtime
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 from shardproof.simulator.memory import RankMemory, rank_memories
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "simumax_b200_memory.json").read_text())["rows"]

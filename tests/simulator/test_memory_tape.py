@@ -10,7 +10,8 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Plan, Runtime, ScheduleChoice
-from shardproof.core.schedules import CATALOG, lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import CATALOG, lower
 from shardproof.simulator.memory_layers import full_recompute
 from shardproof.simulator.memory_peaks import peaks_by_action, peaks_by_state
 from shardproof.simulator.memory_profiles import memory_profile

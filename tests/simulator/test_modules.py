@@ -14,6 +14,7 @@ from shardproof import ModularPlan, Plan, simulate
 from shardproof.core.action import Kind
 from shardproof.core.cli import main
 from shardproof.core.errors import PlanError
+from shardproof.core.schedule_of import modular_schedule
 from shardproof.core.variation import Variation
 from shardproof.simulator.engine import execute
 from shardproof.simulator.graph import build_graph
@@ -51,7 +52,7 @@ def test_two_halves_of_a_model_take_the_time_and_the_memory_of_its_two_stages() 
 
 
 def test_on_a_line_the_waits_of_joined_stages_are_those_of_every_schedule() -> None:
-    schedule = ModularPlan.from_toml(HEAD + MODULES).schedule_of(5)
+    schedule = modular_schedule(ModularPlan.from_toml(HEAD + MODULES), 5)
     durations = np.random.default_rng(0).random(len(schedule))
     one, other = (execute(graph, durations) for graph in (build_graph(schedule), joined_graph(schedule)))
     assert np.array_equal(one.start_s, other.start_s) and np.array_equal(one.end_s, other.end_s)
@@ -59,7 +60,7 @@ def test_on_a_line_the_waits_of_joined_stages_are_those_of_every_schedule() -> N
 
 def test_a_joined_stage_waits_for_the_slower_branch_and_gives_its_gradient_to_both() -> None:
     plan = modular(module("slow", pp=2), module("fast"), module("last", ["slow", "fast"]), samples=3)
-    schedule = plan.schedule_of(3)
+    schedule = modular_schedule(plan, 3)
     seconds = {Kind.F: 1.0, Kind.B: 2.0, Kind.SEND_F: 0.25, Kind.SEND_B: 0.25}
     durations = np.array([seconds.get(action.kind, 0.0) for action in schedule.actions])
     run = execute(joined_graph(schedule), durations)

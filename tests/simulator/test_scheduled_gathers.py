@@ -14,7 +14,8 @@ from shardproof.core.model_presets import model_preset
 from shardproof.core.options import SearchSpace
 from shardproof.core.plan import Batch, Plan, Recompute, ScheduleChoice
 from shardproof.core.program import stage_elements
-from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import lower
 from shardproof.simulator.fit import fit
 from shardproof.simulator.memory import rank_memories
 from shardproof.simulator.pricing import Pricing

@@ -13,8 +13,9 @@ from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.options import SearchSpace
-from shardproof.core.plan import PROFILES, Batch, DataParallel, Numerics, Optimizer, Plan, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Recompute, Runtime, ScheduleChoice
 from shardproof.core.schedules import CATALOG
+from shardproof.core.sections import PROFILES
 from shardproof.core.stages import balanced_stages
 from shardproof.simulator.fit import fit
 from shardproof.simulator.memory_sizes import _sizes, _tapes_of, stage_sizes

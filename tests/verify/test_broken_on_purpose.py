@@ -12,7 +12,8 @@ import pytest
 from shardproof.core.action import RECEIVES, SENDS, Action, Kind
 from shardproof.core.errors import ScheduleError
 from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import CATALOG, build, lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import CATALOG, build, lower
 from shardproof.verify.calls import communicators
 from shardproof.verify.check import check
 from shardproof.verify.facts import BUFFER_KINDS, Buffers, Facts, LayerHoldings

@@ -8,8 +8,7 @@ import pytest
 
 from helpers.gates import sampled
 from helpers.modules import modular, module
-from shardproof.core.modules import ModularPlan
-from shardproof.core.plan import Plan, ScheduleChoice
+from shardproof.core.plan import ModularPlan, Plan, ScheduleChoice
 from shardproof.verify.compare import Difference, Values
 from shardproof.verify.describe import describe
 from shardproof.verify.dynamic import prove

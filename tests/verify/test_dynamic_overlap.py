@@ -24,7 +24,8 @@ from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
 from shardproof.core.program import operations
-from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import lower
 from shardproof.verify.dynamic import prove
 
 LATENT = ModelSpec(

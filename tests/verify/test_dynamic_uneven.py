@@ -15,7 +15,7 @@ from shardproof.core.errors import PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 from shardproof.verify.dynamic import prove
 from shardproof.verify.static import prove_schedule
 

@@ -10,7 +10,8 @@ from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
-from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import lower
 from shardproof.verify.calls import Calls
 from shardproof.verify.check import check
 from shardproof.verify.facts import Facts

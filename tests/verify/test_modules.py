@@ -14,6 +14,7 @@ from shardproof.core.cli import main
 from shardproof.core.errors import PlanError
 from shardproof.core.plan import Numerics
 from shardproof.core.schedule import Schedule
+from shardproof.core.schedule_of import modular_schedule
 from shardproof.verify.compare import Difference, Values
 from shardproof.verify.dynamic import describe, prove
 from shardproof.verify.ledger import ACTIVATION, GRADIENT, Key, Piece, RunLedger
@@ -48,7 +49,7 @@ def rearranged(schedule: Schedule, stage: int, first: str, second: str) -> Sched
 
 
 def test_ranks_that_wait_for_each_other_where_branches_join_are_found() -> None:
-    schedule = JOINING.schedule_of(5)
+    schedule = modular_schedule(JOINING, 5)
     assert halts(schedule) == []
     found = halts(rearranged(schedule, 2, "2SEND_F0", "2RECV_B0"))
     assert {finding.rule for finding in found} == {HALTS} and any("2RECV_B0" in finding.where for finding in found)

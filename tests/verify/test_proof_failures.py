@@ -6,7 +6,7 @@ import pytest
 
 from shardproof.core.cli import main
 from shardproof.core.errors import RankDefect
-from shardproof.core.plan_toml import plan_from_toml
+from shardproof.core.plan import Plan
 from shardproof.verify import proof_run
 from shardproof.verify.dynamic import prove
 
@@ -54,5 +54,5 @@ def test_a_defect_in_a_rank_of_a_proof_is_no_finding_and_ends_with_3(tmp_path, c
 
 def test_prove_raises_what_the_command_says():
     with pytest.raises(RankDefect) as caught:
-        prove(plan_from_toml(PLAN, "plan.toml"), transport="memory")
+        prove(Plan.from_toml(PLAN), transport="memory")
     assert str(caught.value).startswith(WORDS) and caught.value.global_rank == 1

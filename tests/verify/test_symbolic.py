@@ -17,7 +17,8 @@ from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
 from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import CATALOG, lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import CATALOG, lower
 from shardproof.verify.symbolic import ORDER_RULE, VALUE_RULE, SymbolicProof, prove
 from shardproof.verify.symbolic_layers import Program
 

@@ -12,7 +12,8 @@ from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
 from shardproof.core.program import operations, stage_work
-from shardproof.core.schedules import lower, schedule_for
+from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedules import lower
 from shardproof.verify.symbolic import VALUE_RULE, prove
 from shardproof.verify.symbolic_layers import Program
 

@@ -13,7 +13,7 @@ from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.plan import Batch, Numerics, Plan, Train
 from shardproof.core.program import EXPERT_BIAS, operations
-from shardproof.core.schedules import schedule_for
+from shardproof.core.schedule_of import schedule_for
 from shardproof.verify.symbolic import VALUE_RULE, prove
 from shardproof.verify.symbolic_layers import Program
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import read_csv
+from shardproof.core.schedule import Schedule, read_csv
 from shardproof.verify.check import check, examine
 from shardproof.verify.rules import View
 from shardproof.verify.rules.deadlock import send_meanings

@@ -15,9 +15,9 @@ from ...backend.pipeline.messages import Mail
 from ...backend.tensor_parallel.gradients import Gradients
 from ...backend.transport.base import Channel
 from ...core.action import Action, Kind
-from ...core.parameters import Usage
 from ...core.plan import DataParallel, Plan
 from ...core.program.buckets import Bucket
+from ...core.stage_parameters import Usage
 from ..ledger import ACTIVATION, GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Patches, on_ranks, rank_here

@@ -7,35 +7,35 @@ The placement is not written: it follows from which rank runs the forwards of wh
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
 
-from ..action import CELL_FORM, ActionArray, Kind, parse_cell
-from ..errors import ScheduleError
-from ..files import TABLE_BYTES, read_text
-from ..schedule import Placement, Schedule
+from .action import CELL_FORM, ActionArray, Kind, parse_cell
+from .errors import ScheduleError
+from .placement import Placement
 
 _MAX_REPORTED = 100
 """Malformed cells listed in one message; a file with more is not a schedule at all."""
 
 
-def to_csv(schedule: Schedule, dialect: Literal["shardproof", "torch"] = "shardproof") -> str:
-    """The schedule as text. With `dialect="torch"` STEP is dropped and replicated stages raise `ScheduleError`."""
+def rows_to_csv(placement: Placement, rows: Iterable[ActionArray], dialect: Literal["shardproof", "torch"]) -> str:
+    """The rows of a schedule as text. With `dialect="torch"` STEP is dropped and replicated stages raise `ScheduleError`."""
     if dialect not in ("shardproof", "torch"):
         raise ScheduleError(f"unknown CSV dialect {dialect!r}. Known: shardproof, torch.")
     skipped = -1
     if dialect == "torch":
-        replicated = [stage for stage, owners in enumerate(schedule.placement.ranks) if len(owners) > 1]
+        replicated = [stage for stage, owners in enumerate(placement.ranks) if len(owners) > 1]
         if replicated:
             raise ScheduleError(f"torch's CSV has one rank per stage, but stages {replicated} have replicas. Write the shardproof dialect.")
         skipped = Kind.STEP
-    return "".join(",".join(_cells(row, skipped)) + "\n" for row in schedule.rows())
+    return "".join(",".join(_cells(row, skipped)) + "\n" for row in rows)
 
 
-def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that a text in either dialect describes; `name` stands in error messages, e.g. a file name.
+def rows_from_csv(text: str, name: str) -> tuple[Placement, ActionArray, np.ndarray]:
+    """The placement, the actions of all ranks and their offsets, as a `Schedule` holds them, that a text in either dialect describes;
+    `name` stands in error messages, e.g. a file name.
 
     Only what a cell is and what the numbers could mean is decided here; whether the schedule is right is for `verify.check`.
     Raises one `ScheduleError` with every malformed cell.
@@ -58,12 +58,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         raise ScheduleError(f"{name}: there is no action in it. Write one line per rank, cells such as 0F0 separated by commas.")
     actions = ActionArray(*np.array(fields, dtype=np.int32).T)
     boundaries = np.array(offsets)
-    return Schedule(name, _placement(name, actions, boundaries), actions, boundaries)
-
-
-def read_csv(path: str | Path) -> Schedule:
-    """The schedule in a file, named after it. Raises `ScheduleError` as `from_csv` does, and `FileError` for a file that is no text."""
-    return from_csv(read_text(path, most_bytes=TABLE_BYTES), str(path))
+    return _placement(name, actions, boundaries), actions, boundaries
 
 
 def _cells(row: ActionArray, skipped: int) -> list[str]:
