@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import DATA
 from shardproof import Schedule, check
 from shardproof.core.cli import main
 
-FILES = Path(__file__).parent / "data" / "files_of_2026_11"
+FILES = DATA / "files_of_2026_11"
 LOSSES = json.loads((FILES / "losses.json").read_text())["losses"]
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.gates import sampled
+from helpers.paths import ROOT
 from shardproof import lower
 from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -107,7 +107,7 @@ def test_routers_come_together_in_fp32_beside_weights_in_bf16():
 
 
 def test_every_test_that_the_page_names_is_there():
-    root = Path(__file__).parents[2]
+    root = ROOT
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "docs" / "data_parallel.md").read_text())
     assert len(named) > 15
     for file, test in named:

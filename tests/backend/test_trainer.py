@@ -10,13 +10,13 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
+from helpers.paths import EXAMPLES
 from shardproof import Trainer, lower, run_schedule
 from shardproof.backend.observe import Observer
 from shardproof.backend.optimizer import Held, ShardedAdamW, clip_coefficient
@@ -379,7 +379,7 @@ def test_adamw_gives_the_same_bits_however_a_tensor_is_cut():
 
 
 def test_the_own_block_example_prints_the_same_losses_for_one_and_for_four_ranks_and_a_proof():
-    script = Path(__file__).parents[2] / "examples" / "own_block.py"
+    script = EXAMPLES / "own_block.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=True)
     alone, sharded, *proof = done.stdout.splitlines()
     assert alone.split(":")[0].strip() == "one device" and sharded.split(":")[0].strip() == "tp2 pp2"

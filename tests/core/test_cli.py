@@ -4,10 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
 from shardproof import __version__
 from shardproof.core.cli import exit_code, main
 from shardproof.core.cluster_presets import CLUSTER_PRESETS
@@ -16,8 +16,6 @@ from shardproof.core.errors import TRACEBACK_VARIABLE, DivergedError, RankDefect
 from shardproof.core.model_presets import MODEL_PRESETS
 from shardproof.core.plan_keys import KEYS
 from shardproof.core.schedules import CATALOG
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_version(capsys):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import EXAMPLES
 from shardproof import check, lower
 from shardproof.core.cli import main
 from shardproof.core.demo import PLANS, print_step
@@ -42,7 +43,7 @@ def test_quick_demo_proves_0_different_bits_and_learns(folder: Path) -> None:
     assert report["comparison"]["same_order"]
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples").glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((EXAMPLES).glob("*.toml")), ids=lambda path: path.name)
 def test_every_example_plan_is_read_and_its_schedule_is_right(path: Path) -> None:
     plan = Plan.from_toml(path.read_text(), path.name)
     assert Plan.from_toml(plan.to_toml()) == plan

@@ -14,9 +14,10 @@ from random import Random
 import pytest
 
 import shardproof
+from helpers.paths import DATA
 
 BENCHMARKS = Path(shardproof.__file__).parent / "benchmarks"
-CORPUS = sorted((Path(__file__).parents[1] / "data" / "fuzz").glob("*.json"))
+CORPUS = sorted((DATA / "fuzz").glob("*.json"))
 NUM_INPUTS = 200
 
 

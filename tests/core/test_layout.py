@@ -3,16 +3,16 @@
 import json
 import math
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.paths import DATA
 from shardproof.core.errors import LayoutError
 from shardproof.core.layout import AXES, Layout, rank_groups
 
-FACTS = json.loads((Path(__file__).parents[1] / "data" / "layout_facts.json").read_text())["facts"]
+FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 
 

@@ -3,12 +3,12 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.paths import DATA
 from shardproof.core.errors import LayoutError
 from shardproof.core.layout import Layout
 from shardproof.core.leaves import Leaves, degree_to_admit, leaf_sizes
@@ -16,7 +16,7 @@ from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import MODEL_PRESETS, model_preset
 from shardproof.core.parameters import parameters
 
-FACTS = json.loads((Path(__file__).parents[1] / "data" / "layout_facts.json").read_text())["facts"]
+FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 
 
 def model_of(kv_heads: int, vocab: int = 256, ffn: int = 192) -> ModelSpec:

@@ -1,16 +1,16 @@
 """Constant batches: Megatron's counts, and an error that names batches that divide."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.paths import DATA
 from shardproof.core.errors import PlanError
 from shardproof.core.microbatches import constant_microbatches
 
-FACTS = json.loads((Path(__file__).parents[1] / "data" / "layout_facts.json").read_text())["facts"]
+FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 
 
 @pytest.mark.parametrize("fact", [fact for fact in FACTS if fact["area"] == "microbatches_constant"], ids=lambda fact: str(fact["input"]))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.paths import EXAMPLES
 from shardproof import ModularPlan, Plan
 from shardproof.core.action import Kind
 from shardproof.core.bridge import parcels, stage_grid
@@ -25,7 +26,7 @@ from shardproof.core.schedules import build, lower
 from shardproof.core.schedules.joined import joined_schedule
 from shardproof.verify.modules import uncut
 
-EXAMPLE = (Path(__file__).parents[2] / "examples" / "encoder_decoder.toml").read_text()
+EXAMPLE = (EXAMPLES / "encoder_decoder.toml").read_text()
 
 JOINING = """\
 [batch]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import doctest
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.paths import DATA
 from shardproof.core import action, schedule
 from shardproof.core.action import Action, Kind
 from shardproof.core.errors import ScheduleError, UnknownNameError
@@ -19,7 +19,7 @@ from shardproof.core.schedule import Placement, Schedule
 from shardproof.core.schedules import CATALOG, build, catalog, default_name, interleaved, lower
 from shardproof.core.schedules.interleaved import schedule_table, warmup_counts
 
-FACTS = json.loads((Path(__file__).parents[1] / "data" / "schedule_facts.json").read_text())["facts"]
+FACTS = json.loads((DATA / "schedule_facts.json").read_text())["facts"]
 
 
 def facts(area: str) -> list[dict]:

@@ -1,17 +1,17 @@
 """Stage assignment: even cuts, Megatron's layout strings, and what is wrong with bad ones."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.paths import DATA
 from shardproof.core.errors import LayoutError
 from shardproof.core.layout import Layout
 from shardproof.core.stages import assign_layers, num_mtp_written, to_string
 
-FACTS = json.loads((Path(__file__).parents[1] / "data" / "layout_facts.json").read_text())["facts"]
+FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 
 
 def test_megatron_16_layers_over_pp4_vpp2_interleave():

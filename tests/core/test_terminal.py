@@ -13,10 +13,10 @@ import subprocess
 import sys
 import termios
 from io import StringIO
-from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
 from shardproof.backend.cli import print_step
 from shardproof.backend.step_result import StepResult
 from shardproof.core.cli import main
@@ -27,7 +27,6 @@ from shardproof.core.sections import PROFILES
 from shardproof.core.terminal import NARROWEST, command_text, fitted, ranking, table, width_of
 from shardproof.simulator.validate.table import Table, to_text
 
-ROOT = Path(__file__).parents[2]
 WIDTHS = (60, 80, 100, 132)
 EIGHT_B = "--model llama3-8b --cluster dgx-h100 --devices 8"
 COMMANDS = {

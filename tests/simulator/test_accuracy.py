@@ -7,15 +7,15 @@ v5.0, SimuMax on 8 B200. `python -m shardproof.simulator.validate` judges all pu
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
+from helpers.paths import DATA
 from shardproof.simulator.published import Row
 from shardproof.simulator.validate import Prediction, predict_row
 from shardproof.simulator.validate.targets import TARGETS
 
-SAMPLE = Path(__file__).parents[1] / "data" / "published_sample.jsonl"
+SAMPLE = DATA / "published_sample.jsonl"
 
 
 @pytest.fixture(scope="module")

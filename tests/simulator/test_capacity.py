@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from helpers.paths import DATA
 from shardproof.core.cli import main
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
@@ -25,7 +25,7 @@ from shardproof.simulator.validate import predict_row
 from shardproof.simulator.validate.fitting import fitting_table, open_fields, ran_out_of_memory, refused_though_it_ran
 
 GIB, MIB = 2**30, 2**20
-ROWS = [Row(json.loads(line)) for line in (Path(__file__).parents[1] / "data" / "out_of_memory.jsonl").read_text().splitlines()]
+ROWS = [Row(json.loads(line)) for line in (DATA / "out_of_memory.jsonl").read_text().splitlines()]
 
 
 def llama(layout: Layout, *, model="llama3-8b", cluster="dgx-h100", profile="megatron-te", micro=1, headroom="0", **more) -> Plan:

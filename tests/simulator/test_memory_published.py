@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
+from helpers.paths import DATA
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
@@ -14,7 +14,7 @@ from shardproof.core.plan import Batch, Plan, Runtime
 from shardproof.core.schedule_of import schedule_for
 from shardproof.simulator.memory import RankMemory, rank_memories
 
-ROWS = json.loads((Path(__file__).parents[1] / "data" / "simumax_b200_memory.json").read_text())["rows"]
+ROWS = json.loads((DATA / "simumax_b200_memory.json").read_text())["rows"]
 MIB = 2**20
 
 LLAMA = {"head_dim": 128, "vocab_size": 128256, "max_positions": 4096}

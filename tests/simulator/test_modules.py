@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.modules import modular, module
+from helpers.paths import EXAMPLES
 from shardproof import ModularPlan, Plan, simulate
 from shardproof.core.action import Kind
 from shardproof.core.cli import main
@@ -20,7 +21,7 @@ from shardproof.simulator.engine import execute
 from shardproof.simulator.graph import build_graph
 from shardproof.simulator.modules import bridge_bytes, joined_graph
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "encoder_decoder.toml"
+EXAMPLE = EXAMPLES / "encoder_decoder.toml"
 
 HEAD = """\
 [cluster]

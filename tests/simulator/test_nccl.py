@@ -6,18 +6,18 @@ import json
 import math
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.paths import DATA
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.program import Collective
 from shardproof.simulator.nccl import TREE_CORRECTION, Line, tree_correction
 from shardproof.simulator.network import Spread, best_algorithm, collective_s
 
-TABLES = json.loads((Path(__file__).parents[1] / "data" / "nccl_tests.json").read_text())
+TABLES = json.loads((DATA / "nccl_tests.json").read_text())
 H100 = cluster_preset("dgx-h100", 2048)
 RING_ONLY = replace(H100, nvls_efficiency=0.0)
 KIB, MIB, GIB = 2**10, 2**20, 2**30

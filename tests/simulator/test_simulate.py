@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.paths import DATA
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
@@ -43,7 +44,7 @@ KEYS = [
     "provenance",
 ]
 TIME_KEYS = {"compute", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "optimizer", "bubble", "other"}
-PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "korthikanti_2022_table5.json").read_text())["rows"]
+PUBLISHED = json.loads((DATA / "korthikanti_2022_table5.json").read_text())["rows"]
 
 
 def llama(layout: Layout, *, cluster="dgx-h100", micro=1, global_size=64, mode="none", schedule="1F1B", dtype="bf16") -> Plan:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
 from shardproof.simulator.published import DEFAULT_DATA, Measured, Row, read_rows
 from shardproof.simulator.validate import Prediction, predict_row
 from shardproof.simulator.validate.__main__ import main
@@ -198,7 +198,7 @@ def test_command_without_rows_says_so_with_code_2(tmp_path, capsys, arguments, w
 
 
 def test_rows_of_the_repository_are_found_without_options_by_both_doors():
-    root = Path(__file__).parents[2]
+    root = ROOT
     assert root / "benchmarks" / "published" / "rows" == DEFAULT_DATA and len(read_rows()) == 2825
     for door in (["-m", "shardproof.simulator.validate"], [str(root / "benchmarks" / "validate.py")]):
         call = [sys.executable, *door, "--source", "Korthikanti", "--json"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from helpers.modules import modular, module
+from helpers.paths import EXAMPLES
 from shardproof.core.action import Action
 from shardproof.core.cli import main
 from shardproof.core.errors import PlanError
@@ -22,7 +22,7 @@ from shardproof.verify.modules_check import HALTS, halts, prove_modules, ways
 from shardproof.verify.mutations import parse_fault
 from shardproof.verify.relations import Relation
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "encoder_decoder.toml"
+EXAMPLE = EXAMPLES / "encoder_decoder.toml"
 JOINING = modular(module("slow", tp=2, pp=2), module("fast", dp=1), module("last", ["slow", "fast"], tp=3, model="tiny-moe"), samples=5)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.paths import ROOT
 from shardproof.core.digest import full_region
 from shardproof.core.layout import Layout
 from shardproof.verify.relations import HINTS, Around, Class, Known, relate, relate_values
@@ -147,6 +147,6 @@ def test_a_part_that_is_old_is_named_with_the_rank_that_keeps_it() -> None:
 
 def test_every_kind_is_in_the_documentation_with_a_place_to_look() -> None:
     assert set(HINTS) == set(get_args(Class))
-    table = (Path(__file__).parents[2] / "docs" / "verification.md").read_text().partition("### Kinds of difference")[2]
+    table = (ROOT / "docs" / "verification.md").read_text().partition("### Kinds of difference")[2]
     rows = "".join(line.split("|")[1] for line in table.partition("Where several")[0].splitlines() if line.startswith("| `"))
     assert {kind for kind in get_args(Class) if f"`{kind}`" in rows} == set(get_args(Class))
