@@ -111,7 +111,7 @@ def test_every_test_that_the_page_names_is_there():
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "docs" / "data_parallel.md").read_text())
     assert len(named) > 15
     for file, test in named:
-        (found,) = (root / "tests").glob(f"*/{file}")
+        (found,) = (root / "tests").rglob(file)
         assert f"def {test}(" in found.read_text(), f"{file} has no {test}"
 
 
