@@ -36,9 +36,9 @@ def compiled(name: str, folder: Path) -> Extension:
 
 setup(
     ext_modules=[
-        compiled("simulator._kernel", Path("simulator", "csrc")),
-        compiled("core._digest", Path("core", "csrc")),
-        compiled("backend._exact", Path("backend", "csrc")),
+        compiled("simulator.engine._kernel", Path("simulator", "engine", "csrc")),
+        compiled("core.base._digest", Path("core", "base", "csrc")),
+        compiled("backend.numerics._exact", Path("backend", "numerics", "csrc")),
     ],
     cmdclass={"build_py": Modules},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -1,6 +1,6 @@
 """Real training on real processes: the same schedule object that is simulated, drawn and proved.
 
-Importing this package sets `MKL_CBWR` when torch is not loaded yet (`mkl`).
+Importing this package sets `MKL_CBWR` when torch is not loaded yet (`base.mkl`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import mkl as mkl
+from .base import mkl as mkl
 
 
 def __getattr__(name: str) -> Any:

@@ -11,27 +11,27 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.commands import Command, service
-from ..core.errors import FileError, MissingExtraError, PlanError, RankFailure, ScheduleError
-from ..core.files import write_text
-from ..core.findings import has_errors
-from ..core.options import add_output, add_plan, check_output, emit, read_any_plan
-from ..core.plan import ModularPlan, Plan
-from ..core.schedule import Schedule
-from ..core.schedule_of import schedule_for
-from ..core.schedules import lower
-from ..core.terminal import say
-from ..core.units import format_bytes
+from ..core.base.errors import FileError, MissingExtraError, PlanError, RankFailure, ScheduleError
+from ..core.base.files import write_text
+from ..core.base.findings import has_errors
+from ..core.base.terminal import say
+from ..core.base.units import format_bytes
+from ..core.commands.commands import Command, service
+from ..core.commands.options import add_output, add_plan, check_output, emit, read_any_plan
+from ..core.plan.plan import ModularPlan, Plan
+from ..core.plan.schedule_of import schedule_for
+from ..core.schedule import lower
+from ..core.schedule.schedule import Schedule
 from .checkpoint.resume import Resumption
+from .data.vocabulary import no_bytes
 from .dry_run import dry_run_report, dry_run_text
 from .huggingface.config import check_load, check_save
 from .modules_plan import only_model
 from .trainer import Trainer, TrainResult
 from .unsupported import unsupported
-from .vocabulary import no_bytes
 
 if TYPE_CHECKING:
-    from .step_result import StepResult
+    from .base.step_result import StepResult
 
 TIMELINE_SUFFIX = ".timeline.json"
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from ..core.action import Action
-from ..core.commands import service
-from ..core.parameters import count_parameters
-from ..core.plan import ModularPlan, ModulePlan, Plan
+from ..core.base.units import format_bytes, format_count
+from ..core.commands.commands import service
+from ..core.layout.stages import StageLayers
+from ..core.machine.variation import NO_VARIATION
+from ..core.model.parameters import count_parameters
+from ..core.plan.plan import ModularPlan, ModulePlan, Plan
+from ..core.plan.schedule_of import part_schedule, schedule_for
 from ..core.program import rank_elements
-from ..core.schedule import Schedule
-from ..core.schedule_of import part_schedule, schedule_for
-from ..core.schedules import lower
-from ..core.stages import StageLayers
-from ..core.units import format_bytes, format_count
-from ..core.variation import NO_VARIATION
+from ..core.schedule import lower
+from ..core.schedule.action import Action
+from ..core.schedule.schedule import Schedule
 
 ACTIONS_SHOWN = 6
 RANGES_SHOWN = 4

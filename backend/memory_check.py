@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from ..core.commands import service
-from ..core.errors import PlanError
-from ..core.host import available_memory_bytes
-from ..core.plan import ModularPlan, Plan
-from ..core.units import format_bytes
+from ..core.base.errors import PlanError
+from ..core.base.units import format_bytes
+from ..core.commands.commands import service
+from ..core.machine.host import available_memory_bytes
+from ..core.plan.plan import ModularPlan, Plan
 from .dry_run import rank_groups
 
 STATES = ("weights", "gradients", "optimizer")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..core.errors import PlanError
-from ..core.plan import ModularPlan, Plan
+from ..core.base.errors import PlanError
+from ..core.plan.plan import ModularPlan, Plan
 
 
 def unsupported_modules(plan: ModularPlan, of_one: Callable[[Plan], list[str]]) -> list[str]:

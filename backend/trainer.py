@@ -11,26 +11,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.errors import DivergedError, PlanError, RankFailure, ShardproofError
-from ..core.plan import ModularPlan, Plan
-from ..core.terminal import say
-from ..core.timeline import MemorySample, Span, Timeline
+from ..core.base.errors import DivergedError, PlanError, RankFailure, ShardproofError
+from ..core.base.terminal import say
+from ..core.plan.plan import ModularPlan, Plan
+from ..core.schedule.timeline import MemorySample, Span, Timeline
+from .base.libraries import libraries_of
+from .base.measured_peak import MeasuredPeak
 from .checkpoint.resume import resumption
+from .data.vocabulary import no_bytes
 from .huggingface.config import check_load, check_save
-from .launch import preload, run_ranks
-from .libraries import libraries_of
-from .measured_peak import MeasuredPeak
+from .launching.launch import preload, run_ranks
+from .launching.torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .memory_check import check_memory
 from .modules_plan import only_model
-from .torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .unsupported import unsupported
-from .vocabulary import no_bytes
 
 if TYPE_CHECKING:
+    from .base.observe import Observer
+    from .base.step_result import StepResult
     from .model.block import BlockFactory
-    from .observe import Observer
-    from .step_result import StepResult
-    from .training_rank import TrainingRank
+    from .ranks.training_rank import TrainingRank
     from .transport.base import Group, Transport
 
 TransportName = Literal["gloo", "nccl", "memory"]
@@ -297,9 +297,9 @@ def run_steps(
     """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. With `resume` those
     that the checkpoint has behind it are among them. The weights then go to the folder `save_huggingface`, if it is given."""
     from .huggingface.save import check_complete, save_weights
-    from .measure import gather_recorded
-    from .modules import training_rank
-    from .together import gather_values
+    from .pipeline.measure import gather_recorded
+    from .ranks.modules import training_rank
+    from .transport.gather_values import gather_values
 
     steps = plan.train.steps if steps is None else steps
     world = transport.group("world", "world", range(transport.world_size))
@@ -350,7 +350,7 @@ def _step_kept(
     rank: TrainingRank, step: int, transport: Transport, world: Group, *, live_memory: bool
 ) -> tuple[StepResult, tuple[list[Span], list[MemorySample], list[MeasuredPeak]]]:
     """A step that all ranks begin together, with its spans, its memory and, if live storages are counted, their peak."""
-    from .live_memory import LiveMeter
+    from .ranks.live_memory import LiveMeter
 
     meter = rank.live_meter() if live_memory else rank.meter()
     world.barrier()
@@ -363,8 +363,8 @@ def _step_kept(
 
 def _timeline(plan: Plan | ModularPlan, everyone: Sequence[Any], step: int) -> Timeline:
     """What all ranks kept of a step, as one timeline."""
-    from .measure import measured_timeline
-    from .modules import measured_modules
+    from .pipeline.measure import measured_timeline
+    from .ranks.modules import measured_modules
 
     title = f"{plan.title}, step {step}, measured over {len(everyone)} ranks"
     spans, memory = ([item for rank in everyone for item in rank[part]] for part in (0, 1))

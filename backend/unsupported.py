@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ..core.action import Kind
-from ..core.plan import ModularPlan, Plan, ScheduleChoice
+from ..core.plan.plan import ModularPlan, Plan, ScheduleChoice
+from ..core.plan.schedule_choice import named_schedule
+from ..core.plan.schedule_of import schedule_for
 from ..core.program.buckets import sums_are_sharded
-from ..core.schedule_choice import named_schedule
-from ..core.schedule_of import schedule_for
-from ..core.schedules import lower
+from ..core.schedule import lower
+from ..core.schedule.action import Kind
+from .data.vocabulary import unknown_ids
 from .modules_plan import unsupported_modules
-from .vocabulary import unknown_ids
 
 RUN_DTYPES = ("fp32", "bf16", "fp16")
 """Formats of hidden states that layers compute with (`backend.tensor_parallel.context.DTYPES`, which needs torch)."""

@@ -6,8 +6,8 @@ import json
 import sys
 from time import perf_counter
 
-from shardproof.core.schedules import build, lower
-from shardproof.verify.check import check
+from shardproof.core.schedule import build, lower
+from shardproof.verify.schedule.check import check
 
 
 def main() -> None:

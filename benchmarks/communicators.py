@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardproof.backend.mesh import Mesh
+from shardproof.backend.transport.mesh import Mesh
 from shardproof.backend.transport.process_group import ProcessGroup, ProcessGroupTransport
-from shardproof.core.layout import Layout
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import build, lower
+from shardproof.core.layout.layout import Layout
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.schedule import Schedule
 
 TP, CP, PP, DP, EP = 8, 2, 16, 16, 8
 NUM_MICROBATCHES = 64

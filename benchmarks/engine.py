@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from shardproof.core.action import SENDS, Kind
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.simulator import kernel
-from shardproof.simulator.contention import Traffic, execute_shared
-from shardproof.simulator.engine import execute, plain_run
-from shardproof.simulator.graph import build_graph, plain_graph
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import SENDS, Kind
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.simulator.engine import kernel
+from shardproof.simulator.engine.contention import Traffic, execute_shared
+from shardproof.simulator.engine.engine import execute, plain_run
+from shardproof.simulator.engine.graph import build_graph, plain_graph
 
 TARGET_PER_S = 20e6
 """Issue 4: actions a second on one core in the compiled path."""

@@ -26,7 +26,7 @@ from statistics import median
 from time import process_time, thread_time
 from typing import Any
 
-from shardproof.backend.launch import rank_environment
+from shardproof.backend.launching.launch import rank_environment
 
 if __name__ == "__main__" and not os.environ.items() >= (wanted := rank_environment(os.environ, Path(tempfile.gettempdir()))).items():
     os.execve(sys.executable, [sys.executable, *sys.argv], wanted)  # libraries read it when they are loaded
@@ -34,12 +34,12 @@ if __name__ == "__main__" and not os.environ.items() >= (wanted := rank_environm
 import torch
 
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 
 MODELS = {
     768: ModelSpec(

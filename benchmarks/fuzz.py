@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fuzz_inputs import KINDS, RECORDED, TINY, Input, Sound, make_input, to_json, to_toml
 
-from shardproof.core.cli import exit_code, main
-from shardproof.core.commands import QUESTIONS, command
-from shardproof.core.huggingface import read_config
-from shardproof.core.huggingface_config import config_of
-from shardproof.core.model_presets import model_preset
+from shardproof.core.commands.cli import exit_code, main
+from shardproof.core.commands.commands import QUESTIONS, command
+from shardproof.core.model.huggingface import read_config
+from shardproof.core.model.huggingface_config import config_of
+from shardproof.core.model.model_presets import model_preset
 
 MOST_BYTES = 2 * 10**9
 """Resident, of one input."""
@@ -170,7 +170,7 @@ def call(argv: Sequence[str]) -> int:
     """The exit code of a verb, or of one of the two readers that have none."""
     try:
         if argv[0] == "validate":
-            from shardproof.simulator.validate.__main__ import main as validate
+            from shardproof.benchmarks.published.validation.command import main as validate
 
             return validate(argv[1:])
         if argv[0] == "load":

@@ -19,12 +19,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.huggingface_config import config_of
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan_keys import KEYS
-from shardproof.core.plan_write import toml_value
-from shardproof.core.schedules import build
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.huggingface_config import config_of
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.keys import KEYS
+from shardproof.core.plan.write import toml_value
+from shardproof.core.schedule import build
 
 NODES = ("fifo", "folder", "device", "loop")
 """What may stand in a file's place: a pipe, a folder, /dev/zero, a link to itself."""

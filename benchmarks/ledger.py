@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardproof.backend.launch import run_ranks
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.digest import digest
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Train
-from shardproof.verify.record import LedgerObservers
-from shardproof.verify.summary import summarize
+from shardproof.backend.launching.launch import run_ranks
+from shardproof.core.base.digest import digest
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Train
+from shardproof.verify.ledger.summary import summarize
+from shardproof.verify.run.record import LedgerObservers
 
 if TYPE_CHECKING:
     from shardproof.backend.transport.base import Transport
@@ -54,7 +54,7 @@ def step_seconds(outer: Transport, given: tuple[Plan, int, int]) -> tuple[float,
     Inside is all that an observer is shown and does, gradients divided for its eyes among it. Of the steps with a ledger the middle one is
     told, by the share inside. The process is that of a rank, whose memory is kept as ranks keep it.
     """
-    from shardproof.backend.training_rank import TrainingRank
+    from shardproof.backend.ranks.training_rank import TrainingRank
     from shardproof.backend.transport.memory import MemoryWorld, run_threads
 
     del outer  # the ranks that are timed have worlds of their own

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import simulate
-from shardproof.backend.launch import Workers
-from shardproof.core.action import Action
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.backend.launching.launch import Workers
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Collective, Message, operations
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.core.timeline import Span, holds_parts
+from shardproof.core.schedule import lower
+from shardproof.core.schedule.action import Action
+from shardproof.core.schedule.timeline import Span, holds_parts
 from shardproof.simulator.calibrate import calibrated, cluster_toml
-from shardproof.simulator.step import Simulation
+from shardproof.simulator.step.step import Simulation
 
 
 def gpt(**changes: int) -> ModelSpec:
@@ -129,7 +129,7 @@ def record_step(transport: Any, rank: Any) -> Recorded:
 
 def record_order(transport: Any, plan: Plan) -> Recorded:
     """The job of one rank where only actions and bytes count: one step, which all ranks begin together."""
-    from shardproof.backend.training_rank import TrainingRank
+    from shardproof.backend.ranks.training_rank import TrainingRank
 
     rank = TrainingRank(transport, plan)
     transport.group("own-runs", "world", range(transport.world_size)).barrier()
@@ -142,7 +142,7 @@ def record_rank(transport: Any, plan: Plan) -> Recorded:
 
     The lower peak counts: gloo's own thread may let go of a message a little after it was received, and so add it to a later one.
     """
-    from shardproof.backend.training_rank import TrainingRank
+    from shardproof.backend.ranks.training_rank import TrainingRank
 
     rank = TrainingRank(transport, plan)
     world = transport.group("own-runs", "world", range(transport.world_size))

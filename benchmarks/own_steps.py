@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from shardproof import simulate
-from shardproof.backend.launch import Workers
-from shardproof.backend.measure import measured_timeline
-from shardproof.backend.measure_machine import Measurement, measure_machine
-from shardproof.core.cluster import ClusterSpec
-from shardproof.core.plan import Plan
-from shardproof.core.timeline import Span, Timeline
+from shardproof.backend.calibration.machine import Measurement, measure_machine
+from shardproof.backend.launching.launch import Workers
+from shardproof.backend.pipeline.measure import measured_timeline
+from shardproof.core.machine.cluster import ClusterSpec
+from shardproof.core.plan.plan import Plan
+from shardproof.core.schedule.timeline import Span, Timeline
 
 WARM_STEPS, STEPS = 2, 4
 PLANS_BETWEEN = 9
@@ -52,8 +52,8 @@ class Steps:
 
 def time_rank(transport: Any, plans: Sequence[Plan]) -> list[Steps]:
     """The job of one rank: steps of all plans by turns, all ranks starting each together, without the first ones."""
-    from shardproof.backend.joined import ModuleTransport
-    from shardproof.backend.training_rank import TrainingRank
+    from shardproof.backend.ranks.joined import ModuleTransport
+    from shardproof.backend.ranks.training_rank import TrainingRank
 
     apart = [ModuleTransport(transport, str(number), plan.layout.world_size) for number, plan in enumerate(plans)]
     ranks = [TrainingRank(one, plan) for one, plan in zip(apart, plans, strict=True)]

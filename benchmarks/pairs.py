@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from shardproof.backend.launch import run_ranks
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.backend.launching.launch import run_ranks
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.core.schedule.action import Kind
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def plan_of(ranks: int, hidden: int) -> Plan:
 
 def measure_rank(transport: Any, job: Job) -> dict[bool, list[tuple[float, float, float]]]:
     """`(step, in collectives, exposed)` seconds of every round by whether parts took turns."""
-    from shardproof.backend.training_rank import TrainingRank
+    from shardproof.backend.ranks.training_rank import TrainingRank
 
     world = transport.group("world", "world", range(transport.world_size))
     meters = {turns: Meter() for turns in (False, True)}

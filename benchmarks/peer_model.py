@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardproof.backend.tensor_parallel.parameter import initial_shard
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, parameters
+from shardproof.backend.gradients.parameter import initial_shard
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import TOKEN_TABLE, parameters
 
 
 class Attention(nn.Module):

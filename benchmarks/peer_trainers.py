@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.backend.data import Corpus
-from shardproof.core.plan import Plan
+from shardproof.backend.data.corpus import Corpus
+from shardproof.core.plan.plan import Plan
 
 PIPELINES: dict[str, Any] = {
     "1F1B": pipelining.Schedule1F1B,

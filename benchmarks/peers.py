@@ -26,11 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import simulate
-from shardproof.backend.launch import Workers
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice, Train
+from shardproof.backend.launching.launch import Workers
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Plan,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
 
 MODEL = ModelSpec("peer-llama", 8, 384, 1024, 8, 8, 48, 512, 128)
 """14.5 M parameters in eight layers, so that four ranks can have two stages each."""
@@ -113,9 +121,9 @@ def measure_rank(transport: Any, job: tuple[Case, int, str]) -> Measured:
     sys.path.append(str(Path(__file__).parent))
     from peer_trainers import PEERS
 
-    from shardproof.backend.data import Corpus
-    from shardproof.backend.live_memory import LiveMeter
-    from shardproof.backend.training_rank import TrainingRank
+    from shardproof.backend.data.corpus import Corpus
+    from shardproof.backend.ranks.live_memory import LiveMeter
+    from shardproof.backend.ranks.training_rank import TrainingRank
 
     case, rounds, folder = job
     plan = case.plan

@@ -11,12 +11,12 @@ from time import perf_counter
 
 import numpy as np
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Recompute
-from shardproof.simulator.replicas import coupled_together, execute_replicas
-from shardproof.simulator.simulate import simulate
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Recompute
+from shardproof.simulator.engine.replicas import coupled_together, execute_replicas
+from shardproof.simulator.simulation.simulate import simulate
 
 TARGET_S = 1.0
 TP, PP, DP = 8, 8, 1568

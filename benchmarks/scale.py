@@ -15,8 +15,8 @@ import sys
 from time import perf_counter, process_time
 from typing import Any
 
-from shardproof.core.schedules import build, lower
-from shardproof.verify.check import check
+from shardproof.core.schedule import build, lower
+from shardproof.verify.schedule.check import check
 
 SIZES = ((16, 256, 1), (64, 256, 1), (64, 1024, 1), (64, 1024, 4), (64, 4096, 1), (256, 1024, 1), (256, 4096, 1), (1024, 4096, 1))
 """(pp, microbatches, vpp); with one chunk per rank the schedule is 1F1B, else interleaved 1F1B."""

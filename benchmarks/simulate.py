@@ -9,13 +9,13 @@ import json
 from statistics import median
 from time import perf_counter
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.options import SearchSpace
-from shardproof.core.plan import Batch, Plan, Recompute
-from shardproof.simulator.search import search
-from shardproof.simulator.simulate import simulate
+from shardproof.core.commands.options import SearchSpace
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Recompute
+from shardproof.simulator.search.search import search
+from shardproof.simulator.simulation.simulate import simulate
 
 REPEATS = 10
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from shardproof.simulator.validate.__main__ import main
+from shardproof.benchmarks.published.validation.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Recompute
-from shardproof.core.variation import Variation
-from shardproof.simulator.sensitivity import sensitivity
-from shardproof.simulator.simulate import simulate
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Recompute
+from shardproof.simulator.search.sensitivity import sensitivity
+from shardproof.simulator.simulation.simulate import simulate
 
 REPEATS = 5
 DIFFERENT = Variation(stragglers={"device-17": 1.3}, slow_links={"card-3-1": 0.5})

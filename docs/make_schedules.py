@@ -11,9 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from shardproof import Schedule, Timeline, build, draw, lower, run_schedule
-from shardproof.core.action import SENDS
-from shardproof.core.schedules import CATALOG
-from shardproof.simulator.memory import peak_in_flight
+from shardproof.core.schedule import CATALOG
+from shardproof.core.schedule.action import SENDS
+from shardproof.simulator.memory.memory import peak_in_flight
 
 PP, NUM_MICROBATCHES, VPP = 4, 8, 2
 

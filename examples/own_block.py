@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shardproof import Plan, Trainer
 from shardproof.backend.model.block import BlockContext
 from shardproof.backend.tensor_parallel import split_fused
-from shardproof.verify.dynamic import prove
+from shardproof.verify.dynamic.proof import prove
 
 PLAN = """
 [model]

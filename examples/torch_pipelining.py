@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from shardproof import build
-from shardproof.core.schedules import CATALOG
+from shardproof.core.schedule import CATALOG
 
 NUM_MICROBATCHES, SAMPLES, WIDTH = 8, 4, 16
 

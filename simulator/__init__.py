@@ -4,10 +4,10 @@ The functions are bound here, after their modules have been loaded: `simulate`, 
 and what is bound last stays.
 """
 
-from .engine import run_schedule
-from .fit import fit
-from .search import search
-from .simulate import simulate
-from .step import Simulation
+from .engine.engine import run_schedule
+from .search.fit import fit
+from .search.search import search
+from .simulation.simulate import simulate
+from .step.step import Simulation
 
 __all__ = ["Simulation", "fit", "run_schedule", "search", "simulate"]

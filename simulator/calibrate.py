@@ -15,14 +15,14 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, median
 from typing import Any, Protocol
 
-from ..core.cluster import ClusterSpec
-from ..core.commands import Command, service
-from ..core.errors import PlanError
-from ..core.options import add_output, emit, write_text
-from ..core.plan_write import toml_value
-from ..core.probes import PROBE_STEPS, PROBES
-from ..core.terminal import say
-from .simulate import simulate
+from ..core.base.errors import PlanError
+from ..core.base.terminal import say
+from ..core.commands.commands import Command, service
+from ..core.commands.options import add_output, emit, write_text
+from ..core.commands.probes import PROBE_STEPS, PROBES
+from ..core.machine.cluster import ClusterSpec
+from ..core.plan.write import toml_value
+from .simulation.simulate import simulate
 
 MOST_RANKS = 64
 """Ranks that a calibrated host is described for: they share its cores."""

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.commands import Command
-from ..core.errors import PlanError
-from ..core.github import CAPACITY_KEYS, annotation, spot_of_keys
-from ..core.options import (
+from ..core.base.errors import PlanError
+from ..core.base.terminal import ranking, say, table
+from ..core.base.units import format_bytes, format_count, format_s
+from ..core.commands.commands import Command
+from ..core.commands.github import CAPACITY_KEYS, annotation, spot_of_keys
+from ..core.commands.options import (
     add_durations,
     add_output,
     add_plan,
@@ -23,16 +25,14 @@ from ..core.options import (
     read_search_space,
     write_text,
 )
-from ..core.parameters import count_parameters
-from ..core.plan import ModularPlan, Plan
-from ..core.plan_rules import RULES
-from ..core.terminal import ranking, say, table
-from ..core.units import format_bytes, format_count, format_s
-from .explain import explanation, idle_rows, path_rows, sensitivity_rows, variation_rows
-from .fit import fit
-from .search import REASONS, search
-from .sensitivity import sensitivity
-from .simulate import simulate
+from ..core.model.parameters import count_parameters
+from ..core.plan.plan import ModularPlan, Plan
+from ..core.plan.rules import RULES
+from .search.fit import fit
+from .search.search import REASONS, search
+from .search.sensitivity import sensitivity
+from .simulation.explain import explanation, idle_rows, path_rows, sensitivity_rows, variation_rows
+from .simulation.simulate import simulate
 
 _TIME_NAMES = {
     "compute": "computing",

@@ -18,7 +18,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.pop("COLUMNS", None)  # what tests capture is as wide as it comes, whatever the terminal
 
 import shardproof.backend  # noqa: F401 - sets MKL_CBWR
-from shardproof.backend.launch import Workers, preload
+from shardproof.backend.launching.launch import Workers, preload
 
 WorkersOf = Callable[..., Workers]
 

@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 
 import shardproof
-from shardproof.core.commands import QUESTIONS, Command, command
+from shardproof.core.commands.commands import QUESTIONS, Command, command
 
 ROOT = Path(shardproof.__file__).parent
 ROOMS = ("core", "simulator", "viz", "backend", "verify")
 KNOWS = {room: {room, "core"} for room in ROOMS}
 MUTATIONS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verify/mutations").glob("*.py")}
 MAY_USE_BACKEND = {
-    *("verify/dynamic.py", "verify/matrix.py", "verify/matrix_layouts.py", "verify/proof_run.py", "verify/record.py"),
+    *("verify/dynamic/proof.py", "verify/matrix/matrix.py", "verify/matrix/layouts.py", "verify/run/proof_run.py", "verify/run/record.py"),
     *MUTATIONS,
-    "verify/contributions.py",
+    "verify/run/contributions.py",
     "verify/foreign/recorder.py",
 }
 COMPILED = {"_digest", "_exact", "_kernel"}
 LIGHT_PACKAGES = {"numpy", "shardproof"}
-LOADED_BY_PYTEST = "core/pytest_plugin.py"
+LOADED_BY_PYTEST = "core/commands/pytest_plugin.py"
 FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 
@@ -202,7 +202,7 @@ def test_importing_every_light_module_leaves_torch_and_matplotlib_unloaded() -> 
 
 def test_the_pytest_plugin_brings_nothing_that_pytest_has_not_loaded() -> None:
     heavy = "{'numpy', 'torch', 'shardproof.verify'}"
-    code = f"import pytest, sys; import shardproof.core.pytest_plugin; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import pytest, sys; import shardproof.core.commands.pytest_plugin; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.paths import DATA
 from shardproof import Schedule, check
-from shardproof.core.cli import main
+from shardproof.core.commands.cli import main
 
 FILES = DATA / "files_of_2026_11"
 LOSSES = json.loads((FILES / "losses.json").read_text())["losses"]

@@ -11,7 +11,7 @@ import pytest
 
 import shardproof
 from shardproof import build
-from shardproof.core.schedules import CATALOG
+from shardproof.core.schedule import CATALOG
 
 DOCS = Path(shardproof.__file__).parent / "docs"
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .check import check
-from .facts import Facts
+from .schedule.check import check
+from .schedule.facts import Facts
 
 _MODULES = {
     "Recorder": "foreign",

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.commands import service
-from ..core.files import read_text
-from ..core.findings import Finding, ProofFailed, Spot
-from ..core.plan import ModularPlan, Plan, any_plan
-from ..core.plan_toml import read_values
-from ..core.schedule import Schedule, read_csv
-from ..core.units import format_bytes
-from .spots import spot_of
+from ..core.base.files import read_text
+from ..core.base.findings import Finding, ProofFailed, Spot
+from ..core.base.units import format_bytes
+from ..core.commands.commands import service
+from ..core.plan.plan import ModularPlan, Plan, any_plan
+from ..core.plan.toml import read_values
+from ..core.schedule.schedule import Schedule, read_csv
+from .schedule.spots import spot_of
 
 
 def assert_bitwise(
@@ -41,7 +41,7 @@ def assert_bitwise(
     `MissingExtraError` without torch.
     """
     __tracebackhide__ = True
-    from .dynamic import prove
+    from .dynamic.proof import prove
 
     given, source = _read(plan)
     if isinstance(given, Schedule):
@@ -60,7 +60,7 @@ def assert_schedule(schedule: Schedule | Plan | ModularPlan | Path | str) -> Non
     rank is the expression that one device computes. Raises `ProofFailed`, `ScheduleError` or `PlanError`.
     """
     __tracebackhide__ = True
-    from .static import check_schedule, prove_static
+    from .symbolic.static import check_schedule, prove_static
 
     given, source = _read(schedule)
     proof = check_schedule(given) if isinstance(given, Schedule) else prove_static(given)

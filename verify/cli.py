@@ -6,30 +6,30 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..core.commands import Command
-from ..core.errors import MissingExtraError, PlanError
-from ..core.files import write_text
-from ..core.findings import Finding
-from ..core.github import annotation
-from ..core.options import add_output, add_plan, emit, option_values, read_any_plan
-from ..core.plan import ModularPlan
-from ..core.schedule import Schedule, read_csv
-from ..core.schedule_of import schedule_for
-from ..core.schedules import lower
-from ..core.terminal import say, table
-from .against import compare_saved
-from .facts import Facts
-from .facts_file import read_facts
+from ..core.base.errors import MissingExtraError, PlanError
+from ..core.base.files import write_text
+from ..core.base.findings import Finding
+from ..core.base.terminal import say, table
+from ..core.commands.commands import Command
+from ..core.commands.github import annotation
+from ..core.commands.options import add_output, add_plan, emit, option_values, read_any_plan
+from ..core.plan.plan import ModularPlan
+from ..core.plan.schedule_of import schedule_for
+from ..core.schedule import lower
+from ..core.schedule.schedule import Schedule, read_csv
+from .causes.against import compare_saved
 from .foreign.compare import compare_recorded
-from .ledger_file import SavedLedger, is_ledger, read_ledger
-from .plan_facts import plan_calls
-from .rules import RULES, Rule
-from .spots import spot_of
-from .static import StaticProof, check_schedule, prove_static
+from .ledger.file import SavedLedger, is_ledger, read_ledger
+from .schedule.facts import Facts
+from .schedule.facts_file import read_facts
+from .schedule.plan_facts import plan_calls
+from .schedule.rules import RULES, Rule
+from .schedule.spots import spot_of
+from .symbolic.static import StaticProof, check_schedule, prove_static
 
 if TYPE_CHECKING:
-    from ..core.plan import Plan
-    from .dynamic import Proof
+    from ..core.plan.plan import Plan
+    from .dynamic.proof import Proof
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +176,7 @@ def _described(rule: Rule) -> dict[str, str | None]:
 
 def _prove(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> Proof:
     try:
-        from .dynamic import prove
+        from .dynamic.proof import prove
         from .mutations import parse_fault
 
         fault = None if args.inject is None else parse_fault(args.inject)

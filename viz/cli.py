@@ -8,12 +8,18 @@ import os
 import sys
 from typing import Any
 
-from ..core.commands import Command, service
-from ..core.errors import PlanError, TimelineError
-from ..core.options import add_durations, add_plan, option_values, read_any_plan, read_durations
-from ..core.schedule import read_csv
-from ..core.terminal import say, width_of
-from ..core.timeline import Timeline
+from ..core.base.errors import PlanError, TimelineError
+from ..core.base.terminal import say, width_of
+from ..core.commands.commands import Command, service
+from ..core.commands.options import (
+    add_durations,
+    add_plan,
+    option_values,
+    read_any_plan,
+    read_durations,
+)
+from ..core.schedule.schedule import read_csv
+from ..core.schedule.timeline import Timeline
 from .axis import TimeUnit
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
 from .lanes import compare_lanes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-from ..core.errors import UnknownNameError
-from ..core.files import write_bytes
-from ..core.timeline import Timeline
+from ..core.base.errors import UnknownNameError
+from ..core.base.files import write_bytes
+from ..core.schedule.timeline import Timeline
 from .axis import TimeUnit
 from .panels import Scene
 from .picture import fitting_width, lay_out, plot_width

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.timeline import COMPUTE_LANE, Timeline, holds_parts
+from ..core.schedule.timeline import COMPUTE_LANE, Timeline, holds_parts
 from .panels import Panel, Row, Track
 
 

@@ -6,7 +6,7 @@ the hue of what they carry, receives paler than sends.
 
 from __future__ import annotations
 
-from ..core.action import Kind
+from ..core.schedule.action import Kind
 
 INK = "#1f2933"
 MUTED = "#66727f"

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.timeline import Timeline
-from ..core.units import format_bytes
+from ..core.base.units import format_bytes
+from ..core.schedule.action import Kind
+from ..core.schedule.timeline import Timeline
 from . import palette
 from .axis import format_time
 from .memory import MemoryPlot

@@ -14,9 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.action import COMPUTE, Kind
-from ..core.errors import TimelineError
-from ..core.timeline import COMPUTE_LANE, Spans, Timeline
+from ..core.base.errors import TimelineError
+from ..core.schedule.action import COMPUTE, Kind
+from ..core.schedule.timeline import COMPUTE_LANE, Spans, Timeline
 from .axis import Axis, TimeUnit, format_time, time_axis
 from .lanes import compare_lanes, order_note, side_by_side
 from .memory import memory_plot

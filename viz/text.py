@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..core.action import COMPUTE, Kind
-from ..core.terminal import fitted
-from ..core.timeline import COMPUTE_LANE
-from ..core.units import format_bytes
+from ..core.base.terminal import fitted
+from ..core.base.units import format_bytes
+from ..core.schedule.action import COMPUTE, Kind
+from ..core.schedule.timeline import COMPUTE_LANE
 from . import palette
 from .axis import Axis
 from .memory import MemoryCurve

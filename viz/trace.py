@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..core.timeline import COMPUTE_LANE, Timeline
+from ..core.schedule.timeline import COMPUTE_LANE, Timeline
 
 
 def to_trace(timelines: Sequence[Timeline]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.plan import ModularPlan, Plan
+from ...core.plan.plan import ModularPlan, Plan
 
 CHECKPOINTS = ("shardproof.backend.checkpoint.saver",)
 """With `torch.distributed.checkpoint`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..core.plan import Precision
+from ...core.plan.plan import Precision
 
 STEP_FACTOR = 2.0
 """By how much a scale changes at a time, as in torch's and Megatron-LM's scalers upwards (`DynamicGradScaler`, which halves too)."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
-from ..core.action import Action
-from ..core.program import Collective, Message, Operation, Product
+from ...core.program import Collective, Message, Operation, Product
+from ...core.schedule.action import Action
 
 CollectiveOp = Literal["all_to_all", "all_gather", "all_reduce", "reduce_scatter"]
 

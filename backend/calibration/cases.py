@@ -266,7 +266,7 @@ def _heads() -> dict[str, Callable[[Pools, int], Call]]:
     backward, and repetition."""
     import torch
 
-    from .model.rotary import rope_table, turned
+    from ..model.rotary import rope_table, turned
 
     frequencies = [1e4 ** (-pair / HEAD_WIDTH) for pair in range(0, HEAD_WIDTH, 2)]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..core.cluster_presets import cluster_preset
-from ..core.layout import Layout
-from ..core.model_presets import model_preset
-from ..core.plan import Batch, Numerics, Plan, Precision
-from .measure_cases import Case
+from ...core.layout.layout import Layout
+from ...core.machine.cluster_presets import cluster_preset
+from ...core.model.model_presets import model_preset
+from ...core.plan.plan import Batch, Numerics, Plan, Precision
+from .cases import Case
 
 TOKENS, LAYERS = 8, 4
 SMALL = {"num_layers": LAYERS, "hidden_size": 16, "ffn_hidden_size": 32, "num_heads": 4, "head_dim": 4, "vocab_size": 32}
@@ -43,9 +43,9 @@ class _Run:
     def __init__(self, plan: Plan, group: Any, recorder: Any, device: Any):
         import torch
 
-        from .microbatch import Microbatch
-        from .model.transformer import Stage
-        from .numerics import make_numerics
+        from ..base.microbatch import Microbatch
+        from ..model.transformer import Stage
+        from ..numerics import make_numerics
 
         self._stage = Stage(plan, plan.stages[0], tp=group, numerics=make_numerics(plan, device), recorder=recorder)
         ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
 
-from .launch import Workers
-from .measure_cases import Call, Case, Measurement, Pools, kernels, products
-from .measure_layers import layers
-from .measure_steps import steps
-from .measure_transfers import measure_transfers
+from ..launching.launch import Workers
+from .cases import Call, Case, Measurement, Pools, kernels, products
+from .layers import layers
+from .steps import steps
+from .transfers import measure_transfers
 
 BURST_S = 0.6e-3
 """A burst has as many calls as fill about this time: long beside the clock's resolution, short beside what else a machine does."""

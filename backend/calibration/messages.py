@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.action import Action, Kind
+from ...core.schedule.action import Action, Kind
 
 TURNS = 8
 """Messages of one call each way: the lanes' threads start once a step, not once a message."""
@@ -51,7 +51,7 @@ class _Lanes:
     """A lane out and a lane in, with `TURNS` messages each like `payload`."""
 
     def __init__(self, transport: Any, ends: Sequence[Any], payload: Any):
-        from .pipeline.messages import Clock, Lane, Mail
+        from ..pipeline.messages import Clock, Lane, Mail
 
         rank, self._mail, clock = transport.global_rank, Mail(), Clock(transport.device)
         self._sends, self._receives = ([Action(0, kind, turn) for turn in range(TURNS)] for kind in (Kind.SEND_F, Kind.RECV_F))

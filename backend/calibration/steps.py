@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..core.plan import Plan
-from ..core.probes import PROBE_STEPS, PROBES
-from .measure_cases import Call, Case
+from ...core.commands.probes import PROBE_STEPS, PROBES
+from ...core.plan.plan import Plan
+from .cases import Call, Case
 
 
 def steps(device: Any) -> Iterator[Case]:
@@ -18,8 +18,8 @@ def steps(device: Any) -> Iterator[Case]:
 
 
 def _calls(plan: Plan, device: Any) -> Sequence[Call]:
-    from .training_rank import TrainingRank
-    from .transport.memory import MemoryWorld
+    from ..ranks.training_rank import TrainingRank
+    from ..transport.memory import MemoryWorld
 
     rank, numbers = TrainingRank(MemoryWorld(1, device=device).transport(0), plan), itertools.count()
 

@@ -14,8 +14,16 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from .measure_cases import COLLECTIVES, TRANSFER_BYTES, TRANSFER_BYTES_QUICK, Measurement, Pools, collective_call, product_case
-from .measure_messages import TURNS, beside_work, open_ends, there_and_back
+from .cases import (
+    COLLECTIVES,
+    TRANSFER_BYTES,
+    TRANSFER_BYTES_QUICK,
+    Measurement,
+    Pools,
+    collective_call,
+    product_case,
+)
+from .messages import TURNS, beside_work, open_ends, there_and_back
 
 WORK_TOKENS, WORK_HIDDEN, WORK_INNER = 512, 256, 512
 """Sizes of the MLP that a rank works on in every turn: about as long as half a layer of a small model does between two collectives."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.digest import add, digest_bytes, to_hex
+from ...core.base.digest import add, digest_bytes, to_hex
 
 CHUNK_BYTES = 16 << 20
 """Read at once; a multiple of the digest's words."""

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.errors import PlanError
+from ...core.base.errors import PlanError
 from .files import digest_of
 
 INDEX_FILE = "shardproof.json"

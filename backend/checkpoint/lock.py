@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ...core.errors import PlanError
-from ..together import gather_values
+from ...core.base.errors import PlanError
 from ..transport.base import Group
+from ..transport.gather_values import gather_values
 
 LOCK_FILE = ".lock"
 """In the folder while a run uses it; says who that is, as JSON: `host`, `pid`, and `since`, seconds of the Unix epoch."""

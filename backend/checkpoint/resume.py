@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import PlanError
-from ...core.huggingface_config import TRAINING_FIELDS
-from ...core.plan import ModularPlan, Plan
+from ...core.base.errors import PlanError
+from ...core.model.huggingface_config import TRAINING_FIELDS
+from ...core.plan.plan import ModularPlan, Plan
 from .whole import quick_damages, read_state
 
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...core.errors import PlanError
-from ...core.files import write_text
-from ...core.plan import ModularPlan, Plan
-from ..data import Corpus
-from ..pipeline.watch import RankWatch
-from ..together import gather_values, together
+from ...core.base.errors import PlanError
+from ...core.base.files import write_text
+from ...core.plan.plan import ModularPlan, Plan
+from ..data.corpus import Corpus
 from ..transport.base import Group
+from ..transport.gather_values import gather_values, together
+from ..watch.watch import RankWatch
 from .index import INDEX_FILE, DamagedError
 from .resume import NoneWholeError, Saved, changes_since, damage_text, path_of, problem_of, saved_in
 from .state import pieces_of, take_up
@@ -31,7 +31,7 @@ from .tensors import Piece, read_tensors, write_tensors
 from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
 
 if TYPE_CHECKING:
-    from ..training_rank import TrainingRank
+    from ..ranks.training_rank import TrainingRank
 
 PARTIAL, REMOVED = ".partial", ".removed"
 """Ends of the names of checkpoints that are not whole: not yet, or no longer."""

@@ -15,7 +15,7 @@ import torch
 from .tensors import Piece
 
 if TYPE_CHECKING:
-    from ..training_rank import TrainingRank
+    from ..ranks.training_rank import TrainingRank
 
 LOSS_SCALE = "loss_scale"
 

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ...core.errors import PlanError, named
-from ...core.files import write_bytes
-from ..pipeline.watch import RankWatch
-from ..together import gather_values, together
+from ...core.base.errors import PlanError, named
+from ...core.base.files import write_bytes
 from ..transport.base import Group
+from ..transport.gather_values import gather_values, together
+from ..watch.watch import RankWatch
 from .files import digest_of, digest_of_file, opened, read_bytes
 from .index import INDEX_FILE, ITEM_BYTES, Block, Contents, DamagedError, SavedFile, SavedTensor, block_fields, block_of
 from .older import METADATA_FILE, place_of_data

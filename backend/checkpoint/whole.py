@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import named
+from ...core.base.errors import named
 from .files import digest_of, digest_of_file, opened, read_bytes, read_small
 from .index import INDEX_FILE, MAX_INDEX_BYTES, Contents, DamagedError
 from .older import METADATA_FILE, contents_without_index

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import PlanError
+from ...core.base.errors import PlanError
 from .text import documents_of
 
 VALIDATION_FRACTION = 0.1

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..core.errors import PlanError
+from ...core.base.errors import PlanError
 
 VOCABULARY_SIZE = 256
 """Tokens are bytes."""

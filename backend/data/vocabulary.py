@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.plan import ModularPlan, Plan
+from ...core.plan.plan import ModularPlan, Plan
 from .text import VOCABULARY_SIZE, documents_of
 
 MOST_IDS_OF_BYTES = 2 * VOCABULARY_SIZE

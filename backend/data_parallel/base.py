@@ -19,9 +19,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...core.parameters import Parameter
-from ..not_finite import NotFinite
-from ..tensor_parallel.gradients import ExpertCopies
+from ...core.model.parameters import Parameter
+from ..gradients.gradients import ExpertCopies
+from ..gradients.not_finite import NotFinite
 from ..transport.base import Group
 
 SamplesOf = Callable[[int], tuple[int, int]]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.parameters import Parameter
+from ...core.model.parameters import Parameter
 from ...core.program.buckets import Bucket, kept_interval
-from ..tensor_parallel.parameter import Shard, canonical, canonical_slices
+from ..gradients.parameter import Shard, canonical, canonical_slices
 from ..transport.base import Group
 
 

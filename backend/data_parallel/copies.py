@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...core.plan import Plan
+from ...core.plan.plan import Plan
 from ...core.program import num_shards
 from ...core.program.buckets import sums_are_sharded
-from ..mesh import Mesh
 from ..numerics.copies import Copies
 from ..transport.base import Group, Transport
+from ..transport.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from ...core.program.buckets import EXPERTS, ROUTERS, WAITING, Bucket
+from ..gradients.gradients import Gradients
 from ..pipeline.messages import Mail
-from ..tensor_parallel.gradients import Gradients
 
 
 class EarlyReduction:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..tensor_parallel.context import LayerContext
-from ..tensor_parallel.overlap import CommunicationLane, Work
+from ..transport.overlap import CommunicationLane, Work
 from .buckets import FlatBucket
 
 LAST = "head"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..base.observe import Observer
+from ..gradients.parameter import canonical
 from ..model.transformer import Stage
-from ..observe import Observer
 from ..pipeline.executor import StageWeights
-from ..tensor_parallel.parameter import canonical
 from .base import DataParallel
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...core.parameters import TOKEN_TABLE
-from ...core.plan import Plan
+from ...core.model.parameters import TOKEN_TABLE
+from ...core.plan.plan import Plan
 from ...core.program.buckets import Bucket, are_bucketed, gradient_buckets
-from ..tensor_parallel.gradients import ExpertCopies, Gradients
-from ..tensor_parallel.parameter import Shard
+from ..gradients.gradients import ExpertCopies, Gradients
+from ..gradients.parameter import Shard
 from ..transport.base import Group
 from .base import DataParallel, SamplesOf
 

@@ -7,23 +7,23 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ...core.parameters import Parameter
-from ...core.plan import Plan
+from ...core.model.parameters import Parameter
+from ...core.plan.plan import Plan
 from ...core.program.buckets import Bucket, gradient_buckets, sums_are_sharded, waits_for_parts
 from ...core.program.tensors import sequences_are_cut
-from ..not_finite import NotFinite
+from ..gradients.gradients import ExpertCopies, Gradients
+from ..gradients.not_finite import NotFinite
+from ..gradients.parameter import Shard
+from ..gradients.part_sums import PartSums, Reduced
 from ..numerics import Numerics
 from ..numerics.copies import Copies
 from ..numerics.fast import FastNumerics
-from ..tensor_parallel.gradients import ExpertCopies, Gradients
-from ..tensor_parallel.overlap import CommunicationLane
-from ..tensor_parallel.parameter import Shard
 from ..transport.base import Group
+from ..transport.overlap import CommunicationLane
 from .base import DataParallel, SamplesOf
 from .buckets import FlatBucket, KeptPiece
 from .copies import StageCopies
 from .late import LateGather
-from .part_sums import PartSums, Reduced
 
 
 class ShardedStage(DataParallel):

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...core.parameters import TOKEN_TABLE
-from ...core.plan import Plan
+from ...core.layout.stage_parameters import stage_usages
+from ...core.model.parameters import TOKEN_TABLE
+from ...core.plan.plan import Plan
 from ...core.program.buckets import kept_interval
 from ...core.program.holdings import local_elements, num_shards
 from ...core.program.tensors import sequences_are_cut
-from ...core.stage_parameters import stage_usages
-from ..mesh import Mesh
-from ..recorder import Recorder
-from ..tensor_parallel.gradients import finish_tied
+from ..base.recorder import Recorder
+from ..gradients.gradients import finish_tied
 from ..transport.base import Group
+from ..transport.mesh import Mesh
 
 
 def tied_gradients(plan: Plan, mesh: Mesh, reduced: Mapping[int, Mapping[str, Tensor]], recorder: Recorder) -> dict[int, Tensor]:

@@ -23,15 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ...core.errors import PlanError
-from ...core.parameters import Parameter, layer_prefix
-from ...core.plan import Plan
-from ..microbatch import Microbatch
+from ...core.base.errors import PlanError
+from ...core.model.parameters import Parameter, layer_prefix
+from ...core.plan.plan import Plan
+from ..base.microbatch import Microbatch
+from ..gradients.gradients import ExpertCopies
+from ..gradients.parameter import Shard, canonical, canonical_slices
 from ..model.transformer import Stage
 from ..numerics import Contribution
 from ..numerics.token_product import TokenProduct
-from ..tensor_parallel.gradients import ExpertCopies
-from ..tensor_parallel.parameter import Shard, canonical, canonical_slices
 from ..transport.base import Group, Transport
 from ..transport.process_group import ProcessGroupTransport
 from .base import DataParallel, SamplesOf

@@ -10,10 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...core.expert_tokens import ExpertNodes
+from ...core.layout.stage_parameters import Usage
 from ...core.program.buckets import EXPERTS, WAITING, Bucket
-from ...core.stage_parameters import Usage
-from .. import not_finite
+from ...core.program.expert_tokens import ExpertNodes
 from ..numerics import Contribution, Numerics
 from ..numerics.context_gradients import ContextGradients
 from ..numerics.contributions import Accumulator
@@ -21,6 +20,7 @@ from ..numerics.copies import Copies
 from ..numerics.exact_gradients import ExactAccumulator
 from ..numerics.heads import OwnedPart
 from ..transport.base import Group
+from . import not_finite
 from .parameter import canonical
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .mesh import Mesh
+from ..transport.mesh import Mesh
 
 
 @dataclass(frozen=True)

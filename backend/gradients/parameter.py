@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.parameters import Parameter
+from ...core.model.parameters import Parameter
 from ..numerics.random import normal
 
 

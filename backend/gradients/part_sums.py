@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...core.program.buckets import Bucket
-from .. import not_finite
 from ..numerics.contributions import Accumulator
 from ..numerics.copies import Copies
 from ..numerics.fast import FastNumerics
-from ..tensor_parallel.gradients import Gradients
-from ..tensor_parallel.overlap import CommunicationLane, Work
+from ..transport.overlap import CommunicationLane, Work
+from . import not_finite
+from .gradients import Gradients
 
 
 @dataclass(frozen=True)

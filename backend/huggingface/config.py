@@ -6,11 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import PlanError
-from ...core.huggingface import model_from_config
-from ...core.huggingface_config import NAMES, TRAINING_FIELDS, config_of
-from ...core.model import ModelSpec
-from ...core.plan import Plan
+from ...core.base.errors import PlanError
+from ...core.model.huggingface import model_from_config
+from ...core.model.huggingface_config import NAMES, TRAINING_FIELDS, config_of
+from ...core.model.model import ModelSpec
+from ...core.plan.plan import Plan
 from .folder import Folder
 
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import MissingExtraError, PlanError
-from ...core.files import TABLE_BYTES, read_text
-from ...core.parsing import parse_json
+from ...core.base.errors import MissingExtraError, PlanError
+from ...core.base.files import TABLE_BYTES, read_text
+from ...core.base.parsing import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ...core.errors import PlanError, named
-from ...core.model import ModelSpec
+from ...core.base.errors import PlanError, named
+from ...core.model.model import ModelSpec
 from ..tensor_parallel import Shard
 from .config import family_of
 from .folder import INDEX, QUANTISED, READ_DTYPES, SCALES, Folder

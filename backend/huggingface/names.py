@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ...core.model import ModelSpec
-from ...core.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
 from .parts import EXPERT, Part, Source, item_dim, item_rows
 
 BASE_PREFIXES = ("model.", "transformer.")

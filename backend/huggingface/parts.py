@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...core.parameters import Parameter
+from ...core.model.parameters import Parameter
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ...core.errors import PlanError, named
-from ...core.files import write_text
-from ...core.parameters import expert_biases
-from ...core.plan import Plan
+from ...core.base.errors import PlanError, named
+from ...core.base.files import write_text
+from ...core.model.parameters import expert_biases
+from ...core.plan.plan import Plan
 from ..tensor_parallel import Shard
 from ..tensor_parallel.context import DTYPES
-from ..together import gather_values
 from ..transport.base import Group
+from ..transport.gather_values import gather_values
 from .config import config_to_write
 from .files import FileLayout, OpenFile, file_layouts, index_of
 from .folder import INDEX

@@ -29,16 +29,24 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import MissingExtraError, RankFailure
-from ..core.interrupts import ENDING_SIGNALS
-from .interfaces import loopback_variables
-from .mkl import mkl_switch
-from .pipeline.watch import Board
-from .rank_failures import late, root_cause, stalled
-from .rank_messages import NAMES_LENGTH, RANK_ENDED, RANK_VARIABLE, Failure, Job, TransportName, Whereabouts
+from ...core.base.errors import MissingExtraError, RankFailure
+from ...core.base.interrupts import ENDING_SIGNALS
+from ..base.mkl import mkl_switch
+from ..transport.interfaces import loopback_variables
+from ..watch.rank_failures import late, root_cause, stalled
+from ..watch.rank_messages import (
+    NAMES_LENGTH,
+    RANK_ENDED,
+    RANK_VARIABLE,
+    Failure,
+    Job,
+    TransportName,
+    Whereabouts,
+)
+from ..watch.watch import Board
 
 if TYPE_CHECKING:
-    from .transport.base import Transport
+    from ..transport.base import Transport
 
 ROOT_CAUSE_WAIT_S = 2.0
 """A rank that lost a peer may report before the peer's own end is known; so long the cause is waited for."""

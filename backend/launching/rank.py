@@ -24,17 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.errors import RankFailure, error_words
-from ..core.timeline import COMPUTE_LANE
-from .pipeline.messages import Mail
-from .pipeline.watch import Board, RankWatch
-from .rank_errors import place_of, whose
-from .rank_messages import RANK_VARIABLE, Call, Failure, Job, ThreadAt, Whereabouts
-from .recorder import Recorder
-from .transport.base import Channel, Group, Transport, TransportError
-from .transport.baton import Baton, PairedGroup
-from .transport.memory import MemoryWorld, run_threads
-from .transport.process_group import ProcessGroupTransport
+from ...core.base.errors import RankFailure, error_words
+from ...core.schedule.timeline import COMPUTE_LANE
+from ..base.recorder import Recorder
+from ..pipeline.messages import Mail
+from ..transport.base import Channel, Group, Transport, TransportError
+from ..transport.baton import Baton, PairedGroup
+from ..transport.memory import MemoryWorld, run_threads
+from ..transport.process_group import ProcessGroupTransport
+from ..watch.rank_errors import place_of, whose
+from ..watch.rank_messages import RANK_VARIABLE, Call, Failure, Job, ThreadAt, Whereabouts
+from ..watch.watch import Board, RankWatch
 
 
 @dataclass

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from ..core.interrupts import ENDING_SIGNALS
-from .rank_messages import NAMES_LENGTH, RANK_ENDED
+from ...core.base.interrupts import ENDING_SIGNALS
+from ..watch.rank_messages import NAMES_LENGTH, RANK_ENDED
 
 PRELOAD = (
     "numpy",
@@ -36,12 +36,12 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
-    "shardproof.backend.rank",
+    "shardproof.backend.launching.rank",
     "shardproof.backend.trainer",
-    "shardproof.backend.modules",
+    "shardproof.backend.ranks.modules",
     "shardproof.backend.huggingface.save",
     "shardproof.backend.numerics.probe",
-    "shardproof.verify.dynamic",
+    "shardproof.verify.dynamic.proof",
 )
 """What the jobs of this package need, so that no rank loads it anew. The shapes (with sympy, 0.4 s) are loaded by the first backward."""
 

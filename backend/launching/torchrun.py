@@ -11,15 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..core.errors import RankDefect, RankFailure, error_words
-from .interfaces import is_one_host, loopback_variables
-from .pipeline.halt import last_words
-from .pipeline.watch import Board
+from ...core.base.errors import RankDefect, RankFailure, error_words
+from ..transport.interfaces import is_one_host, loopback_variables
+from ..watch.halt import last_words
+from ..watch.watch import Board
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from .transport.base import Transport
+    from ..transport.base import Transport
 
 
 def under_torchrun() -> bool:
@@ -39,8 +39,8 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
     import torch
     import torch.distributed as dist
 
-    from .transport.base import DEFAULT_TIMEOUT_S
-    from .transport.process_group import ProcessGroupTransport, own_part
+    from ..transport.base import DEFAULT_TIMEOUT_S
+    from ..transport.process_group import ProcessGroupTransport, own_part
 
     torch.set_num_threads(1)
     if is_one_host(os.environ):
@@ -120,7 +120,7 @@ def _machine() -> str:
 
 def failed(transport: Transport, error: Exception) -> RankFailure:
     """The failure of a rank that torchrun started and that raised `error`, which is not one of the user's input."""
-    from .rank_errors import place_of, whose
+    from ..watch.rank_errors import place_of, whose
 
     rank, origin = transport.global_rank, whose(error)
     place = "" if origin == "foreseen" else place_of(error, transport.recorder, transport.watch)

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.parameters import layer_prefix
-from ..autograd import Function
+from ...core.model.parameters import layer_prefix
+from ..base.autograd import Function
 from ..tensor_parallel import ColumnParallelLinear, HeadNorm, LayerContext, RowParallelLinear, recomputed
 from .attention_core import AttentionCore
 from .rotary import rotary_by_token, rotary_table, rotate, turned

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..microbatch import Microbatch
+from ..base.microbatch import Microbatch
 from ..numerics.dropout import dropout_mask
 from ..tensor_parallel import LayerContext
 

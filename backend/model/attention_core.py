@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.chunks import Chunks
-from ..autograd import Function
-from ..microbatch import Microbatch
+from ...core.layout.chunks import Chunks
+from ..base.autograd import Function
+from ..base.microbatch import Microbatch
 from ..tensor_parallel import LayerContext
 from .attention_blocks import Block, DropoutKernel, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
 from .attention_exchange import KeySums, gathered, scattered

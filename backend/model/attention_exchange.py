@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...core.chunks import Chunks
-from ...core.reduction import CarryTree
+from ...core.base.reduction import CarryTree
+from ...core.layout.chunks import Chunks
 from ..tensor_parallel import LayerContext
 from ..transport.base import Group
 

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from ...core.errors import PlanError
-from ...core.model import ModelSpec
-from ...core.parameters import layer_prefix
+from ...core.base.errors import PlanError
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import layer_prefix
 from ..numerics import Numerics
 from ..numerics.tokens import OwnedTokens
 from ..tensor_parallel import ColumnParallelLinear, LayerContext, Norm, RowParallelLinear, WholeLinear, hidden_dropout, recomputed

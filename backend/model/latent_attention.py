@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...core.parameters import layer_prefix
-from ...core.rotary import attention_scale
+from ...core.model.parameters import layer_prefix
+from ...core.model.rotary import attention_scale
 from ..tensor_parallel import BesideLinear, ColumnParallelLinear, LayerContext, Norm, RowParallelLinear, WholeLinear, recomputed
 from .attention_core import AttentionCore
 from .rotary import rotary_table, rotate

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.parameters import TOKEN_TABLE, layer_prefix, mtp_prefix
+from ...core.model.parameters import TOKEN_TABLE, layer_prefix, mtp_prefix
 from ..numerics import Scalar
 from ..tensor_parallel import (
     ColumnParallelLinear,

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ...core.errors import PlanError, named
-from ...core.parameters import layer_prefix
-from ...core.plan import Plan
-from ...core.stage_parameters import stage_parameters
-from ...core.stages import StageLayers
+from ...core.base.errors import PlanError, named
+from ...core.layout.stage_parameters import stage_parameters
+from ...core.layout.stages import StageLayers
+from ...core.model.parameters import layer_prefix
+from ...core.plan.plan import Plan
 
 INSTEAD: Sequence[tuple[tuple[type[nn.Module], ...], str]] = (
     ((nn.Linear, nn.Bilinear), "context.column_linear, context.row_linear or context.whole_linear"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.rotary import rotary_frequencies, rotary_growth
+from ...core.model.rotary import rotary_frequencies, rotary_growth
 from ..tensor_parallel import LayerContext
 
 

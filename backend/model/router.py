@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.model import ModelSpec
-from ...core.parameters import expert_bias_name, layer_prefix
-from ..microbatch import Microbatch
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import expert_bias_name, layer_prefix
+from ..base.microbatch import Microbatch
 from ..numerics import Numerics
 from ..numerics.base import Scalar
 from ..numerics.dropout import uniform

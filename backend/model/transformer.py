@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.parameters import TOKEN_TABLE, layer_prefix
-from ...core.plan import Plan
-from ...core.stages import StageLayers
-from ..microbatch import Microbatch
+from ...core.layout.stages import StageLayers
+from ...core.model.parameters import TOKEN_TABLE, layer_prefix
+from ...core.plan.plan import Plan
+from ..base.microbatch import Microbatch
+from ..base.observe import Observer
+from ..base.recorder import Recorder
 from ..numerics import Numerics
-from ..observe import Observer
-from ..recorder import Recorder
 from ..tensor_parallel import (
     ColumnParallelLinear,
     Gradients,

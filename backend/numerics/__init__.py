@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...core.plan import Plan
+from ...core.plan.plan import Plan
 from .base import Numerics, Scalar
 from .contributions import Contribution
 from .exact import ExactNumerics

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...core.reduction import CarryTree, Node, cut, maximal_nodes
+from ...core.base.reduction import CarryTree, Node, cut, maximal_nodes
 from ..transport.base import Group
 from .copies import Copies
 from .exact_gradients import ExactAccumulator

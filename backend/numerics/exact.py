@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.chunks import Chunks
-from ...core.leaves import LeafSizes
-from ...core.reduction import CarryTree, cut, maximal_nodes
+from ...core.base.reduction import CarryTree, cut, maximal_nodes
+from ...core.layout.chunks import Chunks
+from ...core.layout.leaves import LeafSizes
 from ..transport.base import Group
 from .base import Numerics, flatten, unflatten
 from .contributions import Accumulator, Contribution

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...core.reduction import CarryTree, cut
+from ...core.base.reduction import CarryTree, cut
 from ..transport.base import Group
 from .contributions import Accumulator, Contribution
 from .heads import OwnedPart

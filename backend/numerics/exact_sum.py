@@ -19,7 +19,7 @@ from torch import Tensor
 from ..transport.base import Group
 
 try:
-    from .. import _exact as compiled
+    from . import _exact as compiled
 except ImportError:
     compiled = None  # type: ignore[assignment]
 

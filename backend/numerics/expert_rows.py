@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...core.expert_tokens import ExpertNodes, joined_nodes
-from ...core.reduction import NestedTree, cut
+from ...core.base.reduction import NestedTree, cut
+from ...core.program.expert_tokens import ExpertNodes, joined_nodes
 from ..transport.base import Group
 from .contributions import Accumulator, ExpertContribution, Leaf
 from .copies import Copies

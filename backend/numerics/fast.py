@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.expert_tokens import ExpertNodes
-from ...core.reduction import cut
+from ...core.base.reduction import cut
+from ...core.program.expert_tokens import ExpertNodes
 from ..transport.base import Group
 from .base import Numerics, flatten, unflatten
 from .contributions import Accumulator, Contribution

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...core.leaves import LeafSizes
-from ...core.plan import Plan
+from ...core.base.reduction import Node
+from ...core.layout.leaves import LeafSizes
+from ...core.plan.plan import Plan
 from ...core.program.holdings import PART_LAYERS
-from ...core.reduction import Node
 from ..transport.base import Group
 
 

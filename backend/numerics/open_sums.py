@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ...core.reduction import Node
+from ...core.base.reduction import Node
 
 OpenKind = Literal["blocks", "tokens", "heads"]
 """What the leaves of an open sum are: the token blocks of weight gradients, the finer ones of sums over tokens, those of every head."""

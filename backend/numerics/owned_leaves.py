@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core.leaves import Leaves
-from ...core.reduction import Node, maximal_nodes
+from ...core.base.reduction import Node, maximal_nodes
+from ...core.layout.leaves import Leaves
 from .summands import Summands
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.findings import Finding
-from ...core.parameters import Parameter, parameters
-from ...core.plan import Plan
-from ..optimizer import Held, ShardedAdamW
+from ...core.base.findings import Finding
+from ...core.model.parameters import Parameter, parameters
+from ...core.plan.plan import Plan
+from ..base.optimizer import Held, ShardedAdamW
 from .exact import VECTOR_ELEMENTS, ExactNumerics
 from .tiles import multiply_into
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...core.reduction import CarryTree, Node, cut, maximal_nodes
+from ...core.base.reduction import CarryTree, Node, cut, maximal_nodes
 from ..transport.base import Group
 from .tree import add_in_place
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...core.reduction import Node, split
+from ...core.base.reduction import Node, split
 
 Interval = tuple[int, int]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core.chunks import Chunks
-from ...core.leaves import Leaves
-from ...core.plan import Plan
+from ...core.base.reduction import Node
+from ...core.layout.chunks import Chunks
+from ...core.layout.leaves import Leaves
+from ...core.plan.plan import Plan
 from ...core.program.holdings import PART_LAYERS
-from ...core.reduction import Node
 from ..transport.base import Group
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...core.reduction import Node
+from ...core.base.reduction import Node
 
 
 def add_in_place(left: Tensor, right: Tensor) -> Tensor:

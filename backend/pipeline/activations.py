@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...core.action import Action
-from ...core.timeline import MemorySample
+from ...core.schedule.action import Action
+from ...core.schedule.timeline import MemorySample
 
 
 class MemoryMeter(Protocol):

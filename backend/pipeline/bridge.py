@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.bridge import Box, Grid, Message, messages
+from ...core.program.bridge import Box, Grid, Message, messages
 from ..transport.base import Channel, Group, Shape, Transport
 
 LAYER = "bridge"

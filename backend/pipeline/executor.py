@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...core.action import RECEIVES, SENDS, Action, Kind
-from ...core.schedule import Schedule
-from ...core.timeline import COMPUTE_LANE, Span, collective_lane
-from ..recorder import Recorder
+from ...core.schedule.action import RECEIVES, SENDS, Action, Kind
+from ...core.schedule.schedule import Schedule
+from ...core.schedule.timeline import COMPUTE_LANE, Span, collective_lane
+from ..base.recorder import Recorder
+from ..watch.watch import BACKWARD_LANE, Place, RankWatch
 from .activations import MemoryMeter
 from .messages import Clock, Lane, Mail, MessageChannel, lane_name, message_lanes
 from .overlap import PairRunner
 from .row_messages import RowMessages, RowOrder
-from .watch import BACKWARD_LANE, Place, RankWatch
 
 DP_LANE = "dp"
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ..core.action import RECEIVES, SENDS, Action
-from ..core.layout import Layout
-from ..core.timeline import MemorySample, Span, Timeline
-from .measured_peak import MeasuredPeak
-from .pipeline.messages import receive_of
-from .together import gather_values
-from .transport.base import Group
+from ...core.layout.layout import Layout
+from ...core.schedule.action import RECEIVES, SENDS, Action
+from ...core.schedule.timeline import MemorySample, Span, Timeline
+from ..base.measured_peak import MeasuredPeak
+from ..transport.base import Group
+from ..transport.gather_values import gather_values
+from .messages import receive_of
 
 Recorded = tuple[list[Span], list[MemorySample], list[MeasuredPeak]]
 """What one rank kept of a step."""

@@ -17,10 +17,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ...core.action import RECEIVES, SENDS, Action, Kind
-from ...core.schedule import Placement
-from ...core.timeline import Span, message_lane
-from .watch import Place, RankWatch
+from ...core.schedule.action import RECEIVES, SENDS, Action, Kind
+from ...core.schedule.schedule import Placement
+from ...core.schedule.timeline import Span, message_lane
+from ..watch.watch import Place, RankWatch
 
 RECV_BUFFERS = 2
 """Receives of one lane that may be posted before the compute lane reaches them: one to fill while the other is consumed."""

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import torch
 
 from ..transport.baton import Baton, Wait
-from .watch import BACKWARD_LANE
+from ..watch.watch import BACKWARD_LANE
 
 
 class PairRunner:

@@ -17,12 +17,12 @@ from typing import Literal
 
 import torch
 
-from ...core.action import SENDS, Action
-from ...core.plan import Runtime
-from ...core.schedule import Placement
-from ...core.timeline import Span
+from ...core.plan.plan import Runtime
+from ...core.schedule.action import SENDS, Action
+from ...core.schedule.schedule import Placement
+from ...core.schedule.timeline import Span
+from ..watch.watch import Place
 from .messages import Clock, Mail, MessageChannel, direction_of, lane_name, other_end, peer_of
-from .watch import Place
 
 RowOrder = Literal["in order", "together"]
 

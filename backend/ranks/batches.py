@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..core.plan import Plan
-from .data import Corpus
-from .mesh import Mesh
-from .microbatch import Microbatch
-from .model.multi_token import later_targets
-from .tensor_parallel.cross_entropy import ignored_target
-from .tensor_parallel.data import TensorSpec, broadcast, context_part
-from .transport.base import Transport
+from ...core.plan.plan import Plan
+from ..base.microbatch import Microbatch
+from ..data.corpus import Corpus
+from ..model.multi_token import later_targets
+from ..tensor_parallel.cross_entropy import ignored_target
+from ..tensor_parallel.data import TensorSpec, broadcast, context_part
+from ..transport.base import Transport
+from ..transport.mesh import Mesh
 
 
 class Batches:

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.bridge import Grid, Parcel, parcels, stage_grid
-from ..core.plan import ModularPlan, ModulePlan
-from ..core.schedule_of import part_schedule
-from .microbatch import Microbatch
-from .observe import Observer
-from .pipeline.bridge import BridgeReceiver, BridgeSender
-from .transport.base import Channel, Group, Shape, Transport
+from ...core.plan.plan import ModularPlan, ModulePlan
+from ...core.plan.schedule_of import part_schedule
+from ...core.program.bridge import Grid, Parcel, parcels, stage_grid
+from ..base.microbatch import Microbatch
+from ..base.observe import Observer
+from ..pipeline.bridge import BridgeReceiver, BridgeSender
+from ..transport.base import Channel, Group, Shape, Transport
 
 Direction = Literal["F", "B"]
 

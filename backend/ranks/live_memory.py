@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..core.action import Action
-from ..core.timeline import MemorySample
+from ...core.schedule.action import Action
+from ...core.schedule.timeline import MemorySample
 
 
 class _Scope(threading.local):

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..core.action import RECEIVES, SENDS
-from ..core.plan import ModularPlan, Plan
-from ..core.schedule_of import modular_schedule
-from ..core.timeline import MemorySample, Span, Timeline
+from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.schedule_of import modular_schedule
+from ...core.schedule.action import RECEIVES, SENDS
+from ...core.schedule.timeline import MemorySample, Span, Timeline
+from ..base.observe import Observer
+from ..model.block import BlockFactory
+from ..numerics import Numerics
+from ..pipeline.measure import transfers_only
+from ..pipeline.messages import lane_name
+from ..transport.base import Transport
 from .joined import Joined, ModuleTransport, NamedObserver
-from .measure import transfers_only
-from .model.block import BlockFactory
-from .numerics import Numerics
-from .observe import Observer
-from .pipeline.messages import lane_name
 from .training_rank import TrainingRank
-from .transport.base import Transport
 
 
 def training_rank(

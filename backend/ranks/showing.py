@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from ..core.plan import Plan
-from .data_parallel.buckets import part_of
-from .data_parallel.late import LAST
-from .model.transformer import Stage
-from .observe import Observer
-from .optimizer import ShardedAdamW
-from .tensor_parallel.parameter import Shard
+from ...core.plan.plan import Plan
+from ..base.observe import Observer
+from ..base.optimizer import ShardedAdamW
+from ..data_parallel.buckets import part_of
+from ..data_parallel.late import LAST
+from ..gradients.parameter import Shard
+from ..model.transformer import Stage
 
 
 class Showing:

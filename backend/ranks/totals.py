@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..core.plan import Plan
-from .mesh import Mesh
-from .model.transformer import Stage
-from .numerics import Numerics, Scalar
-from .optimizer import Held
-from .recorder import Recorder
-from .transport.base import Group
+from ...core.plan.plan import Plan
+from ..base.optimizer import Held
+from ..base.recorder import Recorder
+from ..model.transformer import Stage
+from ..numerics import Numerics, Scalar
+from ..transport.base import Group
+from ..transport.mesh import Mesh
 
 
 class Totals:

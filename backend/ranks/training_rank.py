@@ -11,53 +11,53 @@ from time import perf_counter
 
 from torch import Tensor
 
-from ..core.errors import DivergedError
-from ..core.expert_tokens import expert_nodes
-from ..core.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
-from ..core.plan import Plan
-from ..core.program import EXPERT_BIAS
-from ..core.program.buckets import sums_are_sharded
-from ..core.schedule_of import schedule_for
-from ..core.schedules import lower
-from ..core.timeline import Span
-from . import not_finite
+from ...core.base.errors import DivergedError
+from ...core.model.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
+from ...core.plan.plan import Plan
+from ...core.plan.schedule_of import schedule_for
+from ...core.program import EXPERT_BIAS
+from ...core.program.buckets import sums_are_sharded
+from ...core.program.expert_tokens import expert_nodes
+from ...core.schedule import lower
+from ...core.schedule.timeline import Span
+from ..base.loss_scale import LossScale
+from ..base.observe import Observer
+from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
+from ..base.step_result import StepResult
+from ..data_parallel.base import DataParallel
+from ..data_parallel.copies import open_copies
+from ..data_parallel.early import EarlyReduction
+from ..data_parallel.late import LateGather
+from ..data_parallel.observed import observed
+from ..data_parallel.replicated import ReplicatedStage
+from ..data_parallel.sharded import ShardedStage
+from ..data_parallel.tied import tied_gradients
+from ..gradients import not_finite
+from ..gradients.gradients import ExpertCopies
+from ..gradients.not_finite import NotFinite
+from ..gradients.parameter import Shard
+from ..huggingface.load import load_weights
+from ..model.block import BlockFactory
+from ..model.router import Router, reduce_counts
+from ..model.transformer import Stage
+from ..numerics import Numerics, make_numerics
+from ..pipeline.activations import ActivationMeter, MemoryMeter
+from ..pipeline.executor import Executor
+from ..pipeline.messages import Clock, MessageChannel
+from ..pipeline.overlap import PairRunner
+from ..pipeline.row_messages import row_order_of
+from ..tensor_parallel.context import DTYPES
+from ..tensor_parallel.exchange import ExpertGroups
+from ..transport.base import Transport
+from ..transport.baton import Baton
+from ..transport.mesh import Direction, Mesh
+from ..transport.overlap import CommunicationLane
+from ..watch.halt import VALIDATION
 from .batches import Batches, whole_shape
-from .data_parallel.base import DataParallel
-from .data_parallel.copies import open_copies
-from .data_parallel.early import EarlyReduction
-from .data_parallel.late import LateGather
-from .data_parallel.observed import observed
-from .data_parallel.replicated import ReplicatedStage
-from .data_parallel.sharded import ShardedStage
-from .data_parallel.tied import tied_gradients
-from .huggingface.load import load_weights
 from .joined import Joined
 from .live_memory import LiveMeter
-from .loss_scale import LossScale
-from .mesh import Direction, Mesh
-from .model.block import BlockFactory
-from .model.router import Router, reduce_counts
-from .model.transformer import Stage
-from .not_finite import NotFinite
-from .numerics import Numerics, make_numerics
-from .observe import Observer
-from .optimizer import Held, ShardedAdamW, clip_coefficient
-from .pipeline.activations import ActivationMeter, MemoryMeter
-from .pipeline.executor import Executor
-from .pipeline.halt import VALIDATION
-from .pipeline.messages import Clock, MessageChannel
-from .pipeline.overlap import PairRunner
-from .pipeline.row_messages import row_order_of
 from .showing import Showing
-from .step_result import StepResult
-from .tensor_parallel.context import DTYPES
-from .tensor_parallel.exchange import ExpertGroups
-from .tensor_parallel.gradients import ExpertCopies
-from .tensor_parallel.overlap import CommunicationLane
-from .tensor_parallel.parameter import Shard
 from .totals import Totals
-from .transport.base import Transport
-from .transport.baton import Baton
 
 
 class TrainingRank:
@@ -296,7 +296,7 @@ class TrainingRank:
     def _data_parallel(self, stage: int) -> DataParallel:
         module, copies = self.stages[stage], self.mesh.copies(stage)
         if self.plan.data_parallel.library == "torch":
-            from .data_parallel.torch_fsdp import TorchShardedStage  # a second of torch's modules that others need not wait for
+            from ..data_parallel.torch_fsdp import TorchShardedStage  # a second of torch's modules that others need not wait for
 
             return TorchShardedStage(self.plan, module, self.transport, copies, self.plan.microbatches_of(self.mesh.coordinates["dp"]))
         if not self.plan.layout.zero:

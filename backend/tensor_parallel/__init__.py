@@ -1,5 +1,7 @@
 """Layers cut over tensor-parallel ranks, built on an explicit group and exchangeable numerics."""
 
+from ..gradients.gradients import Gradients, WeightWork, finish_tied
+from ..gradients.parameter import Shard
 from .beside_linear import BesideLinear
 from .context import LayerContext
 from .cross_entropy import LossChoice, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
@@ -7,10 +9,8 @@ from .data import TensorSpec, broadcast, context_part, context_positions, contex
 from .dropout import hidden_dropout
 from .embedding import PositionEmbedding, VocabParallelEmbedding
 from .fused import join_fused, split_fused
-from .gradients import Gradients, WeightWork, finish_tied
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import HeadNorm, Norm
-from .parameter import Shard
 from .recompute import recomputed, recomputed_layer
 from .whole_linear import WholeLinear
 

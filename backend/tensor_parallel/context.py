@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...core.chunks import Chunks
-from ...core.errors import UnknownNameError
-from ...core.expert_tokens import num_token_blocks
-from ...core.parameters import Parameter, parameters
-from ...core.plan import Plan
+from ...core.base.errors import UnknownNameError
+from ...core.layout.chunks import Chunks
+from ...core.layout.stage_parameters import Usage
+from ...core.model.parameters import Parameter, parameters
+from ...core.plan.plan import Plan
 from ...core.program import recomputed_modules
+from ...core.program.expert_tokens import num_token_blocks
 from ...core.program.holdings import known_part
-from ...core.stage_parameters import Usage
-from ..microbatch import Microbatch
+from ..base.microbatch import Microbatch
+from ..base.observe import Observer
+from ..base.recorder import Recorder
+from ..gradients.gradients import Gradients, WeightWork
+from ..gradients.parameter import Shard, initial_shard
 from ..numerics import Contribution, Numerics, OwnedLeaves
 from ..numerics.heads import owned_heads
 from ..numerics.tokens import owned_tokens
-from ..observe import Observer
-from ..recorder import Recorder
 from ..transport.base import Group, SoloGroup
+from ..transport.overlap import CommunicationLane
 from .data import context_positions, context_whole
 from .exchange import ExpertGroups, solo_experts
-from .gradients import Gradients, WeightWork
 from .mappings import all_parts
-from .overlap import CommunicationLane
-from .parameter import Shard, initial_shard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`precision.dtype` -> the format of hidden states and of the weights that layers compute with."""

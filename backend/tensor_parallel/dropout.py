@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..microbatch import Microbatch
+from ..base.microbatch import Microbatch
 from ..numerics.dropout import dropout_mask
 from .context import LayerContext
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.parameters import TOKEN_TABLE
-from ..autograd import Function
+from ...core.model.parameters import TOKEN_TABLE
+from ..base.autograd import Function
 from ..numerics import Contribution
 from .context import LayerContext
 

@@ -18,11 +18,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...core.expert_tokens import routed_tokens
-from ...core.plan import Plan
-from ...core.routed_tokens import Piece
+from ...core.layout.routed_tokens import Piece
+from ...core.plan.plan import Plan
+from ...core.program.expert_tokens import routed_tokens
+from ..base.recorder import Recorder
 from ..numerics.expert_rows import ExpertRows, RowGroup
-from ..recorder import Recorder
 from ..transport.base import Group, SoloGroup
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autograd import Function
+from ..base.autograd import Function
 from ..numerics.fast import FastNumerics
 from ..numerics.token_product import InterleavedProduct
 from .linear import ColumnParallelLinear, Source, column_backward

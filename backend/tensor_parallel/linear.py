@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..autograd import Function
+from ..base.autograd import Function
 from ..numerics import Contribution
 from . import mappings
 from .context import LayerContext

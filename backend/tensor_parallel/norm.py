@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import Function
+from ..base.autograd import Function
 from ..numerics import Contribution
 from .context import LayerContext
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.parameters import layer_prefix
+from ...core.base.reduction import cut
+from ...core.model.parameters import layer_prefix
 from ...core.program import recomputes_whole
-from ...core.reduction import cut
 from .context import LayerContext
 from .mappings import all_parts
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.leaves import Leaves
-from ..autograd import Function
+from ...core.layout.leaves import Leaves
+from ..base.autograd import Function
 from ..numerics import Contribution, OwnedLeaves
 from .context import LayerContext
 

@@ -28,9 +28,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...core.errors import ShardproofError
-from ..pipeline.watch import Board, RankWatch
-from ..recorder import Recorder
+from ...core.base.errors import ShardproofError
+from ..base.recorder import Recorder
+from ..watch.watch import Board, RankWatch
 
 Shape = tuple[int, ...]
 ReduceOp = Literal["sum", "max"]

@@ -18,7 +18,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from ...core.action import Action, Kind
+from ...core.schedule.action import Action, Kind
 from .base import Group, ReduceOp, Shape
 
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .pipeline.watch import RankWatch
-from .transport.base import Group, TransportError
+from ..watch.watch import RankWatch
+from .base import Group, TransportError
 
 T = TypeVar("T")
 

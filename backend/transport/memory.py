@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...core.errors import RankFailure
-from ..pipeline.watch import Board, RankWatch
-from ..recorder import Recorder
+from ...core.base.errors import RankFailure
+from ..base.recorder import Recorder
+from ..watch.watch import Board, RankWatch
 from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy
 
 Made = TypeVar("Made", "_Meeting", "_Mailbox")

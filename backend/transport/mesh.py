@@ -13,11 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.action import SENDS, Kind
-from ..core.layout import Layout
-from ..core.schedule import Placement, Schedule
-from .transport.base import Channel, Group, Transport
-from .transport.baton import Baton, PairedGroup
+from ...core.layout.layout import Layout
+from ...core.schedule.action import SENDS, Kind
+from ...core.schedule.schedule import Placement, Schedule
+from .base import Channel, Group, Transport
+from .baton import Baton, PairedGroup
 
 Direction = Literal["F", "B"]
 Link = tuple[Direction, int, int]
@@ -129,7 +129,7 @@ class Mesh:
 def links_of(schedule: Schedule, pp_rank: int | None = None) -> tuple[Link, ...]:
     """Every link that a lowered schedule sends over, sorted; with `pp_rank` only those that begin or end there.
 
-    >>> from shardproof.core.schedules import build, lower
+    >>> from shardproof.core.schedule import build, lower
     >>> links_of(lower(build("1F1B", pp=3, num_microbatches=2)), 0)
     (('B', 1, 0), ('F', 0, 1))
     """

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ..recorder import Recorder
+from ..base.recorder import Recorder
 
 Work = Callable[[], Tensor]
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...core.host import EXCHANGED_BYTES
-from ..interfaces import gloo_interfaces
-from ..pipeline.watch import Board
-from ..recorder import Recorder
+from ...core.machine.host import EXCHANGED_BYTES
+from ..base.recorder import Recorder
+from ..watch.watch import Board
 from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy, num_elements
+from .interfaces import gloo_interfaces
 
 Backend = Literal["gloo", "nccl"]
 

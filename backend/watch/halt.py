@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...core.timeline import COMPUTE_LANE
-from ..rank_messages import Call, ThreadAt, Whereabouts
+from ...core.schedule.timeline import COMPUTE_LANE
+from .rank_messages import Call, ThreadAt, Whereabouts
 from .watch import BACKWARD_LANE, Board, LaneAt
 
 VALIDATION = "validation"

@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-from ..core.action import Action
-from ..core.errors import ShardproofError, line_words
-from .pipeline.watch import RankWatch
-from .recorder import Recorder
+from ...core.base.errors import ShardproofError, line_words
+from ...core.schedule.action import Action
+from ..base.recorder import Recorder
+from .watch import RankWatch
 
 Whose = Literal["foreseen", "own code", "defect"]
 """Of the user's input or the machine; of code that the user brought; ours."""

@@ -6,10 +6,10 @@ import pickle
 import signal
 from collections.abc import Mapping, Sequence
 
-from ..core.errors import RankDefect, RankFailure
-from .pipeline.halt import Halt, explain, last_words
-from .pipeline.watch import Board
+from ...core.base.errors import RankDefect, RankFailure
+from .halt import Halt, explain, last_words
 from .rank_messages import Failure, Whereabouts
+from .watch import Board
 
 
 def root_cause(failures: Sequence[Failure], ended: Mapping[int, int], board: Board) -> RankFailure:

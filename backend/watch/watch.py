@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ...core.timeline import COMPUTE_LANE
+from ...core.schedule.timeline import COMPUTE_LANE
 
 State = Literal["runs", "waits", "done"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..core.names import is_plain
+from ...core.base.names import is_plain
 
 Form = tuple[str, Callable[[Any], bool]]
 """What a value must be, in words and as a test."""

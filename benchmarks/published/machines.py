@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.devices import GH200
+from ...core.machine.devices import GH200
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.cluster import ClusterSpec
-from ..core.cluster_presets import CLUSTER_PRESETS, cluster_preset
-from ..core.errors import ShardproofError
-from ..core.layout import DEFAULT_ORDER, Layout
-from ..core.model import ModelSpec
-from ..core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice
-from ..core.stages import StageLayers, to_string
-from .published import Row, RowError
-from .published_machines import MACHINES, NETWORKS, POST_VALIDATED, POWER_EXPONENT, SCHEDULES, ZERO
-from .published_recipes import recipe_of
-from .published_stacks import MLA, Stack, conventions, stack_of
+from ...core.base.errors import ShardproofError
+from ...core.layout.layout import DEFAULT_ORDER, Layout
+from ...core.layout.stages import StageLayers, to_string
+from ...core.machine.cluster import ClusterSpec
+from ...core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from ...core.model.model import ModelSpec
+from ...core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+)
+from .machines import MACHINES, NETWORKS, POST_VALIDATED, POWER_EXPONENT, SCHEDULES, ZERO
+from .recipes import recipe_of
+from .row import Row, RowError
+from .stacks import MLA, Stack, conventions, stack_of
 
 
 @dataclass(frozen=True)

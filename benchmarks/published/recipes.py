@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .published import Row
+from .row import Row
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import MOST_NAMED, ShardproofError
-from ..core.files import read_lines
-from ..core.parsing import parse_json
-from .published_forms import wrong_forms
-from .published_models import size_of
+from ...core.base.errors import MOST_NAMED, ShardproofError
+from ...core.base.files import read_lines
+from ...core.base.parsing import parse_json
+from .forms import wrong_forms
+from .models import size_of
 
 DEFAULT_DATA = Path(__file__).resolve().parents[1] / "benchmarks" / "published" / "rows"
 """Where the rows lie: in the repository, and not in the installed package."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .published import Row
+from .row import Row
 
 GPT: Mapping[str, Any] = {"activation": "gelu_tanh", "norm": "layernorm", "position": "learned", "tied_embeddings": True, "bias": True}
 """Megatron's GPT: learned positions, LayerNorm, biases, GELU, tied embeddings."""

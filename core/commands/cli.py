@@ -10,11 +10,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from ..base.errors import (
+    TRACEBACK_VARIABLE,
+    InternalError,
+    ShardproofError,
+    did_you_mean,
+    error_words,
+    line_words,
+)
+from ..base.interrupts import Interrupted, Interrupts
+from ..base.names import one_line, shortened
+from ..base.terminal import USUAL, command_text, fitted, say, table, width_of
 from .commands import QUESTIONS, command
-from .errors import TRACEBACK_VARIABLE, InternalError, ShardproofError, did_you_mean, error_words, line_words
-from .interrupts import Interrupted, Interrupts
-from .names import one_line, shortened
-from .terminal import USUAL, command_text, fitted, say, table, width_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +99,7 @@ def _answer(arguments: Sequence[str]) -> int:
         say(_overview)
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from .. import __version__
+        from ... import __version__
 
         print(f"shardproof {__version__}")
         return 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import MissingExtraError, UnknownNameError
+from ..base.errors import MissingExtraError, UnknownNameError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -15,14 +15,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TextIO
 
+from ..base.errors import MissingExtraError
+from ..base.files import write_bytes
+from ..base.terminal import say
+from ..base.units import format_bytes, format_count, format_s
+from ..model.parameters import count_parameters
+from ..plan.plan import Plan
+from ..schedule.timeline import Timeline
 from .commands import Command, service
-from .errors import MissingExtraError
-from .files import write_bytes
-from .parameters import count_parameters
-from .plan import Plan
-from .terminal import say
-from .timeline import Timeline
-from .units import format_bytes, format_count, format_s
 
 PLANS = {"big": "llama70b_512.toml", "proof": "tiny_tp2_pp2_dp2.toml", "training": "byte_lm.toml"}
 """The three plans of the demo, in `examples/`; all are ordinary plan files and are copied into the folder."""

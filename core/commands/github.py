@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from .errors import PlanError, ShardproofError
-from .files import read_text
-from .findings import NOWHERE, Finding, Spot
-from .names import shortened
-from .plan_toml import Given, Values, read_values
+from ..base.errors import PlanError, ShardproofError
+from ..base.files import read_text
+from ..base.findings import NOWHERE, Finding, Spot
+from ..base.names import shortened
+from ..plan.toml import Given, Values, read_values
 
 LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 """Severity of a finding -> the command that shows it."""

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .bounds import shown
-from .cluster import ClusterSpec
-from .errors import PlanError
-from .files import read_text, write_text
-from .layout import Layout
-from .model import ModelSpec
-from .plan import ModularPlan, Plan, any_plan, build_plan
-from .plan_build import Draft, refuse_modules
-from .plan_keys import key_named
-from .plan_toml import Given, Values, num_modules, read_values
-from .schedules import default_name
-from .sections import Batch, DataParallel, Numerics, Optimizer, Precision, Runtime
-from .terminal import Text, fitted, say
-from .timeline import Timeline
+from ..base.bounds import shown
+from ..base.errors import PlanError
+from ..base.files import read_text, write_text
+from ..base.terminal import Text, fitted, say
+from ..layout.layout import Layout
+from ..machine.cluster import ClusterSpec
+from ..model.model import ModelSpec
+from ..plan.build import Draft, refuse_modules
+from ..plan.keys import key_named
+from ..plan.plan import ModularPlan, Plan, any_plan, build_plan
+from ..plan.sections import Batch, DataParallel, Numerics, Optimizer, Precision, Runtime
+from ..plan.toml import Given, Values, num_modules, read_values
+from ..schedule import default_name
+from ..schedule.timeline import Timeline
 
 MICROBATCHES_PER_STAGE = 4
 """Without a global batch there are this many microbatches per pipeline rank: enough to see the steady state."""

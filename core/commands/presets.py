@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from .cluster import ClusterSpec
-from .cluster_presets import CLUSTER_PRESETS, cluster_preset
+from ..base.errors import UnknownNameError
+from ..base.terminal import table
+from ..base.units import format_bytes, format_count
+from ..machine.cluster import ClusterSpec
+from ..machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from ..model.model import ModelSpec
+from ..model.model_presets import MODEL_PRESETS
+from ..model.parameters import count_active_parameters, count_parameters
+from ..plan.keys import KEYS, Key
+from ..plan.profile_names import PROFILE_STACKS
+from ..schedule import CATALOG
 from .commands import Command
-from .errors import UnknownNameError
-from .model import ModelSpec
-from .model_presets import MODEL_PRESETS
 from .options import add_output, emit
-from .parameters import count_active_parameters, count_parameters
-from .plan_keys import KEYS, Key
-from .profile_names import PROFILE_STACKS
-from .schedules import CATALOG
-from .terminal import table
-from .units import format_bytes, format_count
 
 _NAME_HELP = "one model, cluster, schedule, profile or plan key; or all `models`, `clusters`, `schedules`, `profiles` or `keys`"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .cluster_presets import cluster_preset
-from .layout import Layout
-from .model_presets import model_preset
-from .plan import Plan
-from .sections import Batch, Numerics, Precision
+from ..layout.layout import Layout
+from ..machine.cluster_presets import cluster_preset
+from ..model.model_presets import model_preset
+from ..plan.plan import Plan
+from ..plan.sections import Batch, Numerics, Precision
 
 
 def _probe(name: str, preset: str, hidden: int, ffn: int, heads: int, kv_heads: int, batch: Batch) -> Plan:

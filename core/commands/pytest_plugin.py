@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from ..base.findings import ProofFailed, Spot
 from .commands import service
-from .findings import ProofFailed, Spot
 from .github import annotation
 
 ANNOTATIONS = "shardproof_annotations"

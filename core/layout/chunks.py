@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .reduction import Node, maximal_nodes
+from ..base.reduction import Node, maximal_nodes
 
 Span = tuple[int, int]
 """Items `[lo, hi)` of the whole."""

@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from .bounds import Bounded, shown
-from .errors import LayoutError
+from ..base.bounds import Bounded, shown
+from ..base.errors import LayoutError
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ..base.errors import LayoutError
+from ..base.reduction import Node, cut, maximal_nodes
+from ..model.model import ModelSpec
+from ..model.parameters import Feature, Parameter
 from .chunks import Chunks
-from .errors import LayoutError
 from .layout import Layout
-from .model import ModelSpec
-from .parameters import Feature, Parameter
-from .reduction import Node, cut, maximal_nodes
 
 MAX_DEGREE = 8
 """Default blocks admit every tensor-parallel degree up to this one that divides the heads."""

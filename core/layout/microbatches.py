@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import PlanError
-from .reduction import cut
+from ..base.errors import PlanError
+from ..base.reduction import cut
 
 
 @dataclass(frozen=True)

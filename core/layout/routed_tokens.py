@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..base.reduction import cut
 from .chunks import Chunks
 from .layout import Layout
 from .leaves import Leaves
-from .reduction import cut
 
 Run = tuple[int, int]
 """Tokens `[lo, hi)` of a sequence."""

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from .model import ModelSpec
-from .parameters import TOKEN_TABLE, Parameter, embedding_parameters, head_parameters, layer_parameters, mtp_parameters
+from ..model.model import ModelSpec
+from ..model.parameters import (
+    TOKEN_TABLE,
+    Parameter,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    mtp_parameters,
+)
 from .stages import StageLayers
 
 

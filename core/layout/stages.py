@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .bounds import shown
-from .divisors import divisors
-from .errors import LayoutError
+from ..base.bounds import shown
+from ..base.divisors import divisors
+from ..base.errors import LayoutError
 from .layout import Layout
 
 MAX_LENGTH = 100_000

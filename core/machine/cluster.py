@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .bounds import Bounded
-from .errors import ClusterError
-from .units import SIZE_RULE, size_of
+from ..base.bounds import Bounded
+from ..base.errors import ClusterError
+from ..base.units import SIZE_RULE, size_of
 
 if TYPE_CHECKING:
     import networkx

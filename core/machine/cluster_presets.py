@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 
+from ..base.errors import UnknownNameError
 from .cluster import ClusterSpec
 from .devices import A100_40G, A100_80G, B200, B300, GB200, GB300, GH200, H100, H200, H800, V100_32G, Facts
-from .errors import UnknownNameError
 from .fabrics import (
     ALPS,
     DGX_2,

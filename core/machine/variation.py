@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from .bounds import Bounded, shown
+from ..base.bounds import Bounded, shown
 
 if TYPE_CHECKING:
     from .cluster import ClusterSpec

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelError, did_you_mean
-from .files import read_text
+from ..base.errors import ModelError, did_you_mean
+from ..base.files import read_text
+from ..base.names import one_line
+from ..base.parsing import parse_json
 from .huggingface_forms import wrong_forms
 from .model import ROPE_SCALINGS, SCALING_FIELDS, ModelSpec
-from .names import one_line
-from .parsing import parse_json
 
 Config = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from .errors import ModelError
+from ..base.errors import ModelError
 from .huggingface import model_from_config
 from .model import SCALING_FIELDS, ModelSpec
 

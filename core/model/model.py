@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from .bounds import Bounded
-from .divisors import divisors
-from .errors import ModelError, did_you_mean
+from ..base.bounds import Bounded
+from ..base.divisors import divisors
+from ..base.errors import ModelError, did_you_mean
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared")
 NORMS = ("layernorm", "rmsnorm")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import UnknownNameError
+from ..base.errors import UnknownNameError
 from .model import ModelSpec
 
 

@@ -8,20 +8,20 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from .bounds import LONGEST_NAME, LONGEST_TEXT, beyond, shown, text_complaint
-from .cluster import ClusterSpec
-from .cluster_presets import cluster_preset
-from .errors import PlanError, ShardproofError, did_you_mean
-from .files import read_text
-from .huggingface import read_config
-from .layout import Layout
-from .model import ModelSpec
-from .model_presets import model_preset
-from .names import one_line
-from .plan_keys import KEYS, NOUNS, Key, keys_of
-from .plan_rules import broken_rules
-from .plan_toml import Given, Values, num_modules, read_values
-from .units import SIZE_RULE, size_of
+from ..base.bounds import LONGEST_NAME, LONGEST_TEXT, beyond, shown, text_complaint
+from ..base.errors import PlanError, ShardproofError, did_you_mean
+from ..base.files import read_text
+from ..base.names import one_line
+from ..base.units import SIZE_RULE, size_of
+from ..layout.layout import Layout
+from ..machine.cluster import ClusterSpec
+from ..machine.cluster_presets import cluster_preset
+from ..model.huggingface import read_config
+from ..model.model import ModelSpec
+from ..model.model_presets import model_preset
+from .keys import KEYS, NOUNS, Key, keys_of
+from .rules import broken_rules
+from .toml import Given, Values, num_modules, read_values
 
 DEFAULT_CLUSTER = "this-host"
 """The preset of a plan that says nothing about its devices but their number."""

@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import did_you_mean
+from ..base.errors import did_you_mean
+from ..base.names import one_line
+from .build import Draft, key_complaint
+from .keys.modules import MODULE_KEYS
 from .module import OWN_SECTIONS, Module
-from .names import one_line
-from .plan_build import Draft, key_complaint
-from .plan_keys.modules import MODULE_KEYS
-from .plan_rules import BrokenRule, broken_rules
-from .plan_toml import Given, Values, module_section, num_modules
+from .rules import BrokenRule, broken_rules
+from .toml import Given, Values, module_section, num_modules
 
 _KEYS = {key.name: key for key in MODULE_KEYS}
 

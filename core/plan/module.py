@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .layout import Layout
-from .model import ModelSpec
+from ..layout.layout import Layout
+from ..model.model import ModelSpec
 
 OWN_SECTIONS = ("model", "layout")
 """Sections that every module has for itself; all others are those of the whole plan."""

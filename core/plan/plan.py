@@ -17,26 +17,26 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
-from .cluster import ClusterSpec
-from .errors import PlanError
-from .layout import Layout
-from .leaves import LeafSizes, degree_to_admit, leaf_sizes
-from .microbatches import microbatch_counts, own_microbatches
-from .model import ModelSpec
+from ..base.errors import PlanError
+from ..base.reduction import cut
+from ..layout.layout import Layout
+from ..layout.leaves import LeafSizes, degree_to_admit, leaf_sizes
+from ..layout.microbatches import microbatch_counts, own_microbatches
+from ..layout.stage_parameters import stage_parameters
+from ..layout.stages import StageLayers, assign_layers
+from ..machine.cluster import ClusterSpec
+from ..machine.variation import Variation
+from ..model.model import ModelSpec
+from ..model.parameters import Parameter, expert_biases
+from ..schedule.placement import Placement
+from .build import plan_sections
+from .build_modules import modular_sections
 from .module import Module, ModuleLayout
-from .parameters import Parameter, expert_biases
-from .placement import Placement
-from .plan_build import plan_sections
-from .plan_build_modules import modular_sections
-from .plan_rules import broken_rules
-from .plan_toml import Values, num_modules, read_values
-from .plan_write import sections_to_toml
-from .reduction import cut
+from .rules import broken_rules
 from .schedule_choice import chosen_placement, microbatches_together
 from .sections import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
-from .stage_parameters import stage_parameters
-from .stages import StageLayers, assign_layers
-from .variation import Variation
+from .toml import Values, num_modules, read_values
+from .write import sections_to_toml
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .action import Kind
-from .errors import ScheduleError
-from .layout import Layout
-from .placement import Placement
-from .schedule import Schedule, read_csv
-from .schedules import CATALOG, add_unshard, build
+from ..base.errors import ScheduleError
+from ..layout.layout import Layout
+from ..schedule import CATALOG, add_unshard, build
+from ..schedule.action import Kind
+from ..schedule.placement import Placement
+from ..schedule.schedule import Schedule, read_csv
 from .sections import ScheduleChoice
 
 

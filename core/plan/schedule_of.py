@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .action import ActionArray
-from .placement import ModulePlacement, Placement
+from ..schedule.action import ActionArray
+from ..schedule.joined import joined_schedule
+from ..schedule.placement import ModulePlacement, Placement
+from ..schedule.schedule import Schedule
 from .plan import ModularPlan, ModulePlan, Plan
-from .schedule import Schedule
 from .schedule_choice import chosen_schedule
-from .schedules.joined import joined_schedule
 
 
 def schedule_for(plan: Plan, num_microbatches: int | None = None) -> Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .bounds import Bounded
+from ..base.bounds import Bounded
 
 ProfileName = Literal[
     "shardproof",

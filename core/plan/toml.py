@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import PlanError
-from .parsing import parse_toml
+from ..base.errors import PlanError
+from ..base.parsing import parse_toml
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .cluster import ClusterSpec
-from .cluster_presets import CLUSTER_PRESETS, cluster_preset
-from .model import REFINEMENTS, ModelSpec
-from .model_presets import MODEL_PRESETS, model_preset
+from ..machine.cluster import ClusterSpec
+from ..machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from ..model.model import REFINEMENTS, ModelSpec
+from ..model.model_presets import MODEL_PRESETS, model_preset
+from .build import SET_IN_PLAN
+from .keys import KEYS, NOUNS
 from .module import OWN_SECTIONS, Module
-from .plan_build import SET_IN_PLAN
-from .plan_keys import KEYS, NOUNS
-from .plan_toml import MODULES
+from .toml import MODULES
 
 
 def sections_to_toml(nouns: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..action import Kind
+from ..schedule.action import Kind
 from .context import finish_sequences
 from .gradients import exchanged_of_table, gather_parameters, reduce_gradients, reduce_microbatch, step, step_counts, tied_ends
 from .layers import stage_work
@@ -13,7 +13,7 @@ from .tensors import Tensors
 from .work import LayerWork, Message, Operation, Operations
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 
 def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: int = 0, *, cp_rank: int = 0, replica: int = 0) -> Operations:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .work import Collective, Operations
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 TOKEN_BYTES = 8
 """Tokens, their targets, those of multi-token prediction and the beginnings of documents travel as int64, and with tokens that do not

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .chunks import Chunks, Span
-from .plan import Plan
+from ..layout.chunks import Chunks, Span
+from ..plan.plan import Plan
 
 DIMS = ("samples", "tokens", "hidden")
 

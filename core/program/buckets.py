@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..parameters import TOKEN_TABLE, embedding_parameters
-from ..reduction import cut
-from ..stage_parameters import Usage, stage_usages
+from ..base.reduction import cut
+from ..layout.stage_parameters import Usage, stage_usages
+from ..model.parameters import TOKEN_TABLE, embedding_parameters
 from .holdings import held_gradients, known_part, local_elements, num_routers, partial_elements
 from .open_kinds import open_kind
 from .tensors import sequences_are_cut
 from .work import PARTIAL_BYTES
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 DENSE, ROUTERS, WAITING, EXPERTS = "", "routers", "waiting", "experts"
 NUMBERED = "bucket."

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..chunks import Chunks
-from ..parameters import Parameter
-from ..reduction import cut, maximal_nodes
-from ..stage_parameters import stage_usages
+from ..base.reduction import cut, maximal_nodes
+from ..layout.chunks import Chunks
+from ..layout.stage_parameters import stage_usages
+from ..model.parameters import Parameter
 from .buckets import bucket_sizes, kept_interval, router_elements
 from .holdings import known_part, local_elements, num_shards, partial_elements
 from .open_kinds import OPEN_KINDS, OpenKind, open_kind
@@ -20,7 +20,7 @@ from .tensors import sequences_are_cut
 from .work import PARTIAL_BYTES, Collective, Operation
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 
 class OpenGradients(NamedTuple):

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .reduction import CarryTree, NestedTree, Node, maximal_nodes
-from .routed_tokens import RoutedTokens
+from ..base.reduction import CarryTree, NestedTree, Node, maximal_nodes
+from ..layout.routed_tokens import RoutedTokens
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from ..plan.plan import Plan
 
 
 def routed_tokens(plan: Plan) -> RoutedTokens:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..expert_tokens import ExpertNodes, expert_nodes, joined_nodes, num_token_blocks
-from ..parameters import Parameter, embedding_parameters
-from ..reduction import cut, maximal_nodes
-from ..stage_parameters import stage_parameters
+from ..base.reduction import cut, maximal_nodes
+from ..layout.stage_parameters import stage_parameters
+from ..model.parameters import Parameter, embedding_parameters
 from .buckets import ROUTERS, BucketSize, are_bucketed, bucket_sizes, gathered_sizes, kept_interval, sums_are_sharded, waits_for_parts
 from .context import reduce_kept, reduce_parts, replicated_part
+from .expert_tokens import ExpertNodes, expert_nodes, joined_nodes, num_token_blocks
 from .holdings import (
     PART_LAYERS,
     KnownPart,
@@ -35,7 +35,7 @@ from .work import (
 )
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 
 EXPERT_BIAS = "expert_bias"

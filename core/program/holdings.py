@@ -6,14 +6,20 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ..leaves import LeafSizes
-from ..model import ModelSpec
-from ..parameters import Parameter, embedding_parameters, head_parameters, layer_parameters, mtp_parameters
+from ..layout.leaves import LeafSizes
+from ..model.model import ModelSpec
+from ..model.parameters import (
+    Parameter,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    mtp_parameters,
+)
 from .layers import stage_groups
 
 if TYPE_CHECKING:
-    from ..layout import Layout
-    from ..plan import Plan
+    from ..layout.layout import Layout
+    from ..plan.plan import Plan
 
 
 KnownPart = Literal["tokens", "heads"]

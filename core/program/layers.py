@@ -6,8 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..parameters import layer_prefix, mtp_prefix
-from ..reduction import cut
+from ..base.reduction import cut
+from ..model.parameters import layer_prefix, mtp_prefix
 from .attention import attention_work
 from .linear import column, whole
 from .mlp import mlp_work
@@ -16,7 +16,7 @@ from .tensors import Tensors
 from .work import LayerWork
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 
 @dataclass(frozen=True)

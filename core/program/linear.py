@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..leaves import Leaves
+from ..layout.leaves import Leaves
 from .tensors import Tensors
 from .work import LayerWork, Operations, Product
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ..expert_tokens import routed_tokens
-from ..reduction import maximal_nodes
-from ..routed_tokens import RoutedTokens
+from ..base.reduction import maximal_nodes
+from ..layout.routed_tokens import RoutedTokens
+from .expert_tokens import routed_tokens
 from .linear import column, row
 from .router import router_work
 from .tensors import Tensors

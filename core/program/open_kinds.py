@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ..stage_parameters import Usage
+from ..layout.stage_parameters import Usage
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 OpenKind = Literal["blocks", "tokens", "heads", "whole"]
 OPEN_KINDS: tuple[OpenKind, ...] = ("blocks", "tokens", "heads", "whole")

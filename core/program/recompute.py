@@ -6,13 +6,13 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..parameters import layer_prefix
-from ..reduction import cut
+from ..base.reduction import cut
+from ..model.parameters import layer_prefix
 from .tensors import Tensors
 from .work import LayerWork
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 _PARTS = {
     "core_attn": ("attention.core",),

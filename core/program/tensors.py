@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from ..chunks import Chunks
-from ..leaves import Leaves
-from ..reduction import cut, maximal_nodes
+from ..base.reduction import cut, maximal_nodes
+from ..layout.chunks import Chunks
+from ..layout.leaves import Leaves
 from .work import PARTIAL_BYTES, Collective, CollectiveOp, Operations, activation_bytes, scattered_bytes
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 
 ID_BYTES = 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .errors import ScheduleError
+from ..base.errors import ScheduleError
 
 
 class Kind(enum.IntEnum):

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ScheduleError, UnknownNameError
-from ..placement import Placement
-from ..schedule import Schedule
+from ..base.errors import ScheduleError, UnknownNameError
 from .breadth_first import looped_bfs
 from .combined import combined
 from .dualpipe import dualpipe, dualpipev, fewer_than_stages, unpaired
@@ -16,6 +14,8 @@ from .gpipe import gpipe
 from .interleaved import interleaved
 from .interleaved_zero_bubble import interleaved_zero_bubble, uneven_rounds
 from .one_f_one_b import one_f_one_b
+from .placement import Placement
+from .schedule import Schedule
 from .vee import zbv
 from .vee_memory import v_half, v_min
 from .zero_bubble import zb_h1, zb_h2

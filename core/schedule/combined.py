@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..action import ActionArray, Kind
-from ..placement import Placement
-from ..schedule import Schedule
+from .action import ActionArray, Kind
 from .interleaved import group_size, schedule_table
+from .placement import Placement
+from .schedule import Schedule
 
 
 def combined(pp: int, num_microbatches: int, vpp: int = 1, microbatch_group_size: int | None = None) -> Schedule:

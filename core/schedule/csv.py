@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from ..base.errors import ScheduleError
 from .action import CELL_FORM, ActionArray, Kind, parse_cell
-from .errors import ScheduleError
 from .placement import Placement
 
 _MAX_REPORTED = 100

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..action import ActionArray, Kind
-from ..errors import ScheduleError
-from ..placement import Placement
-from ..schedule import Schedule
+from ..base.errors import ScheduleError
+from .action import ActionArray, Kind
+from .placement import Placement
+from .schedule import Schedule
 
 # Moves of a row. 0 and 1 are its directions: 0 enters the pipeline at this rank's end first. W takes the oldest I that waits for it.
 F0, F1, B0, B1, I0, I1, W, F0_B1, F1_B0 = range(9)

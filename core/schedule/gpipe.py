@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..action import Kind
-from ..placement import Placement
-from ..schedule import Schedule
+from .action import Kind
+from .placement import Placement
 from .rows import assemble, count_within_kind
+from .schedule import Schedule
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:

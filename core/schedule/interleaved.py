@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import ScheduleError
-from ..placement import Placement
-from ..schedule import Schedule
+from ..base.errors import ScheduleError
 from . import one_f_one_b
+from .placement import Placement
 from .rows import assemble, count_within_kind, one_forward_one_backward
+from .schedule import Schedule
 
 
 def interleaved(pp: int, num_microbatches: int, vpp: int, microbatch_group_size: int | None = None) -> Schedule:

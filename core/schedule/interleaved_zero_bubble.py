@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..action import Kind
-from ..errors import ScheduleError
-from ..placement import Placement
-from ..schedule import Schedule
+from ..base.errors import ScheduleError
+from .action import Kind
 from .interleaved import schedule_table
+from .placement import Placement
 from .rows import assemble, count_within_kind, one_forward_one_backward, with_weights
+from .schedule import Schedule
 
 
 def interleaved_zero_bubble(pp: int, num_microbatches: int, vpp: int) -> Schedule:

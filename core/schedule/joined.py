@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..action import Action, Kind
-from ..placement import Placement
-from ..schedule import Schedule
+from .action import Action, Kind
 from .lower import lower
+from .placement import Placement
 from .rows import one_forward_one_backward
+from .schedule import Schedule
 
 Value = tuple[Kind, int, int | None]
 """A forward or a backward: kind, stage, microbatch."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..action import RECEIVES, SENDS, Kind
-from ..schedule import Schedule
+from .action import RECEIVES, SENDS, Kind
 from .messages import add_messages
 from .passes import add_reductions, add_steps, add_unshard, merge_backward
+from .schedule import Schedule
 
 
 def lower(schedule: Schedule, *, max_active_stages: int | None = None) -> Schedule:

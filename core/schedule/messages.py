@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..action import ActionArray, Kind
-from ..errors import ScheduleError
-from ..schedule import Schedule
+from ..base.errors import ScheduleError
+from .action import ActionArray, Kind
+from .schedule import Schedule
 
 _DURATION = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.OVERLAP_F_B: 3}
 

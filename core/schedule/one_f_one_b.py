@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..placement import Placement
-from ..schedule import Schedule
+from .placement import Placement
 from .rows import assemble, count_within_kind, one_forward_one_backward
+from .schedule import Schedule
 
 
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..action import RECEIVES, SENDS, ActionArray, Kind
-from ..errors import ScheduleError
-from ..schedule import Schedule
+from ..base.errors import ScheduleError
+from .action import RECEIVES, SENDS, ActionArray, Kind
 from .messages import unit_times
+from .schedule import Schedule
 
 MAX_ACTIVE_STAGES = 3
 """Stages that torch.distributed.pipelining keeps gathered: one runs forward, one backward, one is on its way."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from .errors import ScheduleError
+from ..base.errors import ScheduleError
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..action import ActionArray, Kind
-from ..placement import Placement
-from ..schedule import Schedule
+from .action import ActionArray, Kind
+from .placement import Placement
+from .schedule import Schedule
 
 
 def one_forward_one_backward(num_forwards: int, num_warmup: int, backward: Kind = Kind.B) -> np.ndarray:

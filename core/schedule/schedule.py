@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
+from ..base.errors import ScheduleError
+from ..base.files import TABLE_BYTES, read_text
 from .action import PER_MICROBATCH, Action, ActionArray, Kind
-from .errors import ScheduleError
-from .files import TABLE_BYTES, read_text
+from .csv import rows_from_csv, rows_to_csv
 from .placement import Placement
-from .schedule_csv import rows_from_csv, rows_to_csv
 
 
 @dataclass(frozen=True, eq=False)

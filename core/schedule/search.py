@@ -13,10 +13,10 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-from ..errors import ScheduleError
-from ..placement import Placement
-from ..schedule import Schedule
+from ..base.errors import ScheduleError
 from .catalog import CATALOG, Builder, build
+from .placement import Placement
+from .schedule import Schedule
 from .search_bounds import Bound, lower_bound
 from .search_moves import improve
 from .search_problem import Problem, Rows, evaluate, fits, peak_held, split_rows, to_schedule, whole_rows

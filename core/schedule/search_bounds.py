@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..action import Kind
+from .action import Kind
 from .search_problem import Problem, Route
 
 

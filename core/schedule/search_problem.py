@@ -15,9 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..action import Action, ActionArray, Kind
-from ..placement import Placement
-from ..schedule import Schedule
+from .action import Action, ActionArray, Kind
+from .placement import Placement
+from .schedule import Schedule
 
 Rows = list[list[int]]
 """Codes in order, one list per pipeline rank."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..action import Kind
+from .action import Kind
 from .search_problem import Problem, Rows
 
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..base.errors import FileError, ScheduleError, TimelineError
+from ..base.files import read_packed, write_bytes
+from ..base.names import is_plain
+from ..base.parsing import parse_json
 from .action import Action, ActionArray, Kind
-from .errors import FileError, ScheduleError, TimelineError
-from .files import read_packed, write_bytes
-from .names import is_plain
-from .parsing import parse_json
 
 FORMAT = "shardproof-timeline"
 VERSION = 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..action import Kind
-from ..placement import Placement
-from ..schedule import Schedule
+from .action import Kind
+from .placement import Placement
 from .rows import assemble, count_within_kind
+from .schedule import Schedule
 
 F0, F1, I0, I1, W0, W1 = (2 * kind + chunk for kind in (Kind.F, Kind.I, Kind.W) for chunk in (0, 1))
 """Codes of what a rank of a vee does: chunk 0 is its stage on the way down, chunk 1 the one on the way back."""

@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 
-from ..schedule import Schedule
+from .schedule import Schedule
 from .vee import F0, F1, I0, I1, W0, W1, vee_schedule
 
 _PERIOD = 6

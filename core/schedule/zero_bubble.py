@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..action import Kind
-from ..placement import Placement
-from ..schedule import Schedule
+from .action import Kind
+from .placement import Placement
 from .rows import assemble, count_within_kind, one_forward_one_backward, with_weights
+from .schedule import Schedule
 
 
 def zb_h1(pp: int, num_microbatches: int) -> Schedule:

@@ -7,9 +7,9 @@ from itertools import chain, product
 from math import inf
 from typing import Literal
 
-from ..errors import ScheduleError
-from ..placement import Placement
-from ..schedule import Schedule
+from ..base.errors import ScheduleError
+from .placement import Placement
+from .schedule import Schedule
 from .search_problem import Problem, Rows, evaluate, split_rows, to_schedule
 from .search_rules import Rule, dispatch
 from .zero_bubble import staggered

@@ -18,8 +18,8 @@ from functools import lru_cache
 from itertools import pairwise
 from math import exp, log
 
-from ..core.cluster import ClusterSpec
-from ..core.program import Product
+from ...core.machine.cluster import ClusterSpec
+from ...core.program import Product
 
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of one activation element. With fp8 only the inputs of products are cast; activations travel and rest in 16 bits

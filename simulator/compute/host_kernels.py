@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.cluster import ClusterSpec, kernel_key
-from ..core.errors import ClusterError, did_you_mean
-from .measured import Measured
+from ...core.base.errors import ClusterError, did_you_mean
+from ...core.machine.cluster import ClusterSpec, kernel_key
+from ..network.measured import Measured
 
 Variant = Literal["nt", "nn", "tn", "tn_"]
 """Which operand of a product lies transposed in memory: the second (x W^T), none (x W), the first (x^T y of a weight gradient), which with

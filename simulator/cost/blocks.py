@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..core.plan import Plan
-from ..core.program import Collective, LayerWork, Message, Operation, Product
-from .casts import cast_bytes
-from .compute import (
+from ...core.plan.plan import Plan
+from ...core.program import Collective, LayerWork, Message, Operation, Product
+from ..compute.compute import (
     AttentionShape,
     attention_kernels,
     attention_s,
@@ -24,9 +23,10 @@ from .compute import (
     slowed_s,
     traffic_s,
 )
-from .profile import Profile
-from .projections import second_products, separate, sum_bytes
-from .seconds import NOTHING, Seconds
+from ..engine.seconds import NOTHING, Seconds
+from ..stack.casts import cast_bytes
+from ..stack.profile import Profile
+from ..stack.projections import second_products, separate, sum_bytes
 from .traffic import Traffic
 
 Pass = Literal["forward", "input", "weight"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..core.plan import Plan
-from ..core.program import Collective, LayerWork, Operation, Operations, Product
+from ...core.plan.plan import Plan
+from ...core.program import Collective, LayerWork, Operation, Operations, Product
 from .traffic import Traffic
 
 EXPERT_AXES = ("ep", "etp")

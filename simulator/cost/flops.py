@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.model import ModelSpec
-from ..core.plan import Plan
-from ..core.program import recomputed_modules, recomputed_runs, recomputes_all
-from .profiles import PROFILES
+from ...core.model.model import ModelSpec
+from ...core.plan.plan import Plan
+from ...core.program import recomputed_modules, recomputed_runs, recomputes_all
+from ..stack.profiles import PROFILES
 
 
 @dataclass(frozen=True)

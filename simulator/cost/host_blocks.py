@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..core.model import ModelSpec
-from ..core.parameters import Parameter
-from ..core.plan import Plan
-from ..core.program import Collective, Group, LayerWork, Operation, Product, group_work
-from ..core.stage_parameters import stage_parameters
+from ...core.layout.stage_parameters import stage_parameters
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import Parameter
+from ...core.plan.plan import Plan
+from ...core.program import Collective, Group, LayerWork, Operation, Product, group_work
+from ..compute.host_kernels import Variant, attention_head_s, host_product_s, kernel_s
+from ..engine.seconds import NOTHING, Seconds
 from .blocks import COMPONENT_OF_AXIS, Block, Part
 from .host_cores import skew_s
-from .host_kernels import Variant, attention_head_s, host_product_s, kernel_s
-from .seconds import NOTHING, Seconds
 
 Kernels = Iterable[tuple[str, float, float]]
 """Kernel, elements of one call, calls."""

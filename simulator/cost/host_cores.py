@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.cluster import ClusterSpec
-from ..core.plan import Plan
-from .attribution import Sorts
-from .contention import Traffic
-from .seconds import Seconds
+from ...core.machine.cluster import ClusterSpec
+from ...core.plan.plan import Plan
+from ..engine.attribution import Sorts
+from ..engine.contention import Traffic
+from ..engine.seconds import Seconds
 
 CORES = "cores"
 """The name of the shared resource; its unit is seconds of one core."""

@@ -4,11 +4,11 @@ they are reduced, and an optimizer that goes tensor by tensor. Calls are counted
 
 from __future__ import annotations
 
-from ..core.plan import Plan
-from ..core.program import local_elements, num_shards
-from ..core.stage_parameters import stage_parameters
-from .compute import host_s, traffic_s
-from .profile import Profile
+from ...core.layout.stage_parameters import stage_parameters
+from ...core.plan.plan import Plan
+from ...core.program import local_elements, num_shards
+from ..compute.compute import host_s, traffic_s
+from ..stack.profile import Profile
 
 CHECK_CALLS = 6
 """Calls of the check of one bucket: its norm, the comparison with NaN and the copy of the answer that the host waits for, then the same

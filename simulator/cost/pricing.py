@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.program import (
+from ...core.program import (
     Collective,
     Group,
     copies_axis,
@@ -24,16 +23,17 @@ from ..core.program import (
     rank_stages,
     reduce_microbatch,
 )
-from .attribution import Sort, Sorts
+from ...core.schedule.action import Kind
+from ..compute.compute import elementwise_s, host_s, slowed_s, traffic_s
+from ..engine.attribution import Sort, Sorts
+from ..engine.contention import Traffic
+from ..engine.seconds import COMPONENTS, GRID, NOTHING, Seconds, on_grid
+from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
-from .compute import elementwise_s, host_s, slowed_s, traffic_s
-from .contention import Traffic
-from .delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .expert_load import loaded_traffic, loaded_work
 from .host_blocks import host_block, host_check_s, host_flatten_s, host_step_s
 from .host_cores import core_loads, skew_s
 from .once_a_step import waited_s
-from .seconds import COMPONENTS, GRID, NOTHING, Seconds, on_grid
 from .shared_links import shared_links
 from .traffic import group_traffic
 from .travel import Place, Travel, alike

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.plan import Plan
-from ..core.program import Collective, copies_axis, message_bytes, operations
-from .attribution import Sort, Sorts
-from .contention import Link, Traffic
-from .seconds import Seconds
-from .spreads import Spreads
-from .topology import network_share_bytes_per_s
+from ...core.plan.plan import Plan
+from ...core.program import Collective, copies_axis, message_bytes, operations
+from ...core.schedule.action import Kind
+from ..engine.attribution import Sort, Sorts
+from ..engine.contention import Link, Traffic
+from ..engine.seconds import Seconds
+from ..network.spreads import Spreads
+from ..network.topology import network_share_bytes_per_s
 
 
 def shared_links(plan: Plan, sorts: Sorts, prices: Sequence[Seconds]) -> Traffic | None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.plan import Plan
-from ..core.program import Group
-from ..core.rotary import rotary_growth
-from .compute import ELEMENT_BYTES
-from .profile import Profile
+from ...core.model.rotary import rotary_growth
+from ...core.plan.plan import Plan
+from ...core.program import Group
+from ..compute.compute import ELEMENT_BYTES
+from ..stack.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

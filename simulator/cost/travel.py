@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..core.action import Kind
-from ..core.plan import Plan
-from ..core.program import (
+from ...core.plan.plan import Plan
+from ...core.program import (
     Collective,
     Group,
     Held,
@@ -24,14 +23,15 @@ from ..core.program import (
     stage_groups,
     tied_ends,
 )
+from ...core.schedule.action import Kind
+from ..engine.seconds import Seconds
+from ..network.network import Spread, collective_s, message_s, message_work_s
+from ..network.spreads import Spreads
+from ..stack.profiles import profile_of
 from .blocks import COMPONENT_OF_AXIS
 from .host_blocks import is_host, rate_share
 from .host_cores import shares_cores
-from .network import Spread, collective_s, message_s, message_work_s
 from .once_a_step import num_buckets
-from .profiles import profile_of
-from .seconds import Seconds
-from .spreads import Spreads
 from .zero import table_share
 
 MOST_SHARED = 4096

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..core.plan import Plan
-from ..core.program import Held, num_shards, stage_groups
-from ..core.stage_parameters import stage_parameters
-from .compute import host_s
-from .profile import Profile
+from ...core.layout.stage_parameters import stage_parameters
+from ...core.plan.plan import Plan
+from ...core.program import Held, num_shards, stage_groups
+from ..compute.compute import host_s
+from ..stack.profile import Profile
 
 
 class Uncovered(NamedTuple):

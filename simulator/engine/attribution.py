@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.action import SENDS, Kind
+from ...core.schedule.action import SENDS, Kind
 from .engine import Run
 from .graph import Graph
 from .seconds import COMPONENTS, Seconds

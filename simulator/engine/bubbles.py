@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.action import SENDS, Kind
+from ...core.schedule.action import SENDS, Kind
 from .attribution import sorts_of
 from .engine import Run
 from .seconds import Seconds

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.errors import ScheduleError
+from ...core.base.errors import ScheduleError
+from ...core.schedule.action import Kind
 from . import kernel
 from .engine import Run, execute, plain_run
 from .graph import NUM_WAITS, Graph

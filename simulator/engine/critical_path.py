@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.action import SENDS, Kind
+from ...core.schedule.action import SENDS, Kind
 from .attribution import TIME_KEYS, sorts_of
 from .engine import Run
 from .seconds import COMPONENTS, Seconds

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.action import RECEIVES, SENDS, Kind
-from ..core.errors import ScheduleError
-from ..core.schedule import Schedule
-from ..core.timeline import Spans, Timeline
+from ...core.base.errors import ScheduleError
+from ...core.schedule.action import RECEIVES, SENDS, Kind
+from ...core.schedule.schedule import Schedule
+from ...core.schedule.timeline import Spans, Timeline
 from . import kernel
 from .graph import Graph, Sends, build_graph
 
@@ -64,7 +64,7 @@ def run_schedule(
     first. `sends="rendezvous"` lets a send wait for its receive. Raises `ScheduleError` for a schedule that cannot run.
     """
     if not schedule.is_lowered and not _has_messages(schedule):
-        from ..core.schedules import lower
+        from ...core.schedule import lower
 
         schedule = lower(schedule)
     actions, num_stages = schedule.actions, schedule.num_stages

@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.action import COMPUTE, RECEIVES, SENDS, Kind
-from ..core.errors import ScheduleError
-from ..core.schedule import Schedule
-from ..core.timeline import COMPUTE_LANE, message_lane
+from ...core.base.errors import ScheduleError
+from ...core.schedule.action import COMPUTE, RECEIVES, SENDS, Kind
+from ...core.schedule.schedule import Schedule
+from ...core.schedule.timeline import COMPUTE_LANE, message_lane
 from . import kernel
 
 Sends = Literal["buffered", "rendezvous", "blocking"]

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ..core.schedule import Schedule
+from ...core.schedule.schedule import Schedule
 
 _VERSION = 6
 """Version of the compiled functions' arguments that this file knows; a build of another one is as good as none."""

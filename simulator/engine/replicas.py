@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.errors import ScheduleError
+from ...core.base.errors import ScheduleError
+from ...core.schedule.action import Kind
 from . import kernel
 from .engine import Run, execute
 from .graph import Graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from ..core.errors import PlanError
+from ...core.base.errors import PlanError
 
 GRID = 2.0**40
 """Prices are rounded to 1/GRID seconds (0.9 ps), so that sums of them are exact in float64 up to 8,192 s, in any order."""

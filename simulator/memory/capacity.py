@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..core.cluster_presets import as_device
-from ..core.plan import Plan
-from ..core.variation import devices_named
-from .link_shares import rank_index
-from .memory_profiles import memory_profile
+from ...core.machine.cluster_presets import as_device
+from ...core.machine.variation import devices_named
+from ...core.plan.plan import Plan
+from ..network.link_shares import rank_index
+from .profiles import memory_profile
 from .reserved import reserved_bytes
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.action import ActionArray, Kind
-from ..core.errors import PlanError
-from ..core.plan import Plan
-from ..core.reduction import sibling
-from ..core.schedule import Schedule
-from .memory_profiles import MemoryProfile
-from .memory_sizes import rank_step_bytes, stage_sizes
+from ...core.base.errors import PlanError
+from ...core.base.reduction import sibling
+from ...core.plan.plan import Plan
+from ...core.schedule.action import ActionArray, Kind
+from ...core.schedule.schedule import Schedule
+from .profiles import MemoryProfile
+from .sizes import rank_step_bytes, stage_sizes
 
 MOST_BYTES = 2**62
 """Bytes of a rank over a step whose running sums are exact in 64 bits."""

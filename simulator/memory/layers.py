@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..core.plan import Plan
-from .memory_tape import Node
-from .memory_tensors import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, LayerTensors, rotary_table_bytes
+from ...core.plan.plan import Plan
+from .tape import Node
+from .tensors import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, LayerTensors, rotary_table_bytes
 
 
 def layer_nodes(tensors: LayerTensors, *, moe: bool) -> tuple[Node, ...]:

@@ -16,20 +16,20 @@ from operator import attrgetter
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.plan import Plan
-from ..core.program import message_bytes
-from ..core.schedule import Placement, Schedule
-from ..core.timeline import MemorySample
-from .engine import Run
-from .memory_changes import all_changes
-from .memory_peaks import peaks
-from .memory_profiles import MemoryProfile, memory_profile
-from .memory_sizes import layer_activation_bytes, stage_activation_bytes, stage_sizes
-from .memory_states import states_of
-from .memory_static import buffers_bytes
-from .profiles import profile_of
+from ...core.plan.plan import Plan
+from ...core.program import message_bytes
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Placement, Schedule
+from ...core.schedule.timeline import MemorySample
+from ..engine.engine import Run
+from ..stack.profiles import profile_of
+from .changes import all_changes
+from .peaks import peaks
+from .profiles import MemoryProfile, memory_profile
 from .reserved import reserved_bytes
+from .sizes import layer_activation_bytes, stage_activation_bytes, stage_sizes
+from .states import states_of
+from .static import buffers_bytes
 
 __all__ = ["RankMemory", "layer_activation_bytes", "memory_samples", "peak_in_flight", "rank_memories", "stage_activation_bytes"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..core.host import EXCHANGED_BYTES
-from ..core.plan import Plan
-from ..core.program import local_elements, num_shards, tied_ends
-from ..core.program.buckets import gradient_buckets
-from ..core.stage_parameters import stage_parameters
-from .memory_own_zero import sharded_reduce_bytes, sharded_step_bytes
-from .memory_tape import Node
-from .memory_tensors import LayerTensors
+from ...core.layout.stage_parameters import stage_parameters
+from ...core.machine.host import EXCHANGED_BYTES
+from ...core.plan.plan import Plan
+from ...core.program import local_elements, num_shards, tied_ends
+from ...core.program.buckets import gradient_buckets
+from .own_zero import sharded_reduce_bytes, sharded_step_bytes
+from .tape import Node
+from .tensors import LayerTensors
 
 FP32_BYTES = 4
 

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.plan import Plan
-from ..core.program import num_copies, num_shards, weight_bytes
-from ..core.program.buckets import BucketSize, bucket_sizes, gathered_sizes, sums_are_sharded, waits_for_parts
+from ...core.plan.plan import Plan
+from ...core.program import num_copies, num_shards, weight_bytes
+from ...core.program.buckets import (
+    BucketSize,
+    bucket_sizes,
+    gathered_sizes,
+    sums_are_sharded,
+    waits_for_parts,
+)
 
 FP32_BYTES = 4
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..core.action import Action, Kind
-from ..core.plan import Plan
-from ..core.schedule import Schedule
-from .memory_changes import all_changes, check_countable
-from .memory_profiles import MemoryProfile
-from .memory_sizes import rank_step_bytes, stage_sizes
-from .memory_states import states_of
+from ...core.plan.plan import Plan
+from ...core.schedule.action import Action, Kind
+from ...core.schedule.schedule import Schedule
+from .changes import all_changes, check_countable
+from .profiles import MemoryProfile
+from .sizes import rank_step_bytes, stage_sizes
+from .states import states_of
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..core.plan import Plan
-from .profiles import profile_of
+from ...core.plan.plan import Plan
+from ..stack.profiles import profile_of
 
 MIB = 2**20
 

@@ -5,8 +5,8 @@ Messages of PyTorch that ran out of memory tell it: what the process holds, less
 
 from __future__ import annotations
 
-from ..core.plan import Plan
-from .spreads import strides
+from ...core.plan.plan import Plan
+from ..network.spreads import strides
 
 MIB = 2**20
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from ..core.plan import Plan
-from ..core.program import Group, stage_groups
-from .memory_layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
-from .memory_own import own_nodes, own_reduce_bytes, own_step_bytes
-from .memory_own_zero import backward_bytes, gathering_bytes
-from .memory_profiles import memory_profile
-from .memory_static import gathered_bytes, gradients_bytes, optimizer_bytes, step_bytes, weights_bytes
-from .memory_tape import EMPTY, Node, TapeMemory, tape_memory
-from .memory_tensors import LayerTensors
+from ...core.plan.plan import Plan
+from ...core.program import Group, stage_groups
+from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
+from .own import own_nodes, own_reduce_bytes, own_step_bytes
+from .own_zero import backward_bytes, gathering_bytes
+from .profiles import memory_profile
+from .static import gathered_bytes, gradients_bytes, optimizer_bytes, step_bytes, weights_bytes
+from .tape import EMPTY, Node, TapeMemory, tape_memory
+from .tensors import LayerTensors
 
 
 @dataclass(frozen=True)

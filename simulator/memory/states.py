@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.schedule import Schedule
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Schedule
 
 COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.STEP, Kind.UNSHARD, Kind.REDUCE_GRAD)
 """Actions that can be at a peak; the others hold what is left by those before them."""

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ..core.layout import Layout
-from ..core.leaves import LeafSizes
-from ..core.model import ModelSpec
-from ..core.parameters import Parameter, layer_parameters, mtp_parameters
-from ..core.plan import Plan
-from ..core.program import Held, held_elements, held_gradients, num_shards, weight_bytes
-from ..core.program.buckets import sums_are_sharded
-from .memory_profiles import MemoryProfile
-from .memory_tensors import LayerTensors, rotary_table_bytes
+from ...core.layout.layout import Layout
+from ...core.layout.leaves import LeafSizes
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import Parameter, layer_parameters, mtp_parameters
+from ...core.plan.plan import Plan
+from ...core.program import Held, held_elements, held_gradients, num_shards, weight_bytes
+from ...core.program.buckets import sums_are_sharded
+from .profiles import MemoryProfile
+from .tensors import LayerTensors, rotary_table_bytes
 
 MOMENT_BYTES = 8
 """Two fp32 moments of Adam."""

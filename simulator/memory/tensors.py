@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..core.chunks import Chunks
-from ..core.plan import Plan
-from .memory_profiles import MemoryProfile
+from ...core.layout.chunks import Chunks
+from ...core.plan.plan import Plan
+from .profiles import MemoryProfile
 
 MASK_BYTES = 1
 """A dropout mask holds one byte per element."""

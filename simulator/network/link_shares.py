@@ -11,11 +11,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..core.cluster import ClusterSpec
-from ..core.layout import Layout
-from ..core.plan import Plan
-from ..core.program import tied_ends
-from ..core.variation import LinkName, Variation, link_named, names_in
+from ...core.layout.layout import Layout
+from ...core.machine.cluster import ClusterSpec
+from ...core.machine.variation import LinkName, Variation, link_named, names_in
+from ...core.plan.plan import Plan
+from ...core.program import tied_ends
 from .spreads import DENSE_AXES, EXPERT_AXES, Spreads, strides
 from .topology import Shares, Spread, card_of, cards_in_node, degraded, devices_in_node, leaf_of
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.cluster import ClusterSpec, curve_key
+from ...core.machine.cluster import ClusterSpec, curve_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..core.cluster import ClusterSpec
+from ...core.machine.cluster import ClusterSpec
 from .topology import Spread, cards_in_node, devices_in_node, link_bytes_per_s, neighbour_bytes_per_s, network_share_bytes_per_s
 
 LINK_HOP_S, NETWORK_HOP_S, LAUNCH_S = 3.4e-6, 14.0e-6, 6.6e-6

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..core.cluster import ClusterSpec
-from ..core.program import Collective
+from ...core.machine.cluster import ClusterSpec
+from ...core.program import Collective
 from .measured import Measured, measured_line
 from .nccl import BASE_S, LAUNCH_S, Line, message_rate, nccl_lines, network_message_rate
 from .topology import Spread, degraded, leaf_of, link_bytes_per_s, network_share_bytes_per_s, spread_of, topology

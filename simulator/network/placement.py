@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..core.cluster import ClusterSpec
-from ..core.layout import Layout
-from ..core.plan import Plan
+from ...core.layout.layout import Layout
+from ...core.machine.cluster import ClusterSpec
+from ...core.plan.plan import Plan
 from .link_shares import rank_index
 from .spreads import strides
 

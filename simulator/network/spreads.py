@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..core.cluster import ClusterSpec
-from ..core.layout import AXES, Layout
-from ..core.plan import Plan
-from ..core.program import num_shards, tied_ends
+from ...core.layout.layout import AXES, Layout
+from ...core.machine.cluster import ClusterSpec
+from ...core.plan.plan import Plan
+from ...core.program import num_shards, tied_ends
 from .network import Spread, spread_of
 
 DENSE_AXES: Mapping[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..core.cluster import ClusterSpec
+from ...core.machine.cluster import ClusterSpec
 
 if TYPE_CHECKING:
     import networkx

@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from ..core.errors import TimelineError
-from ..core.plan import Plan
-from ..core.schedule import Placement, Schedule
-from ..core.schedules import lower
-from ..core.timeline import COMPUTE_LANE, Timeline
-from .columns import couplings_of
-from .graph import Graph, build_graph
-from .pricing import Pricing
-from .profiles import profile_of
+from ...core.base.errors import TimelineError
+from ...core.plan.plan import Plan
+from ...core.schedule import lower
+from ...core.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from ...core.schedule.schedule import Placement, Schedule
+from ...core.schedule.timeline import COMPUTE_LANE, Timeline
+from ..cost.pricing import Pricing
+from ..engine.graph import Graph, build_graph
+from ..stack.profiles import profile_of
+from ..variation.columns import couplings_of
 
 
 class Place(NamedTuple):

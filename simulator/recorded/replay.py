@@ -7,21 +7,21 @@ from statistics import median_low
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.errors import PlanError
-from ..core.plan import Plan
-from ..core.timeline import Timeline
-from .attribution import Sort, sorts_of
-from .columns import couplings_of
-from .graph import Graph
-from .memory import rank_memories
-from .pricing import Pricing
-from .profiles import profile_of
-from .provenance import Origin
+from ...core.base.errors import PlanError
+from ...core.plan.plan import Plan
+from ...core.schedule.action import Kind
+from ...core.schedule.timeline import Timeline
+from ..cost.pricing import Pricing
+from ..engine.attribution import Sort, sorts_of
+from ..engine.graph import Graph
+from ..engine.replicas import ReplicaRun, execute_replicas
+from ..engine.seconds import GRID, Seconds
+from ..memory.memory import rank_memories
+from ..stack.profiles import profile_of
+from ..stack.provenance import Origin
+from ..step.step import Simulation, plan_graph, report_of
+from ..variation.columns import couplings_of
 from .recorded import recorded_durations_s
-from .replicas import ReplicaRun, execute_replicas
-from .seconds import GRID, Seconds
-from .step import Simulation, plan_graph, report_of
 
 LANE_COMPONENTS = {Kind.STEP: "optimizer", Kind.REDUCE_GRAD: "dp_comm", Kind.UNSHARD: "dp_comm", Kind.RESHARD: "dp_comm"}
 """Where the seconds of a kind of action go that costs nothing by its price; messages are `pp_comm`, all else is `compute`."""

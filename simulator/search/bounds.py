@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.plan import Plan
-from ..core.program import recomputes_all
-from ..core.schedule import Placement
-from .compute import slowed_s
-from .memory_profiles import memory_profile
-from .memory_sizes import StageSizes, stage_sizes
-from .pricing import Pricing
-from .search_space import Family
-from .seconds import COMPONENTS, GRID, Seconds
+from ...core.plan.plan import Plan
+from ...core.program import recomputes_all
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Placement
+from ..compute.compute import slowed_s
+from ..cost.pricing import Pricing
+from ..engine.seconds import COMPONENTS, GRID, Seconds
+from ..memory.profiles import memory_profile
+from ..memory.sizes import StageSizes, stage_sizes
+from .space import Family
 
 WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "Combined1F1B"})
 """Schedules that never split a backward: after a rank's last action the backwards of the stages before it are still to come."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..core.findings import Finding
-from ..core.plan import Plan
-from ..core.units import format_bytes
+from ...core.base.findings import Finding
+from ...core.base.units import format_bytes
+from ...core.plan.plan import Plan
+from ..step.step import representatives
 from .remedies import is_tried, remedies
 from .spare import spare_of
-from .step import representatives
 
 OUT_OF_MEMORY = "out-of-memory"
 """The finding of a plan that does not fit."""

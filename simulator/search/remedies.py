@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.errors import ShardproofError
-from ..core.plan import Plan, build_plan
-from ..core.plan_toml import Given, read_values
-from .simulate import simulate
+from ...core.base.errors import ShardproofError
+from ...core.plan.plan import Plan, build_plan
+from ...core.plan.toml import Given, read_values
+from ..simulation.simulate import simulate
+from ..step.step import lowered_schedule
 from .spare import spare_of
-from .step import lowered_schedule
 
 Changes = Mapping[str, Any]
 """Dotted key of a plan -> the value it is given."""

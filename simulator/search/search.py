@@ -17,19 +17,19 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from ..core.errors import ScheduleError
-from ..core.options import SearchSpace
-from ..core.plan import Plan
-from ..core.schedule import Schedule
-from ..core.schedules import build, lower
-from .capacity import capacity_of
-from .memory import RankMemory, rank_memories
-from .pricing import Pricing
-from .profiles import profile_of
-from .search_bounds import chain_bounds_s, family_bound_s, lower_bound_s, memory_bound_bytes
-from .search_space import Cut, Family, Tally, cuts, families, variants
-from .simulate import simulate
-from .step import Simulation, worst
+from ...core.base.errors import ScheduleError
+from ...core.commands.options import SearchSpace
+from ...core.plan.plan import Plan
+from ...core.schedule import build, lower
+from ...core.schedule.schedule import Schedule
+from ..cost.pricing import Pricing
+from ..memory.capacity import capacity_of
+from ..memory.memory import RankMemory, rank_memories
+from ..simulation.simulate import simulate
+from ..stack.profiles import profile_of
+from ..step.step import Simulation, worst
+from .bounds import chain_bounds_s, family_bound_s, lower_bound_s, memory_bound_bytes
+from .space import Cut, Family, Tally, cuts, families, variants
 
 __all__ = ["REASONS", "SearchResult", "lower_bound_s", "search"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.cluster import ClusterSpec
-from ..core.plan import Plan
-from .simulate import simulate
+from ...core.machine.cluster import ClusterSpec
+from ...core.plan.plan import Plan
+from ..simulation.simulate import simulate
 
 IMPROVEMENT = 0.1
 """Rates and shares become this much larger, times this much smaller."""

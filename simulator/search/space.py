@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..core.divisors import divisors
-from ..core.errors import LayoutError, PlanError
-from ..core.layout import DEFAULT_ORDER, Layout
-from ..core.microbatches import microbatch_counts
-from ..core.options import SearchSpace
-from ..core.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
-from ..core.plan_rules import broken_rules
-from ..core.schedules import CATALOG
-from ..core.stages import balanced_stages
-from .profiles import PROFILES
+from ...core.base.divisors import divisors
+from ...core.base.errors import LayoutError, PlanError
+from ...core.commands.options import SearchSpace
+from ...core.layout.layout import DEFAULT_ORDER, Layout
+from ...core.layout.microbatches import microbatch_counts
+from ...core.layout.stages import balanced_stages
+from ...core.plan.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
+from ...core.plan.rules import broken_rules
+from ...core.schedule import CATALOG
+from ..stack.profiles import PROFILES
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
 """Microbatch sizes tried unless one is pinned."""

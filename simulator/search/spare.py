@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.plan import Plan
-from .capacity import Capacity, capacities
-from .memory import RankMemory, rank_memories
-from .profiles import profile_of
-from .step import lowered_schedule
+from ...core.plan.plan import Plan
+from ..memory.capacity import Capacity, capacities
+from ..memory.memory import RankMemory, rank_memories
+from ..stack.profiles import profile_of
+from ..step.step import lowered_schedule
 
 
 @dataclass(frozen=True)

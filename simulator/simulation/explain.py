@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.units import format_bytes, format_count, format_s
-from .bubbles import CAUSES, idle_of
-from .critical_path import critical_path
-from .modules import ModularSimulation
-from .step import Simulation
+from ...core.base.units import format_bytes, format_count, format_s
+from ..engine.bubbles import CAUSES, idle_of
+from ..engine.critical_path import critical_path
+from ..step.modules import ModularSimulation
+from ..step.step import Simulation
 
 Row = tuple[str, ...]
 

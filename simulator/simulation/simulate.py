@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from ..core.errors import PlanError
-from ..core.plan import ModularPlan, Plan
-from ..core.timeline import Timeline
-from .modules import ModularSimulation, simulate_modules
-from .placement import replicas_lie_alike
-from .replay import simulate_recorded
-from .step import Simulation, simulate_first
-from .variation import simulate_varied
+from ...core.base.errors import PlanError
+from ...core.plan.plan import ModularPlan, Plan
+from ...core.schedule.timeline import Timeline
+from ..network.placement import replicas_lie_alike
+from ..recorded.replay import simulate_recorded
+from ..step.modules import ModularSimulation, simulate_modules
+from ..step.step import Simulation, simulate_first
+from ..variation.variation import simulate_varied
 
 
 @overload

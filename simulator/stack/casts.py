@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.program import Product
+from ...core.program import Product
 
 Scaling = Literal["tensor", "row", "block"]
 """How far one scale reaches: a tensor, a row or column, or 32 numbers of one (mxfp8)."""

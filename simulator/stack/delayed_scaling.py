@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from ..core.cluster import ClusterSpec
-from ..core.plan import Plan
-from ..core.program import Collective
-from .compute import elementwise_s
+from ...core.machine.cluster import ClusterSpec
+from ...core.plan.plan import Plan
+from ...core.program import Collective
+from ..compute.compute import elementwise_s
 
 AmaxRanks = Literal["model", "replicas"]
 """Who agrees: the tensor- and context-parallel ranks of a replica, or those of all replicas."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from ..core.cluster import ClusterSpec
+from ...core.machine.cluster import ClusterSpec
+from ..engine.graph import Sends
 from .casts import TRANSFORMER_ENGINE_CASTS, Casts
 from .delayed_scaling import AmaxRanks
-from .graph import Sends
 
 TensorOverlap = Literal["none", "backward", "forward", "all"]
 """Which tensor-parallel collectives run beside products: none; those of the backward, launched beside the weight-gradient product

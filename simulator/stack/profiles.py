@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ..core.plan import DataParallel, Plan, Precision, Runtime
+from ...core.plan.plan import DataParallel, Plan, Precision, Runtime
 from .casts import TORCHAO_CASTS
 from .profile import Profile
 

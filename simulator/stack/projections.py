@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from ..core.model import ModelSpec
-from ..core.program import Collective, LayerWork, Operations, Product
+from ...core.model.model import ModelSpec
+from ...core.program import Collective, LayerWork, Operations, Product
 
 SUM_OPERANDS_BYTES = 2
 """A gradient of 16 bits that is read or written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, TypedDict
 
-from ..core.cluster import ClusterSpec
+from ...core.machine.cluster import ClusterSpec
 from .profile import Profile
 
 

@@ -14,25 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from ..core.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from ..core.bridge import parcels, stage_grid
-from ..core.errors import PlanError
-from ..core.plan import ModularPlan, ModulePlan
-from ..core.program.work import activation_bytes
-from ..core.schedule import Schedule
-from ..core.schedule_of import modular_schedule, part_schedule
-from ..core.timeline import MemorySample, Timeline
-from .attribution import Sort, attribute, busy_s, critical_pp_rank, sorts_of
-from .capacity import capacity_of
-from .engine import Run, execute
-from .flops import step_flops
-from .graph import NUM_WAITS, Graph, build_graph
-from .memory import RankMemory, memory_samples, rank_memories
-from .network import message_s
-from .pricing import Pricing
-from .profiles import profile_of
-from .provenance import report_provenance
-from .seconds import Seconds, on_grid
+from ...core.base.errors import PlanError
+from ...core.plan.plan import ModularPlan, ModulePlan
+from ...core.plan.schedule_of import modular_schedule, part_schedule
+from ...core.program.bridge import parcels, stage_grid
+from ...core.program.work import activation_bytes
+from ...core.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from ...core.schedule.schedule import Schedule
+from ...core.schedule.timeline import MemorySample, Timeline
+from ..cost.flops import step_flops
+from ..cost.pricing import Pricing
+from ..engine.attribution import Sort, attribute, busy_s, critical_pp_rank, sorts_of
+from ..engine.engine import Run, execute
+from ..engine.graph import NUM_WAITS, Graph, build_graph
+from ..engine.seconds import Seconds, on_grid
+from ..memory.capacity import capacity_of
+from ..memory.memory import RankMemory, memory_samples, rank_memories
+from ..network.network import message_s
+from ..stack.profiles import profile_of
+from ..stack.provenance import report_provenance
 
 MOST_INPUTS = NUM_WAITS - 1
 """Modules whose hidden states may join before an action of the engine."""

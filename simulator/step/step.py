@@ -9,25 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.model import ModelSpec
-from ..core.parameters import count_parameters
-from ..core.plan import Plan
-from ..core.schedule import Schedule
-from ..core.schedule_of import schedule_for
-from ..core.schedules import build, lower
-from ..core.timeline import MemorySample, Timeline
-from .attribution import attribute, busy_s, critical_pp_rank, sorts_of
-from .capacity import capacities
-from .contention import execute_shared
-from .engine import Run, execute
-from .flops import step_flops
-from .graph import Graph, Sends, build_graph
-from .memory import RankMemory, memory_samples, rank_memories
-from .pricing import Pricing
-from .profiles import profile_of
-from .provenance import report_provenance
-from .seconds import Seconds
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import count_parameters
+from ...core.plan.plan import Plan
+from ...core.plan.schedule_of import schedule_for
+from ...core.schedule import build, lower
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Schedule
+from ...core.schedule.timeline import MemorySample, Timeline
+from ..cost.flops import step_flops
+from ..cost.pricing import Pricing
+from ..engine.attribution import attribute, busy_s, critical_pp_rank, sorts_of
+from ..engine.contention import execute_shared
+from ..engine.engine import Run, execute
+from ..engine.graph import Graph, Sends, build_graph
+from ..engine.seconds import Seconds
+from ..memory.capacity import capacities
+from ..memory.memory import RankMemory, memory_samples, rank_memories
+from ..stack.profiles import profile_of
+from ..stack.provenance import report_provenance
 
 
 @dataclass(frozen=True, eq=False)

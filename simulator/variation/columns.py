@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.cluster_presets import as_device
-from ..core.plan import Plan
-from ..core.variation import NO_VARIATION, devices_named
-from .attribution import Sorts
-from .link_shares import DegradedSpreads, LinkShares, rank_index
-from .placement import replicas_lie_alike, shift_of
-from .pricing import Pricing
-from .seconds import Seconds
-from .spreads import Spreads
+from ...core.machine.cluster_presets import as_device
+from ...core.machine.variation import NO_VARIATION, devices_named
+from ...core.plan.plan import Plan
+from ...core.schedule.action import Kind
+from ..cost.pricing import Pricing
+from ..engine.attribution import Sorts
+from ..engine.seconds import Seconds
+from ..network.link_shares import DegradedSpreads, LinkShares, rank_index
+from ..network.placement import replicas_lie_alike, shift_of
+from ..network.spreads import Spreads
 
 SHARED_BY_EXPERTS = (Kind.F, Kind.B, Kind.I, Kind.OVERLAP_F_B)
 """Actions inside which ranks of an ep group exchange tokens."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..core.plan import Plan
+from ...core.plan.plan import Plan
 
 
 @dataclass(frozen=True)

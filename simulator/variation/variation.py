@@ -12,24 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from ..core.action import SENDS, Kind
-from ..core.plan import Plan
-from ..core.variation import NO_VARIATION, devices_named
-from .attribution import sorts_of
-from .capacity import capacity_of_class
+from ...core.machine.variation import NO_VARIATION, devices_named
+from ...core.plan.plan import Plan
+from ...core.schedule.action import SENDS, Kind
+from ..cost.expert_load import Loads, draw_loads, joined
+from ..cost.pricing import GraphPrices, Pricing
+from ..engine.attribution import sorts_of
+from ..engine.engine import Run, execute
+from ..engine.graph import Graph
+from ..engine.replicas import ReplicaRun, execute_replicas
+from ..engine.seconds import GRID, Seconds
+from ..memory.capacity import capacity_of_class
+from ..memory.memory import RankMemory
+from ..network.placement import replicas_lie_alike
+from ..stack.provenance import Origin
+from ..step.step import Simulation, report_of, simulate_first
 from .columns import Columns, columns_of
 from .draws import add_pauses, slowest
-from .engine import Run, execute
-from .expert_load import Loads, draw_loads, joined
 from .goodput import goodput_of
-from .graph import Graph
-from .memory import RankMemory
-from .placement import replicas_lie_alike
-from .pricing import GraphPrices, Pricing
-from .provenance import Origin
-from .replicas import ReplicaRun, execute_replicas
-from .seconds import GRID, Seconds
-from .step import Simulation, report_of, simulate_first
 
 LARGEST_BLOCK = 1 << 21
 """Actions times columns that are drawn and run at a time."""

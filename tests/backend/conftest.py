@@ -11,15 +11,15 @@ from hypothesis import settings
 from torch import Tensor
 
 from helpers.stage import spread_weights, tokens_of, whole_gradients
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.transformer import Stage, finish_tied
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import TOKEN_TABLE
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")

@@ -9,14 +9,14 @@ import pytest
 
 from helpers.modules import modular, module
 from shardproof.backend.memory_check import CERTAIN_SHARE, FORKED_BYTES, TORCH_BYTES, check_memory, need_of
-from shardproof.core.cli import main
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.host import _group_limits, available_memory_bytes
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan
-from shardproof.simulator.fit import fit
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.host import _group_limits, available_memory_bytes
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan
+from shardproof.simulator.search.fit import fit
 
 EIGHT_BILLION = ["--model", "llama3-8b", "--set", "model.vocab_size=259", "--sequence", "256", "--dtype", "bf16"]
 

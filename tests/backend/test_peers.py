@@ -12,10 +12,10 @@ import torch
 from torch.optim.adamw import adamw
 
 import shardproof
-from shardproof.backend.launch import preload
-from shardproof.backend.optimizer import Held, ShardedAdamW
-from shardproof.core.parameters import Parameter
-from shardproof.core.plan import Optimizer
+from shardproof.backend.base.optimizer import Held, ShardedAdamW
+from shardproof.backend.launching.launch import preload
+from shardproof.core.model.parameters import Parameter
+from shardproof.core.plan.plan import Optimizer
 
 BENCHMARKS = Path(shardproof.__file__).parent / "benchmarks"
 

@@ -15,8 +15,8 @@ import torch
 
 from shardproof import Timeline
 from shardproof.backend import trainer
-from shardproof.backend.torchrun import under_torchrun
-from shardproof.core.cli import main
+from shardproof.backend.launching.torchrun import under_torchrun
+from shardproof.core.commands.cli import main
 
 PLAN = ["--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "8", "--sequence", "16"]
 PIPELINE = [*PLAN, "--pp", "2", "--devices", "2"]
@@ -101,7 +101,7 @@ def test_a_schedule_with_a_missing_receive_is_refused_before_anything_starts(tmp
 
 
 def test_who_starts_ranks_reads_their_results_without_torch():
-    code = "import sys, shardproof.backend.cli, shardproof.backend.step_result, shardproof.backend.trainer; print('torch' in sys.modules)"
+    code = "import sys, shardproof.backend.cli, shardproof.backend.base.step_result, shardproof.backend.trainer; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -18,18 +18,28 @@ import torch
 from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
 from helpers.paths import EXAMPLES
 from shardproof import Trainer, lower, run_schedule
-from shardproof.backend.observe import Observer
-from shardproof.backend.optimizer import Held, ShardedAdamW, clip_coefficient
+from shardproof.backend.base.observe import Observer
+from shardproof.backend.base.optimizer import Held, ShardedAdamW, clip_coefficient
 from shardproof.backend.trainer import TrainJob, run_steps, train_rank, validation_points
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import DivergedError, PlanError, RankFailure
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import Parameter
-from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Runtime, ScheduleChoice, Train
+from shardproof.core.base.errors import DivergedError, PlanError, RankFailure
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.parameters import Parameter
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations
-from shardproof.core.schedule_of import schedule_for
 
 STEPS = 3
 ONE = Layout()
@@ -226,7 +236,7 @@ class PlainGPT(torch.nn.Module):
 def test_three_steps_agree_with_plain_torch_within_2e_5(mode, workers):
     """From the same weights: mean cross-entropy, clip_grad_norm_, torch.optim.AdamW. Losses and norms to 2e-5 relative (fp32 has 6e-8;
     products of 256 terms and three updates of 1e-2 amplify it), weights to 2e-4 of a step that moves them by up to 1e-2 each."""
-    from shardproof.backend.data import Corpus
+    from shardproof.backend.data.corpus import Corpus
 
     numerics = Numerics(mode, gradient_token_block=8, reduction_token_block=4)
     plan = tiny(Layout(tp=2, pp=2), numerics=numerics)

@@ -1,7 +1,7 @@
 """Predictions against published steps that come with the repository, so that CI sees it when a change costs accuracy.
 
 `tests/data/published_sample.jsonl` holds 44 published rows with their sources: SC21 table 1, Korthikanti table 5, MLPerf Training v4.1 and
-v5.0, SimuMax on 8 B200. `python -m shardproof.simulator.validate` judges all published rows.
+v5.0, SimuMax on 8 B200. `python -m shardproof.benchmarks.published.validation` judges all published rows.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 import pytest
 
 from helpers.paths import DATA
-from shardproof.simulator.published import Row
-from shardproof.simulator.validate import Prediction, predict_row
-from shardproof.simulator.validate.targets import TARGETS
+from shardproof.benchmarks.published.row import Row
+from shardproof.benchmarks.published.validation import Prediction, predict_row
+from shardproof.benchmarks.published.validation.targets import TARGETS
 
 SAMPLE = DATA / "published_sample.jsonl"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.simulator.published import Row, measured_of
-from shardproof.simulator.validate import Prediction, predict_row
-from shardproof.simulator.validate.bias import bias_tables
-from shardproof.simulator.validate.open_fields import open_fields, open_table
+from shardproof.benchmarks.published.row import Row, measured_of
+from shardproof.benchmarks.published.validation import Prediction, predict_row
+from shardproof.benchmarks.published.validation.bias import bias_tables
+from shardproof.benchmarks.published.validation.open_fields import open_fields, open_table
 
 
 def nemotron(seconds=0.57, micro=None) -> Row:

@@ -6,10 +6,17 @@ import json
 
 import pytest
 
-from shardproof.core.parameters import count_active_parameters, count_parameters
-from shardproof.simulator.published import Row, RowError, measured_of, model_flops, read_rows, sc21_flops
-from shardproof.simulator.published_plans import plan_of
-from shardproof.simulator.published_stacks import STACKS, stack_of
+from shardproof.benchmarks.published.plans import plan_of
+from shardproof.benchmarks.published.row import (
+    Row,
+    RowError,
+    measured_of,
+    model_flops,
+    read_rows,
+    sc21_flops,
+)
+from shardproof.benchmarks.published.stacks import STACKS, stack_of
+from shardproof.core.model.parameters import count_active_parameters, count_parameters
 
 
 def published(**changes) -> Row:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardproof.simulator.published import Row
-from shardproof.simulator.validate.collectives import predict_collective
+from shardproof.benchmarks.published.row import Row
+from shardproof.benchmarks.published.validation.collectives import predict_collective
 
 
 def row(gpu: str, count: int, **measured: Any) -> Row:

@@ -9,23 +9,23 @@ import sys
 import pytest
 
 from helpers.paths import ROOT
-from shardproof.simulator.published import DEFAULT_DATA, Measured, Row, read_rows
-from shardproof.simulator.validate import Prediction, predict_row
-from shardproof.simulator.validate.__main__ import main
-from shardproof.simulator.validate.causes import CAUSES, causes_of, outliers
-from shardproof.simulator.validate.choices import bloom_group, regrets, vtrain_group
-from shardproof.simulator.validate.parts import predict_parts
-from shardproof.simulator.validate.refit import COEFFICIENTS, refit
-from shardproof.simulator.validate.statistics import (
+from shardproof.benchmarks.published.row import DEFAULT_DATA, Measured, Row, read_rows
+from shardproof.benchmarks.published.validation import Prediction, predict_row
+from shardproof.benchmarks.published.validation.causes import CAUSES, causes_of, outliers
+from shardproof.benchmarks.published.validation.choices import bloom_group, regrets, vtrain_group
+from shardproof.benchmarks.published.validation.command import main
+from shardproof.benchmarks.published.validation.parts import predict_parts
+from shardproof.benchmarks.published.validation.refit import COEFFICIENTS, refit
+from shardproof.benchmarks.published.validation.statistics import (
     Spread,
     is_calibration,
     leave_one_model_out,
     noise_floors,
     spread_of_errors,
 )
-from shardproof.simulator.validate.table import Table, to_markdown, to_text
-from shardproof.simulator.validate.tables import validation_tables
-from shardproof.simulator.validate.targets import TARGETS
+from shardproof.benchmarks.published.validation.table import Table, to_markdown, to_text
+from shardproof.benchmarks.published.validation.tables import validation_tables
+from shardproof.benchmarks.published.validation.targets import TARGETS
 
 ROW = {
     "id": "x",
@@ -200,7 +200,7 @@ def test_command_without_rows_says_so_with_code_2(tmp_path, capsys, arguments, w
 def test_rows_of_the_repository_are_found_without_options_by_both_doors():
     root = ROOT
     assert root / "benchmarks" / "published" / "rows" == DEFAULT_DATA and len(read_rows()) == 2825
-    for door in (["-m", "shardproof.simulator.validate"], [str(root / "benchmarks" / "validate.py")]):
+    for door in (["-m", "shardproof.benchmarks.published.validation"], [str(root / "benchmarks" / "validate.py")]):
         call = [sys.executable, *door, "--source", "Korthikanti", "--json"]
         done = subprocess.run(call, capture_output=True, text=True, check=True)
         assert len(json.loads(done.stdout)["predictions"]) == 6

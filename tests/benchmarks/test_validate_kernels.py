@@ -2,8 +2,15 @@
 
 import pytest
 
-from shardproof.simulator.published import Row, read_rows
-from shardproof.simulator.validate.kernels import HEADER, KERNELS, KernelPrediction, device_of, kernel_errors, predict_kernel
+from shardproof.benchmarks.published.row import Row, read_rows
+from shardproof.benchmarks.published.validation.kernels import (
+    HEADER,
+    KERNELS,
+    KernelPrediction,
+    device_of,
+    kernel_errors,
+    predict_kernel,
+)
 
 
 def row(gpu, op, shape, efficiency, peak=312):

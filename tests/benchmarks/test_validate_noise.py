@@ -6,16 +6,12 @@ import math
 
 import pytest
 
-from shardproof.core.program import Product
-from shardproof.simulator import compute
-from shardproof.simulator.profiles import PROFILES, profile_of
-from shardproof.simulator.published import Row, measured_of, read_rows
-from shardproof.simulator.published_plans import plan_of
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.validate import Prediction, held, predict_row
-from shardproof.simulator.validate.bias import between_publications, bias_tables
-from shardproof.simulator.validate.choices import AnotherDay, Quantiles, another_day
-from shardproof.simulator.validate.noise import (
+from shardproof.benchmarks.published.plans import plan_of
+from shardproof.benchmarks.published.row import Row, measured_of, read_rows
+from shardproof.benchmarks.published.validation import Prediction, held, predict_row
+from shardproof.benchmarks.published.validation.bias import between_publications, bias_tables
+from shardproof.benchmarks.published.validation.choices import AnotherDay, Quantiles, another_day
+from shardproof.benchmarks.published.validation.noise import (
     Floor,
     across_publications,
     across_stages,
@@ -25,8 +21,12 @@ from shardproof.simulator.validate.noise import (
     scatter_of_layers,
     sequence_layer_s,
 )
-from shardproof.simulator.validate.refit import COEFFICIENTS, is_fitted_to, refit
-from shardproof.simulator.validate.statistics import is_calibration
+from shardproof.benchmarks.published.validation.refit import COEFFICIENTS, is_fitted_to, refit
+from shardproof.benchmarks.published.validation.statistics import is_calibration
+from shardproof.core.program import Product
+from shardproof.simulator.compute import compute
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.stack.profiles import PROFILES, profile_of
 
 
 def row(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 
-from shardproof.core.action import Kind
-from shardproof.core.schedule import Schedule
-from shardproof.simulator.engine import run_schedule
+from shardproof.core.schedule.action import Kind
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.simulator.engine.engine import run_schedule
 
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from shardproof import Plan
-from shardproof.backend.observe import Observer
+from shardproof.backend.base.observe import Observer
 from shardproof.backend.trainer import run_steps
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import ScheduleChoice
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import ScheduleChoice
 
 
 class Collect(Observer):

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from shardproof import ModelSpec, ModularPlan
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.module import Module
-from shardproof.core.plan import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.module import Module
+from shardproof.core.plan.plan import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
 
 
 def module(name: str, inputs: Sequence[str] = (), model: str | ModelSpec = "tiny-llama", **degrees: Any) -> dict[str, Any]:

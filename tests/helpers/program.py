@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from shardproof import Plan, lower
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.action import Action
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Operation, load_batch, operations
-from shardproof.core.schedule_of import schedule_for
+from shardproof.core.schedule.action import Action
 
 
 def recorded_step(transport, plan: Plan) -> list[tuple[Action | None, Operation]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardproof import ModelSpec, Plan
-from shardproof.core.parameters import parameters
+from shardproof.core.model.parameters import parameters
 
 
 def tokens_of(plan: Plan) -> tuple[Tensor, Tensor]:

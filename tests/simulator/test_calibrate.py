@@ -9,16 +9,16 @@ from statistics import geometric_mean
 
 import pytest
 
-from shardproof.core.cli import main
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision
-from shardproof.core.probes import PROBES
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.commands.probes import PROBES
+from shardproof.core.layout.layout import Layout
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision
 from shardproof.simulator import calibrate
 from shardproof.simulator.calibrate import calibrated, cluster_toml
-from shardproof.simulator.network import collective_s, spread_of
-from shardproof.simulator.simulate import simulate
+from shardproof.simulator.network.network import collective_s, spread_of
+from shardproof.simulator.simulation.simulate import simulate
 
 
 @dataclass(frozen=True)

@@ -12,25 +12,25 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.options import SearchSpace
-from shardproof.core.plan import Batch, Optimizer, Plan, Recompute, Runtime, ScheduleChoice
-from shardproof.core.schedules import CATALOG, build
-from shardproof.core.variation import Variation
-from shardproof.simulator.attribution import sorts_of
-from shardproof.simulator.engine import run_schedule
-from shardproof.simulator.fit import fit
-from shardproof.simulator.flops import step_flops
-from shardproof.simulator.memory_profiles import memory_profile
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.profiles import profile_of
-from shardproof.simulator.search import search
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.step import plan_graph
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.options import SearchSpace
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Optimizer, Plan, Recompute, Runtime, ScheduleChoice
+from shardproof.core.schedule import CATALOG, build
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.flops import step_flops
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.engine.attribution import sorts_of
+from shardproof.simulator.engine.engine import run_schedule
+from shardproof.simulator.memory.profiles import memory_profile
+from shardproof.simulator.search.fit import fit
+from shardproof.simulator.search.search import search
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.stack.profiles import profile_of
+from shardproof.simulator.step.step import plan_graph
 
 PROFILES = ("shardproof", "megatron-te", "torchtitan", "megatron-2021")
 DENSE = replace(model_preset("llama3-8b"), num_layers=12, vocab_size=32000)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.core.cli import main
-from shardproof.core.plan import Plan
+from shardproof.core.commands.cli import main
+from shardproof.core.plan.plan import Plan
 
 EIGHT_B = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8"]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from shardproof import Plan
-from shardproof.core.schedules import CATALOG
+from shardproof.core.schedule import CATALOG
 
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")

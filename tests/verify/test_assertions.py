@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from shardproof import Plan, Schedule, assert_bitwise, assert_fits, assert_schedule
-from shardproof.core.errors import PlanError
-from shardproof.core.findings import Finding, ProofFailed, Spot
-from shardproof.core.schedules import build, lower
-from shardproof.verify.rules import COLLECTIVE_RULES, DEADLOCK_RULES
-from shardproof.verify.spots import spot_of
+from shardproof.core.base.errors import PlanError
+from shardproof.core.base.findings import Finding, ProofFailed, Spot
+from shardproof.core.schedule import build, lower
+from shardproof.verify.schedule.rules import COLLECTIVE_RULES, DEADLOCK_RULES
+from shardproof.verify.schedule.spots import spot_of
 
 TEXT = """
 [model]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.core.cli import main
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.verify import grid as grid_module
-from shardproof.verify.grid import grid
-from shardproof.verify.rules import RULES
+from shardproof.core.commands.cli import main
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.verify.schedule import grid as grid_module
+from shardproof.verify.schedule.grid import grid
+from shardproof.verify.schedule.rules import RULES
 
 RIGHT = "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0STEP\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1STEP\n"
 WITHOUT_RECEIVE = RIGHT.replace("1RECV_F0,", "")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardproof.core.action import Action
-from shardproof.core.timeline import MemorySample, Span, Timeline
+from shardproof.core.schedule.action import Action
+from shardproof.core.schedule.timeline import MemorySample, Span, Timeline
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shardproof import Timeline, draw
-from shardproof.core.cli import main
+from shardproof.core.commands.cli import main
 
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 

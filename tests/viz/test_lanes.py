@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Action
-from shardproof.core.timeline import MemorySample, Span, Timeline
+from shardproof.core.schedule.action import Action
+from shardproof.core.schedule.timeline import MemorySample, Span, Timeline
 from shardproof.viz.draw import draw
 from shardproof.viz.lanes import compare_lanes
 from shardproof.viz.picture import LEFT, Rect, Text, lay_out, plot_width

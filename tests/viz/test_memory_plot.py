@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardproof.core.timeline import MemorySample
+from shardproof.core.schedule.timeline import MemorySample
 from shardproof.viz.memory import memory_plot
 
 

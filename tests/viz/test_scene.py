@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.errors import TimelineError
+from shardproof.core.base.errors import TimelineError
+from shardproof.core.schedule.action import Kind
 from shardproof.viz.scene import Box, LegendEntry, Resolution, build_scene
 
 GIB = 2**30

@@ -12,20 +12,20 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from ..core.digest import Digest, Region, full_region
-from ..core.findings import Finding
-from ..core.plan import ModularPlan, Plan
+from ...core.base.digest import Digest, Region, full_region
+from ...core.base.findings import Finding
+from ...core.plan.plan import ModularPlan, Plan
+from ..ledger.compare import Difference, compare, whole_summary
+from ..ledger.file import RecordedLedger, SavedLedger
+from ..ledger.ledger import BROUGHT, GATHERED, HELD_OUT, NO_STEP, RECOMPUTED, SCALAR, Key, Piece
+from ..ledger.modules import AnyPlan, own_key, plan_of_rank
+from ..ledger.relations import HINTS, ROUNDING, Around, Relation, earlier, relate
+from ..ledger.summary import Summary
+from ..ledger.twice import PHASES, firsts
+from ..run.bounds import StepBounds
 from .axes import likely_axes, wrong_gradients
-from .bounds import StepBounds
 from .closer import closer, with_flip
-from .compare import Difference, compare, whole_summary
 from .describe import differing_words, divergence, later, problem_words, where_words
-from .ledger import BROUGHT, GATHERED, HELD_OUT, NO_STEP, RECOMPUTED, SCALAR, Key, Piece
-from .ledger_file import RecordedLedger, SavedLedger
-from .modules import AnyPlan, own_key, plan_of_rank
-from .relations import HINTS, ROUNDING, Around, Relation, earlier, relate
-from .summary import Summary
-from .twice import PHASES, firsts
 
 HOW_KEYS = frozenset({"batch.micro_size", "numerics.mode", "precision.gradient_dtype", "train.timeout_s", "train.steps"})
 """Fields that do not change what exact numerics compute."""

@@ -6,12 +6,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable
 
-from ..core.layout import Layout
-from ..core.parameters import TOKEN_TABLE, parameters
-from ..core.plan import Plan
-from .ledger import ACTIVATION_GRADIENT, GATHERED, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
-from .modules import AnyPlan, own_key
-from .relations import AXES, degree_of
+from ...core.layout.layout import Layout
+from ...core.model.parameters import TOKEN_TABLE, parameters
+from ...core.plan.plan import Plan
+from ..ledger.ledger import ACTIVATION_GRADIENT, GATHERED, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
+from ..ledger.modules import AnyPlan, own_key
+from ..ledger.relations import AXES, degree_of
 
 OF_EXPERTS = frozenset({"ep", "etp"})
 OF_STATE = (".exp_avg_sq", ".exp_avg")

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.digest import Digest, Region, bit_words
-from ..core.parameters import expert_biases, parameters
-from ..core.plan import Plan
-from .axes import likely_axes, wrong_gradients
-from .compare import Difference
-from .contributions import Contributions, Part
-from .ledger import (
+from ...core.base.digest import Digest, Region, bit_words
+from ...core.model.parameters import expert_biases, parameters
+from ...core.plan.plan import Plan
+from ..ledger.compare import Difference
+from ..ledger.ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
     GATHERED,
@@ -30,12 +28,14 @@ from .ledger import (
     Piece,
     RunLedger,
 )
+from ..ledger.modules import AnyPlan, own_key, plan_of_rank
+from ..ledger.relations import Around, Class, Known, Relation, earlier, relate, relate_values
+from ..ledger.summary import summarize
+from ..run.contributions import Contributions, Part
+from .axes import likely_axes, wrong_gradients
 from .local_means import told_by_counts
-from .modules import AnyPlan, own_key, plan_of_rank
 from .norms import Squares, Suspects, told_by_squares
 from .part_groups import rank_of_token
-from .relations import Around, Class, Known, Relation, earlier, relate, relate_values
-from .summary import summarize
 from .sums import told_by_columns, told_by_moved_use, told_by_narrow_operands, told_by_parts
 
 MOST_SAMPLES = 16

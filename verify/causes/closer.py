@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core.digest import Region, region_size
-from .compare import ranks_listed
-from .flips import flipped_bit
-from .ledger import Piece
-from .relations import Relation
-from .summary import Summary, summarize
+from ...core.base.digest import Region, region_size
+from ..ledger.compare import ranks_listed
+from ..ledger.flips import flipped_bit
+from ..ledger.ledger import Piece
+from ..ledger.relations import Relation
+from ..ledger.summary import Summary, summarize
 
 LARGEST_LOG = 64
 """Numbers up to which a shift is named as their logarithm: that of a softmax which adds up something so often."""

@@ -6,14 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ..core.findings import Finding
-from ..core.plan import ModularPlan, Plan
-from .compare import Difference, Problem, action_of, name_of, places, ranks_listed
-from .fast_run import FastCheck
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GATHERED, GRADIENT, HELD_OUT, NO_STEP, RECOMPUTED, Key, RunLedger
-from .modules import plan_of_rank
-from .regression import Coefficient
-from .relations import HINTS
+from ...core.base.findings import Finding
+from ...core.plan.plan import ModularPlan, Plan
+from ..ledger.compare import Difference, Problem, action_of, name_of, places, ranks_listed
+from ..ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GATHERED,
+    GRADIENT,
+    HELD_OUT,
+    NO_STEP,
+    RECOMPUTED,
+    Key,
+    RunLedger,
+)
+from ..ledger.modules import plan_of_rank
+from ..ledger.relations import HINTS
+from ..run.fast_run import FastCheck
+from ..run.regression import Coefficient
 
 _PROBLEMS: Mapping[Problem, str] = {
     "differs": "a second run of the same ranks had the right bits",

@@ -8,14 +8,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core.digest import bit_words
-from ..core.plan import Plan
+from ...core.base.digest import bit_words
+from ...core.plan.plan import Plan
+from ..ledger.compare import Difference, Values, compare, ranks_of
+from ..ledger.ledger import ACTIVATION, RECOMPUTED, Key, Piece, RunLedger
+from ..ledger.modules import plan_of_rank
+from ..ledger.twice import as_two_runs, is_of_all, sources_of
+from ..run.proof_run import (
+    PARTS_FILE,
+    ProofJob,
+    TransportName,
+    one_device,
+    run_ledger,
+    scratch_folder,
+)
 from .captured import Captured, context_of, part_of
-from .compare import Difference, Values, compare, ranks_of
-from .ledger import ACTIVATION, RECOMPUTED, Key, Piece, RunLedger
-from .modules import plan_of_rank
-from .proof_run import PARTS_FILE, ProofJob, TransportName, one_device, run_ledger, scratch_folder
-from .twice import as_two_runs, is_of_all, sources_of
 
 CAPTURE_BYTES = 2**28
 """Values of differing tensors that a second run keeps, over all ranks: the first ones in dataflow order."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..core.plan import Plan
-from .contributions import Part
+from ...core.plan.plan import Plan
+from ..ledger.relations import Class
+from ..run.contributions import Part
 from .part_groups import Label, groupings, named
-from .relations import Class
 from .sums import explains, slack_of
 
 ONE_NUMBER = 1e-7

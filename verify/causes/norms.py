@@ -13,11 +13,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from ..core.digest import Region
-from ..core.parameters import Parameter, parameters
-from ..core.plan import Plan
-from .ledger import SQUARE, Piece, RunLedger
-from .relations import AXES, Class, degree_of, section_of
+from ...core.base.digest import Region
+from ...core.model.parameters import Parameter, parameters
+from ...core.plan.plan import Plan
+from ..ledger.ledger import SQUARE, Piece, RunLedger
+from ..ledger.relations import AXES, Class, degree_of, section_of
 
 SAME_EXACT, SAME = 1e-7, 1e-6
 """Two squares agree to this part of the norm's: of fp32 numbers added up exactly, and of a norm that a loop has added up in fp32."""

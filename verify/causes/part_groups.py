@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations
 
-from ..core.chunks import Chunks
-from ..core.leaves import Leaves
-from ..core.plan import Plan
-from ..core.reduction import cut
-from .contributions import Part
-from .relations import Class, degree_of, in_ratio
+from ...core.base.reduction import cut
+from ...core.layout.chunks import Chunks
+from ...core.layout.leaves import Leaves
+from ...core.plan.plan import Plan
+from ..ledger.relations import Class, degree_of, in_ratio
+from ..run.contributions import Part
 
 AXES = ("dp", "cp", "tp", "ep", "etp")
 

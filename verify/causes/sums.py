@@ -11,10 +11,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from ..core.plan import Plan
-from .contributions import Contributions, Part
+from ...core.plan.plan import Plan
+from ..ledger.relations import AXES, Class, in_bf16
+from ..run.contributions import Contributions, Part
 from .part_groups import groupings, in_words
-from .relations import AXES, Class, in_bf16
 
 ROUNDING = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}
 """What rounding may leave over of a sum of parts, of the norm of their magnitudes."""

@@ -13,21 +13,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..backend.unsupported import unsupported
-from ..backend.vocabulary import unknown_ids
-from ..core.digest import to_hex
-from ..core.errors import MissingExtraError, PlanError
-from ..core.findings import Finding
-from ..core.plan import DataParallel, ModularPlan, Plan
-from .compare import Difference
-from .describe import count_words, describe, devices_words, divergence, fast_findings, fast_words
-from .facts import Facts
-from .fast_run import FastCheck, check_fast, states
-from .first_cause import Progress, run_against
-from .ledger import RunLedger
-from .modules import leaf_sizes, parts_of
-from .mutations.drop import DropReduction
-from .proof_run import (
+from ...backend.data.vocabulary import unknown_ids
+from ...backend.unsupported import unsupported
+from ...core.base.digest import to_hex
+from ...core.base.errors import MissingExtraError, PlanError
+from ...core.base.findings import Finding
+from ...core.plan.plan import DataParallel, ModularPlan, Plan
+from ..causes.describe import (
+    count_words,
+    describe,
+    devices_words,
+    divergence,
+    fast_findings,
+    fast_words,
+)
+from ..causes.first_cause import Progress, run_against
+from ..ledger.compare import Difference
+from ..ledger.ledger import RunLedger
+from ..ledger.modules import leaf_sizes, parts_of
+from ..run.drop import DropReduction
+from ..run.fast_run import FastCheck, check_fast, states
+from ..run.proof_run import (
     ProofJob,
     Scenario,
     TransportName,
@@ -39,13 +45,14 @@ from .proof_run import (
     scratch_folder,
     train_steps,
 )
-from .reference import Reference, reference_words
-from .references import References
-from .static import StaticProof, prove_static
+from ..run.reference import Reference, reference_words
+from ..run.references import References
+from ..schedule.facts import Facts
+from ..symbolic.static import StaticProof, prove_static
 from .twin import MAX_THREADS, MAX_WORLD_SIZE, provable, twin, usual_transport
 
 if TYPE_CHECKING:
-    from ..backend.model.block import BlockFactory
+    from ...backend.model.block import BlockFactory
 
 __all__ = [
     "Proof",

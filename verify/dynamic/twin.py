@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ..core.cluster_presets import cluster_preset
-from ..core.divisors import divisors
-from ..core.errors import PlanError
-from ..core.expert_tokens import RoutedTokens
-from ..core.layout import Layout
-from ..core.model import ModelSpec
-from ..core.parameters import count_parameters
-from ..core.plan import Batch, ModularPlan, Numerics, Plan
-from ..core.schedules import CATALOG
-from ..core.schedules.passes import MAX_ACTIVE_STAGES
-from ..core.stages import StageLayers, to_string
-from ..core.variation import NO_VARIATION
+from ...core.base.divisors import divisors
+from ...core.base.errors import PlanError
+from ...core.layout.layout import Layout
+from ...core.layout.stages import StageLayers, to_string
+from ...core.machine.cluster_presets import cluster_preset
+from ...core.machine.variation import NO_VARIATION
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import count_parameters
+from ...core.plan.plan import Batch, ModularPlan, Numerics, Plan
+from ...core.program.expert_tokens import RoutedTokens
+from ...core.schedule import CATALOG
+from ...core.schedule.passes import MAX_ACTIVE_STAGES
 
 MAX_WORLD_SIZE = 8
 """Ranks of a twin: gloo start-up and collectives grow steeply beyond it on a few cores."""

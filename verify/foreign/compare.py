@@ -8,18 +8,31 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ...core.digest import full_region, region_size
-from ...core.findings import Finding
-from ..against import Comparison, other_machines
-from ..closer import closer, with_flip
-from ..compare import Difference, compare, name_of, ranks_listed, whole_summary
-from ..describe import differing_words, later, problem_words
-from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, NO_STEP, OPTIMIZER, SCALAR, SQUARE, WEIGHT, Key, Piece, RunLedger
-from ..ledger_file import RecordedLedger, SavedLedger
-from ..norms import Squares, Suspects, told_by_squares
-from ..relations import HINTS, Around, Relation, earlier, relate
-from ..summary import Summary
-from ..twice import PHASES
+from ...core.base.digest import full_region, region_size
+from ...core.base.findings import Finding
+from ..causes.against import Comparison, other_machines
+from ..causes.closer import closer, with_flip
+from ..causes.describe import differing_words, later, problem_words
+from ..causes.norms import Squares, Suspects, told_by_squares
+from ..ledger.compare import Difference, compare, name_of, ranks_listed, whole_summary
+from ..ledger.file import RecordedLedger, SavedLedger
+from ..ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    HELD_OUT,
+    NO_STEP,
+    OPTIMIZER,
+    SCALAR,
+    SQUARE,
+    WEIGHT,
+    Key,
+    Piece,
+    RunLedger,
+)
+from ..ledger.relations import HINTS, Around, Relation, earlier, relate
+from ..ledger.summary import Summary
+from ..ledger.twice import PHASES
 from .relations import related_norm, related_number
 from .tolerances import RELATIVE, ROUNDOFF, Tolerances, format_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...core.digest import Region, full_region
-from ...core.errors import PlanError
+from ...core.base.digest import Region, full_region
+from ...core.base.errors import PlanError
 
 Cuts = Mapping[str, Sequence["Slice"]]
 """Pattern of names (`layers.*.attention`) -> what this rank holds of such a tensor; the first pattern that fits counts."""

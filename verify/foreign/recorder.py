@@ -14,10 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from ...core.errors import PlanError
-from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, SQUARE, WEIGHT, Key, Piece, summary_of_scalar
-from ..ledger_file import FileLedger
-from ..summary import summarize
+from ...core.base.errors import PlanError
+from ..ledger.file import FileLedger
+from ..ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    NO_STEP,
+    OPTIMIZER,
+    SCALAR,
+    SQUARE,
+    WEIGHT,
+    Key,
+    Piece,
+    summary_of_scalar,
+)
+from ..ledger.summary import summarize
 from .places import Cuts, Placed, cuts_of, is_dtensor, is_partial, place, place_as
 from .stages import StageHook, is_stage
 from .tolerances import ROUNDOFF
@@ -282,7 +294,7 @@ def _new_file(folder: Path, parameters: Mapping[str, Any], exact: bool) -> FileL
     import torch
     import torch.distributed as dist
 
-    from ...backend.environment import environment
+    from ...backend.base.environment import environment
 
     apart = not (dist.is_available() and dist.is_initialized())
     global_rank, world_size = (0, 1) if apart else (dist.get_rank(), dist.get_world_size())

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from ..relations import Class, Relation
-from ..summary import Summary
+from ..ledger.relations import Class, Relation
+from ..ledger.summary import Summary
 
 LARGEST_FACTOR = 8
 """Numerators and denominators up to which a ratio of two numbers is taken for what it looks like: any two have some ratio."""

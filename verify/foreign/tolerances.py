@@ -12,8 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..compare import whole_summary
-from ..ledger import GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
+from ..ledger.compare import whole_summary
+from ..ledger.ledger import GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
 
 ROUNDOFF = Key(NO_STEP, SCALAR, "unit roundoff")
 """The entry with which a rank says the largest unit roundoff of the formats it has seen."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from ..core.action import Action, Kind
-from ..core.digest import Digest, Region, add, region_size, regions_overlap
-from ..core.model import ModelSpec
-from ..core.plan import ModularPlan, Plan
-from ..core.schedule_of import schedule_for
+from ...core.base.digest import Digest, Region, add, region_size, regions_overlap
+from ...core.model.model import ModelSpec
+from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.schedule_of import schedule_for
+from ...core.schedule.action import Action, Kind
 from .ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ..core.digest import to_hex
-from ..core.errors import PlanError
-from ..core.files import read_lines
-from ..core.parsing import parse_json
-from ..core.plan import Plan
+from ...core.base.digest import to_hex
+from ...core.base.errors import PlanError
+from ...core.base.files import read_lines
+from ...core.base.parsing import parse_json
+from ...core.plan.plan import Plan
+from .form import FORMAT, entry_of, header_problem
 from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedger, RunLedger
-from .ledger_form import FORMAT, entry_of, header_problem
 from .modules import AnyPlan
 
 _TOGETHER = 64

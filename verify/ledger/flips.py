@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.digest import Digest, Region, bit_words, element_index, keys_of, region_size
+from ...core.base.digest import Digest, Region, bit_words, element_index, keys_of, region_size
 from .summary import Summary
 
 FEW = 16

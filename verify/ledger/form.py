@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from ..core.digest import Region
-from ..core.names import is_plain
+from ...core.base.digest import Region
+from ...core.base.names import is_plain
 from .ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.digest import Digest, Region, digest, full_region
+from ...core.base.digest import Digest, Region, digest, full_region
 from .kept import Kept, keep_values
 from .summary import NUM_SUMS, Summary, summarize
 

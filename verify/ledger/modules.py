@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..core.action import Action
-from ..core.layout import Layout
-from ..core.model import ModelSpec
-from ..core.parameters import expert_biases, parameters
-from ..core.plan import ModularPlan, ModulePlan, Plan
-from ..core.sections import DataParallel, Recompute, ScheduleChoice
-from ..core.variation import NO_VARIATION
+from ...core.layout.layout import Layout
+from ...core.machine.variation import NO_VARIATION
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import expert_biases, parameters
+from ...core.plan.plan import ModularPlan, ModulePlan, Plan
+from ...core.plan.sections import DataParallel, Recompute, ScheduleChoice
+from ...core.schedule.action import Action
 from .ledger import SCALAR, Key
 
 AnyPlan = Plan | ModularPlan

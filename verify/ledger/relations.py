@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.digest import EMPTY, Digest, Region, bit_words
-from ..core.layout import Layout
+from ...core.base.digest import EMPTY, Digest, Region, bit_words
+from ...core.layout.layout import Layout
 from .flips import flipped_bits
 from .ledger import Key, Piece, RunLedger
 from .summary import Summary, summarize

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.digest import (
+from ...core.base.digest import (
     EMPTY,
     GOLDEN,
     Digest,

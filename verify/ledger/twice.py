@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.digest import Region
+from ...core.base.digest import Region
 from .kept import keep_values
 from .ledger import ACTIVATION, BROUGHT, GATHERED, NO_STEP, RECOMPUTED, WEIGHT, Key, Piece, RunLedger
 from .relations import in_bf16

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..backend.unsupported import unsupported
-from ..core.divisors import divisors
-from ..core.errors import PlanError
-from ..core.layout import DEFAULT_ORDER, Layout
-from ..core.plan import Batch, DataParallel, Plan, Recompute, Runtime, ScheduleChoice
-from ..core.plan_rules import broken_rules
-from ..core.reduction import cut
-from ..core.schedules import CATALOG
+from ...backend.unsupported import unsupported
+from ...core.base.divisors import divisors
+from ...core.base.errors import PlanError
+from ...core.base.reduction import cut
+from ...core.layout.layout import DEFAULT_ORDER, Layout
+from ...core.plan.plan import Batch, DataParallel, Plan, Recompute, Runtime, ScheduleChoice
+from ...core.plan.rules import broken_rules
+from ...core.schedule import CATALOG
 from .covering import Covering, Feature, Row, Space, cover, first_possible
-from .matrix_problems import NUM_LAYERS, PROBLEMS, TOKENS, Problem
+from .problems import NUM_LAYERS, PROBLEMS, TOKENS, Problem
 
 MAX_RANKS = 16
 """Larger worlds only repeat what smaller ones show, with more threads."""

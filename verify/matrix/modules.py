@@ -10,20 +10,26 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from ..core.cli import run_program
-from ..core.cluster_presets import cluster_preset
-from ..core.layout import Layout
-from ..core.model_presets import model_preset
-from ..core.module import Module
-from ..core.plan import Batch, ModularPlan, Numerics, Optimizer, Precision, ScheduleChoice, Train
-from ..core.terminal import say
+from ...core.base.terminal import say
+from ...core.layout.layout import Layout
+from ...core.machine.cluster_presets import cluster_preset
+from ...core.model.model_presets import model_preset
+from ...core.plan.module import Module
+from ...core.plan.plan import (
+    Batch,
+    ModularPlan,
+    Numerics,
+    Optimizer,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
+from ..run.references import References
 from .matrix import Outcome, prove_plan
-from .references import References
 
 LAYOUTS: Mapping[str, Layout] = {
     "one": Layout(),
@@ -98,7 +104,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exact = sum(outcome.ok for outcome in outcomes)
     say(f"{exact} of {len(outcomes)} plans of modules at 0 different bits.")
     return 0 if exact == len(outcomes) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(run_program("python -m shardproof.verify.matrix_modules", main))

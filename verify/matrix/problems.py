@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.cluster import ClusterSpec
-from ..core.cluster_presets import cluster_preset
-from ..core.layout import Layout
-from ..core.model import ModelSpec
-from ..core.plan import Batch, Numerics, Optimizer, Plan, Precision, Train
+from ...core.layout.layout import Layout
+from ...core.machine.cluster import ClusterSpec
+from ...core.machine.cluster_presets import cluster_preset
+from ...core.model.model import ModelSpec
+from ...core.plan.plan import Batch, Numerics, Optimizer, Plan, Precision, Train
 
 NUM_LAYERS = 3
 """Odd, so that pipelines cut them unevenly; one dense and two with experts in a mixture."""

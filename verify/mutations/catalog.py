@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ...core.errors import PlanError, did_you_mean
+from ...core.base.errors import PlanError, did_you_mean
 from .mutant import Mutant
 
 SUBJECTS = (

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...core.action import Action
-from ...core.errors import PlanError, RankFailure
-from ...core.plan import Plan
-from ..proof_run import Scenario, train_steps
+from ...core.base.errors import PlanError, RankFailure
+from ...core.plan.plan import Plan
+from ...core.schedule.action import Action
+from ..run.proof_run import Scenario, train_steps
 from .patches import Patches
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backend.gradients.gradients import Gradients
 from ...backend.numerics.exact import ExactNumerics
 from ...backend.numerics.exact_gradients import ExactAccumulator
-from ...backend.tensor_parallel.gradients import Gradients
-from ...backend.training_rank import TrainingRank
-from ...core.plan import DataParallel, Plan
-from ...core.reduction import cut
-from ..ledger import GRADIENT
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.base.reduction import cut
+from ...core.plan.plan import DataParallel, Plan
+from ..ledger.ledger import GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import tiny

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend import training_rank
-from ...backend.batches import Batches
 from ...backend.data_parallel.buckets import FlatBucket
 from ...backend.model.attention_core import AttentionCore
 from ...backend.model.mlp import MLP
+from ...backend.ranks import training_rank
+from ...backend.ranks.batches import Batches
+from ...backend.ranks.totals import Totals
+from ...backend.ranks.training_rank import TrainingRank
 from ...backend.tensor_parallel import Norm
-from ...backend.totals import Totals
-from ...backend.training_rank import TrainingRank
-from ...core.plan import Plan, Recompute, ScheduleChoice
-from ..ledger import ACTIVATION, GATHERED, GRADIENT, RECOMPUTED, SCALAR, WEIGHT
+from ...core.plan.plan import Plan, Recompute, ScheduleChoice
+from ..ledger.ledger import ACTIVATION, GATHERED, GRADIENT, RECOMPUTED, SCALAR, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_loss import IGNORED
 from .mutants_scale import zero_buckets_plan

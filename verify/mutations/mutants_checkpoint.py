@@ -14,9 +14,9 @@ from torch.futures import Future
 from ...backend.checkpoint import saver, tensors
 from ...backend.checkpoint.saver import Checkpoints
 from ...backend.checkpoint.tensors import Piece
-from ...backend.training_rank import TrainingRank
-from ...core.plan import DataParallel, ScheduleChoice
-from ..ledger import OPTIMIZER
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.plan.plan import DataParallel, ScheduleChoice
+from ..ledger.ledger import OPTIMIZER
 from .mutant import Expected, Mutant, Stops
 from .patches import Patches, rank_here
 from .plans import tiny

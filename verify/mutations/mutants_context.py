@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ...backend.launch import private_folder
+from ...backend.launching.launch import private_folder
 from ...backend.model import attention_core, attention_exchange
 from ...backend.model.attention_blocks import Block
 from ...backend.model.attention_core import AttentionCore
 from ...backend.tensor_parallel import LayerContext
-from ...core.plan import Runtime
-from ..ledger import ACTIVATION, ACTIVATION_GRADIENT
+from ...core.plan.plan import Runtime
+from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import tiny

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend import training_rank
 from ...backend.data_parallel.buckets import FlatBucket
 from ...backend.numerics.context_gradients import ContextGradients
 from ...backend.numerics.open_sums import OpenSums
-from ...core.parameters import TOKEN_TABLE
-from ...core.plan import Plan
-from ..ledger import GRADIENT, WEIGHT
+from ...backend.ranks import training_rank
+from ...core.model.parameters import TOKEN_TABLE
+from ...core.plan.plan import Plan
+from ..ledger.ledger import GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_scale import zero_buckets_plan
 from .patches import Patches

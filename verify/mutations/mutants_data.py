@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ...backend import data
-from ...backend.batches import Batches
-from ...backend.data import Corpus
-from ...backend.launch import private_folder
-from ...core.plan import Plan
-from ..ledger import ACTIVATION
+from ...backend.data import corpus as data
+from ...backend.data.corpus import Corpus
+from ...backend.launching.launch import private_folder
+from ...backend.ranks.batches import Batches
+from ...core.plan.plan import Plan
+from ..ledger.ledger import ACTIVATION
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import SEQUENCE, tiny

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...backend.model import block, transformer
 from ...backend.model.router import Router
-from ...backend.training_rank import TrainingRank
-from ...core.plan import Plan, Recompute
-from ..ledger import ACTIVATION
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.plan.plan import Plan, Recompute
+from ..ledger.ledger import ACTIVATION
 from .mutant import Expected, Mutant
 from .mutants_more import OURS
 from .patches import Patches

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...backend.model import experts, mlp
 from ...backend.model.experts import Experts
 from ...backend.tensor_parallel.expert_linear import ExpertLinear
-from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT
+from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import EXPERTS, tiny

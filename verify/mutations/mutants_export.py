@@ -8,7 +8,7 @@ from typing import Any
 
 from ...backend.huggingface import save
 from ...backend.tensor_parallel import Shard
-from ..ledger import WEIGHT
+from ..ledger.ledger import WEIGHT
 from .mutant import Expected, Mutant, Stops
 from .patches import Patches
 from .plans import tiny

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend import training_rank
-from ...backend.optimizer import Held
+from ...backend.base.optimizer import Held
 from ...backend.pipeline.executor import Executor
 from ...backend.pipeline.messages import Lane
-from ...backend.totals import Totals
-from ...backend.training_rank import TrainingRank
-from ...core.action import SENDS, Action, Kind
-from ...core.plan import DataParallel
+from ...backend.ranks import training_rank
+from ...backend.ranks.totals import Totals
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.plan.plan import DataParallel
+from ...core.schedule.action import SENDS, Action, Kind
 from .mutant import Mutant, Stops
 from .mutants_more import OURS
 from .patches import Patches, rank_here

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backend.gradients.gradients import Gradients
 from ...backend.numerics import exact
 from ...backend.pipeline.messages import Mail
-from ...backend.tensor_parallel.gradients import Gradients
 from ...backend.transport.base import Channel
-from ...core.action import Action, Kind
-from ...core.plan import DataParallel, Plan
+from ...core.layout.stage_parameters import Usage
+from ...core.plan.plan import DataParallel, Plan
 from ...core.program.buckets import Bucket
-from ...core.stage_parameters import Usage
-from ..ledger import ACTIVATION, GRADIENT
+from ...core.schedule.action import Action, Kind
+from ..ledger.ledger import ACTIVATION, GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Patches, on_ranks, rank_here
 from .plans import tiny

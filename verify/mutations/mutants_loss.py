@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...backend.batches import Batches
 from ...backend.model import multi_token
 from ...backend.numerics.exact_gradients import ExactAccumulator
 from ...backend.pipeline.executor import Executor
-from ...backend.training_rank import TrainingRank
-from ...core.action import Kind
-from ...core.plan import Plan
-from ..ledger import ACTIVATION_GRADIENT, GRADIENT, SCALAR
+from ...backend.ranks.batches import Batches
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.plan.plan import Plan
+from ...core.schedule.action import Kind
+from ..ledger.ledger import ACTIVATION_GRADIENT, GRADIENT, SCALAR
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import tiny

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend.batches import Batches
+from ...backend.base.optimizer import ShardedAdamW
 from ...backend.data_parallel.buckets import FlatBucket
 from ...backend.numerics.exact import ExactNumerics
 from ...backend.numerics.exact_gradients import ExactAccumulator
-from ...backend.optimizer import ShardedAdamW
-from ...backend.totals import Totals
-from ...backend.training_rank import TrainingRank
-from ...core.parameters import TOKEN_TABLE
-from ...core.plan import DataParallel, Plan
-from ...core.reduction import cut
-from ..ledger import ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT
+from ...backend.ranks.batches import Batches
+from ...backend.ranks.totals import Totals
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.base.reduction import cut
+from ...core.model.parameters import TOKEN_TABLE
+from ...core.plan.plan import DataParallel, Plan
+from ..ledger.ledger import ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_accumulation import whole_plan, zero_plan
 from .mutants_loss import IGNORED

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...backend import optimizer, training_rank
-from ...backend.totals import Totals
-from ...backend.training_rank import TrainingRank
-from ...core.parameters import Parameter
-from ..ledger import OPTIMIZER, SCALAR
+from ...backend.base import optimizer
+from ...backend.ranks import training_rank
+from ...backend.ranks.totals import Totals
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.model.parameters import Parameter
+from ..ledger.ledger import OPTIMIZER, SCALAR
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import EXPERTS, tiny

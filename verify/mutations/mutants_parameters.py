@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from ...backend.data_parallel.buckets import FlatBucket
 from ...backend.data_parallel.late import LAST, LateGather, _shared
-from ...backend.tensor_parallel.gradients import Gradients
-from ...backend.training_rank import TrainingRank
-from ...core.plan import DataParallel, Plan, ScheduleChoice
-from ...core.stage_parameters import Usage
-from ..ledger import GATHERED, GRADIENT, WEIGHT
+from ...backend.gradients.gradients import Gradients
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.layout.stage_parameters import Usage
+from ...core.plan.plan import DataParallel, Plan, ScheduleChoice
+from ..ledger.ledger import GATHERED, GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_more import OURS
 from .patches import Patches

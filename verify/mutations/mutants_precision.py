@@ -12,7 +12,7 @@ from ...backend.numerics.exact import ExactNumerics
 from ...backend.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from ...backend.tensor_parallel.norm import _RmsNorm
 from ...backend.tensor_parallel.whole_linear import WholeLinear
-from ..ledger import ACTIVATION, GRADIENT
+from ..ledger.ledger import ACTIVATION, GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import EXPERTS, tiny

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ...backend.gradients import parameter
 from ...backend.model import block, transformer
 from ...backend.model.attention_blocks import DropoutKernel
-from ...backend.tensor_parallel import LayerContext, dropout, parameter, recompute
-from ...core.plan import Recompute
-from ..ledger import ACTIVATION, RECOMPUTED, WEIGHT
+from ...backend.tensor_parallel import LayerContext, dropout, recompute
+from ...core.plan.plan import Recompute
+from ..ledger.ledger import ACTIVATION, RECOMPUTED, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import tiny

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend.batches import Batches
 from ...backend.checkpoint import saver, tensors
 from ...backend.checkpoint.tensors import Piece
-from ...backend.training_rank import TrainingRank
-from ...core.layout import Layout
-from ..ledger import ACTIVATION, OPTIMIZER, WEIGHT
+from ...backend.ranks.batches import Batches
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.layout.layout import Layout
+from ..ledger.ledger import ACTIVATION, OPTIMIZER, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_checkpoint import FIRST_MOMENT, LOADED, STATE
 from .patches import Patches

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...backend.model import multi_token, router
 from ...backend.model.router import Router
-from ...core.plan import Plan, Precision
-from ..ledger import ACTIVATION_GRADIENT, WEIGHT
+from ...core.plan.plan import Plan, Precision
+from ..ledger.ledger import ACTIVATION_GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import EXPERTS, tiny

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ...backend.gradients.gradients import Gradients
 from ...backend.numerics.exact import ExactNumerics
-from ...backend.tensor_parallel.gradients import Gradients
-from ...backend.training_rank import TrainingRank
-from ...core.plan import DataParallel, Plan
-from ..ledger import GRADIENT
+from ...backend.ranks.training_rank import TrainingRank
+from ...core.plan.plan import DataParallel, Plan
+from ..ledger.ledger import GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Patches
 from .plans import EXPERTS, tiny

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ...backend.mesh import Mesh
 from ...backend.numerics.exact import ExactNumerics
 from ...backend.tensor_parallel import context, recompute
 from ...backend.tensor_parallel.linear import ParallelLinear
 from ...backend.tensor_parallel.mappings import all_parts
 from ...backend.tensor_parallel.norm import HeadNorm, Norm
-from ...core.plan import Recompute
-from ..ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, RECOMPUTED, WEIGHT
+from ...backend.transport.mesh import Mesh
+from ...core.plan.plan import Recompute
+from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, RECOMPUTED, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Patches, rank_here
 from .plans import EXPERTS, tiny

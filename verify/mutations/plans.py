@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.cluster_presets import cluster_preset
-from ...core.layout import Layout
-from ...core.model import ModelSpec
-from ...core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
+from ...core.layout.layout import Layout
+from ...core.machine.cluster_presets import cluster_preset
+from ...core.model.model import ModelSpec
+from ...core.plan.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
 
 SEQUENCE = 16
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.plan import Plan
-from ..ledger import GRADIENT, SCALAR, WEIGHT, Key, RunLedger
-from ..modules import tensor_shapes
+from ...core.plan.plan import Plan
+from ..ledger.ledger import GRADIENT, SCALAR, WEIGHT, Key, RunLedger
+from ..ledger.modules import tensor_shapes
 
 LOSS_RTOL = 1e-3
 """What is left of a loss in a log of four digits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...core.findings import Finding
+from ...core.base.findings import Finding
 from .not_here import NOT_HERE
 from .run import Score, Verdict
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...backend.launch import scratch_folder
-from ...core.errors import PlanError, RankFailure
-from ...core.plan import Plan
-from ..describe import describe, divergence
-from ..dynamic import Proof, prove
-from ..first_cause import run_against
-from ..ledger import RunLedger
-from ..proof_run import ProofJob, Scenario, one_device, run_ledger, train_steps
+from ...backend.launching.launch import scratch_folder
+from ...core.base.errors import PlanError, RankFailure
+from ...core.plan.plan import Plan
+from ..causes.describe import describe, divergence
+from ..causes.first_cause import run_against
+from ..dynamic.proof import Proof, prove
+from ..ledger.ledger import RunLedger
+from ..run.proof_run import ProofJob, Scenario, one_device, run_ledger, train_steps
 from .mutant import Mutant, Stops
 from .patches import NO, Broken
 from .practice import NOTICED, UNNOTICED, Practice, first_step_keys, judge_by_habit

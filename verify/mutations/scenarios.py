@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.layout import Layout
-from ...core.parameters import expert_biases, parameters
-from ...core.plan import Checkpoint, Plan
-from ..ledger import NO_STEP, RankLedger
-from ..proof_run import ProofJob, follow, writer_of
+from ...core.layout.layout import Layout
+from ...core.model.parameters import expert_biases, parameters
+from ...core.plan.plan import Checkpoint, Plan
+from ..ledger.ledger import NO_STEP, RankLedger
+from ..run.proof_run import ProofJob, follow, writer_of
 
 if TYPE_CHECKING:
     from ...backend.transport.base import Group
@@ -34,7 +34,7 @@ class Resumed:
     def __call__(self, transport: Any, job: ProofJob) -> RankLedger:
         from ...backend.checkpoint.resume import path_of
         from ...backend.checkpoint.saver import Checkpoints
-        from ...backend.training_rank import TrainingRank
+        from ...backend.ranks.training_rank import TrainingRank
 
         plan, world = _plan_of(job), _world(transport)
         with _shared_folder(transport, world) as folder:
@@ -58,7 +58,7 @@ def exported(transport: Any, job: ProofJob) -> RankLedger:
     """Training, the weights of which are written as Hugging Face files; what is read from these is entered as weights of one more step."""
     from ...backend.huggingface.load import load_weights
     from ...backend.huggingface.save import save_weights
-    from ...backend.training_rank import TrainingRank
+    from ...backend.ranks.training_rank import TrainingRank
 
     plan, world = _plan_of(job), _world(transport)
     writer = writer_of(transport, job, plan)
@@ -92,7 +92,7 @@ def _world(transport: Any) -> Group:
 @contextmanager
 def _shared_folder(transport: Any, world: Group) -> Iterator[Path]:
     """A new folder that all ranks see, which goes when rank 0 leaves."""
-    from ...backend.together import gather_values
+    from ...backend.transport.gather_values import gather_values
 
     with tempfile.TemporaryDirectory(prefix="shardproof-scenario-") as own:
         folder = Path(gather_values(world, own, transport.device)[0])
@@ -122,7 +122,7 @@ def _empty_shards(plan: Plan, device: Any) -> list[Any]:
     """Every saved parameter of the model in whole, to be read into."""
     import torch
 
-    from ...backend.tensor_parallel.parameter import initial_shard
+    from ...backend.gradients.parameter import initial_shard
 
     everything = (*parameters(plan.model), *expert_biases(plan.model))
     wholes = [(each, tuple(slice(0, size) for size in each.shape)) for each in everything]

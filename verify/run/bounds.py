@@ -24,11 +24,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..core.model import ModelSpec
-from ..core.parameters import Parameter, parameters
-from ..core.plan import Plan
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key
-from .relations import section_of
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import Parameter, parameters
+from ...core.plan.plan import Plan
+from ..ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    NO_STEP,
+    OPTIMIZER,
+    SCALAR,
+    WEIGHT,
+    Key,
+)
+from ..ledger.relations import section_of
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Half the distance from 1 to the next number: 24, 8 and 11 bits of significand (IEEE 754; bfloat16 keeps 8)."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core.digest import Region
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, Key, LedgerWriter
-from .relations import in_bf16
+from ...core.base.digest import Region
+from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, Key, LedgerWriter
+from ..ledger.relations import in_bf16
 
 MAX_ELEMENTS = 2**25
 """Of all parts together; those of larger sums are not kept."""
@@ -227,7 +227,7 @@ def _oriented(parameter: Any, value: np.ndarray) -> np.ndarray:
     """A gradient in storage orientation as the parameter is."""
     import torch
 
-    from ..backend.tensor_parallel.parameter import canonical
+    from ...backend.gradients.parameter import canonical
 
     return canonical(parameter, torch.from_numpy(value)).numpy()
 

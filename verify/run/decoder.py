@@ -15,9 +15,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..core.parameters import TOKEN_TABLE, layer_prefix, mtp_prefix
-from ..core.plan import Plan
-from ..core.rotary import attention_scale, rotary_frequencies, rotary_growth
+from ...core.model.parameters import TOKEN_TABLE, layer_prefix, mtp_prefix
+from ...core.model.rotary import attention_scale, rotary_frequencies, rotary_growth
+from ...core.plan.plan import Plan
 from . import draws
 from .formulas import Array, alike, expert_weights, gelu, gelu_tanh, library, log_sum, router_scores, sigmoid, softmax
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.parameters import expert_bias_name, mtp_prefix, parameters
-from ..core.plan import Plan
+from ...core.model.parameters import expert_bias_name, mtp_prefix, parameters
+from ...core.plan.plan import Plan
 from .decoder import Decoder, Inputs
 from .formulas import Array, chosen_experts, expert_loads, router_losses, router_scores
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ...core.errors import PlanError, did_you_mean
-from ...core.parameters import Parameter
-from ...core.plan import Plan
+from ...core.base.errors import PlanError, did_you_mean
+from ...core.base.reduction import cut
+from ...core.layout.stage_parameters import stage_usages
+from ...core.model.parameters import Parameter
+from ...core.plan.plan import Plan
 from ...core.program import num_copies
-from ...core.reduction import cut
-from ...core.stage_parameters import stage_usages
 
 DROP_REDUCTION = "drop-reduction"
 FORM = f"{DROP_REDUCTION}:RANK:TENSOR, such as {DROP_REDUCTION}:1:layers.0.mlp.down"

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..core.plan import Plan
+from ...core.plan.plan import Plan
+from ..ledger.compare import compare
+from ..ledger.kept import Kept
+from ..ledger.ledger import ACTIVATION, HELD_OUT, OPTIMIZER, WEIGHT, Key, Piece, RunLedger
+from ..ledger.twice import PHASES
 from .bounds import StepBounds
-from .compare import compare
-from .kept import Kept
-from .ledger import ACTIVATION, HELD_OUT, OPTIMIZER, WEIGHT, Key, Piece, RunLedger
 from .regression import Coefficient, Values, coefficients
-from .twice import PHASES
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.model import ModelSpec
+from ...core.model.model import ModelSpec
 
 Array = Any
 """fp64, of numpy or of torch."""

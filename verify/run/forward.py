@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.parameters import expert_bias_name, layer_prefix, mtp_prefix
-from ..core.plan import Plan
+from ...core.model.parameters import expert_bias_name, layer_prefix, mtp_prefix
+from ...core.plan.plan import Plan
+from ..ledger.relations import in_bf16
 from .decoder import Decoder, Inputs
 from .formulas import chosen_experts, expert_loads, expert_weights, router_losses, router_scores
-from .relations import in_bf16
 
 DIFFERENCE = 1e-5
 """What logits are moved by for a gradient; the error is its square."""

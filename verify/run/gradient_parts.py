@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.plan import Plan
+from ...core.plan.plan import Plan
 from .adamw import UNIT
 
 OFF = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 0.1}

@@ -13,22 +13,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from ..backend.launch import preload, run_ranks
-from ..backend.launch import scratch_folder as scratch_folder  # of those that may not use the backend
-from ..backend.libraries import libraries_of
-from ..core.errors import PlanError, RankFailure
-from ..core.findings import Finding
-from ..core.layout import Layout
-from ..core.plan import Batch, DataParallel, ModularPlan, Plan, Recompute, ScheduleChoice
-from ..core.variation import NO_VARIATION
+from ...backend.base.libraries import libraries_of
+from ...backend.launching.launch import preload, run_ranks
+from ...backend.launching.launch import scratch_folder as scratch_folder  # of those that may not use the backend
+from ...core.base.errors import PlanError, RankFailure
+from ...core.base.findings import Finding
+from ...core.layout.layout import Layout
+from ...core.machine.variation import NO_VARIATION
+from ...core.plan.plan import Batch, DataParallel, ModularPlan, Plan, Recompute, ScheduleChoice
+from ..ledger.kept import Kept
+from ..ledger.ledger import (
+    ACTIVATION,
+    HELD_OUT,
+    NO_STEP,
+    OPTIMIZER,
+    WEIGHT,
+    Key,
+    LedgerWriter,
+    RankLedger,
+    RunLedger,
+)
+from ..ledger.modules import parts_of, plan_of_rank, tensor_shapes, uncut
 from .contributions import ContributionWriter
-from .kept import Kept
-from .ledger import ACTIVATION, HELD_OUT, NO_STEP, OPTIMIZER, WEIGHT, Key, LedgerWriter, RankLedger, RunLedger
-from .modules import parts_of, plan_of_rank, tensor_shapes, uncut
-from .mutations.drop import DropReduction, drop_reduction
+from .drop import DropReduction, drop_reduction
 
 if TYPE_CHECKING:
-    from ..backend.model.block import BlockFactory
+    from ...backend.model.block import BlockFactory
 
 PARTS_FILE = "parts.npz"
 
@@ -96,7 +106,7 @@ def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
 
 def probe_rank(transport: Any, plan: Plan) -> dict[str, Finding | None]:
     """Every assumption of exact numerics about the library by name, with a finding where it does not hold for the plan's shapes here."""
-    from ..backend.numerics.probe import PROBES, probe
+    from ...backend.numerics.probe import PROBES, probe
 
     broken = {finding.rule: finding for finding in probe(plan, transport.device)}
     return {entry.name: broken.get(entry.name) for entry in PROBES}
@@ -136,8 +146,8 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
 
     Before the second step it evaluates held-out data, as training does between steps. Every other step follows a step.
     """
-    from ..backend.modules import training_rank
-    from ..backend.numerics import make_numerics
+    from ...backend.numerics import make_numerics
+    from ...backend.ranks.modules import training_rank
 
     part = plan_of_rank(job.plan, transport.global_rank)
     numerics = make_numerics(part, transport.device, global_rank=transport.global_rank)

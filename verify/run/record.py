@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .ledger_file import FileLedger, prepare_folder
-from .modules import AnyPlan, plan_of_rank, tensor_shapes
+from ..ledger.file import FileLedger, prepare_folder
+from ..ledger.modules import AnyPlan, plan_of_rank, tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class LedgerObservers:
         """The writer of one rank's file."""
         import torch
 
-        from ..backend.environment import environment
+        from ...backend.base.environment import environment
 
         plan = self.plan
         # a rank on a GPU has chosen it by now, and others leave CUDA alone

@@ -19,14 +19,24 @@ from typing import Any
 
 import numpy as np
 
-from ..core.findings import Finding
-from ..core.parameters import parameters
-from ..core.plan import Plan
+from ...core.base.findings import Finding
+from ...core.model.parameters import parameters
+from ...core.plan.plan import Plan
+from ..ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    NO_STEP,
+    OPTIMIZER,
+    SCALAR,
+    WEIGHT,
+    Key,
+    RunLedger,
+)
 from . import adamw
 from .decoder import Inputs
 from .forward import Made, Recorded, activation_names, gradient_names, made, router_gradients, samples_checked
 from .gradient_parts import Measured, usual_size, whole
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, RunLedger
 from .proof_run import ProofJob, run_ledger, scratch_folder
 from .reference_run import (
     COUNTED_FILE,

@@ -13,14 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from ..core.parameters import count_parameters, expert_biases, parameters
-from ..core.plan import Plan
+from ...core.model.parameters import count_parameters, expert_biases, parameters
+from ...core.plan.plan import Plan
+from ..ledger.kept import Kept
+from ..ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    NO_STEP,
+    OPTIMIZER,
+    WEIGHT,
+    Key,
+    RankLedger,
+)
 from .decoder import Inputs
 from .derivative import Step, derivative, tested_names
 from .forward import activation_names, as_multiplied, gradient_names, samples_checked
 from .gradient_parts import Measured, measure
-from .kept import Kept
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, OPTIMIZER, WEIGHT, Key, RankLedger
 from .proof_run import ProofJob, trained
 
 COUNTED_FILE = "counted.npy"

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any
 
-from ..core.plan import ModularPlan, Plan, Train
-from .ledger import RunLedger
-from .modules import parts_of
+from ...core.plan.plan import ModularPlan, Plan, Train
+from ..ledger.ledger import RunLedger
+from ..ledger.modules import parts_of
 from .proof_run import ProofJob, run_ledger
 from .reference import Reference, checked_ledger
 

@@ -40,11 +40,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core.model import ModelSpec
-from ..core.parameters import POSITION_TABLE, TOKEN_TABLE
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import POSITION_TABLE, TOKEN_TABLE
+from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, Key
+from ..ledger.relations import section_of
 from .bounds import ELEMENTWISE, UNIT_ROUNDOFF, gamma
-from .ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, NO_STEP, Key
-from .relations import section_of
 
 CERTAINTY = 4.0
 """The c of the interval. Errors that lie wholly along their tensors would leave it with a chance of 7e-4; those of right runs came to

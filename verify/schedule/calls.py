@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..core.action import Action, Kind
-from ..core.errors import ScheduleError
-from ..core.layout import Layout
-from ..core.schedule import Placement
+from ...core.base.errors import ScheduleError
+from ...core.layout.layout import Layout
+from ...core.schedule.action import Action, Kind
+from ...core.schedule.schedule import Placement
 
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "all_to_all"})
 """Collectives that bring the parts of a sum together; the all_gather that may follow only hands the result out."""

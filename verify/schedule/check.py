@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..core.action import RECEIVES, SENDS
-from ..core.findings import Finding
-from ..core.schedule import Schedule
-from ..core.schedules.lower import lower
+from ...core.base.findings import Finding
+from ...core.schedule.action import RECEIVES, SENDS
+from ...core.schedule.lower import lower
+from ...core.schedule.schedule import Schedule
 from .facts import ActivationMemory, Facts
 from .plan_facts import plan_facts
 from .rules import (
@@ -28,7 +28,7 @@ from .rules import (
 )
 
 if TYPE_CHECKING:
-    from ..core.plan import Plan
+    from ...core.plan.plan import Plan
 
 _MAX_PER_RULE = 20
 """Findings of one rule that are listed; the last says how many more there are."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..core.errors import ScheduleError
+from ...core.base.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from ..core.schedule import Schedule
+    from ...core.schedule.schedule import Schedule
     from .calls import Calls
 
 

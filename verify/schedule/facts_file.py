@@ -13,18 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ScheduleError, did_you_mean
-from ..core.files import TABLE_BYTES, read_text
-from ..core.names import is_plain
-from ..core.parameters import layer_prefix
-from ..core.parsing import parse_toml
+from ...core.base.errors import ScheduleError, did_you_mean
+from ...core.base.files import TABLE_BYTES, read_text
+from ...core.base.names import is_plain
+from ...core.base.parsing import parse_toml
+from ...core.model.parameters import layer_prefix
 from .calls import Calls, calls_from_csv
 from .facts import BUFFER_KINDS, ActivationMemory, Buffers, Facts, LayerHoldings, MessageFormats
 from .plan_facts import gradient_axes
 
 if TYPE_CHECKING:
-    from ..core.plan import Plan
-    from ..core.schedule import Schedule
+    from ...core.plan.plan import Plan
+    from ...core.schedule.schedule import Schedule
 
 
 def read_facts(path: str, schedule: Schedule, plan: Plan | None = None) -> Facts:

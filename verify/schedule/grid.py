@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.schedule import Schedule
+from ...core.schedule.schedule import Schedule
 
 MAX_STEPS, MAX_RANKS = 32, 6
 """A schedule larger than this is shown as a window of this size around the first marked cell: it fits a terminal of 80 columns."""

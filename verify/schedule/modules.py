@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.action import ActionArray, Kind
-from ..core.bridge import messages, stage_grid
-from ..core.findings import Finding
-from ..core.plan import ModularPlan, ModulePlan
-from ..core.schedule import Placement, Schedule
-from ..core.schedule_of import modular_schedule, schedule_for
-from ..core.schedules import lower
+from ...core.base.findings import Finding
+from ...core.plan.plan import ModularPlan, ModulePlan
+from ...core.plan.schedule_of import modular_schedule, schedule_for
+from ...core.program.bridge import messages, stage_grid
+from ...core.schedule import lower
+from ...core.schedule.action import ActionArray, Kind
+from ...core.schedule.schedule import Placement, Schedule
 from .check import examine
 from .facts import Facts
 from .plan_facts import plan_calls

@@ -6,15 +6,22 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.errors import ScheduleError
-from ..core.parameters import layer_prefix
-from ..core.plan import Plan
-from ..core.program import Collective, num_copies, num_shards, operations, reduce_microbatch, sequences_are_cut
-from ..core.program.buckets import bucket_sizes, waits_for_parts
-from ..core.schedule import Schedule
-from ..core.stage_parameters import stage_parameters
-from ..core.stages import StageLayers
+from ...core.base.errors import ScheduleError
+from ...core.layout.stage_parameters import stage_parameters
+from ...core.layout.stages import StageLayers
+from ...core.model.parameters import layer_prefix
+from ...core.plan.plan import Plan
+from ...core.program import (
+    Collective,
+    num_copies,
+    num_shards,
+    operations,
+    reduce_microbatch,
+    sequences_are_cut,
+)
+from ...core.program.buckets import bucket_sizes, waits_for_parts
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Schedule
 from .calls import Call, Calls
 from .facts import Facts, LayerHoldings, MessageFormats
 

@@ -1,8 +1,8 @@
-"""The page `docs/rules.md`, made from the table of rules: `python -m shardproof.verify.rules_page > docs/rules.md`."""
+"""The page `docs/rules.md`, made from the table of rules: `python -m shardproof.verify.schedule.rules_page > docs/rules.md`."""
 
 from __future__ import annotations
 
-from ..core.schedule import Schedule
+from ...core.schedule.schedule import Schedule
 from .check import examine
 from .facts import BUFFER_KINDS, Facts
 from .grid import grid
@@ -11,7 +11,7 @@ from .rules import RULES, Rule
 _OPENING = """\
 # The static rules
 
-Made from the table in `verify/rules` by `python -m shardproof.verify.rules_page`; a test holds it current. `shardproof verify --list`
+Made from the table in `verify/rules` by `python -m shardproof.verify.schedule.rules_page`; a test holds it current. `shardproof verify --list`
 prints the same rules, `shardproof verify PLAN` asks them, and `shardproof.check(schedule)` returns what they find.
 
 Each rule stands with the smallest schedule that breaks it and nothing else, drawn as steps and ranks with the cells at fault between

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..core.files import read_text
-from ..core.findings import NOWHERE, Finding, Spot
-from ..core.github import CAPACITY_KEYS, line_of
-from ..core.plan_toml import read_values
+from ...core.base.files import read_text
+from ...core.base.findings import NOWHERE, Finding, Spot
+from ...core.commands.github import CAPACITY_KEYS, line_of
+from ...core.plan.toml import read_values
 from .rules import COLLECTIVE_RULES, LAYER_RULES, MEMORY_RULES, RULES
 
 DEGREES = ("layout.tp", "layout.cp", "layout.pp", "layout.dp", "layout.ep", "layout.etp")

@@ -6,13 +6,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ..core.parameters import Parameter
-from ..core.program import Operations, Product
-from ..core.stage_parameters import Usage
+from ...core.layout.stage_parameters import Usage
+from ...core.model.parameters import Parameter
+from ...core.program import Operations, Product
 from .expressions import apply
-from .symbolic_layers import Linear, Phase, Ranks, check_shape
-from .symbolic_parts import LayerHalf, OperationsOf, WholeLinear, head_gradient, mapped, norm_gradients, normed, residual
-from .symbolic_tensors import MisfitError, Part, open_over_context
+from .layers import Linear, Phase, Ranks, check_shape
+from .parts import (
+    LayerHalf,
+    OperationsOf,
+    WholeLinear,
+    head_gradient,
+    mapped,
+    norm_gradients,
+    normed,
+    residual,
+)
+from .tensors import MisfitError, Part, open_over_context
 
 
 class Attention(LayerHalf):

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..core.model import ModelSpec
-from ..core.parameters import Parameter, layer_parameters, layer_prefix, mtp_prefix
-from ..core.plan import Plan
-from ..core.program import LayerWork, Operations, recomputed_modules, recomputes_whole
-from ..core.stages import StageLayers
+from ...core.layout.stages import StageLayers
+from ...core.model.model import ModelSpec
+from ...core.model.parameters import Parameter, layer_parameters, layer_prefix, mtp_prefix
+from ...core.plan.plan import Plan
+from ...core.program import LayerWork, Operations, recomputed_modules, recomputes_whole
+from .attention import GroupedAttention, LatentAttention
+from .ends import embedding, head, multi_token
 from .expressions import Expression, symbol
-from .symbolic_attention import GroupedAttention, LatentAttention
-from .symbolic_ends import embedding, head, multi_token
-from .symbolic_layers import Difference, Phase, Ranks, named
-from .symbolic_mlp import DenseMlp, SparseMlp
-from .symbolic_parts import Gradients, mapped, norm_gradients, normed, residual
-from .symbolic_tensors import Part
+from .layers import Difference, Phase, Ranks, named
+from .mlp import DenseMlp, SparseMlp
+from .parts import Gradients, mapped, norm_gradients, normed, residual
+from .tensors import Part
 
 Works = Sequence[Sequence[LayerWork]]
 """Of every tensor-parallel rank, the works of one block."""

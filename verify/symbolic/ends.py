@@ -6,13 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..core.parameters import Parameter, embedding_parameters, head_parameters, mtp_parameters
-from ..core.program import Collective, LayerWork, Operations, sequences_are_cut
-from ..core.stage_parameters import Usage
+from ...core.layout.stage_parameters import Usage
+from ...core.model.parameters import (
+    Parameter,
+    embedding_parameters,
+    head_parameters,
+    mtp_parameters,
+)
+from ...core.program import Collective, LayerWork, Operations, sequences_are_cut
 from .expressions import Expression, apply, exactly_summed, symbol
-from .symbolic_layers import Linear, Ranks, lookup_part, named, summed_leaves
-from .symbolic_parts import Gradients, WholeLinear, mapped, norm_gradients, normed, residual
-from .symbolic_tensors import Part
+from .layers import Linear, Ranks, lookup_part, named, summed_leaves
+from .parts import Gradients, WholeLinear, mapped, norm_gradients, normed, residual
+from .tensors import Part
 
 Works = Sequence[Sequence[LayerWork]]
 """Of every tensor-parallel rank, the works of one block."""

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from ..core.layout import Layout
-from ..core.program import Collective
+from ...core.layout.layout import Layout
+from ...core.program import Collective
 from .expressions import MODULUS, digest
-from .symbolic_tensors import MisfitError
+from .tensors import MisfitError
 
 EXPERT_AXES = ("edp", "expert_replica")
 """Axes over which REDUCE_GRAD adds and gathers what experts have."""

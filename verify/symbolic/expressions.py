@@ -19,8 +19,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ..core.digest import GOLDEN, mix
-from ..core.reduction import Node, split
+from ...core.base.digest import GOLDEN, mix
+from ...core.base.reduction import Node, split
 
 MODULUS = 1 << 64
 

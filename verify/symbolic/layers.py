@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from ..core.action import Kind
-from ..core.leaves import Leaves
-from ..core.parameters import TOKEN_TABLE, Parameter
-from ..core.plan import Plan
-from ..core.program import (
+from ...core.base.reduction import cut, maximal_nodes
+from ...core.layout.leaves import Leaves
+from ...core.layout.stage_parameters import Usage
+from ...core.model.parameters import TOKEN_TABLE, Parameter
+from ...core.plan.plan import Plan
+from ...core.program import (
     Collective,
     LayerWork,
     Message,
@@ -29,10 +30,9 @@ from ..core.program import (
     own_token_parameters,
     stage_work,
 )
-from ..core.reduction import cut, maximal_nodes
-from ..core.stage_parameters import Usage
+from ...core.schedule.action import Kind
 from .expressions import MODULUS, Expression, apply, digest, exactly_summed, interval, summed, symbol, tree
-from .symbolic_tensors import MisfitError, Part, collective, on_another_copy, over_context
+from .tensors import MisfitError, Part, collective, on_another_copy, over_context
 
 Phase = Literal["forward", "recomputation", "input gradient", "weight gradient"]
 

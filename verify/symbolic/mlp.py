@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ..core.expert_tokens import routed_tokens
-from ..core.parameters import Parameter
-from ..core.program import Collective, Operation, Operations, Product
-from ..core.stage_parameters import Usage
+from ...core.layout.stage_parameters import Usage
+from ...core.model.parameters import Parameter
+from ...core.program import Collective, Operation, Operations, Product
+from ...core.program.expert_tokens import routed_tokens
 from .expressions import Expression, apply, summed, symbol, tree
-from .symbolic_layers import Linear, Phase, Ranks, check_shape, summed_leaves, vector_gradient
-from .symbolic_parts import LayerHalf, OperationsOf, WholeLinear, mapped
-from .symbolic_tensors import MisfitError, Part, collective
+from .layers import Linear, Phase, Ranks, check_shape, summed_leaves, vector_gradient
+from .parts import LayerHalf, OperationsOf, WholeLinear, mapped
+from .tensors import MisfitError, Part, collective
 
 _NOTHING = symbol("nothing")
 

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ..core.parameters import Parameter
-from ..core.program import Collective, Operations, Product
-from ..core.stage_parameters import Usage
+from ...core.layout.stage_parameters import Usage
+from ...core.model.parameters import Parameter
+from ...core.program import Collective, Operations, Product
 from .expressions import apply, symbol
-from .symbolic_layers import Phase, Ranks, check_shape, vector_gradient
-from .symbolic_tensors import MisfitError, Part
+from .layers import Phase, Ranks, check_shape, vector_gradient
+from .tensors import MisfitError, Part
 
 Gradients = dict[str, list[Part]]
 """Weight gradients by `Usage.key`, one part per tensor-parallel rank."""

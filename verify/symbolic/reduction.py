@@ -13,18 +13,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.plan import Plan
-from ..core.program import EXPERT_BIAS, Collective, Operations, num_copies, num_shards, sequences_are_cut
-from ..core.program.buckets import bucket_layers, sums_are_sharded
-from ..core.program.holdings import PART_LAYERS, KnownPart, knows_heads
-from ..core.schedule import Placement
-from ..core.stage_parameters import Usage, stage_parameters, stage_usages
+from ...core.layout.stage_parameters import Usage, stage_parameters, stage_usages
+from ...core.plan.plan import Plan
+from ...core.program import (
+    EXPERT_BIAS,
+    Collective,
+    Operations,
+    num_copies,
+    num_shards,
+    sequences_are_cut,
+)
+from ...core.program.buckets import bucket_layers, sums_are_sharded
+from ...core.program.holdings import PART_LAYERS, KnownPart, knows_heads
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Placement
+from .experts import EXPERT_AXES, ExpertGrid
 from .expressions import MODULUS, digest, digests
-from .symbolic_experts import EXPERT_AXES, ExpertGrid
-from .symbolic_layers import Program
-from .symbolic_shards import dense_place, split_axis, summed
-from .symbolic_tensors import MisfitError
+from .layers import Program
+from .shards import dense_place, split_axis, summed
+from .tensors import MisfitError
 
 States = Mapping[str, tuple[tuple[int, int], ...]]
 """`Usage.key` -> of every tensor-parallel rank the tokens `[lo, hi)` that its gradient covers."""

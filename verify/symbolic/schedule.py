@@ -16,9 +16,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.schedule import Schedule
-from .rules.view import View
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Schedule
+from ..schedule.rules.view import View
 
 ABSENT = -1
 """Stands for the row of an action that is not there."""

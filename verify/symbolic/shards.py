@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.plan import Plan
-from ..core.program import Collective
-from .symbolic_tensors import MisfitError
+from ...core.plan.plan import Plan
+from ...core.program import Collective
+from .tensors import MisfitError
 
 Level = Literal["", "shard", "replicate"]
 Cell = tuple[int, ...]

@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.findings import Finding
-from ..core.plan import ModularPlan, Plan
-from ..core.schedule import Schedule
-from ..core.schedule_of import schedule_for
-from .check import Examination, examine
-from .facts import Facts
-from .grid import grid
-from .modules_check import prove_modules
-from .rules import View
-from .rules.deadlock import SEND_MEANINGS, send_meanings
-from .rules.memory import peak_in_flight
+from ...core.base.findings import Finding
+from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.schedule_of import schedule_for
+from ...core.schedule.schedule import Schedule
+from ..schedule.check import Examination, examine
+from ..schedule.facts import Facts
+from ..schedule.grid import grid
+from ..schedule.modules import prove_modules
+from ..schedule.rules import View
+from ..schedule.rules.deadlock import SEND_MEANINGS, send_meanings
+from ..schedule.rules.memory import peak_in_flight
 from .symbolic import prove as prove_symbolically
 
 

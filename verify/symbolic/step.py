@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.plan import Plan
-from ..core.program import Collective, Operations, num_copies, num_shards
-from ..core.program.buckets import gathered_sizes
-from ..core.schedule import Placement
-from ..core.stage_parameters import Usage, stage_usages
+from ...core.layout.stage_parameters import Usage, stage_usages
+from ...core.plan.plan import Plan
+from ...core.program import Collective, Operations, num_copies, num_shards
+from ...core.program.buckets import gathered_sizes
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Placement
+from .experts import EXPERT_AXES, ExpertGrid
 from .expressions import MODULUS, digest, digests
-from .symbolic_experts import EXPERT_AXES, ExpertGrid
-from .symbolic_layers import Program
-from .symbolic_reduction import StageGradients, StepDifference, calls_text, in_step, of_ranks
-from .symbolic_shards import dense_members, split_axis
+from .layers import Program
+from .reduction import StageGradients, StepDifference, calls_text, in_step, of_ranks
+from .shards import dense_members, split_axis
 
 
 def unshard_difference(plan: Plan, placement: Placement, program: Program, stage: int) -> StepDifference | None:

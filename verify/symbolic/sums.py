@@ -9,9 +9,9 @@ from itertools import groupby
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.schedule import Schedule
-from .symbolic_schedule import ABSENT, Place, ScheduleRun
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Schedule
+from .schedule import ABSENT, Place, ScheduleRun
 
 _NEVER = np.iinfo(np.int64).max
 

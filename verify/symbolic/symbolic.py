@@ -19,21 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from ..core.action import Kind
-from ..core.cluster import ClusterSpec
-from ..core.findings import Finding
-from ..core.layout import Layout
-from ..core.plan import DataParallel, Plan, ScheduleChoice
-from ..core.program import LayerWork, Product, sequences_are_cut
-from ..core.schedule import Schedule
-from ..core.schedules import lower
-from ..core.variation import NO_VARIATION
-from .rules import View
-from .symbolic_blocks import EMBEDDING, HEAD, Block, blocks_of, run_block
-from .symbolic_layers import Difference, Program
-from .symbolic_reduction import StageGradients, StepDifference, exchange_difference, reduced_gradients
-from .symbolic_step import Step, unshard_difference
-from .symbolic_sums import Judgement, judge
+from ...core.base.findings import Finding
+from ...core.layout.layout import Layout
+from ...core.machine.cluster import ClusterSpec
+from ...core.machine.variation import NO_VARIATION
+from ...core.plan.plan import DataParallel, Plan, ScheduleChoice
+from ...core.program import LayerWork, Product, sequences_are_cut
+from ...core.schedule import lower
+from ...core.schedule.action import Kind
+from ...core.schedule.schedule import Schedule
+from ..schedule.rules import View
+from .blocks import EMBEDDING, HEAD, Block, blocks_of, run_block
+from .layers import Difference, Program
+from .reduction import StageGradients, StepDifference, exchange_difference, reduced_gradients
+from .step import Step, unshard_difference
+from .sums import Judgement, judge
 
 VALUE_RULE, ORDER_RULE, SCOPE_RULE = "other-mathematics", "other-order", "not-proved"
 _HINTS = {

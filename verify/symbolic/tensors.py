@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..core.reduction import Node
+from ...core.base.reduction import Node
 from .expressions import Expression, apply, digest, exactly_summed, summed, tree
 
 

@@ -1,4 +1,4 @@
-"""Every published measurement predicted again, and how far off: `python -m shardproof.simulator.validate`."""
+"""Every published measurement predicted again, and how far off: `python -m shardproof.benchmarks.published.validation`."""
 
 from __future__ import annotations
 

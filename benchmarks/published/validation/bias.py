@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from ..published import Row
+from ..row import Row
 from .noise import BETWEEN, Floor, across_publications, floor_of, floors
 from .open_fields import open_fields, open_table
 from .predictions import Prediction

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..published import Row, measured_of
+from ..row import Row, measured_of
 from .noise import host_bound_layers
 from .predictions import Prediction
 from .table import Table, percent

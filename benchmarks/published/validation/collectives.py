@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...core.cluster import ClusterSpec
-from ...core.cluster_presets import cluster_preset
-from ...core.program import Collective
-from ..nccl import LINK_RING_S, NETWORK_RING_S
-from ..network import Spread, best_algorithm
-from ..published import Row, RowError
+from ....core.machine.cluster import ClusterSpec
+from ....core.machine.cluster_presets import cluster_preset
+from ....core.program import Collective
+from ....simulator.network.nccl import LINK_RING_S, NETWORK_RING_S
+from ....simulator.network.network import Spread, best_algorithm
+from ..row import Row, RowError
 
 PRESETS = (("A100", "dgx-a100-80g"), ("H100", "dgx-h100"), ("H200", "dgx-h200"), ("H800", "h800-pod"), ("B200", "dgx-b200"))
 """Word in the name of a device -> the preset that describes its network."""

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ...core.plan import Plan
-from .. import compute, profiles, travel
+from ....core.plan.plan import Plan
+from ....simulator.compute import compute
+from ....simulator.cost import travel
+from ....simulator.stack import profiles
 
 Held = tuple[Callable[[Plan], float], Callable[[Plan, float], AbstractContextManager[Plan]]]
 

@@ -11,11 +11,17 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ...core.cluster import ClusterSpec
-from ...core.cluster_presets import cluster_preset
-from ...core.program import Product
-from ..compute import AttentionShape, attention_s, grouped_product_s, product_s, sustained_rate
-from ..published import Row, RowError
+from ....core.machine.cluster import ClusterSpec
+from ....core.machine.cluster_presets import cluster_preset
+from ....core.program import Product
+from ....simulator.compute.compute import (
+    AttentionShape,
+    attention_s,
+    grouped_product_s,
+    product_s,
+    sustained_rate,
+)
+from ..row import Row, RowError
 
 KERNELS = ("matmul", "kernel_efficiency")
 """Kinds of rows that measure one kernel."""

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ..published import Row, measured_of
+from ..row import Row, measured_of
 from .statistics import noise_floors
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..published import Row
-from ..published_stacks import stack_of
+from ..row import Row
+from ..stacks import stack_of
 from .predictions import predict_row
 from .statistics import time_spread
 from .table import Table, percent

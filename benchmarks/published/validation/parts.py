@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ...core.action import Kind
-from ...core.plan import Plan
-from ...core.schedules import build
-from ..engine import run_schedule
-from ..pricing import Pricing
-from ..published import Row, RowError
-from ..published_machines import SCHEDULES
-from ..published_plans import plan_of
+from ....core.plan.plan import Plan
+from ....core.schedule import build
+from ....core.schedule.action import Kind
+from ....simulator.cost.pricing import Pricing
+from ....simulator.engine.engine import run_schedule
+from ..machines import SCHEDULES
+from ..plans import plan_of
+from ..row import Row, RowError
 from .collectives import SIZES, predict_collective
 from .kernels import predict_kernel
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.errors import ShardproofError
-from ..published import Measured, Row, RowError, measured_of
-from ..published_plans import PublishedPlan, plan_of
-from ..simulate import simulate
-from ..step import worst
+from ....core.base.errors import ShardproofError
+from ....simulator.simulation.simulate import simulate
+from ....simulator.step.step import worst
+from ..plans import PublishedPlan, plan_of
+from ..row import Measured, Row, RowError, measured_of
 
 TRAINING = ("train_step", "finetune_step")
 

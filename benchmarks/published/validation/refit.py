@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from ...core.plan import Plan
-from ..published import Row, RowError, measured_of
-from ..published_plans import plan_of
-from ..simulate import simulate
+from ....core.plan.plan import Plan
+from ....simulator.simulation.simulate import simulate
+from ..plans import plan_of
+from ..row import Row, RowError, measured_of
 from .held import aligned, device_field, engine_share, host_calls
 from .statistics import is_calibration
 from .table import Table

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..published import Row
+from ..row import Row
 from .predictions import Prediction
 
 

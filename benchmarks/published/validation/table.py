@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core import terminal
+from ....core.base import terminal
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from ..published import Row, measured_of
+from ..row import Row, measured_of
 from .bias import bias_tables, series_of
 from .causes import CAUSES, OUTLIER, causes_of, outliers
 from .choices import choice_table, choice_targets

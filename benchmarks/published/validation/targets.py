@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..published import Row
+from ..row import Row
 from .predictions import Prediction
 
 

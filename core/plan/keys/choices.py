@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..schedules import CATALOG
+from ...schedule import CATALOG
 from ..sections import RECOMPUTE_MODULES
 from .key import Key
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..cluster import ClusterSpec
-from ..layout import Layout
-from ..model import ModelSpec
+from ...layout.layout import Layout
+from ...machine.cluster import ClusterSpec
+from ...machine.variation import Variation
+from ...model.model import ModelSpec
 from ..module import Module
 from ..sections import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
-from ..variation import Variation
 
 KeyType = Literal[
     "int", "float", "size", "bool", "str", "path", "two floats", "list of ints", "list of texts", "table of rates", "table of texts"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cluster import COLLECTIVE_LIBRARIES
+from ...machine.cluster import COLLECTIVE_LIBRARIES
 from ..sections import PROFILES
 from .key import Key
 

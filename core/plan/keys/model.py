@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..model import ACTIVATIONS, GROUP_SCORES, ROPE_SCALINGS, ROUTER_SCORES
+from ...model.model import ACTIVATIONS, GROUP_SCORES, ROPE_SCALINGS, ROUTER_SCORES
 from .key import Key
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..variation import DISTRIBUTIONS
+from ...machine.variation import DISTRIBUTIONS
 from .key import Key
 
 

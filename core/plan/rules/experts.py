@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ..divisors import divisors
-from ..layout import DEFAULT_ORDER, Layout
-from ..leaves import leaf_sizes
-from ..microbatches import microbatch_counts
-from ..model import ModelSpec
-from ..routed_tokens import RoutedTokens
+from ...base.divisors import divisors
+from ...layout.layout import DEFAULT_ORDER, Layout
+from ...layout.leaves import leaf_sizes
+from ...layout.microbatches import microbatch_counts
+from ...layout.routed_tokens import RoutedTokens
+from ...model.model import ModelSpec
 from ..sections import Batch, Numerics, Train
 
 MAX_NAMED_DEGREE = 64

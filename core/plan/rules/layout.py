@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..cluster import ClusterSpec
-from ..divisors import divisors
-from ..errors import LayoutError
-from ..layout import Layout
-from ..leaves import degree_to_admit, leaf_sizes
-from ..model import ModelSpec
+from ...base.divisors import divisors
+from ...base.errors import LayoutError
+from ...layout.layout import Layout
+from ...layout.leaves import degree_to_admit, leaf_sizes
+from ...machine.cluster import ClusterSpec
+from ...model.model import ModelSpec
 from ..sections import Batch, DataParallel, Numerics
 from .experts import MAX_NAMED_DEGREE
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from ..cluster import ClusterSpec
+from ...machine.cluster import ClusterSpec
 from ..module import Module
 from ..sections import Recompute, ScheduleChoice
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import did_you_mean
-from ..layout import Layout
-from ..model import ModelSpec
+from ...base.errors import did_you_mean
+from ...layout.layout import Layout
+from ...model.model import ModelSpec
 from ..sections import RECOMPUTE_MODULES, Recompute
 
 

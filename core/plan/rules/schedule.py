@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import LayoutError, did_you_mean
-from ..layout import Layout
-from ..microbatches import microbatch_counts
-from ..model import ModelSpec
-from ..schedules import CATALOG, default_name
+from ...base.errors import LayoutError, did_you_mean
+from ...layout.layout import Layout
+from ...layout.microbatches import microbatch_counts
+from ...layout.stages import assign_layers, num_mtp_written
+from ...model.model import ModelSpec
+from ...schedule import CATALOG, default_name
 from ..sections import Batch, Runtime, ScheduleChoice
-from ..stages import assign_layers, num_mtp_written
 
 
 def microbatches_divide(batch: Batch, layout: Layout) -> Iterator[str]:

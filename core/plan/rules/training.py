@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..cluster import ClusterSpec
+from ...machine.cluster import ClusterSpec
 from ..sections import Checkpoint, Precision, Runtime, Train
 
 ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cluster import ClusterSpec
-from ..cluster_presets import CLUSTER_PRESETS, cluster_preset
-from ..errors import did_you_mean
-from ..model import ModelSpec
+from ...base.errors import did_you_mean
+from ...machine.cluster import ClusterSpec
+from ...machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from ...machine.variation import Variation, devices_named, link_named, names_in
+from ...model.model import ModelSpec
 from ..sections import Precision
-from ..variation import Variation, devices_named, link_named, names_in
 
 
 def stragglers_exist(variation: Variation, cluster: ClusterSpec) -> Iterator[str]:

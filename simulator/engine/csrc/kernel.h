@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* core/action.py, Kind */
+/* core/schedule/action.py, Kind */
 enum { F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD, STEP, OVERLAP_F_B, NUM_KINDS };
 
 #define IS_RECEIVE(kind) ((kind) == RECV_F || (kind) == RECV_B)

@@ -10,15 +10,22 @@ import torch
 
 from helpers.gates import sampled
 from shardproof import Plan, Trainer
-from shardproof.backend.launch import run_ranks
-from shardproof.backend.loss_scale import LossScale
-from shardproof.backend.training_rank import TrainingRank
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import DivergedError, PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Precision, ScheduleChoice, Train
-from shardproof.verify.dynamic import prove
+from shardproof.backend.base.loss_scale import LossScale
+from shardproof.backend.launching.launch import run_ranks
+from shardproof.backend.ranks.training_rank import TrainingRank
+from shardproof.core.base.errors import DivergedError, PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import prove
 
 TOO_MUCH = 2.0**20
 """A scale that overflows at once: fp16 ends at 65504."""

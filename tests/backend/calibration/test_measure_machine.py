@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.backend.measure_cases import COLLECTIVES
-from shardproof.backend.measure_machine import MeasureJob, measure_rank
+from shardproof.backend.calibration.cases import COLLECTIVES
+from shardproof.backend.calibration.machine import MeasureJob, measure_rank
 from shardproof.backend.transport.memory import MemoryWorld
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
-from shardproof.core.probes import PROBES
+from shardproof.core.commands.probes import PROBES
+from shardproof.core.layout.layout import Layout
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 from shardproof.simulator.calibrate import calibrated
-from shardproof.simulator.simulate import simulate
+from shardproof.simulator.simulation.simulate import simulate
 
 
 @pytest.fixture(scope="module")

@@ -17,24 +17,35 @@ from torch import Tensor
 
 from helpers.gates import sampled
 from shardproof import Trainer
+from shardproof.backend.base.libraries import CHECKPOINTS
+from shardproof.backend.base.observe import Observer
 from shardproof.backend.checkpoint.index import INDEX_FILE
 from shardproof.backend.checkpoint.resume import Saved, path_of, problem_of, resumption, saved_in
 from shardproof.backend.checkpoint.saver import Checkpoints
 from shardproof.backend.checkpoint.tensors import Piece, _SavePlanner
-from shardproof.backend.data import Corpus
-from shardproof.backend.launch import Workers, preload
-from shardproof.backend.libraries import CHECKPOINTS
-from shardproof.backend.observe import Observer
+from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.launching.launch import Workers, preload
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cli import main
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError, RankFailure
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import expert_biases, parameters
-from shardproof.core.plan import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.base.errors import PlanError, RankFailure
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.parameters import expert_biases, parameters
+from shardproof.core.plan.plan import (
+    Batch,
+    Checkpoint,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+    Train,
+)
 
 STEPS, SAVED = 3, 1
 """Of an undisturbed run, and after how many of them it is interrupted."""

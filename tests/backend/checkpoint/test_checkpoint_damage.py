@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from shardproof.backend.base.libraries import CHECKPOINTS
 from shardproof.backend.checkpoint import saver
 from shardproof.backend.checkpoint.files import digest_of
 from shardproof.backend.checkpoint.index import INDEX_FILE, Contents, DamagedError
@@ -32,16 +33,15 @@ from shardproof.backend.checkpoint.resume import path_of, saved_in
 from shardproof.backend.checkpoint.saver import Checkpoints
 from shardproof.backend.checkpoint.tensors import Piece, read_tensors, write_tensors
 from shardproof.backend.checkpoint.whole import contents_of
-from shardproof.backend.data import Corpus
-from shardproof.backend.launch import Workers, preload
-from shardproof.backend.libraries import CHECKPOINTS
+from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.launching.launch import Workers, preload
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError, RankFailure
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Checkpoint, Plan, Precision, Train
+from shardproof.core.base.errors import PlanError, RankFailure
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Checkpoint, Plan, Precision, Train
 
 RANKS = 2
 SHAPES = {"a": (4, 3), "b": (6,), "c": (2, 2), "count": ()}

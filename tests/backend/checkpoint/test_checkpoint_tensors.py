@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from shardproof.backend.checkpoint.tensors import Piece, read_tensors, write_tensors
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.errors import PlanError, RankFailure
+from shardproof.core.base.errors import PlanError, RankFailure
 
 
 def rows(name: str, shape: tuple[int, ...], lo: int, hi: int, values: Tensor) -> Piece:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof.backend.data import Corpus
-from shardproof.backend.text import STDLIB_SOURCES, VOCABULARY_SIZE
-from shardproof.core.errors import PlanError
+from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.data.text import STDLIB_SOURCES, VOCABULARY_SIZE
+from shardproof.core.base.errors import PlanError
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_the_standard_library_is_over_3_megabytes_and_its_validation_text_is_not
 
 def test_the_standard_library_is_the_same_text_in_another_interpreter():
     code = (
-        "import hashlib; from shardproof.backend.data import Corpus; c = Corpus.load('python-stdlib');"
+        "import hashlib; from shardproof.backend.data.corpus import Corpus; c = Corpus.load('python-stdlib');"
         "print(hashlib.sha256(c.train.tobytes() + c.validation.tobytes()).hexdigest())"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"})

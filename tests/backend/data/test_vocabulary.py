@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from shardproof import Trainer
-from shardproof.backend.text import STDLIB, documents_of
-from shardproof.backend.vocabulary import no_bytes, unknown_ids
-from shardproof.core.cli import main
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import MODEL_PRESETS, model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
-from shardproof.verify.dynamic import prove
+from shardproof.backend.data.text import STDLIB, documents_of
+from shardproof.backend.data.vocabulary import no_bytes, unknown_ids
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.verify.dynamic.proof import prove
 
 SMALL = ["--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "2", "--sequence", "8", "--transport", "memory"]
 

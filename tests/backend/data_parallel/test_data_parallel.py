@@ -13,20 +13,29 @@ import torch
 from helpers.gates import sampled
 from helpers.paths import ROOT
 from shardproof import lower
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations
 from shardproof.core.program.buckets import ROUTERS, gathered_sizes
-from shardproof.core.schedule_of import schedule_for
-from shardproof.verify.dynamic import prove
-from shardproof.verify.symbolic import prove as prove_symbolically
+from shardproof.core.schedule.action import Kind
+from shardproof.verify.dynamic.proof import prove
+from shardproof.verify.symbolic.symbolic import prove as prove_symbolically
 
 
 def tiny(layout: Layout, *, model="tiny-gpt", samples: int, schedule="1F1B", dtype="fp32", **data_parallel) -> Plan:

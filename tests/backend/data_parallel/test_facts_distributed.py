@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import TOKEN_TABLE, Parameter
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.stage_parameters import Usage, stage_usages
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.parameters import TOKEN_TABLE, Parameter
+from shardproof.core.plan.plan import Batch, DataParallel, Numerics, Plan, Precision, Train
 from shardproof.core.program.buckets import bucket_sizes, filled_buckets, gradient_buckets, kept_interval
-from shardproof.core.stage_parameters import Usage, stage_usages
+from shardproof.core.schedule.action import Kind
 
 
 def tiny(layout: Layout, *, samples=4, mode="fast", tied=True, **data_parallel) -> Plan:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from helpers.program import assert_every_action_records_the_program
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
 from shardproof.core.program import Collective, Operation
 
 

@@ -8,16 +8,25 @@ import pytest
 import torch
 
 from shardproof import Plan, Trainer
-from shardproof.backend.launch import preload, run_ranks
-from shardproof.backend.libraries import libraries_of
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.base.libraries import libraries_of
+from shardproof.backend.launching.launch import preload, run_ranks
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Checkpoint, DataParallel, Numerics, Precision, Recompute, ScheduleChoice, Train
-from shardproof.verify.dynamic import prove
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Checkpoint,
+    DataParallel,
+    Numerics,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import prove
 
 STEPS = 3
 TORCH = DataParallel(library="torch")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardproof.backend.gradients.parameter import initial_shard
 from shardproof.backend.huggingface.config import check_load, check_save, config_to_write
 from shardproof.backend.huggingface.files import file_layouts
 from shardproof.backend.huggingface.folder import Folder
@@ -17,16 +18,15 @@ from shardproof.backend.huggingface.load import load_weights
 from shardproof.backend.huggingface.names import sources, unused_names
 from shardproof.backend.huggingface.parts import file_shapes, regions
 from shardproof.backend.huggingface.save import save_weights
-from shardproof.backend.tensor_parallel.parameter import initial_shard
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import ModelError, PlanError
-from shardproof.core.huggingface_config import config_of
-from shardproof.core.layout import Layout
-from shardproof.core.leaves import leaf_sizes
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import count_parameters, expert_biases, parameters
-from shardproof.core.plan import Batch, Plan, Precision, Train
+from shardproof.core.base.errors import ModelError, PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.leaves import leaf_sizes
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.huggingface_config import config_of
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import count_parameters, expert_biases, parameters
+from shardproof.core.plan.plan import Batch, Plan, Precision, Train
 
 GPT2 = ModelSpec(
     "gpt2", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu_tanh", norm="layernorm", position="learned", tied_embeddings=True, bias=True

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardproof.backend.huggingface.folder import INDEX, Folder
-from shardproof.core.errors import PlanError
+from shardproof.core.base.errors import PlanError
 
 
 @pytest.fixture

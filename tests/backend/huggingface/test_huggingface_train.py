@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from shardproof import Trainer
 from shardproof.backend.cli import TRAIN
-from shardproof.core.cli import main
-from shardproof.core.errors import PlanError
-from shardproof.core.plan import Plan
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.plan.plan import Plan
 
 TEXT = """
 [model]

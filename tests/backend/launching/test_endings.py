@@ -10,8 +10,8 @@ import pytest
 
 from helpers.processes import Started, listens, processes_of, wait_until
 from shardproof.backend.checkpoint.resume import saved_in
-from shardproof.backend.torchrun import torchrun_transport
-from shardproof.core.cli import main
+from shardproof.backend.launching.torchrun import torchrun_transport
+from shardproof.core.commands.cli import main
 
 TRAIN = ["train", "--model", "tiny-llama", "--dtype", "fp32", "--sequence", "16", "--set", "train.steps=1000000"]
 OTHER = next((name for _, name in socket.if_nameindex() if name.startswith(("eth", "en"))), "lo")

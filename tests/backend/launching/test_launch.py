@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from helpers.gates import sampled
-from shardproof.backend.launch import Workers, preload, run_ranks
-from shardproof.backend.mkl import mkl_switch, mkl_switch_is_set
-from shardproof.backend.rank_failures import describe_exit
+from shardproof.backend.base.mkl import mkl_switch, mkl_switch_is_set
+from shardproof.backend.launching.launch import Workers, preload, run_ranks
 from shardproof.backend.transport.base import TransportError
-from shardproof.core.errors import PlanError, RankFailure
+from shardproof.backend.watch.rank_failures import describe_exit
+from shardproof.core.base.errors import PlanError, RankFailure
 
 
 def who_job(transport, payload):
@@ -68,7 +68,7 @@ def test_tests_run_with_the_mkl_switch_set_before_torch_was_loaded():
     assert mkl_switch_is_set()
 
 
-SAYS_IF_SET = "from shardproof.backend.mkl import mkl_switch_is_set; print(mkl_switch_is_set())"
+SAYS_IF_SET = "from shardproof.backend.base.mkl import mkl_switch_is_set; print(mkl_switch_is_set())"
 
 
 def printed(code, mode):
@@ -85,7 +85,7 @@ def test_the_mkl_switch_is_set_before_torch_and_counts_only_when_it_is_strict(mo
 
 def test_the_mkl_switch_does_not_count_when_torch_came_first_unless_the_user_had_set_it():
     """The second time without the variable: torch stays loaded, and the package is loaded anew."""
-    again = "import os, importlib, shardproof.backend.mkl as mkl; del os.environ['MKL_CBWR']; importlib.reload(mkl)"
+    again = "import os, importlib, shardproof.backend.base.mkl as mkl; del os.environ['MKL_CBWR']; importlib.reload(mkl)"
     assert printed(f"import torch; {SAYS_IF_SET}; {again}; print(mkl.mkl_switch_is_set())", "AVX2,STRICT") == ["True", "False"]
 
 

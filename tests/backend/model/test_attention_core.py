@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.tensor_parallel import LayerContext, context_part, context_whole
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Runtime
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Runtime
 
 SAMPLES, HEADS, HEAD_DIM = 2, 6, 8
 FIRST_SAMPLE = 4

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.model.multi_token import later_targets
 from shardproof.backend.model.transformer import Stage, finish_tied
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel import LayerContext
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import TOKEN_TABLE, parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
 
 BOUND = 96 * 96 * 2.0**-24
 SAMPLES, SEQUENCE = 4, 24

@@ -16,23 +16,23 @@ from torch.nn import functional as F
 from helpers.program import assert_every_action_records_the_program, recorded_step
 from helpers.stage import spread_weights, tokens_of, whole_gradients
 from shardproof import lower
-from shardproof.backend.mesh import Mesh
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
+from shardproof.backend.gradients.gradients import ExpertCopies
 from shardproof.backend.model import router
 from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel.exchange import ExpertGroups
-from shardproof.backend.tensor_parallel.gradients import ExpertCopies
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.expert_tokens import expert_nodes
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.backend.transport.mesh import Mesh
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import TOKEN_TABLE, parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Collective, Product
-from shardproof.core.schedule_of import schedule_for
+from shardproof.core.program.expert_tokens import expert_nodes
+from shardproof.core.schedule.action import Kind
 
 BOUND = 50 * 108 * 2.0**-24
 LLAMA = ModelSpec(

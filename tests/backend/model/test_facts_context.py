@@ -14,10 +14,10 @@ import torch
 from shardproof.backend.model.attention_blocks import Block
 from shardproof.backend.numerics import ExactNumerics, FastNumerics
 from shardproof.backend.tensor_parallel import context_positions
-from shardproof.core.chunks import Chunks
-from shardproof.core.layout import Layout
-from shardproof.core.leaves import LeafSizes, Leaves
-from shardproof.core.model import ModelSpec
+from shardproof.core.layout.chunks import Chunks
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.leaves import LeafSizes, Leaves
+from shardproof.core.model.model import ModelSpec
 
 DOCUMENT_ENDS, NUM_TOKENS = (5, 7, 11), 16
 DOCUMENT_OF_TOKEN = [0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3]

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardproof.backend.data import Corpus
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import TOKEN_TABLE, parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
 
 DEPTH, LONGEST_SUM = 12, 259
 BOUNDS = {"fp32": 2 * DEPTH * LONGEST_SUM * 2.0**-24, "bf16": 2 * DEPTH * 2.0**-9}

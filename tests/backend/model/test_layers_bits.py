@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.core.model import ModelSpec
+from shardproof.core.model.model import ModelSpec
 
 GPT = ModelSpec(
     "gpt", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True

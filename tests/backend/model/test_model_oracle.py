@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, parameters
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import TOKEN_TABLE, parameters
 
 BOUND = 38 * 108 * 2.0**-24
 

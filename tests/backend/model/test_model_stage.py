@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import UnknownNameError
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.base.errors import UnknownNameError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 
 MODEL = ModelSpec("gpt", 2, 48, 96, 6, 6, 8, 101, 32, activation="gelu", norm="layernorm", position="learned", bias=True)
 

@@ -17,17 +17,25 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from shardproof.backend.data import Corpus
+from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.huggingface.names import sources
 from shardproof.backend.huggingface.parts import file_shapes, regions
 from shardproof.backend.huggingface.save import save_weights
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.trainer import run_steps
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.huggingface import read_config
-from shardproof.core.layout import Layout
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.huggingface import read_config
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

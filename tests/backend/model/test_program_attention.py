@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from helpers.program import assert_every_action_records_the_program
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
 
 HEADS = ModelSpec("heads", 2, 32, 48, 6, 3, 8, 256, 32, qk_norm=True, qkv_bias=True)
 LATENT = ModelSpec(

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.router import DROPPED, Router, choose, reduce_counts
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel import LayerContext
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
 
 UNIT = 2.0**-24
 BOUND = 64 * UNIT
@@ -356,7 +356,7 @@ def test_routing_losses_counts_and_gradients_have_the_same_bits_in_every_layout(
     for routed in route(plan_of(model, micro=micro, dtype=dtype, layout=layout, **BUSY)):
         for name in ("experts", "weights", "dx"):
             assert torch.equal(getattr(routed, name), getattr(one, name)[:, routed.places]), name
-        if layout.cp == 1:  # gradients over context parallelism need the whole rank: tests/verify/test_dynamic_router.py
+        if layout.cp == 1:  # gradients over context parallelism need the whole rank: tests/verify/dynamic/test_dynamic_router.py
             assert torch.equal(routed.dweight, one.dweight)
         assert routed.loss == one.loss
         assert torch.equal(routed.counts, one.counts)

@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
+from shardproof.backend.base.recorder import Recorder
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.numerics.dropout import dropout_mask
-from shardproof.backend.recorder import Recorder
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import LayerContext, hidden_dropout
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Optimizer, Plan, Precision, Train
 
 
 def kept_in_python(seed: int, operation: str, step: int, index: int, probability: float) -> bool:

@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.backend.launch import run_ranks
+from shardproof.backend.base.recorder import Recorder
+from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.numerics.fast import FastAccumulator, FastNumerics
 from shardproof.backend.numerics.token_product import TokenProduct
-from shardproof.backend.recorder import Recorder
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
 from shardproof.core.program import Collective, operations
-from shardproof.verify.dynamic import prove
+from shardproof.core.schedule.action import Kind
+from shardproof.verify.dynamic.proof import prove
 
 
 def tiny(layout, *, mode="exact", dtype="bf16", gradient_dtype="bf16", global_size=4, model=None) -> Plan:

@@ -7,10 +7,10 @@ import torch
 
 from shardproof.backend.numerics import probe as probe_module
 from shardproof.backend.numerics.probe import PROBES, probe
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 
 
 def plan_of(name: str, sequence: int) -> Plan:

@@ -11,9 +11,9 @@ from shardproof.backend.numerics.owned_leaves import OwnedLeaves
 from shardproof.backend.numerics.tiles import contract_tiles, multiply_into, outer_tiles, project_tiles, scratch
 from shardproof.backend.numerics.tree import token_sums
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.leaves import Leaves, leaf_sizes
-from shardproof.core.model_presets import model_preset
-from shardproof.core.reduction import maximal_nodes, split
+from shardproof.core.base.reduction import maximal_nodes, split
+from shardproof.core.layout.leaves import Leaves, leaf_sizes
+from shardproof.core.model.model_presets import model_preset
 
 CPU = torch.device("cpu")
 

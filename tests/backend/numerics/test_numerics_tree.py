@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardproof.backend.numerics.summands import Summands, sum_over
 from shardproof.backend.numerics.tree import fold, token_sums, tree_fold
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.reduction import cut, maximal_nodes, split
+from shardproof.core.base.reduction import cut, maximal_nodes, split
 
 
 def rand(*shape, seed=0):

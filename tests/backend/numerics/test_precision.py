@@ -9,13 +9,13 @@ import torch
 
 from shardproof.backend.numerics import OwnedLeaves, make_numerics
 from shardproof.backend.numerics.tokens import owned_tokens
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.leaves import Leaves
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.leaves import Leaves
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
 
 HALF_ULP = 2.0**-8
 """bf16 keeps 8 significant bits: rounding to nearest errs by at most 2^-9 of the next power of two, 2^-8 of the value."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.backend.live_memory import LiveMeter
 from shardproof.backend.numerics import FastNumerics, OwnedLeaves
 from shardproof.backend.numerics.token_product import ROWS_AT_ONCE, TokenProduct
-from shardproof.core.leaves import Leaves
+from shardproof.backend.ranks.live_memory import LiveMeter
+from shardproof.core.layout.leaves import Leaves
 
 TOKENS, CUT, FULL = 8, 8 * ROWS_AT_ONCE, 96
 WEIGHT_BYTES = 4 * CUT * FULL

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from shardproof.backend.launch import Workers
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
+from shardproof.backend.launching.launch import Workers
 from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.pipeline.bridge import Bridge, BridgeReceiver, BridgeSender, open_bridge
@@ -18,16 +18,16 @@ from shardproof.backend.pipeline.executor import Executor
 from shardproof.backend.pipeline.messages import Clock
 from shardproof.backend.tensor_parallel.data import context_part
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.bridge import Grid, Holding, stage_grid
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import RankFailure
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.base.errors import RankFailure
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.stages import assign_layers
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 from shardproof.core.program import Collective, Message
-from shardproof.core.schedules import build, lower
-from shardproof.core.stages import assign_layers
+from shardproof.core.program.bridge import Grid, Holding, stage_grid
+from shardproof.core.schedule import build, lower
 
 SAMPLES, SEQUENCE = 6, 24
 SIZES = {"num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 48, "num_heads": 12, "num_kv_heads": 12, "head_dim": 2}

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from shardproof import Schedule, build, check, lower, run_schedule
-from shardproof.backend.measure import transfers_only
+from shardproof.backend.base.recorder import Recorder
 from shardproof.backend.pipeline.executor import Executor, forward_only
+from shardproof.backend.pipeline.measure import transfers_only
 from shardproof.backend.pipeline.messages import Clock, receive_of
-from shardproof.backend.recorder import Recorder
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.action import Action, Kind
-from shardproof.core.errors import RankFailure
-from shardproof.core.layout import Layout
-from shardproof.core.timeline import COMPUTE_LANE, Span, Timeline
+from shardproof.core.base.errors import RankFailure
+from shardproof.core.layout.layout import Layout
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.timeline import COMPUTE_LANE, Span, Timeline
 
 SHAPE = (2, 3)
 

@@ -10,21 +10,32 @@ import pytest
 import torch
 
 from helpers.program import assert_every_action_records_the_program
-from shardproof.backend.observe import Observer
+from shardproof.backend.base.observe import Observer
 from shardproof.backend.pipeline.overlap import PairRunner
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.trainer import Trainer
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.baton import Baton
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import DivergedError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
-from shardproof.core.schedule_of import schedule_for
-from shardproof.verify.dynamic import prove
+from shardproof.core.base.errors import DivergedError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.schedule.action import Kind
+from shardproof.verify.dynamic.proof import prove
 
 MOE = Recompute("selective", modules=("core_attn", "moe"))
 

@@ -10,14 +10,22 @@ from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
 from helpers.gates import sampled
 from helpers.program import assert_every_action_records_the_program
 from shardproof import lower, run_schedule
-from shardproof.backend.mesh import Mesh
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.backend.transport.mesh import Mesh
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.core.schedule_of import schedule_for
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.plan.schedule_of import schedule_for
 
 STEPS = 2
 

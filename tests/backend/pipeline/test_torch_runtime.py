@@ -31,19 +31,19 @@ from torch.nn import functional as F
 
 from helpers.gates import sample
 from shardproof import Schedule, build, check, lower
-from shardproof.backend.launch import preload
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
+from shardproof.backend.base.observe import Observer
+from shardproof.backend.launching.launch import preload
 from shardproof.backend.model.transformer import Stage
-from shardproof.backend.observe import Observer
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.base import Transport
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import ScheduleError
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
-from shardproof.core.schedules import CATALOG
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import TOKEN_TABLE
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.schedule import CATALOG
 
 SEQUENCE, HIDDEN, VOCABULARY = 8, 32, 256
 

@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 
-from shardproof.backend.live_memory import LiveMeter
+from shardproof.backend.ranks.live_memory import LiveMeter
 from shardproof.backend.trainer import Trainer
-from shardproof.core.action import Action, Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.schedule.action import Action, Kind
 
 
 def test_a_product_and_its_exponential_hold_400_and_4000_bytes_each_while_they_live():

@@ -11,25 +11,25 @@ from torch import Tensor
 
 from helpers.modules import modular, module
 from shardproof import ModularPlan, Trainer
-from shardproof.backend.data import Corpus
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
+from shardproof.backend.base.recorder import Recorder
+from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.model.transformer import Stage
-from shardproof.backend.modules import training_rank
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.recorder import Recorder
+from shardproof.backend.ranks.modules import training_rank
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.base import SoloGroup
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.action import SENDS, Kind
-from shardproof.core.errors import DivergedError, PlanError
-from shardproof.core.plan import Checkpoint
-from shardproof.core.schedule_of import modular_schedule
-from shardproof.simulator.modules import bridge_bytes
-from shardproof.verify.compare import compare
-from shardproof.verify.dynamic import ProofJob, prove_rank
-from shardproof.verify.ledger import WEIGHT, RunLedger
-from shardproof.verify.modules import uncut
+from shardproof.core.base.errors import DivergedError, PlanError
+from shardproof.core.plan.plan import Checkpoint
+from shardproof.core.plan.schedule_of import modular_schedule
+from shardproof.core.schedule.action import SENDS, Kind
+from shardproof.simulator.step.modules import bridge_bytes
+from shardproof.verify.dynamic.proof import ProofJob, prove_rank
+from shardproof.verify.ledger.compare import compare
+from shardproof.verify.ledger.ledger import WEIGHT, RunLedger
+from shardproof.verify.ledger.modules import uncut
 
 SIX = "tiny-gpt-6h"
 

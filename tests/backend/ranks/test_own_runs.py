@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import shardproof
-from shardproof.backend.measure import measured_timeline
-from shardproof.core.layout import Layout
-from shardproof.core.schedules import CATALOG
+from shardproof.backend.pipeline.measure import measured_timeline
+from shardproof.core.layout.layout import Layout
+from shardproof.core.schedule import CATALOG
 from shardproof.simulator import simulate
 
 

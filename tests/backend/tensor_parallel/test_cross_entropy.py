@@ -19,23 +19,23 @@ from torch.nn import functional as F
 from shardproof.backend.numerics import OwnedLeaves
 from shardproof.backend.numerics.exact import ExactNumerics
 from shardproof.backend.numerics.fast import FastNumerics
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel.cross_entropy import IGNORE_INDEX, LossChoice, vocab_parallel_cross_entropy
 from shardproof.backend.trainer import TrainJob, train_rank
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import ModelError, PlanError, RankFailure
-from shardproof.core.layout import Layout
-from shardproof.core.leaves import LeafSizes, Leaves
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.base.errors import ModelError, PlanError, RankFailure
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.leaves import LeafSizes, Leaves
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.simulator.simulate import simulate
-from shardproof.verify.symbolic import prove
+from shardproof.core.schedule import lower
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.verify.symbolic.symbolic import prove
 
 CPU = torch.device("cpu")
 VOCABULARY = Leaves(101, 7)

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.numerics import ExactNumerics, FastNumerics, OwnedLeaves
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.numerics.random import normal
@@ -19,11 +19,11 @@ from shardproof.backend.tensor_parallel import LayerContext, mappings, recompute
 from shardproof.backend.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardproof.backend.tensor_parallel.data import TensorSpec, broadcast, context_part
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.leaves import LeafSizes, Leaves, leaf_sizes
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Recompute
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.leaves import LeafSizes, Leaves, leaf_sizes
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Recompute
 
 VOCABULARY = Leaves(128, 8)
 SIZES = LeafSizes(Leaves(1, 1), Leaves(1, 1), VOCABULARY, 8, 4)

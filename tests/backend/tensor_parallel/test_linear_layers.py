@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, join_fused, split_fused
 from shardproof.backend.transport.base import SoloGroup
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 
 HIDDEN, FFN, SAMPLES, TOKENS = 24, 42, 2, 12
 MODEL = ModelSpec("layers", 1, HIDDEN, FFN, 30, 30, 2, 64, 64, activation="gelu", norm="layernorm", position="learned", bias=True)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from shardproof.backend.numerics import ExactNumerics, FastNumerics, Summands
 from shardproof.backend.tensor_parallel import mappings
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.errors import RankFailure
-from shardproof.core.leaves import LeafSizes, Leaves
+from shardproof.core.base.errors import RankFailure
+from shardproof.core.base.reduction import CarryTree
+from shardproof.core.layout.leaves import LeafSizes, Leaves
 from shardproof.core.program import Collective
-from shardproof.core.reduction import CarryTree
 
 SIZES = (1, 2, 3, 5, 6)
 CPU = torch.device("cpu")

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
-from shardproof.simulator.memory_layers import full_recompute, layer_nodes
-from shardproof.simulator.memory_profiles import memory_profile
-from shardproof.simulator.memory_tensors import LayerTensors
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.simulator.memory.layers import full_recompute, layer_nodes
+from shardproof.simulator.memory.profiles import memory_profile
+from shardproof.simulator.memory.tensors import LayerTensors
 
 MODES = {
     "none": Recompute(),

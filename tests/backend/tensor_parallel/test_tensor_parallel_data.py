@@ -9,16 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.backend.data import Corpus
+from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel.data import TensorSpec, broadcast, context_part, context_positions, context_whole
 from shardproof.backend.trainer import Trainer
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError, RankFailure
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Train
+from shardproof.core.base.errors import PlanError, RankFailure
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Train
 from shardproof.core.program import Collective, load_batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn)

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 import shardproof
-from shardproof.backend.mesh import Mesh
-from shardproof.backend.torchrun import torchrun_transport
+from shardproof.backend.launching.torchrun import torchrun_transport
 from shardproof.backend.transport.base import Group, TransportError
 from shardproof.backend.transport.memory import MemoryWorld
+from shardproof.backend.transport.mesh import Mesh
 from shardproof.backend.transport.process_group import ProcessGroupTransport
-from shardproof.core.errors import LayoutError
-from shardproof.core.layout import Layout
-from shardproof.core.schedules import CATALOG, build, lower
+from shardproof.core.base.errors import LayoutError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.schedule import CATALOG, build, lower
 
 NUM_CYCLES = 20
 

@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from shardproof.backend.mesh import Mesh, links_of
 from shardproof.backend.transport.memory import MemoryWorld
-from shardproof.core.layout import Layout
-from shardproof.core.schedules import build, lower
+from shardproof.backend.transport.mesh import Mesh, links_of
+from shardproof.core.layout.layout import Layout
+from shardproof.core.schedule import build, lower
 
 
 def lowered(pp, num_microbatches=2, vpp=1):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardproof.backend import together as module
-from shardproof.backend.together import gather_values, together
+from shardproof.backend.transport import gather_values as module
 from shardproof.backend.transport.base import TransportError
+from shardproof.backend.transport.gather_values import gather_values, together
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.errors import RankFailure
+from shardproof.core.base.errors import RankFailure
 
 
 class Makes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardproof.backend.transport.base import ring_all_reduce_bytes
-from shardproof.core.host import EXCHANGED_BYTES
+from shardproof.core.machine.host import EXCHANGED_BYTES
 from shardproof.core.program import Collective
 
 TRANSPORTS = ("memory", "gloo")

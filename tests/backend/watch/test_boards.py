@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardproof.backend.pipeline.watch import Board, LaneAt
-from shardproof.backend.torchrun import _shared_board
+from shardproof.backend.launching.torchrun import _shared_board
+from shardproof.backend.watch.watch import Board, LaneAt
 
 PLACE = LaneAt("compute", "step 1", "runs", "0F0", 1, 2)
 

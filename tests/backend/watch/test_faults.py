@@ -12,20 +12,35 @@ from pathlib import Path
 import pytest
 
 from helpers.gates import sampled
-from shardproof.backend.launch import run_ranks
+from shardproof.backend.launching.launch import run_ranks
+from shardproof.backend.launching.torchrun import failed
 from shardproof.backend.model.block import TransformerBlock
-from shardproof.backend.pipeline.halt import explain, last_words
-from shardproof.backend.pipeline.watch import Board, LaneAt, RankWatch
-from shardproof.backend.rank_messages import Call, ThreadAt, Whereabouts
-from shardproof.backend.torchrun import failed
 from shardproof.backend.trainer import Trainer, run_steps
 from shardproof.backend.transport.memory import MemoryWorld
-from shardproof.core.action import SENDS, Action
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import InternalError, PlanError, RankDefect, RankFailure, error_words
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Runtime, ScheduleChoice, Train
+from shardproof.backend.watch.halt import explain, last_words
+from shardproof.backend.watch.rank_messages import Call, ThreadAt, Whereabouts
+from shardproof.backend.watch.watch import Board, LaneAt, RankWatch
+from shardproof.core.base.errors import (
+    InternalError,
+    PlanError,
+    RankDefect,
+    RankFailure,
+    error_words,
+)
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Plan,
+    Precision,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.schedule.action import SENDS, Action
 
 SECOND_STEP = "step 2"
 

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from shardproof.core.bounds import beyond, shown
-from shardproof.core.cli import main
-from shardproof.core.errors import ModelError, PlanError
-from shardproof.core.huggingface import model_from_config
-from shardproof.core.plan import Batch, build_plan
-from shardproof.core.plan_keys import KEYS, Key
-from shardproof.core.plan_toml import Given
-from shardproof.core.stages import num_mtp_written
+from shardproof.core.base.bounds import beyond, shown
+from shardproof.core.base.errors import ModelError, PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.stages import num_mtp_written
+from shardproof.core.model.huggingface import model_from_config
+from shardproof.core.plan.keys import KEYS, Key
+from shardproof.core.plan.plan import Batch, build_plan
+from shardproof.core.plan.toml import Given
 
 WHOLE = (10**5000, 10**30, 2**63, 2**40, 2**31, -1, -(10**30))
 REAL = (1e308, -1e308, float("nan"), float("inf"), 5e-324)

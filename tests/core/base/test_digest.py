@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.digest import add, bit_words, digest, digest_plainly, element_index, regions_overlap, to_hex
+from shardproof.core.base.digest import (
+    add,
+    bit_words,
+    digest,
+    digest_plainly,
+    element_index,
+    regions_overlap,
+    to_hex,
+)
 
 
 def values(*shape: int, seed: int = 0) -> np.ndarray:

@@ -7,11 +7,11 @@ import io
 
 import pytest
 
-from shardproof.core import names
-from shardproof.core.cli import main
-from shardproof.core.findings import ProofFailed
-from shardproof.core.names import LONGEST_LINE, is_plain, one_line, printable, shortened
-from shardproof.core.terminal import say
+from shardproof.core.base import names
+from shardproof.core.base.findings import ProofFailed
+from shardproof.core.base.names import LONGEST_LINE, is_plain, one_line, printable, shortened
+from shardproof.core.base.terminal import say
+from shardproof.core.commands.cli import main
 
 
 def test_the_examples_hold() -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.errors import FileError
-from shardproof.core.parsing import MOST_NESTED, MOST_VALUES, parse_json, parse_toml
-from shardproof.core.plan_toml import read_values
-from shardproof.core.plan_write import toml_value
+from shardproof.core.base.errors import FileError
+from shardproof.core.base.parsing import MOST_NESTED, MOST_VALUES, parse_json, parse_toml
+from shardproof.core.plan.toml import read_values
+from shardproof.core.plan.write import toml_value
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.reduction import CarryTree, cut, maximal_nodes, sibling, split
+from shardproof.core.base.reduction import CarryTree, cut, maximal_nodes, sibling, split
 
 SIZES = st.integers(1, 70)
 

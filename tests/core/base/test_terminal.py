@@ -17,15 +17,15 @@ from io import StringIO
 import pytest
 
 from helpers.paths import ROOT
+from shardproof.backend.base.step_result import StepResult
 from shardproof.backend.cli import print_step
-from shardproof.backend.step_result import StepResult
-from shardproof.core.cli import main
-from shardproof.core.commands import QUESTIONS, command
-from shardproof.core.plan_keys import KEYS
-from shardproof.core.profile_names import PROFILE_STACKS
-from shardproof.core.sections import PROFILES
-from shardproof.core.terminal import NARROWEST, command_text, fitted, ranking, table, width_of
-from shardproof.simulator.validate.table import Table, to_text
+from shardproof.benchmarks.published.validation.table import Table, to_text
+from shardproof.core.base.terminal import NARROWEST, command_text, fitted, ranking, table, width_of
+from shardproof.core.commands.cli import main
+from shardproof.core.commands.commands import QUESTIONS, command
+from shardproof.core.plan.keys import KEYS
+from shardproof.core.plan.profile_names import PROFILE_STACKS
+from shardproof.core.plan.sections import PROFILES
 
 WIDTHS = (60, 80, 100, 132)
 EIGHT_B = "--model llama3-8b --cluster dgx-h100 --devices 8"

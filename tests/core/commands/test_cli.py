@@ -9,13 +9,19 @@ import pytest
 
 from helpers.paths import ROOT
 from shardproof import __version__
-from shardproof.core.cli import exit_code, main
-from shardproof.core.cluster_presets import CLUSTER_PRESETS
-from shardproof.core.commands import QUESTIONS, Command, command, service
-from shardproof.core.errors import TRACEBACK_VARIABLE, DivergedError, RankDefect, RankFailure, UnknownNameError
-from shardproof.core.model_presets import MODEL_PRESETS
-from shardproof.core.plan_keys import KEYS
-from shardproof.core.schedules import CATALOG
+from shardproof.core.base.errors import (
+    TRACEBACK_VARIABLE,
+    DivergedError,
+    RankDefect,
+    RankFailure,
+    UnknownNameError,
+)
+from shardproof.core.commands.cli import exit_code, main
+from shardproof.core.commands.commands import QUESTIONS, Command, command, service
+from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS
+from shardproof.core.model.model_presets import MODEL_PRESETS
+from shardproof.core.plan.keys import KEYS
+from shardproof.core.schedule import CATALOG
 
 
 def test_version(capsys):
@@ -139,7 +145,7 @@ def failing_command(monkeypatch, error) -> None:
     def run(args):
         raise error
 
-    monkeypatch.setattr("shardproof.core.cli.command", lambda name: Command(name, "", lambda parser: None, run))
+    monkeypatch.setattr("shardproof.core.commands.cli.command", lambda name: Command(name, "", lambda parser: None, run))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +187,7 @@ def test_other_doors_have_the_same_exit_codes(capsys):
 
 def test_help_and_presets_import_neither_torch_nor_networkx_nor_matplotlib():
     program = (
-        "import sys; from shardproof.core.cli import main; main(['--help']); main(['presets']);"
+        "import sys; from shardproof.core.commands.cli import main; main(['--help']); main(['presets']);"
         "sys.exit(' '.join({'torch', 'networkx', 'matplotlib'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)

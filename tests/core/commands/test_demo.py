@@ -9,11 +9,11 @@ import pytest
 
 from helpers.paths import EXAMPLES
 from shardproof import check, lower
-from shardproof.core.cli import main
-from shardproof.core.demo import PLANS, print_step
-from shardproof.core.plan import ModularPlan, Plan
-from shardproof.core.schedule_of import schedule_for
-from shardproof.verify.modules_check import prove_modules
+from shardproof.core.commands.cli import main
+from shardproof.core.commands.demo import PLANS, print_step
+from shardproof.core.plan.plan import ModularPlan, Plan
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.verify.schedule.modules import prove_modules
 
 pytest.importorskip("torch")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from shardproof import Finding
-from shardproof.core import github
-from shardproof.core.cli import main
-from shardproof.core.errors import PlanError, ScheduleError
-from shardproof.core.findings import Spot
-from shardproof.core.github import annotation, error_annotations, line_of
-from shardproof.core.plan_toml import read_values
+from shardproof.core.base.errors import PlanError, ScheduleError
+from shardproof.core.base.findings import Spot
+from shardproof.core.commands import github
+from shardproof.core.commands.cli import main
+from shardproof.core.commands.github import annotation, error_annotations, line_of
+from shardproof.core.plan.toml import read_values
 
 PLAN = """
 [model]

@@ -1,6 +1,6 @@
 """What every verb prints today: `--help` at 80 columns, and `--json`. Moving or renaming code changes neither.
 
-`python -m pytest tests/core/test_goldens.py --write-goldens` writes them anew; look at the difference before you commit it.
+`python -m pytest tests/core/commands/test_goldens.py --write-goldens` writes them anew; look at the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import shardproof
-from shardproof.core.cli import main
-from shardproof.core.commands import QUESTIONS
+from shardproof.core.commands.cli import main
+from shardproof.core.commands.commands import QUESTIONS
 
 ROOT = Path(shardproof.__file__).parent
 GOLDEN = ROOT / "tests" / "data" / "golden"

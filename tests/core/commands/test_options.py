@@ -5,13 +5,19 @@ import json
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.files import write_text
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.options import add_output, add_plan, emit, read_plan, read_search_space
-from shardproof.core.plan import Batch, DataParallel, Plan
+from shardproof.core.base.errors import PlanError
+from shardproof.core.base.files import write_text
+from shardproof.core.commands.options import (
+    add_output,
+    add_plan,
+    emit,
+    read_plan,
+    read_search_space,
+)
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, DataParallel, Plan
 
 PLAN = """\
 [model]

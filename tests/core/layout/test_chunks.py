@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.chunks import Chunks
-from shardproof.core.reduction import CarryTree, maximal_nodes
+from shardproof.core.base.reduction import CarryTree, maximal_nodes
+from shardproof.core.layout.chunks import Chunks
 
 
 def test_rank_1_of_3_holds_the_second_and_the_last_but_one_of_6_chunks():

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.paths import DATA
-from shardproof.core.errors import LayoutError
-from shardproof.core.layout import AXES, Layout, rank_groups
+from shardproof.core.base.errors import LayoutError
+from shardproof.core.layout.layout import AXES, Layout, rank_groups
 
 FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 DENSE_AXES = ("tp", "cp", "dp", "pp")

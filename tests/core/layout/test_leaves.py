@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.paths import DATA
-from shardproof.core.errors import LayoutError
-from shardproof.core.layout import Layout
-from shardproof.core.leaves import Leaves, degree_to_admit, leaf_sizes
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import MODEL_PRESETS, model_preset
-from shardproof.core.parameters import parameters
+from shardproof.core.base.errors import LayoutError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.leaves import Leaves, degree_to_admit, leaf_sizes
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
+from shardproof.core.model.parameters import parameters
 
 FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.paths import DATA
-from shardproof.core.errors import PlanError
-from shardproof.core.microbatches import constant_microbatches
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.microbatches import constant_microbatches
 
 FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.paths import DATA
-from shardproof.core.errors import LayoutError
-from shardproof.core.layout import Layout
-from shardproof.core.stages import assign_layers, num_mtp_written, to_string
+from shardproof.core.base.errors import LayoutError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.stages import assign_layers, num_mtp_written, to_string
 
 FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 

@@ -6,10 +6,10 @@ import os
 import networkx
 import pytest
 
-from shardproof.core.cluster import ClusterSpec
-from shardproof.core.cluster_presets import CLUSTER_PRESETS, cluster_preset
-from shardproof.core.errors import ClusterError, UnknownNameError
-from shardproof.core.plan import Plan
+from shardproof.core.base.errors import ClusterError, UnknownNameError
+from shardproof.core.machine.cluster import ClusterSpec
+from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from shardproof.core.plan.plan import Plan
 
 
 @pytest.mark.parametrize("name", CLUSTER_PRESETS)

@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 
 import shardproof
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan
-from shardproof.core.variation import NO_VARIATION, LinkName, Variation, devices_named, link_named
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import (
+    NO_VARIATION,
+    LinkName,
+    Variation,
+    devices_named,
+    link_named,
+)
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan
 
 CLUSTER = cluster_preset("dgx-h100", 32)
 

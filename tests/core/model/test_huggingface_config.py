@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.errors import ModelError
-from shardproof.core.huggingface import model_from_config
-from shardproof.core.huggingface_config import ARCHITECTURES, config_of
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import MODEL_PRESETS, model_preset
+from shardproof.core.base.errors import ModelError
+from shardproof.core.model.huggingface import model_from_config
+from shardproof.core.model.huggingface_config import ARCHITECTURES, config_of
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
 
 OF_NO_FAMILY = ("nemotron4-15b", "nemotron4-340b", "grok-1", "tiny-moe")
 LLAMA = ModelSpec("llama", 2, 48, 60, 6, 3, 8, 101, 64)

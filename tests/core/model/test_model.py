@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.errors import ModelError, PlanError, UnknownNameError
-from shardproof.core.huggingface import FAMILIES, model_from_config, read_config
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import MODEL_PRESETS, model_preset
-from shardproof.core.parameters import count_active_parameters, count_parameters
+from shardproof.core.base.errors import ModelError, PlanError, UnknownNameError
+from shardproof.core.model.huggingface import FAMILIES, model_from_config, read_config
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
+from shardproof.core.model.parameters import count_active_parameters, count_parameters
 
 # Counts of the published checkpoints (sum of tensor sizes of the Hugging Face weights, tied tables once).
 PUBLISHED = {
@@ -492,7 +492,7 @@ def test_transformers_counts_the_same_parameters_in_every_family(family, fields)
 
 
 def test_presets_show_experts_and_latent_attention(capsys):
-    from shardproof.core.cli import main
+    from shardproof.core.commands.cli import main
 
     assert main(["presets"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}

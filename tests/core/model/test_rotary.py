@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.errors import ModelError
-from shardproof.core.huggingface import model_from_config
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.rotary import attention_scale, rotary_frequencies, rotary_growth
+from shardproof.core.base.errors import ModelError
+from shardproof.core.model.huggingface import model_from_config
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.rotary import attention_scale, rotary_frequencies, rotary_growth
 
 BASE = {
     "model_type": "llama",

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from helpers.paths import EXAMPLES
 from shardproof import ModularPlan, Plan
-from shardproof.core.action import Kind
-from shardproof.core.bridge import parcels, stage_grid
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.module import ModuleLayout
-from shardproof.core.plan_keys.modules import MODULE_KEYS
-from shardproof.core.plan_rules import RULES
-from shardproof.core.schedule import Placement
-from shardproof.core.schedule_of import modular_schedule, part_schedule
-from shardproof.core.schedules import build, lower
-from shardproof.core.schedules.joined import joined_schedule
-from shardproof.verify.modules import uncut
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.plan.keys.modules import MODULE_KEYS
+from shardproof.core.plan.module import ModuleLayout
+from shardproof.core.plan.rules import RULES
+from shardproof.core.plan.schedule_of import modular_schedule, part_schedule
+from shardproof.core.program.bridge import parcels, stage_grid
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Kind
+from shardproof.core.schedule.joined import joined_schedule
+from shardproof.core.schedule.schedule import Placement
+from shardproof.verify.ledger.modules import uncut
 
 EXAMPLE = (EXAMPLES / "encoder_decoder.toml").read_text()
 
@@ -171,7 +171,7 @@ def test_modules_that_cut_the_batch_differently_run_all_forwards_first() -> None
 
 
 def test_verbs_about_one_model_refuse_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardproof.core.cli import main
+    from shardproof.core.commands.cli import main
 
     (tmp_path / "plan.toml").write_text(JOINING)
     assert main(["fit", str(tmp_path / "plan.toml")]) == 2

@@ -7,15 +7,26 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import CLUSTER_PRESETS, cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import MODEL_PRESETS, model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
-from shardproof.core.plan_keys import KEYS, NOUNS
-from shardproof.core.plan_keys.modules import MODULE_KEYS
-from shardproof.core.plan_rules import RULES
-from shardproof.core.plan_write import toml_value
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
+from shardproof.core.plan.keys import KEYS, NOUNS
+from shardproof.core.plan.keys.modules import MODULE_KEYS
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.plan.rules import RULES
+from shardproof.core.plan.write import toml_value
 
 GPT3 = """\
 [model]

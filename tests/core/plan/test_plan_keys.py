@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardproof
-from shardproof.core.plan_keys import KEYS, NOUNS, Key
+from shardproof.core.plan.keys import KEYS, NOUNS, Key
 
 ROOT = Path(shardproof.__file__).parent
 PARSERS = ("core.plan_keys", "core.plan_rules", "core.plan_toml", "core.options")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.bridge import Grid, Holding, messages, stage_grid
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.program.bridge import Grid, Holding, messages, stage_grid
 
 MODEL = replace(model_preset("tiny-llama"), hidden_size=24, ffn_hidden_size=48, num_heads=12, num_kv_heads=12, head_dim=2, vocab_size=288)
 SEQUENCE, HIDDEN = 48, 24

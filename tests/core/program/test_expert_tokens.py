@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.expert_tokens import expert_nodes, num_token_blocks, routed_tokens
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
-from shardproof.core.reduction import CarryTree, NestedTree
-from shardproof.core.routed_tokens import Piece
+from shardproof.core.base.reduction import CarryTree, NestedTree
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.routed_tokens import Piece
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.program.expert_tokens import expert_nodes, num_token_blocks, routed_tokens
 
 MODEL = ModelSpec(*("m", 2, 48, 64, 6, 6, 8, 256, 64), num_experts=6, experts_per_token=2, expert_ffn_hidden_size=24)
 

@@ -11,11 +11,11 @@ from collections import Counter
 import pytest
 
 from shardproof import ModularPlan
-from shardproof.core.bridge import Grid, Holding, messages, stage_grid
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision
+from shardproof.core.program.bridge import Grid, Holding, messages, stage_grid
 
 ORDER = "tp-cp-ep-pp-dp"
 """That of their grids in these tests: a data-parallel lane is a run of ranks."""

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import TOKEN_TABLE, count_parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.stage_parameters import stage_parameters, stage_usages
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.parameters import TOKEN_TABLE, count_parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
 from shardproof.core.program import (
     Collective,
     Message,
@@ -26,7 +26,7 @@ from shardproof.core.program import (
     stage_work,
 )
 from shardproof.core.program.layers import _stage_work as build
-from shardproof.core.stage_parameters import stage_parameters, stage_usages
+from shardproof.core.schedule.action import Kind
 
 MODEL = ModelSpec(
     "m", 4, 48, 96, 6, 6, 8, 102, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True

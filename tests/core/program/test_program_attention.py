@@ -7,12 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import TOKEN_TABLE, count_parameters, layer_parameters, mtp_parameters, parameters
-from shardproof.core.plan import Batch, Plan, Precision
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.stage_parameters import stage_parameters
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import (
+    TOKEN_TABLE,
+    count_parameters,
+    layer_parameters,
+    mtp_parameters,
+    parameters,
+)
+from shardproof.core.plan.plan import Batch, Plan, Precision
 from shardproof.core.program import (
     Collective,
     Message,
@@ -23,7 +29,7 @@ from shardproof.core.program import (
     stage_work,
     transformer_work,
 )
-from shardproof.core.stage_parameters import stage_parameters
+from shardproof.core.schedule.action import Kind
 
 GROUPED = ModelSpec("g", 4, 64, 128, 8, 4, 8, 96, 64)
 LATENT = ModelSpec(

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import count_parameters, layer_parameters, parameters
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import count_parameters, layer_parameters, parameters
+from shardproof.core.plan.plan import Batch, DataParallel, Numerics, Plan, Precision
 from shardproof.core.program import (
     Collective,
     Held,
@@ -25,6 +24,7 @@ from shardproof.core.program import (
     own_token_parameters,
     transformer_work,
 )
+from shardproof.core.schedule.action import Kind
 
 MODEL = ModelSpec(
     *("m", 4, 64, 128, 8, 8, 8, 96, 64),

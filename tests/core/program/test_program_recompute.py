@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Plan, Recompute
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Plan, Recompute
 from shardproof.core.program import Collective, Group, Product, group_work, operations, recomputes_whole, stage_groups, stage_work
+from shardproof.core.schedule.action import Kind
 
 DENSE = ModelSpec("d", 6, 64, 128, 8, 4, 8, 96, 64)
 LATENT = {"num_kv_heads": 8, "head_dim": 24, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.core.action import Action, Kind
-from shardproof.core.schedules import build, lower
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Action, Kind
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (4, 5, 3)])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.core.action import Action, Kind
-from shardproof.core.schedules import build
-from shardproof.core.timeline import Span, Timeline
-from shardproof.simulator.engine import run_schedule
+from shardproof.core.schedule import build
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.timeline import Span, Timeline
+from shardproof.simulator.engine.engine import run_schedule
 
 TIMES = [(1, 1, 1), (4, 5, 3), (2, 7, 5)]
 SIZES = [(1, 4), (2, 2), (3, 3), (3, 8), (4, 8), (5, 12), (6, 6), (8, 16)]

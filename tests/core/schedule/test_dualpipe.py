@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from shardproof import build, check, lower, run_schedule
-from shardproof.core.action import Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import CATALOG
-from shardproof.simulator.memory import peak_in_flight
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import CATALOG
+from shardproof.core.schedule.action import Kind
+from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.simulator.memory.memory import peak_in_flight
 
 
 def idle_s(schedule: Schedule, forward: float, backward_input: float, backward_weight: float, overlap: float) -> list[float]:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.core.schedules.messages import UnrunnableError
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Kind
+from shardproof.core.schedule.messages import UnrunnableError
+from shardproof.core.schedule.schedule import Schedule
 
 NAMES = (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2))
 SIZES = ((1, 3), (2, 1), (3, 5), (4, 8), (5, 3), (6, 6))

@@ -10,14 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Action, Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import CATALOG, add_unshard, build, lower, merge_backward, split_backward
-from shardproof.core.schedules.messages import add_messages, unit_times
-from shardproof.core.schedules.passes import add_reductions, add_steps
-from shardproof.simulator.engine import run_schedule
-from shardproof.verify.check import check
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import (
+    CATALOG,
+    add_unshard,
+    build,
+    lower,
+    merge_backward,
+    split_backward,
+)
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.messages import add_messages, unit_times
+from shardproof.core.schedule.passes import add_reductions, add_steps
+from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.simulator.engine.engine import run_schedule
+from shardproof.verify.schedule.check import check
 
 BUILT = [
     ("GPipe", 1, 3, 4),

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardproof.core.action import PER_MICROBATCH, Action, ActionArray, Kind, parse_cell
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import CATALOG, build, lower
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import CATALOG, build, lower
+from shardproof.core.schedule.action import PER_MICROBATCH, Action, ActionArray, Kind, parse_cell
+from shardproof.core.schedule.schedule import Placement, Schedule
 
 numbers = st.integers(0, 10**9 - 1)
 actions = st.one_of(

@@ -11,19 +11,25 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import CATALOG, build, search
-from shardproof.core.schedules.messages import add_messages
-from shardproof.core.schedules.passes import add_reductions, add_steps
-from shardproof.core.schedules.search import search_schedule
-from shardproof.core.schedules.search_bounds import lower_bound
-from shardproof.core.schedules.search_problem import Problem, evaluate, peak_held, split_rows, whole_rows
-from shardproof.core.schedules.search_rules import dispatch, rules
-from shardproof.simulator.engine import run_schedule
-from shardproof.verify.check import check
-from shardproof.verify.facts import ActivationMemory
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import CATALOG, build, search
+from shardproof.core.schedule.action import Kind
+from shardproof.core.schedule.messages import add_messages
+from shardproof.core.schedule.passes import add_reductions, add_steps
+from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.search import search_schedule
+from shardproof.core.schedule.search_bounds import lower_bound
+from shardproof.core.schedule.search_problem import (
+    Problem,
+    evaluate,
+    peak_held,
+    split_rows,
+    whole_rows,
+)
+from shardproof.core.schedule.search_rules import dispatch, rules
+from shardproof.simulator.engine.engine import run_schedule
+from shardproof.verify.schedule.check import check
+from shardproof.verify.schedule.facts import ActivationMemory
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.paths import DATA
-from shardproof.core import action, schedule
-from shardproof.core.action import Action, Kind
-from shardproof.core.errors import ScheduleError, UnknownNameError
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import CATALOG, build, catalog, default_name, interleaved, lower
-from shardproof.core.schedules.interleaved import schedule_table, warmup_counts
+from shardproof.core.base.errors import ScheduleError, UnknownNameError
+from shardproof.core.schedule import CATALOG, action, build, catalog, default_name, interleaved, lower, schedule
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.interleaved import schedule_table, warmup_counts
+from shardproof.core.schedule.schedule import Placement, Schedule
 
 FACTS = json.loads((DATA / "schedule_facts.json").read_text())["facts"]
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.action import Action, Kind
-from shardproof.core.errors import TimelineError
-from shardproof.core.names import is_plain
-from shardproof.core.timeline import MemorySample, Span, Timeline, message_lane
+from shardproof.core.base.errors import TimelineError
+from shardproof.core.base.names import is_plain
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.timeline import MemorySample, Span, Timeline, message_lane
 
 
 def span(rank, lane, action, start, end):

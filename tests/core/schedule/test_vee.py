@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedules import build, vee_memory
-from shardproof.simulator.engine import run_schedule
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import build, vee_memory
+from shardproof.simulator.engine.engine import run_schedule
 
 LIMITS = {"VHalf": lambda pp: 2 * ((pp + 2) // 2), "VMin": lambda pp: 2 * ((pp + 4) // 3)}
 RANKS = [3, 4, 5, 6, 7, 8, 9, 11, 14]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedules import build, interleaved_zero_bubble, rows
-from shardproof.core.schedules.interleaved_zero_bubble import uneven_rounds
-from shardproof.simulator.engine import run_schedule
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import build, interleaved_zero_bubble, rows
+from shardproof.core.schedule.interleaved_zero_bubble import uneven_rounds
+from shardproof.simulator.engine.engine import run_schedule
 
 TIMES = [(1, 1, 1), (4, 5, 3), (3, 6, 2), (5, 3, 4), (2, 2, 1)]
 SIZES = [(1, 3), (2, 4), (3, 5), (3, 9), (4, 8), (5, 12), (6, 20), (8, 16)]

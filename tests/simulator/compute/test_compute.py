@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.program import Product
-from shardproof.simulator.compute import (
+from shardproof.simulator.compute.compute import (
     TILE_RAMP,
     TILES,
     AttentionShape,

@@ -6,18 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import ClusterError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.base.errors import ClusterError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+)
 from shardproof.core.program import Collective, Product, operations
-from shardproof.simulator.host_blocks import host_step_s, is_host, rate_share
-from shardproof.simulator.host_kernels import attention_head_s, host_product_s, kernel_s
-from shardproof.simulator.network import collective_s, spread_of
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.simulate import simulate
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.compute.host_kernels import attention_head_s, host_product_s, kernel_s
+from shardproof.simulator.cost.host_blocks import host_step_s, is_host, rate_share
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.network.network import collective_s, spread_of
+from shardproof.simulator.simulation.simulate import simulate
 
 SIZES = (16, 64, 256, 1024)
 RATE = 50e9

@@ -7,20 +7,27 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Runtime
+from shardproof.benchmarks.published.recipes import recipe_of
+from shardproof.benchmarks.published.row import Row
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Runtime
 from shardproof.core.program import Product
-from shardproof.simulator.blocks import BlockPricer
-from shardproof.simulator.compute import AttentionShape, attention_s, full_clock_rate, product_s, sustained_rate, throttled_s
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.profiles import PROFILES
-from shardproof.simulator.published import Row
-from shardproof.simulator.published_recipes import recipe_of
-from shardproof.simulator.traffic import layer_traffic
-from shardproof.simulator.travel import distinct_share
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.compute.compute import (
+    AttentionShape,
+    attention_s,
+    full_clock_rate,
+    product_s,
+    sustained_rate,
+    throttled_s,
+)
+from shardproof.simulator.cost.blocks import BlockPricer
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.cost.traffic import layer_traffic
+from shardproof.simulator.cost.travel import distinct_share
+from shardproof.simulator.stack.profiles import PROFILES
 
 MIXTRAL = model_preset("mixtral-8x7b")
 B200 = cluster_preset("dgx-b200", 8)

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan
 from shardproof.core.program import Collective, LayerWork, Product
-from shardproof.core.variation import Variation
-from shardproof.simulator.expert_load import draw_counts, draw_loads, loaded_work
-from shardproof.simulator.pricing import Pricing
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.expert_load import draw_counts, draw_loads, loaded_work
+from shardproof.simulator.cost.pricing import Pricing
 
 
 def mixtral(layout: Layout, *, sequence: int = 2048, **fields) -> Plan:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Recompute
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Recompute
 from shardproof.core.program import Product, operations
-from shardproof.simulator.flops import layer_flops_per_token, step_flops
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.flops import layer_flops_per_token, step_flops
 
 MODEL = ModelSpec("m", 4, 64, 128, 8, 8, 24, 96, 64, activation="gelu")
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "num_shared_experts": 1, "expert_ffn_hidden_size": 16, "first_dense_layers": 1}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Plan, Precision, Runtime
-from shardproof.simulator.attribution import Sort
-from shardproof.simulator.once_a_step import CHECK_CALLS, TENSOR_CALLS, TENSOR_CALLS_16_BIT, num_buckets, tensor_sizes
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.profiles import PROFILES, profile_of
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, DataParallel, Plan, Precision, Runtime
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.once_a_step import (
+    CHECK_CALLS,
+    TENSOR_CALLS,
+    TENSOR_CALLS_16_BIT,
+    num_buckets,
+    tensor_sizes,
+)
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.engine.attribution import Sort
+from shardproof.simulator.stack.profiles import PROFILES, profile_of
 
 LLAMA = model_preset("llama3-8b")
 TENSORS = 32 * 6 + 3

@@ -8,22 +8,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster import ClusterSpec
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster import ClusterSpec
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+)
 from shardproof.core.program import Collective, Product, gradient_elements, held_elements, operations
-from shardproof.simulator.attribution import Sort, busy_s, sorts_of
-from shardproof.simulator.compute import product_s
-from shardproof.simulator.pricing import PARTS, Pricing
-from shardproof.simulator.profiles import PROFILES
-from shardproof.simulator.search import lower_bound_s
-from shardproof.simulator.seconds import COMPONENTS, GRID, Seconds
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.travel import Place, forget
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.compute.compute import product_s
+from shardproof.simulator.cost.pricing import PARTS, Pricing
+from shardproof.simulator.cost.travel import Place, forget
+from shardproof.simulator.engine.attribution import Sort, busy_s, sorts_of
+from shardproof.simulator.engine.seconds import COMPONENTS, GRID, Seconds
+from shardproof.simulator.search.search import lower_bound_s
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.stack.profiles import PROFILES
 
 GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-70b")
 

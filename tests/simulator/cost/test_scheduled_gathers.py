@@ -7,23 +7,23 @@ from itertools import pairwise
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.options import SearchSpace
-from shardproof.core.plan import Batch, Plan, Recompute, ScheduleChoice
+from shardproof.core.commands.options import SearchSpace
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Recompute, ScheduleChoice
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import stage_elements
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.simulator.fit import fit
-from shardproof.simulator.memory import rank_memories
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.search import lower_bound_s, search
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.step import Simulation
-from shardproof.verify.check import check
-from shardproof.verify.twin import twin
+from shardproof.core.schedule import lower
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.memory.memory import rank_memories
+from shardproof.simulator.search.fit import fit
+from shardproof.simulator.search.search import lower_bound_s, search
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.step.step import Simulation
+from shardproof.verify.dynamic.twin import twin
+from shardproof.verify.schedule.check import check
 
 
 def plan(

@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Runtime
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Runtime
 from shardproof.core.program import message_bytes
-from shardproof.simulator.attribution import sorts_of
-from shardproof.simulator.contention import overloaded_links
-from shardproof.simulator.engine import execute
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.shared_links import shared_links
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.step import plan_graph
-from shardproof.simulator.topology import network_share_bytes_per_s
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.cost.shared_links import shared_links
+from shardproof.simulator.engine.attribution import sorts_of
+from shardproof.simulator.engine.contention import overloaded_links
+from shardproof.simulator.engine.engine import execute
+from shardproof.simulator.network.topology import network_share_bytes_per_s
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.step.step import plan_graph
 
 MODEL = replace(model_preset("llama3-8b"), num_layers=8)
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan
 from shardproof.core.program import stage_groups
-from shardproof.simulator.profiles import PROFILES
-from shardproof.simulator.traffic import Traffic, group_traffic, layer_traffic
+from shardproof.simulator.cost.traffic import Traffic, group_traffic, layer_traffic
+from shardproof.simulator.stack.profiles import PROFILES
 
 MEGATRON, OLD, EAGER = PROFILES["megatron-te"], PROFILES["megatron-2021"], PROFILES["torchtitan"]
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Runtime
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Runtime
 from shardproof.core.program import Held, held_elements
-from shardproof.simulator.attribution import Sort
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.profiles import FSDP_UNIT_ELEMENTS, PROFILES
-from shardproof.simulator.travel import Place
-from shardproof.simulator.zero import shared_card_s, uncovered, units
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.cost.travel import Place
+from shardproof.simulator.cost.zero import shared_card_s, uncovered, units
+from shardproof.simulator.engine.attribution import Sort
+from shardproof.simulator.stack.profiles import FSDP_UNIT_ELEMENTS, PROFILES
 
 FSDP = PROFILES["megatron-fsdp"]
 

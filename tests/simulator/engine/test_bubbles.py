@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Runtime, ScheduleChoice
-from shardproof.core.schedules import build, lower
-from shardproof.core.variation import Variation
-from shardproof.simulator.attribution import busy_s, sorts_of
-from shardproof.simulator.bubbles import CAUSES, idle_of
-from shardproof.simulator.critical_path import critical_path
-from shardproof.simulator.engine import Run, execute
-from shardproof.simulator.graph import build_graph
-from shardproof.simulator.replicas import execute_replicas
-from shardproof.simulator.seconds import Seconds
-from shardproof.simulator.simulate import simulate
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.engine.attribution import busy_s, sorts_of
+from shardproof.simulator.engine.bubbles import CAUSES, idle_of
+from shardproof.simulator.engine.critical_path import critical_path
+from shardproof.simulator.engine.engine import Run, execute
+from shardproof.simulator.engine.graph import build_graph
+from shardproof.simulator.engine.replicas import execute_replicas
+from shardproof.simulator.engine.seconds import Seconds
+from shardproof.simulator.simulation.simulate import simulate
 
 
 def unit_run(name: str = "1F1B", *, pp: int, num_microbatches: int, send_s: float = 0.0) -> Run:

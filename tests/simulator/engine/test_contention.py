@@ -7,13 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import SENDS, Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedules import build, lower
-from shardproof.simulator import kernel
-from shardproof.simulator.contention import Traffic, _Fluid, execute_shared, overloaded_links, plain_shared, uncontended_until
-from shardproof.simulator.engine import execute
-from shardproof.simulator.graph import Graph, build_graph
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import SENDS, Kind
+from shardproof.simulator.engine import kernel
+from shardproof.simulator.engine.contention import (
+    Traffic,
+    _Fluid,
+    execute_shared,
+    overloaded_links,
+    plain_shared,
+    uncontended_until,
+)
+from shardproof.simulator.engine.engine import execute
+from shardproof.simulator.engine.graph import Graph, build_graph
 
 MESSAGES = [int(kind) for kind in SENDS]
 

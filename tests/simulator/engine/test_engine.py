@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import COMPUTE, Action, Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.core.timeline import Timeline
-from shardproof.simulator.engine import execute, run_schedule
-from shardproof.simulator.graph import build_graph
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import COMPUTE, Action, Kind
+from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.timeline import Timeline
+from shardproof.simulator.engine.engine import execute, run_schedule
+from shardproof.simulator.engine.graph import build_graph
 
 COMPUTING = COMPUTE | {Kind.STEP}
 

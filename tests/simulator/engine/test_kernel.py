@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.simulator import kernel
-from shardproof.simulator.engine import execute, plain_run, run_schedule
-from shardproof.simulator.graph import build_graph, plain_graph
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Kind
+from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.simulator.engine import kernel
+from shardproof.simulator.engine.engine import execute, plain_run, run_schedule
+from shardproof.simulator.engine.graph import build_graph, plain_graph
 
 needs_kernel = pytest.mark.skipif(not kernel.IS_COMPILED, reason="the compiled loops were not built (no C compiler at install time)")
 
@@ -145,7 +145,7 @@ def test_integers_take_the_compiled_path_while_their_sums_fit_53_bits_and_fracti
         return plain_run(graph, duration_s, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardproof.simulator.engine.plain_run", watched)
+        patch.setattr("shardproof.simulator.engine.engine.plain_run", watched)
         for duration in (1, 1.5, 2**53 // size):
             execute(build_graph(schedule), [duration] * size)
         assert not taken
@@ -191,7 +191,7 @@ print(kernel.IS_COMPILED)
 
 
 def parse(text: str, num_stages: int, num_microbatches: int) -> Schedule:
-    from shardproof.core.action import Action
+    from shardproof.core.schedule.action import Action
 
     rows = [[Action.from_str(cell) for cell in row.split(",")] for row in text.split(";")]
     return Schedule.from_rows("given", Placement.loop(len(rows), num_stages, num_microbatches), rows)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedules import build, lower
-from shardproof.simulator import kernel
-from shardproof.simulator.engine import execute
-from shardproof.simulator.graph import Graph, build_graph
-from shardproof.simulator.replicas import coupled_together, execute_replicas, plain_replicas
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.engine import kernel
+from shardproof.simulator.engine.engine import execute
+from shardproof.simulator.engine.graph import Graph, build_graph
+from shardproof.simulator.engine.replicas import coupled_together, execute_replicas, plain_replicas
 
 
 def graph_of(name: str = "1F1B", pp: int = 4, num_microbatches: int = 8, vpp: int = 1, active: int | None = None) -> Graph:

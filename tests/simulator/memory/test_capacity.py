@@ -8,21 +8,31 @@ from dataclasses import replace
 import pytest
 
 from helpers.paths import DATA
-from shardproof.core.cli import main
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
-from shardproof.core.variation import Variation
-from shardproof.simulator import remedies
-from shardproof.simulator.capacity import capacities, capacity_of
-from shardproof.simulator.fit import fit
-from shardproof.simulator.published import Row
-from shardproof.simulator.reserved import CONTEXT_BYTES, HOST_PROCESS_BYTES, num_communicators, reserved_bytes
-from shardproof.simulator.search import search
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.validate import predict_row
-from shardproof.simulator.validate.fitting import fitting_table, open_fields, ran_out_of_memory, refused_though_it_ran
+from shardproof.benchmarks.published.row import Row
+from shardproof.benchmarks.published.validation import predict_row
+from shardproof.benchmarks.published.validation.fitting import (
+    fitting_table,
+    open_fields,
+    ran_out_of_memory,
+    refused_though_it_ran,
+)
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.simulator.memory.capacity import capacities, capacity_of
+from shardproof.simulator.memory.reserved import (
+    CONTEXT_BYTES,
+    HOST_PROCESS_BYTES,
+    num_communicators,
+    reserved_bytes,
+)
+from shardproof.simulator.search import remedies
+from shardproof.simulator.search.fit import fit
+from shardproof.simulator.search.search import search
+from shardproof.simulator.simulation.simulate import simulate
 
 GIB, MIB = 2**30, 2**20
 ROWS = [Row(json.loads(line)) for line in (DATA / "out_of_memory.jsonl").read_text().splitlines()]

@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import gradient_elements, stage_elements
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import build
-from shardproof.simulator.fit import fit
-from shardproof.simulator.memory import layer_activation_bytes, peak_in_flight, rank_memories
-from shardproof.simulator.memory_layers import head_nodes
-from shardproof.simulator.memory_profiles import ALLOCATOR_FACTOR, memory_profile
-from shardproof.simulator.memory_tensors import LayerTensors
-from shardproof.simulator.reserved import reserved_bytes
-from shardproof.simulator.simulate import simulate
+from shardproof.core.schedule import build
+from shardproof.simulator.memory.layers import head_nodes
+from shardproof.simulator.memory.memory import layer_activation_bytes, peak_in_flight, rank_memories
+from shardproof.simulator.memory.profiles import ALLOCATOR_FACTOR, memory_profile
+from shardproof.simulator.memory.reserved import reserved_bytes
+from shardproof.simulator.memory.tensors import LayerTensors
+from shardproof.simulator.search.fit import fit
+from shardproof.simulator.simulation.simulate import simulate
 
 
 def gpt3(layout: Layout, *, recompute="none", micro=1, dtype="bf16", global_size=64, schedule="1F1B") -> Plan:

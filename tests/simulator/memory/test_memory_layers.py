@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
-from shardproof.core.schedule_of import schedule_for
-from shardproof.simulator.memory import layer_activation_bytes, rank_memories
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.simulator.memory.memory import layer_activation_bytes, rank_memories
 
 S, H, HEADS, E = 4096, 5120, 128, 2
 DEEPSEEK = ModelSpec(

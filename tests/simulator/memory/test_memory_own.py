@@ -1,4 +1,4 @@
-"""What our backend holds in REDUCE_GRAD, STEP and split backwards, by hand; the runs themselves: tests/backend/test_own_runs.py."""
+"""What our backend holds in REDUCE_GRAD, STEP and split backwards, by hand; the runs themselves: tests/backend/ranks/test_own_runs.py."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.host import EXCHANGED_BYTES
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import count_parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.simulator.memory import rank_memories
-from shardproof.simulator.memory_own import own_step_bytes
-from shardproof.simulator.memory_peaks import peaks_by_action, peaks_by_state
-from shardproof.simulator.memory_profiles import memory_profile
-from shardproof.simulator.memory_sizes import stage_sizes
-from shardproof.simulator.memory_tape import Node, split_peak_bytes, tape_memory
-from shardproof.simulator.memory_tensors import rotary_table_bytes
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.host import EXCHANGED_BYTES
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.parameters import count_parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.schedule import lower
+from shardproof.simulator.memory.memory import rank_memories
+from shardproof.simulator.memory.own import own_step_bytes
+from shardproof.simulator.memory.peaks import peaks_by_action, peaks_by_state
+from shardproof.simulator.memory.profiles import memory_profile
+from shardproof.simulator.memory.sizes import stage_sizes
+from shardproof.simulator.memory.tape import Node, split_peak_bytes, tape_memory
+from shardproof.simulator.memory.tensors import rotary_table_bytes
 
 LLAMA = replace(model_preset("tiny-llama"), num_layers=4)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice, Train
-from shardproof.simulator.simulate import simulate
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, ScheduleChoice, Train
+from shardproof.simulator.simulation.simulate import simulate
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "head_dim": 16, "vocab_size": 512, "max_positions": 64}
 MODELS = {
@@ -43,7 +43,7 @@ def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode,
     )
     simulation = simulate(plan)
     timeline = Trainer(plan, transport="memory").fit().timeline
-    assert timeline is not None  # a split backward lets go of more than this meter sees: tests/backend/test_own_runs.py has those
+    assert timeline is not None  # a split backward lets go of more than this meter sees: tests/backend/ranks/test_own_runs.py has those
     for rank, memory in zip(simulation.global_ranks, simulation.memory, strict=True):
         measured = max(sample.num_bytes for sample in timeline.memory if sample.global_rank == rank)
         assert memory.lasting_bytes == pytest.approx(measured, abs=512)  # masks of one byte a token

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from helpers.paths import DATA
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Plan, Runtime
-from shardproof.core.schedule_of import schedule_for
-from shardproof.simulator.memory import RankMemory, rank_memories
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Plan, Runtime
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.simulator.memory.memory import RankMemory, rank_memories
 
 ROWS = json.loads((DATA / "simumax_b200_memory.json").read_text())["rows"]
 MIB = 2**20

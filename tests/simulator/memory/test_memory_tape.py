@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Runtime, ScheduleChoice
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import CATALOG, lower
-from shardproof.simulator.memory_layers import full_recompute
-from shardproof.simulator.memory_peaks import peaks_by_action, peaks_by_state
-from shardproof.simulator.memory_profiles import memory_profile
-from shardproof.simulator.memory_tape import EMPTY, Node, tape_memory
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Runtime, ScheduleChoice
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.schedule import CATALOG, lower
+from shardproof.simulator.memory.layers import full_recompute
+from shardproof.simulator.memory.peaks import peaks_by_action, peaks_by_state
+from shardproof.simulator.memory.profiles import memory_profile
+from shardproof.simulator.memory.tape import EMPTY, Node, tape_memory
 
 SIZES = st.integers(0, 9)
 NODES = st.builds(

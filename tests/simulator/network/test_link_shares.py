@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan
 from shardproof.core.program import Collective
-from shardproof.core.variation import Variation
-from shardproof.simulator.link_shares import LinkShares, rank_shares
-from shardproof.simulator.network import collective_s, message_s
-from shardproof.simulator.topology import Shares, Spread, degraded
+from shardproof.simulator.network.link_shares import LinkShares, rank_shares
+from shardproof.simulator.network.network import collective_s, message_s
+from shardproof.simulator.network.topology import Shares, Spread, degraded
 
 H100 = cluster_preset("dgx-h100", 64)
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.paths import DATA
-from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.program import Collective
-from shardproof.simulator.nccl import TREE_CORRECTION, Line, tree_correction
-from shardproof.simulator.network import Spread, best_algorithm, collective_s
+from shardproof.simulator.network.nccl import TREE_CORRECTION, Line, tree_correction
+from shardproof.simulator.network.network import Spread, best_algorithm, collective_s
 
 TABLES = json.loads((DATA / "nccl_tests.json").read_text())
 H100 = cluster_preset("dgx-h100", 2048)

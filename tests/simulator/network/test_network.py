@@ -7,12 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster import ClusterSpec
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import ClusterError
-from shardproof.core.plan import Plan
+from shardproof.core.base.errors import ClusterError
+from shardproof.core.machine.cluster import ClusterSpec
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import Collective
-from shardproof.simulator.network import Spread, best_algorithm, collective_s, message_s, spread_of
+from shardproof.simulator.network.network import (
+    Spread,
+    best_algorithm,
+    collective_s,
+    message_s,
+    spread_of,
+)
 
 A100 = cluster_preset("dgx-a100-80g", 64)
 LINK = 300e9 * 0.78

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Plan
-from shardproof.simulator.network import spread_of
-from shardproof.simulator.placement import replicas_lie_alike
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.spreads import Spreads
-from shardproof.simulator.step import simulate_first
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, DataParallel, Plan
+from shardproof.simulator.network.network import spread_of
+from shardproof.simulator.network.placement import replicas_lie_alike
+from shardproof.simulator.network.spreads import Spreads
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.step.step import simulate_first
 
 LAYOUTS = [
     Layout(tp=8, pp=2, dp=3),

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Plan, ScheduleChoice
-from shardproof.simulator.network import spread_of
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.spreads import Spreads
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, DataParallel, Plan, ScheduleChoice
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.network.network import spread_of
+from shardproof.simulator.network.spreads import Spreads
 
 DEGREES = st.sampled_from([1, 2, 3, 4])
 

@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
+from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.program import Collective
-from shardproof.simulator.network import collective_s, spread_of
-from shardproof.simulator.topology import capacity_bytes_per_s, collective_loads, route, topology
+from shardproof.simulator.network.network import collective_s, spread_of
+from shardproof.simulator.network.topology import (
+    capacity_bytes_per_s,
+    collective_loads,
+    route,
+    topology,
+)
 
 RAILS = replace(cluster_preset("dgx-h100", 64), nodes_per_leaf=2, rails=True, oversubscription=2.0)
 FOUR_CARDS = replace(cluster_preset("dgx-a100-80g", 64), nics_per_node=4, nodes_per_leaf=0, rails=False)

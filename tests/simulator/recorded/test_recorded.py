@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Action, Kind
-from shardproof.core.cli import main
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError, TimelineError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, ScheduleChoice
-from shardproof.core.schedules import CATALOG, build
-from shardproof.core.timeline import Span, Timeline
-from shardproof.core.variation import Variation
-from shardproof.simulator.engine import run_schedule
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.step import Simulation
+from shardproof.core.base.errors import PlanError, TimelineError
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, ScheduleChoice
+from shardproof.core.schedule import CATALOG, build
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.timeline import Span, Timeline
+from shardproof.simulator.engine.engine import run_schedule
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.step.step import Simulation
 
 
 def plan_of(layout: Layout, schedule: str = "1F1B", *, microbatches: int = 6) -> Plan:

@@ -8,22 +8,37 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.options import SearchSpace
-from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Recompute, Runtime, ScheduleChoice
-from shardproof.core.schedules import CATALOG
-from shardproof.core.sections import PROFILES
-from shardproof.core.stages import balanced_stages
-from shardproof.simulator.fit import fit
-from shardproof.simulator.memory_sizes import _sizes, _tapes_of, stage_sizes
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.search import NUM_RANKED, _memories, lower_bound_s, search
-from shardproof.simulator.search_bounds import ALL_IN_FLIGHT, FILLED_IN_FLIGHT, WHOLE_BACKWARDS, chain_bounds_s, memory_bound_bytes
-from shardproof.simulator.search_space import SCHEDULES
-from shardproof.simulator.simulate import simulate
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.options import SearchSpace
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.stages import balanced_stages
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Plan,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+)
+from shardproof.core.plan.sections import PROFILES
+from shardproof.core.schedule import CATALOG
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.memory.sizes import _sizes, _tapes_of, stage_sizes
+from shardproof.simulator.search.bounds import (
+    ALL_IN_FLIGHT,
+    FILLED_IN_FLIGHT,
+    WHOLE_BACKWARDS,
+    chain_bounds_s,
+    memory_bound_bytes,
+)
+from shardproof.simulator.search.fit import fit
+from shardproof.simulator.search.search import NUM_RANKED, _memories, lower_bound_s, search
+from shardproof.simulator.search.space import SCHEDULES
+from shardproof.simulator.simulation.simulate import simulate
 
 BATCH = Batch(24, 1, 4096)
 MODEL = replace(model_preset("llama3-8b"), num_layers=6)

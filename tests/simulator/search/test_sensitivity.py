@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cli import main
-from shardproof.core.cluster_presets import CLUSTER_PRESETS, cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan
-from shardproof.core.variation import Variation
-from shardproof.simulator.sensitivity import improvements, sensitivity
-from shardproof.simulator.simulate import simulate
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan
+from shardproof.simulator.search.sensitivity import improvements, sensitivity
+from shardproof.simulator.simulation.simulate import simulate
 
 
 def llama(cluster: str = "dgx-h100", **variation) -> Plan:

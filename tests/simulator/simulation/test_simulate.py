@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from helpers.paths import DATA
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Optimizer, Plan, Precision, Recompute, ScheduleChoice
-from shardproof.core.schedules import CATALOG, build
-from shardproof.simulator.engine import execute
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.search import lower_bound_s
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.step import Simulation, _named_graph, named_schedule
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Optimizer, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.schedule import CATALOG, build
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.engine.engine import execute
+from shardproof.simulator.search.search import lower_bound_s
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.step.step import Simulation, _named_graph, named_schedule
 
 KEYS = [
     "step_time_s",

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.benchmarks.published.machines import POWER_EXPONENT
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime
 from shardproof.core.program import Product
-from shardproof.simulator.casts import TORCHAO_CASTS, TRANSFORMER_ENGINE_CASTS, cast_bytes
-from shardproof.simulator.compute import elementwise_s, product_s
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.profiles import PROFILES
-from shardproof.simulator.published_machines import POWER_EXPONENT
-from shardproof.simulator.simulate import simulate
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.compute.compute import elementwise_s, product_s
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.stack.casts import TORCHAO_CASTS, TRANSFORMER_ENGINE_CASTS, cast_bytes
+from shardproof.simulator.stack.profiles import PROFILES
 
 LIMITED = (500 / 700) ** POWER_EXPONENT
 HOPPER = cluster_preset("dgx-h100", 8)

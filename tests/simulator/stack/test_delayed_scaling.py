@@ -6,14 +6,14 @@ from typing import Literal
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Runtime, ScheduleChoice
-from shardproof.simulator.delayed_scaling import AmaxRanks, amax_reduction
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.profiles import PROFILES
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.stack.delayed_scaling import AmaxRanks, amax_reduction
+from shardproof.simulator.stack.profiles import PROFILES
 
 LLAMA = model_preset("llama3.1-8b")
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Plan, Precision, Runtime, ScheduleChoice
-from shardproof.simulator.compute import AttentionShape, attention_s
-from shardproof.simulator.profile import FLASH_ATTENTION_1_SHARE, Profile
-from shardproof.simulator.profiles import PROFILES, profile_of
-from shardproof.simulator.simulate import simulate
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, DataParallel, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.simulator.compute.compute import AttentionShape, attention_s
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.stack.profile import FLASH_ATTENTION_1_SHARE, Profile
+from shardproof.simulator.stack.profiles import PROFILES, profile_of
 
 
 def plan(runtime: Runtime, layout: Layout | None = None, **more) -> Plan:

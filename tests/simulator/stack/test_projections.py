@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime
 from shardproof.core.program import Collective, Group, Product, group_work
-from shardproof.simulator.flops import step_flops
-from shardproof.simulator.memory_sizes import layer_activation_bytes
-from shardproof.simulator.pricing import Pricing
-from shardproof.simulator.projections import second_products, separate, sum_bytes
-from shardproof.simulator.travel import Place
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.flops import step_flops
+from shardproof.simulator.cost.pricing import Pricing
+from shardproof.simulator.cost.travel import Place
+from shardproof.simulator.memory.sizes import layer_activation_bytes
+from shardproof.simulator.stack.projections import second_products, separate, sum_bytes
 
 LLAMA = model_preset("llama3-8b")
 

@@ -12,14 +12,14 @@ import pytest
 from helpers.modules import modular, module
 from helpers.paths import EXAMPLES
 from shardproof import ModularPlan, Plan, simulate
-from shardproof.core.action import Kind
-from shardproof.core.cli import main
-from shardproof.core.errors import PlanError
-from shardproof.core.schedule_of import modular_schedule
-from shardproof.core.variation import Variation
-from shardproof.simulator.engine import execute
-from shardproof.simulator.graph import build_graph
-from shardproof.simulator.modules import bridge_bytes, joined_graph
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.machine.variation import Variation
+from shardproof.core.plan.schedule_of import modular_schedule
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.engine.engine import execute
+from shardproof.simulator.engine.graph import build_graph
+from shardproof.simulator.step.modules import bridge_bytes, joined_graph
 
 EXAMPLE = EXAMPLES / "encoder_decoder.toml"
 

@@ -8,7 +8,12 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from shardproof.simulator.draws import add_pauses, pareto_exponent, slowest, upper_quantile
+from shardproof.simulator.variation.draws import (
+    add_pauses,
+    pareto_exponent,
+    slowest,
+    upper_quantile,
+)
 
 
 def test_quantiles_are_those_of_pythons_statistics_to_1e_14():

@@ -5,13 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan
-from shardproof.core.variation import Variation
-from shardproof.simulator.goodput import daly_interval_s, expected_s, goodput_of, young_interval_s
-from shardproof.simulator.simulate import simulate
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Plan
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.variation.goodput import (
+    daly_interval_s,
+    expected_s,
+    goodput_of,
+    young_interval_s,
+)
 
 MINUTE, HOUR = 60.0, 3600.0
 

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import as_device, cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Optimizer, Plan, Runtime, ScheduleChoice
-from shardproof.core.variation import Variation
-from shardproof.simulator import variation as variation_module
-from shardproof.simulator.attribution import sorts_of
-from shardproof.simulator.capacity import capacity_of
-from shardproof.simulator.columns import columns_of, couplings_of
-from shardproof.simulator.fit import fit
-from shardproof.simulator.replicas import plain_replicas
-from shardproof.simulator.simulate import simulate
-from shardproof.simulator.variation import sample_steps
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import as_device, cluster_preset
+from shardproof.core.machine.variation import Variation
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, DataParallel, Optimizer, Plan, Runtime, ScheduleChoice
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.engine.attribution import sorts_of
+from shardproof.simulator.engine.replicas import plain_replicas
+from shardproof.simulator.memory.capacity import capacity_of
+from shardproof.simulator.search.fit import fit
+from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.variation import variation as variation_module
+from shardproof.simulator.variation.columns import columns_of, couplings_of
+from shardproof.simulator.variation.variation import sample_steps
 
 COMPUTING = ("compute", "recompute", "optimizer")
 

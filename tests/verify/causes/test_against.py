@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from shardproof import Plan, Trainer
-from shardproof.core.cli import main
-from shardproof.core.digest import keys_of
-from shardproof.core.errors import DivergedError
-from shardproof.core.plan import Checkpoint
-from shardproof.verify.against import compare_saved
-from shardproof.verify.ledger import HELD_OUT, NO_STEP
-from shardproof.verify.ledger_file import read_ledger
-from shardproof.verify.record import ledger_observers
+from shardproof.core.base.digest import keys_of
+from shardproof.core.base.errors import DivergedError
+from shardproof.core.commands.cli import main
+from shardproof.core.plan.plan import Checkpoint
+from shardproof.verify.causes.against import compare_saved
+from shardproof.verify.ledger.file import read_ledger
+from shardproof.verify.ledger.ledger import HELD_OUT, NO_STEP
+from shardproof.verify.run.record import ledger_observers
 
 PLAN = """
 [model]

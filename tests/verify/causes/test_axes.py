@@ -6,12 +6,19 @@ from fractions import Fraction
 
 import pytest
 
-from shardproof.core.layout import Layout
-from shardproof.core.parameters import parameters
-from shardproof.verify.axes import likely_axes
-from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, SCALAR, WEIGHT, Key
+from shardproof.core.layout.layout import Layout
+from shardproof.core.model.parameters import parameters
+from shardproof.verify.causes.axes import likely_axes
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    SCALAR,
+    WEIGHT,
+    Key,
+)
+from shardproof.verify.ledger.relations import in_ratio
 from shardproof.verify.mutations.plans import EXPERTS, tiny
-from shardproof.verify.relations import in_ratio
 
 PLAN = tiny(tp=2, dp=2, etp=2, sequence_parallel=True, model=EXPERTS)
 ALL = frozenset(each.name for each in parameters(PLAN.model))

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from shardproof.core.digest import full_region
-from shardproof.verify.closer import closer
-from shardproof.verify.ledger import Piece
-from shardproof.verify.relations import Relation, relate
-from shardproof.verify.summary import summarize
+from shardproof.core.base.digest import full_region
+from shardproof.verify.causes.closer import closer
+from shardproof.verify.ledger.ledger import Piece
+from shardproof.verify.ledger.relations import Relation, relate
+from shardproof.verify.ledger.summary import summarize
 
 RIGHT = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
 

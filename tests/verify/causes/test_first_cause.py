@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.plan import Plan
-from shardproof.verify.compare import compare
-from shardproof.verify.describe import describe, divergence, where_words
-from shardproof.verify.first_cause import run_against
-from shardproof.verify.ledger import NO_STEP, WEIGHT, Key, RunLedger
-from shardproof.verify.mutations.drop import parse_fault
+from shardproof.core.plan.plan import Plan
+from shardproof.verify.causes.describe import describe, divergence, where_words
+from shardproof.verify.causes.first_cause import run_against
+from shardproof.verify.ledger.compare import compare
+from shardproof.verify.ledger.ledger import NO_STEP, WEIGHT, Key, RunLedger
 from shardproof.verify.mutations.plans import EXPERTS, tiny
-from shardproof.verify.proof_run import ProofJob, one_device, run_ledger
+from shardproof.verify.run.drop import parse_fault
+from shardproof.verify.run.proof_run import ProofJob, one_device, run_ledger
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardproof.verify.contributions import Part
-from shardproof.verify.local_means import told_by_counts
+from shardproof.verify.causes.local_means import told_by_counts
 from shardproof.verify.mutations.plans import tiny
+from shardproof.verify.run.contributions import Part
 
 PLAN = tiny(dp=2, samples=4)
 COUNTS = (5, 7, 16, 9)

@@ -9,14 +9,14 @@ import pytest
 
 from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.numerics.exact import ExactNumerics
-from shardproof.core.errors import RankFailure
-from shardproof.core.plan import Numerics, Plan
-from shardproof.verify.describe import describe, divergence
-from shardproof.verify.dynamic import prove
-from shardproof.verify.first_cause import run_against
+from shardproof.core.base.errors import RankFailure
+from shardproof.core.plan.plan import Numerics, Plan
+from shardproof.verify.causes.describe import describe, divergence
+from shardproof.verify.causes.first_cause import run_against
+from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations.patches import Broken, Patches, on_ranks
 from shardproof.verify.mutations.plans import tiny
-from shardproof.verify.proof_run import ProofJob, one_device, run_ledger
+from shardproof.verify.run.proof_run import ProofJob, one_device, run_ledger
 
 DOWN = "layers.0.mlp.down.weight"
 

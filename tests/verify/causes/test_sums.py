@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
-from shardproof.verify.contributions import Contributions, Part
-from shardproof.verify.norms import Squares, Suspects, told_by_squares
-from shardproof.verify.sums import told_by_columns, told_by_moved_use, told_by_parts
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.verify.causes.norms import Squares, Suspects, told_by_squares
+from shardproof.verify.causes.sums import told_by_columns, told_by_moved_use, told_by_parts
+from shardproof.verify.run.contributions import Contributions, Part
 
 SHAPE = (12, 9)
 SEQUENCE = 24

@@ -12,14 +12,22 @@ from typing import Any
 import pytest
 
 from helpers.gates import sampled
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.verify.compare import Difference
-from shardproof.verify.dynamic import Proof, describe, prove
-from shardproof.verify.ledger import ACTIVATION, WEIGHT, Key, RunLedger
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import Proof, describe, prove
+from shardproof.verify.ledger.compare import Difference
+from shardproof.verify.ledger.ledger import ACTIVATION, WEIGHT, Key, RunLedger
 from shardproof.verify.mutations import parse_fault
 
 STEPS = 3

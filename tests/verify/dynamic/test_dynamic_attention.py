@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 
 from helpers.gates import sampled
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
-from shardproof.verify.dynamic import prove
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations import parse_fault
 
 QWEN = ModelSpec("qwen", 2, 32, 50, 12, 6, 4, 256, 32, qk_norm=True, qkv_bias=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, Train
-from shardproof.verify.dynamic import prove
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, Train
+from shardproof.verify.dynamic.proof import prove
 
 
 def tiny(layout: Layout, *, model: str = "tiny-gpt", samples: int = 4, micro: int = 1, dropout: float = 0.0, **chosen: Any) -> Plan:

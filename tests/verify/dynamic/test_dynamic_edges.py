@@ -6,13 +6,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from helpers.gates import sampled
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Runtime, ScheduleChoice, Train
-from shardproof.core.schedules import CATALOG
-from shardproof.verify.matrix import prove_plan
-from shardproof.verify.references import References
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.schedule import CATALOG
+from shardproof.verify.matrix.matrix import prove_plan
+from shardproof.verify.run.references import References
 
 REFERENCES = References(most=8)
 BESIDE, TOGETHER, IN_ORDER = Runtime(), Runtime(p2p_overlap=False), Runtime(p2p_overlap=False, p2p_batched=False)

@@ -8,16 +8,16 @@ import pytest
 
 from helpers.gates import sampled
 from helpers.modules import modular, module
-from shardproof.core.plan import ModularPlan, Plan, ScheduleChoice
-from shardproof.verify.compare import Difference, Values
-from shardproof.verify.describe import describe
-from shardproof.verify.dynamic import prove
-from shardproof.verify.ledger import BROUGHT, GATHERED, HELD_OUT, Key, Piece, RunLedger
+from shardproof.core.plan.plan import ModularPlan, Plan, ScheduleChoice
+from shardproof.verify.causes.describe import describe
+from shardproof.verify.dynamic.proof import prove
+from shardproof.verify.ledger.compare import Difference, Values
+from shardproof.verify.ledger.ledger import BROUGHT, GATHERED, HELD_OUT, Key, Piece, RunLedger
+from shardproof.verify.ledger.relations import Relation
 from shardproof.verify.mutations.mutants_evaluation import MUTANTS
 from shardproof.verify.mutations.plans import EXPERTS, tiny
 from shardproof.verify.mutations.run import judge_mutants
-from shardproof.verify.proof_run import ProofJob, run_ledger
-from shardproof.verify.relations import Relation
+from shardproof.verify.run.proof_run import ProofJob, run_ledger
 
 WEIGHTS_IN_PARTS = ScheduleChoice(max_active_stages=1)
 JOINED = modular(module("encoder", tp=2, pp=2), module("decoder", ["encoder"], dp=3), samples=3, schedule="GPipe")

@@ -8,15 +8,24 @@ from typing import Any
 import pytest
 
 from helpers.gates import sampled
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
-from shardproof.verify.dynamic import prove
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import prove
+from shardproof.verify.dynamic.twin import twin
 from shardproof.verify.mutations import parse_fault
-from shardproof.verify.twin import twin
 
 EIGHT = ModelSpec(
     *("eight", 2, 32, 64, 4, 4, 8, 256, 64),

@@ -9,18 +9,36 @@ import numpy as np
 import pytest
 
 from helpers.gates import sampled
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.digest import full_region
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.verify.dynamic import ProofJob, one_device, prove, run_fast, run_ledger
-from shardproof.verify.fast_run import check_fast
-from shardproof.verify.kept import keep_values
-from shardproof.verify.ledger import ACTIVATION, GRADIENT, NO_STEP, OPTIMIZER, SCALAR, WEIGHT, Key, Piece, RunLedger
-from shardproof.verify.matrix_problems import PROBLEMS, Tokens
+from shardproof.core.base.digest import full_region
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import ProofJob, one_device, prove, run_fast, run_ledger
+from shardproof.verify.ledger.kept import keep_values
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION,
+    GRADIENT,
+    NO_STEP,
+    OPTIMIZER,
+    SCALAR,
+    WEIGHT,
+    Key,
+    Piece,
+    RunLedger,
+)
+from shardproof.verify.ledger.summary import summarize
+from shardproof.verify.matrix.problems import PROBLEMS, Tokens
 from shardproof.verify.mutations import parse_fault
-from shardproof.verify.summary import summarize
+from shardproof.verify.run.fast_run import check_fast
 
 
 def fast_plan(layout: Layout, *, samples: int = 4, micro: int = 1, model: str = "tiny-gpt", dtype: str = "fp32", **fields: Any) -> Plan:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
-from shardproof.core.schedule_of import schedule_for
-from shardproof.verify import symbolic
-from shardproof.verify.dynamic import prove
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.verify.dynamic.proof import prove
+from shardproof.verify.symbolic import symbolic
 
 
 def llama(layout: Layout, groups: int, heads: int) -> Plan:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardproof import Trainer
-from shardproof.core.errors import PlanError
-from shardproof.core.plan import Plan
-from shardproof.verify.dynamic import prove
+from shardproof.core.base.errors import PlanError
+from shardproof.core.plan.plan import Plan
+from shardproof.verify.dynamic.proof import prove
 
 TEXT = """
 [model]

@@ -12,20 +12,20 @@ import pytest
 
 from shardproof import Plan, Trainer
 from shardproof.backend.data_parallel.late import LateGather
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cli import main
-from shardproof.core.plan import Checkpoint, DataParallel
-from shardproof.verify import dynamic
-from shardproof.verify.against import compare_saved
-from shardproof.verify.ledger import NO_STEP, WEIGHT, Key, LedgerWriter
-from shardproof.verify.ledger_file import read_ledger
-from shardproof.verify.modules import tensor_shapes
+from shardproof.core.commands.cli import main
+from shardproof.core.plan.plan import Checkpoint, DataParallel
+from shardproof.verify.causes.against import compare_saved
+from shardproof.verify.dynamic import proof as dynamic
+from shardproof.verify.ledger.file import read_ledger
+from shardproof.verify.ledger.ledger import NO_STEP, WEIGHT, Key, LedgerWriter
+from shardproof.verify.ledger.modules import tensor_shapes
 from shardproof.verify.mutations.mutants_parameters import trains_before_the_gather
 from shardproof.verify.mutations.patches import Broken
 from shardproof.verify.mutations.plans import tiny
-from shardproof.verify.proof_run import ProofJob
-from shardproof.verify.record import ledger_observers
+from shardproof.verify.run.proof_run import ProofJob
+from shardproof.verify.run.record import ledger_observers
 
 LATE = DataParallel(overlap_param_gather=True, bucket_bytes=2000)
 PLAN = tiny(dp=3, samples=3, zero=1, sections={"data_parallel": LATE})

@@ -11,22 +11,32 @@ import pytest
 import torch
 
 from helpers.gates import sampled
-from shardproof.backend.microbatch import Microbatch
+from shardproof.backend.base.microbatch import Microbatch
+from shardproof.backend.base.recorder import Recorder
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.recorder import Recorder
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext
-from shardproof.backend.tensor_parallel.overlap import CommunicationLane
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
+from shardproof.backend.transport.overlap import CommunicationLane
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.verify.dynamic import prove
+from shardproof.core.schedule import lower
+from shardproof.verify.dynamic.proof import prove
 
 LATENT = ModelSpec(
     "latent", 2, 32, 50, 6, 6, 6, 256, 32, q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4

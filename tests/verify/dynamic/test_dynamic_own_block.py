@@ -9,14 +9,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import mappings, split_fused
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
-from shardproof.verify.dynamic import prove
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import prove
 
 
 def tiny(layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", dtype="fp32", overlap=False, **recompute) -> Plan:

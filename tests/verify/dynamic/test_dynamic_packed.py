@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Runtime, Train
-from shardproof.verify.dynamic import prove
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Runtime, Train
+from shardproof.verify.dynamic.proof import prove
 
 
 def tiny(*, model: str = "tiny-gpt", micro: int = 1, block: int = 3, ring: bool = False, train: dict[str, Any], **degrees: Any) -> Plan:

@@ -8,17 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.backend.data import Corpus
-from shardproof.backend.launch import run_ranks
+from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, Runtime, ScheduleChoice, Train
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
 from shardproof.core.program import Message
-from shardproof.verify.matrix import prove_plan
-from shardproof.verify.references import References
+from shardproof.verify.matrix.matrix import prove_plan
+from shardproof.verify.run.references import References
 
 SEQUENCE, BLOCK, HIDDEN = 32, 4, 16
 TRIMMED = Runtime(trim_padding=True)
@@ -73,7 +83,7 @@ def test_no_bit_differs_from_one_device_with_whole_sequences(folder: str, layout
 
 def lengths_and_messages(transport, plan: Plan):
     """Tokens of every microbatch of the first step, and what its messages held."""
-    from shardproof.backend.training_rank import TrainingRank
+    from shardproof.backend.ranks.training_rank import TrainingRank
 
     rank = TrainingRank(transport, plan)
     lengths = [microbatch.tokens.shape[1] for microbatch in rank.batches.training(0, 1.0)]

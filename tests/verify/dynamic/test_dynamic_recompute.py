@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 
 from helpers.gates import sampled
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import ModelError, PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
-from shardproof.verify.dynamic import one_device, prove
+from shardproof.core.base.errors import ModelError, PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import one_device, prove
 
 FULL, FIRST = Recompute("full"), Recompute("full", num_layers=1)
 SPREAD = Recompute("full", distribute=True)

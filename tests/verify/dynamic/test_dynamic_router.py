@@ -7,12 +7,21 @@ from dataclasses import replace
 import pytest
 
 from helpers.gates import sampled
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
-from shardproof.verify.dynamic import ProofJob, one_device, prove, run_ledger
-from shardproof.verify.ledger import NO_STEP
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.proof import ProofJob, one_device, prove, run_ledger
+from shardproof.verify.ledger.ledger import NO_STEP
 
 SOFTMAX = ModelSpec("moe", 2, 24, 48, 6, 6, 4, 256, 64, num_experts=6, experts_per_token=2, expert_ffn_hidden_size=12)
 LIMITED = replace(SOFTMAX, normalized_router_weights=False, router_scaling=16.0, num_router_groups=3, router_groups_per_token=2)

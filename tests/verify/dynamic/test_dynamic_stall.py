@@ -10,12 +10,12 @@ import pytest
 
 from helpers.gates import sampled
 from shardproof import Plan
-from shardproof.core.errors import RankFailure
-from shardproof.verify import dynamic
+from shardproof.core.base.errors import RankFailure
+from shardproof.verify.dynamic import proof as dynamic
 from shardproof.verify.mutations.mutants_hangs import sends_the_last_first
 from shardproof.verify.mutations.patches import Broken
 from shardproof.verify.mutations.plans import tiny
-from shardproof.verify.proof_run import ProofJob, run_ledger, train_steps
+from shardproof.verify.run.proof_run import ProofJob, run_ledger, train_steps
 
 LIMIT_S = 3.0
 

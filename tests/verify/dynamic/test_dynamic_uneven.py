@@ -9,15 +9,23 @@ import pytest
 
 import shardproof.backend.unsupported as unsupported_module
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.cli import main
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
-from shardproof.core.schedule_of import schedule_for
-from shardproof.verify.dynamic import prove
-from shardproof.verify.static import prove_schedule
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.verify.dynamic.proof import prove
+from shardproof.verify.symbolic.static import prove_schedule
 
 
 def tiny(layout: Layout, samples: int, *, micro: int = 1, schedule: str = "1F1B", model: str = "tiny-gpt") -> Plan:

@@ -8,16 +8,25 @@ from dataclasses import replace
 import pytest
 
 from helpers.gates import sampled
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Plan,
+    Precision,
+    ScheduleChoice,
+    Train,
+)
 from shardproof.core.program.buckets import gradient_buckets
-from shardproof.verify.dynamic import prove
+from shardproof.core.schedule.action import Kind
+from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations import parse_fault
 
 

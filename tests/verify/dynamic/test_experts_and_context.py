@@ -6,18 +6,27 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.verify.calls import Calls
-from shardproof.verify.check import check
-from shardproof.verify.facts import Facts
-from shardproof.verify.plan_facts import gradient_axes, message_formats, plan_calls
-from shardproof.verify.symbolic import SCOPE_RULE, prove
-from shardproof.verify.twin import twin
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Plan,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+)
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.schedule import lower
+from shardproof.verify.dynamic.twin import twin
+from shardproof.verify.schedule.calls import Calls
+from shardproof.verify.schedule.check import check
+from shardproof.verify.schedule.facts import Facts
+from shardproof.verify.schedule.plan_facts import gradient_axes, message_formats, plan_calls
+from shardproof.verify.symbolic.symbolic import SCOPE_RULE, prove
 
 KEPT = Recompute()
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shardproof import Trainer, assert_bitwise
-from shardproof.core.errors import PlanError
-from shardproof.verify.dynamic import prove
+from shardproof.core.base.errors import PlanError
+from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations.plans import EXPERTS, tiny
 
 

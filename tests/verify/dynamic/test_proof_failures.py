@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.core.cli import main
-from shardproof.core.errors import RankDefect
-from shardproof.core.plan import Plan
-from shardproof.verify import proof_run
-from shardproof.verify.dynamic import prove
+from shardproof.core.base.errors import RankDefect
+from shardproof.core.commands.cli import main
+from shardproof.core.plan.plan import Plan
+from shardproof.verify.dynamic.proof import prove
+from shardproof.verify.run import proof_run
 
 PLAN = """
 [model]

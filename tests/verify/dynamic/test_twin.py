@@ -8,14 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.divisors import divisors
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.parameters import count_parameters
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, ScheduleChoice, Train
-from shardproof.verify.twin import MAX_THREADS, MAX_WORLD_SIZE, twin, usual_transport
+from shardproof.core.base.divisors import divisors
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.parameters import count_parameters
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.verify.dynamic.twin import MAX_THREADS, MAX_WORLD_SIZE, twin, usual_transport
 
 
 def plan(model: str, layout: Layout, batch: Batch, schedule: str = "1F1B", **more: object) -> Plan:

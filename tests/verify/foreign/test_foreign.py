@@ -17,15 +17,23 @@ from torch import nn
 import shardproof
 from helpers.gates import sampled
 from shardproof import Recorder
-from shardproof.core.digest import digest
-from shardproof.core.errors import PlanError
-from shardproof.verify.against import Comparison
+from shardproof.core.base.digest import digest
+from shardproof.core.base.errors import PlanError
+from shardproof.verify.causes.against import Comparison
+from shardproof.verify.causes.norms import Squares, Suspects, told_by_squares
 from shardproof.verify.cli import VERIFY
 from shardproof.verify.foreign import Slice
 from shardproof.verify.foreign.compare import compare_recorded
-from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
-from shardproof.verify.ledger_file import read_ledger
-from shardproof.verify.norms import Squares, Suspects, told_by_squares
+from shardproof.verify.ledger.file import read_ledger
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    OPTIMIZER,
+    SCALAR,
+    WEIGHT,
+    Key,
+)
 
 EXAMPLES = Path(shardproof.__file__).parent / "examples" / "foreign"
 FOLDERS = (EXAMPLES, EXAMPLES / "megatron_7452")
@@ -161,7 +169,7 @@ def test_the_first_cause_in_another_stack_is_named(stacks, stack):
 
 
 def test_the_command_line_compares_them(stacks, capsys):
-    from shardproof.core.cli import main
+    from shardproof.core.commands.cli import main
 
     assert main(["verify", str(stacks / "fsdp2"), "--against", str(stacks / "right")]) == 0
     assert "a convention and no bound" in capsys.readouterr().out

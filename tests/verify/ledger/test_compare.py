@@ -8,11 +8,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import parameters
-from shardproof.verify.compare import _covers, compare
-from shardproof.verify.first_cause import explain
-from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key, LedgerWriter, RunLedger
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import parameters
+from shardproof.verify.causes.first_cause import explain
+from shardproof.verify.ledger.compare import _covers, compare
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    OPTIMIZER,
+    SCALAR,
+    WEIGHT,
+    Key,
+    LedgerWriter,
+    RunLedger,
+)
 
 MODEL = ModelSpec("tiny", 2, 4, 8, 2, 2, 2, 16, 8)
 SHAPES = {parameter.name: parameter.shape for parameter in parameters(MODEL)}

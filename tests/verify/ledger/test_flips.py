@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.digest import full_region
-from shardproof.verify.closer import with_flip
-from shardproof.verify.relations import Around, Relation, in_bf16, relate, relate_values
-from shardproof.verify.summary import summarize
+from shardproof.core.base.digest import full_region
+from shardproof.verify.causes.closer import with_flip
+from shardproof.verify.ledger.relations import Around, Relation, in_bf16, relate, relate_values
+from shardproof.verify.ledger.summary import summarize
 
 RIGHT = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
 

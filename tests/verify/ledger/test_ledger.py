@@ -8,9 +8,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardproof.core.digest import add, digest
-from shardproof.verify.kept import keep_values
-from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, WEIGHT, Key, LedgerWriter, RunLedger
+from shardproof.core.base.digest import add, digest
+from shardproof.verify.ledger.kept import keep_values
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    OPTIMIZER,
+    WEIGHT,
+    Key,
+    LedgerWriter,
+    RunLedger,
+)
 
 
 @dataclass(frozen=True)

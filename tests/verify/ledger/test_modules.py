@@ -9,18 +9,18 @@ import pytest
 
 from helpers.modules import modular, module
 from helpers.paths import EXAMPLES
-from shardproof.core.action import Action
-from shardproof.core.cli import main
-from shardproof.core.errors import PlanError
-from shardproof.core.plan import Numerics
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedule_of import modular_schedule
-from shardproof.verify.compare import Difference, Values
-from shardproof.verify.dynamic import describe, prove
-from shardproof.verify.ledger import ACTIVATION, GRADIENT, Key, Piece, RunLedger
-from shardproof.verify.modules_check import HALTS, halts, prove_modules, ways
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.plan.plan import Numerics
+from shardproof.core.plan.schedule_of import modular_schedule
+from shardproof.core.schedule.action import Action
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.verify.dynamic.proof import describe, prove
+from shardproof.verify.ledger.compare import Difference, Values
+from shardproof.verify.ledger.ledger import ACTIVATION, GRADIENT, Key, Piece, RunLedger
+from shardproof.verify.ledger.relations import Relation
 from shardproof.verify.mutations import parse_fault
-from shardproof.verify.relations import Relation
+from shardproof.verify.schedule.modules import HALTS, halts, prove_modules, ways
 
 EXAMPLE = EXAMPLES / "encoder_decoder.toml"
 JOINING = modular(module("slow", tp=2, pp=2), module("fast", dp=1), module("last", ["slow", "fast"], tp=3, model="tiny-moe"), samples=5)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.paths import ROOT
-from shardproof.core.digest import full_region
-from shardproof.core.layout import Layout
-from shardproof.verify.relations import HINTS, Around, Class, Known, relate, relate_values
-from shardproof.verify.summary import Summary, summarize
+from shardproof.core.base.digest import full_region
+from shardproof.core.layout.layout import Layout
+from shardproof.verify.ledger.relations import HINTS, Around, Class, Known, relate, relate_values
+from shardproof.verify.ledger.summary import Summary, summarize
 
 RIGHT = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
 

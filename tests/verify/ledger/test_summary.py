@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.digest import bit_words, element_index
-from shardproof.verify.summary import Summary, add_summaries, summarize, summarize_plainly
+from shardproof.core.base.digest import bit_words, element_index
+from shardproof.verify.ledger.summary import Summary, add_summaries, summarize, summarize_plainly
 
 
 def values(*shape: int, seed: int = 0) -> np.ndarray:

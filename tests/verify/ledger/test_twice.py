@@ -7,14 +7,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Plan, ScheduleChoice
-from shardproof.verify.compare import action_of, compare
-from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GATHERED, GRADIENT, RECOMPUTED, WEIGHT, Key, LedgerWriter, RunLedger
-from shardproof.verify.twice import as_two_runs
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import Batch, Plan, ScheduleChoice
+from shardproof.verify.ledger.compare import action_of, compare
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GATHERED,
+    GRADIENT,
+    RECOMPUTED,
+    WEIGHT,
+    Key,
+    LedgerWriter,
+    RunLedger,
+)
+from shardproof.verify.ledger.twice import as_two_runs
 
 MODEL = ModelSpec("tiny", 2, 4, 8, 2, 2, 2, 16, 8)
 SHAPES = {parameter.name: parameter.shape for parameter in parameters(MODEL)}

@@ -9,7 +9,7 @@ from itertools import combinations, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.verify.covering import Feature, Row, Space, Value, cover
+from shardproof.verify.matrix.covering import Feature, Row, Space, Value, cover
 
 
 def space_of(factors: Mapping[str, tuple[Value, ...]], most: int) -> Space:

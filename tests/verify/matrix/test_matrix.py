@@ -9,14 +9,14 @@ from functools import cache
 import pytest
 
 from helpers.gates import sampled
-from shardproof.core.plan import Plan
-from shardproof.core.schedules import CATALOG
-from shardproof.verify import matrix as command
-from shardproof.verify.covering import Row
-from shardproof.verify.matrix import chosen_rows, main, run_row
-from shardproof.verify.matrix_layouts import FACTORS, features, matrix, num_ranks, plan_of, refusals
-from shardproof.verify.proof_run import ProofJob
-from shardproof.verify.references import Checked, References
+from shardproof.core.plan.plan import Plan
+from shardproof.core.schedule import CATALOG
+from shardproof.verify.matrix import __main__ as command
+from shardproof.verify.matrix.covering import Row
+from shardproof.verify.matrix.layouts import FACTORS, features, matrix, num_ranks, plan_of, refusals
+from shardproof.verify.matrix.matrix import chosen_rows, main, run_row
+from shardproof.verify.run.proof_run import ProofJob
+from shardproof.verify.run.references import Checked, References
 
 NUM_SAMPLES = 20
 

@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from shardproof.backend.unsupported import unsupported
-from shardproof.core.divisors import divisors
-from shardproof.core.errors import PlanError
-from shardproof.core.layout import AXES, Layout
-from shardproof.core.plan import Batch, DataParallel, Plan, Runtime, ScheduleChoice
-from shardproof.core.schedules import CATALOG
-from shardproof.verify.matrix import prove_plan
-from shardproof.verify.matrix_layouts import PAIRED, RECOMPUTE, matrix_space, recompute_of
-from shardproof.verify.matrix_problems import NUM_LAYERS, PROBLEMS, Problem, Tokens
-from shardproof.verify.references import References
-from shardproof.verify.static import prove_static
+from shardproof.core.base.divisors import divisors
+from shardproof.core.base.errors import PlanError
+from shardproof.core.layout.layout import AXES, Layout
+from shardproof.core.plan.plan import Batch, DataParallel, Plan, Runtime, ScheduleChoice
+from shardproof.core.schedule import CATALOG
+from shardproof.verify.matrix.layouts import PAIRED, RECOMPUTE, matrix_space, recompute_of
+from shardproof.verify.matrix.matrix import prove_plan
+from shardproof.verify.matrix.problems import NUM_LAYERS, PROBLEMS, Problem, Tokens
+from shardproof.verify.run.references import References
+from shardproof.verify.symbolic.static import prove_static
 
 MAX_RANKS = 8
 NUM_RUNS = int(os.environ.get("RANDOM_LAYOUTS", "6"))

@@ -13,14 +13,14 @@ import pytest
 
 from shardproof import Plan
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.layout import Layout
-from shardproof.verify.compare import whole_summary
-from shardproof.verify.ledger import HELD_OUT, WEIGHT, RunLedger
+from shardproof.core.layout.layout import Layout
+from shardproof.verify.ledger.compare import whole_summary
+from shardproof.verify.ledger.ledger import HELD_OUT, WEIGHT, RunLedger
 from shardproof.verify.mutations.catalog import MUTANTS
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import EXPERTS, tiny
 from shardproof.verify.mutations.scenarios import Resumed, exported
-from shardproof.verify.proof_run import ProofJob, one_device, prove_rank
+from shardproof.verify.run.proof_run import ProofJob, one_device, prove_rank
 
 
 def run(plan: Plan, scenario: Callable | None = None, steps: int = 2) -> dict:

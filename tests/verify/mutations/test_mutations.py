@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shardproof import Plan
-from shardproof.core.cli import main
-from shardproof.core.errors import RankFailure
-from shardproof.verify.ledger import GRADIENT, RankLedger
+from shardproof.core.base.errors import RankFailure
+from shardproof.core.commands.cli import main
+from shardproof.verify.ledger.ledger import GRADIENT, RankLedger
 from shardproof.verify.mutations import run
 from shardproof.verify.mutations.catalog import MUTANTS, chosen
 from shardproof.verify.mutations.mutant import Expected, Mutant, Stops
@@ -22,7 +22,7 @@ from shardproof.verify.mutations.patches import Broken, Patches, rank_here
 from shardproof.verify.mutations.plans import tiny
 from shardproof.verify.mutations.report import report_of, text_of
 from shardproof.verify.mutations.run import judge_mutants
-from shardproof.verify.proof_run import ProofJob, train_steps
+from shardproof.verify.run.proof_run import ProofJob, train_steps
 
 FIRST = {"step": 1, "phase": GRADIENT, "tensor": "layers.0.mlp.up.weight", "action": "0REDUCE_GRAD", "ranks": [0, 1]}
 EXPECTED = Expected(GRADIENT, "layers.0.*", ("missing",), ("REDUCE_GRAD",), ranks=(0, 1))
@@ -34,14 +34,14 @@ def nothing(patches: Patches) -> None:
 
 def multiplies_the_norm(patches: Patches) -> None:
     """The norm of all gradients is twice what it is."""
-    from shardproof.backend.totals import Totals
+    from shardproof.backend.ranks.totals import Totals
 
     patches.replace(Totals, "norm", lambda original: lambda self, *given: 2 * original(self, *given))
 
 
 def stops_rank_1(patches: Patches) -> None:
     """Rank 1 fails at its first optimizer step."""
-    from shardproof.backend.optimizer import ShardedAdamW
+    from shardproof.backend.base.optimizer import ShardedAdamW
 
     def step(original: Any) -> Any:
         def failing(self: Any, *given: Any) -> None:

@@ -14,19 +14,25 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 from shardproof import Plan
-from shardproof.backend.data import Corpus
+from shardproof.backend.base.optimizer import ShardedAdamW
+from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.gradients.gradients import Gradients
 from shardproof.backend.numerics.open_sums import OpenSums
-from shardproof.backend.optimizer import ShardedAdamW
-from shardproof.backend.tensor_parallel.gradients import Gradients
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.base import Channel
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
-from shardproof.verify.compare import Difference, compare
-from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, WEIGHT, RunLedger
+from shardproof.verify.ledger.compare import Difference, compare
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    WEIGHT,
+    RunLedger,
+)
 from shardproof.verify.mutations.patches import Broken, Patches, rank_here
 from shardproof.verify.mutations.plans import tiny
-from shardproof.verify.proof_run import ProofJob, one_device, prove_rank
+from shardproof.verify.run.proof_run import ProofJob, one_device, prove_rank
 
 SAMPLES, MAX_RANKS = 6, 6
 CUTS = [

@@ -11,14 +11,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
-from shardproof.verify.bounds import CONFIDENCE, UNIT_ROUNDOFF, Roundings, StepBounds, gamma, largest_update, likely_gamma
-from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
-from shardproof.verify.relations import section_of
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    OPTIMIZER,
+    SCALAR,
+    WEIGHT,
+    Key,
+)
+from shardproof.verify.ledger.relations import section_of
+from shardproof.verify.run.bounds import (
+    CONFIDENCE,
+    UNIT_ROUNDOFF,
+    Roundings,
+    StepBounds,
+    gamma,
+    largest_update,
+    likely_gamma,
+)
 
 GPT = ModelSpec(
     "gpt", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True

@@ -16,18 +16,18 @@ from helpers.gates import sampled
 from shardproof.backend.model import experts
 from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.numerics.dropout import dropout_mask, uniform
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import dropout
-from shardproof.backend.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.layout import Layout
-from shardproof.core.plan import Batch, Plan, Precision
-from shardproof.verify import derivative, draws, proof_run
-from shardproof.verify.gradient_parts import OFF, Measured, parts_of, whole
-from shardproof.verify.matrix_problems import BIASED, DEEPSEEK, GROUPS, LATENT, PROBLEMS, TOKENS
+from shardproof.core.layout.layout import Layout
+from shardproof.core.plan.plan import Batch, Plan, Precision
+from shardproof.verify.matrix.problems import BIASED, DEEPSEEK, GROUPS, LATENT, PROBLEMS, TOKENS
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny
-from shardproof.verify.proof_run import ProofJob, one_device
-from shardproof.verify.reference import Reference, checked_ledger
+from shardproof.verify.run import derivative, draws, proof_run
+from shardproof.verify.run.gradient_parts import OFF, Measured, parts_of, whole
+from shardproof.verify.run.proof_run import ProofJob, one_device
+from shardproof.verify.run.reference import Reference, checked_ledger
 
 Function = Callable[..., Any]
 

@@ -17,15 +17,15 @@ from shardproof.backend.model.router import Router
 from shardproof.backend.tensor_parallel import cross_entropy
 from shardproof.backend.tensor_parallel.norm import Norm
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import Plan
-from shardproof.verify import proof_run
-from shardproof.verify.decoder import Inputs
-from shardproof.verify.forward import Made, Recorded, activation_names, made, samples_checked
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import Plan
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny
-from shardproof.verify.proof_run import ProofJob, one_device
-from shardproof.verify.reference import checked_ledger
+from shardproof.verify.run import proof_run
+from shardproof.verify.run.decoder import Inputs
+from shardproof.verify.run.forward import Made, Recorded, activation_names, made, samples_checked
+from shardproof.verify.run.proof_run import ProofJob, one_device
+from shardproof.verify.run.reference import checked_ledger
 
 Function = Callable[..., Any]
 

@@ -14,21 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof.backend import optimizer, training_rank
+from shardproof.backend.base import optimizer
+from shardproof.backend.base.optimizer import ShardedAdamW
 from shardproof.backend.model import router, transformer
-from shardproof.backend.optimizer import ShardedAdamW
-from shardproof.backend.totals import Totals
-from shardproof.backend.training_rank import TrainingRank
+from shardproof.backend.ranks import training_rank
+from shardproof.backend.ranks.totals import Totals
+from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.plan import Optimizer, Plan, Precision
-from shardproof.verify import adamw, dynamic, proof_run
-from shardproof.verify.dynamic import prove
+from shardproof.core.plan.plan import Optimizer, Plan, Precision
+from shardproof.verify.dynamic import proof as dynamic
+from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations.mutants_loss import multiplies_later_losses
 from shardproof.verify.mutations.mutants_router import scales_router_losses
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny
-from shardproof.verify.proof_run import ProofJob, one_device
-from shardproof.verify.reference import Reference, checked_ledger
+from shardproof.verify.run import adamw, proof_run
+from shardproof.verify.run.proof_run import ProofJob, one_device
+from shardproof.verify.run.reference import Reference, checked_ledger
 
 STEPS = 2
 SMALL = {"num_layers": 1, "hidden_size": 12, "ffn_hidden_size": 16, "num_heads": 3, "num_kv_heads": 3}

@@ -14,23 +14,30 @@ import pytest
 
 from helpers.gates import sampled
 from shardproof.backend.numerics.fast import FastNumerics
-from shardproof.core.digest import full_region
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan
-from shardproof.verify import dynamic
-from shardproof.verify.bounds import ELEMENTWISE, gamma
-from shardproof.verify.describe import fast_findings, fast_words
-from shardproof.verify.dynamic import ProofJob, one_device, run_fast, run_ledger
-from shardproof.verify.fast_run import states, whole_values
-from shardproof.verify.kept import keep_values
-from shardproof.verify.ledger import ACTIVATION_GRADIENT, GRADIENT, NO_STEP, Key, Piece, RunLedger
-from shardproof.verify.matrix_layouts import stages
-from shardproof.verify.matrix_problems import PROBLEMS, TOKENS
+from shardproof.core.base.digest import full_region
+from shardproof.core.layout.layout import Layout
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.parameters import parameters
+from shardproof.core.plan.plan import Batch, Numerics, Plan
+from shardproof.verify.causes.describe import fast_findings, fast_words
+from shardproof.verify.dynamic import proof as dynamic
+from shardproof.verify.dynamic.proof import ProofJob, one_device, run_fast, run_ledger
+from shardproof.verify.ledger.kept import keep_values
+from shardproof.verify.ledger.ledger import (
+    ACTIVATION_GRADIENT,
+    GRADIENT,
+    NO_STEP,
+    Key,
+    Piece,
+    RunLedger,
+)
+from shardproof.verify.ledger.summary import summarize
+from shardproof.verify.matrix.layouts import stages
+from shardproof.verify.matrix.problems import PROBLEMS, TOKENS
 from shardproof.verify.mutations.patches import Broken, Patches
-from shardproof.verify.regression import CERTAINTY, Coefficient, Values, coefficients, group_of
-from shardproof.verify.summary import summarize
+from shardproof.verify.run.bounds import ELEMENTWISE, gamma
+from shardproof.verify.run.fast_run import states, whole_values
+from shardproof.verify.run.regression import CERTAINTY, Coefficient, Values, coefficients, group_of
 
 MODEL = ModelSpec("gqa", 3, 32, 50, 12, 6, 4, 259, 16)
 """Two query heads share a key and a value, and the MLP is gated."""

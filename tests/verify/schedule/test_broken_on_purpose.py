@@ -9,17 +9,17 @@ from itertools import pairwise
 
 import pytest
 
-from shardproof.core.action import RECEIVES, SENDS, Action, Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import CATALOG, build, lower
-from shardproof.verify.calls import communicators
-from shardproof.verify.check import check
-from shardproof.verify.facts import BUFFER_KINDS, Buffers, Facts, LayerHoldings
-from shardproof.verify.plan_facts import plan_calls
-from shardproof.verify.rules import View
-from shardproof.verify.rules.buffers import least_rings
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.schedule import CATALOG, build, lower
+from shardproof.core.schedule.action import RECEIVES, SENDS, Action, Kind
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.verify.schedule.calls import communicators
+from shardproof.verify.schedule.check import check
+from shardproof.verify.schedule.facts import BUFFER_KINDS, Buffers, Facts, LayerHoldings
+from shardproof.verify.schedule.plan_facts import plan_calls
+from shardproof.verify.schedule.rules import View
+from shardproof.verify.schedule.rules.buffers import least_rings
 
 Broken = tuple[Schedule, Facts]
 SIZES = ((1, 3), (2, 2), (2, 5), (3, 1), (3, 6), (4, 8), (5, 7), (6, 12), (8, 3))

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Action, Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.verify.check import check
-from shardproof.verify.facts import BUFFER_KINDS, Buffers, Facts
-from shardproof.verify.rules import View
-from shardproof.verify.rules.buffers import buffer_reuse, least_rings
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.verify.schedule.check import check
+from shardproof.verify.schedule.facts import BUFFER_KINDS, Buffers, Facts
+from shardproof.verify.schedule.rules import View
+from shardproof.verify.schedule.rules.buffers import buffer_reuse, least_rings
 
 SCHEDULES = {
     "GPipe": (3, 1),

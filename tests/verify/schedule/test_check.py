@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import PER_MICROBATCH, Action, Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import CATALOG, build, lower
-from shardproof.verify.check import check, examine
-from shardproof.verify.facts import ActivationMemory, Buffers, Facts
-from shardproof.verify.rules import RULES, View
-from shardproof.verify.rules.memory import peak_in_flight
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.schedule import CATALOG, build, lower
+from shardproof.core.schedule.action import PER_MICROBATCH, Action, Kind
+from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.verify.schedule.check import check, examine
+from shardproof.verify.schedule.facts import ActivationMemory, Buffers, Facts
+from shardproof.verify.schedule.rules import RULES, View
+from shardproof.verify.schedule.rules.memory import peak_in_flight
 
 VEE = "0F0,0F1,5F0,5I0,5F1,5B1,5W0,0B0,0B1\n1F0,1F1,4F0,4F1,4I0,4B1,4W0,1B0,1B1\n2F0,3F0,2F1,3F1,3B0,2B0,3I1,3W1,2B1\n"
 PAIRS = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n"

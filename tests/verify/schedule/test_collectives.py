@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Kind
-from shardproof.core.errors import ScheduleError
-from shardproof.core.layout import Layout
+from shardproof.core.base.errors import ScheduleError
+from shardproof.core.layout.layout import Layout
 from shardproof.core.program import Collective, operations
-from shardproof.core.schedule import Placement, Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.verify.calls import Calls, calls_from_csv
-from shardproof.verify.check import check
-from shardproof.verify.facts import Facts
-from shardproof.verify.plan_facts import plan_calls
-from shardproof.verify.symbolic import prove
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Kind
+from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.verify.schedule.calls import Calls, calls_from_csv
+from shardproof.verify.schedule.check import check
+from shardproof.verify.schedule.facts import Facts
+from shardproof.verify.schedule.plan_facts import plan_calls
+from shardproof.verify.symbolic.symbolic import prove
 
 ONE_STAGE = Schedule.from_csv("0F0,0B0,0REDUCE_GRAD,0STEP\n")
 

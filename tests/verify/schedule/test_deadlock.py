@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import RECEIVES, SENDS, Action, Kind
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.verify.check import check, examine
-from shardproof.verify.rules import View
-from shardproof.verify.rules.deadlock import send_meanings
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import RECEIVES, SENDS, Action, Kind
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.verify.schedule.check import check, examine
+from shardproof.verify.schedule.rules import View
+from shardproof.verify.schedule.rules.deadlock import send_meanings
 
 COUNTERPART = {Kind.SEND_F: (1, Kind.RECV_F), Kind.SEND_B: (-1, Kind.RECV_B)}
 

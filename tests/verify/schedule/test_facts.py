@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.core.cli import main
-from shardproof.core.errors import FileError, ScheduleError
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import CATALOG, build, lower
-from shardproof.verify.check import check
-from shardproof.verify.facts import ActivationMemory, Buffers, Facts, LayerHoldings, MessageFormats
-from shardproof.verify.facts_file import facts_from_toml
-from shardproof.verify.plan_facts import layer_holdings, message_formats
+from shardproof.core.base.errors import FileError, ScheduleError
+from shardproof.core.commands.cli import main
+from shardproof.core.schedule import CATALOG, build, lower
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.verify.schedule.check import check
+from shardproof.verify.schedule.facts import (
+    ActivationMemory,
+    Buffers,
+    Facts,
+    LayerHoldings,
+    MessageFormats,
+)
+from shardproof.verify.schedule.facts_file import facts_from_toml
+from shardproof.verify.schedule.plan_facts import layer_holdings, message_formats
 
 PIPELINE = "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0STEP\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1STEP\n"
 TEXT = """

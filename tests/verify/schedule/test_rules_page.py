@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import shardproof
-from shardproof.verify.rules import RULES
-from shardproof.verify.rules_page import rules_page
+from shardproof.verify.schedule.rules import RULES
+from shardproof.verify.schedule.rules_page import rules_page
 
 PAGE = Path(shardproof.__file__).parent / "docs" / "rules.md"
 
 
 def test_page_is_current() -> None:
-    assert PAGE.read_text() == rules_page(), "run: python -m shardproof.verify.rules_page > docs/rules.md"
+    assert PAGE.read_text() == rules_page(), "run: python -m shardproof.verify.schedule.rules_page > docs/rules.md"
 
 
 def test_every_rule_has_a_section_with_its_example_and_what_is_found() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.core.schedule import Schedule, read_csv
-from shardproof.verify.check import check, examine
-from shardproof.verify.rules import View
-from shardproof.verify.rules.deadlock import send_meanings
+from shardproof.core.schedule.schedule import Schedule, read_csv
+from shardproof.verify.schedule.check import check, examine
+from shardproof.verify.schedule.rules import View
+from shardproof.verify.schedule.rules.deadlock import send_meanings
 
 pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
 visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")

@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.reduction import cut, maximal_nodes
-from shardproof.verify.expressions import MODULUS, add, apply, exactly_summed, interval, summed, symbol, tree
-from shardproof.verify.symbolic_layers import _node_value
-from shardproof.verify.symbolic_tensors import MisfitError, Part, collective
+from shardproof.core.base.reduction import cut, maximal_nodes
+from shardproof.verify.symbolic.expressions import (
+    MODULUS,
+    add,
+    apply,
+    exactly_summed,
+    interval,
+    summed,
+    symbol,
+    tree,
+)
+from shardproof.verify.symbolic.layers import _node_value
+from shardproof.verify.symbolic.tensors import MisfitError, Part, collective
 
 A, B, C = symbol("a"), symbol("b"), symbol("c")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from shardproof import Plan
-from shardproof.core.layout import Layout
-from shardproof.core.plan import Batch, DataParallel, ScheduleChoice
-from shardproof.verify.matrix_modules import modular
-from shardproof.verify.matrix_problems import PROBLEMS, Tokens
-from shardproof.verify.static import prove_static
+from shardproof.core.layout.layout import Layout
+from shardproof.core.plan.plan import Batch, DataParallel, ScheduleChoice
+from shardproof.verify.matrix.modules import modular
+from shardproof.verify.matrix.problems import PROBLEMS, Tokens
+from shardproof.verify.symbolic.static import prove_static
 
 WHOLE_BLOCKS = Tokens(24, 2, 1)
 

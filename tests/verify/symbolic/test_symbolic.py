@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Action, Kind
-from shardproof.core.cli import main
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.divisors import divisors
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import CATALOG, lower
-from shardproof.verify.symbolic import ORDER_RULE, VALUE_RULE, SymbolicProof, prove
-from shardproof.verify.symbolic_layers import Program
+from shardproof.core.base.divisors import divisors
+from shardproof.core.commands.cli import main
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.schedule import CATALOG, lower
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.verify.symbolic.layers import Program
+from shardproof.verify.symbolic.symbolic import ORDER_RULE, VALUE_RULE, SymbolicProof, prove
 
 
 def plan_of(

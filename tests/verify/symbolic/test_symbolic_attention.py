@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations, stage_work
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.verify.symbolic import VALUE_RULE, prove
-from shardproof.verify.symbolic_layers import Program
+from shardproof.core.schedule import lower
+from shardproof.core.schedule.action import Kind
+from shardproof.verify.symbolic.layers import Program
+from shardproof.verify.symbolic.symbolic import VALUE_RULE, prove
 
 QWEN = ModelSpec("qwen", 1, 32, 48, 8, 4, 4, 256, 32, qk_norm=True, qkv_bias=True)
 LATENT = ModelSpec(

@@ -7,16 +7,24 @@ from typing import Any
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.plan import (
+    Batch,
+    Numerics,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+    Train,
+)
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Collective, operations, stage_work
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.verify.symbolic import VALUE_RULE, SymbolicProof, prove
-from shardproof.verify.symbolic_layers import Program
+from shardproof.core.schedule import lower
+from shardproof.core.schedule.action import Kind
+from shardproof.verify.symbolic.layers import Program
+from shardproof.verify.symbolic.symbolic import VALUE_RULE, SymbolicProof, prove
 
 EIGHT = ModelSpec(
     *("eight", 1, 32, 64, 4, 4, 8, 256, 64),

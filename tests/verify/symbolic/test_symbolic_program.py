@@ -7,17 +7,25 @@ from itertools import product
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.stage_parameters import stage_parameters
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import (
+    Batch,
+    DataParallel,
+    Numerics,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleChoice,
+)
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Collective, Product, operations, reduce_microbatch, stage_work
-from shardproof.core.schedule_of import schedule_for
-from shardproof.core.schedules import lower
-from shardproof.core.stage_parameters import stage_parameters
-from shardproof.verify.symbolic import ORDER_RULE, VALUE_RULE, SymbolicProof, prove
-from shardproof.verify.symbolic_layers import Program
+from shardproof.core.schedule import lower
+from shardproof.core.schedule.action import Kind
+from shardproof.verify.symbolic.layers import Program
+from shardproof.verify.symbolic.symbolic import ORDER_RULE, VALUE_RULE, SymbolicProof, prove
 
 
 def plan_of(

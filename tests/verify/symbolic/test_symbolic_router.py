@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Train
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Train
+from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import EXPERT_BIAS, operations
-from shardproof.core.schedule_of import schedule_for
-from shardproof.verify.symbolic import VALUE_RULE, prove
-from shardproof.verify.symbolic_layers import Program
+from shardproof.core.schedule.action import Kind
+from shardproof.verify.symbolic.layers import Program
+from shardproof.verify.symbolic.symbolic import VALUE_RULE, prove
 
 MODEL = replace(model_preset("tiny-moe"), num_layers=2, expert_bias=True)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.action import Action, Kind
-from shardproof.core.schedule import Schedule
-from shardproof.core.schedules import build, lower
-from shardproof.verify.symbolic_schedule import OneDevice, mixed
-from shardproof.verify.symbolic_sums import judge
+from shardproof.core.schedule import build, lower
+from shardproof.core.schedule.action import Action, Kind
+from shardproof.core.schedule.schedule import Schedule
+from shardproof.verify.symbolic.schedule import OneDevice, mixed
+from shardproof.verify.symbolic.sums import judge
 
 
 class Oracle:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.action import Kind
-from ...core.schedule import Schedule
+from ....core.schedule.action import Kind
+from ....core.schedule.schedule import Schedule
 
 NONE = -1
 """Stands in every table for "there is no such action"."""

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...core.action import COMPUTE, Kind
+from ....core.schedule.action import COMPUTE, Kind
 from ..facts import BUFFER_KINDS, Buffers, Facts, ring_slots
 from .blocking import NONE
 from .rule import Rule, Violation

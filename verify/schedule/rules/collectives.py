@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 
-from ...core.action import Kind
-from ...core.layout import Layout
-from ...core.schedule import Placement
+from ....core.layout.layout import Layout
+from ....core.schedule.action import Kind
+from ....core.schedule.schedule import Placement
 from ..calls import REDUCING, Call, Calls, Communicators, calls_from_csv, communicators
 from ..facts import Facts
 from .rule import Rule, Violation

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...core.action import COMPUTE, RECEIVES, SENDS, Kind
-from ...core.schedules.messages import UnrunnableError, add_messages
+from ....core.schedule.action import COMPUTE, RECEIVES, SENDS, Kind
+from ....core.schedule.messages import UnrunnableError, add_messages
 from .blocking import NONE
 from .rule import Rule, Violation
 from .view import View

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...core.action import COMPUTE, Kind
+from ....core.schedule.action import COMPUTE, Kind
 from .blocking import NONE, Blocked, Hops, partners, run_blocking
 from .rule import Rule, Violation
 from .view import View

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...core.action import Kind
+from ....core.schedule.action import Kind
 from ..facts import Facts, LayerHoldings
 from .blocking import NONE
 from .rule import Rule, Violation

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...core.action import Action, Kind
+from ....core.schedule.action import Action, Kind
 from ..facts import Facts, MessageFormats
 from .blocking import NONE
 from .rule import Rule, Violation

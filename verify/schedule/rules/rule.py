@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ...core.findings import Severity
+from ....core.base.findings import Severity
 from ..facts import Facts
 
 if TYPE_CHECKING:

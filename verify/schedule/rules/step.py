@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...core.action import Kind
+from ....core.schedule.action import Kind
 from .rule import Rule, Violation
 from .view import View
 

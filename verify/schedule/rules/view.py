@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ...core.action import Action, Kind
-from ...core.schedule import Schedule
+from ....core.schedule.action import Action, Kind
+from ....core.schedule.schedule import Schedule
 from ..facts import Facts
 from .blocking import NONE, Blocked, Hops, run_blocking
 

@@ -1,0 +1,1 @@
+"""Training text as token ids: corpora, vocabularies, documents. Knows no rank."""

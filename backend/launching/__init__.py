@@ -1,0 +1,1 @@
+"""Processes: starting, feeding, ending ranks, here or under torchrun. Knows no model."""

@@ -1,0 +1,1 @@
+"""One rank whole: its stages, data, optimizer step and totals. Starts no process."""

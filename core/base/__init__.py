@@ -1,0 +1,1 @@
+"""What everything stands on: errors, units, files, findings, bounds of numbers, digests, reduction trees. Knows no model, no machine and no layout."""

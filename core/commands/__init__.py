@@ -1,0 +1,1 @@
+"""The command line: verbs, options, the registry of rooms, exit codes. No knowledge of training."""

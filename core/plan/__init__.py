@@ -1,0 +1,1 @@
+"""A run's choices: sections, their keys and rules, reading and writing them, and the schedule that they mean. Runs nothing."""

@@ -1,0 +1,1 @@
+"""Durations taken from recorded steps instead of the model. Measures nothing itself."""

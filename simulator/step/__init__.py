@@ -1,0 +1,1 @@
+"""One plan's step put together: graph, prices, run, memory, report. Replicas are equal here."""

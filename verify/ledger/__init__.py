@@ -1,0 +1,1 @@
+"""What a run computed, as digests of tensors: writing, reading, comparing ledgers. Starts no run."""
