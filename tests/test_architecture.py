@@ -64,8 +64,11 @@ def test_file_imports_only_what_its_room_may_know(name: str) -> None:
 
 
 def file_of(module: tuple[str, ...], name: str) -> str | None:
-    """The file that `from module import name` takes the name from, where `module` is a path below the package; None for what is no file
-    of a room, such as a compiled module. A name that an `__init__` passes on comes from the file that it is passed on from."""
+    """The file that `from module import name` takes the name from; `module` is a path below the package.
+
+    A name that an `__init__` passes on comes from the file that it is passed on from. None for what is no file of a room,
+    such as a compiled module.
+    """
     folder = "/".join(module)
     if f"{folder}.py" in FILES:
         return f"{folder}.py"

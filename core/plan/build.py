@@ -31,8 +31,10 @@ SET_IN_PLAN = "set in the plan"
 
 
 def plan_sections(values: Values, source: str) -> dict[str, Any]:
-    """Section -> noun of the plan that `values` describe. Raises `PlanError` with all problems, each opened by where its value was
-    given."""
+    """Section -> noun of the plan that `values` describe.
+
+    Raises `PlanError` with all problems, each opened by where its value was given.
+    """
     refuse_modules(values, source)
     draft = Draft(values, source)
     nouns = draft.nouns()

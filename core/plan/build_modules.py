@@ -18,8 +18,10 @@ _KEYS = {key.name: key for key in MODULE_KEYS}
 
 
 def modular_sections(values: Values, source: str) -> dict[str, Any]:
-    """Section -> noun of the plan of several models that `values` describe; `modules` is a tuple of `Module`. Raises `PlanError` with all
-    problems, each opened by where its value was given."""
+    """Section -> noun of the plan of several models that `values` describe; `modules` is a tuple of `Module`.
+
+    Raises `PlanError` with all problems, each opened by where its value was given.
+    """
     numbers = range(num_modules(values))
     shared = {section: table for section, table in values.items() if section.partition(".")[0] not in ("modules", *OWN_SECTIONS)}
     tables = [_ModuleTable(values.get(module_section(number), {}), number) for number in numbers]

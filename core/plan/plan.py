@@ -1,8 +1,8 @@
 """`Plan`: one training run as data; and `ModularPlan`: one of several models that are trained as one.
 
-Both are made of sections (`core.sections`), which the rules (`core.plan_rules`) judge, and which are read from text and written as text;
-none of that knows a plan. The two kinds of plan lie in one file because each makes the other: a text with [[modules]] gives a
-`ModularPlan`, and every module of that is a `Plan`.
+Both are made of sections (`core.sections`). Rules judge sections, the reader makes them from text, the writer makes text
+from them: none of these knows a plan. The two kinds of plan lie in one file because each makes the other: a text with
+[[modules]] gives a `ModularPlan`, and every module of that is a `Plan`.
 
 Modules form a tree that joins towards its root. A module without inputs embeds the batch's tokens; one with inputs takes the sum of its
 inputs' hidden states, added in the order written. The last module feeds no other: it alone has the final norm, the head and the loss.
@@ -93,7 +93,8 @@ class Plan:
 
         Raises `PlanError` with every problem of the text, each with its line.
         """
-        return cast("Plan", any_plan(read_values(text, source), source))  # who has no [[modules]] need not tell the two apart
+        # the type is that of a text without [[modules]], so that its callers need not tell the two kinds apart
+        return cast("Plan", any_plan(read_values(text, source), source))
 
     def to_toml(self) -> str:
         """The plan as text; `Plan.from_toml(plan.to_toml()) == plan`. Values that are defaults are left out."""
@@ -363,7 +364,7 @@ class ModularPlan:
 
 
 def build_plan(values: Values, source: str) -> Plan:
-    """The plan of one model that `values` describe. Raises `PlanError` with all problems, each opened by where its value was given."""
+    """The plan of one model that `values` describe. Raises `PlanError` with all problems, each with where its value was given."""
     return Plan(**plan_sections(values, source))
 
 

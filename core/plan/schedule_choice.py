@@ -19,8 +19,10 @@ def microbatches_together(choice: ScheduleChoice) -> int:
 
 
 def chosen_placement(choice: ScheduleChoice, layout: Layout, num_microbatches: int) -> Placement:
-    """The placement of the schedule of so many microbatches, without building the schedule where it has a name. Raises `ScheduleError` as
-    `chosen_schedule`."""
+    """The placement of the schedule of so many microbatches, without building the schedule where it has a name.
+
+    Raises `ScheduleError` as `chosen_schedule`.
+    """
     if choice.file is None:
         return _named_placement(choice.name, layout.pp, layout.vpp, num_microbatches)
     return _read_for(choice.file, layout, num_microbatches).placement
@@ -32,11 +34,11 @@ def _named_placement(name: str, pp: int, vpp: int, num_microbatches: int) -> Pla
 
 
 def chosen_schedule(choice: ScheduleChoice, layout: Layout, num_microbatches: int) -> Schedule:
-    """The schedule of so many microbatches: built by name, or read from the file and then as complete as the file is (`lower` adds the
-    rest).
+    """The schedule of so many microbatches: built by name, or read from the file.
 
-    With `max_active_stages` it has UNSHARD and RESHARD, a file's own or those of `add_unshard`. Raises `ScheduleError` when the file has
-    other ranks, stages or microbatches.
+    One from a file is as complete as the file is; `lower` adds the rest. With `max_active_stages` a schedule has UNSHARD and
+    RESHARD, a file's own or those of `add_unshard`. Raises `ScheduleError` when the file has other ranks, stages or
+    microbatches.
     """
     if choice.file is None:
         return named_schedule(choice, pp=layout.pp, vpp=layout.vpp, num_microbatches=num_microbatches)

@@ -18,8 +18,10 @@ from .toml import MODULES
 
 
 def sections_to_toml(nouns: Mapping[str, Any]) -> str:
-    """The plan of these sections (name -> noun) as text. Sections and keys come in the order of the key table, `modules` last; values that
-    are defaults are left out."""
+    """The plan of these sections (name -> noun) as text.
+
+    Sections and keys come in the order of the key table, `modules` last. Values that are defaults are left out.
+    """
     sections = [_section(section, nouns[section]) for section in NOUNS if section in nouns]
     modules: tuple[Module, ...] = nouns.get(MODULES, ())
     for number, module in enumerate(modules):

@@ -34,7 +34,8 @@ def rows_to_csv(placement: Placement, rows: Iterable[ActionArray], dialect: Lite
 
 
 def rows_from_csv(text: str, name: str) -> tuple[Placement, ActionArray, np.ndarray]:
-    """The placement, the actions of all ranks and their offsets, as a `Schedule` holds them, that a text in either dialect describes;
+    """Placement, actions of all ranks and their offsets, as a `Schedule` holds them, that a text in either dialect describes.
+
     `name` stands in error messages, e.g. a file name.
 
     Only what a cell is and what the numbers could mean is decided here; whether the schedule is right is for `verify.check`.
