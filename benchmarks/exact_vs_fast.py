@@ -3,7 +3,7 @@
     python benchmarks/exact_vs_fast.py [--hidden 768 2048] [--tp 1 4] [--dtype fp32] [--rounds 3] [--parts] [--json]
 
 Both modes run the same layers, schedule, transport and optimizer on the same batch. The ranks are threads of this process, on one core
-each, which runs in the environment of ranks (`backend.launch.rank_environment`). What counts is the processor time of the process, so
+each, which runs in the environment of ranks (`backend.launching.launch.rank_environment`). What counts is the processor time of the process, so
 waiting and other programs do not enter. Both modes take turns in going first, a round's ratio is that of two steps that ran one after the
 other, and the median over rounds is told, with the least and the largest.
 `--parts` says where it goes: seconds inside each operation of `Numerics`, summed over ranks, and all the rest, to which belong weight

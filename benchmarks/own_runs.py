@@ -203,7 +203,7 @@ def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
 
 def differences(plan: Plan, ranks: Sequence[Recorded], simulation: Simulation) -> list[str]:
     """What the ranks did otherwise than predicted: lanes with another order of actions, actions that sent something else. The lanes of
-    collectives inside a pair (`core.timeline.collective_lane`) hold parts of actions."""
+    collectives inside a pair (`core.schedule.timeline.collective_lane`) hold parts of actions."""
     timeline, schedule = simulation.timeline, lower(schedule_for(plan))
     found: list[str] = []
     for global_rank, recorded in enumerate(ranks):

@@ -97,7 +97,7 @@ def initial_weights(model: ModelSpec, seed: int) -> dict[str, Tensor]:
 
 
 def _named(model: ModelSpec, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """One of our parameters as those of `Llama` (`core.parameters` says how rows are grouped)."""
+    """One of our parameters as those of `Llama` (`core.model.parameters` says how rows are grouped)."""
     prefix, _, last = name.partition(".attention.qkv")
     if last:
         rows = tensor.view(model.num_heads, 3, model.head_dim, -1)

@@ -39,7 +39,7 @@ LEAST_SHARE = 0.1
 
 
 class Row(Protocol):
-    """A measurement of `backend.measure_machine`."""
+    """A measurement of `backend.calibration.machine`."""
 
     kind: str
     name: str

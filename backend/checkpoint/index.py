@@ -9,7 +9,7 @@ Beside the files of `torch.distributed.checkpoint` (DCP) and `state.json` lies `
         {"offsets": [0, 0], "sizes": [2, 3], "file": "__0_0.distcp", "first": 640, "bytes": 24, "digest": "..."}, ...]}, ...}}
 
 A block lies in rows, little-endian, from byte `first` of its file on: reading tensors needs neither the zip around them nor `.metadata`.
-Digests are those of `core.digest` over words of eight bytes. One folder's files and blocks belong together because the index names each
+Digests are those of `core.base.digest` over words of eight bytes. One folder's files and blocks belong together because the index names each
 by its digest: one of an older checkpoint or of another run has another. That guards against errors. Who edits a checkpoint and computes
 all digests anew has made another checkpoint, which nothing here can tell from one that was saved.
 """

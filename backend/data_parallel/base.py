@@ -1,6 +1,6 @@
 """`DataParallel`: how the copies of one stage share its gradients, the work of the optimizer, and its weights.
 
-| implementation | each copy keeps | `core.plan` |
+| implementation | each copy keeps | `core.plan.plan` |
 |---|---|---|
 | `replicated.ReplicatedStage` | everything: the sums of gradients go to all copies, all of which do the same update | `layout.zero=0` |
 | `sharded.ShardedStage` | a part of every bucket, which it alone updates (ZeRO) | `layout.zero` from 1 on |

@@ -1,4 +1,4 @@
-"""What the families of `core.huggingface` call our parameters in their files, and how they arrange the rows.
+"""What the families of `core.model.huggingface` call our parameters in their files, and how they arrange the rows.
 
 Sources: the published files' own headers, and `transformers` 5.23 (`models/*/modeling_*.py`, `conversion_mapping.py`). Two arrangements
 differ from ours: GPT-2 keeps linear weights as [in, out], and DeepSeek the pairs that rotary positions turn side by side (2i, 2i + 1),

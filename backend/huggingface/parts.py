@@ -1,6 +1,6 @@
 """Where a parameter lies in Hugging Face files: which rows of which tensors, as index arithmetic for both directions.
 
-A parameter's cut dimension is a row of items (`core.parameters`): key/value groups, MLP units, table rows; a parameter that is not cut is
+A parameter's cut dimension is a row of items (`core.model.parameters`): key/value groups, MLP units, table rows; a parameter that is not cut is
 one item. The files keep what an item holds in tensors of their own (queries apart from keys, gates apart from up-projections), each with
 the items in the same order. So an interval of items is a contiguous block of each of those tensors, whatever the layout.
 """

@@ -1,4 +1,4 @@
-"""Rotary positions on tensors; `core.rotary` says by which angles heads turn."""
+"""Rotary positions on tensors; `core.model.rotary` says by which angles heads turn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`Summands`: what a sum over the members of a group is made of, and the one way in which exact numerics finish such a sum.
 
-Only elementwise additions are used, whose bits depend on nothing but the two numbers. See `core.reduction` for the tree.
+Only elementwise additions are used, whose bits depend on nothing but the two numbers. See `core.base.reduction` for the tree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Canonical sums inside one tensor: the tree by elementwise additions, whose bits depend on nothing but the two numbers.
 
-See `core.reduction` for the tree, and `summands` for sums over the members of a group.
+See `core.base.reduction` for the tree, and `summands` for sums over the members of a group.
 """
 
 from __future__ import annotations

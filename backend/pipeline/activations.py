@@ -14,7 +14,7 @@ from ...core.schedule.timeline import MemorySample
 
 
 class MemoryMeter(Protocol):
-    """What the executor tells a meter. `ActivationMeter` costs nothing and sees what lasts, `backend.live_memory.LiveMeter` sees all."""
+    """What the executor tells a meter. `ActivationMeter` costs nothing and sees what lasts, `backend.ranks.live_memory.LiveMeter` sees all."""
 
     samples: list[MemorySample]
 

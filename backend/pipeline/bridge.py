@@ -1,6 +1,6 @@
 """Bridges: hidden states go from the ranks of one grid to those of another, of other tensor-, context- and data-parallel degree.
 
-What goes where is `core.bridge`. There are two ways. `Bridge` is one exchange over the ranks of both grids, differentiable, for modules
+What goes where is `core.program.bridge`. There are two ways. `Bridge` is one exchange over the ranks of both grids, differentiable, for modules
 that are called one after the other; a rank may be in both grids. `open_bridge` gives the two ends of a pipeline's message lane, whose
 messages go from rank to rank in one order, for grids that share no rank: to the executor an end is like any other channel.
 """

@@ -108,7 +108,7 @@ def direction_of(action: Action) -> Literal["F", "B"]:
 
 
 def lane_name(action: Action, placement: Placement) -> str:
-    """The communication lane of a send or receive, as `core.timeline` names it."""
+    """The communication lane of a send or receive, as `core.schedule.timeline` names it."""
     return message_lane(direction_of(action), action.kind in SENDS, peer_of(action, placement))
 
 

@@ -1,4 +1,4 @@
-"""`Joined`: how a rank of one of several modules (`core.plan.ModularPlan`) is joined to the ranks of the others.
+"""`Joined`: how a rank of one of several modules (`core.plan.plan.ModularPlan`) is joined to the ranks of the others.
 
 Hidden states come and go over bridges where a pipeline rank has no neighbour in its own module; loss, gradient norm and token counts are
 those of all modules.
@@ -54,7 +54,7 @@ class Joined:
         return self._lines[direction, sending]
 
     def peer(self, pp_rank: int) -> int:
-        """A rank of the other module, that is called pipeline rank `pp_rank` here (`core.placement.ModulePlacement`)."""
+        """A rank of the other module, that is called pipeline rank `pp_rank` here (`core.schedule.placement.ModulePlacement`)."""
         return self._peers[pp_rank]
 
 

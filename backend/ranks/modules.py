@@ -1,4 +1,4 @@
-"""Several modules trained as one (`core.plan.ModularPlan`): how a rank of one of them is joined to the ranks of the others.
+"""Several modules trained as one (`core.plan.plan.ModularPlan`): how a rank of one of them is joined to the ranks of the others.
 
 A rank trains its own module by a `TrainingRank`, as if there were no other. What is more: hidden states come and go over bridges where a
 pipeline rank has no neighbour in its own module, and loss, gradient norm and token counts are those of all modules.

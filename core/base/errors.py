@@ -59,7 +59,7 @@ class UnknownNameError(ShardproofError, LookupError):
 class RankFailure(ShardproofError, RuntimeError):
     """A rank ended before its work was done. The message names the rank and how it ended; `global_rank` is None when none stands out.
 
-    `report` is the JSON form of what all ranks were doing (`backend.pipeline.halt.Halt.report`), where that is known.
+    `report` is the JSON form of what all ranks were doing (`backend.watch.halt.Halt.report`), where that is known.
     """
 
     def __init__(self, message: str, global_rank: int | None = None, report: dict[str, object] | None = None):

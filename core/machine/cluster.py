@@ -59,7 +59,7 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     """`num_devices` devices in nodes of `devices_per_node`. Rates are per second and one direction, sizes in bytes.
 
     `peak_flops_per_s` maps dtype (`fp32 tf32 bf16 fp16 fp8`) to the dense peak. Efficiencies are shares of a peak that large kernels
-    or transfers reach; `..._by_dtype` override a share for single dtypes. `simulator.compute` says what the
+    or transfers reach; `..._by_dtype` override a share for single dtypes. `simulator.compute.compute` says what the
     other numbers of a device mean. Curves are measured rates by size: FLOPs of one product -> FLOP/s, bytes of one transfer -> bytes/s;
     `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can compute at once where they share cores, 0 is all;
     `busy_core_share` of its rate is what one keeps when all cores compute, ranks that worked for t seconds wait

@@ -1,4 +1,4 @@
-"""What is known of one device of each kind, number by number with its source. `core.cluster_presets` puts devices into nodes."""
+"""What is known of one device of each kind, number by number with its source. `core.machine.cluster_presets` puts devices into nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the links inside and between nodes, number by number with its source. `core.cluster_presets` joins them to devices."""
+"""What is known of the links inside and between nodes, number by number with its source. `core.machine.cluster_presets` joins them to devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`config.json` of a model, the way back from `core.huggingface`.
+"""`config.json` of a model, the way back from `core.model.huggingface`.
 
 A family is taken only where the file that would be written reads as the same model again, so that no field is lost on the way.
 """
@@ -20,7 +20,7 @@ NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
     """The content of a `config.json` for weights kept as `dtype` (`fp32`, `bf16`), without the padding of the vocabulary.
 
-    Raises `ModelError` when no family of `core.huggingface` has such a model; it names the closest and what it has otherwise.
+    Raises `ModelError` when no family of `core.model.huggingface` has such a model; it names the closest and what it has otherwise.
     """
     plain = as_written(model)
     misfits: dict[str, list[str]] = {}

@@ -56,7 +56,7 @@ SCALING_FIELDS = {
         "rope_attention_factor",
     ),
 }
-"""Kind of rotary scaling (`core.rotary`) -> the numbers that it uses."""
+"""Kind of rotary scaling (`core.model.rotary`) -> the numbers that it uses."""
 
 _SCALING_NUMBERS = tuple(dict.fromkeys(name for names in SCALING_FIELDS.values() for name in names))
 ROPE_FIELDS = ("rope_scaling", *_SCALING_NUMBERS)
@@ -91,7 +91,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     With `sliding_window` a token attends to so many tokens, itself the last (Mistral 7B, arXiv 2310.06825, section 2); 0 is all before it.
 
     `rope_scaling` stretches rotary positions for sequences longer than the `rope_original_positions` (by default `max_positions`) of the
-    first training, `rope_factor` times (`core.rotary`, which says what each kind and its further numbers mean).
+    first training, `rope_factor` times (`core.model.rotary`, which says what each kind and its further numbers mean).
 
     In training, `hidden_dropout` of the elements behind the embedding and every attention and MLP are dropped, and `attention_dropout` of
     the attention probabilities.

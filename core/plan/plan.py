@@ -1,13 +1,13 @@
 """`Plan`: one training run as data; and `ModularPlan`: one of several models that are trained as one.
 
-Both are made of sections (`core.sections`). Rules judge sections, the reader makes them from text, the writer makes text
+Both are made of sections (`core.plan.sections`). Rules judge sections, the reader makes them from text, the writer makes text
 from them: none of these knows a plan. The two kinds of plan lie in one file because each makes the other: a text with
 [[modules]] gives a `ModularPlan`, and every module of that is a `Plan`.
 
 Modules form a tree that joins towards its root. A module without inputs embeds the batch's tokens; one with inputs takes the sum of its
 inputs' hidden states, added in the order written. The last module feeds no other: it alone has the final norm, the head and the loss.
 Every module is a `ModulePlan`, an ordinary plan of its own ranks and stages. All their stages make one pipeline, numbered module after
-module; hidden states pass from the last stage of a module to the first of the next over a bridge (`core.bridge`).
+module; hidden states pass from the last stage of a module to the first of the next over a bridge (`core.program.bridge`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .write import sections_to_toml
 class Plan:
     """Model, cluster, layout, batch and the choices that make one training run.
 
-    Validated as a whole when it is made: raises `PlanError` with every rule of `core.plan_rules` that is broken.
+    Validated as a whole when it is made: raises `PlanError` with every rule of `core.plan.rules` that is broken.
     """
 
     model: ModelSpec

@@ -30,7 +30,7 @@ ProfileName = Literal[
 ]
 
 PROFILES: tuple[str, ...] = get_args(ProfileName)
-"""Software stacks whose memory and overlap can be modelled, our own first; `simulator.profiles` says what each one does."""
+"""Software stacks whose memory and overlap can be modelled, our own first; `simulator.stack.profiles` says what each one does."""
 
 RECOMPUTE_MODULES = ("core_attn", "norm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """What selective recomputation can choose, as Megatron-Core's `--recompute-modules` (there `norm` is `layernorm`): the attention core,
@@ -93,11 +93,11 @@ class Precision(Bounded, section="precision"):
 
     `gradient_dtype` is the format in which gradients are accumulated and reduced; None is as the profile.
     `scaling` says how far one scale of fp8 operands reaches: a tensor, a row or column, or 32 numbers of one (mxfp8); None is as the
-    profile. Only torchtitan's are modelled apart (`simulator.casts`).
+    profile. Only torchtitan's are modelled apart (`simulator.stack.casts`).
 
     With fp16 the losses that gradients are taken of are scaled: by `loss_scale`, or where that is None by what begins at
     `initial_loss_scale`, halves after `loss_scale_hysteresis` overflows, down to `min_loss_scale`, and doubles after `loss_scale_window`
-    steps without any (`backend.loss_scale`).
+    steps without any (`backend.base.loss_scale`).
     """
 
     dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"

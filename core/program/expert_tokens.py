@@ -1,4 +1,4 @@
-"""Which leaves of the expert gradients one copy of the experts makes of the tokens that it sees (`core.routed_tokens`).
+"""Which leaves of the expert gradients one copy of the experts makes of the tokens that it sees (`core.layout.routed_tokens`).
 
 In exact numerics the copies of tokens are multiplied in groups of one (sample, token block, expert), and a leaf of an expert's gradient is
 what one group gives. A *copy of the experts* is the ranks of one etp x ep grid: together they see all tokens that these ranks hold.

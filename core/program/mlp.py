@@ -98,7 +98,7 @@ class _Sent:
         return self.num_copies * self.tensors.plan.model.hidden_size * self.tensors.element_bytes
 
     def counts(self, layer: str) -> Operations:
-        """How many copies of each piece of the tokens (`core.expert_tokens`) go to each expert, before the copies."""
+        """How many copies of each piece of the tokens (`core.program.expert_tokens`) go to each expert, before the copies."""
         plan, layout = self.tensors.plan, self.tensors.plan.layout
         num_pieces = plan.batch.micro_size * len(self.routed.pieces(self.tensors.tp_rank, self.tensors.cp_rank))
         counts = plan.model.num_experts * num_pieces * COUNT_BYTES

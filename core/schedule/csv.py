@@ -38,7 +38,7 @@ def rows_from_csv(text: str, name: str) -> tuple[Placement, ActionArray, np.ndar
 
     `name` stands in error messages, e.g. a file name.
 
-    Only what a cell is and what the numbers could mean is decided here; whether the schedule is right is for `verify.check`.
+    Only what a cell is and what the numbers could mean is decided here; whether the schedule is right is for `verify.schedule.check`.
     Raises one `ScheduleError` with every malformed cell.
     """
     lines = text.rstrip().splitlines()

@@ -1,4 +1,4 @@
-"""1F1B and GPipe over stages that need not be a line: branches that join on their way to the last stage (`core.plan.ModularPlan`).
+"""1F1B and GPipe over stages that need not be a line: branches that join on their way to the last stage (`core.plan.plan.ModularPlan`).
 
 Every stage lies on a pipeline rank of its own.
 

@@ -17,7 +17,7 @@ class Placement:
     microbatches (two-direction schedules). `kind` only names the pattern (on one rank a vee is a loop too) and is not compared.
 
     `sources` holds for every stage the earlier stages whose outputs are added up, in this order, to its input, where that is not always
-    the one before: branches that join (`core.plan.ModularPlan`). Passes and rules about lines of stages do not take such a placement.
+    the one before: branches that join (`core.plan.plan.ModularPlan`). Passes and rules about lines of stages do not take such a placement.
     """
 
     kind: Literal["loop", "vee", "replicated", "explicit"] = field(compare=False)

@@ -18,7 +18,7 @@ from .placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What every pipeline rank does in one step, in order. Immutable; built by `core.schedules` or read from CSV.
+    """What every pipeline rank does in one step, in order. Immutable; built by `core.schedule` or read from CSV.
 
     `actions` holds all ranks' actions one rank after the other; rank r owns `actions[offsets[r]:offsets[r + 1]]`.
     A schedule is *lowered* when it has its communication, gradient reductions and optimizer step; builders make compute-only ones.

@@ -1,7 +1,7 @@
 """What a block (a transformer layer, the embedding, the head) costs: its operations of `core.program` and its memory-bound kernels.
 
 Products are priced by shape, attention as one core, collectives by how their group lies; then what a stack runs at the same time is
-put side by side (`simulator.profiles`): a collective hides behind the product it is launched with, which slows down meanwhile.
+put side by side (`simulator.stack.profiles`): a collective hides behind the product it is launched with, which slows down meanwhile.
 """
 
 from __future__ import annotations

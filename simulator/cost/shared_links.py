@@ -70,7 +70,7 @@ class _Loads:
         return {("out", source): alike, ("in", target): alike}, float(message_bytes(plan))
 
     def _reduction(self, sort: Sort) -> tuple[dict[Link, float], float] | None:
-        """One ring crosses each node once (`simulator.topology.collective_loads`)."""
+        """One ring crosses each node once (`simulator.network.topology.collective_loads`)."""
         plan = self._plan
         axis = copies_axis(plan, sort.stage)
         spread = self._spreads.spread(axis, sort.stage, sort.pp_rank)

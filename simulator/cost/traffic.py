@@ -1,7 +1,7 @@
 """Memory-bound work of every block: what its kernels other than products read and write, for one microbatch on one rank.
 
 Each function returns the traffic of one piece of a block, in the units of Korthikanti et al. 2022, section 4: tensors are tokens times
-width, and every kernel reads its inputs and writes its outputs once. What a stack fuses is in `simulator.profiles`. All modelled:
+width, and every kernel reads its inputs and writes its outputs once. What a stack fuses is in `simulator.stack.profiles`. All modelled:
 a kernel that is fused otherwise, or cached in part, moves less.
 """
 

@@ -1,6 +1,6 @@
 """What our own backend holds beside saved activations: weight gradients before they are summed, and what REDUCE_GRAD and STEP bring.
 
-Weight gradients never pass through autograd (`backend.tensor_parallel.gradients`): each is a tensor of its own, added to the sum of its
+Weight gradients never pass through autograd (`backend.gradients.gradients`): each is a tensor of its own, added to the sum of its
 parameter at once, or in W, until which a closure per layer holds its input and its output's gradient.
 """
 

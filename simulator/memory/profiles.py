@@ -13,13 +13,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Memory behaviour of a stack. `fused_attention`, `dropout` and `fp32_gradients` are the plan's choices (`simulator.profiles`).
+    """Memory behaviour of a stack. `fused_attention`, `dropout` and `fp32_gradients` are the plan's choices (`simulator.stack.profiles`).
 
     `counted_masks`: dropout masks are made again from a counter instead of kept, and attention with dropout keeps fp32 probabilities.
     `eager`: operations are not fused, so that rotation, attention and a gated activation keep copies. `kept_tables`: angles of
     rotary positions are made once per stage, not by every layer for every microbatch. `growing_gradients`: sums of
     gradients exist from the first backward to the optimizer step only. `separate_gradients`: weight gradients are tensors of their own
-    before they are added to those sums (`simulator.memory_own`). `pairs_in_turn`: the forward of an overlapped pair ends before
+    before they are added to those sums (`simulator.memory.own`). `pairs_in_turn`: the forward of an overlapped pair ends before
     its backward starts. `weight_gradients`: beside fp32 sums gradients also exist in the format of the weights. `fp16_gradients`:
     gradients of fp16 weights are fp16.
     `vocabulary_multiple`: tables are padded to so many rows times tp. `cross_entropy_in_place`: the loss writes its gradient over the

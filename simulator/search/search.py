@@ -49,7 +49,7 @@ REASONS = {
     "illegal-layout": "degrees or rank order contradict each other",
     "not-simulated": f"left over after {MAX_SIMULATIONS} simulations",
 }
-"""Reasons for a rejection beside the rules of `core.plan_rules`."""
+"""Reasons for a rejection beside the rules of `core.plan.rules`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,7 @@ class Profile:
     `overlap_grad_reduce`, `overlap_param_gather`: gradients are reduced beside the last backward, weights gathered beside the first
     forward, both by buckets of about `bucket_elements` parameters, or `bucket_elements_per_copy` times the copies if that is more.
     `check_gradients`, `optimizer_by_tensor`: the host waits for each bucket to be looked through for NaN; ZeRO 1 copies gradients and
-    weights tensor by tensor (`simulator.once_a_step`). `fp8_tables_last`: with fp8 weights tables are reduced last and gathered first.
+    weights tensor by tensor (`simulator.cost.once_a_step`). `fp8_tables_last`: with fp8 weights tables are reduced last and gathered first.
     `reduces_last`: without that overlap, gradients of all stages are reduced when a rank has finished its last microbatch.
     `fused_attention`: one kernel that keeps scores out of memory and skips the masked half; `attention_kernel`: which.
     `fused_elementwise`: norms, rotation and gated activations are one kernel each; without, each of their steps is one.
@@ -154,7 +154,7 @@ class Profile:
 
     @property
     def send_rule(self) -> Sends:
-        """What ends a send, for `simulator.graph`."""
+        """What ends a send, for `simulator.engine.graph`."""
         return self.sends if self.p2p_overlap else "blocking"
 
     def gradient_bytes(self, dtype: str) -> int:

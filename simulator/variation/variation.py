@@ -41,7 +41,7 @@ TRANSFERS = (Kind.REDUCE_GRAD, Kind.UNSHARD)
 """Collectives whose time `comm_jitter` spreads beside that of messages, once for all their members; `jitter` spreads computing."""
 
 ORIGINS: dict[str, Origin] = {
-    "variation": {"kind": "modelled", "source": "simulator.variation: every replica simulated with the differences that the plan gives"},
+    "variation": {"kind": "modelled", "source": "simulator.variation.variation: every replica simulated with the differences that the plan gives"},
     "goodput": {"kind": "modelled", "source": "Daly 2006 (FGCS 22), for failures at a constant rate that the plan gives"},
 }
 """Where the keys come from that plans with a variation add to the report."""

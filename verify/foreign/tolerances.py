@@ -1,6 +1,6 @@
 """How far two runs of layers that are not ours may be apart where bits are not promised: a convention by format, and no bound.
 
-A bound follows from the number of terms of every sum (`verify.bounds`), which of foreign layers is not known. What other orders of the same
+A bound follows from the number of terms of every sum (`verify.run.bounds`), which of foreign layers is not known. What other orders of the same
 sums do to a tensor of transformer size is some ten to a hundred roundings; `RELATIVE` allows a thousand in fp32 and ten in bf16, of the
 norm of the tensor. Two runs drift apart from step to step: what is allowed grows with the steps, and by what the weights are apart.
 """

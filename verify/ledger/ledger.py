@@ -114,7 +114,7 @@ class RunLedger:
 
 @dataclass
 class LedgerWriter:
-    """The observer of one rank (the protocol of `backend.observe`). Tensors come as torch tensors; only their numpy view is used.
+    """The observer of one rank (the protocol of `backend.base.observe`). Tensors come as torch tensors; only their numpy view is used.
 
     `shapes` maps each parameter to its full shape. `capture` names the tensors whose values are written into `folder`. Sequences are
     `cp` times as long as what a microbatch has of them (context parallelism).

@@ -20,7 +20,7 @@ class Expected:
     """The first difference that a bug makes, known from its nature: where it is, and what it is called.
 
     `tensor` is a pattern (`fnmatch`) of a canonical name, `kinds` are the kinds of difference that are right, `actions` the names of
-    `core.action.Kind` in which the tensor is computed. `ranks` hold it wrongly; None where the bug does not decide that. `step` counts
+    `core.schedule.action.Kind` in which the tensor is computed. `ranks` hold it wrongly; None where the bug does not decide that. `step` counts
     from 1.
     """
 

@@ -81,7 +81,7 @@ class ContributionWriter(LedgerWriter):
     _head_norm: Any = None
 
     def follow(self, rank: Any) -> None:
-        """Looks into what a training rank, a `backend.training_rank.TrainingRank` of a layout of one, computes from now on."""
+        """Looks into what a training rank, a `backend.ranks.training_rank.TrainingRank` of a layout of one, computes from now on."""
         if self.wanted.phase == GRADIENT:
             self._follow_gradients(rank)
         elif self.wanted.sample is not None:

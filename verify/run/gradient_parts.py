@@ -87,7 +87,7 @@ def parts_of(plan: Plan, name: str, shape: tuple[int, ...]) -> Iterator[tuple[st
 
 
 def _fused(plan: Plan, name: str, num_rows: int) -> dict[str, Any]:
-    """Rows of a linear layer by what they compute (`core.parameters`)."""
+    """Rows of a linear layer by what they compute (`core.model.parameters`)."""
     model, rows = plan.model, np.arange(num_rows)
 
     def along(unit: int, **ends: int) -> dict[str, Any]:

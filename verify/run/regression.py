@@ -190,7 +190,7 @@ def _observations(model: ModelSpec, key: Key, expected: np.ndarray, found: np.nd
 
 
 def _kinds_of_rows(model: ModelSpec, tensor: str) -> list[str]:
-    """What the rows of a parameter are for, of as many as repeat (`core.parameters`); none where all do the same."""
+    """What the rows of a parameter are for, of as many as repeat (`core.model.parameters`); none where all do the same."""
     match tensor.split(".")[-2:]:
         case ["qkv", _]:
             return ["queries"] * (model.query_heads_per_group * model.head_dim) + ["keys"] * model.head_dim + ["values"] * model.head_dim

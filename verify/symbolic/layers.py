@@ -291,7 +291,7 @@ def check_shape(product: Product, m: int, n: int, k: int, count: int = 1) -> Non
 
 
 class Linear:
-    """A linear layer cut by its output (column) or input (row) features, as `core.parameters` says; `weight` is its parameter.
+    """A linear layer cut by its output (column) or input (row) features, as `core.model.parameters` says; `weight` is its parameter.
 
     `project` goes from whole features to cut ones, `contract` back, which sums over the cut ones (`backend.numerics.base`).
     """

@@ -2,7 +2,7 @@
 
 A gradient on one rank is the sum of what its microbatches gave; here it is a digest that names the stage, the rank's cut, and the copy
 (which samples). Sums of digests modulo 2^64 are sums of gradients: see `expressions`. Exact numerics put every sample into its place
-of the batch tree, in whatever order it comes (`core.reduction.CarryTree`), so an all_to_all of tree nodes keeps the order, and a library's
+of the batch tree, in whatever order it comes (`core.base.reduction.CarryTree`), so an all_to_all of tree nodes keeps the order, and a library's
 all_reduce does not.
 """
 

@@ -19,7 +19,7 @@ def fitting_table(predictions: Sequence[Prediction]) -> Table:
         if any(ran_out_of_memory(one) or refused_though_it_ran(one) for one in members):
             rows.append((str(source), *_counts(members)))
     note = (
-        "Peaks against what is usable of a device (`simulator.capacity`): the total that its runtime reports less context, libraries and "
+        "Peaks against what is usable of a device (`simulator.memory.capacity`): the total that its runtime reports less context, libraries and "
         "fragmentation. Open: what was not published, or only in words, of the runs that ran and are refused."
     )
     header = ("source", "ran", "refused", "ran out of memory", "refused", "without a plan", "open where refused though it ran")

@@ -11,7 +11,7 @@ from .key import Key
 
 def layout_keys() -> tuple[Key, ...]:
     """Of `[layout]`."""
-    degree: dict[str, Any] = {"section": "layout", "type": "int", "minimum": 1, "read_by": "core.layout"}
+    degree: dict[str, Any] = {"section": "layout", "type": "int", "minimum": 1, "read_by": "core.layout.layout"}
     return (
         Key(name="tp", doc="tensor parallelism", **degree),
         Key(name="pp", doc="pipeline parallelism", **degree),
@@ -22,18 +22,18 @@ def layout_keys() -> tuple[Key, ...]:
         Key(name="etp", doc="tensor parallelism of experts", default_note="tp", **degree),
         Key("layout", "sequence_parallel", "bool", "shard norms and residuals along the sequence inside tp groups", "core.program.tensors"),
         Key("layout", "zero", "int", "ZeRO stage 0..3: what data parallelism shards", "core.program.gradients", minimum=0, maximum=3),
-        Key("layout", "order", "str", "order of ranks; the leftmost axis varies fastest", "core.layout"),
-        Key("layout", "stages", "str", 'uneven stages, e.g. "Et*11|(t*12|)*6t*13L"', "core.stages", default_note="an even cut"),
+        Key("layout", "order", "str", "order of ranks; the leftmost axis varies fastest", "core.layout.layout"),
+        Key("layout", "stages", "str", 'uneven stages, e.g. "Et*11|(t*12|)*6t*13L"', "core.layout.stages", default_note="an even cut"),
     )
 
 
 def choices_keys() -> tuple[Key, ...]:
     """Of batch, precision, recomputation, schedule and numerics."""
-    block: dict[str, Any] = {"section": "numerics", "type": "int", "minimum": 1, "read_by": "core.plan"}
-    profiles, profile, scale = "simulator.profiles", "as the profile", "backend.loss_scale"
+    block: dict[str, Any] = {"section": "numerics", "type": "int", "minimum": 1, "read_by": "core.plan.plan"}
+    profiles, profile, scale = "simulator.stack.profiles", "as the profile", "backend.base.loss_scale"
     return (
-        Key("batch", "global", "int", "sequences per optimizer step", "core.plan", minimum=1, attribute="global_size"),
-        Key("batch", "micro", "int", "sequences per microbatch", "core.plan", minimum=1, attribute="micro_size", default_note="1"),
+        Key("batch", "global", "int", "sequences per optimizer step", "core.plan.plan", minimum=1, attribute="global_size"),
+        Key("batch", "micro", "int", "sequences per microbatch", "core.plan.plan", minimum=1, attribute="micro_size", default_note="1"),
         Key("batch", "sequence", "int", "tokens per sequence", "core.program.tensors", minimum=1),
         Key("precision", "dtype", "str", "number format of products", "core.program.tensors", choices=("fp32", "bf16", "fp16", "fp8")),
         Key("precision", "gradient_dtype", "str", "format of reduced gradients", profiles, choices=("fp32", "bf16"), default_note=profile),
@@ -47,7 +47,7 @@ def choices_keys() -> tuple[Key, ...]:
             "scaling",
             "str",
             "with fp8 in torchtitan: how far a scale reaches",
-            "simulator.profiles",
+            "simulator.stack.profiles",
             choices=("tensor", "row", "block"),
             default_note="tensor",
         ),
@@ -73,14 +73,14 @@ def choices_keys() -> tuple[Key, ...]:
         Key(
             "recompute", "modules", "list of texts", "with selective: parts of a layer", "core.program.recompute", choices=RECOMPUTE_MODULES
         ),
-        Key("schedule", "name", "str", "pipeline schedule", "core.schedule_choice", choices=tuple(CATALOG)),
-        Key("schedule", "file", "path", "a schedule CSV instead of a name", "core.schedule_choice"),
+        Key("schedule", "name", "str", "pipeline schedule", "core.plan.schedule_choice", choices=tuple(CATALOG)),
+        Key("schedule", "file", "path", "a schedule CSV instead of a name", "core.plan.schedule_choice"),
         Key(
             "schedule",
             "max_active_stages",
             "int",
             "zero=3 gathers whole stages, so many at a time",
-            "core.schedule_choice",
+            "core.plan.schedule_choice",
             minimum=1,
             default_note="layer by layer",
         ),
@@ -94,7 +94,7 @@ def choices_keys() -> tuple[Key, ...]:
 
 def data_parallel_keys() -> tuple[Key, ...]:
     """Of `[data_parallel]`."""
-    more: dict[str, Any] = {"section": "data_parallel", "read_by": "simulator.profiles", "default_note": "as the profile"}
+    more: dict[str, Any] = {"section": "data_parallel", "read_by": "simulator.stack.profiles", "default_note": "as the profile"}
     return (
         Key(name="overlap_grad_reduce", type="bool", doc="gradients are reduced under the last backward passes", **more),
         Key(name="overlap_param_gather", type="bool", doc="parameters are gathered under the first forward passes", **more),
@@ -112,7 +112,7 @@ def data_parallel_keys() -> tuple[Key, ...]:
             "library",
             "str",
             "with zero=2 or 3: whose code keeps parameters in parts (torch: its fully_shard, FSDP2)",
-            "backend.training_rank",
+            "backend.ranks.training_rank",
             choices=("shardproof", "torch"),
         ),
     )

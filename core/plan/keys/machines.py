@@ -11,19 +11,19 @@ from .key import Key
 
 def cluster_keys() -> tuple[Key, ...]:
     """Of `[cluster]`."""
-    rate: dict[str, Any] = {"section": "cluster", "type": "float", "above": 0, "read_by": "simulator.topology"}
+    rate: dict[str, Any] = {"section": "cluster", "type": "float", "above": 0, "read_by": "simulator.network.topology"}
     share: dict[str, Any] = {"section": "cluster", "type": "float", "above": 0, "maximum": 1}
     delay: dict[str, Any] = {"section": "cluster", "type": "float", "minimum": 0}
-    here, compute, network = "core.plan_build", "simulator.compute", "simulator.network"
-    topology, nccl = "simulator.topology", "simulator.nccl"
+    here, compute, network = "core.plan.build", "simulator.compute.compute", "simulator.network.network"
+    topology, nccl = "simulator.network.topology", "simulator.network.nccl"
     return (
         Key("cluster", "preset", "str", "name of a known cluster (this-host if nothing else is said)", here, attribute=None),
         Key("cluster", "file", "path", "a TOML file with a [cluster] section", here, attribute=None),
-        Key("cluster", "name", "str", "what reports call the cluster", "simulator.simulate", default_note="custom"),
+        Key("cluster", "name", "str", "what reports call the cluster", "simulator.simulation.simulate", default_note="custom"),
         Key("cluster", "num_devices", "int", "devices of the run", topology, minimum=1, default_note="tp*cp*dp*pp"),
         Key("cluster", "devices_per_node", "int", "devices behind one node's links", topology, minimum=1),
-        Key("cluster", "device_memory_bytes", "float", "memory of one device, as its runtime reports it", "simulator.capacity", above=0),
-        Key("cluster", "headroom", "size", "memory that stays free on every device", "core.cluster"),
+        Key("cluster", "device_memory_bytes", "float", "memory of one device, as its runtime reports it", "simulator.memory.capacity", above=0),
+        Key("cluster", "headroom", "size", "memory that stays free on every device", "core.machine.cluster"),
         Key("cluster", "device_memory_bytes_per_s", "float", "memory bandwidth of one device", compute, above=0),
         Key("cluster", "peak_flops_per_s", "table of rates", "dense peak per dtype: fp32 tf32 bf16 fp16 fp8", compute),
         Key(name="matmul_efficiency", doc="share of the peak that large products reach", read_by=compute, **share),
@@ -56,30 +56,30 @@ def cluster_keys() -> tuple[Key, ...]:
             "kernel_curve",
             "table of rates",
             "measured seconds of kernel-sizes, as calibrate writes them",
-            "simulator.host_kernels",
+            "simulator.compute.host_kernels",
         ),
         Key(
             "cluster",
             "step_over_kernels",
             "float",
             "seconds of a training step over those of its kernels measured one by one",
-            "simulator.host_blocks",
+            "simulator.cost.host_blocks",
             above=0,
         ),
-        Key(name="busy_core_share", doc="share of its rate that a core keeps while all compute", read_by="simulator.host_blocks", **share),
+        Key(name="busy_core_share", doc="share of its rate that a core keeps while all compute", read_by="simulator.cost.host_blocks", **share),
         Key(
             "cluster",
             "rank_skew_root_s",
             "float",
             "seconds that ranks wait for the slower one when they meet, over the root of the seconds they worked since",
-            "simulator.host_cores",
+            "simulator.cost.host_cores",
             minimum=0,
         ),
-        Key("cluster", "num_cores", "int", "cores that devices share for computing; 0 is one each", "simulator.host_cores", minimum=0),
+        Key("cluster", "num_cores", "int", "cores that devices share for computing; 0 is one each", "simulator.cost.host_cores", minimum=0),
         Key(
             name="flash_attention_2_share",
             doc="rate of FlashAttention-2 as a share of the best fused kernel",
-            read_by="simulator.profile",
+            read_by="simulator.stack.profile",
             **share,
         ),
         Key(name="overlap_compute_share", doc="share of its rate that compute keeps while a collective runs", read_by=compute, **share),
@@ -100,15 +100,15 @@ def cluster_keys() -> tuple[Key, ...]:
         Key("cluster", "ll128_ramp_share", "float", "share of the ramp that LL128 pays", nccl, minimum=0, maximum=1),
         Key(name="channel_bytes_per_s", doc="rate of one channel of a message; 0 is no limit", read_by=nccl, **delay),
         Key("cluster", "nvls_efficiency", "float", "share of the link's rate of sums in the node's switch", nccl, minimum=0, maximum=1),
-        Key("cluster", "collective_curve", "table of rates", "measured seconds of operation-ranks-bytes in one node", "simulator.measured"),
+        Key("cluster", "collective_curve", "table of rates", "measured seconds of operation-ranks-bytes in one node", "simulator.network.measured"),
         Key("cluster", "sharp", "bool", "sums in the network's switches", nccl),
-        Key("cluster", "sources", "table of texts", "where each number comes from", "core.presets_command"),
+        Key("cluster", "sources", "table of texts", "where each number comes from", "core.commands.presets"),
     )
 
 
 def runtime_keys() -> tuple[Key, ...]:
     """Of `[runtime]`."""
-    switch: dict[str, Any] = {"section": "runtime", "type": "bool", "read_by": "simulator.profiles", "default_note": "as the profile"}
+    switch: dict[str, Any] = {"section": "runtime", "type": "bool", "read_by": "simulator.stack.profiles", "default_note": "as the profile"}
     doc = "one kernel, or products with scores in memory"
     return (
         Key(
@@ -116,7 +116,7 @@ def runtime_keys() -> tuple[Key, ...]:
             "profile",
             "str",
             "whose memory and overlap behaviour is modelled",
-            "simulator.profiles",
+            "simulator.stack.profiles",
             choices=PROFILES,
             listed="profiles",
         ),
@@ -145,8 +145,8 @@ def runtime_keys() -> tuple[Key, ...]:
             **{**switch, "type": "str"},
         ),
         Key(name="scatter_gather", doc="messages that all tp ranks hold cross nodes in tp parts", **switch),
-        Key("runtime", "trim_padding", "bool", "microbatches of padded documents end with their longest one", "backend.batches"),
+        Key("runtime", "trim_padding", "bool", "microbatches of padded documents end with their longest one", "backend.ranks.batches"),
         Key(name="launch_blocking", doc="the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)", **switch),
         Key(name="dropout", doc="residuals and attention probabilities pass a dropout, whose share the model need not name", **switch),
-        Key(name="fused_loss", doc="the loss keeps no fp32 softmax", **{**switch, "read_by": "simulator.memory_profiles"}),
+        Key(name="fused_loss", doc="the loss keeps no fp32 softmax", **{**switch, "read_by": "simulator.memory.profiles"}),
     )

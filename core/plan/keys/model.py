@@ -13,16 +13,16 @@ def model_keys() -> tuple[Key, ...]:
     count: dict[str, Any] = {"section": "model", "type": "int", "minimum": 1}
     number: dict[str, Any] = {"section": "model", "type": "int", "minimum": 0}
     share: dict[str, Any] = {"section": "model", "type": "float", "minimum": 0, "below": 1, "read_by": "backend.tensor_parallel.dropout"}
-    here, parameters, rotary, loss = "core.plan_build", "core.parameters", "core.rotary", "backend.tensor_parallel.cross_entropy"
+    here, parameters, rotary, loss = "core.plan.build", "core.model.parameters", "core.model.rotary", "backend.tensor_parallel.cross_entropy"
     router: dict[str, Any] = {"section": "model", "read_by": "backend.model.router"}
     return (
         Key("model", "preset", "str", "name of a known model; other keys override its fields", here, attribute=None),
         Key("model", "config", "path", "path of a Hugging Face config.json", here, attribute=None),
-        Key("model", "name", "str", "what reports call the model", "simulator.simulate", default_note="custom"),
+        Key("model", "name", "str", "what reports call the model", "simulator.simulation.simulate", default_note="custom"),
         Key(name="num_layers", doc="transformer layers", read_by=parameters, **count),
         Key(name="hidden_size", doc="width of the residual stream", read_by=parameters, **count),
         Key(name="ffn_hidden_size", doc="MLP width after the activation", read_by=parameters, **count),
-        Key(name="num_heads", doc="query heads", read_by="simulator.flops", **count),
+        Key(name="num_heads", doc="query heads", read_by="simulator.cost.flops", **count),
         Key(name="num_kv_heads", doc="key/value heads", read_by=parameters, default_note="num_heads", **count),
         Key(name="head_dim", doc="width of one head", read_by=parameters, default_note="hidden_size / num_heads", **count),
         Key(name="vocab_size", doc="rows of the token table", read_by=parameters, **count),
@@ -37,7 +37,7 @@ def model_keys() -> tuple[Key, ...]:
         Key(
             name="rope_original_positions",
             doc="length of the original sequences; 0 is max_positions",
-            **{**number, "read_by": "core.model"},
+            **{**number, "read_by": "core.model.model"},
         ),
         Key("model", "rope_low_freq_factor", "float", "llama3: original sequences hold so many turns of a pair that slows down", rotary),
         Key("model", "rope_high_freq_factor", "float", "llama3: and so many of one that does not", rotary, above=0),
@@ -52,9 +52,9 @@ def model_keys() -> tuple[Key, ...]:
         Key("model", "qk_norm", "bool", "norm of every query and key head", parameters),
         Key(name="num_experts", doc="experts of a MoE layer; 0 is a dense model", read_by=parameters, **number),
         Key(name="experts_per_token", doc="experts that each token takes", read_by="core.program.mlp", **number),
-        Key(name="num_shared_experts", doc="experts that every token takes, beside its own", read_by="core.model", **number),
-        Key(name="expert_ffn_hidden_size", doc="width of one expert", read_by="core.model", default_note="ffn_hidden_size", **count),
-        Key(name="first_dense_layers", doc="layers before the first with experts", read_by="core.model", **number),
+        Key(name="num_shared_experts", doc="experts that every token takes, beside its own", read_by="core.model.model", **number),
+        Key(name="expert_ffn_hidden_size", doc="width of one expert", read_by="core.model.model", default_note="ffn_hidden_size", **count),
+        Key(name="first_dense_layers", doc="layers before the first with experts", read_by="core.model.model", **number),
         Key(name="router_scores", type="str", doc="what a router makes of its logits", choices=ROUTER_SCORES, **router),
         Key(name="normalized_router_weights", type="bool", doc="a token's chosen scores are divided by their sum", **router),
         Key(name="router_scaling", type="float", doc="times that the experts' results are weighed", above=0, **router),
@@ -74,8 +74,8 @@ def model_keys() -> tuple[Key, ...]:
         Key(name="kv_lora_rank", doc="latent attention: rank of keys and values; 0 is ordinary attention", read_by=parameters, **number),
         Key(name="qk_nope_head_dim", doc="latent attention: width of a head without positions", read_by=parameters, **number),
         Key(name="qk_rope_head_dim", doc="latent attention: width of a head with rotary positions", read_by=parameters, **number),
-        Key(name="v_head_dim", doc="latent attention: width of a value head", read_by="core.model", **number),
-        Key(name="sliding_window", doc="tokens that a token attends to, itself the last; 0 is all", read_by="core.model", **number),
+        Key(name="v_head_dim", doc="latent attention: width of a value head", read_by="core.model.model", **number),
+        Key(name="sliding_window", doc="tokens that a token attends to, itself the last; 0 is all", read_by="core.model.model", **number),
         Key(name="padding_rows", doc="last rows of the token table that are no ids and get no probability", read_by=loss, **number),
         Key(name="num_mtp_layers", doc="multi-token-prediction modules after the last layer", read_by=parameters, **number),
         Key(name="hidden_dropout", doc="share of hidden-state elements dropped in training", **share),

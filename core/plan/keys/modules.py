@@ -5,14 +5,14 @@ from __future__ import annotations
 from .key import Key
 
 MODULE_KEYS: tuple[Key, ...] = (
-    Key("modules", "name", "str", "what begins the names of its parameters", "core.module"),
-    Key("modules", "ranks", "str", "its first and last rank: 0-3, or 0", "core.module", attribute="first_rank"),
+    Key("modules", "name", "str", "what begins the names of its parameters", "core.plan.module"),
+    Key("modules", "ranks", "str", "its first and last rank: 0-3, or 0", "core.plan.module", attribute="first_rank"),
     Key(
         "modules",
         "inputs",
         "list of texts",
         "modules whose hidden states it takes, added up",
-        "core.module",
+        "core.plan.module",
         default_note="the one before",
     ),
 )

@@ -9,7 +9,7 @@ from .key import Key
 
 def training_keys() -> tuple[Key, ...]:
     """Of `[optimizer]` and `[train]`."""
-    adamw, rank, data, loss = "backend.optimizer", "backend.training_rank", "backend.batches", "backend.tensor_parallel.cross_entropy"
+    adamw, rank, data, loss = "backend.base.optimizer", "backend.ranks.training_rank", "backend.ranks.batches", "backend.tensor_parallel.cross_entropy"
     router: dict[str, Any] = {"section": "train", "type": "float", "minimum": 0, "read_by": "backend.model.router"}
     return (
         Key("optimizer", "name", "str", "the optimizer", adamw, choices=("adamw",)),

@@ -13,7 +13,7 @@ from ..sections import Recompute, ScheduleChoice
 Modules = tuple[Module, ...]
 
 JOINED = ("1F1B", "GPipe")
-"""Schedules over the stages of all modules (`core.schedules.joined`)."""
+"""Schedules over the stages of all modules (`core.schedule.joined`)."""
 
 
 def modules_have_names(modules: Modules) -> Iterator[str]:

@@ -83,7 +83,7 @@ def sizes_are_built(schedule: ScheduleChoice, layout: Layout, batch: Batch) -> I
 MOST_ACTIONS = 1_000_000
 """Of one step. Measured on 2026-11-23 on 2 busy cores, lowered 1F1B of 3 million actions: simulate 5 s and 0.5 GB, verify 9 s and 0.6 GB,
 draw 16 to 38 s and 1.4 GB; of 0.8 million on two ranks, fit 11 s. Seconds and bytes grow as the actions. What is built without a plan
-(`core.schedules.build`) has no such bound."""
+(`core.schedule.build`) has no such bound."""
 
 ACTIONS_PER_MICROBATCH = 6
 """Of a stage inside the pipeline: forward, backward, and a send and a receive of each."""

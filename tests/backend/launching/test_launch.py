@@ -280,7 +280,7 @@ def test_a_script_without_a_main_guard_leaves_no_warning_and_never_imports_torch
         """
         import sys
         from jobs import add
-        from shardproof.backend.launch import Workers, run_ranks
+        from shardproof.backend.launching.launch import Workers, run_ranks
         print(run_ranks(add, 10, world_size=3), run_ranks(add, 20, world_size=3, transport="memory"))
         forgotten = Workers(2)
         print(forgotten.run(add, 30), "torch" in sys.modules)
@@ -294,7 +294,7 @@ def test_functions_and_classes_of_the_script_itself_travel(tmp_path):
         tmp_path,
         """
         from dataclasses import dataclass
-        from shardproof.backend.launch import run_ranks
+        from shardproof.backend.launching.launch import run_ranks
 
         @dataclass
         class Pair:
@@ -315,7 +315,7 @@ def test_a_script_whose_own_functions_travel_is_told_to_guard_its_main_part(tmp_
     done = run_script(
         tmp_path,
         """
-        from shardproof.backend.launch import run_ranks
+        from shardproof.backend.launching.launch import run_ranks
         def job(transport, payload): return payload
         run_ranks(job, 1, world_size=2)
         """,
@@ -326,7 +326,7 @@ def test_a_script_whose_own_functions_travel_is_told_to_guard_its_main_part(tmp_
 
 ENDLESS = """
 import os, signal, time
-from shardproof.backend.launch import run_ranks
+from shardproof.backend.launching.launch import run_ranks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started in the background (`pytest &`) inherits it ignored
 def job(transport, payload):
     with open(f"{payload}/{transport.global_rank}", "w") as file:

@@ -11,10 +11,10 @@ import shardproof
 from shardproof.core.plan.keys import KEYS, NOUNS, Key
 
 ROOT = Path(shardproof.__file__).parent
-PARSERS = ("core.plan_keys", "core.plan_rules", "core.plan_toml", "core.options")
+PARSERS = ("core.plan.keys", "core.plan.rules", "core.plan.toml", "core.commands.options")
 """Modules that handle every key alike; reading a key there changes nothing but its own check."""
 
-HOMES = {"core.model": "model", "core.cluster": "cluster", "core.layout": "layout"}
+HOMES = {"core.model.model": "model", "core.machine.cluster": "cluster", "core.layout.layout": "layout"}
 """Modules of one noun, where its own fields are read from `self`."""
 
 
@@ -69,6 +69,6 @@ def test_the_module_that_the_table_names_reads_the_key(key):
 
 
 def test_a_key_without_a_reader_would_be_found():
-    assert not is_read(Key("layout", "tpx", "int", "no such key", "core.layout"), "core.layout")
-    assert not is_read(Key("train", "steps", "int", "read elsewhere", "core.layout"), "core.layout")
-    assert not is_read(Key("model", "presett", "str", "no such key", "core.plan_build", attribute=None), "core.plan_build")
+    assert not is_read(Key("layout", "tpx", "int", "no such key", "core.layout.layout"), "core.layout.layout")
+    assert not is_read(Key("train", "steps", "int", "read elsewhere", "core.layout.layout"), "core.layout.layout")
+    assert not is_read(Key("model", "presett", "str", "no such key", "core.plan.build", attribute=None), "core.plan.build")

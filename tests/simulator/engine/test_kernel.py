@@ -163,14 +163,14 @@ def test_durations_of_another_count_are_refused():
 
 def without_kernel(code: str) -> str:
     """What a program prints in a process where the extension cannot be imported."""
-    start = "import sys; sys.modules['shardproof.simulator._kernel'] = None\n"
+    start = "import sys; sys.modules['shardproof.simulator.engine._kernel'] = None\n"
     return subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=True).stdout
 
 
 def test_everything_runs_without_the_extension():
     code = """
 from shardproof import build, run_schedule
-from shardproof.simulator import kernel
+from shardproof.simulator.engine import kernel
 timeline = run_schedule(build("Interleaved1F1B", pp=4, vpp=2, num_microbatches=8), send_s=0.5, sends="rendezvous")
 print(kernel.IS_COMPILED, timeline.makespan_s)
 """
@@ -181,10 +181,10 @@ print(kernel.IS_COMPILED, timeline.makespan_s)
 def test_a_build_of_another_version_is_not_used():
     code = """
 import types
-stale = types.ModuleType("shardproof.simulator._kernel")
+stale = types.ModuleType("shardproof.simulator.engine._kernel")
 stale.VERSION = -1
-sys.modules["shardproof.simulator._kernel"] = stale
-from shardproof.simulator import kernel
+sys.modules["shardproof.simulator.engine._kernel"] = stale
+from shardproof.simulator.engine import kernel
 print(kernel.IS_COMPILED)
 """
     assert without_kernel(code).strip() == "False"
