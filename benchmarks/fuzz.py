@@ -230,7 +230,7 @@ def preload() -> None:
     """Imports what verbs import when they run."""
     for verb in QUESTIONS:
         command(verb)
-    for name in ("simulator.simulation.simulate", "simulator.search.search", "verify.symbolic.static", "viz.draw", "simulator.validate.__main__", "backend.cli"):
+    for name in ("simulator.simulation.simulate", "simulator.search.search", "verify.symbolic.static", "viz.draw", "benchmarks.published.validation.command", "backend.cli"):
         importlib.import_module(f"shardproof.{name}")
 
 

@@ -18,7 +18,7 @@ from ...core.base.parsing import parse_json
 from .forms import wrong_forms
 from .models import size_of
 
-DEFAULT_DATA = Path(__file__).resolve().parents[1] / "benchmarks" / "published" / "rows"
+DEFAULT_DATA = Path(__file__).resolve().parent / "rows"
 """Where the rows lie: in the repository, and not in the installed package."""
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20

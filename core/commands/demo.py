@@ -67,7 +67,7 @@ class Demo:
 
     def plan(self, which: str) -> Plan:
         """One of the three plans; its file is copied into the folder."""
-        text = files(__package__.removesuffix(".core")).joinpath("examples", PLANS[which]).read_text()
+        text = files(__package__.partition(".")[0]).joinpath("examples", PLANS[which]).read_text()
         write_bytes(self.folder / PLANS[which], text.encode())
         return Plan.from_toml(text, PLANS[which])
 

@@ -5,7 +5,7 @@ wave, the ramp along k, and the part of the output's traffic that no other tile 
 Williams, Waterman & Patterson 2009). A device brings its peak rates, the share of them that an endlessly large product reaches at full
 clock (`matmul_efficiency`), and the share of that rate which power leaves such a product in training (`sustained_share`; what less
 dense kernels lose is `throttled_s`). Everything else here is a constant of the algorithms, the same for all devices.
-`simulator.validate.kernels` holds them to the 598 published measurements of kernels.
+`benchmarks/published/validation/kernels.py` holds them to the 598 published measurements of kernels.
 
 A device with one compute unit (a CPU thread) has no waves: its products follow the roofline, or its measured `product_curve`.
 """

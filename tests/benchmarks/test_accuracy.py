@@ -1,7 +1,7 @@
 """Predictions against published steps that come with the repository, so that CI sees it when a change costs accuracy.
 
 `tests/data/published_sample.jsonl` holds 44 published rows with their sources: SC21 table 1, Korthikanti table 5, MLPerf Training v4.1 and
-v5.0, SimuMax on 8 B200. `python -m shardproof.benchmarks.published.validation` judges all published rows.
+v5.0, SimuMax on 8 B200. `python benchmarks/validate.py` judges all published rows.
 """
 
 from __future__ import annotations

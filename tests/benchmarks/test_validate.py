@@ -197,13 +197,11 @@ def test_command_without_rows_says_so_with_code_2(tmp_path, capsys, arguments, w
     assert what in capsys.readouterr().err
 
 
-def test_rows_of_the_repository_are_found_without_options_by_both_doors():
-    root = ROOT
-    assert root / "benchmarks" / "published" / "rows" == DEFAULT_DATA and len(read_rows()) == 2825
-    for door in (["-m", "shardproof.benchmarks.published.validation"], [str(root / "benchmarks" / "validate.py")]):
-        call = [sys.executable, *door, "--source", "Korthikanti", "--json"]
-        done = subprocess.run(call, capture_output=True, text=True, check=True)
-        assert len(json.loads(done.stdout)["predictions"]) == 6
+def test_rows_of_the_repository_are_found_without_options():
+    assert ROOT / "benchmarks" / "published" / "rows" == DEFAULT_DATA and len(read_rows()) == 2825
+    call = [sys.executable, str(ROOT / "benchmarks" / "validate.py"), "--source", "Korthikanti", "--json"]
+    done = subprocess.run(call, capture_output=True, text=True, check=True)
+    assert len(json.loads(done.stdout)["predictions"]) == 6
 
 
 def test_without_the_repository_one_sentence_says_where_the_rows_are(tmp_path, capsys):

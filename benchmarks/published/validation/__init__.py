@@ -1,4 +1,4 @@
-"""Every published measurement predicted again, and how far off: `python -m shardproof.benchmarks.published.validation`."""
+"""Every published measurement predicted again, and how far off: `python benchmarks/validate.py`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def cluster_keys() -> tuple[Key, ...]:
     return (
         Key("cluster", "preset", "str", "name of a known cluster (this-host if nothing else is said)", here, attribute=None),
         Key("cluster", "file", "path", "a TOML file with a [cluster] section", here, attribute=None),
-        Key("cluster", "name", "str", "what reports call the cluster", "simulator.simulation.simulate", default_note="custom"),
+        Key("cluster", "name", "str", "what reports call the cluster", "simulator.step.step", default_note="custom"),
         Key("cluster", "num_devices", "int", "devices of the run", topology, minimum=1, default_note="tp*cp*dp*pp"),
         Key("cluster", "devices_per_node", "int", "devices behind one node's links", topology, minimum=1),
         Key("cluster", "device_memory_bytes", "float", "memory of one device, as its runtime reports it", "simulator.memory.capacity", above=0),

@@ -18,7 +18,7 @@ def model_keys() -> tuple[Key, ...]:
     return (
         Key("model", "preset", "str", "name of a known model; other keys override its fields", here, attribute=None),
         Key("model", "config", "path", "path of a Hugging Face config.json", here, attribute=None),
-        Key("model", "name", "str", "what reports call the model", "simulator.simulation.simulate", default_note="custom"),
+        Key("model", "name", "str", "what reports call the model", "simulator.step.step", default_note="custom"),
         Key(name="num_layers", doc="transformer layers", read_by=parameters, **count),
         Key(name="hidden_size", doc="width of the residual stream", read_by=parameters, **count),
         Key(name="ffn_hidden_size", doc="MLP width after the activation", read_by=parameters, **count),

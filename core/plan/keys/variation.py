@@ -11,7 +11,8 @@ from .key import Key
 def variation_keys() -> tuple[Key, ...]:
     """Of `[variation]`."""
     variation, columns, links, loads, goodput = (
-        f"simulator.{name}" for name in ("variation", "columns", "link_shares", "expert_load", "goodput")
+        f"simulator.{name}"
+        for name in ("variation.variation", "variation.columns", "network.link_shares", "cost.expert_load", "variation.goodput")
     )
     number: dict[str, Any] = {"section": "variation", "type": "float", "minimum": 0}
     spread: dict[str, Any] = {**number, "below": 1, "read_by": variation}

@@ -21,4 +21,4 @@ def test_docstring_examples_hold(name):
 
 
 def test_the_modules_with_examples_are_found():
-    assert {"layout", "reduction", "microbatches", "plan_write", "catalog"} <= {name.rpartition(".")[2] for name in MODULES}
+    assert {"layout", "reduction", "microbatches", "write", "catalog"} <= {name.rpartition(".")[2] for name in MODULES}
