@@ -1,4 +1,4 @@
-"""Real training on real processes: the same schedule object that is simulated, drawn and proved.
+"""Real training on real processes: the same schedule object that is simulated, drawn and proved. Imports core alone.
 
 Importing this package sets `MKL_CBWR` when torch is not loaded yet (`base.mkl`).
 """

@@ -15,21 +15,20 @@ import pytest
 
 import shardproof
 from shardproof.core.commands.commands import QUESTIONS, Command, command
+from shardproof.docs import make_rooms
 
 ROOT = Path(shardproof.__file__).parent
-ROOMS = ("core", "simulator", "viz", "backend", "verify")
-KNOWS = {room: {room, "core"} for room in ROOMS}
-MUTATIONS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verify/mutations").glob("*.py")}
-MAY_USE_BACKEND = {
-    *("verify/dynamic/proof.py", "verify/matrix/matrix.py", "verify/matrix/layouts.py", "verify/run/proof_run.py", "verify/run/record.py"),
-    *MUTATIONS,
-    "verify/run/contributions.py",
-    "verify/foreign/recorder.py",
-}
-COMPILED = {"_digest", "_exact", "_kernel"}
+ROOMS = make_rooms.ROOMS
+MAY_USE_BACKEND = {name for name, targets in make_rooms.folders().adj.items() if any(each.startswith("backend") for each in targets)}
+"""Folders of which the table says that they import the backend."""
+
 LIGHT_PACKAGES = {"numpy", "shardproof"}
 LOADED_BY_PYTEST = "core/commands/pytest_plugin.py"
 FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def uses_backend(name: str) -> bool:
+    return name.startswith("backend/") or make_rooms.folder_of(name) in MAY_USE_BACKEND
 
 
 @functools.cache
@@ -46,86 +45,19 @@ def imports_of(name: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
     return [(node, id(node) not in deferred) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def room_of(name: str, node: ast.ImportFrom) -> str:
-    """The room that a relative import reaches into ("" is the root package)."""
-    here = name.split("/")[:-1]
-    base = here[: len(here) - (node.level - 1)]
-    return [*base, *(node.module.split(".") if node.module else ()), *(alias.name for alias in node.names)][0]
+def test_the_table_of_the_design_is_what_files_import() -> None:
+    assert make_rooms.printed() == make_rooms.table(), "python docs/make_rooms.py writes the table of today; look at what has changed"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_file_imports_only_what_its_room_may_know(name: str) -> None:
-    room = name.split("/")[0]
-    allowed = KNOWS[room] | ({"backend"} if name in MAY_USE_BACKEND else set())
-    for node, _ in imports_of(name):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            target = room_of(name, node)
-            assert target in allowed or target == "__version__", f"{name}:{node.lineno} imports from {target}"
+def test_a_room_imports_core_alone_but_for_the_folders_of_verify_that_run_the_backend() -> None:
+    rooms = {(one.split("/")[0], other.split("/")[0]) for one, other in make_rooms.folders().edges}
+    assert {pair for pair in rooms if pair[0] != pair[1]} == {*((room, "core") for room in ROOMS if room != "core"), ("verify", "backend")}
 
 
-def file_of(module: tuple[str, ...], name: str) -> str | None:
-    """The file that `from module import name` takes the name from; `module` is a path below the package.
-
-    A name that an `__init__` passes on comes from the file that it is passed on from. None for what is no file of a room,
-    such as a compiled module.
-    """
-    folder = "/".join(module)
-    if f"{folder}.py" in FILES:
-        return f"{folder}.py"
-    if f"{folder}/__init__.py" in FILES:
-        for node, _ in imports_of(f"{folder}/__init__.py"):
-            if isinstance(node, ast.ImportFrom) and node.level and name in (alias.asname or alias.name for alias in node.names):
-                passed_on = next(alias.name for alias in node.names if name == (alias.asname or alias.name))
-                return file_of(module_of(f"{folder}/__init__.py", node), passed_on)
-    inside = [f"{folder}/{name}.py", f"{folder}/{name}/__init__.py", *([] if name in COMPILED else [f"{folder}/__init__.py"])]
-    return next((path for path in inside if path in FILES), None)
-
-
-def module_of(name: str, node: ast.ImportFrom) -> tuple[str, ...]:
-    """The module that a relative import in a file names, as a path below the package."""
-    here = name.split("/")[:-1]
-    return (*here[: len(here) - (node.level - 1)], *(node.module.split(".") if node.module else ()))
-
-
-@functools.cache
-def arrows_of(name: str) -> tuple[str, ...]:
-    """The files that a file takes names from, in any import of it: at load, inside a function, or for types only."""
-    found = [
-        file_of(module_of(name, node), alias.name)
-        for node, _ in imports_of(name)
-        if isinstance(node, ast.ImportFrom) and node.level
-        for alias in node.names
-    ]
-    return tuple(sorted({target for target in found if target is not None} - {name}))
-
-
-def way(start: str, end: str) -> list[str] | None:
-    """A shortest way along the arrows from one file to another, without the first; None where there is none."""
-    came_from: dict[str, str] = {}
-    reached = [start]
-    for here in reached:
-        for target in arrows_of(here):
-            if target not in came_from:
-                came_from[target] = here
-                reached.append(target)
-    if end not in came_from:
-        return None
-    back = [end]
-    while (before := came_from[back[-1]]) != start:
-        back.append(before)
-    return back[::-1]
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_circle_of_files(room: str) -> None:
-    """No file needs, over others, itself. Imports inside functions and for types only count as all others do."""
-    in_circles: set[str] = set()
-    circles = []
-    for name in FILES:
-        if name.startswith(f"{room}/") and name not in in_circles and (circle := way(name, name)) is not None:
-            in_circles.update(circle)
-            circles.append(" -> ".join([name, *circle]))
-    assert not circles, "\n".join(circles)
+def test_no_files_and_no_folders_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for types alone count as all others do."""
+    assert make_rooms.circles(make_rooms.graph()) == []
+    assert make_rooms.circles(make_rooms.folders()) == []
 
 
 @pytest.mark.parametrize(
@@ -135,30 +67,29 @@ def test_no_circle_of_files(room: str) -> None:
         "def late():\n    from .worker import work\n",
         "if TYPE_CHECKING:\n    from .worker import Work\n",
         "from ..room import work\n",
+        "from ..room import worker\n",
     ],
-    ids=["at load", "in a function", "for types only", "through the package"],
+    ids=["at load", "in a function", "for types alone", "through the package", "a module"],
 )
 def test_a_circle_is_found_by_whichever_import_closes_it(back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
-        "core/room/__init__.py": "from .noun import Noun\nfrom .worker import work\n",
+        "core/room/__init__.py": "from .worker import work\n",
         "core/room/noun.py": back,
         "core/room/worker.py": "from .noun import Noun\n",
-        "core/room/user.py": "from ..room import Noun, work\n",
+        "core/room/user.py": "from ..room import work\n",
     }
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    here = sys.modules[__name__]
-    monkeypatch.setattr(here, "ROOT", tmp_path)
-    monkeypatch.setattr(here, "FILES", list(files))
-    for function in (imports_of, arrows_of):
-        monkeypatch.setattr(here, function.__name__, function.__wrapped__)  # what is remembered is of the real files
-    assert way("core/room/noun.py", "core/room/noun.py") == ["core/room/worker.py", "core/room/noun.py"]
-    assert arrows_of("core/room/user.py") == ("core/room/noun.py", "core/room/worker.py")
-    assert way("core/room/user.py", "core/room/user.py") is None
-    with pytest.raises(AssertionError, match=r"noun\.py -> core/room/worker\.py -> core/room/noun\.py"):
-        test_no_circle_of_files("core")
+    monkeypatch.setattr(make_rooms, "ROOT", tmp_path)
+    (circle,) = make_rooms.circles(make_rooms.graph.__wrapped__())
+    assert {"core/room/noun.py", "core/room/worker.py"} <= set(circle) and "core/room/user.py" not in circle
+
+
+@pytest.mark.parametrize("folder", sorted(make_rooms.folders()))
+def test_a_folder_says_what_lives_there_and_what_may_not(folder: str) -> None:
+    assert make_rooms.rule_of(folder).count(". ") >= 1
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -169,7 +100,7 @@ def test_library_imports_itself_relatively(name: str) -> None:
             assert module.split(".")[0] not in {*ROOMS, "shardproof"}, f"{name}:{node.lineno} imports {module} absolutely"
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("backend/") and name not in MAY_USE_BACKEND])
+@pytest.mark.parametrize("name", [name for name in FILES if not uses_backend(name)])
 def test_planning_rooms_load_nothing_heavy(name: str) -> None:
     for node, at_load in imports_of(name):
         if not at_load or (isinstance(node, ast.ImportFrom) and node.level):
@@ -193,9 +124,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 def test_importing_every_light_module_leaves_torch_and_matplotlib_unloaded() -> None:
     modules = [
-        "shardproof." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for name in FILES
-        if not name.startswith("backend/") and name not in MAY_USE_BACKEND
+        "shardproof." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in FILES if not uses_backend(name)
     ]
     heavy = "{'torch', 'matplotlib', 'networkx', 'triton'}"
     code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nprint(sorted({heavy} & set(sys.modules)))"

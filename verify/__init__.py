@@ -1,4 +1,4 @@
-"""Proves schedules and plans: `check` by rules, the `verify` verb also by symbols and by bits.
+"""Proves schedules and plans: by rules, by symbols, by the bits of real runs. Only the folders that say so run the backend.
 
 `check` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last stays. What only some
 use loads on first use.

@@ -1,1 +1,1 @@
-"""Checkpoints: all that training goes on from, saved by torch's distributed checkpointing so that any layout can read it."""
+"""All that training goes on from, saved so that any layout can read it, and checked when it is read. Executes nothing it reads."""

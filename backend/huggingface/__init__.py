@@ -1,1 +1,1 @@
-"""Models of Hugging Face folders (`config.json` and safetensors) read into the shards of any layout, and written back."""
+"""Hugging Face folders (`config.json` and safetensors) read into the shards of any layout, and written back. Runs no model."""

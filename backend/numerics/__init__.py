@@ -1,4 +1,4 @@
-"""Exchangeable arithmetic: `make_numerics(plan)` gives the one a plan asks for."""
+"""Products and sums of training, exact with bits that no layout changes, or fast. Knows no layer and no mesh."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One rank's row of a schedule, executed: lanes, messages, bridges, overlap, the mesh. Knows no model."""
+"""One rank's row of a schedule, executed: lanes, messages, bridges, overlap. Knows no model."""

@@ -1,4 +1,4 @@
-"""Layers cut over tensor-parallel ranks, built on an explicit group and exchangeable numerics."""
+"""Layers cut over tensor-, sequence-, context- and expert-parallel ranks, with their exchanges. Knows no stage."""
 
 from ..gradients.gradients import Gradients, WeightWork, finish_tied
 from ..gradients.parameter import Shard

@@ -1,4 +1,4 @@
-"""What each action computes and sends on one rank: the one description that the simulator prices and the backend is held to.
+"""What each action computes and sends on one rank: the one description that is priced and executed. No seconds and no tensors.
 
 Each layer type is described once, as a `LayerWork`: what its forward, its input gradient and its weight gradient compute and send.
 `operations` assembles the actions of a stage from them. Exact and fast numerics share the products and differ in the collectives:

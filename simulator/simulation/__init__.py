@@ -1,1 +1,1 @@
-"""One plan simulated: equal or differing replicas, recorded durations, several modules; and why the step takes so long."""
+"""One plan simulated, whatever it says: equal or differing replicas, recorded durations, several modules. Explains, and never searches."""

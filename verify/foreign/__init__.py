@@ -1,4 +1,4 @@
-"""Ledgers of training loops that are not ours: `Recorder` watches a torch model from outside, `Slice` says what a rank holds."""
+"""Ledgers of other people's training loops, and their comparison. Changes nothing in the program it watches."""
 
 from .places import Slice
 from .recorder import Recorder

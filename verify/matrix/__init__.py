@@ -1,1 +1,1 @@
-"""Layouts in which every pair of features meets, and the command that proves them. No proof of its own: it calls `prove`."""
+"""Layouts in which every pair of features meets, and the command that proves them. It proves by `prove` alone."""

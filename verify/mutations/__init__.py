@@ -1,5 +1,6 @@
-"""Faults on purpose. `drop` is the one that `verify --inject` puts into a proof; the others are real bugs of other stacks, each as the same
-mistake in this backend, by which `verify --mutations` shows what a proof sees (`catalog`, `run`)."""
+"""Real bugs of other stacks, each put into this backend on purpose, and the command that counts what a proof names. No run imports it.
+
+`verify --inject` puts a single dropped reduction into a proof (`verify.run.drop`); `catalog` has the bugs, `run` judges them."""
 
 from ..run.drop import DropReduction, drop_reduction, parse_fault
 
