@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.action import Kind
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import TOKEN_TABLE, layer_parameters, mtp_parameters, parameters, stage_parameters
-from shardproof.core.plan import Batch, Plan, Precision
+from shardproof.core.plan import Plan
 from shardproof.core.program import (
     Collective,
     Message,
@@ -32,8 +31,7 @@ B, S, H = 2, 32, 64
 
 
 def plan_of(model=GROUPED, *, samples=16, **layout) -> Plan:
-    chosen = Layout(**layout)
-    return Plan(model, cluster_preset("this-host", chosen.world_size), chosen, Batch(samples, B, S), precision=Precision("bf16"))
+    return product_plan(model=model, samples=samples, micro=B, sequence=S, **layout)
 
 
 def work_of(plan, part, tp_rank=0):
