@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.cli import main
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.core.plan import Batch, Plan, Recompute
 from shardproof.core.plan_toml import plan_from_toml
 from shardproof.core.variation import Variation
 from shardproof.simulator import remedies
@@ -30,10 +31,17 @@ ROWS = [Row(json.loads(line)) for line in (Path(__file__).parents[1] / "data" / 
 
 
 def llama(layout: Layout, *, model="llama3-8b", cluster="dgx-h100", profile="megatron-te", micro=1, headroom="0", **more) -> Plan:
-    machine = replace(cluster_preset(cluster, layout.world_size), headroom=headroom)
-    batch = Batch(4 * micro * layout.dp * layout.pp, micro, 8192)
-    precision = Precision("bf16" if "bf16" in machine.peak_flops_per_s else "fp16")
-    return Plan(model_preset(model), machine, layout, batch, precision=precision, runtime=Runtime(profile), **more)
+    return product_plan(
+        layout,
+        model=model_preset(model),
+        cluster=replace(cluster_preset(cluster, layout.world_size), headroom=headroom),
+        samples=4 * micro * layout.dp * layout.pp,
+        micro=micro,
+        sequence=8192,
+        dtype="bf16" if "bf16" in replace(cluster_preset(cluster, layout.world_size), headroom=headroom).peak_flops_per_s else "fp16",
+        profile=profile,
+        **more,
+    )
 
 
 def test_the_parts_of_a_device_sum_to_what_its_runtime_reports():

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan
+from helpers.plans import product_plan
+from shardproof.core.plan import Plan
 from shardproof.core.variation import Variation
 from shardproof.simulator.goodput import daly_interval_s, expected_s, goodput_of, young_interval_s
 from shardproof.simulator.simulate import simulate
@@ -48,9 +46,7 @@ def test_the_expected_time_is_that_of_failures_drawn_one_by_one():
 
 
 def llama(**fields) -> Plan:
-    return Plan(
-        model_preset("llama3-8b"), cluster_preset("dgx-h100", 16), Layout(tp=8, dp=2), Batch(32, 1, 4096), variation=Variation(**fields)
-    )
+    return product_plan(model="llama3-8b", cluster="dgx-h100", samples=32, sequence=4096, variation=Variation(**fields), tp=8, dp=2)
 
 
 def test_a_run_on_16_devices_fails_16_times_as_often_as_one():

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import ClusterError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan import Plan, Recompute, Runtime, ScheduleChoice
 from shardproof.core.program import Collective, Product, operations
 from shardproof.simulator.host_blocks import host_step_s, is_host, rate_share
 from shardproof.simulator.host_kernels import attention_head_s, host_product_s, kernel_s
@@ -44,7 +45,7 @@ def host(num_devices: int = 1, *, kernel_s: float = 1e-9, **fields) -> object:
 
 
 def plan_of(layout: Layout, cluster, model: str = "tiny-gpt", **fields) -> Plan:
-    return Plan(model_preset(model), cluster, layout, Batch(8, 1, 64), precision=Precision("fp32"), numerics=Numerics("fast"), **fields)
+    return product_plan(layout, model=model_preset(model), cluster=cluster, samples=8, sequence=64, dtype="fp32", **fields)
 
 
 def test_a_kernel_between_two_sizes_lies_on_the_line_through_them_on_logarithmic_scales():

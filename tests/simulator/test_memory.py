@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan import Plan, Runtime
 from shardproof.core.program import gradient_elements, stage_elements
 from shardproof.core.schedules import build, schedule_for
 from shardproof.simulator.fit import fit
@@ -23,14 +22,16 @@ from shardproof.simulator.simulate import simulate
 
 
 def gpt3(layout: Layout, *, recompute="none", micro=1, dtype="bf16", global_size=64, schedule="1F1B") -> Plan:
-    return Plan(
-        model=model_preset("gpt3-175b"),
-        cluster=cluster_preset("dgx-a100-80g", layout.world_size),
-        layout=layout,
-        batch=Batch(global_size, micro, 2048),
-        precision=Precision(dtype),
-        recompute=Recompute(recompute),
-        schedule=ScheduleChoice(schedule),
+    return product_plan(
+        layout,
+        model="gpt3-175b",
+        cluster="dgx-a100-80g",
+        samples=global_size,
+        micro=micro,
+        sequence=2048,
+        dtype=dtype,
+        recompute=recompute,
+        schedule=schedule,
     )
 
 
@@ -151,14 +152,7 @@ def test_vpp_raises_the_peak_by_the_factor_of_korthikanti():
 
 
 def stack(profile: str, layout: Layout, **more) -> Plan:
-    return Plan(
-        model=model_preset("llama3-8b"),
-        cluster=cluster_preset("dgx-h100", layout.world_size),
-        layout=layout,
-        batch=Batch(layout.dp, 1, 8192),
-        runtime=Runtime(profile),
-        **more,
-    )
+    return product_plan(layout, model="llama3-8b", cluster="dgx-h100", samples=layout.dp, sequence=8192, profile=profile, **more)
 
 
 def heaviest(plan: Plan):

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.host import EXCHANGED_BYTES
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.plan import Batch, Numerics, Plan, Precision
 from shardproof.core.schedules import lower, schedule_for
 from shardproof.simulator.memory import rank_memories
 from shardproof.simulator.memory_own import own_step_bytes
@@ -24,8 +25,7 @@ LLAMA = replace(model_preset("tiny-llama"), num_layers=4)
 
 
 def plan_of(layout: Layout, schedule: str = "1F1B", *, mode: str = "fast", sequence: int = 8, model=LLAMA) -> Plan:
-    cluster, batch = cluster_preset("this-host", layout.world_size), Batch(8, 1, sequence)
-    return Plan(model, cluster, layout, batch, precision=Precision("fp32"), schedule=ScheduleChoice(schedule), numerics=Numerics(mode))
+    return product_plan(layout, model=model, samples=8, sequence=sequence, dtype="fp32", schedule=schedule, mode=mode)
 
 
 def test_with_copies_fast_numerics_hold_gradients_twice_while_they_are_reduced_and_exact_ones_five_times():

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.core.action import Kind
 from shardproof.core.cluster import ClusterSpec
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model import ModelSpec
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan import DataParallel, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
 from shardproof.core.program import Collective, Product, gradient_elements, held_elements, operations
 from shardproof.simulator.attribution import Sort, busy_s, sorts_of
 from shardproof.simulator.compute import product_s
@@ -29,8 +30,16 @@ GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-70b")
 
 
 def plan(layout: Layout, runtime: Runtime, *, model=LLAMA, cluster="dgx-h100", micro=1, microbatches=4, sequence=8192, **more) -> Plan:
-    machine = cluster if isinstance(cluster, ClusterSpec) else cluster_preset(cluster, layout.world_size)
-    return Plan(model, machine, layout, Batch(micro * microbatches * layout.dp, micro, sequence), runtime=runtime, **more)
+    return product_plan(
+        layout,
+        model=model,
+        cluster=cluster if isinstance(cluster, ClusterSpec) else cluster_preset(cluster, layout.world_size),
+        samples=micro * microbatches * layout.dp,
+        micro=micro,
+        sequence=sequence,
+        runtime=runtime,
+        **more,
+    )
 
 
 def layer_of(plan: Plan):

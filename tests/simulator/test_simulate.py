@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.action import Kind
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
@@ -46,14 +47,16 @@ PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "korthikanti_2022_t
 
 
 def llama(layout: Layout, *, cluster="dgx-h100", micro=1, global_size=64, mode="none", schedule="1F1B", dtype="bf16") -> Plan:
-    return Plan(
-        model=model_preset("llama3-70b"),
-        cluster=cluster_preset(cluster, layout.world_size),
-        layout=layout,
-        batch=Batch(global_size, micro, 8192),
-        precision=Precision(dtype),
-        recompute=Recompute(mode),
-        schedule=ScheduleChoice(schedule),
+    return product_plan(
+        layout,
+        model="llama3-70b",
+        cluster=cluster,
+        samples=global_size,
+        micro=micro,
+        sequence=8192,
+        dtype=dtype,
+        recompute=mode,
+        schedule=schedule,
     )
 
 
@@ -216,12 +219,14 @@ def test_published_a100_steps_within_a_quarter(row):
 
 def placed(schedule: str, layout: Layout, *, per_node: int, microbatches: int = 8, zero: int = 0) -> Plan:
     """A small model on nodes of `per_node` devices, so that it matters which ranks talk."""
-    return Plan(
-        model=replace(model_preset("tiny-gpt"), num_layers=2 * layout.num_stages, tied_embeddings=False),
+    return product_plan(
+        replace(layout, zero=zero),
         cluster=replace(cluster_preset("dgx-h100", layout.world_size), devices_per_node=per_node),
-        layout=replace(layout, zero=zero),
-        batch=Batch(microbatches * layout.dp, 1, 32),
-        schedule=ScheduleChoice(schedule),
+        num_layers=2 * layout.num_stages,
+        tied_embeddings=False,
+        samples=microbatches * layout.dp,
+        sequence=32,
+        schedule=schedule,
     )
 
 
