@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from helpers.plans import plan
 from shardproof.backend.launch import Workers
 from shardproof.backend.model.transformer import Microbatch, Stage
 from shardproof.backend.numerics import make_numerics
@@ -18,12 +19,11 @@ from shardproof.backend.pipeline.messages import Clock
 from shardproof.backend.tensor_parallel.data import context_part
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.bridge import Grid, Holding, stage_grid
-from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import RankFailure
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
 from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan import Plan
 from shardproof.core.program import Collective, Message
 from shardproof.core.schedules import build, lower
 from shardproof.core.stages import assign_layers
@@ -35,9 +35,7 @@ MODEL = replace(model_preset("tiny-gpt"), **SIZES, tied_embeddings=False)
 
 def plan_of(layout: Layout, micro: int = 1) -> Plan:
     """A plan of the layout's ranks only; blocks of 2 tokens and of 1, so that every degree here cuts 24 tokens."""
-    numerics = Numerics("exact", gradient_token_block=2, reduction_token_block=1)
-    batch = Batch(SAMPLES, micro, SEQUENCE)
-    return Plan(MODEL, cluster_preset("this-host", layout.world_size), layout, batch, precision=Precision("fp32"), numerics=numerics)
+    return plan(layout, model=MODEL, samples=SAMPLES, micro=micro, sequence=SEQUENCE, gradient_token_block=2, reduction_token_block=1)
 
 
 def even_samples(dp: int) -> list[list[tuple[int, int]]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.backend.launch import run_ranks
 from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.pipeline.halt import explain, last_words
@@ -20,25 +21,27 @@ from shardproof.backend.torchrun import failed
 from shardproof.backend.trainer import Trainer, run_steps
 from shardproof.backend.transport.memory import MemoryWorld
 from shardproof.core.action import SENDS, Action
-from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import InternalError, PlanError, RankDefect, RankFailure, error_words
 from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Runtime, ScheduleChoice, Train
+from shardproof.core.plan import DataParallel, Plan, Runtime, ScheduleChoice
 
 SECOND_STEP = "step 2"
 
 
 def tiny(layout, *, schedule="1F1B", global_size=4, **train) -> Plan:
-    return Plan(
-        replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32),
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(global_size, 1, 16),
-        precision=Precision("fp32"),
-        numerics=Numerics("fast"),
-        schedule=ScheduleChoice(schedule),
-        train=Train(steps=3, **train),
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        num_kv_heads=2,
+        ffn_hidden_size=32,
+        samples=global_size,
+        sequence=16,
+        dtype="fp32",
+        schedule=schedule,
+        steps=3,
+        **train,
     )
 
 

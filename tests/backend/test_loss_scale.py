@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.plans import product_plan
 from shardproof import Plan, Trainer
 from shardproof.backend.launch import run_ranks
 from shardproof.backend.loss_scale import LossScale
 from shardproof.backend.training_rank import TrainingRank
-from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import DivergedError, PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Precision, ScheduleChoice, Train
+from shardproof.core.plan import DataParallel, Precision
 from shardproof.verify.dynamic import prove
 
 TOO_MUCH = 2.0**20
@@ -30,17 +30,18 @@ ALL_AT_ONCE, EARLY = DataParallel(), DataParallel(bucket_bytes=2000, overlap_gra
 
 
 def tiny(layout=ONE, *, dtype="fp16", mode="exact", schedule="1F1B", steps=3, model=None, **precision) -> Plan:
-    blocks = {"gradient_token_block": 4, "reduction_token_block": 4} if mode == "exact" else {}
-    small = replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32)
-    return Plan(
-        model or small,
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(4, 1, 16),
-        precision=Precision(dtype, **precision),
-        numerics=Numerics(mode, **blocks),
-        schedule=ScheduleChoice(schedule),
-        train=Train(steps=steps, learning_rate=1e-2),
+        model=model or replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32),
+        samples=4,
+        sequence=16,
+        dtype=dtype,
+        **precision,
+        mode=mode,
+        **{"gradient_token_block": 4, "reduction_token_block": 4} if mode == "exact" else {},
+        schedule=schedule,
+        steps=steps,
+        learning_rate=0.01,
     )
 
 

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 
+from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.backend.model.transformer import Microbatch, Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.action import Action, Kind
-from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
-from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan import Plan, Recompute
 from shardproof.core.program import operations
 
 KEEP = Recompute()
 
 
 def plan_of(layout: Layout, mode: str, *, model="tiny-gpt", samples=8, micro=1, schedule="1F1B", recompute=KEEP, dtype="fp32") -> Plan:
-    return Plan(
-        replace(model_preset(model), num_layers=layout.stages.count("t") if layout.stages else max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(samples, micro, 20),
-        precision=Precision(dtype),
+        model=model,
+        num_layers=layout.stages.count("t") if layout.stages else max(2, layout.num_stages),
+        samples=samples,
+        micro=micro,
+        sequence=20,
+        dtype=dtype,
         recompute=recompute,
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, gradient_token_block=8),
+        schedule=schedule,
+        mode=mode,
+        reduction_token_block=None,
     )
 
 
