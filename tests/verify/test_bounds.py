@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
+from helpers.plans import product_plan
 from shardproof.core.model import ModelSpec
 from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan import Plan
 from shardproof.verify.bounds import CONFIDENCE, UNIT_ROUNDOFF, Roundings, StepBounds, gamma, largest_update, likely_gamma, section_of
 from shardproof.verify.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
 
@@ -26,8 +25,7 @@ UNIT = UNIT_ROUNDOFF["fp32"]
 
 
 def plan_of(dtype: str = "fp32", tp: int = 1, model: ModelSpec = GPT) -> Plan:
-    cluster = cluster_preset("this-host", tp)
-    return Plan(model, cluster, Layout(tp=tp), Batch(4, 1, 16), precision=Precision(dtype), numerics=Numerics("fast"))
+    return product_plan(model=model, samples=4, sequence=16, dtype=dtype, tp=tp)
 
 
 @given(st.integers(1, 400), st.integers(0, 2**32 - 1))

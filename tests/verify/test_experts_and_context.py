@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, DataParallel, Numerics, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan import Batch, Plan, Precision, Recompute, Runtime
 from shardproof.core.schedules import lower, schedule_for
 from shardproof.verify.calls import Calls
 from shardproof.verify.check import check
@@ -21,17 +22,23 @@ from shardproof.verify.twin import twin
 KEPT = Recompute()
 
 
-def plan_of(model: str = "tiny-moe", schedule: str = "1F1B", *, recompute: Recompute = KEPT, shard=None, mode="fast", **degrees) -> Plan:
+def plan_of(
+    model: str = "tiny-moe", schedule: str = "1F1B", *, recompute: Recompute | None = KEPT, shard=None, mode="fast", **degrees
+) -> Plan:
     layout = Layout(**degrees)
-    return Plan(
-        model_preset(model),
-        cluster_preset("dgx-h100" if layout.world_size % 8 == 0 else "this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(4 * layout.dp, 1, 64),
+        model=model_preset(model),
+        cluster="dgx-h100" if layout.world_size % 8 == 0 else "this-host",
+        samples=4 * layout.dp,
+        sequence=64,
         recompute=recompute,
-        schedule=ScheduleChoice(schedule),
-        data_parallel=DataParallel(shard=shard),
-        numerics=Numerics(mode, gradient_token_block=16, reduction_token_block=16),
+        schedule=schedule,
+        shard=shard,
+        mode=mode,
+        gradient_token_block=16,
+        reduction_token_block=16,
+        dtype="bf16",
     )
 
 

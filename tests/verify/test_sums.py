@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.cluster_presets import cluster_preset
-from shardproof.core.layout import Layout
+from helpers.plans import plan
 from shardproof.core.model_presets import model_preset
 from shardproof.core.parameters import parameters
-from shardproof.core.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan import Plan
 from shardproof.verify.contributions import Contributions, Part
 from shardproof.verify.norms import Squares, Suspects, told_by_squares
 from shardproof.verify.sums import told_by_columns, told_by_moved_use, told_by_parts
@@ -23,14 +22,14 @@ SEQUENCE = 24
 
 
 def plan_of(samples: int = 6, micro: int = 1, **degrees: int) -> Plan:
-    layout = Layout(**degrees)
-    return Plan(
-        model_preset("tiny-gpt-6h"),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, SEQUENCE),
-        precision=Precision("fp32"),
-        numerics=Numerics("exact", gradient_token_block=4, reduction_token_block=2),
+    return plan(
+        model=model_preset("tiny-gpt-6h"),
+        samples=samples,
+        micro=micro,
+        sequence=SEQUENCE,
+        gradient_token_block=4,
+        reduction_token_block=2,
+        **degrees,
     )
 
 
