@@ -11,7 +11,18 @@ from shardproof.core.cluster import ClusterSpec
 from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.errors import did_you_mean
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
+from shardproof.core.plan import (
+    Batch,
+    Checkpoint,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
 from shardproof.core.variation import Variation
 
 SECTIONS: dict[str, Any] = {
@@ -26,7 +37,7 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": Checkpoint(),
     "variation": Variation(),
 }
-# Whose each field is. `samples` is the batch's here, so `Variation` is given whole; of a name that several sections have, the first has it.
+# Whose each field is; of a name that several sections have, the first has it. `samples` is the batch's, so `Variation` is given whole.
 OWNERS = {entry.name: name for name, section in reversed(SECTIONS.items()) if name != "variation" for entry in fields(section)}
 OWNERS |= {entry.name: owner for owner, noun in (("model", ModelSpec), ("layout", Layout)) for entry in fields(noun)}
 del OWNERS["name"]
@@ -45,15 +56,20 @@ def plan(
     recompute: str | Recompute | None = None,
     **options: Any,
 ) -> Plan:
-    """A plan of `layout` and `options`: fields of sections by their names in a plan file (`tp=2`, `dtype="bf16"`, `clip_grad_norm=0.1`,
-    `num_heads=6`), or whole sections (`train=Train(...)`), in which fields then change. Of names that several sections have, `mode`
-    is that of numerics, `num_layers` the model's and `seed` the training's; what `Variation` has is given as that section only.
+    """A plan of `layout` and `options`.
 
-    The default is tiny-gpt (4 heads, hidden size 64, biases, learned positions): a step takes milliseconds. A tiny preset given by its
-    name has two layers, or one per stage where there are more. Any other model keeps its layers, and gets one per stage where it has
-    fewer and `stages` does not cut it. Sums are exact, in fp32, over blocks of 8 and 4 tokens: a sequence of 24 has several of both.
-    A batch has `samples` sequences, `micro` in a microbatch; by default `microbatches` for each data-parallel copy. The cluster has as
-    many devices as the layout. The schedule is 1F1B, or Interleaved1F1B where ranks have several stages.
+    An option is a field of a section by its name in a plan file (`tp=2`, `dtype="bf16"`, `clip_grad_norm=0.1`,
+    `num_heads=6`), or a whole section (`train=Train(...)`), in which given fields then change. Of names that several
+    sections have, `mode` is that of numerics, `num_layers` the model's and `seed` the training's. What `Variation` has is
+    given as that section only.
+
+    The default is tiny-gpt (4 heads, hidden size 64, biases, learned positions): a step takes milliseconds. A tiny preset
+    given by its name has two layers, or one per stage where there are more. Any other model keeps its layers, and gets one
+    per stage where it has fewer and `stages` does not cut it. Sums are exact, in fp32, over blocks of 8 and 4 tokens: a
+    sequence of 24 has several of both. A batch has `samples` sequences, `micro` in a microbatch; by default `microbatches`
+    for each data-parallel copy. The cluster has as many devices as the layout. The schedule is 1F1B, or Interleaved1F1B
+    where ranks have several stages.
+
     Raises `TypeError` where no section has an option, and `PlanError` as `Plan` does.
     """
     changes: dict[str, dict[str, Any]] = {}
