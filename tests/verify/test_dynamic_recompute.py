@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shardproof.core.cluster_presets import cluster_preset
+from helpers.plans import training_plan
 from shardproof.core.errors import ModelError, PlanError
 from shardproof.core.layout import Layout
 from shardproof.core.model_presets import model_preset
-from shardproof.core.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.plan import Plan, Precision, Recompute, ScheduleChoice
 from shardproof.verify.dynamic import one_device, prove
 
 FULL, FIRST = Recompute("full"), Recompute("full", num_layers=1)
@@ -19,23 +19,9 @@ SPREAD = Recompute("full", distribute=True)
 MODULES = Recompute("selective", modules=("core_attn", "mlp", "norm"))
 
 
-def tiny(layout: Layout, *, model: str = "tiny-gpt", samples: int = 4, micro: int = 1, dropout: float = 0.2, **chosen: Any) -> Plan:
-    spec = replace(
-        model_preset(model),
-        num_layers=layout.stages.count("t") if layout.stages else max(2, layout.num_stages),
-        hidden_dropout=dropout,
-        attention_dropout=dropout / 2,
-    )
-    return Plan(
-        spec,
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, 24),
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
-        **{"precision": Precision("fp32"), **chosen},
-    )
+def tiny(layout: Layout, *, dropout: float = 0.2, **chosen: Any) -> Plan:
+    layers = layout.stages.count("t") if layout.stages else max(2, layout.num_stages)
+    return training_plan(layout, num_layers=layers, hidden_dropout=dropout, attention_dropout=dropout / 2, **{"samples": 4, **chosen})
 
 
 @pytest.mark.parametrize(
