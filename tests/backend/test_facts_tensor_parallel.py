@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 
+from helpers.plans import product_plan
 from shardproof.backend.numerics import ExactNumerics, FastNumerics, OwnedLeaves
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.numerics.random import normal
@@ -18,11 +19,10 @@ from shardproof.backend.tensor_parallel import LayerContext, Microbatch, mapping
 from shardproof.backend.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardproof.backend.tensor_parallel.data import TensorSpec, broadcast, context_part
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.cluster_presets import cluster_preset
 from shardproof.core.layout import Layout
 from shardproof.core.leaves import LeafSizes, Leaves, leaf_sizes
 from shardproof.core.model import ModelSpec
-from shardproof.core.plan import Batch, Numerics, Plan, Recompute
+from shardproof.core.plan import Plan
 
 VOCABULARY = Leaves(128, 8)
 SIZES = LeafSizes(Leaves(1, 1), Leaves(1, 1), VOCABULARY, 8, 4)
@@ -130,8 +130,7 @@ def stored_activation_job(transport, _):
 
 def distributing_plan() -> Plan:
     model = ModelSpec("gpt", 1, 64, 256, 8, 8, 8, 1600, 32)
-    choices = {"recompute": Recompute("full", distribute=True), "numerics": Numerics("exact")}
-    return Plan(model, cluster_preset("this-host", 2), Layout(tp=2), Batch(1, 1, 4), **choices)
+    return product_plan(tp=2, model=model, samples=1, sequence=4, recompute="full", distribute=True, mode="exact")
 
 
 def test_a_saved_activation_of_4_by_4_spread_over_2_ranks_keeps_8_elements():
