@@ -10,16 +10,15 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from helpers.plans import product_plan
 from helpers.stage import spread_weights, tokens_of, whole_gradients
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.transformer import Stage, finish_tied
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import TOKEN_TABLE
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
 
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")
@@ -36,11 +35,17 @@ class StepGradients:
 
 def fp32_plan(model: ModelSpec, *, tp=1, dp=1, micro=1, samples=6, sequence=18, mode="exact", **numerics) -> Plan:
     """A plan that only this part of the product reads; blocks of 8 and 4 tokens, so that 18 tokens have short last blocks."""
-    layout = Layout(tp=tp, dp=dp)
-    blocks = {"gradient_token_block": 8, "reduction_token_block": 4, **numerics}
-    cluster = cluster_preset("this-host", layout.world_size)
-    batch, precision = Batch(samples, micro, sequence), Precision("fp32")
-    return Plan(model, cluster, layout, batch, precision=precision, numerics=Numerics(mode, **blocks))
+    return product_plan(
+        model=model,
+        samples=samples,
+        micro=micro,
+        sequence=sequence,
+        dtype="fp32",
+        mode=mode,
+        **{"gradient_token_block": 8, "reduction_token_block": 4, **numerics},
+        tp=tp,
+        dp=dp,
+    )
 
 
 def stage_rank(transport, plan: Plan):

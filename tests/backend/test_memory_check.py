@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from helpers.modules import modular, module
+from helpers.plans import product_plan
 from shardproof.backend.memory_check import CERTAIN_SHARE, FORKED_BYTES, TORCH_BYTES, check_memory, need_of
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.host import _group_limits, available_memory_bytes
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Batch, Plan
@@ -22,7 +22,7 @@ EIGHT_BILLION = ["--model", "llama3-8b", "--set", "model.vocab_size=259", "--seq
 
 
 def tiny(layout: Layout, cluster: str = "this-host") -> Plan:
-    return Plan(model_preset("tiny-llama"), cluster_preset(cluster, layout.world_size), layout, Batch(4, 1, 64))
+    return product_plan(layout, model=model_preset("tiny-llama"), cluster=cluster, samples=4, sequence=64)
 
 
 def test_eight_ranks_of_an_8b_model_are_refused_before_any_starts(capsys, monkeypatch):

@@ -17,6 +17,7 @@ import torch
 
 from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
 from helpers.paths import EXAMPLES
+from helpers.plans import training_plan
 from shardproof import Trainer, lower, run_schedule
 from shardproof.backend.base.observe import Observer
 from shardproof.backend.base.optimizer import Held, ShardedAdamW, clip_coefficient
@@ -28,12 +29,10 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import Parameter
 from shardproof.core.plan.plan import (
-    Batch,
     DataParallel,
     Numerics,
     Optimizer,
     Plan,
-    Precision,
     Runtime,
     ScheduleChoice,
     Train,
@@ -45,20 +44,9 @@ STEPS = 3
 ONE = Layout()
 
 
-def tiny(layout: Layout = ONE, *, global_size=6, micro_size=1, sequence=16, model="tiny-gpt", steps=STEPS, **sections) -> Plan:
+def tiny(layout: Layout = ONE, *, global_size=6, micro_size=1, **options) -> Plan:
     """A small model with biases and learned positions; clipping is active from the first step."""
-    sections.setdefault("schedule", ScheduleChoice("Interleaved1F1B" if layout.vpp > 1 else "1F1B"))
-    sections.setdefault("numerics", Numerics("exact", gradient_token_block=8, reduction_token_block=4))
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(global_size, micro_size, sequence),
-        precision=Precision("fp32"),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=steps, learning_rate=1e-2),
-        **sections,
-    )
+    return training_plan(layout, samples=global_size, micro=micro_size, **{"sequence": 16, "steps": STEPS, **options})
 
 
 @pytest.fixture(scope="module")

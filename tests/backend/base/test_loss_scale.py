@@ -9,21 +9,17 @@ import pytest
 import torch
 
 from helpers.gates import sampled
+from helpers.plans import product_plan
 from shardproof import Plan, Trainer
 from shardproof.backend.base.loss_scale import LossScale
 from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.core.base.errors import DivergedError, PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
     DataParallel,
-    Numerics,
     Precision,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import prove
 
@@ -38,17 +34,18 @@ ALL_AT_ONCE, EARLY = DataParallel(), DataParallel(bucket_bytes=2000, overlap_gra
 
 
 def tiny(layout=ONE, *, dtype="fp16", mode="exact", schedule="1F1B", steps=3, model=None, **precision) -> Plan:
-    blocks = {"gradient_token_block": 4, "reduction_token_block": 4} if mode == "exact" else {}
-    small = replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32)
-    return Plan(
-        model or small,
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(4, 1, 16),
-        precision=Precision(dtype, **precision),
-        numerics=Numerics(mode, **blocks),
-        schedule=ScheduleChoice(schedule),
-        train=Train(steps=steps, learning_rate=1e-2),
+        model=model or replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32),
+        samples=4,
+        sequence=16,
+        dtype=dtype,
+        **precision,
+        mode=mode,
+        **{"gradient_token_block": 4, "reduction_token_block": 4} if mode == "exact" else {},
+        schedule=schedule,
+        steps=steps,
+        learning_rate=0.01,
     )
 
 

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from helpers.gates import sampled
+from helpers.plans import training_plan
 from shardproof import Trainer
 from shardproof.backend.base.libraries import CHECKPOINTS
 from shardproof.backend.base.observe import Observer
@@ -55,27 +56,14 @@ DENSE = replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, ffn_hidd
 EXPERTS = ModelSpec("moe", 2, 24, 48, 6, 6, 4, 256, 64, num_experts=6, experts_per_token=2, expert_ffn_hidden_size=12, expert_bias=True)
 
 
-def tiny(
-    folder: Path | None = None, layout: Layout | None = None, *, model: ModelSpec = DENSE, steps: int = STEPS, micro: int = 2, **sections
-) -> Plan:
+def tiny(folder: Path | None = None, layout: Layout | None = None, *, model: ModelSpec = DENSE, micro: int = 2, **options) -> Plan:
     """A problem that every layout here solves; clipping is active from the first step, and biases of experts move."""
-    layout = layout or Layout()
+    block, sequence = (3, 12) if model.is_moe else (2, 8)
     routers = {"router_jitter": 0.1, "expert_bias_rate": 0.01} if model.is_moe else {}
-    defaults = {
-        "precision": Precision("fp32"),
-        "schedule": ScheduleChoice("Interleaved1F1B" if layout.vpp > 1 else "1F1B"),
-        "numerics": Numerics("exact", gradient_token_block=3 if model.is_moe else 2, reduction_token_block=3 if model.is_moe else 2),
-        "train": Train(steps=steps, learning_rate=1e-2, **routers),
-        "checkpoint": Checkpoint(None if folder is None else str(folder)),
-    }
-    return Plan(
-        model,
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(6, micro, 12 if model.is_moe else 8),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        **{**defaults, **sections},
-    )
+    defaults = {"steps": STEPS, "gradient_token_block": block, "reduction_token_block": block, **routers}
+    if folder is not None:
+        defaults["folder"] = str(folder)
+    return training_plan(layout, model=model, samples=6, micro=micro, sequence=sequence, **{**defaults, **options})
 
 
 class LastState(Observer):

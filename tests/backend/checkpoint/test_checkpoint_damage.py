@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from helpers.plans import product_plan
 from shardproof.backend.base.libraries import CHECKPOINTS
 from shardproof.backend.checkpoint import saver
 from shardproof.backend.checkpoint.files import digest_of
@@ -40,18 +41,16 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import PlanError, RankFailure
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Checkpoint, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan, Train
 
 RANKS = 2
 SHAPES = {"a": (4, 3), "b": (6,), "c": (2, 2), "count": ()}
 """Tensors of two ranks: `a` and `b` in rows, `c` in columns, `count` whole."""
 
 
-def plan_of(folder: Path, **sections) -> Plan:
-    model = replace(model_preset("tiny-gpt"), num_layers=1, hidden_size=16, ffn_hidden_size=32, head_dim=4)
-    defaults = {"precision": Precision("fp32"), "train": Train(steps=99), "checkpoint": Checkpoint(str(folder))}
-    return Plan(model, cluster_preset("this-host", 1), Layout(), Batch(2, 1, 8), **{**defaults, **sections})
+def plan_of(folder: Path, **options) -> Plan:
+    sizes = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32, "head_dim": 4}
+    return product_plan(samples=2, sequence=8, **{"dtype": "fp32", "steps": 99, "folder": str(folder), **sizes, **options})
 
 
 def values_of(run: int, steps: int) -> dict[str, torch.Tensor]:

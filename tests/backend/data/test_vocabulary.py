@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof import Trainer
 from shardproof.backend.data.text import STDLIB, documents_of
 from shardproof.backend.data.vocabulary import no_bytes, unknown_ids
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan
 from shardproof.verify.dynamic.proof import prove
 
 SMALL = ["--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "2", "--sequence", "8", "--transport", "memory"]
@@ -23,10 +21,8 @@ SMALL = ["--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "2", "--seq
 
 def plan_of(data=STDLIB, *, model="tiny-gpt", vocab_size=None, padding_rows=0, **train) -> Plan:
     spec = model_preset(model)
-    spec = replace(spec, vocab_size=vocab_size or spec.vocab_size, padding_rows=padding_rows)
-    parts = Precision("fp32"), Numerics("exact")
-    plan = Plan(spec, cluster_preset("this-host", 1), Layout(), Batch(2, 1, 8), precision=parts[0], numerics=parts[1])
-    return replace(plan, train=Train(data=str(data), steps=1, **train))
+    sizes = {"vocab_size": vocab_size or spec.vocab_size, "padding_rows": padding_rows}
+    return product_plan(model=spec, **sizes, samples=2, sequence=8, dtype="fp32", mode="exact", data=str(data), steps=1, **train)
 
 
 @pytest.fixture

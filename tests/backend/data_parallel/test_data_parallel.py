@@ -6,29 +6,22 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from helpers.gates import sampled
 from helpers.paths import ROOT
+from helpers.plans import training_plan
 from shardproof import lower
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    DataParallel,
     Numerics,
-    Optimizer,
-    Plan,
-    Precision,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations
@@ -37,21 +30,8 @@ from shardproof.core.schedule.action import Kind
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.symbolic.symbolic import prove as prove_symbolically
 
-
-def tiny(layout: Layout, *, model="tiny-gpt", samples: int, schedule="1F1B", dtype="fp32", **data_parallel) -> Plan:
-    """Clipped; blocks are small enough for every cut."""
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages), tied_embeddings=True),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, 1, 24),
-        precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics("exact", gradient_token_block=2, reduction_token_block=2),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        data_parallel=DataParallel(**data_parallel),
-        train=Train(steps=2, learning_rate=1e-2),
-    )
+# Clipped; blocks are small enough for every cut.
+tiny = partial(training_plan, tied_embeddings=True, schedule="1F1B", gradient_token_block=2, reduction_token_block=2)
 
 
 BUCKETS = {"bucket_bytes": 50_000, "overlap_grad_reduce": True}

@@ -10,30 +10,32 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.plans import product_plan
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stage_parameters import Usage, stage_usages
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import TOKEN_TABLE, Parameter
-from shardproof.core.plan.plan import Batch, DataParallel, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Batch, Numerics, Plan
 from shardproof.core.program.buckets import bucket_sizes, filled_buckets, gradient_buckets, kept_interval
 from shardproof.core.schedule.action import Kind
 
 
 def tiny(layout: Layout, *, samples=4, mode="fast", tied=True, **data_parallel) -> Plan:
-    return Plan(
-        replace(
-            model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32, tied_embeddings=tied
-        ),
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(samples, 1, 16),
-        precision=Precision("fp32"),
-        numerics=Numerics(mode),
-        data_parallel=DataParallel(**data_parallel),
-        train=Train(steps=2),
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        num_kv_heads=2,
+        ffn_hidden_size=32,
+        tied_embeddings=tied,
+        samples=samples,
+        sequence=16,
+        dtype="fp32",
+        mode=mode,
+        **data_parallel,
+        steps=2,
     )
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import Collective, Operation
 
 
@@ -30,15 +27,22 @@ def plan_of(
     active=None,
     late=None,
 ) -> Plan:
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages), tied_embeddings=tied),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(samples, micro, 24),
-        precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule, max_active_stages=active),
-        data_parallel=DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=early, shard=shard, overlap_param_gather=late),
-        numerics=Numerics(mode, gradient_token_block=8 if layout.cp == 1 else 6, reduction_token_block=4 if layout.cp == 1 else 3),
+        model=model,
+        tied_embeddings=tied,
+        samples=samples,
+        micro=micro,
+        dtype=dtype,
+        schedule=schedule,
+        max_active_stages=active,
+        bucket_bytes=bucket_bytes,
+        overlap_grad_reduce=early,
+        shard=shard,
+        overlap_param_gather=late,
+        mode=mode,
+        gradient_token_block=8 if layout.cp == 1 else 6,
+        reduction_token_block=4 if layout.cp == 1 else 3,
     )
 
 

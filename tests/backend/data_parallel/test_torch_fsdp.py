@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from shardproof import Plan, Trainer
+from helpers.plans import product_plan
+from shardproof import Trainer
 from shardproof.backend.base.libraries import libraries_of
 from shardproof.backend.launching.launch import preload, run_ranks
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
     Checkpoint,
     DataParallel,
-    Numerics,
-    Precision,
     Recompute,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import prove
 
 STEPS = 3
 TORCH = DataParallel(library="torch")
 
-
-def tiny(layout: Layout, *, model="tiny-gpt", schedule="1F1B", mode="fast", **sections) -> Plan:
-    """20 and 10 rows of a weight do not divide by 3."""
-    small = replace(model_preset(model), num_layers=2, hidden_size=20, num_heads=2, num_kv_heads=2, ffn_hidden_size=10, head_dim=10)
-    return Plan(
-        small,
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        **{
-            "batch": Batch(6, 1, 16),
-            "precision": Precision("fp32"),
-            "numerics": Numerics(mode),
-            "schedule": ScheduleChoice(schedule),
-            "train": Train(steps=STEPS, learning_rate=1e-2),
-            **sections,
-        },
-    )
+# 20 and 10 rows of a weight do not divide by 3.
+SIZES = {"num_layers": 2, "hidden_size": 20, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 10, "head_dim": 10}
+tiny = partial(product_plan, **SIZES, samples=6, sequence=16, dtype="fp32", steps=STEPS, learning_rate=1e-2)
 
 
 def trained(transport, plan):
@@ -133,7 +114,7 @@ def test_plans_that_torch_has_no_use_for_are_refused(choices, words):
 
 
 def test_what_it_does_not_run_is_said_with_what_does():
-    plan = tiny(Layout(pp=2, dp=2, zero=3), data_parallel=TORCH, precision=Precision("bf16"), batch=Batch(7, 1, 16))
+    plan = tiny(Layout(pp=2, dp=2, zero=3), data_parallel=TORCH, dtype="bf16", samples=7)
     assert [problem.partition("Use ")[2] for problem in unsupported(plan)] == [
         'layout.pp=1 or data_parallel.library="shardproof".',
         'batch.global=6 or data_parallel.library="shardproof".',

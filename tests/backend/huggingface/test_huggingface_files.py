@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.plans import product_plan
 from shardproof.backend.gradients.parameter import initial_shard
 from shardproof.backend.huggingface.config import check_load, check_save, config_to_write
 from shardproof.backend.huggingface.files import file_layouts
@@ -20,13 +21,11 @@ from shardproof.backend.huggingface.parts import file_shapes, regions
 from shardproof.backend.huggingface.save import save_weights
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import ModelError, PlanError
-from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.leaves import leaf_sizes
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.huggingface_config import config_of
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import count_parameters, expert_biases, parameters
-from shardproof.core.plan.plan import Batch, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan
 
 GPT2 = ModelSpec(
     "gpt2", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu_tanh", norm="layernorm", position="learned", tied_embeddings=True, bias=True
@@ -100,9 +99,7 @@ def shards_of(model: ModelSpec, degree: int, rank: int, values: dict[str, torch.
 
 
 def plan_of(model: ModelSpec, *, degree: int = 1, dtype: str = "fp32", load: str | None = None) -> Plan:
-    layout = Layout(tp=degree)
-    train, cluster = Train(load=load), cluster_preset("this-host", degree)
-    return Plan(model, cluster, layout, Batch(1, 1, 16), precision=Precision(dtype), train=train)
+    return product_plan(model=model, samples=1, sequence=16, dtype=dtype, load=load, tp=degree)
 
 
 def save_rank(transport, payload):

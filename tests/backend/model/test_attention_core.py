@@ -9,27 +9,34 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.plans import plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.tensor_parallel import LayerContext, context_part, context_whole
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Runtime
+from shardproof.core.plan.plan import Plan, Precision
 
 SAMPLES, HEADS, HEAD_DIM = 2, 6, 8
 FIRST_SAMPLE = 4
 
 
 def plan_of(cp: int = 1, mode: str = "exact", *, sequence: int = 24, block: int = 2, dropout: float = 0.0, ring: bool = False) -> Plan:
-    model = replace(model_preset("tiny-gpt-6h"), attention_dropout=dropout, max_positions=sequence)
-    numerics = Numerics(mode, gradient_token_block=block, reduction_token_block=1)
-    runtime, layout = Runtime(context_parallel="ring" if ring else None), Layout(cp=cp)
-    batch = Batch(8, SAMPLES, sequence)
-    return Plan(model, cluster_preset("this-host", cp), layout, batch, runtime=runtime, precision=Precision("fp32"), numerics=numerics)
+    return plan(
+        model=model_preset("tiny-gpt-6h"),
+        attention_dropout=dropout,
+        max_positions=sequence,
+        samples=8,
+        micro=SAMPLES,
+        sequence=sequence,
+        context_parallel="ring" if ring else None,
+        mode=mode,
+        gradient_token_block=block,
+        reduction_token_block=1,
+        cp=cp,
+    )
 
 
 def inputs(sequence: int, groups: int = HEADS, width: int = HEAD_DIM) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from helpers.plans import plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.model.multi_token import later_targets
@@ -25,7 +26,7 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import TOKEN_TABLE, parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 
 BOUND = 96 * 96 * 2.0**-24
 SAMPLES, SEQUENCE = 4, 24
@@ -60,15 +61,7 @@ MODELS = [QWEN, LAYERNORMED, LLAMA3, LATENT, YARN, AHEAD, TIED, WINDOWED, LATENT
 
 
 def plan_of(model, mode):
-    return Plan(
-        model,
-        cluster_preset("this-host", 1),
-        Layout(),
-        Batch(SAMPLES, 2, SEQUENCE),
-        precision=Precision("fp32"),
-        numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4),
-        train=Train(mtp_loss_weight=0.7),
-    )
+    return plan(model=model, samples=SAMPLES, micro=2, sequence=SEQUENCE, mode=mode, mtp_loss_weight=0.7)
 
 
 def inputs(model):

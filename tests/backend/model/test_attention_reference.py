@@ -12,15 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from helpers.plans import plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel import LayerContext
 from shardproof.backend.transport.memory import MemoryWorld
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 
 SAMPLES, SEQUENCE = 2, 50
 BOUND = 2 * 8 * SEQUENCE * 2.0**-24
@@ -31,12 +29,10 @@ PACKED = [[13, 1, 20, 16], [33, 17]]
 
 def core_of(mode: str, block: int, heads: int, groups: int, width: int, window: int = 0) -> tuple[AttentionCore, LayerContext]:
     model = ModelSpec("core", 1, heads * width, 60, heads, groups, width, 259, 64, sliding_window=window)
-    plan = Plan(
-        model, cluster_preset("this-host", 1), Layout(), Batch(SAMPLES, SAMPLES, SEQUENCE), precision=Precision("fp32"),
-        numerics=Numerics(mode, gradient_token_block=block, reduction_token_block=min(block, 5)),
-    )  # fmt: skip
+    blocks = {"gradient_token_block": block, "reduction_token_block": min(block, 5)}
+    chosen = plan(model=model, samples=SAMPLES, micro=SAMPLES, sequence=SEQUENCE, mode=mode, **blocks)
     transport = MemoryWorld(1).transport(0)
-    context = LayerContext(plan, tp=transport.group("tp", "tp", [0]), numerics=make_numerics(plan), recorder=transport.recorder)
+    context = LayerContext(chosen, tp=transport.group("tp", "tp", [0]), numerics=make_numerics(chosen), recorder=transport.recorder)
     return AttentionCore(context, "core"), context
 
 

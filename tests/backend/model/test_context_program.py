@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 
+from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
     Plan,
-    Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
 )
 
 DENSE = {
@@ -30,17 +23,20 @@ DENSE = {
 
 
 def plan_of(layout: Layout, mode: str, *, sequence=24, block=3, samples=4, micro=1, changes=None, **choices) -> Plan:
-    model, ring = choices.get("model", "tiny-gpt"), choices.get("ring", False)
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages), **(changes or {})),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(samples, micro, sequence),
-        runtime=Runtime(context_parallel="ring" if ring else None),
-        precision=Precision(choices.get("dtype", "fp32")),
-        recompute=Recompute(choices.get("recompute", "none")),
-        schedule=ScheduleChoice(choices.get("schedule", "1F1B")),
-        numerics=Numerics(mode, gradient_token_block=block, reduction_token_block=min(block, 3)),
+        model=choices.get("model", "tiny-gpt"),
+        **changes or {},
+        samples=samples,
+        micro=micro,
+        sequence=sequence,
+        context_parallel="ring" if choices.get("ring", False) else None,
+        dtype=choices.get("dtype", "fp32"),
+        recompute=choices.get("recompute", "none"),
+        schedule=choices.get("schedule", "1F1B"),
+        mode=mode,
+        gradient_token_block=block,
+        reduction_token_block=min(block, 3),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from helpers.plans import product_plan
 from helpers.program import assert_every_action_records_the_program, recorded_step
 from helpers.stage import spread_weights, tokens_of, whole_gradients
 from shardproof import lower
@@ -24,11 +25,9 @@ from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel.exchange import ExpertGroups
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.transport.mesh import Mesh
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import TOKEN_TABLE, parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Collective, Product
 from shardproof.core.program.expert_tokens import expert_nodes
@@ -58,17 +57,18 @@ CAPPED = replace(LLAMA, name="capped", expert_capacity_factor=0.75)
 
 
 def plan_of(model, mode="exact", *, samples=6, sequence=18, micro=1, dtype="fp32", recompute=None, schedule="1F1B", **degrees) -> Plan:
-    layout = Layout(**degrees)
-    blocks = {"gradient_token_block": 8, "reduction_token_block": 4}
-    return Plan(
-        model,
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, sequence),
-        precision=Precision(dtype),
-        recompute=recompute or Recompute(),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, **blocks),
+    return product_plan(
+        model=model,
+        samples=samples,
+        micro=micro,
+        sequence=sequence,
+        dtype=dtype,
+        recompute=recompute,
+        schedule=schedule,
+        mode=mode,
+        gradient_token_block=8,
+        reduction_token_block=4,
+        **degrees,
     )
 
 

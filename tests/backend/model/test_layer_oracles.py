@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from helpers.plans import plan as exact_plan
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import TOKEN_TABLE, parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan
 
 DEPTH, LONGEST_SUM = 12, 259
 BOUNDS = {"fp32": 2 * DEPTH * LONGEST_SUM * 2.0**-24, "bf16": 2 * DEPTH * 2.0**-9}
@@ -156,10 +156,9 @@ def step_of(tmp_path_factory):
     ) -> Step:
         key = model, layout, mode, dtype, packed
         if key not in made:
-            plan = Plan(
-                model, cluster_preset("this-host", layout.world_size), layout, Batch(SAMPLES, 1 if layout.dp == 2 else 2, SEQUENCE),
-                precision=Precision(dtype), numerics=Numerics(mode, gradient_token_block=6, reduction_token_block=3),
-                train=Train(data=str(data), packed=packed),
+            plan = exact_plan(
+                layout, model=model, samples=SAMPLES, micro=1 if layout.dp == 2 else 2, sequence=SEQUENCE, dtype=dtype, mode=mode,
+                gradient_token_block=6, reduction_token_block=3, data=str(data), packed=packed,
             )  # fmt: skip
             seen = Seen()
             run_threads(MemoryWorld(layout.world_size, timeout_s=60), step_rank, (plan, seen))

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from helpers.plans import plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import UnknownNameError
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 
 MODEL = ModelSpec("gpt", 2, 48, 96, 6, 6, 8, 101, 32, activation="gelu", norm="layernorm", position="learned", bias=True)
 
 
-def plan_of(*, samples=2, micro=1, mode="exact", **layout) -> Plan:
-    chosen = Layout(**layout)
-    cluster, batch = cluster_preset("this-host", chosen.world_size), Batch(samples, micro, 12)
-    return Plan(MODEL, cluster, chosen, batch, precision=Precision("fp32"), numerics=Numerics(mode, gradient_token_block=8))
+plan_of = partial(plan, model=MODEL, samples=2, sequence=12, reduction_token_block=None)
 
 
 def stage_of(plan, transport=None, **choices) -> Stage:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from helpers.plans import plan as exact_plan
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.huggingface.names import sources
 from shardproof.backend.huggingface.parts import file_shapes, regions
@@ -25,16 +26,10 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.trainer import run_steps
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.huggingface import read_config
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
     Precision,
-    ScheduleChoice,
-    Train,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -42,7 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 BOUND = 2 * 38 * 259 * 2.0**-24
 SAMPLES, SEQUENCE = 6, 24
-NUMERICS = Numerics("exact", gradient_token_block=6, reduction_token_block=3)
 
 SIZES = {"vocab_size": 259, "initializer_range": 0.1}
 ROTARY = {
@@ -123,12 +117,11 @@ class Written:
     folder: Path
     data: Path
 
-    def plan(self, layout: Layout, **sections) -> Plan:
-        train = Train(steps=1, data=str(self.data), load=str(self.folder))
-        return Plan(
-            read_config(self.folder), cluster_preset("this-host", layout.world_size), layout,
-            **{"batch": Batch(SAMPLES, 2, SEQUENCE), "precision": Precision("fp32"), "numerics": NUMERICS, "train": train, **sections},
-        )  # fmt: skip
+    def plan(self, layout: Layout, **options) -> Plan:
+        blocks = {"gradient_token_block": 6, "reduction_token_block": 3}
+        train = {"steps": 1, "data": str(self.data), "load": str(self.folder)}
+        choices = {"model": read_config(self.folder), "samples": SAMPLES, "micro": 2, "sequence": SEQUENCE, **blocks, **train, **options}
+        return exact_plan(layout, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -303,10 +296,7 @@ def train_rank(transport, payload):
 def test_weights_trained_on_many_ranks_are_the_files_of_one_and_transformers_reads_them(written, name, layout, schedule, tmp_path):
     ours = written(name)
     for label, degrees, order in (("one", Layout(), "1F1B"), ("many", layout, schedule)):
-        plan = ours.plan(
-            degrees, schedule=ScheduleChoice(order), optimizer=Optimizer(clip_grad_norm=0.5), batch=Batch(SAMPLES, 1, SEQUENCE)
-        )
-        plan = replace(plan, train=replace(plan.train, steps=2, learning_rate=1e-2))
+        plan = ours.plan(degrees, schedule=order, clip_grad_norm=0.5, micro=1, steps=2, learning_rate=1e-2)
         run_threads(MemoryWorld(degrees.world_size, timeout_s=60), train_rank, (plan, tmp_path / label))
     one, many = (load_file(tmp_path / label / "model.safetensors") for label in ("one", "many"))
     assert all(torch.equal(one[tensor], many[tensor]) for tensor in one)

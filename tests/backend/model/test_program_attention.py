@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Plan, Recompute, ScheduleChoice
 
 HEADS = ModelSpec("heads", 2, 32, 48, 6, 3, 8, 256, 32, qk_norm=True, qkv_bias=True)
 LATENT = ModelSpec(
@@ -38,15 +38,7 @@ TIED = ModelSpec(
 
 
 def plan_of(model: ModelSpec, layout: Layout, mode: str, *, micro: int = 1, dtype: str = "fp32", **choices) -> Plan:
-    return Plan(
-        model,
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(4, micro, 24),
-        precision=Precision(dtype),
-        numerics=Numerics(mode, gradient_token_block=8),
-        **choices,
-    )
+    return plan(layout, model=model, samples=4, micro=micro, dtype=dtype, mode=mode, reduction_token_block=None, **choices)
 
 
 UP = Recompute("selective", modules=("core_attn", "mla_up_proj"))

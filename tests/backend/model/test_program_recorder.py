@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 
+from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.core.program import operations
 from shardproof.core.schedule.action import Action, Kind
 
@@ -24,15 +22,18 @@ KEEP = Recompute()
 
 
 def plan_of(layout: Layout, mode: str, *, model="tiny-gpt", samples=8, micro=1, schedule="1F1B", recompute=KEEP, dtype="fp32") -> Plan:
-    return Plan(
-        replace(model_preset(model), num_layers=layout.stages.count("t") if layout.stages else max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(samples, micro, 20),
-        precision=Precision(dtype),
+        model=model,
+        num_layers=layout.stages.count("t") if layout.stages else max(2, layout.num_stages),
+        samples=samples,
+        micro=micro,
+        sequence=20,
+        dtype=dtype,
         recompute=recompute,
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, gradient_token_block=8),
+        schedule=schedule,
+        mode=mode,
+        reduction_token_block=None,
     )
 
 

@@ -6,17 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
     Plan,
-    Precision,
     Recompute,
-    ScheduleChoice,
     Train,
 )
 from shardproof.core.program import EXPERT_BIAS, Collective
@@ -43,15 +39,17 @@ MOE = Recompute("selective", modules=("moe",))
 
 
 def plan_of(layout: Layout, mode: str, *, model=CAPACITY, micro=1, dtype="fp32", schedule="1F1B", train=BUSY, recompute=None) -> Plan:
-    return Plan(
-        replace(model, num_layers=max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(6, micro, 24),
-        precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, gradient_token_block=6, reduction_token_block=3),
-        recompute=recompute or Recompute(),
+        model=model,
+        samples=6,
+        micro=micro,
+        dtype=dtype,
+        schedule=schedule,
+        mode=mode,
+        gradient_token_block=6,
+        reduction_token_block=3,
+        recompute=recompute,
         train=train,
     )
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.plans import product_plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.model.router import DROPPED, Router, choose, reduce_counts
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel import LayerContext
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan, Train
 
 UNIT = 2.0**-24
 BOUND = 64 * UNIT
@@ -62,11 +62,17 @@ def problem(model: ModelSpec) -> Problem:
 
 
 def plan_of(model: ModelSpec, mode="exact", micro=SAMPLES, dtype="fp32", layout=None, **train) -> Plan:
-    layout = Layout() if layout is None else layout
-    blocks = {"gradient_token_block": 3, "reduction_token_block": 1}
-    cluster, batch = cluster_preset("this-host", layout.world_size), Batch(SAMPLES, micro, SEQUENCE)
-    return Plan(
-        model, cluster, layout, batch, precision=Precision(dtype), numerics=Numerics(mode, **blocks), train=replace(Train(), **train)
+    return product_plan(
+        layout,
+        model=model,
+        samples=SAMPLES,
+        micro=micro,
+        sequence=SEQUENCE,
+        dtype=dtype,
+        mode=mode,
+        gradient_token_block=3,
+        reduction_token_block=1,
+        train=replace(Train(), **train),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.plans import plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.base.recorder import Recorder
 from shardproof.backend.model.attention_core import AttentionCore
@@ -17,10 +18,8 @@ from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import LayerContext, hidden_dropout
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Optimizer, Plan, Precision, Train
+from shardproof.core.plan.plan import Optimizer, Plan, Train
 
 
 def kept_in_python(seed: int, operation: str, step: int, index: int, probability: float) -> bool:
@@ -54,10 +53,9 @@ def test_the_share_that_is_dropped_and_the_independence_of_names_and_steps():
 
 
 def plan_of(tp: int = 1) -> Plan:
-    model = replace(model_preset("tiny-gpt-6h"), hidden_dropout=0.2, attention_dropout=0.3)
-    layout = Layout(tp=tp, sequence_parallel=tp > 1)
-    numerics = Numerics("exact", gradient_token_block=8, reduction_token_block=4)
-    return Plan(model, cluster_preset("this-host", tp), layout, Batch(4, 2, 24), precision=Precision("fp32"), numerics=numerics)
+    return plan(
+        model=model_preset("tiny-gpt-6h"), hidden_dropout=0.2, attention_dropout=0.3, samples=4, micro=2, tp=tp, sequence_parallel=tp > 1
+    )
 
 
 def context_of(transport, plan: Plan) -> LayerContext:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.plans import product_plan
 from shardproof.backend.base.recorder import Recorder
 from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.numerics.fast import FastAccumulator, FastNumerics
@@ -14,25 +15,25 @@ from shardproof.backend.numerics.token_product import TokenProduct
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import Collective, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.verify.dynamic.proof import prove
 
 
 def tiny(layout, *, mode="exact", dtype="bf16", gradient_dtype="bf16", global_size=4, model=None) -> Plan:
-    blocks = {"gradient_token_block": 4, "reduction_token_block": 4} if mode == "exact" else {}
-    small = replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32)
-    return Plan(
-        model or small,
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(global_size, 1, 16),
-        precision=Precision(dtype, gradient_dtype=gradient_dtype),
-        numerics=Numerics(mode, **blocks),
-        train=Train(steps=3, learning_rate=1e-2),
+        model=model or replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32),
+        samples=global_size,
+        sequence=16,
+        dtype=dtype,
+        gradient_dtype=gradient_dtype,
+        mode=mode,
+        **{"gradient_token_block": 4, "reduction_token_block": 4} if mode == "exact" else {},
+        steps=3,
+        learning_rate=0.01,
     )
 
 

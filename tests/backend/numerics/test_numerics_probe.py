@@ -5,23 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.plans import product_plan
 from shardproof.backend.numerics import probe as probe_module
 from shardproof.backend.numerics.probe import PROBES, probe
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
 
 
 def plan_of(name: str, sequence: int) -> Plan:
-    return Plan(
-        model_preset(name),
-        cluster_preset("this-host", 1),
-        Layout(),
-        Batch(2, 1, sequence),
-        precision=Precision("fp32"),
-        numerics=Numerics("exact"),
-    )
+    return product_plan(model=model_preset(name), samples=2, sequence=sequence, dtype="fp32", mode="exact")
 
 
 @pytest.mark.parametrize("sequence", [1, 33, 48, 128])

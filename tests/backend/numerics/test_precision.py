@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from helpers.plans import plan
 from shardproof.backend.numerics import OwnedLeaves, make_numerics
 from shardproof.backend.numerics.tokens import owned_tokens
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.leaves import Leaves
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan
 
 HALF_ULP = 2.0**-8
 """bf16 keeps 8 significant bits: rounding to nearest errs by at most 2^-9 of the next power of two, 2^-8 of the value."""
 WIDTH, FEATURES = 96, 40
 
 
-def plan_of(tp: int = 1, *, mode="exact", dtype="bf16", sequence_parallel=False, learning_rate=1e-2) -> Plan:
-    return Plan(
-        replace(model_preset("tiny-gpt-6h"), num_layers=2),
-        cluster_preset("this-host", tp),
-        Layout(tp=tp, sequence_parallel=sequence_parallel),
-        Batch(4, 2, 24),
-        precision=Precision(dtype),
-        numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4),
-        train=Train(learning_rate=learning_rate),
+def plan_of(tp: int = 1, *, mode="exact", dtype="bf16", sequence_parallel=False, learning_rate=0.01) -> Plan:
+    return plan(
+        model="tiny-gpt-6h",
+        num_layers=2,
+        samples=4,
+        micro=2,
+        dtype=dtype,
+        mode=mode,
+        learning_rate=learning_rate,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from helpers.plans import plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.launching.launch import Workers
 from shardproof.backend.model.transformer import Stage
@@ -21,10 +22,9 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import RankFailure
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stages import assign_layers
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import Collective, Message
 from shardproof.core.program.bridge import Grid, Holding, stage_grid
 from shardproof.core.schedule import build, lower
@@ -36,9 +36,7 @@ MODEL = replace(model_preset("tiny-gpt"), **SIZES, tied_embeddings=False)
 
 def plan_of(layout: Layout, micro: int = 1) -> Plan:
     """A plan of the layout's ranks only; blocks of 2 tokens and of 1, so that every degree here cuts 24 tokens."""
-    numerics = Numerics("exact", gradient_token_block=2, reduction_token_block=1)
-    batch = Batch(SAMPLES, micro, SEQUENCE)
-    return Plan(MODEL, cluster_preset("this-host", layout.world_size), layout, batch, precision=Precision("fp32"), numerics=numerics)
+    return plan(layout, model=MODEL, samples=SAMPLES, micro=micro, sequence=SEQUENCE, gradient_token_block=2, reduction_token_block=1)
 
 
 def even_samples(dp: int) -> list[list[tuple[int, int]]]:

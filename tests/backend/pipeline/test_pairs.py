@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 import pytest
 import torch
 
+from helpers.plans import product_plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.backend.base.observe import Observer
 from shardproof.backend.pipeline.overlap import PairRunner
@@ -19,19 +20,11 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import DivergedError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
     DataParallel,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     Recompute,
-    Runtime,
     ScheduleChoice,
-    Train,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.schedule.action import Kind
@@ -41,19 +34,24 @@ MOE = Recompute("selective", modules=("core_attn", "moe"))
 
 
 def tiny(layout, *, schedule="Combined1F1B", model="tiny-moe", samples=6, mode="exact", recompute=MOE, turns=True, **choices) -> Plan:
-    experts = {"num_experts": 6, "experts_per_token": 2} if model == "tiny-moe" else {}
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages), hidden_size=32, num_heads=6, num_kv_heads=3, **experts),
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(samples, 1, 24),
-        runtime=Runtime(ep_comm_overlap=turns or None, **choices),
-        precision=Precision("fp32"),
+        model=model,
+        hidden_size=32,
+        num_heads=6,
+        num_kv_heads=3,
+        **{"num_experts": 6, "experts_per_token": 2} if model == "tiny-moe" else {},
+        samples=samples,
+        ep_comm_overlap=turns or None,
+        **choices,
+        dtype="fp32",
         recompute=recompute,
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, **({"gradient_token_block": 6, "reduction_token_block": 2} if mode == "exact" else {})),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
+        schedule=schedule,
+        mode=mode,
+        **{"gradient_token_block": 6, "reduction_token_block": 2} if mode == "exact" else {},
+        clip_grad_norm=0.1,
+        steps=2,
+        learning_rate=0.01,
     )
 
 

@@ -8,22 +8,16 @@ import pytest
 
 from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
 from helpers.gates import sampled
+from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof import lower, run_schedule
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.transport.mesh import Mesh
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     ScheduleChoice,
-    Train,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 
@@ -32,16 +26,19 @@ STEPS = 2
 
 def tiny(layout: Layout, schedule: str, *, samples: int, micro=1, model="tiny-gpt", mode="exact", file=None, **fields) -> Plan:
     """A small model with clipping that is active from the first step."""
-    return Plan(
-        replace(model_preset(model), num_layers=layout.num_stages, **fields),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(samples, micro, 12),
-        precision=Precision("fp32"),
+        model=model,
+        num_layers=layout.num_stages,
+        **fields,
+        samples=samples,
+        micro=micro,
+        sequence=12,
         schedule=ScheduleChoice(schedule) if file is None else ScheduleChoice(file=file),
-        numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=STEPS, learning_rate=1e-2),
+        mode=mode,
+        clip_grad_norm=0.1,
+        steps=STEPS,
+        learning_rate=0.01,
     )
 
 

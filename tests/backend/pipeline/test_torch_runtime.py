@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional as F
 
 from helpers.gates import sample
+from helpers.plans import product_plan
 from shardproof import Schedule, build, check, lower
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.base.observe import Observer
@@ -39,10 +40,9 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.base import Transport
 from shardproof.core.base.errors import ScheduleError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import TOKEN_TABLE
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.plan.plan import Plan
 from shardproof.core.schedule import CATALOG
 
 SEQUENCE, HIDDEN, VOCABULARY = 8, 32, 256
@@ -75,15 +75,11 @@ def export(schedule: Schedule, folder: Path) -> Export:
 
     layout = Layout(pp=schedule.num_ranks, vpp=schedule.num_stages // schedule.num_ranks)
     shape = (schedule.num_stages, HIDDEN, 48, 4, 2, 8, VOCABULARY, SEQUENCE)
-    plan = Plan(
-        ModelSpec("squared", *shape, activation="relu_squared", position="learned"),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(schedule.num_microbatches, 1, SEQUENCE),
-        precision=Precision("fp32"),
-        schedule=ScheduleChoice(file=write("ours.csv", schedule.to_csv())),
-        numerics=Numerics("exact"),
-    )
+    file = write("ours.csv", schedule.to_csv())
+    plan = product_plan(
+        layout, model=ModelSpec("squared", *shape, activation="relu_squared", position="learned"),
+        samples=schedule.num_microbatches, sequence=SEQUENCE, dtype="fp32", mode="exact", file=file,
+    )  # fmt: skip
     forms = {"compute_only": schedule, "compute_comms": lower(schedule)}
     files = {form: write(f"{form}.csv", each.to_csv(dialect="torch")) for form, each in forms.items()}
     return Export(plan, files, str(folder / "rendezvous"))

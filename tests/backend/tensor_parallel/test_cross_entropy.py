@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from helpers.plans import plan
 from shardproof.backend.numerics import OwnedLeaves
 from shardproof.backend.numerics.exact import ExactNumerics
 from shardproof.backend.numerics.fast import FastNumerics
@@ -25,11 +26,8 @@ from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import ModelError, PlanError, RankFailure
-from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.leaves import LeafSizes, Leaves
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations
 from shardproof.core.schedule import lower
@@ -177,14 +175,19 @@ def test_what_is_no_choice_and_no_target_is_refused_with_what_would_do():
 
 
 def plan_of(mode="exact", *, padding_rows=0, steps=1, tp=1, dp=1, **train) -> Plan:
-    return Plan(
-        replace(model_preset("tiny-gpt-6h"), num_layers=1, vocab_size=260, padding_rows=padding_rows),
-        cluster_preset("this-host", tp * dp),
-        Layout(tp=tp, dp=dp),
-        Batch(6, 1, 16),
-        precision=Precision("fp32"),
-        numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4),
-        train=Train(steps=steps, data=__file__, **train),
+    return plan(
+        model="tiny-gpt-6h",
+        num_layers=1,
+        vocab_size=260,
+        padding_rows=padding_rows,
+        samples=6,
+        sequence=16,
+        mode=mode,
+        steps=steps,
+        data=__file__,
+        **train,
+        tp=tp,
+        dp=dp,
     )
 
 

@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 
+from helpers.plans import product_plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.numerics import ExactNumerics, FastNumerics, OwnedLeaves
 from shardproof.backend.numerics.dropout import dropout_mask
@@ -21,9 +22,8 @@ from shardproof.backend.tensor_parallel.data import TensorSpec, broadcast, conte
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.leaves import LeafSizes, Leaves, leaf_sizes
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Recompute
+from shardproof.core.plan.plan import Plan
 
 VOCABULARY = Leaves(128, 8)
 SIZES = LeafSizes(Leaves(1, 1), Leaves(1, 1), VOCABULARY, 8, 4)
@@ -131,8 +131,7 @@ def stored_activation_job(transport, _):
 
 def distributing_plan() -> Plan:
     model = ModelSpec("gpt", 1, 64, 256, 8, 8, 8, 1600, 32)
-    choices = {"recompute": Recompute("full", distribute=True), "numerics": Numerics("exact")}
-    return Plan(model, cluster_preset("this-host", 2), Layout(tp=2), Batch(1, 1, 4), **choices)
+    return product_plan(tp=2, model=model, samples=1, sequence=4, recompute="full", distribute=True, mode="exact")
 
 
 def test_a_saved_activation_of_4_by_4_spread_over_2_ranks_keeps_8_elements():

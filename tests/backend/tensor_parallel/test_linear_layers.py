@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.plans import product_plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, join_fused, split_fused
 from shardproof.backend.transport.base import SoloGroup
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
 
 HIDDEN, FFN, SAMPLES, TOKENS = 24, 42, 2, 12
 MODEL = ModelSpec("layers", 1, HIDDEN, FFN, 30, 30, 2, 64, 64, activation="gelu", norm="layernorm", position="learned", bias=True)
@@ -63,10 +62,17 @@ class Case:
 
 
 def plan_of(mode: str, tp: int, sequence_parallel: bool, dtype: str = "fp32") -> Plan:
-    layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
-    blocks = {"gradient_token_block": 4, "reduction_token_block": 2} if mode == "exact" else {}
-    cluster, batch = cluster_preset("this-host", tp), Batch(SAMPLES, SAMPLES, TOKENS)
-    return Plan(MODEL, cluster, layout, batch, precision=Precision(dtype), numerics=Numerics(mode, **blocks))
+    return product_plan(
+        model=MODEL,
+        samples=SAMPLES,
+        micro=SAMPLES,
+        sequence=TOKENS,
+        dtype=dtype,
+        mode=mode,
+        **{"gradient_token_block": 4, "reduction_token_block": 2} if mode == "exact" else {},
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def run_layer(transport, payload):

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.plans import plan
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Recompute, ScheduleChoice
 from shardproof.simulator.memory.layers import full_recompute, layer_nodes
 from shardproof.simulator.memory.profiles import memory_profile
 from shardproof.simulator.memory.tensors import LayerTensors
@@ -29,15 +29,17 @@ MODES = {
 }
 
 
-def plan_of(model: str, num_layers: int, recompute: Recompute, layout: Layout, *, dropout: float = 0.0, dtype: str = "fp32") -> Plan:
-    return Plan(
-        replace(model_preset(model), num_layers=num_layers, hidden_dropout=dropout, attention_dropout=dropout),
-        cluster_preset("this-host", layout.world_size),
+def plan_of(model: str, num_layers: int, recompute: Recompute | None, layout: Layout, *, dropout: float = 0.0, dtype: str = "fp32") -> Plan:
+    return plan(
         layout,
-        Batch(2 * layout.dp, 2, 24),
-        precision=Precision(dtype),
+        model=model,
+        num_layers=num_layers,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        samples=2 * layout.dp,
+        micro=2,
+        dtype=dtype,
         recompute=recompute,
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
     )
 
 

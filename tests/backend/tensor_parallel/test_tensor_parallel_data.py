@@ -9,16 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel.data import TensorSpec, broadcast, context_part, context_positions, context_whole
 from shardproof.backend.trainer import Trainer
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import PlanError, RankFailure
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan, Train
 from shardproof.core.program import Collective, load_batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn)
@@ -121,14 +120,7 @@ def test_a_sequence_that_cannot_be_cut_says_how_long_it_must_be():
 
 
 def plan_of(tp=1, dp=1, data=__file__) -> Plan:
-    return Plan(
-        model_preset("tiny-gpt"),
-        cluster_preset("this-host", tp * dp),
-        Layout(tp=tp, dp=dp),
-        Batch(4, 1, 16),
-        precision=Precision("fp32"),
-        train=Train(steps=0, data=data),
-    )
+    return product_plan(model=model_preset("tiny-gpt"), samples=4, sequence=16, dtype="fp32", steps=0, data=data, tp=tp, dp=dp)
 
 
 def batches_job(transport, plan):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.gates import sampled
+from helpers.plans import product_plan
 from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.launching.torchrun import failed
 from shardproof.backend.model.block import TransformerBlock
@@ -28,17 +29,11 @@ from shardproof.core.base.errors import (
     error_words,
 )
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
     DataParallel,
-    Numerics,
     Plan,
-    Precision,
     Runtime,
     ScheduleChoice,
-    Train,
 )
 from shardproof.core.schedule.action import SENDS, Action
 
@@ -46,15 +41,19 @@ SECOND_STEP = "step 2"
 
 
 def tiny(layout, *, schedule="1F1B", global_size=4, **train) -> Plan:
-    return Plan(
-        replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32),
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(global_size, 1, 16),
-        precision=Precision("fp32"),
-        numerics=Numerics("fast"),
-        schedule=ScheduleChoice(schedule),
-        train=Train(steps=3, **train),
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        num_kv_heads=2,
+        ffn_hidden_size=32,
+        samples=global_size,
+        sequence=16,
+        dtype="fp32",
+        schedule=schedule,
+        steps=3,
+        **train,
     )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import shardproof
+from helpers.plans import product_plan
 from shardproof.core.base.errors import PlanError
-from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import (
     NO_VARIATION,
@@ -19,8 +19,7 @@ from shardproof.core.machine.variation import (
     devices_named,
     link_named,
 )
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan
+from shardproof.core.plan.plan import Plan
 
 CLUSTER = cluster_preset("dgx-h100", 32)
 
@@ -79,8 +78,7 @@ def test_only_what_is_said_counts():
 
 
 def plan_with(**fields) -> Plan:
-    model = model_preset("llama3-8b")
-    return Plan(model, CLUSTER, Layout(tp=4, pp=2, dp=4), Batch(32, 1, 1024), variation=Variation(**fields))
+    return product_plan(model="llama3-8b", cluster=CLUSTER, samples=32, sequence=1024, variation=Variation(**fields), tp=4, pp=2, dp=4)
 
 
 def test_a_plan_with_variation_round_trips():

@@ -5,27 +5,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import plan
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 from shardproof.core.program.bridge import Grid, Holding, messages, stage_grid
 
 MODEL = replace(model_preset("tiny-llama"), hidden_size=24, ffn_hidden_size=48, num_heads=12, num_kv_heads=12, head_dim=2, vocab_size=288)
 SEQUENCE, HIDDEN = 48, 24
 
 
-def plan_of(**degrees) -> Plan:
-    layout = Layout(**degrees)
-    numerics = Numerics("exact", gradient_token_block=4, reduction_token_block=2)
-    cluster = cluster_preset("this-host", layout.world_size)
-    return Plan(MODEL, cluster, layout, Batch(12, 1, SEQUENCE), precision=Precision("fp32"), numerics=numerics)
+plan_of = partial(plan, model=MODEL, samples=12, sequence=SEQUENCE, gradient_token_block=4, reduction_token_block=2)
 
 
 def even_samples(num_samples: int, dp: int) -> list[list[tuple[int, int]]]:

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.base.reduction import CarryTree, NestedTree
-from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.routed_tokens import Piece
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
 from shardproof.core.program.expert_tokens import expert_nodes, num_token_blocks, routed_tokens
 
 MODEL = ModelSpec(*("m", 2, 48, 64, 6, 6, 8, 256, 64), num_experts=6, experts_per_token=2, expert_ffn_hidden_size=24)
 
 
-def plan_of(*, mode="exact", samples=6, sequence=96, micro=1, schedule="1F1B", **degrees) -> Plan:
-    layout = Layout(**degrees)
-    return Plan(
-        replace(MODEL, num_layers=max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, sequence),
-        precision=Precision("fp32"),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4),
-    )
+plan_of = partial(plan, model=MODEL, samples=6, sequence=96, schedule="1F1B")
 
 
 LAYOUTS = [

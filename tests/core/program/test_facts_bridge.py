@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from functools import partial
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof import ModularPlan
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision
 from shardproof.core.program.bridge import Grid, Holding, messages, stage_grid
 
 ORDER = "tp-cp-ep-pp-dp"
 """That of their grids in these tests: a data-parallel lane is a run of ranks."""
 
 
-def plan_of(**degrees) -> Plan:
-    layout = Layout(**degrees, order=ORDER)
-    return Plan(
-        model_preset("tiny-gpt"), cluster_preset("this-host", layout.world_size), layout, Batch(4, 1, 16), precision=Precision("fp32")
-    )
+plan_of = partial(product_plan, model=model_preset("tiny-gpt"), samples=4, sequence=16, dtype="fp32", order=ORDER)
 
 
 def lanes(grid: Grid, dp: int) -> list[list[int]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stage_parameters import stage_parameters, stage_usages
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import TOKEN_TABLE, count_parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Batch, Plan
 from shardproof.core.program import (
     Collective,
     Message,
@@ -33,18 +35,7 @@ MODEL = ModelSpec(
 )
 
 
-def plan_of(*, model=MODEL, samples=12, micro=2, sequence=24, dtype="fp32", mode="fast", recompute="none", **layout) -> Plan:
-    chosen = Layout(**layout)
-    return Plan(
-        model,
-        cluster_preset("this-host", chosen.world_size),
-        chosen,
-        Batch(samples, micro, sequence),
-        precision=Precision(dtype),
-        recompute=Recompute(recompute),
-        schedule=ScheduleChoice("Interleaved1F1B" if chosen.vpp > 1 else "1F1B"),
-        numerics=Numerics(mode),
-    )
+plan_of = partial(product_plan, model=MODEL, samples=12, micro=2, dtype="fp32")
 
 
 def flops(found):

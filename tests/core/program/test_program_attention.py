@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.layout.layout import Layout
+from helpers.plans import product_plan
 from shardproof.core.layout.stage_parameters import stage_parameters
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import (
     TOKEN_TABLE,
@@ -18,7 +17,7 @@ from shardproof.core.model.parameters import (
     mtp_parameters,
     parameters,
 )
-from shardproof.core.plan.plan import Batch, Plan, Precision
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import (
     Collective,
     Message,
@@ -39,8 +38,7 @@ B, S, H = 2, 32, 64
 
 
 def plan_of(model=GROUPED, *, samples=16, **layout) -> Plan:
-    chosen = Layout(**layout)
-    return Plan(model, cluster_preset("this-host", chosen.world_size), chosen, Batch(samples, B, S), precision=Precision("bf16"))
+    return product_plan(model=model, samples=samples, micro=B, sequence=S, **layout)
 
 
 def work_of(plan, part, tp_rank=0):

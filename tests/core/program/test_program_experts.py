@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import count_parameters, layer_parameters, parameters
-from shardproof.core.plan.plan import Batch, DataParallel, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Numerics, Precision
 from shardproof.core.program import (
     Collective,
     Held,
@@ -38,16 +38,7 @@ B, S, H, K, E, F = 2, 32, 64, 2, 8, 32
 """Samples of a microbatch, sequence, hidden size, experts of a token, experts, width of one."""
 
 
-def plan_of(*, model=MODEL, samples=16, dtype="bf16", shard=None, **layout) -> Plan:
-    chosen = Layout(**layout)
-    return Plan(
-        model,
-        cluster_preset("this-host", chosen.world_size),
-        chosen,
-        Batch(samples, B, S),
-        precision=Precision(dtype),
-        data_parallel=DataParallel(shard=shard),
-    )
+plan_of = partial(product_plan, model=MODEL, samples=16, micro=B, sequence=S, shard=None)
 
 
 def flops(found):

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.core.base.errors import PlanError
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Plan, Recompute
+from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.core.program import Collective, Group, Product, group_work, operations, recomputes_whole, stage_groups, stage_work
 from shardproof.core.schedule.action import Kind
 
@@ -23,9 +22,8 @@ MIXED = replace(DENSE, num_experts=4, experts_per_token=2, num_shared_experts=1,
 ALL = replace(MIXED, **LATENT, v_head_dim=20, num_mtp_layers=2)
 
 
-def plan_of(model=ALL, recompute=Recompute(), *, stages=None, **layout) -> Plan:  # noqa: B008 - frozen
-    chosen = Layout(stages=stages, **layout)
-    return Plan(model, cluster_preset("this-host", chosen.world_size), chosen, Batch(8, 2, 32), recompute=recompute)
+def plan_of(model=ALL, recompute=None, *, stages=None, **layout) -> Plan:
+    return product_plan(model=model, samples=8, micro=2, sequence=32, recompute=recompute, stages=stages, **layout)
 
 
 def flops(found):

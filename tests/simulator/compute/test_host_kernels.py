@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.base.errors import ClusterError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
     Plan,
-    Precision,
     Recompute,
     Runtime,
     ScheduleChoice,
@@ -52,7 +50,7 @@ def host(num_devices: int = 1, *, kernel_s: float = 1e-9, **fields) -> object:
 
 
 def plan_of(layout: Layout, cluster, model: str = "tiny-gpt", **fields) -> Plan:
-    return Plan(model_preset(model), cluster, layout, Batch(8, 1, 64), precision=Precision("fp32"), numerics=Numerics("fast"), **fields)
+    return product_plan(layout, model=model_preset(model), cluster=cluster, samples=8, sequence=64, dtype="fp32", **fields)
 
 
 def test_a_kernel_between_two_sizes_lies_on_the_line_through_them_on_logarithmic_scales():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.benchmarks.published.recipes import recipe_of
 from shardproof.benchmarks.published.row import Row
 from shardproof.core.layout.layout import Layout
@@ -34,8 +35,7 @@ B200 = cluster_preset("dgx-b200", 8)
 
 
 def forward_and_backward(runtime: Runtime, layout: Layout):
-    machine = cluster_preset("dgx-h100", layout.world_size)
-    pricing = Pricing(Plan(MIXTRAL, machine, layout, Batch(4 * layout.dp, 1, 4096), runtime=runtime))
+    pricing = Pricing(product_plan(layout, model=MIXTRAL, cluster="dgx-h100", sequence=4096, runtime=runtime))
     return pricing.seconds(Kind.F, 0), pricing.seconds(Kind.B, 0)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
@@ -21,8 +22,9 @@ from shardproof.simulator.cost.pricing import Pricing
 
 
 def mixtral(layout: Layout, *, sequence: int = 2048, **fields) -> Plan:
-    cluster = cluster_preset("dgx-h100", layout.world_size)
-    return Plan(model_preset("mixtral-8x7b"), cluster, layout, Batch(4 * layout.dp, 1, sequence), variation=Variation(**fields))
+    return product_plan(
+        layout, model="mixtral-8x7b", cluster="dgx-h100", samples=4 * layout.dp, sequence=sequence, variation=Variation(**fields)
+    )
 
 
 @pytest.mark.parametrize(("num_experts", "imbalance"), [(8, 0.3), (64, 0.5), (256, 1.5)])

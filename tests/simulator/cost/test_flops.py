@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Recompute
+from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.core.program import Product, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.flops import layer_flops_per_token, step_flops
@@ -20,9 +19,8 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "num_shared_experts": 1, "e
 LATENT = {"q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20}
 
 
-def plan_of(model, *, samples=8, sequence=32, recompute=Recompute(), **layout) -> Plan:  # noqa: B008 - frozen
-    chosen = Layout(**layout)
-    return Plan(model, cluster_preset("this-host", chosen.world_size), chosen, Batch(samples, 1, sequence), recompute=recompute)
+def plan_of(model, *, samples=8, sequence=32, recompute=None, **layout) -> Plan:
+    return product_plan(model=model, samples=samples, sequence=sequence, recompute=recompute, **layout)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("gpt3-175b", "none"), ("gpt3-175b", "selective"), ("megatron-22b", "full")])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, DataParallel, Plan, Precision, Runtime
+from shardproof.core.plan.plan import Plan
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.once_a_step import (
     CHECK_CALLS,
@@ -25,12 +26,18 @@ TENSORS = 32 * 6 + 3
 """Two norms and four products of 32 layers; token table, head and final norm."""
 
 
-def plan(*, dtype="bf16", zero=1, cuda_graphs=None, **choices) -> Plan:
-    runtime = Runtime("megatron-te", cuda_graphs=cuda_graphs, amax_reduction="none")
-    layout, chosen = Layout(dp=8, zero=zero), DataParallel(**choices)
-    return Plan(
-        LLAMA, cluster_preset("dgx-h100", 8), layout, Batch(8, 1, 8192), runtime=runtime, data_parallel=chosen, precision=Precision(dtype)
-    )
+plan = partial(
+    product_plan,
+    model=LLAMA,
+    cluster="dgx-h100",
+    samples=8,
+    sequence=8192,
+    profile="megatron-te",
+    cuda_graphs=None,
+    amax_reduction="none",
+    dp=8,
+    zero=1,
+)
 
 
 def waited_s(plan: Plan) -> float:

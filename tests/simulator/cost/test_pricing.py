@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster import ClusterSpec
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
     DataParallel,
     Numerics,
     Plan,
@@ -38,8 +38,16 @@ GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-70b")
 
 
 def plan(layout: Layout, runtime: Runtime, *, model=LLAMA, cluster="dgx-h100", micro=1, microbatches=4, sequence=8192, **more) -> Plan:
-    machine = cluster if isinstance(cluster, ClusterSpec) else cluster_preset(cluster, layout.world_size)
-    return Plan(model, machine, layout, Batch(micro * microbatches * layout.dp, micro, sequence), runtime=runtime, **more)
+    return product_plan(
+        layout,
+        model=model,
+        cluster=cluster if isinstance(cluster, ClusterSpec) else cluster_preset(cluster, layout.world_size),
+        samples=micro * microbatches * layout.dp,
+        micro=micro,
+        sequence=sequence,
+        runtime=runtime,
+        **more,
+    )
 
 
 def layer_of(plan: Plan):

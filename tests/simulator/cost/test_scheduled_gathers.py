@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.commands.options import SearchSpace
-from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Batch, Plan, ScheduleChoice
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import stage_elements
 from shardproof.core.schedule import lower
@@ -29,14 +29,19 @@ from shardproof.verify.schedule.check import check
 def plan(
     *, pp: int, vpp: int = 1, dp: int = 4, zero: int = 3, active: int | None = None, name: str | None = None, microbatches: int = 8
 ) -> Plan:
-    layout = Layout(tp=4, pp=pp, vpp=vpp, dp=dp, zero=zero)
-    return Plan(
-        model=model_preset("llama3-70b"),
-        cluster=cluster_preset("dgx-h100", layout.world_size),
-        layout=layout,
-        batch=Batch(microbatches * dp, 1, 4096),
-        recompute=Recompute("full"),
-        schedule=ScheduleChoice(name or ("Interleaved1F1B" if vpp > 1 else "1F1B"), max_active_stages=active),
+    return product_plan(
+        model="llama3-70b",
+        cluster="dgx-h100",
+        samples=microbatches * dp,
+        sequence=4096,
+        recompute="full",
+        schedule=name or ("Interleaved1F1B" if vpp > 1 else "1F1B"),
+        max_active_stages=active,
+        tp=4,
+        pp=pp,
+        vpp=vpp,
+        dp=dp,
+        zero=zero,
     )
 
 

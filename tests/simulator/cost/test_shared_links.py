@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Runtime
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import message_bytes
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing
@@ -26,8 +27,15 @@ MODEL = replace(model_preset("llama3-8b"), num_layers=8)
 
 
 def plan(layout: Layout, **cluster) -> Plan:
-    machine = replace(cluster_preset("dgx-h100", layout.world_size), **cluster)
-    return Plan(MODEL, machine, layout, Batch(8 * layout.dp, 1, 4096), runtime=Runtime("megatron-te", p2p_overlap=True))
+    return product_plan(
+        layout,
+        model=MODEL,
+        cluster=replace(cluster_preset("dgx-h100", layout.world_size), **cluster),
+        samples=8 * layout.dp,
+        sequence=4096,
+        profile="megatron-te",
+        p2p_overlap=True,
+    )
 
 
 def loads(chosen: Plan):

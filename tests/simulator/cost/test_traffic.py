@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import stage_groups
 from shardproof.simulator.cost.traffic import Traffic, group_traffic, layer_traffic
 from shardproof.simulator.stack.profiles import PROFILES
@@ -20,7 +20,7 @@ MEGATRON, OLD, EAGER = PROFILES["megatron-te"], PROFILES["megatron-2021"], PROFI
 
 def plan(model: ModelSpec, layout: Layout | None = None, micro: int = 1) -> Plan:
     layout = layout or Layout()
-    return Plan(model, cluster_preset("dgx-a100-80g", layout.world_size), layout, Batch(micro * layout.dp, micro, 2048))
+    return product_plan(layout, model=model, cluster="dgx-a100-80g", samples=micro * layout.dp, micro=micro, sequence=2048)
 
 
 GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-8b")

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Runtime
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import Held, held_elements
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing
@@ -22,8 +21,7 @@ FSDP = PROFILES["megatron-fsdp"]
 
 
 def plan(layout: Layout, stack: str = "megatron-fsdp") -> Plan:
-    cluster = cluster_preset("dgx-h100", layout.world_size)
-    return Plan(model_preset("mixtral-8x7b"), cluster, layout, Batch(layout.dp * 4, 1, 4096), runtime=Runtime(stack))
+    return product_plan(layout, model="mixtral-8x7b", cluster="dgx-h100", samples=layout.dp * 4, sequence=4096, profile=stack)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.core.plan.plan import Batch, Plan, Precision
 from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.engine.attribution import busy_s, sorts_of
@@ -66,13 +67,15 @@ PROFILES = ("shardproof", "megatron-te", "torchtitan", "megatron-2021")
 
 
 def gpt(schedule: str, layout: Layout, profile: str, **variation) -> Plan:
-    return Plan(
-        replace(model_preset("llama3-8b"), num_layers=8 * layout.num_stages),
-        cluster_preset("dgx-h100", layout.world_size),
+    return product_plan(
         layout,
-        Batch(8 * layout.dp, 1, 2048),
-        runtime=Runtime(profile),
-        schedule=ScheduleChoice(schedule),
+        model="llama3-8b",
+        cluster="dgx-h100",
+        num_layers=8 * layout.num_stages,
+        samples=8 * layout.dp,
+        sequence=2048,
+        profile=profile,
+        schedule=schedule,
         variation=Variation(**variation),
     )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.paths import DATA
+from helpers.plans import product_plan
 from shardproof.benchmarks.published.row import Row
 from shardproof.benchmarks.published.validation import predict_row
 from shardproof.benchmarks.published.validation.fitting import (
@@ -21,7 +22,7 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.core.plan.plan import Batch, Plan, Recompute
 from shardproof.simulator.memory.capacity import capacities, capacity_of
 from shardproof.simulator.memory.reserved import (
     CONTEXT_BYTES,
@@ -39,10 +40,17 @@ ROWS = [Row(json.loads(line)) for line in (DATA / "out_of_memory.jsonl").read_te
 
 
 def llama(layout: Layout, *, model="llama3-8b", cluster="dgx-h100", profile="megatron-te", micro=1, headroom="0", **more) -> Plan:
-    machine = replace(cluster_preset(cluster, layout.world_size), headroom=headroom)
-    batch = Batch(4 * micro * layout.dp * layout.pp, micro, 8192)
-    precision = Precision("bf16" if "bf16" in machine.peak_flops_per_s else "fp16")
-    return Plan(model_preset(model), machine, layout, batch, precision=precision, runtime=Runtime(profile), **more)
+    return product_plan(
+        layout,
+        model=model_preset(model),
+        cluster=replace(cluster_preset(cluster, layout.world_size), headroom=headroom),
+        samples=4 * micro * layout.dp * layout.pp,
+        micro=micro,
+        sequence=8192,
+        dtype="bf16" if "bf16" in replace(cluster_preset(cluster, layout.world_size), headroom=headroom).peak_flops_per_s else "fp16",
+        profile=profile,
+        **more,
+    )
 
 
 def test_the_parts_of_a_device_sum_to_what_its_runtime_reports():

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan.plan import Plan, Runtime
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import gradient_elements, stage_elements
 from shardproof.core.schedule import build
@@ -24,14 +23,16 @@ from shardproof.simulator.simulation.simulate import simulate
 
 
 def gpt3(layout: Layout, *, recompute="none", micro=1, dtype="bf16", global_size=64, schedule="1F1B") -> Plan:
-    return Plan(
-        model=model_preset("gpt3-175b"),
-        cluster=cluster_preset("dgx-a100-80g", layout.world_size),
-        layout=layout,
-        batch=Batch(global_size, micro, 2048),
-        precision=Precision(dtype),
-        recompute=Recompute(recompute),
-        schedule=ScheduleChoice(schedule),
+    return product_plan(
+        layout,
+        model="gpt3-175b",
+        cluster="dgx-a100-80g",
+        samples=global_size,
+        micro=micro,
+        sequence=2048,
+        dtype=dtype,
+        recompute=recompute,
+        schedule=schedule,
     )
 
 
@@ -152,14 +153,7 @@ def test_vpp_raises_the_peak_by_the_factor_of_korthikanti():
 
 
 def stack(profile: str, layout: Layout, **more) -> Plan:
-    return Plan(
-        model=model_preset("llama3-8b"),
-        cluster=cluster_preset("dgx-h100", layout.world_size),
-        layout=layout,
-        batch=Batch(layout.dp, 1, 8192),
-        runtime=Runtime(profile),
-        **more,
-    )
+    return product_plan(layout, model="llama3-8b", cluster="dgx-h100", samples=layout.dp, sequence=8192, profile=profile, **more)
 
 
 def heaviest(plan: Plan):

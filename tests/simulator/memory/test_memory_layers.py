@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.simulator.memory.memory import layer_activation_bytes, rank_memories
 
@@ -49,15 +48,17 @@ SHARED = S * E * (2 * 3072 + 3072)
 
 
 def plan(recompute: Recompute | None = None, *, ep: int = 8, dtype: str = "bf16") -> Plan:
-    layout = Layout(dp=8, ep=ep, zero=1)
-    return Plan(
+    return product_plan(
         model=DEEPSEEK,
-        cluster=cluster_preset("dgx-b200", 8),
-        layout=layout,
-        batch=Batch(32, 1, S),
-        runtime=Runtime("megatron-te"),
-        recompute=recompute or Recompute(),
-        precision=Precision(dtype),
+        cluster="dgx-b200",
+        samples=32,
+        sequence=S,
+        profile="megatron-te",
+        recompute=recompute,
+        dtype=dtype,
+        dp=8,
+        ep=ep,
+        zero=1,
     )
 
 

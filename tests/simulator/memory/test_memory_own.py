@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.host import EXCHANGED_BYTES
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import count_parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.schedule import lower
 from shardproof.simulator.memory.memory import rank_memories
@@ -26,8 +27,7 @@ LLAMA = replace(model_preset("tiny-llama"), num_layers=4)
 
 
 def plan_of(layout: Layout, schedule: str = "1F1B", *, mode: str = "fast", sequence: int = 8, model=LLAMA) -> Plan:
-    cluster, batch = cluster_preset("this-host", layout.world_size), Batch(8, 1, sequence)
-    return Plan(model, cluster, layout, batch, precision=Precision("fp32"), schedule=ScheduleChoice(schedule), numerics=Numerics(mode))
+    return product_plan(layout, model=model, samples=8, sequence=sequence, dtype="fp32", schedule=schedule, mode=mode)
 
 
 def test_with_copies_fast_numerics_hold_gradients_twice_while_they_are_reduced_and_exact_ones_five_times():

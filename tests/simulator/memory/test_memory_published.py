@@ -7,10 +7,8 @@ import json
 import pytest
 
 from helpers.paths import DATA
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Plan, Runtime
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.simulator.memory.memory import RankMemory, rank_memories
 
@@ -50,14 +48,9 @@ MODELS = {
 
 
 def memories(row) -> tuple[RankMemory, ...]:
-    layout = Layout(tp=row["tp"], pp=row["pp"], dp=row["dp"], ep=row["ep"], sequence_parallel=row["tp"] > 1, zero=1)
-    plan = Plan(
-        model=MODELS[row["model"]],
-        cluster=cluster_preset("dgx-b200", layout.world_size),
-        layout=layout,
-        batch=Batch(4 * row["dp"], 1, 4096),
-        runtime=Runtime("megatron-te"),
-    )
+    degrees = {axis: row[axis] for axis in ("tp", "pp", "dp", "ep")}
+    model, chosen = MODELS[row["model"]], {"sequence_parallel": row["tp"] > 1, "zero": 1, "profile": "megatron-te"}
+    plan = product_plan(model=model, cluster="dgx-b200", sequence=4096, **degrees, **chosen)
     return rank_memories(plan, schedule_for(plan))
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, DataParallel, Plan
+from shardproof.core.plan.plan import DataParallel, Plan
 from shardproof.simulator.network.network import spread_of
 from shardproof.simulator.network.placement import replicas_lie_alike
 from shardproof.simulator.network.spreads import Spreads
@@ -33,10 +32,9 @@ LAYOUTS = [
 
 
 def plan_of(layout: Layout, **changes) -> Plan:
-    moe = layout.ep > 1
-    model = replace(model_preset("mixtral-8x7b" if moe else "llama3-8b"), num_layers=12, num_heads=24, num_kv_heads=24, head_dim=128)
-    model = replace(model, num_experts=24) if moe else model
-    return Plan(model, cluster_preset("dgx-h100", layout.world_size), layout, Batch(4 * layout.dp, 1, 1536), **changes)
+    name, experts = ("mixtral-8x7b", {"num_experts": 24}) if layout.ep > 1 else ("llama3-8b", {})
+    sizes = {"num_layers": 12, "num_heads": 24, "num_kv_heads": 24, "head_dim": 128, **experts}
+    return product_plan(layout, model=name, cluster="dgx-h100", **sizes, samples=4 * layout.dp, sequence=1536, **changes)
 
 
 def patterns(plan: Plan, dp_rank: int) -> list[object]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
@@ -21,10 +22,10 @@ DEGREES = st.sampled_from([1, 2, 3, 4])
 
 
 def plan(layout: Layout, schedule: str = "1F1B", per_node: int = 8, **more) -> Plan:
-    model = model_preset("mixtral-8x7b")
-    model = replace(model, num_layers=12, num_heads=24, num_kv_heads=24, num_experts=24, ffn_hidden_size=14400, max_positions=4608)
+    sizes = {"num_layers": 12, "num_heads": 24, "num_kv_heads": 24, "num_experts": 24, "ffn_hidden_size": 14400, "max_positions": 4608}
     cluster = replace(cluster_preset("dgx-h100", layout.world_size), devices_per_node=per_node)
-    return Plan(model, cluster, layout, Batch(layout.dp * 24, 1, 4608), schedule=ScheduleChoice(schedule), **more)
+    choices = {"schedule": schedule, "microbatches": 24, "sequence": 4608, **more}
+    return product_plan(layout, model="mixtral-8x7b", cluster=cluster, **sizes, **choices)
 
 
 @settings(max_examples=60, deadline=None)

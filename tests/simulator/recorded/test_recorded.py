@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.base.errors import PlanError, TimelineError
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, ScheduleChoice
+from shardproof.core.plan.plan import Plan
 from shardproof.core.schedule import CATALOG, build
 from shardproof.core.schedule.action import Action, Kind
 from shardproof.core.schedule.timeline import Span, Timeline
@@ -23,10 +22,15 @@ from shardproof.simulator.step.step import Simulation
 
 
 def plan_of(layout: Layout, schedule: str = "1F1B", *, microbatches: int = 6) -> Plan:
-    model = replace(model_preset("tiny-llama"), num_layers=layout.pp * layout.vpp)
-    batch = Batch(microbatches * layout.dp, 1, 64)
-    cluster = cluster_preset("this-host", layout.world_size)
-    return Plan(model, cluster, layout, batch, precision=Precision("fp32"), schedule=ScheduleChoice(schedule))
+    return product_plan(
+        layout,
+        model="tiny-llama",
+        num_layers=layout.pp * layout.vpp,
+        samples=microbatches * layout.dp,
+        sequence=64,
+        dtype="fp32",
+        schedule=schedule,
+    )
 
 
 def named(name: str, pp: int) -> Plan:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
@@ -18,8 +19,7 @@ from shardproof.simulator.simulation.simulate import simulate
 
 
 def llama(cluster: str = "dgx-h100", **variation) -> Plan:
-    layout = Layout(tp=4, pp=2, dp=4)
-    return Plan(model_preset("llama3-8b"), cluster_preset(cluster, 32), layout, Batch(32, 1, 4096), variation=Variation(**variation))
+    return product_plan(model="llama3-8b", cluster=cluster, samples=32, sequence=4096, variation=Variation(**variation), tp=4, pp=2, dp=4)
 
 
 def test_gains_are_those_of_plans_with_the_improved_number_most_first():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.paths import DATA
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
@@ -48,14 +49,16 @@ PUBLISHED = json.loads((DATA / "korthikanti_2022_table5.json").read_text())["row
 
 
 def llama(layout: Layout, *, cluster="dgx-h100", micro=1, global_size=64, mode="none", schedule="1F1B", dtype="bf16") -> Plan:
-    return Plan(
-        model=model_preset("llama3-70b"),
-        cluster=cluster_preset(cluster, layout.world_size),
-        layout=layout,
-        batch=Batch(global_size, micro, 8192),
-        precision=Precision(dtype),
-        recompute=Recompute(mode),
-        schedule=ScheduleChoice(schedule),
+    return product_plan(
+        layout,
+        model="llama3-70b",
+        cluster=cluster,
+        samples=global_size,
+        micro=micro,
+        sequence=8192,
+        dtype=dtype,
+        recompute=mode,
+        schedule=schedule,
     )
 
 
@@ -218,12 +221,14 @@ def test_published_a100_steps_within_a_quarter(row):
 
 def placed(schedule: str, layout: Layout, *, per_node: int, microbatches: int = 8, zero: int = 0) -> Plan:
     """A small model on nodes of `per_node` devices, so that it matters which ranks talk."""
-    return Plan(
-        model=replace(model_preset("tiny-gpt"), num_layers=2 * layout.num_stages, tied_embeddings=False),
+    return product_plan(
+        replace(layout, zero=zero),
         cluster=replace(cluster_preset("dgx-h100", layout.world_size), devices_per_node=per_node),
-        layout=replace(layout, zero=zero),
-        batch=Batch(microbatches * layout.dp, 1, 32),
-        schedule=ScheduleChoice(schedule),
+        num_layers=2 * layout.num_stages,
+        tied_embeddings=False,
+        samples=microbatches * layout.dp,
+        sequence=32,
+        schedule=schedule,
     )
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.benchmarks.published.machines import POWER_EXPONENT
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.core.plan.plan import Plan
 from shardproof.core.program import Product
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.compute import elementwise_s, product_s
@@ -63,14 +63,18 @@ def test_scales_by_row_speed_a_layer_up_as_torchao_measured_within_15_percent(si
 
 def llama(scaling: str | None, dtype: str = "fp8", layout: Layout | None = None) -> Plan:
     """Llama 3 8B of 8,192 tokens on 8 devices of torchao's, compiled, with recomputation by operations."""
-    return Plan(
-        model=model_preset("llama3-8b"),
+    return product_plan(
+        layout or Layout(dp=8, zero=3),
+        model="llama3-8b",
         cluster=HOPPER_500_W,
-        layout=layout or Layout(dp=8, zero=3),
-        batch=Batch(8, 1, 8192),
-        precision=Precision(dtype, scaling=scaling),
-        recompute=Recompute("selective", modules=("norm",)),
-        runtime=Runtime("torchtitan", compile=True),
+        samples=8,
+        sequence=8192,
+        dtype=dtype,
+        scaling=scaling,
+        recompute="selective",
+        modules=("norm",),
+        profile="torchtitan",
+        compile=True,
     )
 
 

@@ -6,10 +6,8 @@ from typing import Literal
 
 import pytest
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Runtime, ScheduleChoice
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.stack.delayed_scaling import AmaxRanks, amax_reduction
@@ -19,18 +17,9 @@ LLAMA = model_preset("llama3.1-8b")
 
 
 def priced(ranks: AmaxRanks | Literal["none"], *, dp: int = 4, dtype="fp8", schedule: str = "1F1B", sequence: int = 8192) -> Pricing:
-    layout = Layout(tp=4, pp=2, dp=dp, sequence_parallel=True)
-    runtime = Runtime("megatron-te", amax_reduction=ranks)
-    plan = Plan(
-        LLAMA,
-        cluster_preset("dgx-h100", layout.world_size),
-        layout,
-        Batch(8 * dp, 1, sequence),
-        runtime=runtime,
-        precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule),
-    )
-    return Pricing(plan)
+    degrees = {"tp": 4, "pp": 2, "dp": dp, "sequence_parallel": True}
+    choices = {"profile": "megatron-te", "amax_reduction": ranks, "dtype": dtype, "schedule": schedule}
+    return Pricing(product_plan(model=LLAMA, cluster="dgx-h100", microbatches=8, sequence=sequence, **degrees, **choices))
 
 
 def extra_s(pricing: Pricing, kind: Kind) -> float:

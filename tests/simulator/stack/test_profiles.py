@@ -6,26 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, DataParallel, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.core.plan.plan import DataParallel, Plan, Precision, Runtime, ScheduleChoice
 from shardproof.simulator.compute.compute import AttentionShape, attention_s
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.stack.profile import FLASH_ATTENTION_1_SHARE, Profile
 from shardproof.simulator.stack.profiles import PROFILES, profile_of
 
 
-def plan(runtime: Runtime, layout: Layout | None = None, **more) -> Plan:
-    layout = layout or Layout(tp=8, pp=4)
-    return Plan(
-        model=model_preset("llama3-70b"),
-        cluster=cluster_preset("dgx-h100", layout.world_size),
-        layout=layout,
-        batch=Batch(32, 1, 8192),
-        runtime=runtime,
-        **more,
-    )
+def plan(runtime: Runtime, layout: Layout = Layout(tp=8, pp=4), **more) -> Plan:  # noqa: B008 - frozen
+    return product_plan(layout, model="llama3-70b", cluster="dgx-h100", samples=32, sequence=8192, runtime=runtime, **more)
 
 
 @pytest.mark.parametrize("name", PROFILES)

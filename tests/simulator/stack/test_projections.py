@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Recompute, Runtime
+from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.core.program import Collective, Group, Product, group_work
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.flops import step_flops
@@ -22,15 +22,8 @@ LLAMA = model_preset("llama3-8b")
 
 
 def plan(recompute: Recompute | None = None, layout: Layout | None = None, model=LLAMA, profile: str = "torchtitan") -> Plan:
-    layout = layout or Layout()
-    return Plan(
-        model,
-        cluster_preset("dgx-h100", layout.world_size),
-        layout,
-        Batch(1, 1, 8192),
-        precision=Precision("bf16"),
-        recompute=recompute or Recompute(),
-        runtime=Runtime(profile, compile=True),
+    return product_plan(
+        layout, model=model, cluster="dgx-h100", samples=1, sequence=8192, recompute=recompute, profile=profile, compile=True
     )
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.machine.variation import Variation
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan
+from shardproof.core.plan.plan import Plan
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.variation.goodput import (
     daly_interval_s,
@@ -53,9 +51,7 @@ def test_the_expected_time_is_that_of_failures_drawn_one_by_one():
 
 
 def llama(**fields) -> Plan:
-    return Plan(
-        model_preset("llama3-8b"), cluster_preset("dgx-h100", 16), Layout(tp=8, dp=2), Batch(32, 1, 4096), variation=Variation(**fields)
-    )
+    return product_plan(model="llama3-8b", cluster="dgx-h100", samples=32, sequence=4096, variation=Variation(**fields), tp=8, dp=2)
 
 
 def test_a_run_on_16_devices_fails_16_times_as_often_as_one():

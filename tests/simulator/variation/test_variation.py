@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import as_device, cluster_preset
+from shardproof.core.machine.cluster_presets import as_device
 from shardproof.core.machine.variation import Variation
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, DataParallel, Optimizer, Plan, Runtime, ScheduleChoice
+from shardproof.core.plan.plan import DataParallel, Plan, Runtime
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.engine.attribution import sorts_of
 from shardproof.simulator.engine.replicas import plain_replicas
@@ -29,13 +29,15 @@ COMPUTING = ("compute", "recompute", "optimizer")
 
 
 def llama(layout: Layout, *, microbatches: int = 4, clip: float = 1.0, schedule: str = "1F1B", sequence: int = 2048, **fields) -> Plan:
-    return Plan(
-        replace(model_preset("llama3-8b"), num_layers=8 * layout.num_stages),
-        cluster_preset("dgx-h100", layout.world_size),
+    return product_plan(
         layout,
-        Batch(microbatches * layout.dp, 1, sequence),
-        schedule=ScheduleChoice(schedule),
-        optimizer=Optimizer(clip_grad_norm=clip),
+        model="llama3-8b",
+        cluster="dgx-h100",
+        num_layers=8 * layout.num_stages,
+        samples=microbatches * layout.dp,
+        sequence=sequence,
+        schedule=schedule,
+        clip_grad_norm=clip,
         variation=Variation(**fields),
     )
 
@@ -205,8 +207,9 @@ def test_gradients_couple_all_replicas_and_experts_those_of_their_group():
 
 
 def mixtral(layout: Layout, **fields) -> Plan:
-    cluster = cluster_preset("dgx-h100", layout.world_size)
-    return Plan(model_preset("mixtral-8x7b"), cluster, layout, Batch(4 * layout.dp, 1, 2048), variation=Variation(**fields))
+    return product_plan(
+        layout, model="mixtral-8x7b", cluster="dgx-h100", samples=4 * layout.dp, sequence=2048, variation=Variation(**fields)
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import plan
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
 from shardproof.verify.causes.norms import Squares, Suspects, told_by_squares
 from shardproof.verify.causes.sums import told_by_columns, told_by_moved_use, told_by_parts
 from shardproof.verify.run.contributions import Contributions, Part
@@ -23,14 +22,14 @@ SEQUENCE = 24
 
 
 def plan_of(samples: int = 6, micro: int = 1, **degrees: int) -> Plan:
-    layout = Layout(**degrees)
-    return Plan(
-        model_preset("tiny-gpt-6h"),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, SEQUENCE),
-        precision=Precision("fp32"),
-        numerics=Numerics("exact", gradient_token_block=4, reduction_token_block=2),
+    return plan(
+        model=model_preset("tiny-gpt-6h"),
+        samples=samples,
+        micro=micro,
+        sequence=SEQUENCE,
+        gradient_token_block=4,
+        reduction_token_block=2,
+        **degrees,
     )
 
 

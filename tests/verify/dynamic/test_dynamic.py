@@ -6,24 +6,19 @@ The runs over gloo are those of the issue; variations that only change arithmeti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from helpers.gates import sampled
+from helpers.plans import plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
     Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import Proof, describe, prove
 from shardproof.verify.ledger.compare import Difference
@@ -35,17 +30,16 @@ STEPS = 3
 
 def tiny(layout: Layout, *, global_size: int, micro_size: int = 1, model: str = "tiny-gpt", schedule: str = "1F1B", **fields: Any) -> Plan:
     """A small model with biases, learned positions and clipping that is active from the first step."""
-    spec = replace(model_preset(model), num_layers=max(2, layout.num_stages), **fields)
-    return Plan(
-        spec,
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(global_size, micro_size, 24),
-        precision=Precision("fp32"),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=STEPS, learning_rate=1e-2),
+        model=model,
+        **fields,
+        samples=global_size,
+        micro=micro_size,
+        schedule=schedule,
+        clip_grad_norm=0.1,
+        steps=STEPS,
+        learning_rate=0.01,
     )
 
 

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 
 from helpers.gates import sampled
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import plan
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     Recompute,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations import parse_fault
@@ -47,23 +40,24 @@ def tiny(
     sequence: int = 22,
     dtype: str = "fp32",
     schedule: str = "1F1B",
-    recompute: Recompute = Recompute(),  # noqa: B008
+    recompute: Recompute | None = None,
     train: dict | None = None,
     **layout,
 ) -> Plan:
     """Blocks of 8 and 4 tokens: a sequence of 22 has a short last one of each. Clipping is active."""
-    chosen = Layout(**layout)
-    return Plan(
-        model,
-        cluster_preset("this-host", chosen.world_size),
-        chosen,
-        Batch(samples, micro, sequence),
-        precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule),
+    return plan(
+        model=model,
+        samples=samples,
+        micro=micro,
+        sequence=sequence,
+        dtype=dtype,
+        schedule=schedule,
         recompute=recompute,
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.05),
-        train=Train(steps=2, learning_rate=1e-2, **(train or {})),
+        clip_grad_norm=0.05,
+        steps=2,
+        learning_rate=0.01,
+        **train or {},
+        **layout,
     )
 
 

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from helpers.plans import training_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Optimizer, Plan, Precision, Recompute, Train
+from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.verify.dynamic.proof import prove
 
 
 def tiny(layout: Layout, *, model: str = "tiny-gpt", samples: int = 4, micro: int = 1, dropout: float = 0.0, **chosen: Any) -> Plan:
-    spec = replace(model_preset(model), num_layers=max(2, layout.num_stages), hidden_dropout=dropout, attention_dropout=dropout)
-    return Plan(
-        spec,
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, 24),
-        precision=Precision("bf16"),
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
-        **chosen,
+    return training_plan(
+        layout, model=model, hidden_dropout=dropout, attention_dropout=dropout, samples=samples, micro=micro, dtype="bf16", **chosen
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from helpers.gates import sampled
+from helpers.plans import training_plan
 from shardproof.backend.trainer import Trainer
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
@@ -15,14 +15,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
     Batch,
-    Numerics,
-    Optimizer,
     Plan,
     Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import one_device, prove
 from shardproof.verify.dynamic.twin import twin
@@ -46,19 +40,21 @@ def tiny(
     **degrees: Any,
 ) -> Plan:
     """Clipping is active. Chunks of a sequence are whole blocks of `block` tokens."""
-    layout = Layout(**degrees)
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages), **(changes or {})),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, sequence),
-        runtime=Runtime(context_parallel="ring" if ring else None),
-        precision=Precision(dtype),
-        recompute=Recompute(recompute),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, gradient_token_block=block, reduction_token_block=min(block, 3)),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2, **(train or {})),
+    return training_plan(
+        model=model,
+        **changes or {},
+        samples=samples,
+        micro=micro,
+        sequence=sequence,
+        context_parallel="ring" if ring else None,
+        dtype=dtype,
+        recompute=recompute,
+        schedule=schedule,
+        mode=mode,
+        gradient_token_block=block,
+        reduction_token_block=min(block, 3),
+        **train or {},
+        **degrees,
     )
 
 

@@ -3,21 +3,14 @@ messages beside the products, together, and one by one in the row's order. No bi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from helpers.gates import sampled
+from helpers.plans import training_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     Runtime,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.core.schedule import CATALOG
 from shardproof.verify.matrix.matrix import prove_plan
@@ -44,18 +37,18 @@ class Edge:
     def plan(self) -> Plan:
         vpp = len(self.stages.split("|")) // self.pp
         sizes = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
-        layout = Layout(pp=self.pp, vpp=vpp, dp=self.dp, zero=self.zero, stages=self.stages)
-        return Plan(
-            replace(model_preset("tiny-llama"), **sizes, tied_embeddings=self.tied),
-            cluster_preset("this-host", layout.world_size),
-            layout,
-            Batch(self.samples * self.dp, 1, 8),
-            precision=Precision("fp32"),
-            schedule=ScheduleChoice(self.schedule),
-            numerics=Numerics("exact", gradient_token_block=4, reduction_token_block=4),
-            optimizer=Optimizer(clip_grad_norm=0.05),
+        return training_plan(
+            Layout(pp=self.pp, vpp=vpp, dp=self.dp, zero=self.zero, stages=self.stages),
+            model="tiny-llama",
+            **sizes,
+            tied_embeddings=self.tied,
+            microbatches=self.samples,
+            sequence=8,
+            schedule=self.schedule,
+            gradient_token_block=4,
+            clip_grad_norm=0.05,
             runtime=self.runtime,
-            train=Train(steps=1, learning_rate=1e-2),
+            steps=1,
         )
 
     def __str__(self) -> str:

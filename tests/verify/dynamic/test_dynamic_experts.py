@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.gates import sampled
+from helpers.plans import plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
@@ -15,12 +16,8 @@ from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
     Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     Recompute,
-    ScheduleChoice,
     Train,
 )
 from shardproof.verify.dynamic.proof import prove
@@ -64,18 +61,17 @@ def tiny(
     **degrees: Any,
 ) -> Plan:
     """Blocks of 8 tokens: a sequence of 24 has three of them for each expert. Clipping is active."""
-    layout = Layout(**degrees)
-    return Plan(
-        replace(model, num_layers=max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, sequence),
-        precision=Precision(dtype),
-        recompute=recompute or Recompute(),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=train or Train(steps=2, learning_rate=1e-2),
+    return plan(
+        model=model,
+        samples=samples,
+        micro=micro,
+        sequence=sequence,
+        dtype=dtype,
+        recompute=recompute,
+        schedule=schedule,
+        clip_grad_norm=0.1,
+        train=train or Train(steps=2, learning_rate=0.01),
+        **degrees,
     )
 
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.gates import sampled
+from helpers.plans import plan
 from shardproof.core.base.digest import full_region
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
     Batch,
     Numerics,
-    Optimizer,
-    Plan,
-    Precision,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import ProofJob, one_device, prove, run_fast, run_ledger
 from shardproof.verify.ledger.kept import keep_values
@@ -40,20 +35,8 @@ from shardproof.verify.matrix.problems import PROBLEMS, Tokens
 from shardproof.verify.mutations import parse_fault
 from shardproof.verify.run.fast_run import check_fast
 
-
-def fast_plan(layout: Layout, *, samples: int = 4, micro: int = 1, model: str = "tiny-gpt", dtype: str = "fp32", **fields: Any) -> Plan:
-    """Clipping is active, and the learning rate large enough that a second step from other weights would be far away."""
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages), **fields),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, 24),
-        precision=Precision(dtype),
-        schedule=ScheduleChoice("1F1B"),
-        numerics=Numerics("fast", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(learning_rate=1e-2),
-    )
+# Clipping is active, and the learning rate large enough that a second step from other weights would be far away.
+fast_plan = partial(plan, samples=4, schedule="1F1B", mode="fast", clip_grad_norm=0.1, learning_rate=1e-2)
 
 
 PLANS = {

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.symbolic import symbolic
@@ -18,11 +16,19 @@ from shardproof.verify.symbolic import symbolic
 
 def llama(layout: Layout, groups: int, heads: int) -> Plan:
     """Two layers; `heads` query heads in `groups` key/value groups."""
-    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": heads, "num_kv_heads": groups, "head_dim": 8}
-    model = replace(model_preset("tiny-llama"), **sizes)
-    cluster = cluster_preset("this-host", layout.world_size)
-    numerics = Numerics("exact", gradient_token_block=6, reduction_token_block=3)
-    return Plan(model, cluster, layout, Batch(4, 1, 24), precision=Precision("fp32"), numerics=numerics)
+    return plan(
+        layout,
+        model=model_preset("tiny-llama"),
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=8,
+        samples=4,
+        gradient_token_block=6,
+        reduction_token_block=3,
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 
 from helpers.gates import sampled
+from helpers.plans import product_plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.base.recorder import Recorder
 from shardproof.backend.numerics import make_numerics
@@ -19,19 +19,10 @@ from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContex
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.transport.overlap import CommunicationLane
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations
@@ -44,19 +35,20 @@ LATENT = ModelSpec(
 
 
 def tiny(layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", mode="exact", dtype="fp32", recompute="none") -> Plan:
-    modules = {"modules": ("norm", "mlp")} if recompute == "selective" else {}
-    return Plan(
-        replace(model if isinstance(model, ModelSpec) else model_preset(model), num_layers=max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(6, micro, 24),
-        runtime=Runtime(tp_comm_overlap=True),
-        precision=Precision(dtype),
-        recompute=Recompute(recompute, **modules),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, **({"gradient_token_block": 8, "reduction_token_block": 4} if mode == "exact" else {})),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
+        model=model,
+        samples=6,
+        micro=micro,
+        tp_comm_overlap=True,
+        dtype=dtype,
+        recompute=Recompute(recompute, **{"modules": ("norm", "mlp")} if recompute == "selective" else {}),
+        schedule=schedule,
+        mode=mode,
+        **{"gradient_token_block": 8, "reduction_token_block": 4} if mode == "exact" else {},
+        clip_grad_norm=0.1,
+        steps=2,
+        learning_rate=0.01,
     )
 
 

@@ -9,39 +9,30 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from helpers.plans import training_plan
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import mappings, split_fused
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
     Numerics,
-    Optimizer,
     Plan,
-    Precision,
     Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import prove
 
 
 def tiny(layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", dtype="fp32", overlap=False, **recompute) -> Plan:
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages), hidden_dropout=0.1),
-        cluster_preset("this-host", layout.world_size),
+    return training_plan(
         layout,
-        Batch(6, micro, 24),
-        runtime=Runtime(tp_comm_overlap=overlap or None),
-        precision=Precision(dtype),
+        model=model,
+        hidden_dropout=0.1,
+        samples=6,
+        micro=micro,
+        tp_comm_overlap=overlap or None,
+        dtype=dtype,
         recompute=Recompute(**recompute),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
+        schedule=schedule,
     )
 
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Runtime, Train
+from helpers.plans import plan
+from shardproof.core.plan.plan import Plan
 from shardproof.verify.dynamic.proof import prove
 
 
 def tiny(*, model: str = "tiny-gpt", micro: int = 1, block: int = 3, ring: bool = False, train: dict[str, Any], **degrees: Any) -> Plan:
-    layout = Layout(**degrees)
-    return Plan(
-        replace(model_preset(model), num_layers=2),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(4, micro, 24),
-        runtime=Runtime(context_parallel="ring" if ring else None),
-        precision=Precision("fp32"),
-        numerics=Numerics("exact", gradient_token_block=block, reduction_token_block=min(block, 3)),
-        train=Train(steps=2, learning_rate=1e-2, **train),
+    return plan(
+        model=model,
+        num_layers=2,
+        samples=4,
+        micro=micro,
+        context_parallel="ring" if ring else None,
+        gradient_token_block=block,
+        reduction_token_block=min(block, 3),
+        steps=2,
+        learning_rate=0.01,
+        **train,
+        **degrees,
     )
 
 

@@ -8,22 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from helpers.plans import training_plan
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
     Precision,
     Recompute,
     Runtime,
-    ScheduleChoice,
     Train,
 )
 from shardproof.core.program import Message
@@ -45,19 +40,11 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-def padded(folder: str, layout: Layout, *, model: str = "tiny-llama", micro: int = 1, schedule: str = "1F1B", **choices) -> Plan:
-    sizes = {"hidden_size": HIDDEN, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
-    choices = {"precision": Precision("fp32"), "runtime": TRIMMED, "numerics": Numerics("exact", BLOCK, 2), **choices}
-    return Plan(
-        replace(model_preset(model), num_layers=4, **sizes),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(6, micro, SEQUENCE),
-        schedule=ScheduleChoice(schedule),
-        optimizer=Optimizer(clip_grad_norm=0.05),
-        train=Train(steps=1, learning_rate=1e-2, data=folder, padded=True, ignore_token=0),
-        **choices,
-    )
+def padded(folder: str, layout: Layout, *, model: str = "tiny-llama", **choices) -> Plan:
+    sizes = {"num_layers": 4, "hidden_size": HIDDEN, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+    texts = {"data": folder, "padded": True, "ignore_token": 0, "samples": 6, "sequence": SEQUENCE}
+    chosen = {"runtime": TRIMMED, "gradient_token_block": BLOCK, "reduction_token_block": 2, "steps": 1, "clip_grad_norm": 0.05, **choices}
+    return training_plan(layout, model=model, **sizes, **texts, **chosen)
 
 
 CASES = {

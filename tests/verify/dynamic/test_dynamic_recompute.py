@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 
 from helpers.gates import sampled
+from helpers.plans import training_plan
 from shardproof.core.base.errors import ModelError, PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
     Precision,
     Recompute,
     ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import one_device, prove
 
@@ -29,23 +25,9 @@ SPREAD = Recompute("full", distribute=True)
 MODULES = Recompute("selective", modules=("core_attn", "mlp", "norm"))
 
 
-def tiny(layout: Layout, *, model: str = "tiny-gpt", samples: int = 4, micro: int = 1, dropout: float = 0.2, **chosen: Any) -> Plan:
-    spec = replace(
-        model_preset(model),
-        num_layers=layout.stages.count("t") if layout.stages else max(2, layout.num_stages),
-        hidden_dropout=dropout,
-        attention_dropout=dropout / 2,
-    )
-    return Plan(
-        spec,
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, 24),
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
-        **{"precision": Precision("fp32"), **chosen},
-    )
+def tiny(layout: Layout, *, dropout: float = 0.2, **chosen: Any) -> Plan:
+    layers = layout.stages.count("t") if layout.stages else max(2, layout.num_stages)
+    return training_plan(layout, num_layers=layers, hidden_dropout=dropout, attention_dropout=dropout / 2, **{"samples": 4, **chosen})
 
 
 @sampled(

@@ -7,18 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import training_plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
     Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.dynamic.twin import twin
@@ -27,17 +24,7 @@ from shardproof.verify.mutations import parse_fault
 
 def tiny(layout: Layout, schedule: str, *, global_size: int) -> Plan:
     """A small model with biases, learned positions and clipping that is active from the first step."""
-    return Plan(
-        replace(model_preset("tiny-gpt"), num_layers=layout.num_stages),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(global_size, 1, 16),
-        precision=Precision("fp32"),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
-    )
+    return training_plan(layout, num_layers=layout.num_stages, samples=global_size, sequence=16, schedule=schedule)
 
 
 PLANS: Mapping[str, Plan] = {

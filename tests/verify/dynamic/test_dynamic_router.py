@@ -7,17 +7,12 @@ from dataclasses import replace
 import pytest
 
 from helpers.gates import sampled
+from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     Recompute,
-    ScheduleChoice,
     Train,
 )
 from shardproof.verify.dynamic.proof import ProofJob, one_device, prove, run_ledger
@@ -38,16 +33,18 @@ BUSY = Train(steps=2, learning_rate=1e-2, router_aux_loss=0.1, router_z_loss=0.0
 
 
 def tiny(model: ModelSpec, layout: Layout, *, micro=1, schedule="1F1B", recompute=None, dtype="fp32", train=BUSY) -> Plan:
-    return Plan(
-        replace(model, num_layers=max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(6, micro, 12),
-        precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule),
-        recompute=recompute or Recompute(),
-        numerics=Numerics("exact", gradient_token_block=3, reduction_token_block=3),
-        optimizer=Optimizer(clip_grad_norm=0.1),
+        model=model,
+        samples=6,
+        micro=micro,
+        sequence=12,
+        dtype=dtype,
+        schedule=schedule,
+        recompute=recompute,
+        gradient_token_block=3,
+        reduction_token_block=3,
+        clip_grad_norm=0.1,
         train=train,
     )
 

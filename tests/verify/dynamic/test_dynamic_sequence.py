@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from helpers.plans import training_plan
 from shardproof.core.base.errors import PlanError
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
     Numerics,
-    Optimizer,
     Plan,
-    Precision,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations import parse_fault
 
-
-def tiny(*, model: str = "tiny-gpt", samples: int = 6, micro: int = 1, sequence: int = 24, schedule: str = "1F1B", **degrees: int) -> Plan:
-    """Blocks of 4 tokens: a sequence of 24 has six leaves, one of 22 a last one that is shorter. Clipping is active."""
-    layout = Layout(**degrees, sequence_parallel=True)
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, sequence),
-        precision=Precision("fp32"),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
-    )
+# Blocks of 4 tokens: a sequence of 24 has six leaves, one of 22 a last one that is shorter. Clipping is active.
+tiny = partial(training_plan, samples=6, schedule="1F1B", sequence_parallel=True)
 
 
 SIX_OF_22 = [(4 * i, min(4 * i + 4, 22)) for i in range(6)]

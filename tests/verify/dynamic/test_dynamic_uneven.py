@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 
 import shardproof.backend.unsupported as unsupported_module
+from helpers.plans import training_plan
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-    Optimizer,
     Plan,
-    Precision,
     ScheduleChoice,
-    Train,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.verify.dynamic.proof import prove
@@ -30,17 +24,7 @@ from shardproof.verify.symbolic.static import prove_schedule
 
 def tiny(layout: Layout, samples: int, *, micro: int = 1, schedule: str = "1F1B", model: str = "tiny-gpt") -> Plan:
     """Clipping is active; a sequence of 16 has four blocks of tokens."""
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages)),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(samples, micro, 16),
-        precision=Precision("fp32"),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics("exact", gradient_token_block=4, reduction_token_block=4),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        train=Train(steps=2, learning_rate=1e-2),
-    )
+    return training_plan(layout, model=model, samples=samples, micro=micro, sequence=16, schedule=schedule, gradient_token_block=4)
 
 
 @pytest.mark.parametrize(

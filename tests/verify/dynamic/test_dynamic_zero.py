@@ -8,21 +8,15 @@ from dataclasses import replace
 import pytest
 
 from helpers.gates import sampled
+from helpers.plans import product_plan
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    DataParallel,
     Numerics,
-    Optimizer,
     Plan,
-    Precision,
     ScheduleChoice,
-    Train,
 )
 from shardproof.core.program.buckets import gradient_buckets
 from shardproof.core.schedule.action import Kind
@@ -47,18 +41,27 @@ def tiny(
 ) -> Plan:
     """A batch of sequences of 24 tokens, clipped; blocks are small enough for every cut."""
     layout = Layout(zero=degrees.pop("zero", 1), **degrees)
-    blocks = {"gradient_token_block": 2, "reduction_token_block": 2} if layout.cp > 1 else {"gradient_token_block": 8}
-    return Plan(
-        replace(model_preset(model), num_layers=max(2, layout.num_stages), tied_embeddings=tied),
-        cluster_preset("this-host", layout.world_size),
+    return product_plan(
         layout,
-        Batch(samples, micro, 24),
-        precision=Precision(dtype),
-        schedule=ScheduleChoice(schedule, max_active_stages=active),
-        numerics=Numerics("exact", **{"reduction_token_block": 4, **blocks}),
-        optimizer=Optimizer(clip_grad_norm=0.1),
-        data_parallel=DataParallel(bucket_bytes=bucket_bytes, overlap_grad_reduce=overlap, overlap_param_gather=late, shard=shard),
-        train=Train(steps=2, learning_rate=1e-2),
+        model=model,
+        tied_embeddings=tied,
+        samples=samples,
+        micro=micro,
+        dtype=dtype,
+        schedule=schedule,
+        max_active_stages=active,
+        mode="exact",
+        **{
+            "reduction_token_block": 4,
+            **({"gradient_token_block": 2, "reduction_token_block": 2} if layout.cp > 1 else {"gradient_token_block": 8}),
+        },
+        clip_grad_norm=0.1,
+        bucket_bytes=bucket_bytes,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=late,
+        shard=shard,
+        steps=2,
+        learning_rate=0.01,
     )
 
 

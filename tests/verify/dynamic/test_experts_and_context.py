@@ -6,18 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
     Batch,
-    DataParallel,
-    Numerics,
     Plan,
     Precision,
     Recompute,
     Runtime,
-    ScheduleChoice,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.schedule import lower
@@ -31,17 +29,23 @@ from shardproof.verify.symbolic.symbolic import SCOPE_RULE, prove
 KEPT = Recompute()
 
 
-def plan_of(model: str = "tiny-moe", schedule: str = "1F1B", *, recompute: Recompute = KEPT, shard=None, mode="fast", **degrees) -> Plan:
+def plan_of(
+    model: str = "tiny-moe", schedule: str = "1F1B", *, recompute: Recompute | None = KEPT, shard=None, mode="fast", **degrees
+) -> Plan:
     layout = Layout(**degrees)
-    return Plan(
-        model_preset(model),
-        cluster_preset("dgx-h100" if layout.world_size % 8 == 0 else "this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(4 * layout.dp, 1, 64),
+        model=model_preset(model),
+        cluster="dgx-h100" if layout.world_size % 8 == 0 else "this-host",
+        samples=4 * layout.dp,
+        sequence=64,
         recompute=recompute,
-        schedule=ScheduleChoice(schedule),
-        data_parallel=DataParallel(shard=shard),
-        numerics=Numerics(mode, gradient_token_block=16, reduction_token_block=16),
+        schedule=schedule,
+        shard=shard,
+        mode=mode,
+        gradient_token_block=16,
+        reduction_token_block=16,
+        dtype="bf16",
     )
 
 

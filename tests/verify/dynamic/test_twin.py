@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plans import product_plan
 from shardproof.core.base.divisors import divisors
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
@@ -28,8 +29,9 @@ from shardproof.verify.dynamic.twin import MAX_THREADS, MAX_WORLD_SIZE, twin, us
 
 
 def plan(model: str, layout: Layout, batch: Batch, schedule: str = "1F1B", **more: object) -> Plan:
-    cluster = cluster_preset("dgx-h100" if layout.world_size % 8 == 0 else "this-host", layout.world_size)
-    return Plan(model_preset(model), cluster, layout, batch, schedule=ScheduleChoice(schedule), **more)  # type: ignore[arg-type]
+    cluster = "dgx-h100" if layout.world_size % 8 == 0 else "this-host"
+    sizes = {"samples": batch.global_size, "micro": batch.micro_size, "sequence": batch.sequence}
+    return product_plan(layout, model=model_preset(model), cluster=cluster, schedule=schedule, **sizes, **more)
 
 
 def gpt3() -> Plan:

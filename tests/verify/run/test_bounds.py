@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
+from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
 from shardproof.verify.ledger.ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -43,8 +42,7 @@ UNIT = UNIT_ROUNDOFF["fp32"]
 
 
 def plan_of(dtype: str = "fp32", tp: int = 1, model: ModelSpec = GPT) -> Plan:
-    cluster = cluster_preset("this-host", tp)
-    return Plan(model, cluster, Layout(tp=tp), Batch(4, 1, 16), precision=Precision(dtype), numerics=Numerics("fast"))
+    return product_plan(model=model, samples=4, sequence=16, dtype=dtype, tp=tp)
 
 
 @given(st.integers(1, 400), st.integers(0, 2**32 - 1))

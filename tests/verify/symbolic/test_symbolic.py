@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plans import plan
 from shardproof.core.base.divisors import divisors
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Batch, Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.schedule import CATALOG, lower
 from shardproof.core.schedule.action import Action, Kind
@@ -27,16 +27,16 @@ def plan_of(
     model="tiny-gpt", mode="exact", *, recompute="none", micro=1, per_copy=4, layers=None, schedule=None, stages=None, **degrees
 ) -> Plan:
     layout = Layout(stages=stages, **degrees)
-    preset = model_preset(model)
-    return Plan(
-        replace(preset, num_layers=layers or -(-preset.num_layers // layout.num_stages) * layout.num_stages),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(per_copy * micro * layout.dp, micro, 24),
-        precision=Precision("fp32"),
-        recompute=Recompute(recompute),
-        schedule=ScheduleChoice(schedule or ("Interleaved1F1B" if layout.vpp > 1 else "1F1B")),
-        numerics=Numerics(mode, gradient_token_block=8),
+        model=model,
+        num_layers=layers or -(-model_preset(model).num_layers // layout.num_stages) * layout.num_stages,
+        samples=per_copy * micro * layout.dp,
+        micro=micro,
+        recompute=recompute,
+        schedule=schedule,
+        mode=mode,
+        reduction_token_block=None,
     )
 
 

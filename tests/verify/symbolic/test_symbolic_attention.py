@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import operations, stage_work
 from shardproof.core.schedule import lower
@@ -28,18 +28,9 @@ MODELS = [QWEN, LATENT, WIDE, AHEAD, TIED]
 UP = Recompute("selective", modules=("core_attn", "mla_up_proj"))
 
 
-def plan_of(model: ModelSpec, mode: str = "exact", *, recompute: Recompute = Recompute(), schedule: str = "1F1B", **degrees) -> Plan:  # noqa: B008
+def plan_of(model: ModelSpec, mode: str = "exact", *, recompute: Recompute | None = None, schedule: str = "1F1B", **degrees) -> Plan:
     layout = Layout(**degrees)
-    return Plan(
-        replace(model, num_layers=layout.num_stages),
-        cluster_preset("this-host", layout.world_size),
-        layout,
-        Batch(4 * layout.dp, 1, 24),
-        precision=Precision("fp32"),
-        recompute=recompute,
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4),
-    )
+    return plan(layout, model=model, samples=4 * layout.dp, recompute=recompute, schedule=schedule, mode=mode)
 
 
 def proof_of(plan: Plan, program: Program | None = None):

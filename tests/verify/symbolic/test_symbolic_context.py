@@ -6,17 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
     Plan,
-    Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Collective, operations, stage_work
@@ -28,16 +21,18 @@ from shardproof.verify.symbolic.symbolic import VALUE_RULE, SymbolicProof, prove
 
 def plan_of(model="tiny-gpt", mode="exact", *, recompute="none", ring=False, schedule="1F1B", qk_norm=False, **degrees) -> Plan:
     layout = Layout(**degrees)
-    return Plan(
-        replace(model_preset(model), num_layers=max(2 if "deepseek" in model else 1, layout.num_stages), qk_norm=qk_norm),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(8 * layout.dp, 1, 24),
-        runtime=Runtime(context_parallel="ring" if ring else None),
-        precision=Precision("fp32"),
-        recompute=Recompute(recompute),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, gradient_token_block=2, reduction_token_block=2),
+        model=model,
+        num_layers=max(2 if "deepseek" in model else 1, layout.num_stages),
+        qk_norm=qk_norm,
+        samples=8 * layout.dp,
+        context_parallel="ring" if ring else None,
+        recompute=recompute,
+        schedule=schedule,
+        mode=mode,
+        gradient_token_block=2,
+        reduction_token_block=2,
     )
 
 

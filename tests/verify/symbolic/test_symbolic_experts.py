@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
     Plan,
-    Precision,
     Recompute,
-    ScheduleChoice,
-    Train,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Collective, operations, stage_work
@@ -50,16 +45,16 @@ def plan_of(
     **degrees: Any,
 ) -> Plan:
     layout = Layout(**degrees)
-    return Plan(
-        replace(model, num_layers=layout.num_stages),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(4 * micro * layout.dp, micro, sequence),
-        precision=Precision("fp32"),
+        model=model,
+        samples=4 * micro * layout.dp,
+        micro=micro,
+        sequence=sequence,
         recompute=Recompute("selective", modules=("moe",)) if recompute == "moe" else Recompute(recompute),
-        schedule=ScheduleChoice(schedule),
-        numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4),
-        train=Train(router_aux_loss=router_aux_loss),
+        schedule=schedule,
+        mode=mode,
+        router_aux_loss=router_aux_loss,
     )
 
 

@@ -7,18 +7,13 @@ from itertools import product
 
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stage_parameters import stage_parameters
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import (
-    Batch,
-    DataParallel,
-    Numerics,
     Plan,
-    Precision,
     Recompute,
-    ScheduleChoice,
 )
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import Collective, Product, operations, reduce_microbatch, stage_work
@@ -32,17 +27,17 @@ def plan_of(
     model="tiny-gpt", mode="exact", *, recompute="none", micro=1, per_copy=4, layers=None, schedule=None, shard=None, **degrees
 ) -> Plan:
     layout = Layout(**degrees)
-    preset = model_preset(model)
-    return Plan(
-        replace(preset, num_layers=layers or -(-preset.num_layers // layout.num_stages) * layout.num_stages),
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(per_copy * micro * layout.dp, micro, 24),
-        precision=Precision("fp32"),
+        model=model,
+        num_layers=layers or -(-model_preset(model).num_layers // layout.num_stages) * layout.num_stages,
+        samples=per_copy * micro * layout.dp,
+        micro=micro,
         recompute=Recompute("full", distribute=True) if recompute == "distributed" else Recompute(recompute),
-        schedule=ScheduleChoice(schedule or ("Interleaved1F1B" if layout.vpp > 1 else "1F1B")),
-        numerics=Numerics(mode, gradient_token_block=8),
-        data_parallel=DataParallel(shard=shard),
+        schedule=schedule,
+        mode=mode,
+        reduction_token_block=None,
+        shard=shard,
     )
 
 

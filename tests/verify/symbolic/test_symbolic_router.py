@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Train
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.program import EXPERT_BIAS, operations
 from shardproof.core.schedule.action import Kind
@@ -21,13 +21,17 @@ MODEL = replace(model_preset("tiny-moe"), num_layers=2, expert_bias=True)
 
 
 def plan_of(layout: Layout, mode: str) -> Plan:
-    return Plan(
-        MODEL,
-        cluster_preset("this-host", layout.world_size),
+    return plan(
         layout,
-        Batch(4 * layout.dp, 1, 64),
-        numerics=Numerics(mode, gradient_token_block=16, reduction_token_block=8),
-        train=Train(router_aux_loss=0.1, router_z_loss=0.01),
+        model=MODEL,
+        samples=4 * layout.dp,
+        sequence=64,
+        mode=mode,
+        gradient_token_block=16,
+        reduction_token_block=8,
+        router_aux_loss=0.1,
+        router_z_loss=0.01,
+        dtype="bf16",
     )
 
 
