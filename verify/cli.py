@@ -20,6 +20,7 @@ from ..core.schedule.schedule import Schedule, read_csv
 from .causes.against import compare_saved
 from .foreign.compare import compare_recorded
 from .ledger.file import SavedLedger, is_ledger, read_ledger
+from .matrix.portions import add_portions, parse_part
 from .schedule.facts import Facts
 from .schedule.facts_file import read_facts
 from .schedule.plan_facts import plan_calls
@@ -51,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     mutations = parser.add_argument_group("mutation score", "breaks the backend as real bugs did, and counts what a proof sees")
     mutations.add_argument("--mutations", action="store_true", help="run every mutant of the catalog; needs the train extra")
     mutations.add_argument("--only", metavar="ID,ID", help="these mutants alone, such as MR01,LS05")
+    add_portions(mutations, "mutants", "every subject, class, phase and scenario of the catalog")
     add_output(parser, findings=True)
 
 
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         emit(args, list_rules, {"rules": [_described(rule) for rule in RULES]})
         return 0
-    if args.mutations or args.only is not None:
+    if args.mutations or args.only is not None or args.sample or args.part is not None:
         return _score(args)
     if args.against is not None or (args.plan is not None and is_ledger(args.plan)):
         return _compare(args)
@@ -100,7 +102,8 @@ def _run_modules(args: argparse.Namespace, plan: ModularPlan) -> int:
 def _score(args: argparse.Namespace) -> int:
     """How many faults on purpose a proof sees."""
     if not args.mutations:
-        raise PlanError(f"--only {args.only} chooses mutants. Add --mutations.")
+        given = f"--only {args.only}" if args.only is not None else "--sample" if args.sample else f"--part {args.part}"
+        raise PlanError(f"{given} chooses mutants. Add --mutations.")
     if args.plan is not None or args.dynamic or args.against is not None:
         raise PlanError("--mutations brings its own plans and runs them. Leave out PLAN, --dynamic and --against.")
     try:
@@ -108,7 +111,7 @@ def _score(args: argparse.Namespace) -> int:
         from .mutations.report import report_of, text_of
         from .mutations.run import judge_mutants
 
-        mutants = chosen(args.only)
+        mutants = chosen(args.only, sampled=args.sample, part=parse_part(args.part))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -113,7 +113,9 @@ def bound_of(section: str, field: str, *, whole: bool) -> Bound:
 def beyond(section: str, field: str, value: Any) -> str:
     """What is wrong with the size of a number, of those in a list or a table too, such as `must be at most 10,000 (...)`; empty when
     nothing is, and for what is no number."""
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    if not isinstance(value, dict | list | tuple):
+        return _beyond(section, field, value)
+    values = value.values() if isinstance(value, dict) else value
     return next(filter(None, (_beyond(section, field, each) for each in values)), "")
 
 

@@ -126,7 +126,7 @@ def matrix_space(max_ranks: int = MAX_RANKS) -> Space:
         admits=lambda row: isinstance(plan_of(row, max_ranks), Plan),
         too_large=lambda row: plan_of(row, max_ranks) is None,
         cost=_cost,
-        group=_reference,
+        group=reference_of,
         varied=frozenset(
             {"problem", "sequence", "micro", "recompute", "order", "overlap", "ep_comm_overlap", "keys", "messages", "split", "buckets"}
         ),
@@ -298,7 +298,12 @@ def _cost(row: Row, alone: bool) -> float:
     return 0.2 * plan.layout.world_size + (2 if alone else 1) * tokens_s
 
 
-def _reference(row: Row) -> tuple[Any, ...]:
+def expected_cost(row: Row) -> float:
+    """Seconds of one core that a row takes, roughly, its reference included."""
+    return _cost(row, True)
+
+
+def reference_of(row: Row) -> tuple[Any, ...]:
     """What makes two rows have one reference."""
     plan = plan_of(row)
     assert isinstance(plan, Plan)

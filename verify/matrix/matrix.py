@@ -1,8 +1,9 @@
 """Runs the matrix: layouts in which every pair of features meets, each through all floors of `prove`: refused by no rule, the mathematics
 of one device on symbols, and 0 different bits against one device that follows its formulas.
 
-`python -m shardproof.verify.matrix` runs all of it; `--only tp=3` what has that feature, `--sample 8` so many that show much. Layouts
-whose problem and sizes are the same share one reference, which is run once. Exit code 1 when a bit differs or a rank fails.
+`python -m shardproof.verify.matrix` runs all of it; `--only tp=3` what has that feature, `--sample` the few in which
+every pair of kinds of features meets (`kinds`), `--part 1/3` the first of three parts. Layouts whose problem and sizes are the same
+share one reference, which is run once. Exit code 1 when a bit differs or a rank fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from ...core.plan.plan import ModularPlan, Plan
 from ..dynamic.proof import TransportName, prove
 from ..run.references import References
 from .covering import Covering, Feature, Row
-from .layouts import MAX_RANKS, features, matrix, num_ranks, plan_of, refusals
+from .kinds import sample
+from .layouts import MAX_RANKS, expected_cost, features, matrix, plan_of, reference_of, refusals
+from .portions import WHOLE, Part, add_portions, parse_part, part_of
 
 STEPS = 3
 
@@ -145,29 +148,15 @@ def run_rows(rows: Sequence[Row], *, steps: int, transport: TransportName, jobs:
 # Choosing rows
 
 
-def chosen_rows(rows: Sequence[Row], only: Iterable[str] = (), sample: int | None = None) -> list[Row]:
-    """The rows that have every feature of `only` (`tp=3`, `schedule=DualPipe`), and of them a sample that shows as much as so few can.
+def chosen_rows(rows: Sequence[Row], only: Iterable[str] = (), *, sampled: bool = False, part: Part = WHOLE) -> list[Row]:
+    """The rows that have every feature of `only` (`tp=3`, `schedule=DualPipe`), of them the sample of kinds where one is asked for, and of
+    that a part. Rows with one reference are in one part.
 
     Raises `PlanError` for a feature that no row has.
     """
     wanted = [_feature(rows, text) for text in only]
     found = [row for row in rows if all(feature in _named_features(row) for feature in wanted)]
-    return found if sample is None else _sampled(found, sample)
-
-
-def _sampled(rows: Sequence[Row], number: int) -> list[Row]:
-    """So many rows, those first that have the most values not seen yet for their ranks."""
-    rest = list(range(len(rows)))
-    chosen: list[int] = []
-    unseen: set[Feature] = set()
-    while rest and len(chosen) < number:
-        if not any(unseen.intersection(features(rows[i])) for i in rest):
-            unseen = {feature for i in rest for feature in features(rows[i])}
-        best = max(rest, key=lambda i: len(unseen.intersection(features(rows[i]))) / (4 + num_ranks(rows[i])))
-        unseen.difference_update(features(rows[best]))
-        rest.remove(best)
-        chosen.append(best)
-    return [rows[i] for i in sorted(chosen)]
+    return part_of(sample(found) if sampled else found, part, expected_cost, reference_of)
 
 
 def _named_features(row: Row) -> set[tuple[str, str]]:
@@ -243,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shardproof.verify.matrix", description="Layouts against one device, bit for bit.")
     parser.add_argument("--only", action="append", default=[], metavar="AXIS=VALUE", help="layouts that have this, as tp=3 (repeatable)")
-    parser.add_argument("--sample", type=int, metavar="N", help="so many of the layouts, which show what so few can")
+    add_portions(parser, "layouts", "every pair of kinds of features")
     parser.add_argument("--list", action="store_true", help="print the layouts, their coverage and what is refused, and run nothing")
     parser.add_argument("--transport", choices=("gloo", "memory"), default="memory", help="how ranks talk (default: memory)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"optimizer steps to compare (default: {STEPS})")
@@ -253,8 +242,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    part = parse_part(args.part)
     covering = matrix()
-    rows = chosen_rows(covering.rows, args.only, args.sample)
+    rows = chosen_rows(covering.rows, args.only, sampled=args.sample, part=part)
     words = [coverage_text(rows, covering), refusals_text(covering)]
     report: dict[str, Any] = {
         "num_layouts": len(rows),

@@ -1,8 +1,9 @@
 """The matrix of modules: every pair of layouts joined by a bridge, and branches that join, each at 0 different bits against modules that
 are not cut.
 
-`python -m shardproof.verify.matrix_modules` runs all of it, `--only tp4` what has that layout. Exit code 1 when a bit differs or a rank
-fails. All pairs have one problem, hence one reference.
+`python -m shardproof.verify.matrix_modules` runs all of it, `--only tp4` what has that layout, `--sample` the few that show every layout
+before and after a bridge, `--part 1/3` the first of three parts. Exit code 1 when a bit differs or a rank fails. All pairs have one
+problem, hence one reference.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ...core.plan.plan import (
 )
 from ..run.references import References
 from .matrix import Outcome, prove_plan
+from .portions import WHOLE, Part, add_portions, parse_part, part_of, smallest_cover
 
 LAYOUTS: Mapping[str, Layout] = {
     "one": Layout(),
@@ -82,18 +84,33 @@ def modular(given: Sequence[tuple[str, str, tuple[str, ...]]]) -> ModularPlan:
     )
 
 
+def chosen_plans(only: str | None = None, *, sampled: bool = False, part: Part = WHOLE) -> list[tuple[str, ModularPlan]]:
+    """The plans with a layout, of them the sample where one is asked for, and of that a part."""
+    found = [(name, plan) for name, plan in plans() if only is None or only in name.replace("+", "->").split(" -> ")]
+
+    def cost(named: tuple[str, ModularPlan]) -> float:
+        return named[1].world_size
+
+    return part_of(smallest_cover(found, shows, cost) if sampled else found, part, cost, lambda named: named[0])
+
+
+def shows(named: tuple[str, ModularPlan]) -> list[tuple[str, str]]:
+    """What a sample has to show: layouts before a bridge and after one, whole joins."""
+    first, _, second = named[0].partition(" -> ")
+    return [("join", named[0])] if "+" in first else [("before", first), ("after", second)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the options choose."""
     parser = argparse.ArgumentParser(
         prog="python -m shardproof.verify.matrix_modules", description="Modules against uncut ones, bit for bit."
     )
     parser.add_argument("--only", metavar="LAYOUT", choices=tuple(LAYOUTS), help=f"plans with this layout: {', '.join(LAYOUTS)}")
-    parser.add_argument("--sample", type=int, default=1, metavar="N", help="every Nth plan (default: all)")
+    add_portions(parser, "plans", "every layout before a bridge and after one, and every join")
     parser.add_argument("--transport", choices=("gloo", "memory"), default="memory", help="how ranks talk (default: memory)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="plans at a time (default: the cores)")
     args = parser.parse_args(arguments)
-    chosen = [(name, plan) for name, plan in plans() if args.only is None or args.only in name.replace("+", "->").split(" -> ")]
-    chosen = chosen[:: args.sample]
+    chosen = chosen_plans(args.only, sampled=args.sample, part=parse_part(args.part))
     references = References(most=len(chosen))
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = [pool.submit(prove_plan, plan, {"modules": name}, references, steps=2, transport=args.transport) for name, plan in chosen]

@@ -134,11 +134,29 @@ class Problem:
             "cluster": _host(layout.world_size),
             "layout": layout,
             "batch": batch,
-            "precision": Precision(self.dtype),  # type: ignore[arg-type]
-            "numerics": Numerics("exact", gradient_token_block=tokens.gradient_block, reduction_token_block=tokens.reduction_block),
-            "optimizer": Optimizer(clip_grad_norm=CLIP_GRAD_NORM),
-            "train": Train(steps=3, learning_rate=1e-2, **self.train),
+            "precision": _precision(self.dtype),
+            "numerics": _numerics(tokens),
+            "optimizer": _OPTIMIZER,
+            "train": _train(**self.train),
         }
+
+
+_OPTIMIZER = Optimizer(clip_grad_norm=CLIP_GRAD_NORM)
+
+
+@functools.cache
+def _precision(dtype: str) -> Precision:
+    return Precision(dtype)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _numerics(tokens: Tokens) -> Numerics:
+    return Numerics("exact", gradient_token_block=tokens.gradient_block, reduction_token_block=tokens.reduction_block)
+
+
+@functools.cache
+def _train(**chosen: Any) -> Train:
+    return Train(steps=3, learning_rate=1e-2, **chosen)
 
 
 @functools.cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from ...core.base.errors import PlanError, did_you_mean
-from .mutant import Mutant
+from ..matrix.portions import WHOLE, Part, part_of, smallest_cover
+from .mutant import Mutant, Stops
 
 SUBJECTS = (
     "accumulation",
@@ -34,12 +35,36 @@ SUBJECTS = (
 
 TABLES = tuple(import_module(f".mutants_{subject}", __package__) for subject in SUBJECTS)
 
+_SUBJECT_OF = {mutant.id: subject for subject, table in zip(SUBJECTS, TABLES, strict=True) for mutant in table.MUTANTS}
+
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in table.MUTANTS)
 
 
-def chosen(only: str | None) -> tuple[Mutant, ...]:
-    """The mutants that `--only ID,ID` names, an entry of the catalog with all its forms; without it all. Raises `PlanError` for an id that
-    there is not."""
+def chosen(only: str | None, *, sampled: bool = False, part: Part = WHOLE) -> tuple[Mutant, ...]:
+    """The mutants that `--only ID,ID` names, an entry of the catalog with all its forms, without it all; of them the sample where one is
+    asked for, and of that a part. Mutants of one plan are in one part, because they share its right run and its reference. Raises
+    `PlanError` for an id that there is not."""
+    found = _named(only)
+    if sampled:
+        found = tuple(smallest_cover(found, shows, _cost))
+    problems = {mutant.id: (mutant.plan(), mutant.steps, mutant.scenario) for mutant in found} if part.of > 1 else {}
+    return tuple(part_of(found, part, _cost, lambda mutant: problems.get(mutant.id)))
+
+
+def shows(mutant: Mutant) -> frozenset[tuple[str, object]]:
+    """What a sample has to show of every fault: the subject that is broken, the class that the verifier names and the phase in which it
+    is first seen (or that the run stops), and what the ranks do meanwhile."""
+    expected = mutant.expected
+    seen = ("stops", "stops") if isinstance(expected, Stops) else (expected.kinds[0], expected.phase)
+    return frozenset({("subject", _SUBJECT_OF[mutant.id]), ("class", seen[0]), ("phase", seen[1]), ("scenario", mutant.scenario)})
+
+
+def _cost(mutant: Mutant) -> float:
+    """Ranks that run, with one device: of one mutant the right run and the broken one take about equally long."""
+    return mutant.plan().world_size + 1
+
+
+def _named(only: str | None) -> tuple[Mutant, ...]:
     if only is None:
         return MUTANTS
     known = {name for mutant in MUTANTS for name in (mutant.id, mutant.bug)}

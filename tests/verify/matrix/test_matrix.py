@@ -1,4 +1,4 @@
-"""The matrix of layouts: what it covers, what it refuses, and 22 of its layouts against one device. `.ci/run` runs all of it."""
+"""The matrix of layouts: what it covers, what it refuses, and 16 of its layouts against one device. `.ci/full` runs all of it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import pytest
 from helpers.gates import sampled
 from shardproof.core.plan.plan import Plan
 from shardproof.core.schedule import CATALOG
-from shardproof.verify.matrix import __main__ as command
+from shardproof.verify.matrix import matrix as command
 from shardproof.verify.matrix.covering import Row
-from shardproof.verify.matrix.layouts import FACTORS, features, matrix, num_ranks, plan_of, refusals
-from shardproof.verify.matrix.matrix import chosen_rows, main, run_row
+from shardproof.verify.matrix.kinds import sample as kinds
+from shardproof.verify.matrix.layouts import FACTORS, expected_cost, features, matrix, num_ranks, plan_of, refusals
+from shardproof.verify.matrix.matrix import main, run_row
+from shardproof.verify.matrix.portions import smallest_cover
 from shardproof.verify.run.proof_run import ProofJob
 from shardproof.verify.run.references import Checked, References
 
-NUM_SAMPLES = 20
+NUM_SAMPLES = 16
 
 
 @cache
@@ -29,7 +31,7 @@ def small() -> list[Row]:
 
 @cache
 def sample() -> list[Row]:
-    return chosen_rows(small(), sample=NUM_SAMPLES)
+    return smallest_cover(small(), features, expected_cost)
 
 
 @cache
@@ -85,7 +87,7 @@ def test_other_bits_fail_and_name_the_first_tensor(monkeypatch: pytest.MonkeyPat
     row = smallest()
     only = [option for name in ("problem", "pipeline", "tp", "dp", "cp") for option in ("--only", f"{name}={row[name]}")]
     monkeypatch.setattr(command, "References", OtherSeed)
-    assert main([*only, "--sample", "1", "--steps", "1", "--jobs", "1"]) == 1
+    assert main([*only, "--steps", "1", "--jobs", "1"]) == 1
     text = capsys.readouterr().out
     assert "FAILED" in text and "DIFFER" in text and "at the start of training" in text
     assert "0 of 1 layouts at 0 different bits" in text
@@ -104,9 +106,9 @@ def test_the_list_tells_layouts_coverage_and_refusals(capsys: pytest.CaptureFixt
     assert main(["--list", "--only", "schedule=DualPipe", "--only", "tp=2"]) == 0
     text = capsys.readouterr().out
     assert "DualPipe" in text and "Layouts with each value:" in text and "pairs need more than 16 ranks" in text
-    assert main(["--list", "--json", "--sample", "5"]) == 0
+    assert main(["--list", "--json", "--sample"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["num_layouts"] == len(report["layouts"]) == 5 and report["num_pairs"] > 1000
+    assert report["num_layouts"] == len(report["layouts"]) == len(kinds(matrix().rows)) and report["num_pairs"] > 1000
 
 
 @pytest.mark.parametrize(
