@@ -38,7 +38,7 @@ NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """How torch's allocator of CPU memory begins what it says, in a plain `RuntimeError` (c10/core/impl/alloc_cpu.cpp)."""
 
 ROOMS = tuple(f"{__name__.split('.')[0]}.{room}." for room in ("core", "simulator", "verify", "viz", "backend"))
-LAUNCHING = tuple(f"{__name__.rpartition('.')[0]}.{module}" for module in ("rank", "transport.memory"))
+LAUNCHING = tuple(f"{__name__.split('.')[0]}.backend.{module}" for module in ("launching.rank", "transport.memory"))
 """Modules that call a job, whatever it is."""
 LIBRARIES = ("torch", "numpy", "safetensors")
 STDLIB = sysconfig.get_path("stdlib")

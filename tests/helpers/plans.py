@@ -80,7 +80,7 @@ def plan(
     layout = replace(layout or Layout(), **changes.pop("layout", {}))
     given = {name: options.get(name, section) for name, section in SECTIONS.items()}
     given["recompute"] = Recompute(recompute) if isinstance(recompute, str) else recompute or Recompute()
-    schedule = schedule or ("Interleaved1F1B" if layout.vpp > 1 else "1F1B")
+    schedule = schedule or ("Interleaved1F1B" if layout.vpp > 1 and "file" not in changes.get("schedule", {}) else "1F1B")
     given["schedule"] = ScheduleChoice(schedule) if isinstance(schedule, str) else schedule
     spec = model_for(model, layout, **changes.pop("model", {}))
     return Plan(
