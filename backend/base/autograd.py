@@ -14,4 +14,4 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *inputs: Any) -> Any:
         """`forward(ctx, *inputs)`, with `backward` in the graph."""
-        return super(torch.autograd.Function, cls).apply(*inputs)
+        return super(torch.autograd.Function, cls).apply(*inputs)  # type: ignore[misc]  # made by C, which torch's types leave out

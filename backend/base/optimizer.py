@@ -7,7 +7,7 @@ behind the other and filled up to whole vectors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from ...core.plan.plan import Optimizer
 CLIP_EPS = 1e-6
 """Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
 
-UPDATES = {"adamw": adamw}
+UPDATES: dict[str, Callable[..., None]] = {"adamw": adamw}
 """`optimizer.name` -> the update; it must be elementwise, or cuts would change bits."""
 
 VECTOR_ELEMENTS = 64
@@ -68,7 +68,8 @@ class ShardedAdamW:
 
     def _update(self, pairs: Sequence[tuple[Held, Tensor]], decay: bool, scale: Tensor | None) -> None:
         """One call of the library for tensors with equal weight decay."""
-        rows, counts = [], []
+        rows: list[tuple[Tensor, ...]] = []
+        counts: list[Tensor] = []
         for one, gradient in pairs:
             updated, state = self._updated[id(one.tensor)], self._state(one)
             turned = gradient if updated is one.tensor else gradient.mT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 PRODUCT_ROWS, PRODUCT_ROWS_QUICK = (32, 128, 512, 1024), (64, 512)
@@ -124,7 +125,7 @@ def product_case(far: tuple[int, int], near: tuple[int, int], multiply: Callable
 
     def make() -> Sequence[Call]:
         operands = [(pools.far.take(*far), pools.just_made(*near)) for _ in range(pools.sets(math.prod(far)))]
-        return [lambda a=a, b=b: multiply(a, b) for a, b in operands]
+        return [partial(multiply, a, b) for a, b in operands]
 
     return make
 
@@ -135,9 +136,17 @@ def _added_case(m: int, n: int, k: int, pools: Pools) -> Callable[[], Sequence[C
     def make() -> Sequence[Call]:
         count = pools.sets(k * m + m * n)
         operands = [(pools.far.take(m, n), pools.far.take(k, m), pools.just_made(k, n)) for _ in range(count)]
-        return [lambda total=total, kept=kept, dy=dy: total.addmm_(kept.t(), dy, alpha=1e-9) for total, kept, dy in operands]
+        return [partial(_add_product, *each) for each in operands]
 
     return make
+
+
+def _add_product(total: Any, kept: Any, dy: Any) -> None:
+    total.addmm_(kept.t(), dy, alpha=1e-9)
+
+
+def _several(make: Callable[[], Call], count: int) -> list[Call]:
+    return [make() for _ in range(count)]
 
 
 def kernels(pools: Pools, *, quick: bool) -> Iterator[Case]:
@@ -148,21 +157,19 @@ def kernels(pools: Pools, *, quick: bool) -> Iterator[Case]:
     for name, make in _elementwise(pools).items():
         for elements in sizes:
             sets = pools.sets(4 * ADAMW_TENSORS * elements if name == "adamw" else 2 * elements)
-            several = lambda make=make, elements=elements, sets=sets: [make(elements) for _ in range(sets)]  # noqa: E731
-            yield "kernel", name, (elements,), several, float(ADAMW_TENSORS) if name == "adamw" else 1.0
+            yield "kernel", name, (elements,), partial(_several, partial(make, elements), sets), float(ADAMW_TENSORS) if name == "adamw" else 1.0
     for name, operation in _heads().items():
         for elements in (size for size in sizes if size >= HEAD_WIDTH * HEAD_TOKENS):
-            several = lambda operation=operation, elements=elements: [operation(pools, elements) for _ in range(4)]  # noqa: E731
-            yield "kernel", name, (elements,), several, 1.0
+            yield "kernel", name, (elements,), partial(_several, partial(operation, pools, elements), 4), 1.0
     for name, call in _function_calls(device).items():
-        yield "kernel", name, (1,), lambda call=call: [call], 1.0
+        yield "kernel", name, (1,), partial(list, (call,)), 1.0
     for head_dim in ATTENTION_HEAD_DIMS_QUICK if quick else ATTENTION_HEAD_DIMS:
         for s in ATTENTION_SEQUENCES_QUICK if quick else ATTENTION_SEQUENCES:
             for name in ("attention", "attention_backward"):
                 shape = (1, ATTENTION_HEADS, s, head_dim)
                 sets = min(4, pools.sets(8 * math.prod(shape)))
-                make = lambda name=name, shape=shape, sets=sets: [_attention(torch, name, shape, device) for _ in range(sets)]  # noqa: E731
-                yield "kernel", f"{name}_{head_dim}", (s,), make, float(ATTENTION_HEADS)
+                attend = partial(_several, partial(_attention, torch, name, shape, device), sets)
+                yield "kernel", f"{name}_{head_dim}", (s,), attend, float(ATTENTION_HEADS)
 
 
 def _attention(torch: Any, name: str, shape: tuple[int, ...], device: Any) -> Call:
@@ -219,9 +226,8 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
         updated, gradients, first, second = ([pools.far.take(elements).clone() for _ in sizes] for _ in range(4))
         counts, scale = [torch.zeros((), device=device) for _ in sizes], torch.tensor(2.0, device=device)
         second = [moment.square_() for moment in second]
-        choice = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
-        lists = (updated, gradients, first, second, [], counts)
-        return lambda: update(*lists, foreach=False, fused=True, grad_scale=scale, **choice)
+        choice: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+        return lambda: update(updated, gradients, first, second, [], counts, foreach=False, fused=True, grad_scale=scale, **choice)
 
     def loss(elements: int) -> Call:
         x, targets = logits(elements)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...core.layout.layout import Layout
@@ -30,11 +31,10 @@ def layers(group: Any, recorder: Any, device: Any) -> Iterator[Case]:
     """Cases of a forward and a whole backward of one layer of each kind; `group` is a group of one rank."""
     for kind, (preset, fields) in KINDS.items():
         model = replace(model_preset(preset), **{**SMALL, **fields})
-        given = {"precision": Precision("fp32"), "numerics": Numerics("fast")}
-        plan = Plan(model, cluster_preset("this-host", 1), Layout(), Batch(1, 1, TOKENS), **given)
+        plan = Plan(model, cluster_preset("this-host", 1), Layout(), Batch(1, 1, TOKENS), precision=Precision("fp32"), numerics=Numerics("fast"))
         run = _Run(plan, group, recorder, device)
-        yield "kernel", f"layer_{kind}", (1,), lambda run=run: [run.forward], float(LAYERS)
-        yield "kernel", f"layer_{kind}_backward", (1,), lambda run=run: [run.backward], float(LAYERS)
+        yield "kernel", f"layer_{kind}", (1,), partial(list, (run.forward,)), float(LAYERS)
+        yield "kernel", f"layer_{kind}_backward", (1,), partial(list, (run.backward,)), float(LAYERS)
 
 
 class _Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ...core.commands.probes import PROBE_STEPS, PROBES
@@ -14,7 +15,7 @@ from .cases import Call, Case
 def steps(device: Any) -> Iterator[Case]:
     """A step of every probe, which every rank takes on its own."""
     for plan in PROBES:
-        yield "step", plan.model.name, (), lambda plan=plan: _calls(plan, device), float(PROBE_STEPS)
+        yield "step", plan.model.name, (), partial(_calls, plan, device), float(PROBE_STEPS)
 
 
 def _calls(plan: Plan, device: Any) -> Sequence[Call]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -61,8 +62,8 @@ def measure_transfers(transport: Any, *, rounds: int, quick: bool, quantile: flo
         for size in sizes:
             payload = torch.zeros(max(1, size // 4), device=transport.device)
             messages += [
-                _Case("message", "message", size, lambda payload=payload: there_and_back(transport, ends, payload)),
-                _Case("message", "message_work", size, lambda payload=payload: beside_work(transport, ends, payload, work)),
+                _Case("message", "message", size, partial(there_and_back, transport, ends, payload)),
+                _Case("message", "message_work", size, partial(beside_work, transport, ends, payload, work)),
             ]
     works = {name: _work(pools, tokens) for name, tokens in SKEW_TOKENS.items()}
     skew = _Skew(works, _finished(collective_call("all_reduce", SKEW_BYTES, transport, world), transport.device))
@@ -86,6 +87,11 @@ def measure_transfers(transport: Any, *, rounds: int, quick: bool, quantile: flo
     return [*(case.row(transport.world_size, quantile) for case in [*cases, *messages]), *skew.rows(transport.world_size, quantile)]
 
 
+def _both(work: Callable[[], Any], call: Callable[[], Any]) -> None:
+    work()
+    call()
+
+
 class _Skew:
     """Turns of little and of much work, each alone and with one small collective."""
 
@@ -99,7 +105,7 @@ class _Skew:
             world.barrier()
             alone_s = _seconds(work, TURNS) / TURNS
             world.barrier()
-            both_s = _seconds(lambda work=work: (work(), self._call()), TURNS) / TURNS
+            both_s = _seconds(partial(_both, work, self._call), TURNS) / TURNS
             self.seconds[f"{name}_work"].append(alone_s)
             self.seconds[name].append(both_s - alone_s)
 
@@ -117,7 +123,8 @@ class _Case:
 
     def __init__(self, kind: Any, name: str, size: int, call: Callable[[], Any]):
         self.kind, self.name, self.size, self.call = kind, name, size, call
-        self._turns, self._seconds, self._least_s = TURNS, [], float("inf")
+        self._turns, self._least_s = TURNS, float("inf")
+        self._seconds: list[float] = []
 
     def choose_turns(self, world: Any, device: Any) -> None:
         """All ranks together: as many turns as the slowest rank has time for."""

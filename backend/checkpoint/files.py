@@ -33,7 +33,7 @@ def read_bytes(descriptor: int, first: int, num_bytes: int) -> memoryview:
     """So many bytes from `first` on. Raises `OSError` where the file ends before, and asks for no memory then."""
     if first + num_bytes > os.fstat(descriptor).st_size:
         raise OSError(errno.EIO, f"it ends before byte {first + num_bytes}")
-    content, done = memoryview(np.empty(num_bytes, dtype=np.uint8)), 0  # a bytearray would be filled with zeros first
+    content, done = np.empty(num_bytes, dtype=np.uint8).data, 0  # a bytearray would be filled with zeros first
     while done < num_bytes:
         count = os.preadv(descriptor, [content[done : done + (1 << 30)]], first + done)
         if not count:

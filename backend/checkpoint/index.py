@@ -134,8 +134,8 @@ def block_of(fields: Mapping[str, Any]) -> Block:
     file, found = fields["file"], fields["digest"]
     if not isinstance(file, str) or not (found is None or (isinstance(found, str) and _DIGEST.fullmatch(found))):
         raise ValueError(f"a block in {file!r} has the digest {found!r}")
-    numbers = _sizes([fields["first"], fields["bytes"]])
-    return Block(_sizes(fields["offsets"]), _sizes(fields["sizes"]), file, *numbers, found)
+    first, num_bytes = _sizes([fields["first"], fields["bytes"]])
+    return Block(_sizes(fields["offsets"]), _sizes(fields["sizes"]), file, first, num_bytes, found)
 
 
 def _contents(parsed: Any) -> Contents:
@@ -146,7 +146,8 @@ def _contents(parsed: Any) -> Contents:
     for name, fields in parsed["files"].items():
         if not _PLAIN_NAME.fullmatch(name) or name in (".", "..") or not _DIGEST.fullmatch(fields["digest"]):
             raise ValueError(f"{name!r} is no file of a checkpoint")
-        files[name] = SavedFile(*_sizes([fields["bytes"]]), fields["digest"])
+        (num_bytes,) = _sizes([fields["bytes"]])
+        files[name] = SavedFile(num_bytes, fields["digest"])
     tensors = {
         name: SavedTensor(_sizes(fields["shape"]), str(fields["dtype"]), tuple(block_of(block) for block in fields["blocks"]))
         for name, fields in parsed["tensors"].items()

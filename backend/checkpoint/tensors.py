@@ -135,7 +135,7 @@ class _SavePlanner(DefaultSavePlanner):
         """The values of a piece, of which the digest is kept: that of what is to be written, whatever becomes of it on the way."""
         key = write_item.index.fqn, tuple(write_item.index.offset or ())
         values = self._pieces[key].tensor.detach().cpu().contiguous()
-        self.digests[key] = digest_of(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+        self.digests[key] = digest_of(values.reshape(-1).view(torch.uint8).numpy().data)
         return values
 
 

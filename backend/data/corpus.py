@@ -37,7 +37,7 @@ class Corpus:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the training text, in hexadecimal: equal where every batch is."""
-        return hashlib.sha256(self.train).hexdigest()
+        return hashlib.sha256(self.train.data).hexdigest()
 
     @classmethod
     def load(cls, data: str) -> Corpus:
@@ -47,7 +47,7 @@ class Corpus:
         Raises `PlanError` when there is no such file or nothing in it.
         """
         train, validation = _split(documents_of(data))
-        return cls(data, *(_frozen(b"".join(part)) for part in (train, validation)), _starts(train), _starts(validation))
+        return cls(data, _frozen(b"".join(train)), _frozen(b"".join(validation)), _starts(train), _starts(validation))
 
     def batch(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> tuple[Tensor, Tensor]:
         """`(tokens, targets)`, each int64 [last_sample - first_sample, sequence]: samples `first_sample <= i < last_sample` of a step.

@@ -15,10 +15,11 @@ from ...core.program.buckets import EXPERTS, WAITING, Bucket
 from ...core.program.expert_tokens import ExpertNodes
 from ..numerics import Contribution, Numerics
 from ..numerics.context_gradients import ContextGradients
-from ..numerics.contributions import Accumulator
+from ..numerics.contributions import Accumulator, by_sample
 from ..numerics.copies import Copies
 from ..numerics.exact_gradients import ExactAccumulator
 from ..numerics.heads import OwnedPart
+from ..numerics.open_sums import OpenSums
 from ..transport.base import Group
 from . import not_finite
 from .parameter import canonical
@@ -134,7 +135,7 @@ class Gradients:
         key = usage.key
         self._came.setdefault(first_sample, set()).add((key, usage.use))
         if self._context is not None and self._in_context(key):
-            assert not isinstance(contribution, Tensor), "exact numerics keep samples apart"
+            assert isinstance(contribution, (OpenSums, Sequence)), "exact numerics keep samples apart"
             self._context.add(key, usage.use, first_sample, contribution)
             return
         if self._num_uses[key] > 1 and self._numerics.mode == "exact":
@@ -382,7 +383,7 @@ def _added(contributions: Sequence[Contribution]) -> Contribution:
     """The sum of what the uses of one parameter give, sample by sample, in the order of the uses."""
     first, *rest = contributions
     for other in rest:
-        for total, value in zip(first, other, strict=True):
+        for total, value in zip(by_sample(first), by_sample(other), strict=True):
             total.add_(value)
     return first
 

@@ -31,7 +31,7 @@ def find(held: Mapping[str, Sequence[Tensor]]) -> NotFinite | None:
     sums = [tensor.sum(dtype=torch.float32) for tensors in held.values() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums).sum()):
         return None
-    for name, tensors in reversed(held.items()):
+    for name, tensors in reversed(list(held.items())):
         suspects = [tensor for tensor in tensors if not torch.isfinite(tensor.sum(dtype=torch.float32))]
         if num_bad := sum(int((~torch.isfinite(tensor)).sum()) for tensor in suspects):
             return NotFinite(name, num_bad, sum(tensor.numel() for tensor in suspects))

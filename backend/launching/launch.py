@@ -268,6 +268,7 @@ class _Pool:
                 if source is self.lifeline:
                     self._note_end()
                     continue
+                assert isinstance(source, Connection)
                 try:
                     messages.append((sources[source], *pickle.loads(source.recv_bytes())))
                 except (EOFError, OSError):

@@ -89,7 +89,7 @@ class PaddedKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         width = max(q.shape[-1], v.shape[-1])
-        y, kept = FusedKernel(self.scale).forward(*(_padded(x, width) for x in (q, k, v)), mask, start)
+        y, kept = FusedKernel(self.scale).forward(_padded(q, width), _padded(k, width), _padded(v, width), mask, start)
         return y[..., : v.shape[-1]], kept
 
     def backward(

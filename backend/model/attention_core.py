@@ -117,7 +117,8 @@ class _Blockwise(Function):
         ctx.of = core, kernel, microbatch
         dtype = torch.float32 if core.exact else q.dtype
         keys, values = _keys_and_values(core, q, k, v, dtype)
-        y, saved = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), []
+        y = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
+        saved: list[Tensor] = []
         for block in core.blocks(core.context.chunks_of(microbatch)):
             mask = block.mask(microbatch.documents, dtype, q.device, window=core.window)
             part, kept = kernel.forward(block.of(q, dtype), keys[:, :, : block.end], values[:, :, : block.end], mask, block.start)

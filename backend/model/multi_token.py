@@ -75,7 +75,7 @@ class _Module(nn.Module):
         self.block = block
         self.norm = Norm(context, f"{self.prefix}.norm")
         tied = context.model.tied_embeddings
-        table = {"weight": TOKEN_TABLE, "role": "output"} if tied else {"weight": "head.output.weight"}
+        table: dict[str, Any] = {"weight": TOKEN_TABLE, "role": "output"} if tied else {"weight": "head.output.weight"}
         self.output = ColumnParallelLinear(context, f"{self.prefix}.head.output", **table)
         self.loss = VocabParallelCrossEntropy(context, self.output.leaves, f"{self.prefix}.head.loss")
 

@@ -112,7 +112,7 @@ class Stage(nn.Module):
         with self.context.running(microbatch):
             if self.embedding is not None:
                 self.context.comes_to("embedding")
-            x_BSH = hidden_BSH if self.embedding is None else self.embedding(microbatch.tokens)
+            x_BSH = self._input(microbatch, hidden_BSH)
             for layer, block in zip(self.stage.layers, self.blocks, strict=True):
                 self.context.comes_to(layer_prefix(layer))
                 x_BSH = recomputed_layer(self.context, layer, block, x_BSH)
@@ -126,11 +126,18 @@ class Stage(nn.Module):
             losses_BS = losses_BS if ahead is None else ahead.add_losses(losses_BS, x_BSH)
             return losses_BS if microbatch.loss_scale == 1.0 else _ScaledBackward.apply(losses_BS, microbatch.loss_scale)
 
+    def _input(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
+        if self.embedding is not None:
+            embedded_BSH: Tensor = self.embedding(microbatch.tokens)
+            return embedded_BSH
+        assert hidden_BSH is not None, "a stage without embedding needs the hidden states of the one before"
+        return hidden_BSH
+
     def logits(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
         """Last stage: the logits [b, s, v] of this rank's vocabulary instead of the losses."""
         assert self.head is not None
         with self.context.running(microbatch):
-            x_BSH = hidden_BSH if self.embedding is None else self.embedding(microbatch.tokens)
+            x_BSH = self._input(microbatch, hidden_BSH)
             for block in self.blocks:
                 x_BSH = block(x_BSH)
             return self.head.logits(x_BSH)

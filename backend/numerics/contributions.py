@@ -30,3 +30,9 @@ class Accumulator(Protocol):
     @property
     def held(self) -> list[Tensor]:
         """Every tensor held now."""
+
+
+def by_sample(contribution: Contribution) -> Sequence[Tensor]:
+    """What exact numerics give of each sample."""
+    assert isinstance(contribution, (Sequence, Tensor)), "exact numerics give one tensor per sample"
+    return contribution.unbind() if isinstance(contribution, Tensor) else contribution

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.base.reduction import CarryTree, cut
 from ..transport.base import Group
-from .contributions import Accumulator, Contribution
+from .contributions import Accumulator, Contribution, by_sample
 from .heads import OwnedPart
 from .tree import add_in_place
 
@@ -23,7 +23,7 @@ class ExactAccumulator:
 
     def add(self, first_sample: int, contribution: Contribution) -> None:
         """Each sample's sum is a leaf."""
-        for offset, value in enumerate(contribution):
+        for offset, value in enumerate(by_sample(contribution)):
             self.tree.insert((first_sample + offset, first_sample + offset + 1), value)
 
     @property
@@ -46,7 +46,7 @@ class TokenNodes:
 
     def add(self, first_sample: int, contribution: Contribution) -> None:
         """Keeps every sample's nodes."""
-        for offset, nodes in enumerate(contribution):
+        for offset, nodes in enumerate(by_sample(contribution)):
             assert first_sample + offset not in self.samples, f"sample {first_sample + offset} arrived twice"
             self.samples[first_sample + offset] = nodes
 

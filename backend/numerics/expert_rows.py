@@ -7,7 +7,7 @@ width, F a whole feature dimension. Weights are stored [E, C, F], the cut dimens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.base.reduction import NestedTree, cut
 from ...core.program.expert_tokens import ExpertNodes, joined_nodes
 from ..transport.base import Group
-from .contributions import Accumulator, ExpertContribution, Leaf
+from .contributions import Accumulator, Contribution, ExpertContribution, Leaf
 from .copies import Copies
 from .owned_leaves import OwnedLeaves
 from .tree import add_in_place, fold
@@ -114,7 +114,7 @@ class ExactExpertNumerics(ExpertNumerics):
                 value[group.first : group.last] = _node_sum(products, node, leaves.first_leaf)
         return values
 
-    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> ExpertContribution:
+    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Iterator[tuple[Leaf, Tensor]]:
         x, y = x_NC.float(), y_NF.float()
         for leaf, groups in zip(rows.leaves, rows.by_leaf, strict=True):
             total = x.new_empty(rows.num_experts, x.shape[1], y.shape[1])
@@ -127,7 +127,7 @@ class ExactExpertNumerics(ExpertNumerics):
                     torch.mm(x[here, lo:hi].contiguous().t(), y[here], out=total[expert, lo:hi])
             yield leaf, total
 
-    def expert_row_sums(self, x_NF: Tensor, rows: ExpertRows) -> ExpertContribution:
+    def expert_row_sums(self, x_NF: Tensor, rows: ExpertRows) -> Iterator[tuple[Leaf, Tensor]]:
         x = x_NF.float()
         for leaf, groups in zip(rows.leaves, rows.by_leaf, strict=True):
             total = x.new_zeros(rows.num_experts, x.shape[1])
@@ -203,8 +203,9 @@ class ExpertAccumulator:
     def __init__(self, num_samples: int, num_blocks: int):
         self.tree: NestedTree[Tensor] = NestedTree(num_samples, num_blocks, add_in_place)
 
-    def add(self, first_sample: int, contribution: ExpertContribution) -> None:
+    def add(self, first_sample: int, contribution: Contribution) -> None:
         """Each leaf by its own place: experts see samples of several data-parallel ranks. Leaves are made one by one as they are added."""
+        assert isinstance(contribution, Iterator), "exact numerics give the leaves of experts one by one"
         for (sample, block), value in contribution:
             self.tree.insert(sample, (block, block + 1), value)
 

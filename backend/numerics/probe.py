@@ -7,7 +7,7 @@ others, an elementwise function on a longer tensor, the optimizer's update of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,15 +114,16 @@ def _attention(plan: Plan, device: torch.device) -> int:
     for start in {0, (sequence - 1) // size * size}:
         end = min(start + size, sequence)
         inputs = q[:, :, start:end].contiguous(), k, v, gradient[:, :, start:end].contiguous()
-        whole = _attention_and_gradients(*inputs, end)
+        whole = _attention_and_gradients(inputs, end)
         for sample, head in ((sample, head) for sample in range(2) for head in range(3)):
-            one = _attention_and_gradients(*(x[sample : sample + 1, head : head + 1].contiguous() for x in inputs), end)
+            one = _attention_and_gradients([x[sample : sample + 1, head : head + 1].contiguous() for x in inputs], end)
             found += sum(_count(a, b[sample : sample + 1, head : head + 1]) for a, b in zip(one, whole, strict=True))
     return found
 
 
-def _attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, end: int) -> list[Tensor]:
-    """Of queries of which the last is token `end` - 1."""
+def _attention_and_gradients(inputs: Sequence[Tensor], end: int) -> list[Tensor]:
+    """Of queries of which the last is token `end` - 1; `inputs` are queries, keys, values and the output's gradient."""
+    q, k, v, gradient = inputs
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     if q.shape[2] == k.shape[2]:
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -71,7 +71,9 @@ class StageWeights(Protocol):
 class ExecutableStage(Protocol):
     """What the executor needs of a stage; `backend.model.transformer.Stage` is one."""
 
-    weight_work: WeightWork
+    @property
+    def weight_work(self) -> WeightWork:
+        """Whether weight gradients are computed at once or later."""
 
     def __call__(self, microbatch: Any, hidden_BSH: Tensor | None) -> Tensor:
         """Hidden states for the next stage, or token losses `[b, s]` on the last one."""
@@ -275,7 +277,7 @@ class Executor:
 
     def _shape_of(self, current: Pass, action: Action) -> tuple[int, ...]:
         shape = self._message_shape
-        return shape(current.microbatches[action.microbatch]) if callable(shape) else shape
+        return shape(current.microbatches[microbatch_of(action)]) if callable(shape) else shape
 
     def _row_messages(self, order: RowOrder, current: Pass) -> RowMessages:
         return RowMessages(
@@ -327,7 +329,7 @@ class Executor:
         if current.meter is not None:
             for part in action.parts:
                 if part.kind in (Kind.B, Kind.W):
-                    current.meter.release(part.stage, part.microbatch)
+                    current.meter.release(part.stage, microbatch_of(part))
             current.meter.sample(current.clock.now_s())
 
     def _work(self, part: Action, tensor: Tensor | None, current: Pass) -> None:
@@ -378,7 +380,7 @@ class Executor:
         current.place.waits(action, needs=str(needs), peer=self._global_rank_of(peer))
 
     def _forward(self, action: Action, hidden_BSH: Tensor | None, current: Pass) -> None:
-        stage, microbatch = action.stage, action.microbatch
+        stage, microbatch = action.stage, microbatch_of(action)
         training = torch.is_grad_enabled()
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_(True)
@@ -395,7 +397,7 @@ class Executor:
 
     def _backward(self, action: Action, gradient_BSH: Tensor | None, current: Pass) -> None:
         """B and I: the gradient of the stage's input; the last stage starts from the sum of its token losses."""
-        stage, microbatch = action.stage, action.microbatch
+        stage, microbatch = action.stage, microbatch_of(action)
         hidden_BSH, output = current.saved.pop((stage, microbatch))
         work = self.stages[stage].weight_work
         with work.defer(microbatch) if action.kind is Kind.I else nullcontext():
@@ -411,12 +413,12 @@ class Executor:
 
     def _weight_gradient(self, action: Action, _: Tensor | None, current: Pass) -> None:
         with torch.no_grad():
-            self.stages[action.stage].weight_work.run(action.microbatch)
+            self.stages[action.stage].weight_work.run(microbatch_of(action))
         self._finish_gradients(action, current)
 
     def _finish_gradients(self, action: Action, current: Pass) -> None:
         with torch.no_grad():
-            self.stages[action.stage].finish_gradients(current.microbatches[action.microbatch])
+            self.stages[action.stage].finish_gradients(current.microbatches[microbatch_of(action)])
 
     @contextmanager
     def _span(self, action: Action, current: Pass) -> Iterator[None]:
@@ -433,6 +435,12 @@ _WORK: dict[Kind, Callable[[Executor, Action, Tensor | None, Pass], None]] = {
     Kind.I: Executor._backward,
     Kind.W: Executor._weight_gradient,
 }
+
+
+def microbatch_of(action: Action) -> int:
+    """That of a compute action or a message."""
+    assert action.microbatch is not None, f"{action} has no microbatch"
+    return action.microbatch
 
 
 def forward_only(row: Sequence[Action]) -> list[Action]:

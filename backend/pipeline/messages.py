@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Literal, Protocol
 
@@ -227,13 +228,16 @@ class Lane:
         self._mail.wait_until(lambda: len(self.spans) == len(self._actions))
         self._thread.join()
 
+    def _is_permitted(self, number: int) -> bool:
+        return number < self._permits
+
     def _run(self) -> None:
         try:
             with self._clock.own_stream(), torch.no_grad(), self._watch(None):
                 for number, action in enumerate(self._actions):
                     self._place.comes_to(number + 1)
                     self._place.waits(action)
-                    self._mail.wait_until(lambda number=number: number < self._permits)
+                    self._mail.wait_until(partial(self._is_permitted, number))
                     prepared = self._prepare(action)
                     self._place.runs(action)
                     start_s = self._clock.now_s()
@@ -241,7 +245,7 @@ class Lane:
                         self._perform(action, prepared)
                     prepared = None  # what was sent is the peer's now
                     span = Span(self._global_rank, self.name, action, start_s, self._clock.now_s())
-                    self._mail.notify(lambda span=span: self.spans.append(span))
+                    self._mail.notify(partial(self.spans.append, span))
                 self._place.done()
         except BaseException as error:
             self._mail.fail(error)

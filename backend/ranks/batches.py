@@ -99,7 +99,8 @@ class Batches:
                 step,
                 counted_share,
                 loss_scale=loss_scale,
-                **{name: batch[name][rows] for name in ("later", "documents") if name in batch},
+                later=batch["later"][rows] if "later" in batch else None,
+                documents=batch["documents"][rows] if "documents" in batch else None,
             )
             for index, rows in enumerate(slice(first, first + size) for first in range(0, hi - lo, size))
         ]

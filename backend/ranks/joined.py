@@ -40,10 +40,11 @@ class Joined:
             end = source if part.name == source.name else target if part.name == target.name else None
             if end is None or here["pp"] != (part.layout.pp - 1 if end is source else 0):
                 continue
-            grids = _grid(source, source.layout.pp - 1), _grid(target, 0)
+            before, behind = _grid(source, source.layout.pp - 1), _grid(target, 0)
+            ways: tuple[tuple[Direction, Grid, Grid], ...] = (("F", before, behind), ("B", behind, before))
             peer, outside = (target, part.layout.pp) if end is source else (source, -1)
             self._peers.setdefault(outside, peer.layout.global_rank(pp=0 if end is source else peer.layout.pp - 1))
-            for direction, (giving, taking) in (("F", grids), ("B", grids[::-1])):
+            for direction, giving, taking in ways:
                 sending = (direction == "F") == (end is source)
                 name = f"{direction}/{source.name}-{target.name}"
                 lines.setdefault((direction, sending), []).append(_line(transport, name, giving, taking, part, sending=sending))

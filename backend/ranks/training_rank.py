@@ -303,8 +303,8 @@ class TrainingRank:
             return ReplicatedStage.of(self.plan, stage, module.trained, module.gradients, copies)
         used = None if self._showing is None else functools.partial(self._showing.used, stage)
         late = None if self._gather_lane is None else LateGather(module.context, self._gather_lane, used)
-        given = {"numerics": self.numerics, "lane": self._backward_lane, "late": late}
-        return ShardedStage(self.plan, stage, module.trained, module.gradients, self._copies[stage], **given)
+        held = module.trained, module.gradients
+        return ShardedStage(self.plan, stage, *held, self._copies[stage], numerics=self.numerics, lane=self._backward_lane, late=late)
 
     def _is_second_table(self, stage: int, name: str) -> bool:
         return self.plan.model.shares_table and name == TOKEN_TABLE and not self.plan.stages[stage].embedding

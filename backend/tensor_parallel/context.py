@@ -238,8 +238,10 @@ class LayerContext:
         """Shows an activation to the observer, if there is one; in the graph, so that the observer can ask for its gradient too."""
         if self.observer is not None:
             assert self.microbatch is not None
-            whole = self.tokens is None or tensor.shape[1] == self.microbatch.tokens.shape[1]  # losses are those of all tokens
-            places = self.chunks.places(*((0, tensor.shape[1]) if whole else self.tokens.own))
+            run = 0, tensor.shape[1]
+            if self.tokens is not None and tensor.shape[1] != self.microbatch.tokens.shape[1]:  # losses are those of all tokens
+                run = self.tokens.own
+            places = self.chunks.places(*run)
             show = self.observer.recomputed if self._running.again else self.observer.activation
             show(name, self.microbatch, tuple(slice(*place) for place in places), tensor)
 

@@ -25,14 +25,14 @@ class _HiddenDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, context: LayerContext, operation: str, microbatch: Microbatch) -> Tensor:
         ctx.of = context, operation, microbatch
-        return (x_BSH * _hidden_mask(*ctx.of, x_BSH)).to(x_BSH.dtype)
+        return (x_BSH * _hidden_mask(x_BSH, *ctx.of)).to(x_BSH.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None, None, None]:
-        return (dy_BSH * _hidden_mask(*ctx.of, dy_BSH)).to(dy_BSH.dtype), None, None, None
+        return (dy_BSH * _hidden_mask(dy_BSH, *ctx.of)).to(dy_BSH.dtype), None, None, None
 
 
-def _hidden_mask(context: LayerContext, operation: str, microbatch: Microbatch, x_BSH: Tensor) -> Tensor:
+def _hidden_mask(x_BSH: Tensor, context: LayerContext, operation: str, microbatch: Microbatch) -> Tensor:
     """Elements are numbered by (sample of the global batch, token, feature)."""
     samples, _, hidden = x_BSH.shape
     sample, feature = (torch.arange(size, device=x_BSH.device) for size in (samples, hidden))

@@ -149,8 +149,8 @@ class TokenExchange:
         found = [(keys[index][0], place.get((keys[index][1], keys[index][2]), 0)) for index in order]
         groups = tuple(dict.fromkeys(found))
         number = {group: index for index, group in enumerate(groups)}
-        tensors = (torch.tensor(each, dtype=torch.int64, device=self._device) for each in (order, [number[group] for group in found]))
-        return _Chunks(*tensors, groups, tuple(leaves))
+        places, numbers = (torch.tensor(each, dtype=torch.int64, device=self._device) for each in (order, [number[group] for group in found]))
+        return _Chunks(places, numbers, groups, tuple(leaves))
 
 
 class Outgoing:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.layout.stage_parameters import Usage
+from ..gradients.parameter import Shard
 from ..numerics.contributions import ExpertContribution
 from .context import LayerContext
 from .exchange import Exchange
@@ -26,6 +28,8 @@ class ExpertLinear(nn.Module):
         self.context = context
         self.leaves = context.owned_leaves(f"{name}.weight")
         self.shard, self.usage = context.shard(f"{name}.weight")
+        self.bias: Shard | None
+        self.bias_usage: Usage | None
         self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.has(f"{name}.bias") else (None, None)
 
     def together(self, rows_NF: Tensor, exchange: Exchange, layer: str) -> Tensor:
@@ -59,7 +63,7 @@ class ExpertLinear(nn.Module):
     def submit(self, ctx: Any, weight: Callable[[], ExpertContribution], bias: Callable[[], ExpertContribution]) -> None:
         """Leaves the gradients of weight and bias to the stage."""
         work = [(self.usage, weight)]
-        if self.bias is not None:
+        if self.bias_usage is not None:
             work.append((self.bias_usage, bias))
         self.context.submit(self.name, work, ctx.microbatch)
 

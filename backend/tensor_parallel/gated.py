@@ -6,6 +6,7 @@ copied to bring the parts of the features together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .linear import ColumnParallelLinear, Source, column_backward
 NUM_PARTS = 2
 """Gate and up-projection."""
 
-ACTIVATIONS = {"swiglu": (F.silu, torch.ops.aten.silu_backward), "geglu": (F.gelu, torch.ops.aten.gelu_backward)}
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {"swiglu": (F.silu, torch.ops.aten.silu_backward), "geglu": (F.gelu, torch.ops.aten.gelu_backward)}
 """`ModelSpec.activation` -> what is done to the gate, and its gradient from that of the result and its input."""
 
 
@@ -34,7 +35,8 @@ def can_be_gated(layer: ColumnParallelLinear) -> bool:
 def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
     """[b, s, f] -> [b, s, c/2]: the model's activation of the layer's even features, times its odd ones. Where the plan recomputes
     activations only these features stay."""
-    context, kept = layer.context, []
+    context = layer.context
+    kept: list[Tensor] = []
     y_BSC = _Gated.apply(x_BSF, layer, context.source_of(x_BSF), kept)
     if not _is_repeated(layer):
         return y_BSC

@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ...core.layout.stage_parameters import Usage
 from ..base.autograd import Function
+from ..gradients.parameter import Shard
 from ..numerics import Contribution
 from . import mappings
 from .context import LayerContext
@@ -43,6 +45,8 @@ class ParallelLinear(nn.Module, ABC):
         self.frozen = frozen
         self.leaves = context.owned_leaves(weight)
         self.shard, self.usage = context.shard(weight, role, frozen=frozen)
+        self.bias: Shard | None
+        self.bias_usage: Usage | None
         self.bias, self.bias_usage = context.shard(f"{name}.bias", frozen=frozen) if context.has(f"{name}.bias") else (None, None)
 
     @abstractmethod
@@ -115,7 +119,7 @@ class ParallelLinear(nn.Module, ABC):
         if self.frozen:
             return
         work = [(self.usage, weight)]
-        if self.bias is not None and ctx.add_bias:
+        if self.bias_usage is not None and ctx.add_bias:
             work.append((self.bias_usage, lambda: self.bias_gradient(dy)))
         self.context.submit(self.name, work, ctx.microbatch)
 

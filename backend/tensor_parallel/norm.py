@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.layout.stage_parameters import Usage
 from ..base.autograd import Function
+from ..gradients.parameter import Shard
 from ..numerics import Contribution
 from .context import LayerContext
 
@@ -27,6 +29,8 @@ class Norm(nn.Module):
         self.eps = context.model.norm_eps
         self.epsilon = torch.tensor(self.eps, device=context.numerics.device)
         self.weight, self.weight_usage = context.shard(f"{name}.weight")
+        self.bias: Shard | None
+        self.bias_usage: Usage | None
         self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.model.norm == "layernorm" else (None, None)
         of_squares = _RmsNorm if context.numerics.mode == "exact" else _FastRmsNorm
         self._function = of_squares if self.bias is None else _LayerNorm

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...core.layout.leaves import Leaves
+from ...core.layout.stage_parameters import Usage
 from ..base.autograd import Function
+from ..gradients.parameter import Shard
 from ..numerics import Contribution, OwnedLeaves
 from .context import LayerContext
 
@@ -29,6 +31,8 @@ class WholeLinear(nn.Module):
         self.context = context
         self.fp32 = fp32
         self.shard, self.usage = context.shard(f"{name}.weight", fp32=fp32)
+        self.bias: Shard | None
+        self.bias_usage: Usage | None
         self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.has(f"{name}.bias") else (None, None)
         self.leaves = OwnedLeaves(Leaves(1, 1), len(self.shard.storage), 1, 0)
 

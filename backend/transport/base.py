@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -326,7 +326,7 @@ class Transport(ABC):
     def __str__(self) -> str:
         return f"rank {self.global_rank} of {self.world_size}"
 
-    def __enter__(self) -> Transport:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -175,12 +175,12 @@ def _ranks(layout: Layout, coordinates: dict[str, int], **axes: Sequence[int]) -
     return [layout.global_rank(**{**coordinates, **dict(zip(axes, each, strict=True))}) for each in combinations]
 
 
-def _open(transport: Transport, axis: str, ranks: list[int] | tuple[int, ...]) -> Group:
+def _open(transport: Transport, axis: str, ranks: Sequence[int]) -> Group:
     # the groups of an axis share no rank, so the first member tells them apart
     return transport.group(f"{axis}/{ranks[0]}", axis, ranks)
 
 
-def _paired(transport: Transport, axis: str, ranks: tuple[int, ...], baton: Baton | None) -> Group:
+def _paired(transport: Transport, axis: str, ranks: Sequence[int], baton: Baton | None) -> Group:
     group = _open(transport, axis, ranks)
     if baton is None or group.size == 1:
         return group

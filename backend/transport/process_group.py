@@ -101,7 +101,7 @@ class ProcessGroupTransport(Transport):
         self.close()
 
     def _gloo(self, store: dist.Store, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # which torch's types leave out
         options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in gloo_interfaces()]
         options._devices = options._devices or [dist.ProcessGroupGloo.create_default_device()]
         options._timeout = self._timeout
@@ -124,7 +124,7 @@ class ProcessGroup(Group):
     def __init__(self, transport: ProcessGroupTransport, name: str, axis: str, ranks: Sequence[int]):
         super().__init__(name, axis, ranks, transport.global_rank, transport.recorder)
         self._device = transport.device
-        self._process_group = transport.connect(name, self.rank, self.size) if self.size > 1 else None
+        self._process_group: Any = transport.connect(name, self.rank, self.size) if self.size > 1 else None
 
     def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         dtype = parts[0].dtype
@@ -151,7 +151,7 @@ class ProcessGroup(Group):
             return self._exchanged_all_reduce(tensor, op)
         result = tensor if used_up and tensor.is_contiguous() else contiguous_copy(tensor)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         with _named(f"{self}: all_reduce {op}"):
             self._process_group.allreduce([result], options).wait()
         return result
@@ -177,7 +177,7 @@ class ProcessGroup(Group):
         flat = _joined([part.reshape(-1) for part in parts])  # gloo compares the first dimensions
         result = flat.new_empty(parts[0].numel())
         options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         with _named(f"{self}: reduce_scatter"):
             self._process_group._reduce_scatter_base(result, flat, options).wait()
         return result.view(parts[0].shape)
@@ -204,7 +204,7 @@ class ProcessGroupChannel(Channel):
         self._device = transport.device
         # NCCL only puts the message in a stream. A stream of its own keeps the wait for a late peer out of the compute stream.
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._process_group = transport.connect(name, int(transport.global_rank == destination), 2)
+        self._process_group: Any = transport.connect(name, int(transport.global_rank == destination), 2)
 
     def begin_send(self, tensor: Tensor) -> Callable[[], None]:
         self._check_end(self.source, "send")

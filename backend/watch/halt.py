@@ -107,7 +107,9 @@ def _rank_at(rank: int, found: Found, board: Board | None) -> RankAt:
 
 def _pair_at(rank: int, words: str, parts: Sequence[tuple[str, ThreadAt]], found: Found, lanes: tuple[LaneAt, ...]) -> RankAt:
     """A rank at a pair whose parts run in turns, `parts` with their threads. It waits for nobody while one of them computes."""
-    doing, waits_for, computes = [], {}, False
+    doing: list[str] = []
+    waits_for: dict[int, None] = {}
+    computes = False
     for token, thread in parts:
         if thread.call is not None:
             doing.append(f"{token} {_call_words(thread.call, found)}")
