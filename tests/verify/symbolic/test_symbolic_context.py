@@ -154,3 +154,12 @@ def test_a_missing_sum_of_key_gradients_says_so():
 
     (finding,) = proof_of(plan, Program(works=works)).findings
     assert finding.what == "it is the sum over leaves [0, 1) of 3 only: nothing has added the other ranks' parts."
+
+
+@pytest.mark.parametrize(("cp", "num_heads"), [(2, 4), (3, 6)])
+def test_as_many_heads_as_tokens_are_not_taken_for_a_sequence(cp, num_heads):
+    """The gradient of a norm of heads is a sum over heads, in the place where others have tokens."""
+    sizes = {"hidden_size": 4 * num_heads, "num_heads": num_heads, "num_kv_heads": num_heads, "max_positions": num_heads}
+    blocks = {"gradient_token_block": 1, "reduction_token_block": 1}
+    few = plan(Layout(cp=cp), qk_norm=True, sequence=num_heads, samples=1, **sizes, **blocks)
+    assert proof_of(few).findings == ()
