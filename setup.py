@@ -1,8 +1,8 @@
-"""What setuptools cannot read from pyproject.toml: the compiled loops of the event engine, of digests and of exact numerics, and that
-this file is not part of the package.
+"""What setuptools cannot read from pyproject.toml: the compiled loops of the event engine, of digests and of exact
+numerics, and that this file is not part of the package.
 
-They are optional: where no C compiler is found the package installs without them, and plain Python and numpy do the work. Built against
-the stable ABI of Python 3.11, so one wheel per platform serves every later Python.
+They are optional: where no C compiler is found the package installs without them, and plain Python and numpy do the
+work. Built against the stable ABI of Python 3.11, so one wheel per platform serves every later Python.
 """
 
 import os

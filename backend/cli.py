@@ -48,22 +48,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live-memory",
         action="store_true",
-        help="count every tensor's bytes in the last step (slower), so that the timeline and the result tell the peak of every rank",
+        help=(
+            "count every tensor's bytes in the last step (slower), so that the timeline and the result tell the "
+            "peak of every rank"
+        ),
     )
     parser.add_argument(
         "--save-huggingface",
         metavar="DIR",
-        help="write the trained weights as safetensors with a config.json to a new or empty folder; train.load reads such folders",
+        help=(
+            "write the trained weights as safetensors with a config.json to a new or empty folder; train.load reads "
+            "such folders"
+        ),
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint in checkpoint.folder, whatever layout saved it; from the start where there is none",
+        help=(
+            "go on from the newest checkpoint in checkpoint.folder, whatever layout saved it; from the start where "
+            "there is none"
+        ),
     )
     parser.add_argument(
         "--ledger",
         metavar="DIR",
-        help="write what every rank computes, as digests, to a new or empty folder; `shardproof verify DIR --against DIR` compares two",
+        help=(
+            "write what every rank computes, as digests, to a new or empty folder; `shardproof verify DIR --against "
+            "DIR` compares two"
+        ),
     )
     parser.add_argument(
         "--failure-report",
@@ -107,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
     left = plan.train.steps - (0 if trainer.resumption is None else trainer.resumption.saved.steps)
     if left == 0 and args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
         raise PlanError(
-            f"no step of train.steps={plan.train.steps} is left to measure for -o {args.output}. Use more steps, or no timeline."
+            f"no step of train.steps={plan.train.steps} is left to measure for -o {args.output}. Use more steps, or "
+            "no timeline."
         )
     if args.resume and os.environ.get("RANK", "0") == "0":
         say(resumption_text(plan, trainer.resumption), sys.stderr)
@@ -160,7 +173,10 @@ def resumption_text(plan: Plan | ModularPlan, resumption: Resumption | None) -> 
     """What `--resume` found."""
     if resumption is None:
         return f"resume: no checkpoint in {plan.checkpoint.folder} yet, so training starts from the beginning"
-    changes = "".join(f"\nother than in the run that saved it, so bits will differ from that run's: {each}" for each in resumption.changes)
+    changes = "".join(
+        (f"\nother than in the run that saved it, so bits will differ from that run's: {each}")
+        for each in resumption.changes
+    )
     damaged = "".join(f"resume: {each} Going on from {resumption.saved.path}.\n" for each in resumption.damaged[-1:])
     return f"{damaged}resume: {resumption.saved.path}, after {resumption.saved.steps} steps{changes}"
 
@@ -176,7 +192,8 @@ def result_text(result: TrainResult) -> str:
         + f"validation loss {validation} steps"
         + (f"\ncheckpoint {result.checkpoint}" if result.checkpoint else "")
         + "".join(
-            f"\nrank {peak.global_rank} held at most {format_bytes(peak.num_bytes)} of tensors" + f" in {peak.action}" * bool(peak.action)
+            f"\nrank {peak.global_rank} held at most {format_bytes(peak.num_bytes)} of "
+            "tensors" + f" in {peak.action}" * bool(peak.action)
             for peak in result.peak_memory
         )
     )

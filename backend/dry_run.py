@@ -1,8 +1,8 @@
 """`train --dry-run`: what the ranks of a plan would hold and do, equal ranks together.
 
-Ranks are equal that hold the same stages and as many parameters, and have as many samples in a step: tensor-, context- and data-parallel
-ranks of one pipeline rank, but where something does not divide. Memory is what `fit` says of their pipeline rank: ZeRO, recomputation and
-activations are in it.
+Ranks are equal that hold the same stages and as many parameters, and have as many samples in a step: tensor-, context-
+and data-parallel ranks of one pipeline rank, but where something does not divide. Memory is what `fit` says of their
+pipeline rank: ZeRO, recomputation and activations are in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ACTIONS_SHOWN = 6
 RANGES_SHOWN = 4
 """Of a group's ranks in the text; JSON has all."""
 MOST_RANKS_LISTED = 4096
-"""A world of more ranks has no list of single ranks in JSON: a million of them would be half a gigabyte of text, and `groups` say all."""
+"""A world of more ranks has no list of single ranks in JSON: a million of them would be half a gigabyte of text,
+and `groups` say all."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Peak:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Equal ranks. `ranges` are `(first, last)` of their global ranks, ascending; `samples` [lo, hi) those of all of them in a step, of
-    which each has `num_samples`. Stages and actions count from the first of the whole run."""
+    """Equal ranks. `ranges` are `(first, last)` of their global ranks, ascending; `samples` [lo, hi) those of all of
+    them in a step, of which each has `num_samples`. Stages and actions count from the first of the whole run."""
 
     module: str | None
     pp_rank: int
@@ -75,10 +76,11 @@ def dry_run_text(plan: Plan | ModularPlan) -> str:
 def dry_run_report(plan: Plan | ModularPlan) -> dict[str, Any]:
     """The JSON form: `world_size`, `schedule`, `groups` and `ranks`.
 
-    `groups` is a list of equal ranks: `ranks` (list of [first, last]), `num_ranks`, `pp`, `stages`, `num_parameters`,
-    `peak_memory_bytes`, `peak_memory_action` and `memory_bytes` of each rank, `samples` [lo, hi) of all of them and `num_samples` of each,
-    `num_actions`, `first_actions`. `ranks` has every rank with its own coordinates and samples, in a world of up to `MOST_RANKS_LISTED`
-    ranks; in a larger one it is empty. A plan of modules names the `module` in both.
+    `groups` is a list of equal ranks: `ranks` (list of [first, last]), `num_ranks`, `pp`, `stages`,
+    `num_parameters`, `peak_memory_bytes`, `peak_memory_action` and `memory_bytes` of each rank, `samples` [lo, hi)
+    of all of them and `num_samples` of each, `num_actions`, `first_actions`. `ranks` has every rank with its own
+    coordinates and samples, in a world of up to `MOST_RANKS_LISTED` ranks; in a larger one it is empty. A plan of
+    modules names the `module` in both.
     """
     groups = list(rank_groups(plan))
     ranks = [rank for group in groups for rank in _single(plan, group)] if plan.world_size <= MOST_RANKS_LISTED else []
@@ -123,7 +125,14 @@ def _groups(plan: Plan, schedule_of: Any, peaks: list[Peak], first_stage: int = 
 
 
 def _group(
-    plan: Plan, pp_rank: int, ranks: np.ndarray, schedule: Schedule, elements: int, peak: Peak, replicas: tuple[int, int], first_stage: int
+    plan: Plan,
+    pp_rank: int,
+    ranks: np.ndarray,
+    schedule: Schedule,
+    elements: int,
+    peak: Peak,
+    replicas: tuple[int, int],
+    first_stage: int,
 ) -> RankGroup:
     row = schedule.row(pp_rank)
     first, last = (plan.samples_of(dp_rank) for dp_rank in (replicas[0], replicas[1] - 1))
@@ -144,7 +153,9 @@ def _group(
 def _alike_replicas(plan: Plan) -> list[tuple[int, int]]:
     """Data-parallel ranks `[lo, hi)` with equally many microbatches: earlier ones have more."""
     dp, counts = plan.layout.dp, plan.microbatch_counts
-    ends = [bisect_left(range(dp), -count + 1, key=lambda dp_rank: -plan.microbatches_of(dp_rank)) for count in counts[:-1]]
+    ends = [
+        bisect_left(range(dp), -count + 1, key=lambda dp_rank: -plan.microbatches_of(dp_rank)) for count in counts[:-1]
+    ]
     return list(zip([0, *ends], [*ends, dp], strict=True))
 
 
@@ -219,8 +230,10 @@ def _run_text(plan: Plan) -> str:
     zero = f" zero={layout.zero}" if layout.zero else ""
     return (
         f"{name}{plan.model.name}: {format_count(num_parameters)} parameters on {layout.world_size} ranks "
-        f"(tp={layout.tp} pp={layout.pp} vpp={layout.vpp} dp={layout.dp}{zero}), {plan.num_microbatches} microbatches of "
-        f"{plan.batch.micro_size} x {plan.batch.sequence} tokens per replica, {plan.schedule.file or plan.schedule.name}, "
+        f"(tp={layout.tp} pp={layout.pp} vpp={layout.vpp} dp={layout.dp}{zero}), {plan.num_microbatches} "
+        "microbatches of "
+        f"{plan.batch.micro_size} x {plan.batch.sequence} tokens per replica, "
+        f"{plan.schedule.file or plan.schedule.name}, "
         f"{plan.numerics.mode} numerics, {plan.train.steps} steps on {plan.train.data}"
     )
 
@@ -234,4 +247,7 @@ def _counted(action: Action, first_stage: int) -> Action:
 def stage_text(stage: StageLayers, first_stage: int = 0) -> str:
     """`stage 0: embedding, layers 0-1`."""
     layers = [f"layers {stage.first_layer}-{stage.last_layer - 1}"] if len(stage.layers) else []
-    return f"stage {first_stage + stage.stage}: {', '.join(['embedding'] * stage.embedding + layers + ['head'] * stage.head)}"
+    return (
+        f"stage {first_stage + stage.stage}: "
+        f"{', '.join(['embedding'] * stage.embedding + layers + ['head'] * stage.head)}"
+    )

@@ -43,9 +43,9 @@ NUM_VALIDATIONS = 4
 class TrainJob:
     """What every rank of a run is told. Everything in it can be pickled; functions are those of modules.
 
-    `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out losses;
-    `live_memory` counts every tensor storage of the last step, which slows that step down; `save_huggingface` is the folder that the
-    trained weights are written to, `resume` the checkpoint that training goes on from.
+    `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out
+    losses; `live_memory` counts every tensor storage of the last step, which slows that step down; `save_huggingface`
+    is the folder that the trained weights are written to, `resume` the checkpoint that training goes on from.
     """
 
     plan: Plan | ModularPlan
@@ -62,8 +62,9 @@ class TrainJob:
 class RankResult:
     """What one rank knows after training. `validation_losses` maps the number of steps done to the held-out loss.
 
-    `timeline` holds the last step of all ranks, on global rank 0 only; `peaks` those of all ranks in that step, where it was asked for.
-    `checkpoint` is the folder of the last checkpoint that the run saved or went on from, `first_step` how many steps were done before it.
+    `timeline` holds the last step of all ranks, on global rank 0 only; `peaks` those of all ranks in that step, where
+    it was asked for. `checkpoint` is the folder of the last checkpoint that the run saved or went on from, `first_step`
+    how many steps were done before it.
     """
 
     steps: tuple[StepResult, ...]
@@ -76,13 +77,14 @@ class RankResult:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run. `losses[i]` is the mean loss per token of its step i, before its update; `grad_norms[i]` the norm before clipping.
-    A resumed run has only its own steps here, after the `first_step` that had been done before.
+    """A finished run. `losses[i]` is the mean loss per token of its step i, before its update; `grad_norms[i]` the norm
+    before clipping. A resumed run has only its own steps here, after the `first_step` that had been done before.
 
-    `validation_losses[i]` is the held-out loss after `validation_steps[i]` steps. `tokens_per_s` is that of all ranks together,
-    without the first step where there are more. `timeline` is the measured last step; `peak_memory` that of every rank in it, where
-    `Trainer` was asked for it. `aux_losses` are what routers add to the loss that is minimised, where the plan has such losses.
-    `checkpoint` is the folder of the last checkpoint, if there is one. `skipped_steps` are those whose gradients fp16 could not hold.
+    `validation_losses[i]` is the held-out loss after `validation_steps[i]` steps. `tokens_per_s` is that of all ranks
+    together, without the first step where there are more. `timeline` is the measured last step; `peak_memory` that of
+    every rank in it, where `Trainer` was asked for it. `aux_losses` are what routers add to the loss that is minimised,
+    where the plan has such losses. `checkpoint` is the folder of the last checkpoint, if there is one. `skipped_steps`
+    are those whose gradients fp16 could not hold.
     """
 
     steps: int
@@ -121,15 +123,16 @@ class TrainResult:
 class Trainer:
     """Trains a plan: `Trainer(plan).fit()`.
 
-    `model` replaces our transformer blocks by the user's own, `model(context, layer_index) -> nn.Module`, built from our layers;
-    `on_step` hears of every step on global rank 0. Both are functions of a module, because ranks are other processes. Started by
-    torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine, over `transport`. `live_memory` counts
-    every tensor storage in the last step (which takes longer for it), so that the timeline's memory is all that was held.
-    `save_huggingface` is a new or empty folder, seen by all ranks, for the trained weights and their `config.json`. `resume` goes on from
-    the newest checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from the start.
-    `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the numbers of a rank.
-    Raises `PlanError` at once for a plan that the backend does not run, whose model is not one of bytes, that loads or saves what Hugging
-    Face files do not hold, or that does not go on from what its `checkpoint.folder` holds.
+    `model` replaces our transformer blocks by the user's own, `model(context, layer_index) -> nn.Module`, built from
+    our layers; `on_step` hears of every step on global rank 0. Both are functions of a module, because ranks are other
+    processes. Started by torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine,
+    over `transport`. `live_memory` counts every tensor storage in the last step (which takes longer for it), so that
+    the timeline's memory is all that was held. `save_huggingface` is a new or empty folder, seen by all ranks, for the
+    trained weights and their `config.json`. `resume` goes on from the newest checkpoint in the plan's
+    `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from the start. `resumption`
+    says which it is. `observer(global_rank)`, a function of a module too, makes who sees the numbers of a rank. Raises
+    `PlanError` at once for a plan that the backend does not run, whose model is not one of bytes, that loads or saves
+    what Hugging Face files do not hold, or that does not go on from what its `checkpoint.folder` holds.
     """
 
     def __init__(
@@ -154,11 +157,13 @@ class Trainer:
         self.plan = plan
         self.transport = transport
         path = None if self.resumption is None else str(self.resumption.saved.path)
-        self._job = TrainJob(plan, model, on_step, observer, live_memory=live_memory, save_huggingface=save_huggingface, resume=path)
+        self._job = TrainJob(
+            plan, model, on_step, observer, live_memory=live_memory, save_huggingface=save_huggingface, resume=path
+        )
 
     def fit(self) -> TrainResult:
-        """Trains `plan.train.steps` steps. Raises `PlanError` where this machine has not the memory, `RankFailure` that names the rank when
-        one ends before its work is done."""
+        """Trains `plan.train.steps` steps. Raises `PlanError` where this machine has not the memory, `RankFailure` that
+        names the rank when one ends before its work is done."""
         if warning := check_memory(self.plan, self.transport):
             say(f"warning: {warning}", sys.stderr)
         if under_torchrun():
@@ -176,7 +181,8 @@ class Trainer:
                 stall_s=self.plan.train.timeout_s,
             )
         except RankFailure as failure:
-            if isinstance(failure.__cause__, (PlanError, DivergedError)):  # the user's problem, found by a rank: no fault of that rank
+            # the user's problem, found by a rank: no fault of that rank
+            if isinstance(failure.__cause__, (PlanError, DivergedError)):
                 raise failure.__cause__ from None
             raise
         return self._result(ranks[0])
@@ -184,7 +190,9 @@ class Trainer:
     def _fit_as_rank(self) -> TrainResult:
         """This process is one of the ranks; torchrun sees to the others."""
         if self.transport == "memory":
-            raise PlanError("transport 'memory' keeps all ranks in one process, but torchrun started several. Use gloo or nccl.")
+            raise PlanError(
+                "transport 'memory' keeps all ranks in one process, but torchrun started several. Use gloo or nccl."
+            )
         from .transport.base import TransportError
 
         with torchrun_transport(backend=self.transport, timeout_s=self.plan.train.timeout_s) as transport:
@@ -227,7 +235,9 @@ def _check_devices(needed: int) -> None:
     import torch
 
     if (found := torch.cuda.device_count()) < needed:
-        raise PlanError(f"nccl needs a CUDA device per rank, {needed} here, and torch finds {found}. Use gloo, or fewer ranks.")
+        raise PlanError(
+            f"nccl needs a CUDA device per rank, {needed} here, and torch finds {found}. Use gloo, or fewer ranks."
+        )
 
 
 def _check_travels(job: TrainJob) -> None:
@@ -278,7 +288,9 @@ def _own_folder(transport: Transport, plan: Plan | ModularPlan) -> AbstractConte
         return nullcontext()
     from .checkpoint.lock import locked
 
-    return locked(Path(plan.checkpoint.folder), transport.group("lock", "world", range(transport.world_size)), transport.device)
+    return locked(
+        Path(plan.checkpoint.folder), transport.group("lock", "world", range(transport.world_size)), transport.device
+    )
 
 
 def run_steps(
@@ -294,8 +306,9 @@ def run_steps(
     save_huggingface: str | None = None,
     resume: str | None = None,
 ) -> RankResult:
-    """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. With `resume` those
-    that the checkpoint has behind it are among them. The weights then go to the folder `save_huggingface`, if it is given."""
+    """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. With
+    `resume` those that the checkpoint has behind it are among them. The weights then go to the folder
+    `save_huggingface`, if it is given."""
     from .huggingface.save import check_complete, save_weights
     from .pipeline.measure import gather_recorded
     from .ranks.modules import training_rank
@@ -304,12 +317,15 @@ def run_steps(
     steps = plan.train.steps if steps is None else steps
     world = transport.group("world", "world", range(transport.world_size))
     if plan.checkpoint.folder is not None:
-        resume = gather_values(world, resume, transport.device)[0]  # hosts may see a folder differently for a while: rank 0 decides
-    started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))  # the checkpoint's weights replace those
+        # hosts may see a folder differently for a while: rank 0 decides
+        resume = gather_values(world, resume, transport.device)[0]
+    # the checkpoint's weights replace those
+    started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))
     rank = training_rank(transport, started, model=model, observer=observer)
     checkpoints = None
     if plan.checkpoint.folder is not None:
-        from .checkpoint.saver import Checkpoints  # with torch's module for it, which takes longer to load than a small step
+        # with torch's module for it, which takes longer to load than a small step
+        from .checkpoint.saver import Checkpoints
 
         checkpoints = Checkpoints(plan, rank.batches.corpus, world, transport.device, transport.watch)
     first = 0
@@ -339,17 +355,22 @@ def run_steps(
     rank.settle()
     if save_huggingface is not None:
         with rank.whole_masters():
-            save_weights(only_model(plan, "save_huggingface"), save_huggingface, rank.saved_shards, world, transport.device)
+            save_weights(
+                only_model(plan, "save_huggingface"), save_huggingface, rank.saved_shards, world, transport.device
+            )
     everyone = gather_recorded(world, recorded, transport.device)
     timeline = _timeline(plan, everyone, steps - 1) if transport.global_rank == 0 else None
     newest = None if checkpoints is None or checkpoints.newest is None else str(checkpoints.newest)
-    return RankResult(tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]), newest, first)
+    return RankResult(
+        tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]), newest, first
+    )
 
 
 def _step_kept(
     rank: TrainingRank, step: int, transport: Transport, world: Group, *, live_memory: bool
 ) -> tuple[StepResult, tuple[list[Span], list[MemorySample], list[MeasuredPeak]]]:
-    """A step that all ranks begin together, with its spans, its memory and, if live storages are counted, their peak."""
+    """A step that all ranks begin together, with its spans, its memory and, if live storages
+    are counted, their peak."""
     from .ranks.live_memory import LiveMeter
 
     meter = rank.live_meter() if live_memory else rank.meter()
@@ -357,7 +378,11 @@ def _step_kept(
     rank.clock.restart()
     meter.sample(0.0)
     result, spans = rank.step(step, meter=meter)
-    peak = [MeasuredPeak(transport.global_rank, meter.peak_bytes, meter.peak_action)] if isinstance(meter, LiveMeter) else []
+    peak = (
+        [MeasuredPeak(transport.global_rank, meter.peak_bytes, meter.peak_action)]
+        if isinstance(meter, LiveMeter)
+        else []
+    )
     return result, (spans, meter.samples, peak)
 
 

@@ -19,7 +19,8 @@ RUN_DTYPES = ("fp32", "bf16", "fp16")
 
 
 def unsupported(plan: Plan | ModularPlan) -> list[str]:
-    """What the backend does not run of a plan that can be simulated, one sentence each. Empty when it runs all of it."""
+    """What the backend does not run of a plan that can be simulated, one sentence each. Empty
+    when it runs all of it."""
     if isinstance(plan, ModularPlan):
         return unsupported_modules(plan, unsupported)
     problems = [
@@ -46,7 +47,11 @@ def _unsupported_sharding(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """`(wrong, what, instead)` of what ZeRO does not cut."""
     layout, shard = plan.layout, plan.data_parallel.shard
     apart = shard is not None and plan.numerics.mode == "exact" and shard % layout.cp != 0
-    yield apart, f"data_parallel.shard={shard} with cp={layout.cp} in exact numerics", f"shard={layout.cp}, or another multiple of it"
+    yield (
+        apart,
+        f"data_parallel.shard={shard} with cp={layout.cp} in exact numerics",
+        (f"shard={layout.cp}, or another multiple of it"),
+    )
     parts = layout.zero == 3 and plan.schedule.max_active_stages is None and plan.schedule.file is None
     instead = 'schedule.max_active_stages=3, say, which gathers whole stages, or data_parallel.library="torch"'
     yield parts and plan.data_parallel.library == "shardproof", "layout.zero=3 layer by layer", instead
@@ -58,14 +63,20 @@ def _unsupported_torch(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         what, own = 'data_parallel.library="torch" with', 'data_parallel.library="shardproof"'
         yield plan.layout.pp > 1, f"{what} layout.pp={plan.layout.pp}", f"layout.pp=1 or {own}"
         gathers = plan.schedule.max_active_stages is not None
-        yield gathers, f"{what} schedule.max_active_stages={plan.schedule.max_active_stages}", "none, for it gathers layer by layer"
+        yield (
+            gathers,
+            f"{what} schedule.max_active_stages={plan.schedule.max_active_stages}",
+            ("none, for it gathers layer by layer"),
+        )
         uneven, per_round = len(plan.microbatch_counts) > 1, plan.batch.micro_size * plan.layout.dp
-        fitting = f"batch.global={min(plan.microbatch_counts) * per_round} or {own}"  # copies gather together, once in a microbatch
+        # copies gather together, once in a microbatch
+        fitting = f"batch.global={min(plan.microbatch_counts) * per_round} or {own}"
         yield uneven, f"{what} batch.global={plan.batch.global_size} over dp={plan.layout.dp} ranks", fitting
         yield plan.model.is_moe, f"{what} experts, which have copies of their own", own
         turns = bool(plan.runtime.ep_comm_overlap)  # its hooks gather and reduce in the order of one thread
         yield turns, f"{what} runtime.ep_comm_overlap=true", f"ep_comm_overlap=false or {own}"
-        dtype = plan.precision.dtype  # it takes gradients in the format of the gathered weights, and ours are sums in fp32
+        # it takes gradients in the format of the gathered weights, and ours are sums in fp32
+        dtype = plan.precision.dtype
         yield dtype != "fp32", f'{what} precision.dtype="{dtype}"', f'precision.dtype="fp32" or {own}'
 
 
@@ -103,8 +114,10 @@ def _unsupported_pairs(plan: Plan) -> list[str]:
         return []
     schedule = plan.schedule.file or plan.schedule.name
     return [
-        f"runtime.ep_comm_overlap=true lets the forward and the backward of a schedule's pairs run in turns, and {schedule} with "
-        f"{plan.num_microbatches} microbatches has no pairs. Use Combined1F1B, DualPipe or DualPipeV, or more microbatches."
+        "runtime.ep_comm_overlap=true lets the forward and the backward of a schedule's pairs run in turns, and "
+        f"{schedule} with "
+        f"{plan.num_microbatches} microbatches has no pairs. Use Combined1F1B, DualPipe or DualPipeV, or more "
+        "microbatches."
     ]
 
 
@@ -116,8 +129,10 @@ def _unsupported_schedule(plan: Plan) -> list[str]:
     first, last = schedule.placement.ranks[0], schedule.placement.ranks[-1]
     if plan.model.shares_table and set(first) != set(last) and not schedule.placement.ends_of(first[0]):
         problems.append(
-            f"the backend adds up a tied table between ranks that hold one end each, or on ranks that hold both, but in "
-            f"{plan.schedule.file} the first stage lies on ranks {first} and the last on {last}. Place the ends alike, or use "
+            "the backend adds up a tied table between ranks that hold one end each, or on ranks that hold both, but "
+            "in "
+            f"{plan.schedule.file} the first stage lies on ranks {first} and the last on {last}. Place the ends "
+            "alike, or use "
             "model.tied_embeddings=false."
         )
     return problems
@@ -125,21 +140,27 @@ def _unsupported_schedule(plan: Plan) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _common_order(choice: ScheduleChoice, pp: int, vpp: int, num_microbatches: int) -> tuple[tuple[str, ...], ...]:
-    """What every pipeline rank does together with other data-parallel ranks, in order: reduces gradients and gathers weights."""
+    """What every pipeline rank does together with other data-parallel ranks, in order: reduces
+    gradients and gathers weights."""
     schedule = lower(named_schedule(choice, pp=pp, vpp=vpp, num_microbatches=num_microbatches))
     rows = (schedule.row(pp_rank) for pp_rank in range(schedule.num_ranks))
-    return tuple(tuple(str(action) for action in row if action.kind in (Kind.REDUCE_GRAD, Kind.UNSHARD)) for row in rows)
+    return tuple(
+        tuple(str(action) for action in row if action.kind in (Kind.REDUCE_GRAD, Kind.UNSHARD)) for row in rows
+    )
 
 
 def _unsupported_counts(plan: Plan) -> list[str]:
-    """Data-parallel ranks with one microbatch less than others must reduce gradients, and gather weights, in the same order."""
+    """Data-parallel ranks with one microbatch less than others must reduce gradients, and gather
+    weights, in the same order."""
     orders = {_common_order(plan.schedule, plan.layout.pp, plan.layout.vpp, count) for count in plan.microbatch_counts}
     if len(orders) == 1:
         return []
     (most, least), per_round = plan.microbatch_counts, plan.batch.micro_size * plan.layout.dp
     return [
-        f"schedule {plan.schedule.name} reduces gradients and gathers weights of a rank's stages in one order with {most} microbatches "
-        f"and in another with {least}, and global={plan.batch.global_size} gives some of the dp={plan.layout.dp} ranks {most} and others "
+        f"schedule {plan.schedule.name} reduces gradients and gathers weights of a rank's stages in one order with "
+        f"{most} microbatches "
+        f"and in another with {least}, and global={plan.batch.global_size} gives some of the dp={plan.layout.dp} "
+        f"ranks {most} and others "
         f"{least}. "
         f"Use global = {least * per_round} or {most * per_round}."
     ]

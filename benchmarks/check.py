@@ -1,4 +1,5 @@
-"""Seconds of the static check on lowered 1F1B; prints one JSON line. Usage: python benchmarks/check.py [pp] [microbatches]"""
+"""Seconds of the static check on lowered 1F1B; prints one JSON line. Usage: python
+benchmarks/check.py [pp] [microbatches]"""
 
 from __future__ import annotations
 

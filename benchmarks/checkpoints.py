@@ -1,10 +1,11 @@
-"""What digests of checkpoints cost: a state of 1 GB saved and loaded by `torch.distributed.checkpoint` itself and by us, in turns.
+"""What digests of checkpoints cost: a state of 1 GB saved and loaded by `torch.distributed.checkpoint`
+itself and by us, in turns.
 
     python benchmarks/checkpoints.py [FOLDER] [GIGABYTES]
 
-DCP alone is `dcp.save` and `dcp.load` of one process; ours writes the same files and digests every block and every file, and reads each
-file once before it fills tensors. Processor seconds, since disks are slower than
-either: the medians of three rounds, and their ratios.
+DCP alone is `dcp.save` and `dcp.load` of one process; ours writes the same files and digests every block and every
+file, and reads each file once before it fills tensors. Processor seconds, since disks are slower than either: the
+medians of three rounds, and their ratios.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def main(parent: str | None = None, gigabytes: str = "1") -> None:
     world, device = transport.group("world", "world", range(1)), transport.device
     rows = int(float(gigabytes) * 1e9 / TENSORS / 4 / 1000)
     state = {f"t{number}": torch.rand(rows, 1000) for number in range(TENSORS)}
-    pieces = [Piece(name, tuple(values.shape), (slice(0, rows), slice(0, 1000)), values) for name, values in state.items()]
+    pieces = [
+        Piece(name, tuple(values.shape), (slice(0, rows), slice(0, 1000)), values) for name, values in state.items()
+    ]
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
@@ -57,7 +60,9 @@ def main(parent: str | None = None, gigabytes: str = "1") -> None:
     for name, median_s in medians.items():
         print(f"{name:20} {median_s:6.2f} s of processor time")
     for kind in ("save", "load"):
-        print(f"{kind}: {medians[f'{kind}, with digests'] / medians[f'{kind}, DCP alone']:.2f} times as long with digests")
+        print(
+            f"{kind}: {medians[f'{kind}, with digests'] / medians[f'{kind}, DCP alone']:.2f} times as long with digests"
+        )
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 Usage: python benchmarks/communicators.py             4,096 ranks: tp 8, cp 2, pp 16, dp 16, and with experts over 8 ranks
        python benchmarks/communicators.py PP DP       another size
 
-Every rank of the world makes its mesh, one after the other in this process, over process groups of torch's fake backend: no sockets, so the
-seconds are those of working out the groups and of torch's own objects. Then the openings of all ranks are replayed with the meaning of a
-rendezvous (a communicator is there when all its members have come to it), which must come to its end. Beside it what torch's own
-`init_device_mesh` takes on one rank for the five axes alone, where every rank makes the groups of all.
+Every rank of the world makes its mesh, one after the other in this process, over process groups of torch's fake
+backend: no sockets, so the seconds are those of working out the groups and of torch's own objects. Then the openings of
+all ranks are replayed with the meaning of a rendezvous (a communicator is there when all its members have come to it),
+which must come to its end. Beside it what torch's own `init_device_mesh` takes on one rank for the five axes alone,
+where every rank makes the groups of all.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def main() -> None:
         "communicators": len(everything),
         "largest": max(len(members) for _, members in everything),
         "of_one_rank": {"least": min(counts), "most": max(counts)},
-        "of_one_rank_by_axis": dict(Counter(name.split("/")[0].rstrip("0123456789") for name, _ in max(openings, key=len))),
+        "of_one_rank_by_axis": dict(
+            Counter(name.split("/")[0].rstrip("0123456789") for name, _ in max(openings, key=len))
+        ),
         "rounds": waited,
         "seconds_of_one_rank": {"median": sorted(seconds)[len(seconds) // 2], "most": max(seconds)},
         "seconds_of_all": sum(seconds),
@@ -77,14 +80,18 @@ def set_up(layout: Layout, schedule: Schedule, global_rank: int) -> tuple[list[O
     transport = FakeTransport(dist.HashStore(), global_rank, layout.world_size)
     Mesh(transport, layout, schedule, experts=True)
     elapsed_s = perf_counter() - start
-    opened = [(each.name, each.ranks if isinstance(each, ProcessGroup) else (each.source, each.destination)) for each in transport.opened]
+    opened = [
+        (each.name, each.ranks if isinstance(each, ProcessGroup) else (each.source, each.destination))
+        for each in transport.opened
+    ]
     transport.close()
     return [(name, members) for name, members in opened if len(members) > 1], elapsed_s
 
 
 def rounds_until_all_are_open(openings: Sequence[Sequence[Opening]]) -> int:
-    """Rounds in which all ranks that can go on do, one communicator each. Raises `RuntimeError` when ranks wait in a circle, and
-    `ValueError` when two ranks know different members of a communicator, or one opens what it is no member of."""
+    """Rounds in which all ranks that can go on do, one communicator each. Raises `RuntimeError` when ranks
+    wait in a circle, and `ValueError` when two ranks know different members of a communicator, or one opens
+    what it is no member of."""
     members: Mapping[str, tuple[int, ...]] = dict(opening for each in openings for opening in each)
     for rank, each in enumerate(openings):
         for name, ranks in each:
@@ -98,7 +105,8 @@ def rounds_until_all_are_open(openings: Sequence[Sequence[Opening]]) -> int:
         waiting = {rank for rank in waiting if cursor[rank] < len(openings[rank])}
         if waiting and not going:
             raise RuntimeError(
-                f"{len(waiting)} ranks wait for each other, rank {min(waiting)} at {openings[min(waiting)][cursor[min(waiting)]]}."
+                f"{len(waiting)} ranks wait for each other, rank {min(waiting)} at "
+                f"{openings[min(waiting)][cursor[min(waiting)]]}."
             )
         for rank in going:
             cursor[rank] += 1

@@ -1,11 +1,12 @@
-"""Actions per second of the event engine on lowered schedules, with and without preparation (the waits of every action), in JSON lines.
+"""Actions per second of the event engine on lowered schedules, with and without preparation (the waits of
+every action), in JSON lines.
 
 Usage: python benchmarks/engine.py                          the schedules below, the plain loops, and transfers that share links
        python benchmarks/engine.py NAME PP MICROBATCHES     one schedule in this process
        python benchmarks/engine.py growth                   1F1B from a million to 10^8 actions, each in a process of its own; the
                                                             last line is the growth. Takes two minutes and 8 GB.
-Fails when the compiled loops miss their target. Memory that a process touches for the first time is slow on virtual machines (measured
-here, 2026-11: 0.5 GB/s, later 8), so every figure is the best of some repeats.
+Fails when the compiled loops miss their target. Memory that a process touches for the first time is slow on virtual
+machines (measured here, 2026-11: 0.5 GB/s, later 8), so every figure is the best of some repeats.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from shardproof.simulator.engine.graph import build_graph, plain_graph
 TARGET_PER_S = 20e6
 """Issue 4: actions a second on one core in the compiled path."""
 
-SHAPES = (("1F1B", 64, 1024), ("1F1B", 64, 4096), ("Interleaved1F1B", 64, 1024), ("ZBVZeroBubble", 64, 1024), ("DualPipe", 64, 1024))
+SHAPES = (
+    ("1F1B", 64, 1024),
+    ("1F1B", 64, 4096),
+    ("Interleaved1F1B", 64, 1024),
+    ("ZBVZeroBubble", 64, 1024),
+    ("DualPipe", 64, 1024),
+)
 CHUNKS = {"Interleaved1F1B": 4, "ZBVZeroBubble": 2}
 GROWTH = ((256, 1024), (256, 4096), (256, 16384), (256, 65536))
 REPEATS = 7
@@ -95,10 +102,17 @@ def measure_shared(name: str, pp: int, num_microbatches: int) -> dict[str, Any]:
     is_send = np.isin(schedule.actions.kind, [int(kind) for kind in SENDS])
     duration_s = np.where(is_send, 0.5, unit_durations(schedule))
     routes = tuple({("uplink", rank // 8): 1.0} for rank in range(pp))
-    traffic = Traffic(np.where(is_send, graph.rank, -1), routes, [1.0] * pp, {("uplink", rank): 1.0 for rank in range(-(-pp // 8))})
+    traffic = Traffic(
+        np.where(is_send, graph.rank, -1), routes, [1.0] * pp, {("uplink", rank): 1.0 for rank in range(-(-pp // 8))}
+    )
     run_s, shared = best(lambda: execute_shared(graph, duration_s, traffic), 3)
     slower = float(shared.end_s.max() / execute(graph, duration_s).end_s.max())
-    return {"benchmark": "engine shared links", "actions": len(schedule), "actions_per_s": len(schedule) / run_s, "slower_by": slower}
+    return {
+        "benchmark": "engine shared links",
+        "actions": len(schedule),
+        "actions_per_s": len(schedule) / run_s,
+        "slower_by": slower,
+    }
 
 
 def growth() -> None:
@@ -108,7 +122,14 @@ def growth() -> None:
         command = [sys.executable, __file__, "1F1B", str(pp), str(num_microbatches)]
         reports.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
         print(json.dumps(reports[-1]), flush=True)
-    print(json.dumps({"benchmark": "engine growth", **{f"{name}_exponent": exponent(reports, name) for name in ("prepare_s", "run_s")}}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "engine growth",
+                **{f"{name}_exponent": exponent(reports, name) for name in ("prepare_s", "run_s")},
+            }
+        )
+    )
 
 
 def exponent(reports: list[dict[str, Any]], name: str) -> float:

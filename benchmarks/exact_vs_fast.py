@@ -1,13 +1,15 @@
-"""What exact numerics cost: training steps of a 4-layer model, exact and fast in turn in one process, and where the time goes.
+"""What exact numerics cost: training steps of a 4-layer model, exact and fast in turn in one process,
+and where the time goes.
 
     python benchmarks/exact_vs_fast.py [--hidden 768 2048] [--tp 1 4] [--dtype fp32] [--rounds 3] [--parts] [--json]
 
-Both modes run the same layers, schedule, transport and optimizer on the same batch. The ranks are threads of this process, on one core
-each, which runs in the environment of ranks (`backend.launching.launch.rank_environment`). What counts is the processor time of the process, so
-waiting and other programs do not enter. Both modes take turns in going first, a round's ratio is that of two steps that ran one after the
-other, and the median over rounds is told, with the least and the largest.
-`--parts` says where it goes: seconds inside each operation of `Numerics`, summed over ranks, and all the rest, to which belong weight
-gradients that fast numerics add straight to their sums. Hidden 2048 with four layers takes 13 GB. Numbers are in docs/measurements.md.
+Both modes run the same layers, schedule, transport and optimizer on the same batch. The ranks are threads of this
+process, on one core each, which runs in the environment of ranks (`backend.launching.launch.rank_environment`). What
+counts is the processor time of the process, so waiting and other programs do not enter. Both modes take turns in going
+first, a round's ratio is that of two steps that ran one after the other, and the median over rounds is told, with the
+least and the largest. `--parts` says where it goes: seconds inside each operation of `Numerics`, summed over ranks, and
+all the rest, to which belong weight gradients that fast numerics add straight to their sums. Hidden 2048 with four
+layers takes 13 GB. Numbers are in docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from typing import Any
 
 from shardproof.backend.launching.launch import rank_environment
 
-if __name__ == "__main__" and not os.environ.items() >= (wanted := rank_environment(os.environ, Path(tempfile.gettempdir()))).items():
+if (
+    __name__ == "__main__"
+    and not os.environ.items() >= (wanted := rank_environment(os.environ, Path(tempfile.gettempdir()))).items()
+):
     os.execve(sys.executable, [sys.executable, *sys.argv], wanted)  # libraries read it when they are loaded
 
 import torch
@@ -144,7 +149,8 @@ def plan_of(mode: str, options: argparse.Namespace, *, hidden: int, tp: int, dty
 
 
 def measure(options: argparse.Namespace, *, hidden: int, tp: int, dtype: str) -> dict[str, Any]:
-    """Seconds per step of both modes and their ratio, medians over the rounds, the ratio's extremes, and the parts of the middle rounds."""
+    """Seconds per step of both modes and their ratio, medians over the rounds, the ratio's extremes, and the parts
+    of the middle rounds."""
     runs = {mode: Run(plan_of(mode, options, hidden=hidden, tp=tp, dtype=dtype), parts=options.parts) for mode in MODES}
     steps: dict[str, list[Step]] = {mode: [] for mode in MODES}
     for number in range(options.rounds + 1):
@@ -167,9 +173,14 @@ def measure(options: argparse.Namespace, *, hidden: int, tp: int, dtype: str) ->
 
 def table(parts_s: dict[str, dict[str, float]]) -> str:
     """Both modes' seconds by operation, the most expensive first."""
-    names = sorted({name for mode in MODES for name in parts_s[mode]}, key=lambda name: -parts_s["exact"].get(name, 0.0))
+    names = sorted(
+        {name for mode in MODES for name in parts_s[mode]}, key=lambda name: -parts_s["exact"].get(name, 0.0)
+    )
     rows = [(name, *(parts_s[mode].get(name, 0.0) for mode in MODES)) for name in names]
-    return "\n".join(f"    {name:22} fast {fast:7.3f} s  exact {exact:7.3f} s  {exact - fast:+7.3f} s" for name, fast, exact in rows)
+    return "\n".join(
+        (f"    {name:22} fast {fast:7.3f} s  exact {exact:7.3f} s  {exact - fast:+7.3f} s")
+        for name, fast, exact in rows
+    )
 
 
 def main() -> None:
@@ -196,7 +207,8 @@ def main() -> None:
                     print(json.dumps(found), flush=True)
                     continue
                 print(
-                    f"hidden {hidden}, tp {tp}, {dtype}: fast {found['fast_s']:.2f} s, exact {found['exact_s']:.2f} s per step, "
+                    f"hidden {hidden}, tp {tp}, {dtype}: fast {found['fast_s']:.2f} s, exact {found['exact_s']:.2f} "
+                    "s per step, "
                     f"exact / fast = {found['ratio']:.3f} [{found['ratios'][0]:.3f}, {found['ratios'][1]:.3f}]",
                     flush=True,
                 )

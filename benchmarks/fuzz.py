@@ -1,8 +1,10 @@
-"""Tries damaged inputs of every kind of file, and of `--set`, on the command line, and groups what should not happen by its place.
+"""Tries damaged inputs of every kind of file, and of `--set`, on the command line, and groups what should
+not happen by its place.
 
-Each input runs in a process of its own, forked from one that has everything imported, with limits on time and memory. Reported are exit
-code 3, exceptions that nobody caught, signals, more than 2 GB, more than 10 s, warnings of libraries, messages that are too long, and
-lines that GitHub would take for a command. What fails is written to `--save DIR`, and `--repeat FILE` runs it again.
+Each input runs in a process of its own, forked from one that has everything imported, with limits on time and memory.
+Reported are exit code 3, exceptions that nobody caught, signals, more than 2 GB, more than 10 s, warnings of libraries,
+messages that are too long, and lines that GitHub would take for a command. What fails is written to `--save DIR`, and
+`--repeat FILE` runs it again.
 
 Usage: python benchmarks/fuzz.py [--inputs 5000] [--seed 0] [--only KIND] [--save DIR] [--repeat FILE ...]
 """
@@ -42,7 +44,8 @@ MOST_BYTES = 2 * 10**9
 """Resident, of one input."""
 
 MOST_S = 10
-"""Seconds of processor time that one input may take, and a third of the seconds on the clock, which other processes delay."""
+"""Seconds of processor time that one input may take, and a third of the seconds on the clock, which
+other processes delay."""
 
 MOST_LINES, LONGEST_LINE = 120, 1000
 """Of a message. A schedule file names up to a hundred cells."""
@@ -86,12 +89,15 @@ class Outcome:
             yield f"message of {len(lines)} lines, up to {max(map(len, lines))} characters: {_plain(lines[0][:60])}"
         if "github" in given.argv:
             yield from self._commands()
-        if re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", self.error + self.output) and "draw" not in given.argv:
+        if (
+            re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", self.error + self.output)
+            and "draw" not in given.argv
+        ):
             yield f"control characters printed: {_plain(self.error[:60])}"
 
     def _commands(self) -> Iterator[str]:
-        """Lines that the runner of GitHub Actions would take for commands of ours and are none (actions/runner, ActionCommand.cs: `::`
-        after white space at the start of a line, `##[` anywhere)."""
+        """Lines that the runner of GitHub Actions would take for commands of ours and are none (actions/runner,
+        ActionCommand.cs: `::` after white space at the start of a line, `##[` anywhere)."""
         for line in re.split(r"[\r\n]+", self.output + "\n" + self.error):
             is_ours = re.match(rf"::({LEVELS}) [^:]*title=shardproof[^:]*::", line)
             if (line.lstrip().startswith("::") or "##[" in line) and not is_ours:
@@ -115,7 +121,9 @@ def run_input(given: Input) -> Outcome:
             _child(given.argv, folder, work)
         code, usage = _wait(child)
         seconds = max(usage.ru_utime + usage.ru_stime, (perf_counter() - started) / 3)
-        output, error = ((folder / each).read_bytes()[: 10**7].decode("utf-8", "surrogateescape") for each in ("output", "error"))
+        output, error = (
+            (folder / each).read_bytes()[: 10**7].decode("utf-8", "surrogateescape") for each in ("output", "error")
+        )
         return Outcome(code, output, error, seconds, usage.ru_maxrss * 1024)
 
 
@@ -130,7 +138,8 @@ def run_here(given: Input, folder: Path) -> Outcome:
 
 
 def _child(argv: Sequence[str], folder: Path, work: Path) -> None:
-    """Never returns. Memory that is asked for beyond twice the limit is refused, so that the machine is left in peace."""
+    """Never returns. Memory that is asked for beyond twice the limit is refused, so that the
+    machine is left in peace."""
     code = 70
     try:
         os.setsid()
@@ -189,12 +198,16 @@ def _load(folder: str) -> int:
 
 
 def make_sound() -> Sound:
-    """The right files: a recorded step of the tiny plan, a ledger, published rows, and the weights of a small model in two files."""
+    """The right files: a recorded step of the tiny plan, a ledger, published rows, and the weights of a
+    small model in two files."""
     rows = (DATA / "published_sample.jsonl").read_bytes().splitlines()
     ledger = {file.name: file.read_bytes() for file in sorted((DATA / "fuzz" / "ledger").iterdir())}
     with tempfile.TemporaryDirectory(prefix="shardproof-fuzz-") as name:
         plan, recorded, calls = (str(Path(name) / each) for each in ("plan.toml", "t.timeline.json", "calls.csv"))
-        for tree, argv in ((RECORDED, ("draw", plan, "-o", recorded)), (TINY, ("verify", plan, "--write-collectives", calls))):
+        for tree, argv in (
+            (RECORDED, ("draw", plan, "-o", recorded)),
+            (TINY, ("verify", plan, "--write-collectives", calls)),
+        ):
             Path(plan).write_bytes(to_toml(tree))
             assert _quietly(argv) == 0, argv
         return Sound(Path(recorded).read_bytes(), Path(calls).read_bytes(), ledger, tuple(rows), _weights())
@@ -214,7 +227,15 @@ def _weights() -> dict[str, bytes]:
     from shardproof.backend.huggingface.names import sources
     from shardproof.backend.huggingface.parts import file_shapes
 
-    small = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "vocab_size": 16}
+    small = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 16,
+    }
     model = dataclasses.replace(model_preset("llama3-8b"), **small)
     config = config_of(model, "fp32")
     shapes = file_shapes(sources(model, config["model_type"]))
@@ -230,7 +251,14 @@ def preload() -> None:
     """Imports what verbs import when they run."""
     for verb in QUESTIONS:
         command(verb)
-    for name in ("simulator.simulation.simulate", "simulator.search.search", "verify.symbolic.static", "viz.draw", "benchmarks.published.validation.command", "backend.cli"):
+    for name in (
+        "simulator.simulation.simulate",
+        "simulator.search.search",
+        "verify.symbolic.static",
+        "viz.draw",
+        "benchmarks.published.validation.command",
+        "backend.cli",
+    ):
         importlib.import_module(f"shardproof.{name}")
 
 
@@ -242,13 +270,18 @@ def main_fuzz() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--save", type=Path, default=Path(tempfile.gettempdir()) / "shardproof-fuzz-failed")
-    parser.add_argument("--repeat", type=Path, nargs="+", metavar="FILE", help="run saved inputs again, with all that they print")
+    parser.add_argument(
+        "--repeat", type=Path, nargs="+", metavar="FILE", help=("run saved inputs again, with all that they print")
+    )
     args = parser.parse_args()
     preload()
     if args.repeat:
         return _repeat(args.repeat)
     sound = make_sound()
-    numbered = ((number, make_input(args.seed, number, sound, args.only)) for number in range(args.start, args.start + args.inputs))
+    numbered = (
+        (number, make_input(args.seed, number, sound, args.only))
+        for number in range(args.start, args.start + args.inputs)
+    )
     return _report(args, numbered)
 
 
@@ -259,7 +292,10 @@ def _repeat(files: Sequence[Path]) -> int:
         outcome = run_input(given)
         complaints = list(outcome.complaints(given))
         bad += bool(complaints)
-        print(f"{file}: {given.argv}: exit code {outcome.code}, {outcome.seconds:.1f} s, {outcome.num_bytes / 1e9:.2f} GB, {complaints}")
+        print(
+            f"{file}: {given.argv}: exit code {outcome.code}, {outcome.seconds:.1f} s, "
+            f"{outcome.num_bytes / 1e9:.2f} GB, {complaints}"
+        )
         print(_shown(outcome.output[-2000:]) + "\n" + _shown(outcome.error[-4000:]))
     return 1 if bad else 0
 
@@ -287,8 +323,24 @@ def _report(args: argparse.Namespace, numbered: Iterator[tuple[int, Input]]) -> 
     for complaint, files in sorted(found.items(), key=lambda item: -len(item[1])):
         print(_shown(f"{len(files):5} x {complaint}  ({files[0].name})"))
     bad = len({file for files in found.values() for file in files})
-    report = {"benchmark": "fuzz", "inputs": args.inputs, "seed": args.seed, "only": args.only, "bad": bad, "signatures": len(found)}
-    print(json.dumps({**report, "exit_codes": dict(sorted(codes.items())), "slowest_s": round(slowest, 2), "largest_bytes": largest}))
+    report = {
+        "benchmark": "fuzz",
+        "inputs": args.inputs,
+        "seed": args.seed,
+        "only": args.only,
+        "bad": bad,
+        "signatures": len(found),
+    }
+    print(
+        json.dumps(
+            {
+                **report,
+                "exit_codes": dict(sorted(codes.items())),
+                "slowest_s": round(slowest, 2),
+                "largest_bytes": largest,
+            }
+        )
+    )
     return 1 if found else 0
 
 

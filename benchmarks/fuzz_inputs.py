@@ -1,7 +1,8 @@
 """Hostile inputs of every kind of file that shardproof reads, and of `--set`: sound ones, damaged at random.
 
-An input is a command line and the files that it names. Half of the damage is done to values (another type, an absurd number, a name with
-a line break, a key too many or missing) and half to bytes (flipped, cut, doubled, nested, compressed, or no file at all but a pipe).
+An input is a command line and the files that it names. Half of the damage is done to values (another type, an absurd
+number, a name with a line break, a key too many or missing) and half to bytes (flipped, cut, doubled, nested,
+compressed, or no file at all but a pipe).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Content = bytes | str
 
 @dataclass(frozen=True)
 class Input:
-    """One call of a verb, or of a reader that no verb reaches without a training (`validate`, `load`), in a folder with these files."""
+    """One call of a verb, or of a reader that no verb reaches without a training (`validate`, `load`), in a
+    folder with these files."""
 
     kind: str
     argv: tuple[str, ...]
@@ -86,7 +88,8 @@ def _read(told: Mapping[str, str]) -> Content:
 
 @dataclass(frozen=True)
 class Sound:
-    """Files that are right, made once: a recorded step of `RECORDED`, the collectives of `TINY`, and folders as bytes by name."""
+    """Files that are right, made once: a recorded step of `RECORDED`, the collectives of `TINY`, and
+    folders as bytes by name."""
 
     timeline: bytes
     calls: bytes
@@ -98,10 +101,25 @@ class Sound:
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**63, 10**9, 10**15, 10**16, 10**30, 10**400, -(10**30)),
     *(0.0, 0.5, -0.5, 1e308, 1e-308, float("nan"), float("inf"), -float("inf")),
-    *("", " ", "1", "nan", "1e999", "a\0b", "\ud800", "a\n::error::b", "\x1b[2J", "\u202e", "x" * 100_000, "../../etc/passwd", "/dev/zero"),
+    *(
+        "",
+        " ",
+        "1",
+        "nan",
+        "1e999",
+        "a\0b",
+        "\ud800",
+        "a\n::error::b",
+        "\x1b[2J",
+        "\u202e",
+        "x" * 100_000,
+        "../../etc/passwd",
+        "/dev/zero",
+    ),
     *([], {}, [[]], [None], [1, "a"], [{}], {"a": 1}, {"": None}, [0] * 1000),
 )
-"""What stands in the place of a value; the deepest and longest ones are made in the text (`_nested`, `_long_number`)."""
+"""What stands in the place of a value; the deepest and longest ones are made in the text
+(`_nested`, `_long_number`)."""
 
 
 def _walk(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -222,11 +240,50 @@ def _recoded(random: Random, data: bytes) -> bytes:
 
 
 WORDS = (
-    *(b"[" * 100_000, b'{"a":' * 100_000, b"{a=" * 1000, b"9" * 5000, b"1e308", b"1e999", b"-", b"NaN", b"nan", b"inf", b"Infinity"),
-    *(b"null", b"{}", b"[]", b'""', b"\0", b"\xff\xfe", b"\xed\xa0\x80", b'"\\ud800"', b"\n", b"\r", b",", b"=", b"#", b"9" * 20),
+    *(
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"{a=" * 1000,
+        b"9" * 5000,
+        b"1e308",
+        b"1e999",
+        b"-",
+        b"NaN",
+        b"nan",
+        b"inf",
+        b"Infinity",
+    ),
+    *(
+        b"null",
+        b"{}",
+        b"[]",
+        b'""',
+        b"\0",
+        b"\xff\xfe",
+        b"\xed\xa0\x80",
+        b'"\\ud800"',
+        b"\n",
+        b"\r",
+        b",",
+        b"=",
+        b"#",
+        b"9" * 20,
+    ),
     *(b"10000000000", b"::error::x", b"##[error]x", b"\n::error::x\n", "\u0661".encode(), "\u00b2".encode()),
 )
-_BYTE_DAMAGES = (_flipped, _flipped, _cut, _left_out, _doubled, _with_word, _with_word, _for_number, _for_number, _other_lines, _recoded)
+_BYTE_DAMAGES = (
+    _flipped,
+    _flipped,
+    _cut,
+    _left_out,
+    _doubled,
+    _with_word,
+    _with_word,
+    _for_number,
+    _for_number,
+    _other_lines,
+    _recoded,
+)
 
 
 def to_toml(tree: Any) -> bytes:
@@ -276,7 +333,10 @@ TINY: dict[str, dict[str, Any]] = {
     "precision": {"dtype": "fp32"},
 }
 WIDE: dict[str, dict[str, Any]] = {
-    "model": {"name": "mine", **{name: value for name, value in asdict(model_preset("tiny-gpt")).items() if value is not None}},
+    "model": {
+        "name": "mine",
+        **{name: value for name, value in asdict(model_preset("tiny-gpt")).items() if value is not None},
+    },
     "cluster": {"preset": "dgx-h100", "num_devices": 16},
     "layout": {"tp": 2, "pp": 2, "vpp": 2, "zero": 1, "sequence_parallel": True},
     "schedule": {"name": "Interleaved1F1B"},
@@ -288,7 +348,9 @@ WIDE: dict[str, dict[str, Any]] = {
     "train": {"steps": 3, "seed": 1},
     "checkpoint": {"every": 2, "folder": "ckpt"},
 }
-SEVERAL: dict[str, Any] = tomllib.loads((Path(__file__).parents[1] / "examples" / "encoder_decoder.toml").read_text(encoding="utf-8"))
+SEVERAL: dict[str, Any] = tomllib.loads(
+    (Path(__file__).parents[1] / "examples" / "encoder_decoder.toml").read_text(encoding="utf-8")
+)
 """A plan of [[modules]]."""
 
 CSV = build("1F1B", pp=2, num_microbatches=4).to_csv().encode()
@@ -341,10 +403,26 @@ def _config(random: Random, _: Sound) -> Input:
     tree = config_of(model_preset(random.choice(MODELS)), "bf16")
     name = random.choice(("config.json", "folder/config.json", "a\nb/config.json"))
     verb = random.choice((("simulate",), ("fit",), ("verify", *GITHUB)))
-    argv = (*verb, "--model", name, "--devices", "8", "--tp", "4", "--cluster", "dgx-h100", "--global-batch", "8", "--sequence", "64")
+    argv = (
+        *verb,
+        "--model",
+        name,
+        "--devices",
+        "8",
+        "--tp",
+        "4",
+        "--cluster",
+        "dgx-h100",
+        "--global-batch",
+        "8",
+        "--sequence",
+        "64",
+    )
     if random.random() < 0.2:
         argv = ("train", "--dry-run", "plan.toml", "--set", 'train.load="."')
-    return Input("config", argv, {"plan.toml": to_toml(TINY), name: _file(random, tree, to_json), **_if_missing(name, tree)})
+    return Input(
+        "config", argv, {"plan.toml": to_toml(TINY), name: _file(random, tree, to_json), **_if_missing(name, tree)}
+    )
 
 
 def _if_missing(name: str, tree: Any) -> dict[str, Content]:
@@ -367,7 +445,12 @@ def _timeline(random: Random, sound: Sound) -> Input:
         data = bomb() if random.random() < 0.02 else data
     files: dict[str, Content] = {name: data, "plan.toml": to_toml(RECORDED), "good.timeline.json": sound.timeline}
     pair = ("good.timeline.json", "--compare", name)
-    verbs = (("draw", name), ("draw", name, "-o", "x.svg"), ("draw", *pair), ("simulate", "plan.toml", "--durations", name))
+    verbs = (
+        ("draw", name),
+        ("draw", name, "-o", "x.svg"),
+        ("draw", *pair),
+        ("simulate", "plan.toml", "--durations", name),
+    )
     return Input("timeline", random.choice(verbs), files)
 
 
@@ -414,7 +497,9 @@ def _rows(random: Random, sound: Sound) -> Input:
 
 def _index(random: Random, sound: Sound) -> Input:
     files: dict[str, Content] = dict(sound.weights)
-    name = random.choice(("model.safetensors.index.json", "model.safetensors.index.json", "config.json", "model-1.safetensors"))
+    name = random.choice(
+        ("model.safetensors.index.json", "model.safetensors.index.json", "config.json", "model-1.safetensors")
+    )
     if name.endswith(".json"):
         files[name] = _file(random, json.loads(sound.weights[name]), to_json)
     else:
@@ -425,7 +510,16 @@ def _index(random: Random, sound: Sound) -> Input:
 def _presets(random: Random, _: Sound) -> Input:
     word = random.choice(WORDS[3:]).decode("utf-8", "replace") if random.random() < 0.5 else str(random.choice(VALUES))
     word = word.replace("\0", "")
-    argv = random.choice((("presets", word), ("simulate", "--model", word), ("simulate", word), ("verify", word), ("draw", word), (word,)))
+    argv = random.choice(
+        (
+            ("presets", word),
+            ("simulate", "--model", word),
+            ("simulate", word),
+            ("verify", word),
+            ("draw", word),
+            (word,),
+        )
+    )
     return Input("words", tuple(each.encode("utf-8", "replace").decode() for each in argv), {})
 
 

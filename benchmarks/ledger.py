@@ -1,9 +1,10 @@
-"""What a ledger costs: digests and summaries in GB/s of one core, and training steps with a ledger against the same steps without.
+"""What a ledger costs: digests and summaries in GB/s of one core, and training steps with a ledger
+against the same steps without.
 
     python benchmarks/ledger.py [--model tiny-llama] [--steps 4] [--rounds 3] [--json]
 
-Runs with and without alternate in one process over the in-memory transport with one rank; what counts is processor time, of several steps
-and rounds the middle. Every step writes all its lines. Numbers are in docs/measurements.md.
+Runs with and without alternate in one process over the in-memory transport with one rank; what counts is processor
+time, of several steps and rounds the middle. Every step writes all its lines. Numbers are in docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def _seconds(work: Callable[[], object]) -> float:
 def step_seconds(outer: Transport, given: tuple[Plan, int, int]) -> tuple[float, float, float]:
     """Processor seconds of one training step without and with a ledger, and those of the second inside of the ledger.
 
-    Inside is all that an observer is shown and does, gradients divided for its eyes among it. Of the steps with a ledger the middle one is
-    told, by the share inside. The process is that of a rank, whose memory is kept as ranks keep it.
+    Inside is all that an observer is shown and does, gradients divided for its eyes among it. Of the steps
+    with a ledger the middle one is told, by the share inside. The process is that of a rank, whose memory
+    is kept as ranks keep it.
     """
     from shardproof.backend.ranks.training_rank import TrainingRank
     from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -143,7 +145,8 @@ def main() -> None:
     else:
         print(f"digest {report['digest_gb_per_s']:.1f} GB/s, summary {report['summary_gb_per_s']:.1f} GB/s of one core")
         print(
-            f"step {without:.3f} s, with a ledger {with_ledger:.3f} s; {inside:.3f} s of it in the ledger: {100 * report['cost']:.1f}% more"
+            f"step {without:.3f} s, with a ledger {with_ledger:.3f} s; {inside:.3f} s of it in the ledger: "
+            f"{100 * report['cost']:.1f}% more"
         )
 
 

@@ -1,7 +1,7 @@
 """Own runs against their predictions: actions and their order, bytes of every collective and message, peak memory.
 
-Run: python benchmarks/own_runs.py [--steps] [--replay] [--json]; with --steps also seconds of a step, calibrated in between, with
---replay those that follow from the durations of single actions in a first run (`own_steps.py`).
+Run: python benchmarks/own_runs.py [--steps] [--replay] [--json]; with --steps also seconds of a step, calibrated in
+between, with --replay those that follow from the durations of single actions in a first run (`own_steps.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,27 @@ from shardproof.simulator.step.step import Simulation
 
 def gpt(**changes: int) -> ModelSpec:
     """A small GPT-2: LayerNorm, learned positions, tied table, biases."""
-    sizes = {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "head_dim": 16}
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "ffn_hidden_size": 512,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 16,
+    }
     return replace(model_preset("tiny-gpt"), name="own-gpt", **{**sizes, **changes})
 
 
 def llama(**changes: int) -> ModelSpec:
     """A small Llama: RMSNorm, rotary positions, gated MLP, two query heads per key head."""
-    sizes = {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 384, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16}
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "ffn_hidden_size": 384,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+    }
     return replace(model_preset("tiny-llama"), name="own-llama", **{**sizes, **changes})
 
 
@@ -58,7 +72,12 @@ def own_plan(
     """A plan that this machine can run."""
     cluster = cluster_preset("this-host", layout.world_size)
     batch, choice = Batch(samples, micro, sequence), ScheduleChoice(schedule, max_active_stages=active)
-    common = {"precision": Precision("fp32"), "schedule": choice, "numerics": Numerics(mode), "data_parallel": shared or DataParallel()}
+    common = {
+        "precision": Precision("fp32"),
+        "schedule": choice,
+        "numerics": Numerics(mode),
+        "data_parallel": shared or DataParallel(),
+    }
     return Plan(model, cluster, layout, batch, **common)
 
 
@@ -100,8 +119,8 @@ RUNS: Sequence[Plan] = (
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank did in a step: actions by lane in order, their times, what each sent, and where it was metered the peak of live
-    storages and the action then."""
+    """What one rank did in a step: actions by lane in order, their times, what each sent, and where it was metered the
+    peak of live storages and the action then."""
 
     lanes: dict[str, list[str]]
     spans: list[Span]
@@ -138,9 +157,11 @@ def record_order(transport: Any, plan: Plan) -> Recorded:
 
 
 def record_rank(transport: Any, plan: Plan) -> Recorded:
-    """The job of one rank: a first step that is recorded, then two whose memory is metered (by then the optimizer has its state).
+    """The job of one rank: a first step that is recorded, then two whose memory is metered (by then the
+    optimizer has its state).
 
-    The lower peak counts: gloo's own thread may let go of a message a little after it was received, and so add it to a later one.
+    The lower peak counts: gloo's own thread may let go of a message a little after it was received, and
+    so add it to a later one.
     """
     from shardproof.backend.ranks.training_rank import TrainingRank
 
@@ -159,7 +180,8 @@ def record_rank(transport: Any, plan: Plan) -> Recorded:
 
 @dataclass(frozen=True)
 class Row:
-    """One run: how many actions and collectives were recorded, what differs from the prediction, and the peaks of the worst rank."""
+    """One run: how many actions and collectives were recorded, what differs from the prediction, and the
+    peaks of the worst rank."""
 
     model: str
     layout: str
@@ -177,7 +199,8 @@ class Row:
 
 
 def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
-    """The recorded step beside the simulated one, rank by rank; the peaks are those of the rank with the largest error."""
+    """The recorded step beside the simulated one, rank by rank; the peaks are those of the rank
+    with the largest error."""
     simulation = simulate(plan)
     peaks = []
     everything = [one for rank in ranks for sent in rank.sent.values() for one in sent]
@@ -202,8 +225,8 @@ def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
 
 
 def differences(plan: Plan, ranks: Sequence[Recorded], simulation: Simulation) -> list[str]:
-    """What the ranks did otherwise than predicted: lanes with another order of actions, actions that sent something else. The lanes of
-    collectives inside a pair (`core.schedule.timeline.collective_lane`) hold parts of actions."""
+    """What the ranks did otherwise than predicted: lanes with another order of actions, actions that sent something
+    else. The lanes of collectives inside a pair (`core.schedule.timeline.collective_lane`) hold parts of actions."""
     timeline, schedule = simulation.timeline, lower(schedule_for(plan))
     found: list[str] = []
     for global_rank, recorded in enumerate(ranks):
@@ -212,12 +235,15 @@ def differences(plan: Plan, ranks: Sequence[Recorded], simulation: Simulation) -
         for lane in dict.fromkeys([*timeline.spans.lanes, *(lane for lane in recorded.lanes if not holds_parts(lane))]):
             if recorded.lanes.get(lane, []) != [str(span.action) for span in timeline.select(shown, lane)]:
                 found.append(f"rank {global_rank} lane {lane}: order of actions")
-        for action, times in Counter(schedule.row(here["pp"])).items():  # weights of a stage may be gathered several times
+        # weights of a stage may be gathered several times
+        for action, times in Counter(schedule.row(here["pp"])).items():
             found += _sent_differently(plan, global_rank, here, action, times, recorded)
     return found
 
 
-def _sent_differently(plan: Plan, global_rank: int, here: dict[str, int], action: Action, times: int, recorded: Recorded) -> list[str]:
+def _sent_differently(
+    plan: Plan, global_rank: int, here: dict[str, int], action: Action, times: int, recorded: Recorded
+) -> list[str]:
     """What an action sent otherwise than `core.program` says, one sentence for the first difference."""
     expected: list[Any] = []
     for part in action.parts:
@@ -277,10 +303,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", action="store_true", help="also measure seconds of steps, and calibrate in between")
-    parser.add_argument("--replay", action="store_true", help="also predict steps from a first run's durations of single actions")
+    parser.add_argument(
+        "--replay", action="store_true", help=("also predict steps from a first run's durations of single actions")
+    )
     parser.add_argument("--cluster", help="a cluster file of `shardproof calibrate`, instead of calibrating in between")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every timed plan")
-    parser.add_argument("--quantile", type=float, default=0.5, help="which of the measured steps counts; the median unless said otherwise")
+    parser.add_argument(
+        "--quantile",
+        type=float,
+        default=0.5,
+        help=("which of the measured steps counts; the median unless said otherwise"),
+    )
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between the turns")
     parser.add_argument("--seconds-only", action="store_true", help="leave actions, bytes and memory out")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the timed plans to take, for a short look")
@@ -288,18 +321,26 @@ def main() -> None:
     args = parser.parse_args()
     from own_steps import TimedRow, calibrated_cluster, replayed, timed, timed_lines, timed_row  # beside this file
 
-    cluster = calibrated_cluster(args.cluster) if args.cluster else None  # what is wrong with the file is said before the long part
+    # what is wrong with the file is said before the long part
+    cluster = calibrated_cluster(args.cluster) if args.cluster else None
     rows = [] if args.seconds_only else [compare(plan, record(plan)) for plan in RUNS]
     chosen = [plan for number, plan in enumerate((*TIMED, *CROWDED)) if args.only is None or number in args.only]
     times: dict[str, Sequence[TimedRow]] = {}
     if args.steps:
-        timing = timed(chosen, rounds=args.rounds, pause_s=args.pause, quantile=args.quantile, calibrate=cluster is None)
+        timing = timed(
+            chosen, rounds=args.rounds, pause_s=args.pause, quantile=args.quantile, calibrate=cluster is None
+        )
         if cluster is None:
             cores = os.cpu_count() or 1
-            cluster = calibrated(timing.rows, name="this-host-measured", num_cores=cores, memory_bytes=16e9, when="between these runs")
+            cluster = calibrated(
+                timing.rows, name="this-host-measured", num_cores=cores, memory_bytes=16e9, when="between these runs"
+            )
         if args.write_cluster:
             Path(args.write_cluster).write_text(cluster_toml(cluster))
-        found = [timed_row(plan, seconds, cluster, args.quantile) for plan, seconds in zip(chosen, timing.seconds, strict=True)]
+        found = [
+            timed_row(plan, seconds, cluster, args.quantile)
+            for plan, seconds in zip(chosen, timing.seconds, strict=True)
+        ]
         few = [row for row in found if row.ranks <= cluster.num_cores]
         times["predicted from a calibration, as many ranks as cores"] = few
         times["predicted from a calibration, more ranks than cores"] = [row for row in found if row not in few]
@@ -318,7 +359,8 @@ def main() -> None:
     for row in rows:
         exact = "same" if not row.differences else f"{len(row.differences)} DIFFER: {row.differences[0]}"
         print(
-            f"{row.model:9}  {row.layout:32} {row.schedule:22} {row.ranks} ranks  {row.actions:4} actions {row.collectives:5} collectives "
+            f"{row.model:9}  {row.layout:32} {row.schedule:22} {row.ranks} ranks  {row.actions:4} actions "
+            f"{row.collectives:5} collectives "
             f"{row.sent_bytes:9} B {exact}  peak {row.measured_peak_bytes:9} B at {row.measured_action or '-'}, "
             f"predicted {row.predicted_peak_bytes:9} at {row.predicted_action or '-'} {row.peak_error:+.1%}"
         )

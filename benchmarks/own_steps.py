@@ -1,4 +1,5 @@
-"""Seconds of own runs beside two predictions: from a calibration of single kernels, and from a first run's durations of single actions.
+"""Seconds of own runs beside two predictions: from a calibration of single kernels, and from a first run's
+durations of single actions.
 
 `own_runs.py` has the plans and the command.
 """
@@ -27,7 +28,8 @@ PLANS_BETWEEN = 9
 
 @dataclass(frozen=True)
 class TimedRow:
-    """Seconds of a step: predicted, measured (a quantile of steps of interleaved runs), and the distance of their quartiles over it."""
+    """Seconds of a step: predicted, measured (a quantile of steps of interleaved runs), and the distance of
+    their quartiles over it."""
 
     model: str
     hidden: int
@@ -115,7 +117,11 @@ def timed(plans: Sequence[Plan], *, rounds: int, quantile: float, pause_s: float
             found += run_steps(plan)[0].seconds
         time.sleep(pause_s)
     rows = [
-        replace(same[0], seconds=float(np.median([row.seconds for row in same])), spread=float(np.median([row.spread for row in same])))
+        replace(
+            same[0],
+            seconds=float(np.median([row.seconds for row in same])),
+            spread=float(np.median([row.spread for row in same])),
+        )
         for same in zip(*measured, strict=True)
     ]
     return Timing(seconds, rows)
@@ -138,15 +144,24 @@ def _row(plan: Plan, schedule: str, predicted_s: float, seconds: list[float], qu
     low, middle, high = (float(np.quantile(seconds, part)) for part in (0.25, 0.5, 0.75))
     measured_s = float(np.quantile(seconds, quantile))
     batch, layout = plan.batch, plan.layout
-    where = (plan.model.name, plan.model.hidden_size, batch.sequence, batch.micro_size, layout.degrees, schedule, layout.world_size)
+    where = (
+        plan.model.name,
+        plan.model.hidden_size,
+        batch.sequence,
+        batch.micro_size,
+        layout.degrees,
+        schedule,
+        layout.world_size,
+    )
     return TimedRow(*where, predicted_s, measured_s, (high - low) / middle, predicted_s / measured_s - 1)
 
 
 def replayed(pairs: Sequence[tuple[Plan, Plan]], *, rounds: int, pause_s: float) -> list[TimedRow]:
-    """For every pair the step of the second plan: simulated with the durations of actions in runs of the first, and measured.
+    """For every pair the step of the second plan: simulated with the durations of actions in runs of
+    the first, and measured.
 
-    Both take their steps by turns in the same processes, so that whatever slows the machine for a while slows both; where they are one
-    plan, one half of its steps predicts the other.
+    Both take their steps by turns in the same processes, so that whatever slows the machine for a while slows both;
+    where they are one plan, one half of its steps predicts the other.
     """
     recorded: list[list[Timeline]] = [[] for _ in pairs]
     measured: list[list[float]] = [[] for _ in pairs]
@@ -169,7 +184,8 @@ def timed_lines(title: str, rows: Sequence[TimedRow]) -> list[str]:
     lines = [title]
     for row in rows:
         lines.append(
-            f"  {row.model:9}  h{row.hidden:<4} s{row.sequence:<4} b{row.micro} {row.layout:20} {row.schedule:18} {row.ranks} ranks  "
+            f"  {row.model:9}  h{row.hidden:<4} s{row.sequence:<4} b{row.micro} {row.layout:20} {row.schedule:18} "
+            f"{row.ranks} ranks  "
             f"measured {row.measured_s * 1e3:7.1f} ms (spread {row.spread:4.0%})  "
             f"predicted {row.predicted_s * 1e3:7.1f} ms {row.error:+6.1%}"
         )

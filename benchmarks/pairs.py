@@ -1,12 +1,14 @@
-"""What turns hide: seconds of collectives inside pairs that no product covers, with `runtime.ep_comm_overlap` and without, over gloo.
+"""What turns hide: seconds of collectives inside pairs that no product covers, with
+`runtime.ep_comm_overlap` and without, over gloo.
 
     python benchmarks/pairs.py [--ranks 2] [--hidden 256] [--wire-bytes-per-s 2e8] [--rounds 7] [--json]
 
-Both ways run the same experts, weights and batches in the same processes, a step of each alternately, and must have equal losses. Exposed
-are, without turns, the seconds inside exchanges of a pair; with turns, those in which neither part computed (there are more inside
-exchanges then, because a rank may come late while its other part computes). On one machine gloo moves bytes by the processors that
-compute, so the second table puts a wire between the ranks: every exchange of tokens takes longer by its bytes over `--wire-bytes-per-s`,
-in which the processors are free, as they are beside a network card. Numbers are in docs/measurements.md.
+Both ways run the same experts, weights and batches in the same processes, a step of each alternately, and must have
+equal losses. Exposed are, without turns, the seconds inside exchanges of a pair; with turns, those in which neither
+part computed (there are more inside exchanges then, because a rank may come late while its other part computes). On one
+machine gloo moves bytes by the processors that compute, so the second table puts a wire between the ranks: every
+exchange of tokens takes longer by its bytes over `--wire-bytes-per-s`, in which the processors are free, as they are
+beside a network card. Numbers are in docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """Medians over the rounds, of the slowest rank. `hidden` is the share of the seconds in collectives that a product covered."""
+    """Medians over the rounds, of the slowest rank. `hidden` is the share of the seconds in collectives
+    that a product covered."""
 
     step_s: float
     in_collectives_s: float
@@ -72,7 +75,9 @@ def measure_rank(transport: Any, job: Job) -> dict[bool, list[tuple[float, float
     world = transport.group("world", "world", range(transport.world_size))
     meters = {turns: Meter() for turns in (False, True)}
     plans = {turns: replace(job.plan, runtime=Runtime(ep_comm_overlap=turns or None)) for turns in meters}
-    ranks = {turns: TrainingRank(Metered(transport, f"turns {turns}", meters[turns], job), plans[turns]) for turns in meters}
+    ranks = {
+        turns: TrainingRank(Metered(transport, f"turns {turns}", meters[turns], job), plans[turns]) for turns in meters
+    }
     found: dict[bool, list[tuple[float, float, float]]] = {turns: [] for turns in meters}
     for step in range(job.rounds + 1):
         losses = set()
@@ -96,7 +101,9 @@ class Metered:
         self._transport, self._prefix, self._meter, self._wire = transport, prefix, meter, job.wire_bytes_per_s
         self._lock = threading.Lock()
         num_microbatches = job.plan.num_microbatches
-        self._paired = {(Kind.F, m) for m in range(1, num_microbatches)} | {(Kind.B, m) for m in range(num_microbatches - 1)}
+        self._paired = {(Kind.F, m) for m in range(1, num_microbatches)} | {
+            (Kind.B, m) for m in range(num_microbatches - 1)
+        }
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -148,13 +155,17 @@ def main() -> None:
         ways = measure(Job(plan_of(args.ranks, args.hidden), args.rounds, wire))
         name = "gloo alone" if wire is None else f"gloo and a wire of {wire / 1e9:g} GB/s"
         report[name] = {
-            "in turns" if turns else "one after the other": {**asdict(way), "hidden": way.hidden} for turns, way in ways.items()
+            "in turns" if turns else "one after the other": {**asdict(way), "hidden": way.hidden}
+            for turns, way in ways.items()
         }
         if not args.json:
-            print(f"{name}, {args.ranks} ranks, hidden {args.hidden}, medians of {args.rounds} steps each, losses equal")
+            print(
+                f"{name}, {args.ranks} ranks, hidden {args.hidden}, medians of {args.rounds} steps each, losses equal"
+            )
             for label, way in report[name].items():
                 print(
-                    f"  {label:22} step {1e3 * way['step_s']:7.1f} ms   in exchanges {1e3 * way['in_collectives_s']:7.1f} ms   "
+                    f"  {label:22} step {1e3 * way['step_s']:7.1f} ms   in exchanges "
+                    f"{1e3 * way['in_collectives_s']:7.1f} ms   "
                     f"exposed {1e3 * way['exposed_s']:7.1f} ms   hidden {way['hidden']:4.0%}"
                 )
     if args.json:

@@ -19,7 +19,9 @@ class Attention(nn.Module):
     def __init__(self, model: ModelSpec):
         super().__init__()
         self.head_dim = model.head_dim
-        self.wq, self.wk, self.wv = (nn.Linear(model.hidden_size, model.num_heads * model.head_dim, bias=False) for _ in range(3))
+        self.wq, self.wk, self.wv = (
+            nn.Linear(model.hidden_size, model.num_heads * model.head_dim, bias=False) for _ in range(3)
+        )
         self.wo = nn.Linear(model.num_heads * model.head_dim, model.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -55,9 +57,18 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """int64 [b, s] -> logits [b, s, v]; of some layers only, a pipeline stage between hidden states [b, s, h]. `vocab_size` is even."""
+    """int64 [b, s] -> logits [b, s, v]; of some layers only, a pipeline stage between hidden states [b, s, h].
+    `vocab_size` is even."""
 
-    def __init__(self, model: ModelSpec, sequence: int, *, layers: Sequence[int] | None = None, first: bool = True, last: bool = True):
+    def __init__(
+        self,
+        model: ModelSpec,
+        sequence: int,
+        *,
+        layers: Sequence[int] | None = None,
+        first: bool = True,
+        last: bool = True,
+    ):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
@@ -92,7 +103,9 @@ def initial_weights(model: ModelSpec, seed: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for parameter in parameters(model):
         whole = tuple(slice(0, size) for size in parameter.shape)
-        found |= _named(model, parameter.name, initial_shard(parameter, whole, seed, torch.device("cpu"), torch.float32).tensor)
+        found |= _named(
+            model, parameter.name, initial_shard(parameter, whole, seed, torch.device("cpu"), torch.float32).tensor
+        )
     return found
 
 
@@ -101,7 +114,9 @@ def _named(model: ModelSpec, name: str, tensor: Tensor) -> dict[str, Tensor]:
     prefix, _, last = name.partition(".attention.qkv")
     if last:
         rows = tensor.view(model.num_heads, 3, model.head_dim, -1)
-        return {f"{prefix}.attention.w{part}.weight": rows[:, number].flatten(0, 1) for number, part in enumerate("qkv")}
+        return {
+            f"{prefix}.attention.w{part}.weight": rows[:, number].flatten(0, 1) for number, part in enumerate("qkv")
+        }
     prefix, _, last = name.partition(".mlp.up")
     if last:
         return {f"{prefix}.feed_forward.w1.weight": tensor[0::2], f"{prefix}.feed_forward.w3.weight": tensor[1::2]}

@@ -1,7 +1,9 @@
-"""The peers of `peers.py`: torch's own data, tensor and pipeline parallelism, each training the plain Llama of `peer_model.py`.
+"""The peers of `peers.py`: torch's own data, tensor and pipeline parallelism, each training the plain
+Llama of `peer_model.py`.
 
-All keep to a plan: its model, weights, data, global batch, microbatches, AdamW and clipping. Every rank returns the mean loss of the
-global batch and the gradient norm before clipping, as ours does. They use torch's default process group, over gloo.
+All keep to a plan: its model, weights, data, global batch, microbatches, AdamW and clipping. Every rank returns
+the mean loss of the global batch and the gradient norm before clipping, as ours does. They use torch's default
+process group, over gloo.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class Peer:
         """What is held between steps: weights, buffers and optimizer state."""
         yield from self.parameters
         yield from (buffer for module in self.modules for buffer in module.buffers())
-        yield from (value for state in self.adamw.state.values() for value in state.values() if isinstance(value, Tensor))
+        yield from (
+            value for state in self.adamw.state.values() for value in state.values() if isinstance(value, Tensor)
+        )
 
     def optimize(self, *modules: nn.Module) -> None:
         """AdamW over the parameters of some modules: torch's fused kernel, its fastest on the CPU."""
@@ -89,7 +93,9 @@ class Peer:
             }
             for decays in (True, False)
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=self.plan.train.learning_rate, betas=choice.betas, eps=choice.eps, fused=True)
+        self.adamw = torch.optim.AdamW(
+            groups, lr=self.plan.train.learning_rate, betas=choice.betas, eps=choice.eps, fused=True
+        )
 
     def whole_model(self) -> Llama:
         """The model with our initial weights."""
@@ -104,7 +110,8 @@ class Peer:
 
 
 class DataPeer(Peer):
-    """Copies of the model, or shards of it, that see different samples. Gradients are reduced after the last microbatch."""
+    """Copies of the model, or shards of it, that see different samples. Gradients are reduced
+    after the last microbatch."""
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """Those of this rank."""
@@ -138,8 +145,8 @@ class Ddp(DataPeer):
 
 
 class Fsdp2(DataPeer):
-    """`fully_shard` of every block and of the model. Parameters are gathered once a step, as ours are by whole stages: they stay from a
-    forward to its backward."""
+    """`fully_shard` of every block and of the model. Parameters are gathered once a step, as ours are by whole stages:
+    they stay from a forward to its backward."""
 
     def __init__(self, plan: Plan, corpus: Corpus, global_rank: int):
         super().__init__(plan, corpus, global_rank)
@@ -186,7 +193,9 @@ class DTensorTp(Peer):
                 mesh,
                 {
                     "attention_norm": SequenceParallel(),
-                    "attention": PrepareModuleInput(input_layouts=(tokens, None, None), desired_input_layouts=(Replicate(), None, None)),
+                    "attention": PrepareModuleInput(
+                        input_layouts=(tokens, None, None), desired_input_layouts=(Replicate(), None, None)
+                    ),
                     **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
                     "attention.wo": RowwiseParallel(output_layouts=tokens),
                     "ffn_norm": SequenceParallel(),
@@ -225,7 +234,9 @@ class Pipeline(Peer):
         stages = [self._stage(stage, weights) for stage in own]
         self.has_first, self.has_last = 0 in own, self.num_stages - 1 in own
         schedule = PIPELINES[plan.schedule.name]
-        self.schedule = schedule(stages[0] if plan.layout.vpp == 1 else stages, plan.num_microbatches, loss_fn=mean_loss)
+        self.schedule = schedule(
+            stages[0] if plan.layout.vpp == 1 else stages, plan.num_microbatches, loss_fn=mean_loss
+        )
         self.optimize(*(stage.submod for stage in stages))
 
     def _stage(self, stage: int, weights: dict[str, Tensor]) -> pipelining.PipelineStage:

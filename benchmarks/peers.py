@@ -1,12 +1,14 @@
-"""Tokens per second beside torch's own parallelism: DDP, FSDP2, DTensor tensor parallelism, torch.distributed.pipelining.
+"""Tokens per second beside torch's own parallelism: DDP, FSDP2, DTensor tensor parallelism,
+torch.distributed.pipelining.
 
     python benchmarks/peers.py [--only ddp pp_zbv ...] [--ranks 2 4] [--rounds 6] [--json]
 
-Both train the same Llama from the same weights on the same batches, fp32, fast numerics, gloo, one thread a rank, in the same rank
-processes: a round is one step of each, and the order changes with every round. A peer is timed only once its losses and gradient norms
-of the first steps agree with ours. A ratio is ours over the peer's tokens per second, the median over rounds with its 95% interval (order
-statistics, so whatever the distribution); beside it that of processor time (the peer's over ours, all ranks together, to which waiting
-and other programs add nothing), and the peak of live tensor storages on the worst rank, ours with the simulator's prediction.
+Both train the same Llama from the same weights on the same batches, fp32, fast numerics, gloo, one thread a rank, in
+the same rank processes: a round is one step of each, and the order changes with every round. A peer is timed only once
+its losses and gradient norms of the first steps agree with ours. A ratio is ours over the peer's tokens per second, the
+median over rounds with its 95% interval (order statistics, so whatever the distribution); beside it that of processor
+time (the peer's over ours, all ranks together, to which waiting and other programs add nothing), and the peak of live
+tensor storages on the worst rank, ours with the simulator's prediction.
 """
 
 from __future__ import annotations
@@ -95,7 +97,15 @@ def cases(ranks: int) -> list[Case]:
     overlapped = {"bucket_bytes": 5_000_000, "overlap_grad_reduce": True}
     return [
         case("ddp", "ddp", Layout(dp=ranks), microbatches=2, **overlapped),
-        case("fsdp2", "fsdp2", Layout(dp=ranks, zero=3), microbatches=1, micro=2 * MICRO, max_active_stages=1, **overlapped),
+        case(
+            "fsdp2",
+            "fsdp2",
+            Layout(dp=ranks, zero=3),
+            microbatches=1,
+            micro=2 * MICRO,
+            max_active_stages=1,
+            **overlapped,
+        ),
         case("tp", "tp", Layout(tp=ranks, sequence_parallel=True), microbatches=2),
         case("pp_1f1b", "pp", Layout(pp=ranks), microbatches=2 * ranks),
         case("pp_interleaved", "pp", Layout(pp=ranks, vpp=2), "Interleaved1F1B", microbatches=2 * ranks),
@@ -105,8 +115,8 @@ def cases(ranks: int) -> list[Case]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found: (loss, norm) of the checked steps and seconds and processor seconds of every round, ours and the peer's, and
-    the peaks of live bytes."""
+    """What one rank found: (loss, norm) of the checked steps and seconds and processor seconds of every round, ours and
+    the peer's, and the peaks of live bytes."""
 
     totals: list[tuple[tuple[float, float], tuple[float, float]]]
     seconds: list[tuple[float, float]]
@@ -158,13 +168,16 @@ def measure_rank(transport: Any, job: tuple[Case, int, str]) -> Measured:
         cpu_seconds.append((found[0][1], found[1][1]))
     world.barrier()
     dist.destroy_process_group()
-    return Measured(totals, seconds[WARM_ROUNDS:], cpu_seconds[WARM_ROUNDS:], (meters[0].peak_bytes, meters[1].peak_bytes))
+    return Measured(
+        totals, seconds[WARM_ROUNDS:], cpu_seconds[WARM_ROUNDS:], (meters[0].peak_bytes, meters[1].peak_bytes)
+    )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. `ratio` is ours over the peer's tokens per second with its interval, `cpu_ratio` the peer's over our processor seconds;
-    the seconds are medians of a step; `apart` is the largest relative distance of losses and norms."""
+    """One case. `ratio` is ours over the peer's tokens per second with its interval, `cpu_ratio` the
+    peer's over our processor seconds; the seconds are medians of a step; `apart` is the largest
+    relative distance of losses and norms."""
 
     name: str
     ranks: int
@@ -195,12 +208,23 @@ def row_of(case: Case, ranks: Sequence[Measured]) -> Row:
     plan = case.plan
     pairs = [zip(*step, strict=True) for rank in ranks for step in rank.totals]
     apart = max(abs(ours / theirs - 1) for pair in pairs for ours, theirs in pair)
-    assert apart <= AGREEMENT, f"{case.name} on {len(ranks)} ranks trains otherwise: losses and norms are {apart:.1e} apart"
-    slowest = [tuple(max(each) for each in zip(*step, strict=True)) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
-    together = [tuple(sum(each) for each in zip(*step, strict=True)) for step in zip(*(rank.cpu_seconds for rank in ranks), strict=True)]
+    assert apart <= AGREEMENT, (
+        f"{case.name} on {len(ranks)} ranks trains otherwise: losses and norms are {apart:.1e} apart"
+    )
+    slowest = [
+        tuple(max(each) for each in zip(*step, strict=True))
+        for step in zip(*(rank.seconds for rank in ranks), strict=True)
+    ]
+    together = [
+        tuple(sum(each) for each in zip(*step, strict=True))
+        for step in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
+    ]
     ours_s, peer_s = (statistics.median(step[which] for step in slowest) for which in (0, 1))
     memory = simulate(plan).memory
-    peaks = [(memory[plan.layout.coordinates(rank)["pp"]].peak_bytes, found.peak_bytes[0]) for rank, found in enumerate(ranks)]
+    peaks = [
+        (memory[plan.layout.coordinates(rank)["pp"]].peak_bytes, found.peak_bytes[0])
+        for rank, found in enumerate(ranks)
+    ]
     predicted, peak = max(peaks, key=lambda peak: abs(peak[0] / peak[1] - 1))
     return Row(
         case.name,
@@ -222,7 +246,8 @@ def row_of(case: Case, ranks: Sequence[Measured]) -> Row:
 
 
 def interval_of_median(values: Sequence[float], miss: float = 0.05) -> tuple[float, float]:
-    """Order statistics between which the median lies but for a chance of `miss`, whatever the distribution: the sign test, turned round.
+    """Order statistics between which the median lies but for a chance of `miss`, whatever the distribution: the
+    sign test, turned round.
 
     All of the values for fewer than six, which cannot say so much.
 
@@ -241,9 +266,11 @@ def line(row: Row) -> str:
     """A row for people."""
     low, high = row.interval
     return (
-        f"{row.name:15} {row.ranks} ranks {row.layout:28} ratio {row.ratio:5.2f} [{low:.2f}, {high:.2f}]  processor {row.cpu_ratio:5.2f}  "
+        f"{row.name:15} {row.ranks} ranks {row.layout:28} ratio {row.ratio:5.2f} [{low:.2f}, {high:.2f}]  processor "
+        f"{row.cpu_ratio:5.2f}  "
         f"ours {row.our_step_s * 1e3:6.1f} ms, peer {row.peer_step_s * 1e3:6.1f} ms  apart {row.apart:.0e}  "
-        f"peak {row.our_peak_bytes / 1e6:6.1f} MB (predicted {row.peak_error:+.1%}), peer {row.peer_peak_bytes / 1e6:6.1f} MB"
+        f"peak {row.our_peak_bytes / 1e6:6.1f} MB (predicted {row.peak_error:+.1%}), peer "
+        f"{row.peer_peak_bytes / 1e6:6.1f} MB"
     )
 
 
@@ -254,7 +281,9 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
-        "--json", action="store_true", help='one object: {"ratios": {name: ratio, the smaller of all numbers of ranks}, "rows": [...]}'
+        "--json",
+        action="store_true",
+        help=('one object: {"ratios": {name: ratio, the smaller of all numbers of ranks}, "rows": [...]}'),
     )
     args = parser.parse_args()
     rows = []
@@ -262,7 +291,9 @@ def main() -> None:
         rows.append(measure(each, args.rounds))
         print(line(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.json:
-        ratios = {name: min(row.ratio for row in rows if row.name == name) for name in dict.fromkeys(row.name for row in rows)}
+        ratios = {
+            name: min(row.ratio for row in rows if row.name == name) for name in dict.fromkeys(row.name for row in rows)
+        }
         print(json.dumps({"ratios": ratios, "rows": [asdict(row) for row in rows]}))
 
 

@@ -1,7 +1,8 @@
 """A step of 100,352 devices, all of which differ; prints one JSON line. Usage: python benchmarks/replicas.py
 
-GPT-3 175B on 12,544 nodes (tp 8, pp 8, dp 1568): one full simulation, then the same step with a slow-down of its own, drawn from a
-seeded normal distribution (1%), for each of the 12,544 tensor-parallel groups. Fails when it takes more than a second.
+GPT-3 175B on 12,544 nodes (tp 8, pp 8, dp 1568): one full simulation, then the same step with a slow-down of its
+own, drawn from a seeded normal distribution (1%), for each of the 12,544 tensor-parallel groups. Fails when it
+takes more than a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Build, lower and check at growing sizes: seconds, actions per second, peak memory, and how they grow from a million actions on.
+"""Build, lower and check at growing sizes: seconds, actions per second, peak memory, and how they grow
+from a million actions on.
 
 Usage: python benchmarks/scale.py                         all sizes below, each in a process of its own; the last line is the growth
        python benchmarks/scale.py PP MICROBATCHES [VPP]   one size in this process
@@ -18,7 +19,16 @@ from typing import Any
 from shardproof.core.schedule import build, lower
 from shardproof.verify.schedule.check import check
 
-SIZES = ((16, 256, 1), (64, 256, 1), (64, 1024, 1), (64, 1024, 4), (64, 4096, 1), (256, 1024, 1), (256, 4096, 1), (1024, 4096, 1))
+SIZES = (
+    (16, 256, 1),
+    (64, 256, 1),
+    (64, 1024, 1),
+    (64, 1024, 4),
+    (64, 4096, 1),
+    (256, 1024, 1),
+    (256, 4096, 1),
+    (1024, 4096, 1),
+)
 """(pp, microbatches, vpp); with one chunk per rank the schedule is 1F1B, else interleaved 1F1B."""
 
 TARGETS = {(64, 1024, 4): (2.0, None), (1024, 4096, 1): (60.0, 4 * 2**30)}
@@ -39,7 +49,9 @@ def main() -> None:
         assert reports[-1]["total_s"] < most_s, f"{size}: more than {most_s} s"
         assert most_bytes is None or reports[-1]["peak_bytes"] < most_bytes, f"{size}: more than {most_bytes} bytes"
     large = [report for report in reports if report["vpp"] == 1 and report["actions"] > 1e6]
-    growth = {f"{name}_exponent": exponent(large, name) for name in ("build_s", "lower_s", "check_s", "cpu_s", "peak_bytes")}
+    growth = {
+        f"{name}_exponent": exponent(large, name) for name in ("build_s", "lower_s", "check_s", "cpu_s", "peak_bytes")
+    }
     print(json.dumps({"benchmark": "scale", "growth_with_actions": growth}))
 
 
@@ -75,7 +87,8 @@ def measure(pp: int, num_microbatches: int, vpp: int = 1) -> dict[str, Any]:
 
 
 def exponent(reports: list[dict[str, Any]], name: str) -> float:
-    """The power of the number of actions with which a figure grows: the slope of the least-squares line through the logarithms."""
+    """The power of the number of actions with which a figure grows: the slope of the least-squares line
+    through the logarithms."""
     points = [(math.log(report["actions"]), math.log(report[name])) for report in reports]
     mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)

@@ -21,11 +21,17 @@ REPEATS = 10
 
 
 def main() -> None:
-    """GPT-3 175B on 1,024 A100 (tp8 pp8 dp16, 96 microbatches) and 1T on 3,072 (tp8 pp64 dp6, 512 microbatches), once cold and then warm,
-    and the search over the layouts of the first."""
+    """GPT-3 175B on 1,024 A100 (tp8 pp8 dp16, 96 microbatches) and 1T on 3,072 (tp8 pp64 dp6, 512 microbatches), once
+    cold and then warm, and the search over the layouts of the first."""
     model, cluster = model_preset("gpt3-175b"), cluster_preset("dgx-a100-80g", 1024)
     batch = Batch(1536, 1, 2048)
-    plan = Plan(model, cluster, Layout(tp=8, pp=8, dp=16, zero=1, sequence_parallel=True), batch, recompute=Recompute("selective"))
+    plan = Plan(
+        model,
+        cluster,
+        Layout(tp=8, pp=8, dp=16, zero=1, sequence_parallel=True),
+        batch,
+        recompute=Recompute("selective"),
+    )
     times_s = [_simulate_s(plan) for _ in range(REPEATS)]
     large = Plan(
         model_preset("megatron-1t"),

@@ -1,8 +1,8 @@
 """What differences between devices cost to simulate; prints one JSON line. Usage: python benchmarks/variation.py
 
-GPT-3 175B (tp 8, pp 8) on 1,024 A100: without variation, with a slow device and a slow card, 100 drawn steps, the sensitivity to every
-number of the cluster; and on 100,352 devices with a slow device, a slow node and one drawn step. Fails when a plan without variation
-takes longer than 1 ms, or 100,352 devices longer than a second.
+GPT-3 175B (tp 8, pp 8) on 1,024 A100: without variation, with a slow device and a slow card, 100 drawn steps, the
+sensitivity to every number of the cluster; and on 100,352 devices with a slow device, a slow node and one drawn step.
+Fails when a plan without variation takes longer than 1 ms, or 100,352 devices longer than a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def plan_of(dp: int, microbatches: int, variation: Variation) -> Plan:
     layout = Layout(tp=8, pp=8, dp=dp, zero=1, sequence_parallel=True)
     cluster = cluster_preset("dgx-a100-80g", layout.world_size)
     batch = Batch(dp * microbatches, 1, 2048)
-    return Plan(model_preset("gpt3-175b"), cluster, layout, batch, recompute=Recompute("selective"), variation=variation)
+    return Plan(
+        model_preset("gpt3-175b"), cluster, layout, batch, recompute=Recompute("selective"), variation=variation
+    )
 
 
 def best_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -45,7 +47,9 @@ def best_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
 def main() -> None:
     """Measures and prints."""
     plain, different = plan_of(16, 96, Variation()), plan_of(16, 96, DIFFERENT)
-    drawn = replace(different, variation=replace(DIFFERENT, jitter=0.02, device_spread=0.02, hiccups_per_s=1e-4, hiccup_s=1.0))
+    drawn = replace(
+        different, variation=replace(DIFFERENT, jitter=0.02, device_spread=0.02, hiccups_per_s=1e-4, hiccup_s=1.0)
+    )
     large = plan_of(1568, 48, Variation(stragglers={"device-17": 1.3}, slow_links={"node-3": 0.5}))
     large_drawn = replace(large, variation=Variation(jitter=0.02, samples=1))
     found = {

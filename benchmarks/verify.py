@@ -1,10 +1,11 @@
-"""How long proofs take: bit for bit of 8 and of 64 ranks, and static of 16,384. Each in a process of its own, its start included, which
-finds its modules compiled, as an installed package's are: the smallest proof of its kind runs first, with a cache of its own.
+"""How long proofs take: bit for bit of 8 and of 64 ranks, and static of 16,384. Each in a process of its own, its start
+included, which finds its modules compiled, as an installed package's are: the smallest proof of its kind runs first,
+with a cache of its own.
 
     python benchmarks/verify.py [--only 8|64|16384] [--json]
 
-Seconds on the clock and of all processors together: the second tells the work from the load of a shared machine. Exit code 1 when a
-proof fails, or takes longer than promised. Numbers are in docs/measurements.md.
+Seconds on the clock and of all processors together: the second tells the work from the load of a shared machine. Exit
+code 1 when a proof fails, or takes longer than promised. Numbers are in docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -85,10 +86,14 @@ def measure(case: Case) -> dict[str, object]:
         command = [sys.executable, "-m", "shardproof", "verify", "--json", *case.options]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = str(Path(folder, "compiled"))
-        subprocess.run([*command, str(first)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, check=True)
+        subprocess.run(
+            [*command, str(first)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, check=True
+        )
         command.append(str(path))
         before, start_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True, check=False
+        )
         elapsed_s, after = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_CHILDREN)
     report = json.loads(done.stdout)
     assert report["ok"] and report.get("world_size", case.num_ranks) == case.num_ranks, report["findings"]
@@ -108,7 +113,9 @@ def main() -> int:
             continue
         report = measure(case)
         late |= report["elapsed_s"] > case.most_s  # type: ignore[operator]
-        text = "{ranks:>6} ranks: {elapsed_s:.2f} s, {processor_s:.2f} processor seconds; promised {promised_s:g} s".format(**report)
+        text = (
+            "{ranks:>6} ranks: {elapsed_s:.2f} s, {processor_s:.2f} processor seconds; promised {promised_s:g} s"
+        ).format(**report)
         print(json.dumps(report) if args.json else f"{text}; load {os.getloadavg()[0]:.1f}", flush=True)
     return int(late)
 

@@ -1,4 +1,5 @@
-"""The nouns, schedules, plans and the command line. Imports no other room; public names load on first use, so that `--help` loads none."""
+"""The nouns, schedules, plans and the command line. Imports no other room; public names load on first use, so
+that `--help` loads none."""
 
 from __future__ import annotations
 

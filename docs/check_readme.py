@@ -1,8 +1,10 @@
-"""Runs the commands of README's `console` blocks anew in a terminal of 80 columns, and prints where README says otherwise.
+"""Runs the commands of README's `console` blocks anew in a terminal of 80 columns, and prints
+where README says otherwise.
 
-Usage: python docs/check_readme.py [--all] [--write]. Exit code 1 when something differs. Cheap are all commands but those of which a word
-is in `SLOW`: they start processes and need torch, and run with --all. A line `...` in a block stands for any lines, and times that a
-command took itself (`in 1.93 s`) are not compared. --write puts what was printed into the blocks without `...`.
+Usage: python docs/check_readme.py [--all] [--write]. Exit code 1 when something differs. Cheap are all commands but
+those of which a word is in `SLOW`: they start processes and need torch, and run with --all. A line `...` in a block
+stands for any lines, and times that a command took itself (`in 1.93 s`) are not compared. --write puts what was printed
+into the blocks without `...`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _ELAPSED = re.compile(r"\bin [\d.]+ m?s\b")
 
 @dataclass(frozen=True)
 class Block:
-    """A command as README writes it, with a backslash where it goes on on the next line, and what README says that it prints."""
+    """A command as README writes it, with a backslash where it goes on on the next line, and what
+    README says that it prints."""
 
     written: str
     told: str
@@ -66,7 +69,9 @@ def printed_by(command: str) -> str:
     assert program == "shardproof", command
     environment = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
     call = [sys.executable, "-m", "shardproof", *arguments]
-    return subprocess.run(call, cwd=README.parent, env=environment, stdout=subprocess.PIPE, text=True, check=False).stdout
+    return subprocess.run(
+        call, cwd=README.parent, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    ).stdout
 
 
 def main(options: list[str]) -> int:
@@ -80,7 +85,9 @@ def main(options: list[str]) -> int:
         if block.matches(printed):
             print(f"as README says: {block.command}")
         elif "--write" in options and block.is_whole:
-            README.write_text(README.read_text().replace(f"{block.written}\n{block.told}```", f"{block.written}\n{printed}```"))
+            README.write_text(
+                README.read_text().replace(f"{block.written}\n{block.told}```", f"{block.written}\n{printed}```")
+            )
             print(f"written anew: {block.command}")
         else:
             differing += 1

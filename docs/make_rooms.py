@@ -2,8 +2,8 @@
 
 Usage: python docs/make_rooms.py     writes the table of today into docs/design.md; look at what has changed before you commit
 
-The rule of a folder is the first paragraph of its `__init__.py`. Rows of a room stand from the ground up: a folder imports
-only folders above it in the table. tests/test_architecture.py holds both.
+The rule of a folder is the first paragraph of its `__init__.py`. Rows of a room stand from the ground up: a folder
+imports only folders above it in the table. tests/test_architecture.py holds both.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def files() -> dict[Module, str]:
 
 @functools.cache
 def graph() -> networkx.DiGraph:
-    """File to file it imports. Imports in functions and for types alone count; a name that a package hands on counts as an
-    import of the file that defines it, and of the package."""
+    """File to file it imports. Imports in functions and for types alone count; a name that a package hands on counts as
+    an import of the file that defines it, and of the package."""
     modules = files()
     arrows = networkx.DiGraph()
     arrows.add_nodes_from(modules.values())
@@ -58,7 +58,8 @@ def _targets(name: str, modules: dict[Module, str]) -> Iterator[str]:
 
 
 def folder_of(name: str) -> str:
-    """The folder that a file belongs to: its room's where it lies deeper, `core/plan` for `core/plan/rules/table.py`."""
+    """The folder that a file belongs to: its room's where it lies deeper, `core/plan` for
+    `core/plan/rules/table.py`."""
     parts = name.split("/")
     return parts[0] if len(parts) == 2 else "/".join(parts[:2])
 
@@ -67,7 +68,9 @@ def folders() -> networkx.DiGraph:
     """Folder to folder it imports."""
     arrows = networkx.DiGraph()
     arrows.add_nodes_from(folder_of(name) for name in graph())
-    arrows.add_edges_from((folder_of(one), folder_of(other)) for one, other in graph().edges if folder_of(one) != folder_of(other))
+    arrows.add_edges_from(
+        (folder_of(one), folder_of(other)) for one, other in graph().edges if folder_of(one) != folder_of(other)
+    )
     return arrows
 
 
@@ -83,7 +86,8 @@ def rule_of(folder: str) -> str:
 
 
 def _imports(folder: str, arrows: networkx.DiGraph) -> str:
-    """`base, model; core: plan, program`: folders of the same room, then those of others, a room's own files as `top`."""
+    """`base, model; core: plan, program`: folders of the same room, then those of others, a
+    room's own files as `top`."""
     room = folder.split("/")[0]
     by_room: dict[str, list[str]] = {}
     for target in sorted(arrows.successors(folder)):
@@ -97,7 +101,11 @@ def _imports(folder: str, arrows: networkx.DiGraph) -> str:
 def table() -> str:
     """The table as it stands in docs/design.md."""
     arrows = folders()
-    order = list(networkx.lexicographical_topological_sort(arrows.reverse(), key=lambda name: (ROOMS.index(name.split("/")[0]), name)))
+    order = list(
+        networkx.lexicographical_topological_sort(
+            arrows.reverse(), key=lambda name: (ROOMS.index(name.split("/")[0]), name)
+        )
+    )
     rows = [name for room in ROOMS for name in order if name.split("/")[0] == room]
     return HEADER + "".join(f"| {name} | {rule_of(name)} | {_imports(name, arrows)} |\n" for name in rows)
 

@@ -1,6 +1,8 @@
-"""Writes docs/schedules.md and its pictures: every schedule of the catalog, drawn and measured beside its paper's closed form.
+"""Writes docs/schedules.md and its pictures: every schedule of the catalog, drawn and measured beside
+its paper's closed form.
 
-Run `python docs/make_schedules.py` after a schedule changed; `tests/test_schedule_gallery.py` compares the page with what this makes.
+Run `python docs/make_schedules.py` after a schedule changed; `tests/test_schedule_gallery.py` compares the
+page with what this makes.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from shardproof.simulator.memory.memory import peak_in_flight
 PP, NUM_MICROBATCHES, VPP = 4, 8, 2
 
 ZERO_BUBBLE = "Qi et al. 2023, *Zero Bubble Pipeline Parallelism*"
-CONTROLLABLE = "Qi et al. 2024, *Pipeline Parallelism with Controllable Memory*, and the table of the authors' calculator"
+CONTROLLABLE = (
+    "Qi et al. 2024, *Pipeline Parallelism with Controllable Memory*, and the table of the authors' calculator"
+)
 
 
 @dataclass(frozen=True)
 class Published:
-    """What is known of a schedule in closed form, with its source. Formulas are Python over the symbols that `evaluate` knows.
+    """What is known of a schedule in closed form, with its source. Formulas are Python over the
+    symbols that `evaluate` knows.
 
-    Activations are exact; the bubble is, or is an upper bound where `bubble_is_bound`. `note` is a sentence for the page.
+    Activations are exact; the bubble is, or is an upper bound where `bubble_is_bound`. `note`
+    is a sentence for the page.
     """
 
     source: str
@@ -39,7 +45,8 @@ PUBLISHED: dict[str, Published] = {
     "GPipe": Published("Huang et al. 2019, *GPipe*", "(p-1)*(F+B)", "m"),
     "1F1B": Published("Narayanan et al. 2021, *Memory-Efficient Pipeline-Parallel DNN Training*", "(p-1)*(F+B)", "p"),
     "Interleaved1F1B": Published(
-        "Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*; activations Korthikanti et al. 2022, section 4.2.3",
+        "Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*; activations Korthikanti et al. "
+        "2022, section 4.2.3",
         "(p-1)*(F+B)/v",
         "p+(p-1)/v",
     ),
@@ -65,7 +72,10 @@ PUBLISHED: dict[str, Published] = {
         "(p-1)*(F+B)/2",
         "(p+2)//2",
         bubble_is_bound=True,
-        note="They say about half the bubble and half the memory of 1F1B, in whole microbatches as in the table, for F = I = W.",
+        note=(
+            "They say about half the bubble and half the memory of 1F1B, in whole microbatches as in the table, for "
+            "F = I = W."
+        ),
     ),
     "VMin": Published(
         CONTROLLABLE,
@@ -137,11 +147,17 @@ def chunks(schedule: Schedule) -> int:
     return schedule.num_stages // schedule.num_ranks
 
 
-def run(schedule: Schedule, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> Timeline:
+def run(
+    schedule: Schedule, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0
+) -> Timeline:
     """The schedule with costs given for 1/p of the model."""
     v = chunks(schedule)
     timeline = run_schedule(schedule, forward / v, backward_input / v, backward_weight / v)
-    sizes = [f"{schedule.num_ranks} ranks", *([f"{v} chunks each"] if v > 1 else []), f"{schedule.num_microbatches} microbatches"]
+    sizes = [
+        f"{schedule.num_ranks} ranks",
+        *([f"{v} chunks each"] if v > 1 else []),
+        (f"{schedule.num_microbatches} microbatches"),
+    ]
     return replace(timeline, title=f"{schedule.name}: {', '.join(sizes)}")
 
 
@@ -158,12 +174,16 @@ def measure(schedule: Schedule, timeline: Timeline) -> Measured:
     )
 
 
-def evaluate(formula: str, schedule: Schedule, forward: int = 1, backward_input: int = 1, backward_weight: int = 1) -> Fraction:
+def evaluate(
+    formula: str, schedule: Schedule, forward: int = 1, backward_input: int = 1, backward_weight: int = 1
+) -> Fraction:
     """The value of a formula of `PUBLISHED`. P is the overlapped pair, printed as F&B."""
     backward = backward_input + backward_weight
     costs = {"F": forward, "I": backward_input, "W": backward_weight, "B": backward, "P": forward + backward}
     sizes = {"p": schedule.num_ranks, "v": chunks(schedule), "m": schedule.num_microbatches}
-    return Fraction(eval(formula, {"__builtins__": {}}, {name: Fraction(value) for name, value in (costs | sizes).items()}))
+    return Fraction(
+        eval(formula, {"__builtins__": {}}, {name: Fraction(value) for name, value in (costs | sizes).items()})
+    )
 
 
 def page() -> str:
@@ -176,11 +196,15 @@ def page() -> str:
         found = measure(schedule, run(schedule))
         bubble, activations = (with_value(formula, schedule) for formula in (published.bubble, published.activations))
         bubble = f"at most {bubble}" if published.bubble_is_bound else bubble
-        numbers = [decimal(value) for value in (found.makespan, found.bubble, found.activations, found.parameters, found.messages)]
+        numbers = [
+            decimal(value)
+            for value in (found.makespan, found.bubble, found.activations, found.parameters, found.messages)
+        ]
         rows.append([f"[{name}](#{name.lower()})", *numbers[:2], bubble, numbers[2], activations, *numbers[3:]])
         note = f" {published.note}" if published.note else ""
         sections.append(
-            f"## {name}\n\n{entry.summary[0].upper()}{entry.summary[1:]}. Legal: {entry.legal}. Source: {published.source}.{note}\n\n"
+            f"## {name}\n\n{entry.summary[0].upper()}{entry.summary[1:]}. Legal: {entry.legal}. Source: "
+            f"{published.source}.{note}\n\n"
             f"![{name}](pictures/{picture_name(name)})\n"
         )
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)

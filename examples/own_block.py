@@ -1,9 +1,10 @@
-"""A transformer layer of your own, trained over tp2 x pp2 and on one device: the losses are the same numbers, and so is everything else.
+"""A transformer layer of your own, trained over tp2 x pp2 and on one device: the losses are the same numbers,
+and so is everything else.
 
     python examples/own_block.py
 
-The layer runs attention and MLP side by side on one norm (Wang & Komatsuzaki 2021, GPT-J); the MLP is written out here. Cut layers and
-norms come from the `BlockContext`; between them any elementwise operation is fine.
+The layer runs attention and MLP side by side on one norm (Wang & Komatsuzaki 2021, GPT-J); the MLP is written out here.
+Cut layers and norms come from the `BlockContext`; between them any elementwise operation is fine.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/torch_pipelining.py ZBVZeroBubble
 
-torch.distributed.pipelining reads our compute-only CSV and adds messages and reductions itself; `lower(schedule).to_csv("torch")`
-with `format="compute_comms"` would hand it ours.
+torch.distributed.pipelining reads our compute-only CSV and adds messages and reductions itself;
+`lower(schedule).to_csv("torch")` with `format="compute_comms"` would hand it ours.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def losses_in_torch(name: str) -> list[float]:
     held, example = schedule.placement.stages_of(rank), torch.zeros(SAMPLES, WIDTH, requires_grad=True)
     device = torch.device("cpu")
     stages = [
-        PipelineStage(layer(stage), stage, schedule.num_stages, device, input_args=(example,), output_args=(example,)) for stage in held
+        PipelineStage(layer(stage), stage, schedule.num_stages, device, input_args=(example,), output_args=(example,))
+        for stage in held
     ]
     runtime = _PipelineScheduleRuntime(stages, NUM_MICROBATCHES, loss_fn=loss_of)
     with TemporaryDirectory() as folder:

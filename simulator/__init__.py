@@ -1,7 +1,7 @@
 """Predicts a step: its time, its memory, the fastest layout. Imports core alone.
 
-The functions are bound here, after their modules have been loaded: `simulate`, `search` and `fit` are also names of modules,
-and what is bound last stays.
+The functions are bound here, after their modules have been loaded: `simulate`, `search` and `fit` are also names of
+modules, and what is bound last stays.
 """
 
 from .engine.engine import run_schedule

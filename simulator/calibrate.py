@@ -1,6 +1,8 @@
-"""`calibrate`: what this machine takes for single kernels, collectives and messages, as a cluster file that plans can name.
+"""`calibrate`: what this machine takes for single kernels, collectives and messages, as a cluster
+file that plans can name.
 
-Measuring needs torch and is the backend's (`measure_machine`, reached through the registry); what becomes of the rows is here.
+Measuring needs torch and is the backend's (`measure_machine`, reached through the registry); what
+becomes of the rows is here.
 """
 
 from __future__ import annotations
@@ -50,11 +52,16 @@ class Row(Protocol):
 
 
 def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: float, when: str) -> ClusterSpec:
-    """The host that gave these measurements, as a cluster of ranks that share its cores. Raises `PlanError` where a kind is missing."""
+    """The host that gave these measurements, as a cluster of ranks that share its cores. Raises `PlanError`
+    where a kind is missing."""
     if missing := {"product", "kernel", "step", "collective", "message"} - {row.kind for row in rows}:
-        raise PlanError(f"the measurements hold no {' and no '.join(sorted(missing))}. Measure again without leaving anything out.")
+        raise PlanError(
+            f"the measurements hold no {' and no '.join(sorted(missing))}. Measure again without leaving anything out."
+        )
     measured = f"measured: shardproof calibrate, {when}"
-    kernels = {"-".join(map(str, (row.name, *row.sizes))): row.seconds for row in rows if row.kind in ("product", "kernel")}
+    kernels = {
+        "-".join(map(str, (row.name, *row.sizes))): row.seconds for row in rows if row.kind in ("product", "kernel")
+    }
     skews = _skews(rows, num_cores)
     transfers = _never_faster(_at_once(rows, skews))
     rate = max(2.0 * row.sizes[0] * row.sizes[1] * row.sizes[2] / row.seconds for row in rows if row.kind == "product")
@@ -65,8 +72,14 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
     fields: dict[str, tuple[Any, str]] = {
         "devices_per_node": (MOST_RANKS, "all ranks run on this one machine"),
         "device_memory_bytes": (memory_bytes / num_cores, "counted by the operating system: memory per core"),
-        "device_memory_bytes_per_s": (ADD_TRAFFIC_BYTES * largest / additions[largest], f"{measured}: sum of two tensors of {largest}"),
-        "peak_flops_per_s": ({"fp32": rate, "bf16": rate, "fp16": rate}, f"{measured}: the fastest product; half formats are no faster"),
+        "device_memory_bytes_per_s": (
+            ADD_TRAFFIC_BYTES * largest / additions[largest],
+            (f"{measured}: sum of two tensors of {largest}"),
+        ),
+        "peak_flops_per_s": (
+            {"fp32": rate, "bf16": rate, "fp16": rate},
+            (f"{measured}: the fastest product; half formats are no faster"),
+        ),
         "matmul_efficiency": (1.0, "the peak is a measured one"),
         "memory_efficiency": (1.0, "the bandwidth is a measured one"),
         "attention_forward_efficiency": (forward, f"{measured}: the best attention core"),
@@ -79,7 +92,8 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
         "num_cores": (num_cores, "counted by the operating system"),
         "busy_core_share": (
             _busy_share(rows, skew),
-            f"{measured}: seconds of steps on one rank, over those on all cores at once less the waits for the slower rank",
+            f"{measured}: seconds of steps on one rank, over those on all cores at once less the waits for the "
+            "slower rank",
         ),
         "rank_skew_root_s": (skew, f"{measured}: growth of turns of work and collective with the work"),
         "node_link_bytes_per_s": (bytes_per_s, f"{measured}: slope of messages over their bytes"),
@@ -96,19 +110,23 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
     sources = {field: source for field, (_, source) in fields.items()}
     cluster = ClusterSpec(name=name, num_devices=MOST_RANKS, **values, sources=sources)
     told = f"{measured}: steps of {len(PROBES)} small models over what their kernels say, geometric mean"
-    return replace(cluster, step_over_kernels=_step_over_kernels(rows, cluster), sources={**sources, "step_over_kernels": told})
+    return replace(
+        cluster, step_over_kernels=_step_over_kernels(rows, cluster), sources={**sources, "step_over_kernels": told}
+    )
 
 
 def _step_over_kernels(rows: Sequence[Row], cluster: ClusterSpec) -> float:
     """How much longer the steps of the probes took than a simulation from single kernels says: the geometric mean."""
     measured_s = {row.name: row.seconds for row in rows if row.kind == "step"}
     alone = replace(cluster, num_devices=1)
-    return geometric_mean(measured_s[plan.model.name] / simulate(replace(plan, cluster=alone)).report["step_time_s"] for plan in PROBES)
+    return geometric_mean(
+        measured_s[plan.model.name] / simulate(replace(plan, cluster=alone)).report["step_time_s"] for plan in PROBES
+    )
 
 
 def _skews(rows: Sequence[Row], num_cores: int) -> dict[int, float]:
-    """By the ranks of a group that has a core for each: what a turn of work and collective takes longer than the work, by the root of the
-    work."""
+    """By the ranks of a group that has a core for each: what a turn of work and collective takes longer than the work,
+    by the root of the work."""
     found = {}
     for ranks in {row.ranks for row in rows if row.kind == "turn" and row.ranks <= num_cores}:
         seconds = {row.name: row.seconds for row in rows if row.kind == "turn" and row.ranks == ranks}
@@ -132,8 +150,8 @@ def _at_once(rows: Sequence[Row], skews: Mapping[int, float]) -> list[Row]:
 
 
 def _never_faster(rows: Sequence[Row]) -> dict[str, float]:
-    """Key of `collective_curve` -> seconds: no tensor takes less than a smaller one. Neighbours that were measured otherwise, by chance,
-    get their mean (isotonic regression: Ayer et al. 1955, pool adjacent violators)."""
+    """Key of `collective_curve` -> seconds: no tensor takes less than a smaller one. Neighbours that were measured
+    otherwise, by chance, get their mean (isotonic regression: Ayer et al. 1955, pool adjacent violators)."""
     found: dict[str, float] = {}
     for name, ranks in dict.fromkeys((row.name, row.ranks) for row in rows):
         pools: list[list[float]] = []
@@ -149,8 +167,8 @@ def _never_faster(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Latency and rate of messages: the time of the smallest, and the bytes that the largest moves more in its time more; all that it
-    moves in all its time, where it takes hardly longer (few sizes, or a busy machine)."""
+    """Latency and rate of messages: the time of the smallest, and the bytes that the largest moves more in its time
+    more; all that it moves in all its time, where it takes hardly longer (few sizes, or a busy machine)."""
     points = sorted(points)
     (least, least_s), (most, most_s) = points[0], points[-1]
     longer_s = most_s - least_s
@@ -158,8 +176,8 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _busy_share(rows: Sequence[Row], skew: float) -> float:
-    """Share of its rate that a rank keeps while all cores compute: caches and memory are the cores' together. Steps on all cores end with
-    the slowest rank's."""
+    """Share of its rate that a rank keeps while all cores compute: caches and memory are the cores' together. Steps on
+    all cores end with the slowest rank's."""
     alone = {row.name: row.seconds for row in rows if row.kind == "alone"}
     together_s = sum(row.seconds for row in rows if row.kind == "together")
     waited_s = sum(skew * math.sqrt(PROBE_STEPS * seconds) / PROBE_STEPS for seconds in alone.values())
@@ -167,7 +185,8 @@ def _busy_share(rows: Sequence[Row], skew: float) -> float:
 
 
 def _attention_share(rows: Sequence[Row], kind: str, rate: float) -> float:
-    """Rate of the best attention core as a share of the fastest product; a causal core runs half of 4 s^2 d FLOPs, backward of 10."""
+    """Rate of the best attention core as a share of the fastest product; a causal core runs half of 4 s^2 d
+    FLOPs, backward of 10."""
     rates = [1e-6]
     for row in rows:
         name, _, head_dim = row.name.rpartition("_")
@@ -177,9 +196,14 @@ def _attention_share(rows: Sequence[Row], kind: str, rate: float) -> float:
 
 
 def cluster_toml(cluster: ClusterSpec) -> str:
-    """A cluster file: `[cluster]` with its numbers, then a table for each curve and for the sources, one line an entry."""
+    """A cluster file: `[cluster]` with its numbers, then a table for each curve and for the
+    sources, one line an entry."""
     plain = {name: getattr(cluster, name) for name in ("name", *cluster.sources)}
-    tables = {name: value for name, value in plain.items() if isinstance(value, Mapping) and len(value) > len(cluster.peak_flops_per_s)}
+    tables = {
+        name: value
+        for name, value in plain.items()
+        if isinstance(value, Mapping) and len(value) > len(cluster.peak_flops_per_s)
+    }
     lines = ["[cluster]", *(f"{name} = {toml_value(value)}" for name, value in plain.items() if name not in tables)]
     for name, table in {**tables, "sources": cluster.sources}.items():
         lines += ["", f"[cluster.{name}]", *(f"{key} = {toml_value(value)}" for key, value in table.items())]
@@ -197,7 +221,14 @@ def report_of(cluster: ClusterSpec, rows: Sequence[Row]) -> dict[str, Any]:
         "message_bytes_per_s": cluster.node_link_bytes_per_s,
         "median_spread": median(row.spread for row in rows),
         "measurements": [
-            {"kind": row.kind, "name": row.name, "sizes": list(row.sizes), "ranks": row.ranks, "seconds": row.seconds, "spread": row.spread}
+            {
+                "kind": row.kind,
+                "name": row.name,
+                "sizes": list(row.sizes),
+                "ranks": row.ranks,
+                "seconds": row.seconds,
+                "spread": row.spread,
+            }
             for row in rows
         ],
     }
@@ -207,9 +238,11 @@ def report_text(cluster: ClusterSpec, rows: Sequence[Row], written: str | None) 
     """What was found, for people."""
     report = report_of(cluster, rows)
     lines = [
-        f"{cluster.name}: {cluster.num_cores} cores, {len(rows)} measurements, half of them within {report['median_spread']:.0%} "
+        f"{cluster.name}: {cluster.num_cores} cores, {len(rows)} measurements, half of them within "
+        f"{report['median_spread']:.0%} "
         "(distance of quartiles)",
-        f"  products up to {report['peak_flops_per_s'] / 1e9:.1f} GFLOP/s, memory {report['device_memory_bytes_per_s'] / 1e9:.1f} GB/s",
+        f"  products up to {report['peak_flops_per_s'] / 1e9:.1f} GFLOP/s, memory "
+        f"{report['device_memory_bytes_per_s'] / 1e9:.1f} GB/s",
         f"  messages from {report['message_latency_s'] * 1e6:.0f} us, {report['message_bytes_per_s'] / 1e9:.2f} GB/s",
     ]
     if written is not None:
@@ -221,7 +254,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `calibrate`."""
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: half a minute instead of a few")
     parser.add_argument("--rounds", type=int, help="how often every case is measured")
-    parser.add_argument("--quantile", type=float, default=0.5, help="which of the rounds counts: 0.5 is the median, less on a busy machine")
+    parser.add_argument(
+        "--quantile",
+        type=float,
+        default=0.5,
+        help=("which of the rounds counts: 0.5 is the median, less on a busy machine"),
+    )
     parser.add_argument("--name", default="this-host-measured", help="what the cluster is called")
     add_output(parser)
 
@@ -237,7 +275,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and not Path(args.output).parent.is_dir():  # measuring takes minutes
         raise PlanError(f"--output {args.output}: there is no folder {Path(args.output).parent}. Make it first.")
     progress = service("measure_machine")
-    rows = progress(quick=args.quick, rounds=args.rounds, quantile=args.quantile, report=lambda text: say(text, sys.stderr))
+    rows = progress(
+        quick=args.quick, rounds=args.rounds, quantile=args.quantile, report=lambda text: say(text, sys.stderr)
+    )
     memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     cluster = calibrated(rows, name=args.name, num_cores=os.cpu_count() or 1, memory_bytes=memory_bytes, when=when)

@@ -64,8 +64,12 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     """Adds those options, and what else of the step to tell."""
     configure(parser)
     group = parser.add_argument_group("what-if")
-    group.add_argument("--sensitivity", action="store_true", help="which number of the cluster, improved by a tenth, helps most")
-    group.add_argument("--samples", type=int, metavar="N", help="steps to draw from the plan's [variation] (as variation.samples)")
+    group.add_argument(
+        "--sensitivity", action="store_true", help=("which number of the cluster, improved by a tenth, helps most")
+    )
+    group.add_argument(
+        "--samples", type=int, metavar="N", help=("steps to draw from the plan's [variation] (as variation.samples)")
+    )
     add_durations(group)
 
 
@@ -75,9 +79,14 @@ def run_simulate(args: argparse.Namespace) -> int:
         args.set.append(f"variation.samples={args.samples}")
     plan = read_any_plan(args)
     if args.sensitivity and not isinstance(plan, Plan):
-        raise PlanError("--sensitivity changes the cluster of one model's plan, and this one has [[modules]]. Leave it out.")
+        raise PlanError(
+            "--sensitivity changes the cluster of one model's plan, and this one has [[modules]]. Leave it out."
+        )
     if args.durations and args.sensitivity:
-        raise PlanError("--sensitivity changes numbers of the cluster, which recorded durations do not depend on. Leave out one of them.")
+        raise PlanError(
+            "--sensitivity changes numbers of the cluster, which recorded durations do not depend on. "
+            "Leave out one of them."
+        )
     simulation = simulate(plan, durations=read_durations(args))
     report = {**simulation.report, **explanation(simulation)}
     if args.sensitivity and isinstance(plan, Plan):
@@ -100,7 +109,8 @@ def run_fit(args: argparse.Namespace) -> int:
 
 
 def _with_batch(args: argparse.Namespace, plan: Plan, remedy: Mapping[str, Any]) -> dict[str, Any]:
-    """A remedy as these options take it: where nothing gives a global batch, its default follows what the remedy changes."""
+    """A remedy as these options take it: where nothing gives a global batch, its default follows
+    what the remedy changes."""
     if args.plan is not None or "global" in option_values(args).get("batch", {}):
         return dict(remedy)
     changed = {text.partition("=")[0] for text in remedy["set"]} & {"batch.micro", "layout.dp"}
@@ -134,7 +144,13 @@ def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any], width: in
         ("model TFLOP/s per device", f"{report['model_flops_per_s_per_device'] / 1e12:.4g}"),
         ("MFU", f"{report['mfu']:.1%} (causal {report['mfu_causal']:.1%}, hardware {report['hfu']:.1%})"),
         ("bubble", f"{report['bubble_fraction']:.1%} of the step on rank {report['bubble_rank']}"),
-        ("peak memory", f"{format_bytes(peak)} of {format_bytes(capacity)} on rank {report['peak_memory_rank']}{_during(report)}{over}"),
+        (
+            "peak memory",
+            (
+                f"{format_bytes(peak)} of {format_bytes(capacity)} on rank "
+                f"{report['peak_memory_rank']}{_during(report)}{over}"
+            ),
+        ),
     ]
     return "\n".join(
         [
@@ -148,7 +164,9 @@ def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any], width: in
             *_section("critical path:", path_rows(report), width),
             *_section("modules:", _module_rows(report), width),
             *_section("variation:", variation_rows(report), width),
-            *_section("what a tenth of improvement would gain:", sensitivity_rows(report.get("sensitivity", [])), width),
+            *_section(
+                "what a tenth of improvement would gain:", sensitivity_rows(report.get("sensitivity", [])), width
+            ),
             "",
             "memory of that peak:",
             *_memory_lines(report["memory_bytes"], width),
@@ -161,12 +179,16 @@ def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any], width: in
 def _basis(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
     """What the seconds of a report rest on."""
     if recorded := report["provenance"].get("durations"):
-        return f"Durations measured ({recorded['source']}), split by cause as modelled with the numbers of {plan.cluster.name}"
+        return (
+            f"Durations measured ({recorded['source']}), split by cause as modelled with the numbers of "
+            f"{plan.cluster.name}"
+        )
     return f"Modelled with the numbers of {plan.cluster.name}"
 
 
 def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "", width: int | None = None) -> str:
-    """The report of `fit` for people; `report` has the remedies too, `why_none` says why there is none for a plan that does not fit."""
+    """The report of `fit` for people; `report` has the remedies too, `why_none` says why there is none for a
+    plan that does not fit."""
     peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
     difference = format_bytes(abs(capacity - peak))
     verdict = f"fits, {difference} to spare" if report["fits"] else f"does not fit: {difference} too much"
@@ -174,8 +196,12 @@ def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "", width: i
     rows = [("pp rank", "rank", "peak", *names)]
     for entry in report["per_rank"]:
         parts = (format_bytes(entry["memory_bytes"][name]) for name in names)
-        rows.append((str(entry["pp_rank"]), str(entry["global_rank"]), format_bytes(entry["peak_memory_bytes"]), *parts))
-    worst = f"worst rank {report['peak_memory_rank']}{_during(report)}: {format_bytes(peak)} of {format_bytes(capacity)}"
+        rows.append(
+            (str(entry["pp_rank"]), str(entry["global_rank"]), format_bytes(entry["peak_memory_bytes"]), *parts)
+        )
+    worst = (
+        f"worst rank {report['peak_memory_rank']}{_during(report)}: {format_bytes(peak)} of {format_bytes(capacity)}"
+    )
     return "\n".join(
         [
             _title(plan, count_parameters(plan.model)),
@@ -194,7 +220,11 @@ def _usable_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """How the usable part of a device comes about."""
     names = (("reserved", "context and libraries"), ("fragmentation", "fragmentation"), ("headroom", "headroom"))
     parts = [(f"less {name}", format_bytes(report[f"{key}_bytes"])) for key, name in names if report[f"{key}_bytes"]]
-    return [("memory of the device", format_bytes(report["device_bytes"])), *parts, ("usable", format_bytes(report["capacity_bytes"]))]
+    return [
+        ("memory of the device", format_bytes(report["device_bytes"])),
+        *parts,
+        ("usable", format_bytes(report["capacity_bytes"])),
+    ]
 
 
 def _remedy_lines(found: Sequence[Mapping[str, Any]], width: int | None) -> list[str]:
@@ -215,7 +245,10 @@ def _module_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         rows.append(("", "ranks", "layout", "parameters", "peak memory", "to the next, a step"))
     for each in report.get("modules", ()):
         ranks, parameters = "{}-{}".format(*each["ranks"]), format_count(each["num_parameters"])
-        peak, handed_on = format_bytes(each["peak_memory_bytes"]), format_bytes(each["bridge_bytes"]) if each["bridge_bytes"] else ""
+        peak, handed_on = (
+            format_bytes(each["peak_memory_bytes"]),
+            format_bytes(each["bridge_bytes"]) if each["bridge_bytes"] else "",
+        )
         rows.append((each["name"], ranks, each["layout"], parameters, peak, handed_on))
     return rows
 
@@ -235,11 +268,21 @@ def plan_text(title: str, report: Mapping[str, Any], width: int | None = None) -
         layout = candidate["layout"]
         degrees = (str(layout[name]) for name in names)
         sequence = "yes" if layout["sequence_parallel"] else "no"
-        choices = (sequence, str(layout["zero"]), str(candidate["batch"]["micro"]), candidate["recompute"], candidate["schedule"])
+        choices = (
+            sequence,
+            str(layout["zero"]),
+            str(candidate["batch"]["micro"]),
+            candidate["recompute"],
+            candidate["schedule"],
+        )
         peak = format_bytes(candidate["peak_memory_bytes"])
-        rows.append((str(place), format_s(candidate["step_time_s"]), f"{candidate['mfu']:.1%}", *degrees, *choices, peak))
+        rows.append(
+            (str(place), format_s(candidate["step_time_s"]), f"{candidate['mfu']:.1%}", *degrees, *choices, peak)
+        )
     lines = [title, "", *(ranking(header, rows, width) if rows else ["no layout fits"]), *_uneven(layouts), ""]
-    counts = f"{report['evaluated']} layouts decided, {report['simulated']} simulated, in {format_s(report['elapsed_s'])}"
+    counts = (
+        f"{report['evaluated']} layouts decided, {report['simulated']} simulated, in {format_s(report['elapsed_s'])}"
+    )
     lines.append(f"{counts}. The others lost because:")
     docs = {**{rule.name: f"not so: {rule.doc}" for rule in RULES}, **REASONS}
     lost = [(str(count), reason, docs[reason]) for reason, count in _most_first(report["rejected"])]
@@ -257,18 +300,24 @@ def _title(plan: Plan | ModularPlan, num_parameters: int) -> str:
     if isinstance(plan, ModularPlan):
         tokens = f"{plan.batch.global_size} x {plan.batch.sequence} tokens"
         return (
-            f"{plan.title} ({format_count(num_parameters)} parameters) on {plan.world_size} devices of {plan.cluster.name}\n"
-            f"{plan.degrees}; {plan.schedule.name}, {tokens} in microbatches of {plan.batch.micro_size}, {plan.precision.dtype}"
+            f"{plan.title} ({format_count(num_parameters)} parameters) on {plan.world_size} devices of "
+            f"{plan.cluster.name}\n"
+            f"{plan.degrees}; {plan.schedule.name}, {tokens} in microbatches of {plan.batch.micro_size}, "
+            f"{plan.precision.dtype}"
         )
     layout = plan.layout
     extras = [f"zero {layout.zero}"] if layout.zero else []
     extras += ["sequence parallel"] if layout.sequence_parallel else []
     extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
     several = "es" if plan.num_microbatches > 1 else ""
-    microbatches = f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
+    microbatches = (
+        f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
+    )
     return (
-        f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of {plan.cluster.name}\n"
-        f"{', '.join([layout.degrees, *extras])}; {plan.schedule.file or plan.schedule.name}, {microbatches}, {plan.precision.dtype}"
+        f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of "
+        f"{plan.cluster.name}\n"
+        f"{', '.join([layout.degrees, *extras])}; {plan.schedule.file or plan.schedule.name}, {microbatches}, "
+        f"{plan.precision.dtype}"
     )
 
 
@@ -292,10 +341,13 @@ SIMULATE = Command(
     configure_simulate,
     run_simulate,
 )
-FIT = Command("fit", "shardproof fit --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2", configure_fit, run_fit)
+FIT = Command(
+    "fit", ("shardproof fit --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2"), configure_fit, run_fit
+)
 PLAN = Command(
     "plan",
-    "shardproof plan --model llama3-70b --cluster dgx-h100 --devices 512 --global-batch 1024 --sequence 8192 -o plan.toml",
+    "shardproof plan --model llama3-70b --cluster dgx-h100 --devices 512 --global-batch 1024 --sequence 8192 -o "
+    "plan.toml",
     configure,
     run_plan,
 )

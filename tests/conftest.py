@@ -1,7 +1,8 @@
-"""What all tests share: one thread per process and MKL's reproducible mode, set before torch is loaded, a core, and pools of ranks.
+"""What all tests share: one thread per process and MKL's reproducible mode, set before torch is loaded, a
+core, and pools of ranks.
 
-Some hundred processes are started by tests. Where the environment forbids caches of bytecode each would compile the library anew, a
-quarter of a second each, so here they are allowed.
+Some hundred processes are started by tests. Where the environment forbids caches of bytecode each would compile the
+library anew, a quarter of a second each, so here they are allowed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure() -> None:
     """Gives each worker of pytest-xdist (`gw0`, `gw1`, ...) a core, and whatever it starts the same one.
 
-    Ranks that are threads hand the interpreter's lock to each other at every operation of a tiny model. Between cores each hand-over wakes
-    a sleeping thread: eight ranks take 2.7 times the processor time that they take on one core, half of it in the kernel.
+    Ranks that are threads hand the interpreter's lock to each other at every operation of a tiny model. Between cores
+    each hand-over wakes a sleeping thread: eight ranks take 2.7 times the processor time that they take on one core,
+    half of it in the kernel.
     """
     preload("pytest", "hypothesis")  # which modules of tests import, and so ranks whose jobs are in them
     worker = os.environ.get("PYTEST_XDIST_WORKER")
@@ -63,7 +65,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkersOf]:
-    """`workers(world_size, transport="gloo")`: ranks that stay between tests. A pool that a failed job closed is replaced."""
+    """`workers(world_size, transport="gloo")`: ranks that stay between tests. A pool that a failed
+    job closed is replaced."""
     pools: dict[tuple[int, str], Workers] = {}
 
     def workers_of(world_size: int, transport: str = "gloo") -> Workers:

@@ -19,7 +19,9 @@ from shardproof.docs import make_rooms
 
 ROOT = Path(shardproof.__file__).parent
 ROOMS = make_rooms.ROOMS
-MAY_USE_BACKEND = {name for name, targets in make_rooms.folders().adj.items() if any(each.startswith("backend") for each in targets)}
+MAY_USE_BACKEND = {
+    name for name, targets in make_rooms.folders().adj.items() if any(each.startswith("backend") for each in targets)
+}
 """Folders of which the table says that they import the backend."""
 
 LIGHT_PACKAGES = {"numpy", "shardproof"}
@@ -42,16 +44,23 @@ def imports_of(name: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
         or (isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test))
         for node in ast.walk(outer)
     }
-    return [(node, id(node) not in deferred) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [
+        (node, id(node) not in deferred) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
 
 
 def test_the_table_of_the_design_is_what_files_import() -> None:
-    assert make_rooms.printed() == make_rooms.table(), "python docs/make_rooms.py writes the table of today; look at what has changed"
+    assert make_rooms.printed() == make_rooms.table(), (
+        "python docs/make_rooms.py writes the table of today; look at what has changed"
+    )
 
 
 def test_a_room_imports_core_alone_but_for_the_folders_of_verify_that_run_the_backend() -> None:
     rooms = {(one.split("/")[0], other.split("/")[0]) for one, other in make_rooms.folders().edges}
-    assert {pair for pair in rooms if pair[0] != pair[1]} == {*((room, "core") for room in ROOMS if room != "core"), ("verify", "backend")}
+    assert {pair for pair in rooms if pair[0] != pair[1]} == {
+        *((room, "core") for room in ROOMS if room != "core"),
+        ("verify", "backend"),
+    }
 
 
 def test_no_files_and_no_folders_import_each_other_in_a_circle() -> None:
@@ -71,7 +80,9 @@ def test_no_files_and_no_folders_import_each_other_in_a_circle() -> None:
     ],
     ids=["at load", "in a function", "for types alone", "through the package", "a module"],
 )
-def test_a_circle_is_found_by_whichever_import_closes_it(back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_circle_is_found_by_whichever_import_closes_it(
+    back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {
         "core/room/__init__.py": "from .worker import work\n",
         "core/room/noun.py": back,
@@ -95,9 +106,17 @@ def test_a_folder_says_what_lives_there_and_what_may_not(folder: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_library_imports_itself_relatively(name: str) -> None:
     for node, _ in imports_of(name):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if not node.level else []
+        modules = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if not node.level
+            else []
+        )
         for module in modules:
-            assert module.split(".")[0] not in {*ROOMS, "shardproof"}, f"{name}:{node.lineno} imports {module} absolutely"
+            assert module.split(".")[0] not in {*ROOMS, "shardproof"}, (
+                f"{name}:{node.lineno} imports {module} absolutely"
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if not uses_backend(name)])
@@ -124,17 +143,24 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 def test_importing_every_light_module_leaves_torch_and_matplotlib_unloaded() -> None:
     modules = [
-        "shardproof." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in FILES if not uses_backend(name)
+        "shardproof." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in FILES
+        if not uses_backend(name)
     ]
     heavy = "{'torch', 'matplotlib', 'networkx', 'triton'}"
-    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nprint(sorted({heavy} & set(sys.modules)))"
+    code = (
+        f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nprint(sorted({heavy} & "
+        "set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_the_pytest_plugin_brings_nothing_that_pytest_has_not_loaded() -> None:
     heavy = "{'numpy', 'torch', 'shardproof.verify'}"
-    code = f"import pytest, sys; import shardproof.core.commands.pytest_plugin; print(sorted({heavy} & set(sys.modules)))"
+    code = (
+        f"import pytest, sys; import shardproof.core.commands.pytest_plugin; print(sorted({heavy} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -161,11 +187,13 @@ ALSO_MODULES = [name for name in PUBLIC if (ROOT / shardproof._HOMES[name] / f"{
 
 
 @pytest.mark.parametrize(
-    "names", [*([name] for name in ALSO_MODULES), [name for name in PUBLIC if name not in ALSO_MODULES]], ids=lambda names: names[0]
+    "names",
+    [*([name] for name in ALSO_MODULES), [name for name in PUBLIC if name not in ALSO_MODULES]],
+    ids=lambda names: names[0],
 )
 def test_a_public_name_is_the_same_object_in_its_room_whatever_was_imported_before(names: list[str]) -> None:
-    """`simulate`, `search`, `fit`, `check` and `draw` are also names of modules, which Python binds in the room when it loads them: each
-    gets an interpreter that nothing else was imported in."""
+    """`simulate`, `search`, `fit`, `check` and `draw` are also names of modules, which Python binds in the room when it
+    loads them: each gets an interpreter that nothing else was imported in."""
     homes = [(shardproof._HOMES[name], name) for name in names]
     modules = sorted({getattr(shardproof, name).__module__ for name in names})
     code = f"""

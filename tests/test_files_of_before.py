@@ -1,4 +1,5 @@
-"""Files that shardproof wrote in November 2026 are read today (tests/data/files_of_2026_11, whose README says what wrote them)."""
+"""Files that shardproof wrote in November 2026 are read today (tests/data/files_of_2026_11, whose README
+says what wrote them)."""
 
 from __future__ import annotations
 

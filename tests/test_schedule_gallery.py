@@ -1,4 +1,5 @@
-"""docs/schedules.md is what docs/make_schedules.py makes of the catalog today, and what it measures is what is published."""
+"""docs/schedules.md is what docs/make_schedules.py makes of the catalog today, and what it measures
+is what is published."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def gallery():
 
 def test_making_the_page_again_gives_the_same_bytes(gallery, tmp_path):
     made = {path.relative_to(tmp_path): path.read_bytes() for path in gallery.write(tmp_path)}
-    stale = [str(name) for name, content in made.items() if not (DOCS / name).exists() or (DOCS / name).read_bytes() != content]
+    stale = [
+        str(name)
+        for name, content in made.items()
+        if not (DOCS / name).exists() or (DOCS / name).read_bytes() != content
+    ]
     assert stale == [], "run python docs/make_schedules.py"
     kept = {path.relative_to(DOCS) for path in (DOCS / "pictures").glob("schedule-*.svg")}
     assert kept == made.keys() - {Path("schedules.md")}, "pictures of schedules that are no longer in the catalog"

@@ -1,7 +1,8 @@
-"""Proves schedules and plans: by rules, by symbols, by the bits of real runs. Only the folders that say so run the backend.
+"""Proves schedules and plans: by rules, by symbols, by the bits of real runs. Only the folders
+that say so run the backend.
 
-`check` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last stays. What only some
-use loads on first use.
+`check` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last
+stays. What only some use loads on first use.
 """
 
 from __future__ import annotations

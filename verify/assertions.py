@@ -33,12 +33,12 @@ def assert_bitwise(
 ) -> None:
     """Fails unless `steps` optimizer steps of the plan compute, to the last bit, what one device computes.
 
-    The schedule and the program are proved first, as in `assert_schedule`. `block` makes a user's own transformer layers instead of
-    ours: a function or class of a module. With `transport="memory"` ranks are threads of one process, which starts faster; without, they
-    are processes up to 8 ranks.
+    The schedule and the program are proved first, as in `assert_schedule`. `block` makes a user's own transformer
+    layers instead of ours: a function or class of a module. With `transport="memory"` ranks are threads of one process,
+    which starts faster; without, they are processes up to 8 ranks.
 
-    Raises `ProofFailed`, an `AssertionError`; `PlanError` for a plan that cannot be run here, `RankFailure` when a rank dies,
-    `MissingExtraError` without torch.
+    Raises `ProofFailed`, an `AssertionError`; `PlanError` for a plan that cannot be run here, `RankFailure` when a rank
+    dies, `MissingExtraError` without torch.
     """
     __tracebackhide__ = True
     from .dynamic.proof import prove
@@ -56,8 +56,9 @@ def assert_bitwise(
 def assert_schedule(schedule: Schedule | Plan | ModularPlan | Path | str) -> None:
     """Fails unless a schedule runs everything once, in a legal order, and cannot hang. No torch.
 
-    The schedule is a `Schedule`, the path of a CSV file, or its text. Of a plan its lowered program is proved, too: every value of every
-    rank is the expression that one device computes. Raises `ProofFailed`, `ScheduleError` or `PlanError`.
+    The schedule is a `Schedule`, the path of a CSV file, or its text. Of a plan its lowered program is proved,
+    too: every value of every rank is the expression that one device computes. Raises `ProofFailed`,
+    `ScheduleError` or `PlanError`.
     """
     __tracebackhide__ = True
     from .symbolic.static import check_schedule, prove_static
@@ -86,7 +87,8 @@ def assert_fits(plan: Plan | Path | str) -> None:
 
 
 def _read(given: Schedule | Plan | ModularPlan | Path | str) -> tuple[Schedule | Plan | ModularPlan, str | None]:
-    """What was given, parsed, and the file that it was in. CSV has no brackets, and TOML with sections has no line without."""
+    """What was given, parsed, and the file that it was in. CSV has no brackets, and TOML with
+    sections has no line without."""
     if isinstance(given, Schedule | Plan | ModularPlan):
         return given, None
     text = str(given)

@@ -37,20 +37,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the verb."""
     add_plan(parser, "a plan.toml, a schedule CSV, or the folder of a ledger (train --ledger)")
     parser.add_argument("--list", action="store_true", help="print the static rules and stop")
-    parser.add_argument("--facts", metavar="FILE", help="TOML with more to check: buffers, layers, message formats, collectives")
-    parser.add_argument("--write-collectives", metavar="FILE", help="write the collectives of every rank of a plan as CSV and stop")
-    parser.add_argument("--against", metavar="DIR", help="the ledger of a right run, with which the ledger PLAN is compared")
-    dynamic = parser.add_argument_group("dynamic proof", "runs the plan's backend and one device, and compares bits; needs the train extra")
-    dynamic.add_argument("--dynamic", action="store_true", help="prove that the plan computes what one device computes, bit for bit")
-    dynamic.add_argument("--steps", type=_positive, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
+    parser.add_argument(
+        "--facts", metavar="FILE", help=("TOML with more to check: buffers, layers, message formats, collectives")
+    )
+    parser.add_argument(
+        "--write-collectives", metavar="FILE", help=("write the collectives of every rank of a plan as CSV and stop")
+    )
+    parser.add_argument(
+        "--against", metavar="DIR", help=("the ledger of a right run, with which the ledger PLAN is compared")
+    )
+    dynamic = parser.add_argument_group(
+        "dynamic proof", ("runs the plan's backend and one device, and compares bits; needs the train extra")
+    )
+    dynamic.add_argument(
+        "--dynamic", action="store_true", help=("prove that the plan computes what one device computes, bit for bit")
+    )
+    dynamic.add_argument(
+        "--steps", type=_positive, default=3, metavar="N", help=("optimizer steps to compare (default: 3)")
+    )
     dynamic.add_argument(
         "--transport",
         choices=("gloo", "memory", "nccl"),
-        help="ranks are processes (gloo), or threads of one (memory), of which 64 run as they are (default: gloo; of 9 to 64 ranks memory)",
+        help=(
+            "ranks are processes (gloo), or threads of one (memory), of which 64 run as they are (default: gloo; of "
+            "9 to 64 ranks memory)"
+        ),
     )
-    dynamic.add_argument("--inject", metavar="FAULT", help="break the sharded run on purpose: drop-reduction:RANK:TENSOR")
-    mutations = parser.add_argument_group("mutation score", "breaks the backend as real bugs did, and counts what a proof sees")
-    mutations.add_argument("--mutations", action="store_true", help="run every mutant of the catalog; needs the train extra")
+    dynamic.add_argument(
+        "--inject", metavar="FAULT", help=("break the sharded run on purpose: drop-reduction:RANK:TENSOR")
+    )
+    mutations = parser.add_argument_group(
+        "mutation score", ("breaks the backend as real bugs did, and counts what a proof sees")
+    )
+    mutations.add_argument(
+        "--mutations", action="store_true", help=("run every mutant of the catalog; needs the train extra")
+    )
     mutations.add_argument("--only", metavar="ID,ID", help="these mutants alone, such as MR01,LS05")
     add_portions(mutations, "mutants", "every subject, class, phase and scenario of the catalog")
     add_output(parser, findings=True)
@@ -95,7 +116,9 @@ def _run_modules(args: argparse.Namespace, plan: ModularPlan) -> int:
     """The proofs of a plan of several modules."""
     for option, given in (("--facts", args.facts), ("--write-collectives", args.write_collectives)):
         if given is not None:
-            raise PlanError(f"{option} is about one model, and this plan has {len(plan.modules)} [[modules]]. Leave it out.")
+            raise PlanError(
+                f"{option} is about one model, and this plan has {len(plan.modules)} [[modules]]. Leave it out."
+            )
     return _run_plan(args, plan, Facts())
 
 
@@ -115,7 +138,9 @@ def _score(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise MissingExtraError("--mutations runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.") from error
+        raise MissingExtraError(
+            "--mutations runs the backend, which needs torch. Run `pip install 'shardproof[train]'`."
+        ) from error
     report = report_of(judge_mutants(mutants, progress=lambda line: say(line, sys.stderr)))
     _tell(args, text_of(report), report)
     return 0 if report["ok"] else 1
@@ -124,10 +149,22 @@ def _score(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     """Two ledgers after the fact."""
     if args.plan is None or args.against is None:
-        what = "the ledger to look at" if args.plan is None else f"{args.plan} is a ledger, and another one to compare it with"
-        raise PlanError(f"two ledgers are compared: give {what}, as in: shardproof verify run.ledger --against right.ledger")
-    if given := [flag for flag, value in (("--dynamic", args.dynamic), ("--facts", args.facts), ("--inject", args.inject)) if value]:
-        raise PlanError(f"{given[0]} belongs to a plan, and --against compares two runs that are over. Leave one of them out.")
+        what = (
+            "the ledger to look at"
+            if args.plan is None
+            else (f"{args.plan} is a ledger, and another one to compare it with")
+        )
+        raise PlanError(
+            f"two ledgers are compared: give {what}, as in: shardproof verify run.ledger --against right.ledger"
+        )
+    if given := [
+        flag
+        for flag, value in (("--dynamic", args.dynamic), ("--facts", args.facts), ("--inject", args.inject))
+        if value
+    ]:
+        raise PlanError(
+            f"{given[0]} belongs to a plan, and --against compares two runs that are over. Leave one of them out."
+        )
     run, reference = read_ledger(args.plan), read_ledger(args.against)
     if isinstance(run, SavedLedger) and isinstance(reference, SavedLedger):
         comparison = compare_saved(run, reference)
@@ -156,15 +193,23 @@ def _read(args: argparse.Namespace, plan: Plan | None) -> tuple[Plan | None, Sch
     """The plan, if one was given, and the schedule, of the plan or else of a CSV file."""
     if plan is not None:
         return plan, schedule_for(plan)
-    given = ["--dynamic"] * args.dynamic + [value.origin for table in option_values(args).values() for value in table.values()]
+    given = ["--dynamic"] * args.dynamic + [
+        value.origin for table in option_values(args).values() for value in table.values()
+    ]
     if given:
-        raise PlanError(f"{given[0]} belongs to a whole plan, and {args.plan} is only a schedule. Give a plan and --schedule {args.plan}.")
+        raise PlanError(
+            f"{given[0]} belongs to a whole plan, and {args.plan} is only a schedule. Give a plan and "
+            f"--schedule {args.plan}."
+        )
     return None, read_csv(args.plan)
 
 
 def _write_collectives(args: argparse.Namespace, plan: Plan | None, schedule: Schedule) -> int:
     if plan is None:
-        raise PlanError(f"--write-collectives needs a plan, and {args.plan} is only a schedule. Give a plan and --schedule {args.plan}.")
+        raise PlanError(
+            f"--write-collectives needs a plan, and {args.plan} is only a schedule. Give a plan and "
+            f"--schedule {args.plan}."
+        )
     calls = plan_calls(plan, lower(schedule))
     write_text(args.write_collectives, calls.to_csv())
     num_calls = sum(len(calls.of_rank(rank)) for rank in range(plan.layout.world_size))
@@ -194,7 +239,9 @@ def _prove(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> 
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise MissingExtraError("--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.") from error
+        raise MissingExtraError(
+            "--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`."
+        ) from error
 
 
 def _positive(text: str) -> int:

@@ -56,7 +56,9 @@ def _axis(end: float, scale: float, unit: str, num_ticks: int) -> Axis:
     step = mantissa * 10.0**exponent
     count = math.floor(end / scale / step * (1 + 1e-9))
     decimals = max(0, -exponent)
-    return Axis(end, unit, tuple(Tick(i * step * scale, f"{i * step:.{decimals}f}" if i else "0") for i in range(count + 1)))
+    return Axis(
+        end, unit, tuple(Tick(i * step * scale, f"{i * step:.{decimals}f}" if i else "0") for i in range(count + 1))
+    )
 
 
 def _nice_step(least: float) -> tuple[int, int]:

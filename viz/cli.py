@@ -30,7 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_plan(parser, "a plan.toml (simulated), a schedule .csv (unit costs) or a recorded .timeline.json")
     add_durations(parser)
     group = parser.add_argument_group("picture")
-    group.add_argument("--compare", metavar="OTHER", help="a second plan, schedule or recorded timeline, drawn below the first")
+    group.add_argument(
+        "--compare", metavar="OTHER", help=("a second plan, schedule or recorded timeline, drawn below the first")
+    )
     group.add_argument(
         "--scale",
         choices=("auto", "time", "own"),
@@ -41,12 +43,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--by",
         choices=("lane", "timeline"),
         default="lane",
-        help="with --compare of a prediction and a measurement of the same actions: lane by lane (default), or one below the other",
+        help=(
+            "with --compare of a prediction and a measurement of the same actions: lane by lane (default), or one "
+            "below the other"
+        ),
     )
-    group.add_argument("--width", type=_positive, metavar="N", help="characters of text (default: the terminal's) or pixels of a picture")
+    group.add_argument(
+        "--width",
+        type=_positive,
+        metavar="N",
+        help=("characters of text (default: the terminal's) or pixels of a picture"),
+    )
     group.add_argument("--no-memory", action="store_true", help="leave the memory curves out")
     parser.add_argument("--json", action="store_true", help="print one JSON object about the timeline and nothing else")
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"write {' '.join(SUFFIXES)} instead of the terminal; - is standard output")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=(f"write {' '.join(SUFFIXES)} instead of the terminal; - is standard output"),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
         other, other_unit = _read(_only_plan(args.compare))
         if other_unit != time_unit:
             raise TimelineError(
-                f"--compare {args.compare}: a schedule CSV has unit costs and no seconds, so it compares only with another CSV."
+                f"--compare {args.compare}: a schedule CSV has unit costs and no seconds, so it compares only with "
+                "another CSV."
             )
     color = output is None and not args.json and _wants_color()
     width = args.width
@@ -91,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:
-    """What `--json` prints: makespan, worst bubble, and per rank busy seconds, bubble fraction and peak bytes (None without samples)."""
+    """What `--json` prints: makespan, worst bubble, and per rank busy seconds, bubble fraction and peak bytes
+    (None without samples)."""
     peaks: dict[int, int] = {}
     for sample in timeline.memory:
         peaks[sample.global_rank] = max(peaks.get(sample.global_rank, 0), sample.num_bytes)
@@ -122,7 +139,9 @@ def _read(args: argparse.Namespace) -> tuple[Timeline, TimeUnit]:
         given = [value.origin for table in option_values(args).values() for value in table.values()]
         given += ["--durations"] * bool(args.durations)
         if given:
-            raise PlanError(f"{', '.join(given)}: plan options have no effect on {name}. Give a plan.toml, or leave them out.")
+            raise PlanError(
+                f"{', '.join(given)}: plan options have no effect on {name}. Give a plan.toml, or leave them out."
+            )
         if name.endswith(".csv"):
             return service("run_schedule")(read_csv(name)), "unit"
         return Timeline.load(name), "s"
@@ -138,9 +157,15 @@ def _only_plan(name: str) -> argparse.Namespace:
 
 
 def _wants_color() -> bool:
-    """True on a terminal that shows Unicode, unless NO_COLOR is set (https://no-color.org: to anything but the empty text)."""
+    """True on a terminal that shows Unicode, unless NO_COLOR is set (https://no-color.org: to
+    anything but the empty text)."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-    return sys.stdout.isatty() and encoding == "utf8" and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return (
+        sys.stdout.isatty()
+        and encoding == "utf8"
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM") != "dumb"
+    )
 
 
 def _positive(text: str) -> int:
@@ -150,4 +175,9 @@ def _positive(text: str) -> int:
     return value
 
 
-DRAW = Command("draw", "shardproof draw --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2 -o step.svg", configure, run)
+DRAW = Command(
+    "draw",
+    ("shardproof draw --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2 -o step.svg"),
+    configure,
+    run,
+)

@@ -36,15 +36,16 @@ def draw(
 ) -> str:
     """Text of the Gantt chart, or with `path` the path of the file written.
 
-    `width` is in characters (default 100) or in pixels (default 1200 to 1600, so that labels fit; a PNG has two
-    dots per pixel). `compare` is drawn below on the
-    same time scale, unless `scale` says `own`, or is `auto` and the makespans differ by more than a factor of three; a prediction and a
-    measurement of the same actions lane by lane, unless `by` says `timeline`. With
-    `time_unit="unit"` times have no unit of seconds. `color` uses 256 terminal colours. Raises `UnknownNameError` for another suffix,
-    `TimelineError` when there is nothing to draw.
+    `width` is in characters (default 100) or in pixels (default 1200 to 1600, so that labels fit; a PNG has two dots
+    per pixel). `compare` is drawn below on the same time scale, unless `scale` says `own`, or is `auto` and the
+    makespans differ by more than a factor of three; a prediction and a measurement of the same actions lane by lane,
+    unless `by` says `timeline`. With `time_unit="unit"` times have no unit of seconds. `color` uses 256 terminal
+    colours. Raises `UnknownNameError` for another suffix, `TimelineError` when there is nothing to draw.
     """
     if path is None:
-        return _text(timeline, memory=memory, width=width, compare=compare, scale=scale, by=by, time_unit=time_unit, color=color)
+        return _text(
+            timeline, memory=memory, width=width, compare=compare, scale=scale, by=by, time_unit=time_unit, color=color
+        )
     suffix = kind_of(path)
     if suffix.startswith(".timeline"):
         timeline.save(path)
@@ -53,11 +54,15 @@ def draw(
         data = to_trace([timeline] if compare is None else [timeline, compare]).encode()
         data = gzip.compress(data, mtime=0) if suffix.endswith(".gz") else data
     elif suffix == ".txt":
-        data = _text(timeline, memory=memory, width=width, compare=compare, scale=scale, by=by, time_unit=time_unit, color=False).encode()
+        data = _text(
+            timeline, memory=memory, width=width, compare=compare, scale=scale, by=by, time_unit=time_unit, color=False
+        ).encode()
     else:
         pixels = width or max(fitting_width(each) for each in (timeline, compare or timeline))
         resolution = Resolution(int(plot_width(pixels)))
-        scene = build_scene(timeline, resolution, compare=compare, memory=memory, scale=scale, by=by, time_unit=time_unit)
+        scene = build_scene(
+            timeline, resolution, compare=compare, memory=memory, scale=scale, by=by, time_unit=time_unit
+        )
         data = _picture(scene, pixels, suffix)
     write_bytes(path, data)
     return str(path)
@@ -73,11 +78,21 @@ def kind_of(path: str | Path) -> str:
 
 
 def _text(
-    timeline: Timeline, *, memory: bool, width: int | None, compare: Timeline | None, scale: Scale, by: By, time_unit: TimeUnit, color: bool
+    timeline: Timeline,
+    *,
+    memory: bool,
+    width: int | None,
+    compare: Timeline | None,
+    scale: Scale,
+    by: By,
+    time_unit: TimeUnit,
+    color: bool,
 ) -> str:
     characters = max(width or TEXT_WIDTH, 40)
     columns = characters - MARGIN
-    resolution = Resolution(columns, min_columns=1.0, bucket_columns=1, bucket_actions=2, num_ticks=max(2, columns // 12))
+    resolution = Resolution(
+        columns, min_columns=1.0, bucket_columns=1, bucket_actions=2, num_ticks=max(2, columns // 12)
+    )
     scene = build_scene(timeline, resolution, compare=compare, memory=memory, scale=scale, by=by, time_unit=time_unit)
     return to_text(scene, width=characters, color=color)
 

@@ -14,14 +14,19 @@ POINTS_PER_PIXEL = 0.72  # at 100 layout pixels per inch
 
 
 def to_png(picture: Picture, pixels_per_unit: float = 2.0) -> bytes:
-    """PNG bytes of `width x height` layout pixels times `pixels_per_unit`. The same bytes for the same picture and matplotlib."""
+    """PNG bytes of `width x height` layout pixels times `pixels_per_unit`. The same bytes for the same
+    picture and matplotlib."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # The user's matplotlibrc must not change the picture.
-    with matplotlib.rc_context({"text.usetex": False, "path.simplify": False, "text.antialiased": True, "text.parse_math": False}):
-        figure = Figure(figsize=(picture.width / 100, picture.height / 100), dpi=100 * pixels_per_unit, facecolor=palette.PAPER)
+    with matplotlib.rc_context(
+        {"text.usetex": False, "path.simplify": False, "text.antialiased": True, "text.parse_math": False}
+    ):
+        figure = Figure(
+            figsize=(picture.width / 100, picture.height / 100), dpi=100 * pixels_per_unit, facecolor=palette.PAPER
+        )
         FigureCanvasAgg(figure)
         axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, picture.width), ylim=(picture.height, 0))
         axes.set_axis_off()
@@ -33,7 +38,8 @@ def to_png(picture: Picture, pixels_per_unit: float = 2.0) -> bytes:
 
 
 def _runs(picture: Picture) -> Iterable[list[Any]]:
-    """Marks in drawing order, neighbours of one type and smoothness together: a collection draws much faster than single artists."""
+    """Marks in drawing order, neighbours of one type and smoothness together: a collection draws much
+    faster than single artists."""
     run: list[Any] = []
     for mark in picture.marks:
         if run and (type(mark) is not type(run[0]) or getattr(mark, "crisp", None) != getattr(run[0], "crisp", None)):
@@ -48,9 +54,13 @@ def _draw(axes: Any, run: list[Any], order: int) -> None:
     from matplotlib.collections import PolyCollection
 
     if isinstance(run[0], Rect):
-        corners = [((r.x, r.y), (r.x + r.width, r.y), (r.x + r.width, r.y + r.height), (r.x, r.y + r.height)) for r in run]
+        corners = [
+            ((r.x, r.y), (r.x + r.width, r.y), (r.x + r.width, r.y + r.height), (r.x, r.y + r.height)) for r in run
+        ]
         colors = [r.fill for r in run]
-        axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="none", antialiaseds=not run[0].crisp, zorder=order))
+        axes.add_collection(
+            PolyCollection(corners, facecolors=colors, edgecolors="none", antialiaseds=not run[0].crisp, zorder=order)
+        )
     elif isinstance(run[0], Text):
         for mark in run:
             _text(axes, mark, order)

@@ -1,4 +1,5 @@
-"""Two timelines lane by lane: whether they did the same actions in the same order, how long each was busy, and one above the other."""
+"""Two timelines lane by lane: whether they did the same actions in the same order, how long each was busy,
+and one above the other."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .panels import Panel, Row, Track
 
 @dataclass(frozen=True, slots=True)
 class LaneComparison:
-    """One lane of one rank in both timelines: how many actions it has, whether they are the same in the same order, and busy seconds."""
+    """One lane of one rank in both timelines: how many actions it has, whether they are the same in the same
+    order, and busy seconds."""
 
     global_rank: int
     lane: str
@@ -60,14 +62,17 @@ def order_note(lanes: Sequence[LaneComparison]) -> str:
 
 
 def side_by_side(first: Panel, second: Panel, sources: tuple[str, str]) -> list[Panel]:
-    """One panel in which every lane of the first has the same lane of the second below it, and one for the memory of each that has some.
+    """One panel in which every lane of the first has the same lane of the second below it, and one for the
+    memory of each that has some.
 
     Both have the same ranks in their rows, and one time axis.
     """
     rows = tuple(_interleaved(*pair, sources) for pair in zip(first.rows, second.rows, strict=True))
     heading = f"{first.heading}; {second.heading[0].lower()}{second.heading[1:]}"
     notes = tuple(dict.fromkeys((*first.notes, *second.notes)))
-    merged = replace(first, heading=heading, makespan_s=max(first.makespan_s, second.makespan_s), rows=rows, memory=None, notes=notes)
+    merged = replace(
+        first, heading=heading, makespan_s=max(first.makespan_s, second.makespan_s), rows=rows, memory=None, notes=notes
+    )
     memories = [
         replace(panel, heading=f"Memory, {source}", rows=(), notes=())
         for panel, source in zip((first, second), sources, strict=True)
@@ -78,7 +83,8 @@ def side_by_side(first: Panel, second: Panel, sources: tuple[str, str]) -> list[
 
 def _interleaved(first: Row, second: Row, sources: tuple[str, str]) -> Row:
     tables = [
-        {track.name: replace(track, source=source) for track in row.tracks} for row, source in zip((first, second), sources, strict=True)
+        {track.name: replace(track, source=source) for track in row.tracks}
+        for row, source in zip((first, second), sources, strict=True)
     ]
     names = dict.fromkeys(name for table in tables for name in table)
     tracks: list[Track] = [table[name] for name in names for table in tables if name in table]

@@ -39,7 +39,8 @@ class MemoryRange:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlot:
-    """Curves by rank over an axis in bytes that starts at zero; `peak_rank` has the highest peak (ties: the lowest rank)."""
+    """Curves by rank over an axis in bytes that starts at zero; `peak_rank` has the highest peak
+    (ties: the lowest rank)."""
 
     axis: Axis
     curves: tuple[MemoryCurve, ...]
@@ -49,14 +50,17 @@ class MemoryPlot:
 
 
 def memory_plot(timeline: Timeline, columns: int) -> MemoryPlot | None:
-    """The memory of every rank up to the makespan; None without samples. With more samples than two per column, a curve shows the
-    maximum of each column, so that no peak is lost."""
+    """The memory of every rank up to the makespan; None without samples. With more samples than two per column, a curve
+    shows the maximum of each column, so that no peak is lost."""
     samples: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for sample in timeline.memory:
         samples[sample.global_rank].append((sample.time_s, sample.num_bytes))
     if not samples:
         return None
-    curves = [_curve(rank, sorted(samples[rank], key=lambda row: row[0]), timeline.makespan_s, columns) for rank in sorted(samples)]
+    curves = [
+        _curve(rank, sorted(samples[rank], key=lambda row: row[0]), timeline.makespan_s, columns)
+        for rank in sorted(samples)
+    ]
     worst = max(curves, key=lambda curve: (curve.peak_bytes, -curve.global_rank))
     axis = bytes_axis(max(worst.peak_bytes, 1.0), num_ticks=4)
     if len(curves) <= MAX_CURVES:
@@ -84,5 +88,7 @@ def _column_maxima(times: np.ndarray, values: np.ndarray, edges: np.ndarray) -> 
 
 def _range(curves: list[MemoryCurve], end_s: float, columns: int) -> MemoryRange:
     edges = np.linspace(0.0, end_s, columns + 1)
-    table = np.stack([_column_maxima(np.array(curve.times_s[:-1]), np.array(curve.num_bytes), edges) for curve in curves])
+    table = np.stack(
+        [_column_maxima(np.array(curve.times_s[:-1]), np.array(curve.num_bytes), edges) for curve in curves]
+    )
     return MemoryRange(tuple(edges.tolist()), tuple(table.min(axis=0).tolist()), tuple(table.max(axis=0).tolist()))

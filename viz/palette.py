@@ -1,7 +1,8 @@
-"""Colours of actions: restrained, distinguishable without red and green, and readable in grey because their lightness differs.
+"""Colours of actions: restrained, distinguishable without red and green, and readable in grey because
+their lightness differs.
 
-Forward is blue and full backward bluish green, close to the Okabe-Ito set (Okabe & Ito 2008, "Color Universal Design"); messages take
-the hue of what they carry, receives paler than sends.
+Forward is blue and full backward bluish green, close to the Okabe-Ito set (Okabe & Ito 2008, "Color Universal Design");
+messages take the hue of what they carry, receives paler than sends.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ FILLS = {
     Kind.REDUCE_GRAD: "#8a63ac",
     Kind.STEP: "#3f464e",
 }
-"""Fill of the first chunk; later chunks are mixed with white. OVERLAP_F_B has no colour of its own: its halves are an F and a B."""
+"""Fill of the first chunk; later chunks are mixed with white. OVERLAP_F_B has no colour of its own: its
+halves are an F and a B."""
 
 ANSI = {
     Kind.F: 67,

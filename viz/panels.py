@@ -14,7 +14,8 @@ Role = Literal["compute", "send", "receive", "collective"]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One action, or (with `action` empty) a share of a bucket. `low` to `high` is the part of the track's height, from below."""
+    """One action, or (with `action` empty) a share of a bucket. `low` to `high` is the part of the
+    track's height, from below."""
 
     start_s: float
     end_s: float
@@ -28,8 +29,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One lane of a row. `name` is the timeline's lane, `end_s` the timeline's makespan, and `source` says which of two timelines that
-    are drawn lane by lane it is of. Compute lanes have the idle share of their rank."""
+    """One lane of a row. `name` is the timeline's lane, `end_s` the timeline's makespan, and `source` says which of two
+    timelines that are drawn lane by lane it is of. Compute lanes have the idle share of their rank."""
 
     name: str
     role: Role
@@ -55,7 +56,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One timeline as actions or as shares. `axis` is in seconds, and longer than the makespan where a longer timeline is beside it."""
+    """One timeline as actions or as shares. `axis` is in seconds, and longer than the makespan where a longer
+    timeline is beside it."""
 
     heading: str
     makespan_s: float

@@ -1,4 +1,5 @@
-"""A scene laid out on paper: rectangles, lines and texts in pixels, y downwards. SVG and PNG draw the same marks in the same order."""
+"""A scene laid out on paper: rectangles, lines and texts in pixels, y downwards. SVG and PNG draw the same
+marks in the same order."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LEFT = 84.0
 RIGHT = 112.0
 EDGE = 16.0
 DIGIT = 0.637
-"""Width of a digit over the font size in DejaVu Sans, the widest of the fonts in use, so nothing overlaps; letters below likewise."""
+"""Width of a digit over the font size in DejaVu Sans, the widest of the fonts in use, so nothing overlaps;
+letters below likewise."""
 NARROW, MIDDLE, WIDE = 0.36, 0.61, 0.9
 SMALLEST_LABEL = 6.0
 LARGEST_LABEL = 11.0
@@ -40,7 +42,8 @@ Anchor = Literal["start", "middle", "end"]
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """A filled rectangle. `title` is shown when one points at it; `crisp` ones touch their neighbours and are not smoothed."""
+    """A filled rectangle. `title` is shown when one points at it; `crisp` ones touch their neighbours
+    and are not smoothed."""
 
     x: float
     y: float
@@ -114,11 +117,14 @@ def lay_out(scene: Scene, width: float = 1200.0) -> Picture:
 
 def text_width(text: str, size: float) -> float:
     """An upper estimate of the width of a line of text."""
-    return size * sum(NARROW if c in "ijl,. ft'r" else WIDE if c in "mwMW%" else DIGIT if c.isdigit() else MIDDLE for c in text)
+    return size * sum(
+        NARROW if c in "ijl,. ft'r" else WIDE if c in "mwMW%" else DIGIT if c.isdigit() else MIDDLE for c in text
+    )
 
 
 def fitting_width(timeline: Timeline) -> int:
-    """The width at which microbatch numbers fit their typical forward box, within `WIDTHS`; the least where no width would do."""
+    """The width at which microbatch numbers fit their typical forward box, within `WIDTHS`; the least
+    where no width would do."""
     spans = timeline.spans
     forward = spans.actions.kind == Kind.F
     if not forward.any():
@@ -227,7 +233,8 @@ def _names(row: Row, track: Track, style: Style, width: float, top: float, is_se
 
 
 def _rect(scene: Scene, row: Row, track: Track, box: Box, band: tuple[float, float], scale: float) -> Rect:
-    """The rectangle of a box in the band `(top, height)`, with a hair of paper after it when it is an action of its own."""
+    """The rectangle of a box in the band `(top, height)`, with a hair of paper after it when it is
+    an action of its own."""
     top, height = band
     x, length = LEFT + box.start_s * scale, (box.end_s - box.start_s) * scale
     y, tall = top + (1.0 - box.high) * height, (box.high - box.low) * height
@@ -247,7 +254,9 @@ def _label(box: Box, rect: Rect, sizes: dict[Kind, float]) -> Iterator[Text]:
 
 
 def _hover(scene: Scene, row: Row, track: Track, box: Box) -> str:
-    start, end, length = (format_time(value, scene.time_unit) for value in (box.start_s, box.end_s, box.end_s - box.start_s))
+    start, end, length = (
+        format_time(value, scene.time_unit) for value in (box.start_s, box.end_s, box.end_s - box.start_s)
+    )
     source = f", {track.source}" if track.source else ""
     return f"{box.action} on {row.name}, {track.name}{source}: {start} to {end} ({length})"
 
@@ -304,7 +313,16 @@ def _memory(marks: list[Mark], panel: Panel, memory: MemoryPlot, scale: float, w
     for tick in memory.axis.ticks:
         y = base - tick.value * per_byte
         marks.append(Line(((LEFT, y), (LEFT + plot_width(width), y)), palette.GRID, 1.0))
-        marks.append(Text(LEFT - 5.0, y + 3.0, f"{tick.label} {memory.axis.unit}" if tick.value else "0", 8.5, palette.MUTED, "end"))
+        marks.append(
+            Text(
+                LEFT - 5.0,
+                y + 3.0,
+                f"{tick.label} {memory.axis.unit}" if tick.value else "0",
+                8.5,
+                palette.MUTED,
+                "end",
+            )
+        )
     limit = LEFT + plot_width(width)
     if memory.span is not None:
         upper = _steps(memory.span.times_s, memory.span.high_bytes, scale, per_byte, base, limit)

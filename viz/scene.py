@@ -1,8 +1,9 @@
 """A timeline as a picture without pixels: rows, tracks, boxes, axes, memory curves and a legend, in seconds and bytes.
 
-All renderers draw the same `Scene`. What can be seen depends on the resolution, so the scene is told how many columns (pixels or
-characters) the time axis has: where actions would be thinner than a few of them, a track shows *shares* instead: each bucket of time
-is filled from below with the part of it that each kind of action takes, and what stays empty is idle.
+All renderers draw the same `Scene`. What can be seen depends on the resolution, so the scene is told how many
+columns (pixels or characters) the time axis has: where actions would be thinner than a few of them, a track shows
+*shares* instead: each bucket of time is filled from below with the part of it that each kind of action takes, and
+what stays empty is idle.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ Scale = Literal["auto", "time", "own"]
 """How two timelines share the paper: one time scale, each on its own, or whichever reads better."""
 
 OWN_SCALE_FROM = 3.0
-"""With `auto`, makespans that differ by more than this factor are drawn each on its own scale: on one scale the shorter one
-would have less than a third of the width, and its shape, which is what one compares then, would be lost."""
+"""With `auto`, makespans that differ by more than this factor are drawn each on its own scale: on one scale the shorter
+one would have less than a third of the width, and its shape, which is what one compares then, would be lost."""
 
 
 By = Literal["lane", "timeline"]
-"""How a prediction and a measurement of the same actions are put together: every lane of one above the same lane of the other, where
-actions can be seen and both have one time scale, or all of one above all of the other, as all other pairs are."""
+"""How a prediction and a measurement of the same actions are put together: every lane of one above the same
+lane of the other, where actions can be seen and both have one time scale, or all of one above all of the other,
+as all other pairs are."""
 
 MOST_ROWS_BY_LANE = 16
 """More rows are drawn one timeline above the other."""
@@ -44,10 +46,10 @@ MOST_ROWS_BY_LANE = 16
 class Resolution:
     """What the paper can show.
 
-    `columns`: pixels or characters of the time axis; with fewer than `min_columns` of them per median compute action a panel shows
-    shares. Their buckets are at least `bucket_columns` and `bucket_actions` median actions long: enough actions show the mix of a
-    steady state and not each other's edges. More than `max_rows` ranks share rows. With more rows than the other limits receives,
-    which mirror sends, and then sends are left out.
+    `columns`: pixels or characters of the time axis; with fewer than `min_columns` of them per median compute action a
+    panel shows shares. Their buckets are at least `bucket_columns` and `bucket_actions` median actions long: enough
+    actions show the mix of a steady state and not each other's edges. More than `max_rows` ranks share rows. With more
+    rows than the other limits receives, which mirror sends, and then sends are left out.
     """
 
     columns: int
@@ -75,8 +77,8 @@ def build_scene(
     by: By = "lane",
     time_unit: TimeUnit = "s",
 ) -> Scene:
-    """The scene of one timeline, or of two, which share the paper as `scale` and `by` say. Raises `TimelineError` when there is nothing
-    to draw."""
+    """The scene of one timeline, or of two, which share the paper as `scale` and `by` say. Raises `TimelineError` when
+    there is nothing to draw."""
     given = [timeline] if compare is None else [timeline, compare]
     shown = _same_ranks(given)
     for each in shown:
@@ -155,7 +157,11 @@ class _Table:
         for lanes in self.lanes.values():
             self._number_chunks(lanes)
         durations = spans.end_s - spans.start_s
-        on_lane = spans.lane == spans.lanes.index(COMPUTE_LANE) if COMPUTE_LANE in spans.lanes else np.zeros(len(spans), dtype=bool)
+        on_lane = (
+            spans.lane == spans.lanes.index(COMPUTE_LANE)
+            if COMPUTE_LANE in spans.lanes
+            else np.zeros(len(spans), dtype=bool)
+        )
         compute = durations[on_lane & np.isin(spans.actions.kind, [int(kind) for kind in COMPUTE])]
         self.median_compute_s = float(np.median(compute)) if len(compute) else float(durations.max())
 
@@ -170,14 +176,18 @@ class _Table:
             self.pair_chunk[part] = np.maximum(np.searchsorted(stages, actions.pair_stage[part]), 0)
 
 
-def _row(timeline: Timeline, table: _Table, group: tuple[int, ...], bucket_s: float | None, hidden: Sequence[str]) -> Row:
+def _row(
+    timeline: Timeline, table: _Table, group: tuple[int, ...], bucket_s: float | None, hidden: Sequence[str]
+) -> Row:
     """The row of one rank, or of several; with `bucket_s` as shares of buckets of that length."""
     idle = float(np.mean([timeline.bubble_fraction(rank) for rank in group]))
     name = f"rank {group[0]}" if len(group) == 1 else f"ranks {group[0]}-{group[-1]}"
     if bucket_s is not None:
         return Row(name, group, (_share_track(table, group, timeline.makespan_s, bucket_s, idle),))
     lanes = table.lanes[group[0]]
-    compute = _action_track(table, COMPUTE_LANE, lanes.get(COMPUTE_LANE, np.zeros(0, dtype=np.int64)), timeline.makespan_s)
+    compute = _action_track(
+        table, COMPUTE_LANE, lanes.get(COMPUTE_LANE, np.zeros(0, dtype=np.int64)), timeline.makespan_s
+    )
     tracks = [replace(compute, idle_fraction=idle)]
     for lane in sorted(lanes, key=_lane_order):
         if lane != COMPUTE_LANE and _role(lane) not in hidden:
@@ -191,13 +201,21 @@ def _action_track(table: _Table, lane: str, part: np.ndarray, makespan_s: float)
     spans = table.spans
     visible = part[spans.end_s[part] > spans.start_s[part]]
     boxes: list[Box] = []
-    rows = zip(visible.tolist(), spans.actions.take(visible), spans.start_s[visible].tolist(), spans.end_s[visible].tolist(), strict=True)
+    rows = zip(
+        visible.tolist(),
+        spans.actions.take(visible),
+        spans.start_s[visible].tolist(),
+        spans.end_s[visible].tolist(),
+        strict=True,
+    )
     for index, action, start_s, end_s in rows:
         chunks = (int(table.chunk[index]), int(table.pair_chunk[index]))
         halves = action.parts
         for half, (each, chunk) in enumerate(zip(halves, chunks, strict=False)):
             low, high = (0.0, 1.0) if len(halves) == 1 else ((0.5, 1.0), (0.0, 0.5))[half]
-            boxes.append(Box(start_s, end_s, each.kind, chunk, _label(each.kind, each.microbatch), str(action), low, high))
+            boxes.append(
+                Box(start_s, end_s, each.kind, chunk, _label(each.kind, each.microbatch), str(action), low, high)
+            )
     return Track(lane, _role(lane), tuple(boxes), makespan_s)
 
 
@@ -206,14 +224,18 @@ def _share_track(table: _Table, group: Sequence[int], makespan_s: float, bucket_
     edges = np.linspace(0.0, makespan_s, max(1, math.ceil(makespan_s / bucket_s)) + 1)
     found = np.concatenate([table.lanes[rank].get(COMPUTE_LANE, np.zeros(0, dtype=np.int64)) for rank in group])
     columns = share_columns(table.spans, found, table.chunk, table.pair_chunk, edges, len(group))
-    boxes = [Box(start, end, Kind(kind), chunk, low=low, high=high) for start, end, kind, chunk, low, high in stack(columns, edges)]
+    boxes = [
+        Box(start, end, Kind(kind), chunk, low=low, high=high)
+        for start, end, kind, chunk, low, high in stack(columns, edges)
+    ]
     return Track(COMPUTE_LANE, "compute", tuple(boxes), makespan_s, idle)
 
 
 def share_columns(
     spans: Spans, part: np.ndarray, chunk: np.ndarray, pair_chunk: np.ndarray, edges: np.ndarray, num_ranks: int
 ) -> list[Column]:
-    """Per (kind, chunk) the share of each bucket between `edges`, averaged over `num_ranks`; a pair counts half forward, half backward."""
+    """Per (kind, chunk) the share of each bucket between `edges`, averaged over `num_ranks`; a pair counts half
+    forward, half backward."""
     kinds, is_pair = spans.actions.kind[part], spans.actions.kind[part] == Kind.OVERLAP_F_B
     pairs = part[is_pair]
     index = np.concatenate([part[~is_pair], pairs, pairs])
@@ -247,8 +269,17 @@ def _only(timeline: Timeline, ranks: set[int]) -> Timeline:
         return timeline
     spans = timeline.spans
     keep = np.flatnonzero(np.isin(spans.global_rank, sorted(ranks)))
-    chosen = Spans(spans.global_rank[keep], spans.lane[keep], spans.lanes, spans.actions.take(keep), spans.start_s[keep], spans.end_s[keep])
-    return replace(timeline, spans=chosen, memory=tuple(sample for sample in timeline.memory if sample.global_rank in ranks))
+    chosen = Spans(
+        spans.global_rank[keep],
+        spans.lane[keep],
+        spans.lanes,
+        spans.actions.take(keep),
+        spans.start_s[keep],
+        spans.end_s[keep],
+    )
+    return replace(
+        timeline, spans=chosen, memory=tuple(sample for sample in timeline.memory if sample.global_rank in ranks)
+    )
 
 
 def _role(lane: str) -> Role:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 LEVELS = 16
-"""Shares are drawn in sixteenths of a track: finer steps are not seen in a row of ten pixels, and equal neighbours become one box."""
+"""Shares are drawn in sixteenths of a track: finer steps are not seen in a row of ten pixels, and equal
+neighbours become one box."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,11 @@ class Column:
 
 
 def bucket_shares(start_s: np.ndarray, end_s: np.ndarray, weight: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The weighted part of each bucket that is covered by the spans, which may overlap each other; one number per bucket.
+    """The weighted part of each bucket that is covered by the spans, which may overlap each
+    other; one number per bucket.
 
-    Covered seconds up to t are sum of w (t - start) over starts before t less the same over ends: two searches and prefix sums.
+    Covered seconds up to t are sum of w (t - start) over starts before t less the same over ends: two
+    searches and prefix sums.
     """
     covered = _ramp(start_s, weight, edges) - _ramp(end_s, weight, edges)
     return np.clip(np.diff(covered) / np.diff(edges), 0.0, 1.0)
@@ -38,7 +41,8 @@ def _ramp(knots: np.ndarray, weight: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def stack(columns: Sequence[Column], edges: np.ndarray) -> Iterator[tuple[float, float, int, int, float, float]]:
-    """Boxes `(start_s, end_s, kind, chunk, low, high)` that pile the columns up, rounded to `LEVELS`; equal neighbours are one box."""
+    """Boxes `(start_s, end_s, kind, chunk, low, high)` that pile the columns up, rounded to `LEVELS`; equal
+    neighbours are one box."""
     if not columns:
         return
     tops = np.round(np.cumsum([column.shares for column in columns], axis=0) * LEVELS).astype(int)
@@ -49,4 +53,11 @@ def stack(columns: Sequence[Column], edges: np.ndarray) -> Iterator[tuple[float,
         ends = np.concatenate([changes, [len(low)]])
         for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
             if high[first] > low[first]:
-                yield float(edges[first]), float(edges[last]), column.kind, column.chunk, low[first] / LEVELS, high[first] / LEVELS
+                yield (
+                    float(edges[first]),
+                    float(edges[last]),
+                    column.kind,
+                    column.chunk,
+                    low[first] / LEVELS,
+                    high[first] / LEVELS,
+                )

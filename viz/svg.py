@@ -13,7 +13,8 @@ FONTS = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', s
 
 
 def to_svg(picture: Picture) -> str:
-    """An SVG 1.1 document. Rectangles with a hover title are elements of their own; runs of others of one colour are one path."""
+    """An SVG 1.1 document. Rectangles with a hover title are elements of their own; runs of others of
+    one colour are one path."""
     width, height = _number(picture.width), _number(picture.height)
     head = (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
@@ -42,7 +43,9 @@ def _outline(rect: Rect) -> str:
 
 def _element(mark: Mark) -> str:
     if isinstance(mark, Rect):
-        place = f'x="{_number(mark.x)}" y="{_number(mark.y)}" width="{_number(mark.width)}" height="{_number(mark.height)}"'
+        place = (
+            f'x="{_number(mark.x)}" y="{_number(mark.y)}" width="{_number(mark.width)}" height="{_number(mark.height)}"'
+        )
         return f'<rect {place} fill="{mark.fill}"><title>{escape(mark.title)}</title></rect>'
     if isinstance(mark, Text):
         return _text(mark)
@@ -62,7 +65,9 @@ def _line(mark: Line) -> str:
     if mark.fill:
         return f'<polygon points="{points}" fill="{mark.fill}"/>'
     dashes = ' stroke-dasharray="4 3"' if mark.dashed else ""
-    return f'<polyline points="{points}" fill="none" stroke="{mark.stroke}" stroke-width="{_number(mark.width)}"{dashes}/>'
+    return (
+        f'<polyline points="{points}" fill="none" stroke="{mark.stroke}" stroke-width="{_number(mark.width)}"{dashes}/>'
+    )
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,8 @@
 """A scene as text: coloured blocks for a terminal, or plain ASCII that survives logs, mails and screen readers.
 
-Plain boxes read `F3--` (forward of microbatch 3) and `B3==`; a dot is idle. Where actions are thinner than a character, plain letters
-appear as often as their kind takes time (error diffusion along the row), and colours split a character by its two largest shares.
+Plain boxes read `F3--` (forward of microbatch 3) and `B3==`; a dot is idle. Where actions are thinner than a
+character, plain letters appear as often as their kind takes time (error diffusion along the row), and colours split
+a character by its two largest shares.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MARGIN = 18
 LETTERS = {Kind.F: "F-", Kind.B: "B=", Kind.I: "I:", Kind.W: "W~", Kind.STEP: "S#"}
 """Plain form of a kind: its letter and what fills the rest of the box."""
 WIRE = {Kind.SEND_F: ">", Kind.SEND_B: "<", Kind.REDUCE_GRAD: "R", Kind.UNSHARD: "U", Kind.RESHARD: "H"}
-"""Plain form of what is drawn on the communication line under a rank; receives are the other end of the sends and are left out."""
+"""Plain form of what is drawn on the communication line under a rank; receives are the other end of the
+sends and are left out."""
 EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 IDLE_ANSI, WHITE_ANSI, BLACK_ANSI = 254, 231, 16
 
@@ -54,14 +56,24 @@ def to_text(scene: Scene, *, width: int = 100, color: bool = False) -> str:
 
 
 def _regular_columns(scene: Scene, columns: int) -> int:
-    """Fewer columns where that makes all boxes of a schedule with commensurate durations a whole number of characters."""
-    tracks = [track for panel in scene.panels if not panel.as_shares for row in panel.rows for track in row.tracks if _is_compute(track)]
+    """Fewer columns where that makes all boxes of a schedule with commensurate durations a whole
+    number of characters."""
+    tracks = [
+        track
+        for panel in scene.panels
+        if not panel.as_shares
+        for row in panel.rows
+        for track in row.tracks
+        if _is_compute(track)
+    ]
     boxes = [box for track in tracks for box in track.boxes]
     if not boxes:
         return columns
     unit_s = min(box.end_s - box.start_s for box in boxes)
     end_s = max(panel.axis.end for panel in scene.panels)
-    is_regular = all(abs(time / unit_s - round(time / unit_s)) < 1e-6 for box in boxes for time in (box.start_s, box.end_s))
+    is_regular = all(
+        abs(time / unit_s - round(time / unit_s)) < 1e-6 for box in boxes for time in (box.start_s, box.end_s)
+    )
     per_unit = int(columns * unit_s / end_s + 1e-9)
     return round(per_unit * end_s / unit_s) if is_regular and per_unit >= 1 else columns
 
@@ -70,13 +82,20 @@ def _panel(scene: Scene, panel: Panel, left: int, columns: int, color: bool) -> 
     scale = columns / panel.axis.end
     used = max(1, round(panel.makespan_s * scale))
     lines = []
-    wires = {(row, track): _wire(row, track.source, scale, used, color) for row in panel.rows for track in row.tracks if _is_compute(track)}
+    wires = {
+        (row, track): _wire(row, track.source, scale, used, color)
+        for row in panel.rows
+        for track in row.tracks
+        if _is_compute(track)
+    }
     show_wires = any(cell.char != " " for wire in wires.values() for cell in wire)
     for row in panel.rows:
         compute = [track for track in row.tracks if _is_compute(track)]
         for track in compute:
             end = max(1, round(track.end_s * scale))
-            cells = _share_row(track, track.end_s, end, color) if panel.as_shares else _box_row(track, scale, end, color)
+            cells = (
+                _share_row(track, track.end_s, end, color) if panel.as_shares else _box_row(track, scale, end, color)
+            )
             edge, pad = " " if color else "|", " " * (columns - end)
             name = row.name if track is compute[0] else ""
             source = f" {track.source}" if track.source else ""
@@ -118,7 +137,9 @@ def _coloured_box(box: Box, below: Box | None, length: int) -> list[Cell]:
     background = _ansi(box.kind, box.chunk)
     if below is not None:
         return [Cell("\u2580", background, _ansi(below.kind, below.chunk))] * length
-    foreground = WHITE_ANSI if palette.text_on(palette.fill(box.kind, box.chunk % 2, 2)) == palette.PAPER else BLACK_ANSI
+    foreground = (
+        WHITE_ANSI if palette.text_on(palette.fill(box.kind, box.chunk % 2, 2)) == palette.PAPER else BLACK_ANSI
+    )
     label = f"\u258f{box.label}"
     if len(label) > length:
         label = box.label if len(box.label) == length else "\u258f"[: length - 1]
@@ -146,7 +167,8 @@ def _split_cell(boxes: Sequence[Box]) -> Cell:
 
 
 def _diffused(layers: Sequence[Sequence[Box]]) -> list[Cell]:
-    """Letters whose frequency along the row is the share of their kind: each column adds its shares to what is owed, and pays one."""
+    """Letters whose frequency along the row is the share of their kind: each column adds its shares to what
+    is owed, and pays one."""
     owed: dict[str, float] = {}
     cells = []
     for boxes in layers:
@@ -223,7 +245,9 @@ def _legend(scene: Scene, width: int, color: bool) -> list[str]:
         if entry.kind is None:
             entries.append((_paint([Cell(" ", None, IDLE_ANSI)] * 2, True) if color else ".", entry.name))
         elif entry.kind in LETTERS or entry.kind in WIRE:
-            swatch = [Cell(" ", None, _ansi(entry.kind, chunk)) for chunk in range(min(entry.num_chunks, 2)) for _ in range(2)]
+            swatch = [
+                Cell(" ", None, _ansi(entry.kind, chunk)) for chunk in range(min(entry.num_chunks, 2)) for _ in range(2)
+            ]
             letters = LETTERS[entry.kind] if entry.kind in LETTERS else WIRE[entry.kind]
             entries.append((_paint(swatch, True) if color else letters, entry.name))
     if scene.num_chunks > 1 and not color:

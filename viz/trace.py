@@ -1,4 +1,5 @@
-"""A timeline as a Chrome trace (the JSON object format that Perfetto and chrome://tracing open): a process per rank, a thread per lane."""
+"""A timeline as a Chrome trace (the JSON object format that Perfetto and chrome://tracing open): a process per
+rank, a thread per lane."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from ..core.schedule.timeline import COMPUTE_LANE, Timeline
 def to_trace(timelines: Sequence[Timeline]) -> str:
     """Trace text: complete events (`X`) in microseconds, memory as counters (`C`), names as metadata (`M`).
 
-    Several timelines share one clock; their processes are numbered on and named `predicted rank 0`, `measured rank 0`, ...
-    Events keep the timeline's order, so the same timelines give the same bytes. A span takes some 80 bytes: its name is its token,
-    which says stage and microbatch.
+    Several timelines share one clock; their processes are numbered on and named `predicted rank 0`, `measured rank 0`,
+    ... Events keep the timeline's order, so the same timelines give the same bytes. A span takes some 80 bytes: its
+    name is its token, which says stage and microbatch.
     """
     events: list[dict[str, Any]] = []
     first_process = 0

@@ -1,4 +1,5 @@
-"""Modules that ranks of some plans need and of others do not: a second and more of torch's code, loaded once for all of a plan's ranks."""
+"""Modules that ranks of some plans need and of others do not: a second and more of torch's code, loaded once for
+all of a plan's ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ FULLY_SHARD = ("shardproof.backend.data_parallel.torch_fsdp", "torch._dynamo")
 
 
 def libraries_of(plan: Plan | ModularPlan, *, saves: bool) -> tuple[str, ...]:
-    """What `launch.preload` should be given before ranks train a plan; `saves` says whether checkpoints are theirs to write."""
+    """What `launch.preload` should be given before ranks train a plan; `saves` says whether
+    checkpoints are theirs to write."""
     sharded = isinstance(plan, Plan) and plan.data_parallel.library == "torch"
     return (*(FULLY_SHARD if sharded else ()), *(CHECKPOINTS if saves else ()))

@@ -1,9 +1,10 @@
-"""Loss scaling for fp16: gradients times a power of two, so that small ones stay above what fp16 can hold (Micikevicius et al. 2018).
+"""Loss scaling for fp16: gradients times a power of two, so that small ones stay above what fp16 can hold
+(Micikevicius et al. 2018).
 
-fp16 has 5 bits of exponent: what is below 6e-8 becomes zero, what is above 65504 infinite. The backward starts from the scale in place
-of 1, and finished gradients are divided by it again. A gradient that is not finite was scaled too far: all ranks see it in the norm, all
-skip the step, and the scale goes down; after a while without any it goes up again. Scales are powers of two, so that scaling changes no
-bits of what neither overflows nor underflows.
+fp16 has 5 bits of exponent: what is below 6e-8 becomes zero, what is above 65504 infinite. The backward starts from the
+scale in place of 1, and finished gradients are divided by it again. A gradient that is not finite was scaled too far:
+all ranks see it in the norm, all skip the step, and the scale goes down; after a while without any it goes up again.
+Scales are powers of two, so that scaling changes no bits of what neither overflows nor underflows.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from dataclasses import dataclass, replace
 from ...core.plan.plan import Precision
 
 STEP_FACTOR = 2.0
-"""By how much a scale changes at a time, as in torch's and Megatron-LM's scalers upwards (`DynamicGradScaler`, which halves too)."""
+"""By how much a scale changes at a time, as in torch's and Megatron-LM's scalers upwards
+(`DynamicGradScaler`, which halves too)."""
 
 
 @dataclass(frozen=True)
 class LossScale:
     """The scale of one step, and what decides about that of the next.
 
-    `least` is the smallest scale, `window` the number of steps without an overflow after which the scale doubles, `hysteresis` the number
-    of overflows that it takes to halve it; None for `window` keeps the scale as it is. `num_good` counts steps since the last overflow
-    or doubling, `patience` the overflows that are still borne.
+    `least` is the smallest scale, `window` the number of steps without an overflow after which the scale doubles,
+    `hysteresis` the number of overflows that it takes to halve it; None for `window` keeps the scale as it is.
+    `num_good` counts steps since the last overflow or doubling, `patience` the overflows that are still borne.
     """
 
     value: float
@@ -41,7 +43,14 @@ class LossScale:
         hysteresis = precision.loss_scale_hysteresis
         if precision.loss_scale is not None:
             return cls(precision.loss_scale, precision.loss_scale, None, hysteresis, 0, hysteresis)
-        return cls(precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, hysteresis, 0, hysteresis)
+        return cls(
+            precision.initial_loss_scale,
+            precision.min_loss_scale,
+            precision.loss_scale_window,
+            hysteresis,
+            0,
+            hysteresis,
+        )
 
     @property
     def state(self) -> tuple[float, float, float]:

@@ -11,14 +11,15 @@ from torch import Tensor
 class Microbatch:
     """One microbatch of one data-parallel rank.
 
-    `index` counts on this rank, `first_sample` is the position of its first sample in the step's global batch. `tokens` and `targets`
-    are int64 [b, s], of the tokens that this context-parallel rank has. `step` counts optimizer steps; None is no training, where nothing
-    is dropped. `counted_share` is the share of the step's tokens that count in the loss: losses of routers, which are means over all
-    tokens, are scaled by it. `documents`, int64 [b, s], is for every token the place in its sequence at which its document begins, where
-    documents are packed; None is one document per sequence. `later`, int64 [b, s, k], is what each of k modules of multi-token prediction
-    predicts at a token, the id of tokens that do not count where there is nothing to predict; None where there are none. `loss_scale` is
-    what all losses are multiplied by before gradients are taken of them. `lengths` are the tokens of each sample up to the last whose
-    target counts, where sequences are padded documents; what follows changes nothing.
+    `index` counts on this rank, `first_sample` is the position of its first sample in the step's global batch. `tokens`
+    and `targets` are int64 [b, s], of the tokens that this context-parallel rank has. `step` counts optimizer steps;
+    None is no training, where nothing is dropped. `counted_share` is the share of the step's tokens that count in the
+    loss: losses of routers, which are means over all tokens, are scaled by it. `documents`, int64 [b, s], is for every
+    token the place in its sequence at which its document begins, where documents are packed; None is one document per
+    sequence. `later`, int64 [b, s, k], is what each of k modules of multi-token prediction predicts at a token, the id
+    of tokens that do not count where there is nothing to predict; None where there are none. `loss_scale` is what all
+    losses are multiplied by before gradients are taken of them. `lengths` are the tokens of each sample up to the last
+    whose target counts, where sequences are padded documents; what follows changes nothing.
     """
 
     index: int

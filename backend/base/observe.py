@@ -13,41 +13,45 @@ Slices = tuple[slice, ...]
 
 
 class Observer(Protocol):
-    """Sees every canonical tensor of one rank. Tensors are live: read them before the call returns and do not change them.
+    """Sees every canonical tensor of one rank. Tensors are live: read them before the call
+    returns and do not change them.
 
-    Calls come in the order the rank works: `begin_step`, activations of each microbatch, then in STEP the loss, gradients from the last
-    layer to the first, the gradient norm, optimizer states and weights. Held-out passes show their activations too. Nothing waits, and
-    nothing is sent, for an observer: what is shown is what the step has there. An exception raised
-    here ends the rank like any other. One that is a context manager too is left when the run ends, whatever ends it.
+    Calls come in the order the rank works: `begin_step`, activations of each microbatch, then in STEP the loss,
+    gradients from the last layer to the first, the gradient norm, optimizer states and weights. Held-out passes
+    show their activations too. Nothing waits, and nothing is sent, for an observer: what is shown is what the step
+    has there. An exception raised here ends the rank like any other. One that is a context manager too is left when
+    the run ends, whatever ends it.
     """
 
     def begin_step(self, step: int) -> None:
         """A new optimizer step, counted from 0."""
 
     def activation(self, name: str, microbatch: Microbatch, tokens: tuple[slice, ...], tensor_BSH: Tensor) -> None:
-        """Hidden states `[samples, tokens, hidden]` of one microbatch; `microbatch.first_sample` is its place in the global batch.
+        """Hidden states `[samples, tokens, hidden]` of one microbatch; `microbatch.first_sample` is its
+        place in the global batch.
 
-        `tokens` are those of each sequence that this rank holds, one run after the other: all of them, but for sequence and context
-        parallelism.
+        `tokens` are those of each sequence that this rank holds, one run after the other: all of them, but for sequence
+        and context parallelism.
         """
 
     def scalar(self, name: str, value: float) -> None:
-        """`loss` (mean over the tokens of the global batch) and `grad_norm` (before clipping): the same on every rank. `validation_loss`
-        follows the held-out pass that it is the mean of."""
+        """`loss` (mean over the tokens of the global batch) and `grad_norm` (before clipping): the same on every rank.
+        `validation_loss` follows the held-out pass that it is the mean of."""
 
     def gradient(self, name: str, slices: Slices, tensor: Tensor) -> None:
-        """This rank's slice of a finished gradient: summed over the global batch, divided by its tokens, not yet clipped."""
+        """This rank's slice of a finished gradient: summed over the global batch, divided by its
+        tokens, not yet clipped."""
 
     def optimizer_state(self, name: str, slices: Slices, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """AdamW's two moments after the step."""
 
     def weight(self, name: str, slices: Slices, tensor: Tensor, *, step: int | None = None) -> None:
-        """This rank's slice of a parameter after the step. Weights that come together beside a forward of the next step are shown again,
-        with their `step`, where that forward uses them; None is the step that has begun last."""
+        """This rank's slice of a parameter after the step. Weights that come together beside a forward of the next step
+        are shown again, with their `step`, where that forward uses them; None is the step that has begun last."""
 
     def recomputed(self, name: str, microbatch: Microbatch, tokens: tuple[slice, ...] | None, tensor: Tensor) -> None:
-        """What a backward has computed again. With `tokens` it is a tensor that `activation` has shown; without them it is one of this
-        rank's own, which comes once forward and again in the backward."""
+        """What a backward has computed again. With `tokens` it is a tensor that `activation` has shown; without them it
+        is one of this rank's own, which comes once forward and again in the backward."""
 
     def brought(self, name: str, slices: Slices, tensor: Tensor) -> None:
         """The part of a parameter that this rank brings to an UNSHARD of a training step."""

@@ -1,8 +1,8 @@
 """AdamW on a rank's shards, of gradients divided by the token count and clipped by the norm of the whole gradient.
 
-The update itself is torch's fused AdamW in fp32, one pass over every tensor. It is elementwise, so it gives the same bits however a
-tensor is cut, but for the last elements of a tensor, fewer than a vector has, which it rounds otherwise: those of all tensors are put one
-behind the other and filled up to whole vectors.
+The update itself is torch's fused AdamW in fp32, one pass over every tensor. It is elementwise, so it gives the same
+bits however a tensor is cut, but for the last elements of a tensor, fewer than a vector has, which it rounds otherwise:
+those of all tensors are put one behind the other and filled up to whole vectors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ UPDATES: dict[str, Callable[..., None]] = {"adamw": adamw}
 """`optimizer.name` -> the update; it must be elementwise, or cuts would change bits."""
 
 VECTOR_ELEMENTS = 64
-"""Tensors are updated in multiples of this: four AVX512 registers of fp32, and the cache line by which torch's threads share a tensor."""
+"""Tensors are updated in multiples of this: four AVX512 registers of fp32, and the cache line by which torch's
+threads share a tensor."""
 
 Row = tuple[Tensor, Tensor, Tensor, Tensor]
 """What an update reads and writes of a tensor: its values, gradient, first and second moment."""
@@ -33,7 +34,8 @@ Row = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of one stage as this rank holds it. `counts` is true on the one rank (per replica) whose elements enter the norm."""
+    """A parameter of one stage as this rank holds it. `counts` is true on the one rank (per replica) whose
+    elements enter the norm."""
 
     parameter: Parameter
     slices: tuple[slice, ...]
@@ -58,7 +60,8 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], coefficient: float) -> None:
-        """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order of `held`, and used up."""
+        """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order
+        of `held`, and used up."""
         scale = None
         if self.held and coefficient != 1.0:  # the kernel divides as it goes, as it does for torch's loss scaling
             scale = torch.tensor(1 / coefficient, device=self.held[0].tensor.device)
@@ -117,8 +120,8 @@ class ShardedAdamW:
         return state["exp_avg"], state["exp_avg_sq"]
 
     def saved_state(self, one: Held) -> Mapping[str, Tensor]:
-        """What the update of a held tensor goes on from, by torch's names: `step`, which counts updates, and both moments. Before the first
-        step they are zero. They may be written to."""
+        """What the update of a held tensor goes on from, by torch's names: `step`, which counts updates, and both
+        moments. Before the first step they are zero. They may be written to."""
         turned = self._updated[id(one.tensor)] is not one.tensor
         return {name: value.mT if turned and value.dim() > 1 else value for name, value in self._state(one).items()}
 
@@ -134,7 +137,8 @@ class ShardedAdamW:
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
-    """A matrix whose columns lie one after the other as its transpose: what the fused kernel would copy is then updated where it lies."""
+    """A matrix whose columns lie one after the other as its transpose: what the fused kernel would copy is then
+    updated where it lies."""
     turned = tensor.dim() > 1 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
     return tensor.mT if turned else tensor
 
@@ -161,5 +165,6 @@ def _filled(ends: Tensor) -> Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that brings a norm down to `max_norm`: min(1, max_norm / (norm + 1e-6)); 1 when `max_norm` is 0 (no clipping)."""
+    """The factor that brings a norm down to `max_norm`: min(1, max_norm / (norm + 1e-6)); 1 when
+    `max_norm` is 0 (no clipping)."""
     return min(1.0, max_norm / (norm + CLIP_EPS)) if max_norm > 0 else 1.0

@@ -25,8 +25,8 @@ class _Scope(threading.local):
 
 
 class _InLayer(AbstractContextManager[None]):
-    """`Recorder.layer`: entered several times for every product, so there is one for each layer, and it is no generator, which costs four
-    times as much."""
+    """`Recorder.layer`: entered several times for every product, so there is one for each layer, and it is no
+    generator, which costs four times as much."""
 
     __slots__ = ("_layer", "_scope")
 
@@ -44,10 +44,11 @@ class _InLayer(AbstractContextManager[None]):
 
 
 class Recorder:
-    """Collects operations with the action and layer they belong to. Layers and the executor set the scope; transports report calls.
+    """Collects operations with the action and layer they belong to. Layers and the executor set the scope;
+    transports report calls.
 
-    One recorder belongs to one rank. Scopes are per thread, because gradient reductions run beside the compute lane; message lanes
-    pass their action explicitly.
+    One recorder belongs to one rank. Scopes are per thread, because gradient reductions run beside the compute lane;
+    message lanes pass their action explicitly.
     """
 
     def __init__(self, enabled: bool = False):
@@ -96,8 +97,11 @@ class Recorder:
         with self.action(action), self.layer(layer):
             yield
 
-    def product(self, m: int, n: int, k: int, count: int = 1, *, dtype: Literal["fp32"] | None = None, grouped: bool = False) -> None:
-        """`count` products [m, k] x [k, n], with `grouped` on average; `dtype` where the operands are not in the plan's precision."""
+    def product(
+        self, m: int, n: int, k: int, count: int = 1, *, dtype: Literal["fp32"] | None = None, grouped: bool = False
+    ) -> None:
+        """`count` products [m, k] x [k, n], with `grouped` on average; `dtype` where the operands are not in
+        the plan's precision."""
         if self.enabled:
             self.events.append((self._scope.action, Product(self.current_layer, m, n, k, count, grouped, dtype)))
 

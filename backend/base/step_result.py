@@ -9,11 +9,12 @@ from dataclasses import dataclass
 class StepResult:
     """One optimizer step as every rank knows it.
 
-    `loss` is the mean per token before the update, `grad_norm` the norm before clipping, `elapsed_s` the seconds on this rank;
-    `validation_loss` is the held-out loss after the update, where it was taken; `aux_loss` what routers add to the loss that is minimised
-    (load balance and z-losses times their factors, over all layers), which `loss` does not contain; `mtp_loss` the mean over the modules of
-    multi-token prediction, per token of the batch too, which neither contains. With fp16 `loss_scale` is what losses were multiplied by;
-    where that was too much `grad_norm` is not finite and all ranks `skipped` the update.
+    `loss` is the mean per token before the update, `grad_norm` the norm before clipping, `elapsed_s` the seconds on
+    this rank; `validation_loss` is the held-out loss after the update, where it was taken; `aux_loss` what routers add
+    to the loss that is minimised (load balance and z-losses times their factors, over all layers), which `loss` does
+    not contain; `mtp_loss` the mean over the modules of multi-token prediction, per token of the batch too, which
+    neither contains. With fp16 `loss_scale` is what losses were multiplied by; where that was too much `grad_norm` is
+    not finite and all ranks `skipped` the update.
     """
 
     step: int

@@ -12,7 +12,10 @@ PRODUCT_ROWS, PRODUCT_ROWS_QUICK = (32, 128, 512, 1024), (64, 512)
 PRODUCT_SIZES, PRODUCT_SIZES_QUICK = (32, 128, 512, 2048), (64, 256, 1024)
 """Sizes of products: tokens, and widths."""
 
-KERNEL_SIZES, KERNEL_SIZES_QUICK = (1 << 8, 1 << 11, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22), (1 << 10, 1 << 16, 1 << 20)
+KERNEL_SIZES, KERNEL_SIZES_QUICK = (
+    (1 << 8, 1 << 11, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22),
+    (1 << 10, 1 << 16, 1 << 20),
+)
 """Elements of memory-bound kernels."""
 
 ATTENTION_SEQUENCES, ATTENTION_SEQUENCES_QUICK = (16, 32, 64, 128, 256, 512), (64, 256)
@@ -26,8 +29,9 @@ TRANSFER_BYTES, TRANSFER_BYTES_QUICK = (8, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 NEAR_BYTES, FAR_BYTES = 4 << 20, 96 << 20
-"""Operands of a case lie all over so many bytes: near ones, which the kernel before has just made, outside a core's own caches at most;
-far ones (weights, sums of gradients, optimizer state, activations kept for the backward) in main memory."""
+"""Operands of a case lie all over so many bytes: near ones, which the kernel before has just made, outside a
+core's own caches at most; far ones (weights, sums of gradients, optimizer state, activations kept for the
+backward) in main memory."""
 
 MOST_SETS = 64
 
@@ -48,13 +52,14 @@ Case = tuple[Literal["product", "kernel", "step"], str, tuple[int, ...], Callabl
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of one call: `kind` is product, kernel, step, collective or message, `sizes` its sizes (m n k; elements; none; bytes of the
-    tensor). `alone` and `together` are steps on one rank while the others wait, and on all ranks at once. Of `turn`, `short` and `long`
-    are what turns of little and of much work take longer with a collective, `short_work`, `long_work` and `work` the work itself, the
-    last of the turns of `collective`.
+    """Seconds of one call: `kind` is product, kernel, step, collective or message, `sizes` its sizes (m n k; elements;
+    none; bytes of the tensor). `alone` and `together` are steps on one rank while the others wait, and on all ranks at
+    once. Of `turn`, `short` and `long` are what turns of little and of much work take longer with a collective,
+    `short_work`, `long_work` and `work` the work itself, the last of the turns of `collective`.
 
-    `name` says which: `nt`, `nn`, `tn` of products (which operand lies transposed), the kernel, the collective. `seconds` is the
-    quantile that was asked for, `spread` the distance of the quartiles over the median, `ranks` how many processes took part.
+    `name` says which: `nt`, `nn`, `tn` of products (which operand lies transposed), the kernel, the collective.
+    `seconds` is the quantile that was asked for, `spread` the distance of the quartiles over the median, `ranks` how
+    many processes took part.
     """
 
     kind: Literal["product", "kernel", "step", "collective", "message", "turn", "alone", "together"]
@@ -105,22 +110,37 @@ class Pools:
 
 
 def products(pools: Pools, *, quick: bool) -> Iterator[Case]:
-    """Products of a linear layer on a grid of shapes: with its weight, with its weight transposed, and of its weight gradient."""
+    """Products of a linear layer on a grid of shapes: with its weight, with its weight transposed, and
+    of its weight gradient."""
     rows = PRODUCT_ROWS_QUICK if quick else PRODUCT_ROWS
     widths = PRODUCT_SIZES_QUICK if quick else PRODUCT_SIZES
     for m in rows:
         for n in widths:
             for k in widths:
-                yield "product", "nt", (m, n, k), product_case((n, k), (m, k), lambda weight, x: x @ weight.t(), pools), 1.0
+                yield (
+                    "product",
+                    "nt",
+                    (m, n, k),
+                    product_case((n, k), (m, k), lambda weight, x: x @ weight.t(), pools),
+                    1.0,
+                )
                 yield "product", "nn", (m, n, k), product_case((k, n), (m, k), lambda weight, x: x @ weight, pools), 1.0
     for k in rows:  # of a weight gradient the tokens are what is summed over
         for m in widths:
             for n in widths:
-                yield "product", "tn", (m, n, k), product_case((k, m), (k, n), lambda kept, dy: kept.t() @ dy, pools), 1.0
+                yield (
+                    "product",
+                    "tn",
+                    (m, n, k),
+                    product_case((k, m), (k, n), lambda kept, dy: kept.t() @ dy, pools),
+                    1.0,
+                )
                 yield "product", "tn_", (m, n, k), _added_case(m, n, k, pools), 1.0
 
 
-def product_case(far: tuple[int, int], near: tuple[int, int], multiply: Callable[..., Any], pools: Pools) -> Callable[[], Sequence[Call]]:
+def product_case(
+    far: tuple[int, int], near: tuple[int, int], multiply: Callable[..., Any], pools: Pools
+) -> Callable[[], Sequence[Call]]:
     """A maker of calls `multiply(far operand, near operand)`."""
 
     def make() -> Sequence[Call]:
@@ -157,7 +177,13 @@ def kernels(pools: Pools, *, quick: bool) -> Iterator[Case]:
     for name, make in _elementwise(pools).items():
         for elements in sizes:
             sets = pools.sets(4 * ADAMW_TENSORS * elements if name == "adamw" else 2 * elements)
-            yield "kernel", name, (elements,), partial(_several, partial(make, elements), sets), float(ADAMW_TENSORS) if name == "adamw" else 1.0
+            yield (
+                "kernel",
+                name,
+                (elements,),
+                partial(_several, partial(make, elements), sets),
+                float(ADAMW_TENSORS) if name == "adamw" else 1.0,
+            )
     for name, operation in _heads().items():
         for elements in (size for size in sizes if size >= HEAD_WIDTH * HEAD_TOKENS):
             yield "kernel", name, (elements,), partial(_several, partial(operation, pools, elements), 4), 1.0
@@ -226,8 +252,18 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
         updated, gradients, first, second = ([pools.far.take(elements).clone() for _ in sizes] for _ in range(4))
         counts, scale = [torch.zeros((), device=device) for _ in sizes], torch.tensor(2.0, device=device)
         second = [moment.square_() for moment in second]
-        choice: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
-        return lambda: update(updated, gradients, first, second, [], counts, foreach=False, fused=True, grad_scale=scale, **choice)
+        choice: dict[str, Any] = {
+            "lr": 1e-4,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "weight_decay": 0.1,
+            "eps": 1e-8,
+            "amsgrad": False,
+            "maximize": False,
+        }
+        return lambda: update(
+            updated, gradients, first, second, [], counts, foreach=False, fused=True, grad_scale=scale, **choice
+        )
 
     def loss(elements: int) -> Call:
         x, targets = logits(elements)
@@ -268,8 +304,8 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
 
 
 def _heads() -> dict[str, Callable[[Pools, int], Call]]:
-    """Name -> a call on heads of `HEAD_WIDTH` elements and `HEAD_TOKENS` tokens: rotation of heads that lie beside each other, its
-    backward, and repetition."""
+    """Name -> a call on heads of `HEAD_WIDTH` elements and `HEAD_TOKENS` tokens: rotation of heads that lie beside each
+    other, its backward, and repetition."""
     import torch
 
     from ..model.rotary import rope_table, turned
@@ -278,7 +314,11 @@ def _heads() -> dict[str, Callable[[Pools, int], Call]]:
 
     def operands(pools: Pools, elements: int) -> tuple[Any, Any, Any]:
         cos, sin = (part[:, None, None] for part in rope_table(HEAD_TOKENS, frequencies, pools.device))
-        return pools.just_made(HEAD_TOKENS, elements // (HEAD_TOKENS * HEAD_WIDTH), 1, HEAD_WIDTH), cos, sin.chunk(2, -1)[0]
+        return (
+            pools.just_made(HEAD_TOKENS, elements // (HEAD_TOKENS * HEAD_WIDTH), 1, HEAD_WIDTH),
+            cos,
+            sin.chunk(2, -1)[0],
+        )
 
     def rotated(pools: Pools, elements: int) -> Call:
         x, cos, sin = operands(pools, elements)

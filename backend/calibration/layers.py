@@ -1,7 +1,7 @@
 """Layers of next to no size: what a layer costs on a host beside the work that grows with its tensors.
 
-Python, autograd's graph, views, the books of weight gradients and the first microseconds of every kernel are in it, as the backend's own
-blocks have them.
+Python, autograd's graph, views, the books of weight gradients and the first microseconds of every kernel are in it, as
+the backend's own blocks have them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from ...core.plan.plan import Batch, Numerics, Plan, Precision
 from .cases import Case
 
 TOKENS, LAYERS = 8, 4
-SMALL = {"num_layers": LAYERS, "hidden_size": 16, "ffn_hidden_size": 32, "num_heads": 4, "head_dim": 4, "vocab_size": 32}
+SMALL = {
+    "num_layers": LAYERS,
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "num_heads": 4,
+    "head_dim": 4,
+    "vocab_size": 32,
+}
 
 KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "plain": ("tiny-gpt", {"num_kv_heads": 4, "max_positions": TOKENS}),
@@ -31,7 +38,14 @@ def layers(group: Any, recorder: Any, device: Any) -> Iterator[Case]:
     """Cases of a forward and a whole backward of one layer of each kind; `group` is a group of one rank."""
     for kind, (preset, fields) in KINDS.items():
         model = replace(model_preset(preset), **{**SMALL, **fields})
-        plan = Plan(model, cluster_preset("this-host", 1), Layout(), Batch(1, 1, TOKENS), precision=Precision("fp32"), numerics=Numerics("fast"))
+        plan = Plan(
+            model,
+            cluster_preset("this-host", 1),
+            Layout(),
+            Batch(1, 1, TOKENS),
+            precision=Precision("fp32"),
+            numerics=Numerics("fast"),
+        )
         run = _Run(plan, group, recorder, device)
         yield "kernel", f"layer_{kind}", (1,), partial(list, (run.forward,)), float(LAYERS)
         yield "kernel", f"layer_{kind}_backward", (1,), partial(list, (run.backward,)), float(LAYERS)

@@ -1,8 +1,9 @@
 """What this machine takes for the pieces of a training step: products, kernels, collectives and messages, measured.
 
-Cases take turns, round after round, so that a machine that is slower for a while is slower for all of them alike; each case is timed
-in short bursts over operands from all over a large pool, and the result is a quantile over the rounds, the median unless
-asked otherwise. Ranks are those of training: processes with one thread each, MKL in its reproducible mode, our groups and channels.
+Cases take turns, round after round, so that a machine that is slower for a while is slower for all of them alike; each
+case is timed in short bursts over operands from all over a large pool, and the result is a quantile over the rounds,
+the median unless asked otherwise. Ranks are those of training: processes with one thread each, MKL in its reproducible
+mode, our groups and channels.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from .steps import steps
 from .transfers import measure_transfers
 
 BURST_S = 0.6e-3
-"""A burst has as many calls as fill about this time: long beside the clock's resolution, short beside what else a machine does."""
+"""A burst has as many calls as fill about this time: long beside the clock's resolution, short beside
+what else a machine does."""
 
 MOST_CALLS = 5
 """Calls of a burst: the first finds its code and scratch pushed out of the caches by other kernels, as in a step."""
 
 ROUNDS, ROUNDS_QUICK = 25, 5
 KEPT_BYTES = 32 << 20
-"""Results stay until so many bytes came after them, as activations do, so that new ones are written where no cache has been lately."""
+"""Results stay until so many bytes came after them, as activations do, so that new ones are written where no
+cache has been lately."""
 
 
 @dataclass(frozen=True)
 class MeasureJob:
-    """What the ranks are told: `compute` measures products, kernels and steps on one rank, `sharing` steps on one rank and on all at once,
-    `transfers` collectives and messages."""
+    """What the ranks are told: `compute` measures products, kernels and steps on one rank, `sharing` steps on one rank
+    and on all at once, `transfers` collectives and messages."""
 
     part: Literal["compute", "sharing", "transfers"]
     rounds: int
@@ -51,8 +54,8 @@ def measure_machine(
     transport: Literal["gloo", "nccl"] = "gloo",
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Measurement]:
-    """Everything measured: one rank for products, kernels and steps, as many ranks as cores for what they lose to each other, then groups
-    of ranks for collectives and messages.
+    """Everything measured: one rank for products, kernels and steps, as many ranks as cores for what they lose to each
+    other, then groups of ranks for collectives and messages.
 
     `quick` takes fewer sizes, two ranks and fewer rounds: seconds instead of minutes. `report` hears of the progress.
     """
@@ -108,8 +111,8 @@ def _measurements(
 
 
 def _sharing(transport: Any, job: MeasureJob) -> list[Measurement]:
-    """Steps on global rank 0 while the others wait, and on all ranks at once, by turns: until the slowest is done, for which the others
-    wait in any training."""
+    """Steps on global rank 0 while the others wait, and on all ranks at once, by turns: until the slowest is done, for
+    which the others wait in any training."""
     world = transport.group("measure", "tp", range(transport.world_size))
     cases = list(steps(transport.device))
     alone: list[list[float]] = [[] for _ in cases]

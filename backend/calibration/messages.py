@@ -1,4 +1,5 @@
-"""Messages as a step sends them: given to a lane's thread while the compute lane goes on, and awaited by the compute lane of the peer."""
+"""Messages as a step sends them: given to a lane's thread while the compute lane goes on, and awaited by the
+compute lane of the peer."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ TURNS = 8
 """Messages of one call each way: the lanes' threads start once a step, not once a message."""
 
 WORK_CALLS, WORK_ELEMENTS = 32, 4096
-"""Kernels that the sender goes on with, as many as take a few tenths of a millisecond: each takes the interpreter's lock from the lane."""
+"""Kernels that the sender goes on with, as many as take a few tenths of a millisecond: each takes the
+interpreter's lock from the lane."""
 
 
 def open_ends(transport: Any) -> Sequence[Any]:
@@ -37,7 +39,8 @@ def there_and_back(transport: Any, ends: Sequence[Any], payload: Any) -> None:
 
 
 def beside_work(transport: Any, ends: Sequence[Any], payload: Any, work: Callable[[], Any]) -> None:
-    """`TURNS` turns of work, in each of which both ranks send a message and receive one; nobody waits for any but at the end."""
+    """`TURNS` turns of work, in each of which both ranks send a message and receive one; nobody waits
+    for any but at the end."""
     lanes = _Lanes(transport, ends, payload)
     for turn in range(TURNS):
         lanes.put(turn, payload)
@@ -54,7 +57,9 @@ class _Lanes:
         from ..pipeline.messages import Clock, Lane, Mail
 
         rank, self._mail, clock = transport.global_rank, Mail(), Clock(transport.device)
-        self._sends, self._receives = ([Action(0, kind, turn) for turn in range(TURNS)] for kind in (Kind.SEND_F, Kind.RECV_F))
+        self._sends, self._receives = (
+            [Action(0, kind, turn) for turn in range(TURNS)] for kind in (Kind.SEND_F, Kind.RECV_F)
+        )
 
         def receive(action: Action, _: Any) -> None:
             self._mail.put(action, ends[1 - rank].receive(tuple(payload.shape), payload.dtype))

@@ -1,4 +1,5 @@
-"""Whole training steps of one rank as cases of `measure_machine`: what kernels take beside each other, as in no loop over one of them."""
+"""Whole training steps of one rank as cases of `measure_machine`: what kernels take beside each other, as in no
+loop over one of them."""
 
 from __future__ import annotations
 

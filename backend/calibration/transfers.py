@@ -1,9 +1,9 @@
 """Collectives and messages as a step has them: what ranks take longer with them than without.
 
-In a step ranks come to a collective from work of their own, never at the same moment, with other things in their caches, and go on with
-work; threads of the library take the cores meanwhile. All of that belongs to the collective, and the waits for the slower rank do not
-show in the middle call of a single rank. So whole turns of work and collective are timed, and turns of work alone; the seconds of a
-collective are the difference.
+In a step ranks come to a collective from work of their own, never at the same moment, with other things in their
+caches, and go on with work; threads of the library take the cores meanwhile. All of that belongs to the collective, and
+the waits for the slower rank do not show in the middle call of a single rank. So whole turns of work and collective are
+timed, and turns of work alone; the seconds of a collective are the difference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .cases import (
 from .messages import TURNS, beside_work, open_ends, there_and_back
 
 WORK_TOKENS, WORK_HIDDEN, WORK_INNER = 512, 256, 512
-"""Sizes of the MLP that a rank works on in every turn: about as long as half a layer of a small model does between two collectives."""
+"""Sizes of the MLP that a rank works on in every turn: about as long as half a layer of a small model does
+between two collectives."""
 
 SKEW_TOKENS = {"short": 96, "long": 768}
 """Tokens of turns from which it is seen how waits for the slower rank grow with the work before."""
@@ -45,8 +46,9 @@ LEAST_TURNS = 2
 
 
 def measure_transfers(transport: Any, *, rounds: int, quick: bool, quantile: float) -> list[Measurement]:
-    """Collectives over all ranks by the bytes of the whole tensor; between two ranks also messages: `message` is what passes between a
-    send and its receive, `message_work` what one of each costs the work of a rank beside them. Global rank 0 has the seconds."""
+    """Collectives over all ranks by the bytes of the whole tensor; between two ranks also messages: `message` is what
+    passes between a send and its receive, `message_work` what one of each costs the work of a rank beside them. Global
+    rank 0 has the seconds."""
     import torch
 
     world, pools = transport.group("measure", "tp", range(transport.world_size)), Pools(transport.device)
@@ -84,7 +86,10 @@ def measure_transfers(transport: Any, *, rounds: int, quick: bool, quantile: flo
                 case.take_call(per=2 * TURNS)
             else:
                 case.take_call(per=TURNS, less_s=alone_s)
-    return [*(case.row(transport.world_size, quantile) for case in [*cases, *messages]), *skew.rows(transport.world_size, quantile)]
+    return [
+        *(case.row(transport.world_size, quantile) for case in [*cases, *messages]),
+        *skew.rows(transport.world_size, quantile),
+    ]
 
 
 def _both(work: Callable[[], Any], call: Callable[[], Any]) -> None:
@@ -114,12 +119,15 @@ class _Skew:
         found = []
         for name, seconds in self.seconds.items():
             chosen_s, low_s, high_s = _quantiles(seconds, (quantile, 0.25, 0.75))
-            found.append(Measurement("turn", name, (), ranks, max(chosen_s, LEAST_S), (high_s - low_s) / max(chosen_s, LEAST_S)))
+            found.append(
+                Measurement("turn", name, (), ranks, max(chosen_s, LEAST_S), (high_s - low_s) / max(chosen_s, LEAST_S))
+            )
         return found
 
 
 class _Case:
-    """A call, and what its turns take longer than turns of work just before: the machine changes from minute to minute."""
+    """A call, and what its turns take longer than turns of work just before: the machine changes
+    from minute to minute."""
 
     def __init__(self, kind: Any, name: str, size: int, call: Callable[[], Any]):
         self.kind, self.name, self.size, self.call = kind, name, size, call
@@ -136,7 +144,8 @@ class _Case:
         self._turns = -int(world.all_reduce(-found, "max"))
 
     def take_turns(self, work: Callable[[], Any], alone_s: float) -> None:
-        """Turns of work, which takes `alone_s`, and call; the shortest call of all is of a rank that came last, and waited for nobody."""
+        """Turns of work, which takes `alone_s`, and call; the shortest call of all is of a rank that came last,
+        and waited for nobody."""
         start_s = perf_counter()
         for _ in range(self._turns):
             work()

@@ -1,1 +1,2 @@
-"""All that training goes on from, saved so that any layout can read it, and checked when it is read. Executes nothing it reads."""
+"""All that training goes on from, saved so that any layout can read it, and checked when it is read.
+Executes nothing it reads."""

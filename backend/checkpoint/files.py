@@ -19,7 +19,8 @@ CHUNK_BYTES = 16 << 20
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a regular file. Raises `OSError` for anything else: a checkpoint has no links, and a pipe would never end."""
+    """A descriptor of a regular file. Raises `OSError` for anything else: a checkpoint has no links, and a
+    pipe would never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,17 +1,20 @@
 """`Contents`: what a checkpoint's folder holds, to the byte, and the index file that says so. Needs no torch.
 
-Beside the files of `torch.distributed.checkpoint` (DCP) and `state.json` lies `shardproof.json`, which DCP does not look at:
+Beside the files of `torch.distributed.checkpoint` (DCP) and `state.json` lies `shardproof.json`,
+which DCP does not look at:
 
     {"digest": "<of all bytes that follow this line's comma>",
      "format": 1, "save": "<drawn for each save>", "steps": 20,
      "files": {"<name>": {"bytes": 1577, "digest": "..."}, ...},          every other file of the folder
      "tensors": {"<name>": {"shape": [4, 3], "dtype": "float32", "blocks": [
-        {"offsets": [0, 0], "sizes": [2, 3], "file": "__0_0.distcp", "first": 640, "bytes": 24, "digest": "..."}, ...]}, ...}}
+        {"offsets": [0, 0], "sizes": [2, 3], "file": "__0_0.distcp", "first": 640, "bytes": 24,
+        "digest": "..."}, ...]}, ...}}
 
-A block lies in rows, little-endian, from byte `first` of its file on: reading tensors needs neither the zip around them nor `.metadata`.
-Digests are those of `core.base.digest` over words of eight bytes. One folder's files and blocks belong together because the index names each
-by its digest: one of an older checkpoint or of another run has another. That guards against errors. Who edits a checkpoint and computes
-all digests anew has made another checkpoint, which nothing here can tell from one that was saved.
+A block lies in rows, little-endian, from byte `first` of its file on: reading tensors needs neither the zip around them
+nor `.metadata`. Digests are those of `core.base.digest` over words of eight bytes. One folder's files and blocks belong
+together because the index names each by its digest: one of an older checkpoint or of another run has another. That
+guards against errors. Who edits a checkpoint and computes all digests anew has made another checkpoint, which nothing
+here can tell from one that was saved.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ class DamagedError(PlanError):
 
 @dataclass(frozen=True)
 class Block:
-    """The block of a tensor that begins at element `offsets` and has `sizes`, as `num_bytes` bytes from `first` on in a file. Checkpoints
-    of earlier versions have no digests."""
+    """The block of a tensor that begins at element `offsets` and has `sizes`, as `num_bytes` bytes from `first` on in a
+    file. Checkpoints of earlier versions have no digests."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -86,7 +89,8 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Contents:
-    """All of a checkpoint: `files` and `tensors` by name. Without `files` it is one of an earlier version, which has no digests."""
+    """All of a checkpoint: `files` and `tensors` by name. Without `files` it is one of an earlier version,
+    which has no digests."""
 
     steps: int
     save: str
@@ -101,7 +105,11 @@ class Contents:
             "steps": self.steps,
             "files": {name: {"bytes": file.num_bytes, "digest": file.digest} for name, file in self.files.items()},
             "tensors": {
-                name: {"shape": tensor.shape, "dtype": tensor.dtype, "blocks": [block_fields(block) for block in tensor.blocks]}
+                name: {
+                    "shape": tensor.shape,
+                    "dtype": tensor.dtype,
+                    "blocks": [block_fields(block) for block in tensor.blocks],
+                }
                 for name, tensor in self.tensors.items()
             },
         }
@@ -110,8 +118,8 @@ class Contents:
 
     @classmethod
     def from_bytes(cls, content: bytes | bytearray) -> Contents:
-        """The inverse of `to_bytes`. Raises `DamagedError` with words that follow a file's name: a byte is another, or what is there makes
-        no sense."""
+        """The inverse of `to_bytes`. Raises `DamagedError` with words that follow a file's name: a byte is another, or
+        what is there makes no sense."""
         head_bytes = len(_HEAD) - 2 + 32
         head, rest = bytes(content[:head_bytes]), bytes(content[head_bytes:])
         if head != _HEAD % digest_of(rest).encode():
@@ -149,7 +157,9 @@ def _contents(parsed: Any) -> Contents:
         (num_bytes,) = _sizes([fields["bytes"]])
         files[name] = SavedFile(num_bytes, fields["digest"])
     tensors = {
-        name: SavedTensor(_sizes(fields["shape"]), str(fields["dtype"]), tuple(block_of(block) for block in fields["blocks"]))
+        name: SavedTensor(
+            _sizes(fields["shape"]), str(fields["dtype"]), tuple(block_of(block) for block in fields["blocks"])
+        )
         for name, fields in parsed["tensors"].items()
     }
     contents = Contents(steps, str(parsed["save"]), files, tensors)
@@ -169,7 +179,8 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def faults_of(tensors: Mapping[str, SavedTensor], lengths: Mapping[str, int]) -> Iterator[str]:
-    """What is wrong with the blocks of tensors in files of these lengths; nothing where they make up every tensor exactly once."""
+    """What is wrong with the blocks of tensors in files of these lengths; nothing where they make up
+    every tensor exactly once."""
     for name, tensor in tensors.items():
         item_bytes = ITEM_BYTES.get(tensor.dtype)
         if item_bytes is None:

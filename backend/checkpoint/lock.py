@@ -19,17 +19,18 @@ from ..transport.base import Group
 from ..transport.gather_values import gather_values
 
 LOCK_FILE = ".lock"
-"""In the folder while a run uses it; says who that is, as JSON: `host`, `pid`, and `since`, seconds of the Unix epoch."""
+"""In the folder while a run uses it; says who that is, as JSON: `host`, `pid`, and `since`,
+seconds of the Unix epoch."""
 
 
 @contextmanager
 def locked(folder: Path, world: Group, device: torch.device) -> Iterator[None]:
-    """Holds the folder for the ranks of `world`, which call this together; makes it where it is not there. Raises `PlanError` on every rank
-    where another run holds it.
+    """Holds the folder for the ranks of `world`, which call this together; makes it where it is not there. Raises
+    `PlanError` on every rank where another run holds it.
 
-    Rank 0 has the lock (`flock`), which the kernel gives back however its process ends, so a run that was killed locks nobody out. Runs on
-    other hosts see it as far as their shared file system carries locks: NFS does from Linux 2.6.12 on; Lustre where it is mounted with
-    `flock`. Where a file system has no locks at all, nothing is locked.
+    Rank 0 has the lock (`flock`), which the kernel gives back however its process ends, so a run that was killed locks
+    nobody out. Runs on other hosts see it as far as their shared file system carries locks: NFS does from Linux 2.6.12
+    on; Lustre where it is mounted with `flock`. Where a file system has no locks at all, nothing is locked.
     """
     refused, descriptor = "", -1
     if world.rank == 0:
@@ -62,7 +63,10 @@ def _take(path: Path) -> int:
             return -2
         if _is_still_there(path, descriptor):
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": int(time.time())}).encode())
+            os.write(
+                descriptor,
+                json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": int(time.time())}).encode(),
+            )
             return descriptor
         os.close(descriptor)
 

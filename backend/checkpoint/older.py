@@ -1,7 +1,8 @@
-"""The contents of a checkpoint that has no index of ours: from DCP's `.metadata` and the zips around tensors, without executing either.
+"""The contents of a checkpoint that has no index of ours: from DCP's `.metadata` and the zips around tensors,
+without executing either.
 
-Both are pickles, read as records (`records`). The names in them are those of torch 2.11 to 2.13 (`torch/distributed/checkpoint`:
-`metadata.py`, `filesystem.py`; `torch/_utils.py: _rebuild_tensor_v2`).
+Both are pickles, read as records (`records`). The names in them are those of torch 2.11 to 2.13
+(`torch/distributed/checkpoint`: `metadata.py`, `filesystem.py`; `torch/_utils.py: _rebuild_tensor_v2`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ MAX_METADATA_BYTES = 1 << 28
 _MAX_TENSOR_PICKLE_BYTES = 1 << 16
 
 _PACKAGE = "torch.distributed.checkpoint.metadata"
-_FORMATS = {"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"}
+_FORMATS = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+}
 _FORMATS |= {"LongStorage": "int64", "IntStorage": "int32", "ByteStorage": "uint8"}
 
 _NONSENSE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
@@ -35,8 +41,8 @@ Place = tuple[str, tuple[int, ...]]
 
 
 def contents_without_index(path: Path, steps: int) -> Contents:
-    """What a folder of DCP holds, without digests. Raises `DamagedError` for one that is not whole as far as that can be seen: pieces that
-    are missing, that overlap, or that are not what the metadata say."""
+    """What a folder of DCP holds, without digests. Raises `DamagedError` for one that is not whole as far as that can
+    be seen: pieces that are missing, that overlap, or that are not what the metadata say."""
     try:
         metadata = _record(read_records(read_small(path / METADATA_FILE, MAX_METADATA_BYTES)), f"{_PACKAGE}.Metadata")
         fields = as_dict(metadata.state)
@@ -56,8 +62,9 @@ def contents_without_index(path: Path, steps: int) -> Contents:
 
 
 def place_of_data(descriptor: int, first: int, num_bytes: int) -> tuple[int, int, Any]:
-    """Where the values of a saved tensor lie, whose zip has so many bytes from `first` on in a file: their first byte, their number, and
-    the record of what torch would make of them. Raises `ValueError` or `zipfile.BadZipFile` where that is no tensor's zip."""
+    """Where the values of a saved tensor lie, whose zip has so many bytes from `first` on in a file: their first byte,
+    their number, and the record of what torch would make of them. Raises `ValueError` or `zipfile.BadZipFile` where
+    that is no tensor's zip."""
     window = _Window(descriptor, first, num_bytes)
     with zipfile.ZipFile(window) as archive:
         named = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -128,7 +135,11 @@ def _place(key: Any, value: Any) -> tuple[Place, tuple[str, int, int]]:
 def _size(value: Any) -> tuple[int, ...]:
     """A `torch.Size`."""
     (sizes,) = _record(value, "torch.Size").args
-    if not isinstance(sizes, tuple) or len(sizes) > 16 or not all(type(size) is int and 0 <= size < 1 << 60 for size in sizes):
+    if (
+        not isinstance(sizes, tuple)
+        or len(sizes) > 16
+        or not all(type(size) is int and 0 <= size < 1 << 60 for size in sizes)
+    ):
         raise ValueError("a size has no counts")
     return sizes
 

@@ -1,4 +1,5 @@
-"""What a pickle describes, read without making any of it: calls and objects become `Record`s, and nothing is imported or executed.
+"""What a pickle describes, read without making any of it: calls and objects become `Record`s, and nothing
+is imported or executed.
 
 It knows the instructions that Python writes for the metadata of `torch.distributed.checkpoint` and for single tensors
 (pickletools documents them), and refuses all others.
@@ -14,7 +15,8 @@ from typing import Any
 
 @dataclass(eq=False)
 class Record:
-    """A global `name` such as `torch.Size`, the arguments it would have been called with, and the state it would have been given."""
+    """A global `name` such as `torch.Size`, the arguments it would have been called with, and the state it
+    would have been given."""
 
     name: str
     args: tuple[Any, ...] | None = None
@@ -30,13 +32,15 @@ class _Pairs:
 
 _MARK = object()
 _BUILTIN: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"})
+_LITERALS = frozenset(
+    {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
+)
 _IGNORED = frozenset({"PROTO", "FRAME"})
 
 
 def read_records(content: bytes | bytearray) -> Any:
-    """The value that a pickle describes; a dict is a list of pairs in a `_Pairs`. Raises `ValueError` for one that says anything else
-    than metadata and tensors do."""
+    """The value that a pickle describes; a dict is a list of pairs in a `_Pairs`. Raises `ValueError` for one that says
+    anything else than metadata and tensors do."""
     machine = _Machine()
     for opcode, argument, _ in pickletools.genops(bytes(content)):
         if opcode.name == "STOP":

@@ -1,8 +1,9 @@
 """Which checkpoint a run goes on from, and whether it may: decided before ranks start, and without torch.
 
-`checkpoint.folder` holds one folder per checkpoint, `step-00000020` after 20 steps: the tensors as `torch.distributed.checkpoint` writes
-them, `state.json`, and the index that tells whether all of it is as it was saved (`index`). A folder of that name got its name when
-everything in it had reached the disk. Small files and the lengths of all are looked at here; ranks read the rest before they use it.
+`checkpoint.folder` holds one folder per checkpoint, `step-00000020` after 20 steps: the tensors as
+`torch.distributed.checkpoint` writes them, `state.json`, and the index that tells whether all of it is as it was saved
+(`index`). A folder of that name got its name when everything in it had reached the disk. Small files and the lengths of
+all are looked at here; ranks read the rest before they use it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resumption:
-    """The checkpoint to go on from, and what the run has otherwise than the one that saved it (sentences): its bits will differ.
+    """The checkpoint to go on from, and what the run has otherwise than the one that saved it
+    (sentences): its bits will differ.
 
-    `damaged` are sentences about newer checkpoints, which are not used. The ranks, which read all of it, may find this one damaged too.
+    `damaged` are sentences about newer checkpoints, which are not used. The ranks, which read all of it, may
+    find this one damaged too.
     """
 
     saved: Saved
@@ -52,19 +55,23 @@ def path_of(folder: Path, steps: int) -> Path:
 
 def saved_in(folder: Path) -> list[Saved]:
     """The whole checkpoints of a folder, oldest first; none where there is no such folder."""
-    found = ((path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
+    found = (
+        (path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in (folder.iterdir() if folder.is_dir() else ())
+    )
     return sorted((Saved(path, int(match[1])) for path, match in found if match), key=lambda saved: saved.steps)
 
 
 def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
     """What a run starts from; None is the beginning, also with `resume` while nothing has been saved.
 
-    Raises `PlanError` where the newest checkpoint is one of another model or of other data, or is beyond the plan's last step, where all
-    are damaged, and without `resume` where the folder has checkpoints already.
+    Raises `PlanError` where the newest checkpoint is one of another model or of other data, or is beyond the plan's
+    last step, where all are damaged, and without `resume` where the folder has checkpoints already.
     """
     if plan.checkpoint.folder is None:
         if resume:
-            raise PlanError("resuming needs the folder of the checkpoints, and the plan has none. Set checkpoint.folder.")
+            raise PlanError(
+                "resuming needs the folder of the checkpoints, and the plan has none. Set checkpoint.folder."
+            )
         return None
     folder = Path(plan.checkpoint.folder)
     if folder.exists() and not folder.is_dir():
@@ -74,7 +81,8 @@ def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
     saved = found[-1]
     if not resume:
         raise PlanError(
-            f"checkpoint.folder={str(folder)!r} holds a run already, saved after {saved.steps} steps ({saved.path.name}). "
+            f"checkpoint.folder={str(folder)!r} holds a run already, saved after {saved.steps} steps "
+            f"({saved.path.name}). "
             "Use --resume to go on with it, or another folder."
         )
     damaged: list[str] = []
@@ -87,7 +95,8 @@ def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
 
 
 def changes_since(plan: Plan | ModularPlan, saved: Saved) -> tuple[str, ...]:
-    """What a run that goes on from a checkpoint has otherwise than the one that saved it. Raises `PlanError` where it may not go on."""
+    """What a run that goes on from a checkpoint has otherwise than the one that saved it. Raises `PlanError`
+    where it may not go on."""
     if saved.steps > plan.train.steps:
         raise PlanError(
             f"{saved.path} was saved after {saved.steps} steps, but the run ends after train.steps={plan.train.steps}. "
@@ -97,7 +106,8 @@ def changes_since(plan: Plan | ModularPlan, saved: Saved) -> tuple[str, ...]:
     if refused := list(_differences(plan, theirs, _decides)):
         raise PlanError(
             [
-                f"{saved.path} is of another run: {difference}. Use the plan that it was saved with, or another checkpoint.folder."
+                f"{saved.path} is of another run: {difference}. Use the plan that it was saved with, or another "
+                "checkpoint.folder."
                 for difference in refused
             ]
         )
@@ -118,32 +128,41 @@ def damage_text(path: Path, problems: Sequence[str]) -> str:
 
 
 def problem_of(plan: Plan | ModularPlan) -> dict[str, dict[str, Any]]:
-    """Everything that the bits of a run are a function of, by section of a plan, as JSON has it. Layout, schedule and microbatches are
-    not among it, and neither is the number of steps. What is each module's own begins with its name."""
+    """Everything that the bits of a run are a function of, by section of a plan, as JSON has it. Layout,
+    schedule and microbatches are not among it, and neither is the number of steps. What is each module's own
+    begins with its name."""
     parts, leaves = (plan,) if isinstance(plan, Plan) else plan.parts, {}
     if plan.numerics.mode == "exact":
         leaves = {part.name_in_run(name): value for part in parts for name, value in asdict(part.leaf_sizes).items()}
-    models = {part.name_in_run(name): value for part in parts for name, value in asdict(part.model).items() if name != "name"}
+    models = {
+        part.name_in_run(name): value for part in parts for name, value in asdict(part.model).items() if name != "name"
+    }
     sections: dict[str, dict[str, Any]] = {
         "model": models,
         "batch": {"global": plan.batch.global_size, "sequence": plan.batch.sequence},
         "precision": asdict(plan.precision),
         "numerics": {"mode": plan.numerics.mode, **leaves},
         "optimizer": asdict(plan.optimizer),
-        "train": {name: value for name, value in asdict(plan.train).items() if name not in ("steps", "data", "load", "timeout_s")},
+        "train": {
+            name: value
+            for name, value in asdict(plan.train).items()
+            if name not in ("steps", "data", "load", "timeout_s")
+        },
     }
     return dict(json.loads(json.dumps(sections)))
 
 
 def _decides(section: str, name: str) -> bool:
-    """Whether a run cannot go on where this differs: weights have other shapes or meanings, or other samples would follow."""
+    """Whether a run cannot go on where this differs: weights have other shapes or meanings, or other
+    samples would follow."""
     if section == "model":
         return name.rpartition(".")[2] not in TRAINING_FIELDS
     return section == "batch" or (section, name) in (("optimizer", "name"), ("train", "seed"), ("train", "padded"))
 
 
 def _differences(plan: Plan | ModularPlan, theirs: Mapping[str, Mapping[str, Any]], chosen: Any) -> Iterator[str]:
-    """`batch.sequence=32, saved with 16` for every chosen field that differs; one that the file does not know is left out."""
+    """`batch.sequence=32, saved with 16` for every chosen field that differs; one that the file does
+    not know is left out."""
     for section, fields in problem_of(plan).items():
         saved = theirs.get(section, {})
         for name, value in fields.items():

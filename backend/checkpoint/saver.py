@@ -1,7 +1,8 @@
-"""`Checkpoints`: a run's checkpoints as one rank sees them. All ranks make the same calls together, and all see the same folder.
+"""`Checkpoints`: a run's checkpoints as one rank sees them. All ranks make the same calls together, and
+all see the same folder.
 
-A checkpoint is written into a folder with another name (`step-00000020.partial`) and renamed when all of it is on the disk. So whatever
-ends a run, and whenever, the folders named `step-...` are whole.
+A checkpoint is written into a folder with another name (`step-00000020.partial`) and renamed when all of it is on the
+disk. So whatever ends a run, and whenever, the folders named `step-...` are whole.
 """
 
 from __future__ import annotations
@@ -42,14 +43,19 @@ DAMAGED = ".damaged"
 class Checkpoints:
     """Saves to and restores from the plan's `checkpoint.folder`, which is made where it is not there.
 
-    `corpus` is the training text, which rank 0 of `world` must have. `newest` is the folder of the last checkpoint that this run saved
-    or went on from. On the board of `watch` it is seen that ranks save, however long that takes.
+    `corpus` is the training text, which rank 0 of `world` must have. `newest` is the folder of the last checkpoint that
+    this run saved or went on from. On the board of `watch` it is seen that ranks save, however long that takes.
     """
 
     newest: Path | None = None
 
     def __init__(
-        self, plan: Plan | ModularPlan, corpus: Corpus | None, world: Group, device: torch.device, watch: RankWatch | None = None
+        self,
+        plan: Plan | ModularPlan,
+        corpus: Corpus | None,
+        world: Group,
+        device: torch.device,
+        watch: RankWatch | None = None,
     ):
         assert plan.checkpoint.folder is not None
         assert corpus is not None or world.rank > 0, "rank 0 reads the data"
@@ -58,14 +64,16 @@ class Checkpoints:
         self._device = device
         self._watch = watch
         self._folder = Path(plan.checkpoint.folder)
-        self._text = None if corpus is None or world.rank > 0 else {"bytes": len(corpus.train), "sha256": corpus.fingerprint}
+        self._text = (
+            None if corpus is None or world.rank > 0 else {"bytes": len(corpus.train), "sha256": corpus.fingerprint}
+        )
         if world.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def restore(self, path: Path, rank: TrainingRank) -> int:
-        """Makes a rank go on from a checkpoint, or where it is damaged from the newest whole one before it, which standard error is told.
-        Gives the number of steps that were done. Raises `PlanError` on every rank where that is one of another model or of another
-        text, and where none is whole."""
+        """Makes a rank go on from a checkpoint, or where it is damaged from the newest whole one before it, which
+        standard error is told. Gives the number of steps that were done. Raises `PlanError` on every rank where that is
+        one of another model or of another text, and where none is whole."""
         own = [[saved.path.name, saved.steps] for saved in saved_in(path.parent) if saved.steps <= steps_of(path)][::-1]
         damaged: list[str] = []
         for name, steps in gather_values(self._world, own, self._device)[0]:
@@ -86,8 +94,8 @@ class Checkpoints:
         raise NoneWholeError(self._plan, damaged)
 
     def _may_go_on(self, saved: Saved) -> list[str]:
-        """Sentences that are to be said when a run goes on from a checkpoint. Raises on every rank, as rank 0 finds it, `DamagedError`, and
-        `PlanError` where it is of another run or text."""
+        """Sentences that are to be said when a run goes on from a checkpoint. Raises on every rank, as rank 0 finds it,
+        `DamagedError`, and `PlanError` where it is of another run or text."""
         answer = together(self._world, self._device, lambda: self._opening(saved), watch=self._watch, name="check")
         kind, sentences = gather_values(self._world, answer, self._device)[0]
         if kind != "notices":
@@ -164,7 +172,13 @@ class Checkpoints:
 
     def _state(self, steps: int) -> dict[str, Any]:
         samples = steps * self._plan.batch.global_size
-        return {"format": STATE_FORMAT, "steps": steps, "samples": samples, "text": self._text, "problem": problem_of(self._plan)}
+        return {
+            "format": STATE_FORMAT,
+            "steps": steps,
+            "samples": samples,
+            "text": self._text,
+            "problem": problem_of(self._plan),
+        }
 
     def _clear(self) -> None:
         """Removes what runs that were ended while they saved or removed have left behind."""
@@ -173,8 +187,12 @@ class Checkpoints:
                 shutil.rmtree(left)
 
     def _remove_old(self, newest: Path) -> None:
-        """Removes what is more than `checkpoint.keep`. Newer checkpoints than the `newest` of this run were damaged, and stay."""
-        keep, known = self._plan.checkpoint.keep, [saved for saved in saved_in(self._folder) if saved.path.name <= newest.name]
+        """Removes what is more than `checkpoint.keep`. Newer checkpoints than the `newest` of this run
+        were damaged, and stay."""
+        keep, known = (
+            self._plan.checkpoint.keep,
+            [saved for saved in saved_in(self._folder) if saved.path.name <= newest.name],
+        )
         for old in known[: -keep if keep else 0]:
             removed = old.path.with_name(old.path.name + REMOVED)
             old.path.rename(removed)  # first another name: half of it would be no checkpoint

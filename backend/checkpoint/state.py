@@ -1,8 +1,8 @@
 """What the next step of a training rank depends on, as pieces of tensors with canonical names.
 
-These are weights (fp32) and the biases of experts by their own names, `optimizer.NAME.exp_avg`, `.exp_avg_sq` and `.step` of all that is
-trained, and with fp16 the `loss_scale`. Of several modules every name begins with the module's. Samples, dropout and noise follow from
-the number of the step.
+These are weights (fp32) and the biases of experts by their own names, `optimizer.NAME.exp_avg`, `.exp_avg_sq` and
+`.step` of all that is trained, and with fp16 the `loss_scale`. Of several modules every name begins with the module's.
+Samples, dropout and noise follow from the number of the step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ LOSS_SCALE = "loss_scale"
 
 
 def pieces_of(rank: TrainingRank) -> list[Piece]:
-    """What a rank holds of it, whole shards or what ZeRO leaves it. After they have been filled, `take_up` makes the rank go on from them.
+    """What a rank holds of it, whole shards or what ZeRO leaves it. After they have been filled, `take_up` makes
+    the rank go on from them.
 
-    Where ranks cut a parameter in different places, those that count in the gradient's norm have each element once: they are written.
+    Where ranks cut a parameter in different places, those that count in the gradient's norm have each
+    element once: they are written.
     """
     called = rank.plan.name_in_run
     held = [(one, one.counts or not rank.plan.layout.zero) for one in rank.optimizer.held]

@@ -1,9 +1,10 @@
 """Tensors that lie in pieces on many ranks, into a folder and back, whatever layout writes or reads.
 
-What is written is an ordinary checkpoint of `torch.distributed.checkpoint` (DCP), which DCP reads anywhere, and `dcp_to_torch_save`
-converts. DCP's own `save` wants a process group, which ranks in threads do not have, and sends plans as pickles. So who writes what is
-agreed on here, as JSON, and DCP's writer makes the files. They are read by our own index (`index`), which says where every value lies
-and what its digest is; without one by what DCP's metadata say (`older`). Nothing in a folder is executed.
+What is written is an ordinary checkpoint of `torch.distributed.checkpoint` (DCP), which DCP reads anywhere, and
+`dcp_to_torch_save` converts. DCP's own `save` wants a process group, which ranks in threads do not have, and sends
+plans as pickles. So who writes what is agreed on here, as JSON, and DCP's writer makes the files. They are read by our
+own index (`index`), which says where every value lies and what its digest is; without one by what DCP's metadata say
+(`older`). Nothing in a folder is executed.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ from .older import METADATA_FILE, place_of_data
 from .whole import STATE_FILE, contents_of, damages
 
 Key = tuple[str, tuple[int, ...]]
-"""What identifies a block: the tensor's name and the block's first element. Equal ones on several ranks are written once."""
+"""What identifies a block: the tensor's name and the block's first element. Equal ones on several
+ranks are written once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The block `slices` of the tensor `name`, which has `shape`, as a rank holds it: `tensor` is read when saving, filled when loading.
+    """The block `slices` of the tensor `name`, which has `shape`, as a rank holds it: `tensor` is read when
+    saving, filled when loading.
 
     Not `written` are pieces that others have as well, but cut in other places.
     """
@@ -65,14 +68,22 @@ class Piece:
     @property
     def described(self) -> list[Any]:
         """Tensor, shape, format, and the block's place and shape, as they travel."""
-        return [self.name, list(self.shape), _dtype_name(self.tensor.dtype), list(self.offsets), list(self.tensor.shape)]
+        return [
+            self.name,
+            list(self.shape),
+            _dtype_name(self.tensor.dtype),
+            list(self.offsets),
+            list(self.tensor.shape),
+        ]
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None) -> None:
+def write_tensors(
+    path: Path, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None
+) -> None:
     """Saves a folder `path` with all tensors that the ranks of `world`, which call this together, have pieces of.
 
-    It is on the disk when this returns. Raises `ValueError` when the pieces of a tensor overlap or leave parts out, `OSError` when a rank
-    has not written all that it was to write.
+    It is on the disk when this returns. Raises `ValueError` when the pieces of a tensor overlap or leave parts out,
+    `OSError` when a rank has not written all that it was to write.
     """
     own = {piece.key: piece for piece in pieces if piece.written}
     wanted = gather_values(world, [piece.described for piece in own.values()], device)
@@ -84,12 +95,17 @@ def write_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: tor
     for rank, (keys, done) in enumerate(zip(dealt, everyone, strict=True)):
         if len(done["blocks"]) < len(keys):
             count = len(done["blocks"])
-            raise OSError(f"{path}: rank {rank} has written {count} of its {len(keys)} pieces. Look at its disk, and save again.")
-    together(world, device, lambda: _finish(path, wanted, everyone) if world.rank == 0 else None, watch=watch, name="save")
+            raise OSError(
+                f"{path}: rank {rank} has written {count} of its {len(keys)} pieces. Look at its disk, and save again."
+            )
+    together(
+        world, device, lambda: _finish(path, wanted, everyone) if world.rank == 0 else None, watch=watch, name="save"
+    )
 
 
 def dealt_out(wanted: Sequence[Sequence[Sequence[Any]]]) -> list[list[Key]]:
-    """Which blocks each rank writes, of those that each has: of equal ones one, on the rank that has the least to write so far."""
+    """Which blocks each rank writes, of those that each has: of equal ones one, on the rank that has the
+    least to write so far."""
     holders: defaultdict[Key, list[int]] = defaultdict(list)
     num_bytes: dict[Key, int] = {}
     for rank, described in enumerate(wanted):
@@ -120,7 +136,9 @@ def _check_whole(wanted: Sequence[Sequence[Sequence[Any]]], dealt: Sequence[Sequ
     for name, shape in shapes.items():
         if elements[name] != math.prod(shape):
             ranks = ", ".join(map(str, sorted(writers[name])))
-            raise ValueError(f"{name} has {math.prod(shape)} elements, and ranks {ranks} are to write {elements[name]} of it.")
+            raise ValueError(
+                f"{name} has {math.prod(shape)} elements, and ranks {ranks} are to write {elements[name]} of it."
+            )
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -132,7 +150,8 @@ class _SavePlanner(DefaultSavePlanner):
         self.digests: dict[Key, str] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a piece, of which the digest is kept: that of what is to be written, whatever becomes of it on the way."""
+        """The values of a piece, of which the digest is kept: that of what is to be written, whatever
+        becomes of it on the way."""
         key = write_item.index.fqn, tuple(write_item.index.offset or ())
         values = self._pieces[key].tensor.detach().cpu().contiguous()
         self.digests[key] = digest_of(values.reshape(-1).view(torch.uint8).numpy().data)
@@ -140,7 +159,8 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def _write(path: Path, pieces: Sequence[Piece], rank: int) -> dict[str, Any]:
-    """Writes a rank's files: the blocks in them, each with the zip that DCP looks for, and the files' lengths and digests, for JSON."""
+    """Writes a rank's files: the blocks in them, each with the zip that DCP looks for, and the files' lengths
+    and digests, for JSON."""
     path.mkdir(parents=True, exist_ok=True)
     writer, planner = FileSystemWriter(path), _SavePlanner(pieces)
     writer.set_up_storage_writer(rank == 0)
@@ -178,7 +198,10 @@ def _finish(path: Path, wanted: Sequence[Sequence[Sequence[Any]]], everyone: Seq
             info = _StorageInfo(block.file, first, length)
             results.append(WriteResult(MetadataIndex(name, block.offsets), length, info))
     known = {name: (tuple(shape), dtype) for described in wanted for name, shape, dtype, _, _ in described}
-    tensors = {name: SavedTensor(*known[name], tuple(sorted(own, key=lambda block: block.offsets))) for name, own in blocks.items()}
+    tensors = {
+        name: SavedTensor(*known[name], tuple(sorted(own, key=lambda block: block.offsets)))
+        for name, own in blocks.items()
+    }
     metadata = Metadata(
         {
             name: TensorStorageMetadata(
@@ -201,12 +224,15 @@ def _finish(path: Path, wanted: Sequence[Sequence[Sequence[Any]]], everyone: Seq
     write_bytes(path / INDEX_FILE, Contents(steps, secrets.token_hex(16), files, tensors).to_bytes())
 
 
-def read_tensors(path: Path, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None) -> None:
-    """Fills the pieces of every rank of `world`, which call this together, from the folder `path`, whatever layout saved it.
+def read_tensors(
+    path: Path, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None
+) -> None:
+    """Fills the pieces of every rank of `world`, which call this together, from the folder `path`,
+    whatever layout saved it.
 
-    Raises on every rank, with no piece changed, `DamagedError` when the folder is not as it was saved, and `PlanError` when it has other
-    tensors than the ranks. Each file is read once before, by one of the ranks, and blocks are compared with their digests again when they
-    are used: where one is another by then, `DamagedError` ends the run.
+    Raises on every rank, with no piece changed, `DamagedError` when the folder is not as it was saved, and `PlanError`
+    when it has other tensors than the ranks. Each file is read once before, by one of the ranks, and blocks are
+    compared with their digests again when they are used: where one is another by then, `DamagedError` ends the run.
     """
     contents = _agreed(path, world, device, watch)
     _check(path, contents, pieces, world, device)
@@ -227,7 +253,10 @@ def _agreed(path: Path, world: Group, device: torch.device, watch: RankWatch | N
         except DamagedError as error:
             return [list(error.problems)]
         files = {name: [file.num_bytes, file.digest] for name, file in contents.files.items()}
-        tensors = {name: [saved.shape, saved.dtype, list(map(block_fields, saved.blocks))] for name, saved in contents.tensors.items()}
+        tensors = {
+            name: [saved.shape, saved.dtype, list(map(block_fields, saved.blocks))]
+            for name, saved in contents.tensors.items()
+        }
         return [[], {"steps": contents.steps, "save": contents.save, "files": files, "tensors": tensors}]
 
     problems, *found = gather_values(world, together(world, device, read, watch=watch, name="check"), device)[0]
@@ -238,7 +267,9 @@ def _agreed(path: Path, world: Group, device: torch.device, watch: RankWatch | N
         name: SavedTensor(tuple(shape), dtype, tuple(map(block_of, blocks)))
         for name, (shape, dtype, blocks) in fields["tensors"].items()
     }
-    return Contents(fields["steps"], fields["save"], {name: SavedFile(*file) for name, file in fields["files"].items()}, tensors)
+    return Contents(
+        fields["steps"], fields["save"], {name: SavedFile(*file) for name, file in fields["files"].items()}, tensors
+    )
 
 
 def _raise_all(found: Sequence[Sequence[str]]) -> None:
@@ -249,7 +280,8 @@ def _raise_all(found: Sequence[Sequence[str]]) -> None:
 
 @torch.no_grad()
 def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[str]:
-    """Fills pieces, file by file, with what was compared with its digest a moment before; what is another is told and not used."""
+    """Fills pieces, file by file, with what was compared with its digest a moment before; what is another
+    is told and not used."""
     wanted: defaultdict[str, list[tuple[Block, list[Piece]]]] = defaultdict(list)
     of_name: defaultdict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
@@ -267,7 +299,9 @@ def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[s
                     if block.digest is not None and digest_of(content) != block.digest:
                         yield f"{path / file}: tensor {name} has changed while it was read. Start again with --resume."
                         continue
-                    values = torch.frombuffer(content, dtype=getattr(torch, contents.tensors[name].dtype)).view(block.sizes)
+                    values = torch.frombuffer(content, dtype=getattr(torch, contents.tensors[name].dtype)).view(
+                        block.sizes
+                    )
                     for piece in users:
                         theirs, ours = _shared(piece, block) or ((), ())
                         piece.tensor.detach()[ours].copy_(values[theirs])
@@ -276,7 +310,8 @@ def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[s
 
 
 def _shared(piece: Piece, block: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What a piece and a saved block have of each other, as places in the block and in the piece; None where that is nothing."""
+    """What a piece and a saved block have of each other, as places in the block and in the piece; None
+    where that is nothing."""
     theirs, ours = [], []
     for part, first, size in zip(piece.slices, block.offsets, block.sizes, strict=True):
         lo, hi = max(part.start, first), min(part.stop, first + size)
@@ -288,16 +323,21 @@ def _shared(piece: Piece, block: Block) -> tuple[tuple[slice, ...], tuple[slice,
 
 
 def _check(path: Path, contents: Contents, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
-    """Raises `PlanError` on all ranks where the tensors of a checkpoint are not those of the ranks, by name, shape or format."""
+    """Raises `PlanError` on all ranks where the tensors of a checkpoint are not those of the ranks, by
+    name, shape or format."""
     own = {piece.name: f"{list(piece.shape)} {_dtype_name(piece.tensor.dtype)}" for piece in pieces}
     ours = {name: text for names in gather_values(world, own, device) for name, text in names.items()}
     theirs = {name: saved.text for name, saved in contents.tensors.items()}
     kinds = {
         "has no": [f"{name} {text}" for name, text in ours.items() if name not in theirs],
-        "has": [f"{name} {theirs[name]} instead of {text}" for name, text in ours.items() if theirs.get(name, text) != text],
+        "has": [
+            f"{name} {theirs[name]} instead of {text}" for name, text in ours.items() if theirs.get(name, text) != text
+        ],
         "has tensors that the plan's model does not use:": sorted(theirs.keys() - ours.keys()),
     }
-    if problems := [f"{path} {kind} {named(items)}. Use the model that it was saved with." for kind, items in kinds.items() if items]:
+    if problems := [
+        f"{path} {kind} {named(items)}. Use the model that it was saved with." for kind, items in kinds.items() if items
+    ]:
         raise PlanError(problems)
 
 
@@ -307,4 +347,3 @@ def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-

@@ -1,4 +1,5 @@
-"""Whether a checkpoint is as it was saved: its index, its files, and the tensors in them. Needs no torch, and makes no tensors."""
+"""Whether a checkpoint is as it was saved: its index, its files, and the tensors in them. Needs no torch,
+and makes no tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .index import INDEX_FILE, MAX_INDEX_BYTES, Contents, DamagedError
 from .older import METADATA_FILE, contents_without_index
 
 STATE_FILE = "state.json"
-"""What is known of a checkpoint without reading tensors: `steps` done, `samples` read, the `text` they come from, and the `problem`."""
+"""What is known of a checkpoint without reading tensors: `steps` done, `samples` read, the `text` they come
+from, and the `problem`."""
 
 STATE_FORMAT = 2
 """`format` of a `STATE_FILE` that has an index beside it; those before have none."""
@@ -32,18 +34,24 @@ def steps_of(path: Path) -> int:
 
 
 def has_index(path: Path) -> bool:
-    """Whether a checkpoint has an index, or should: those of earlier versions have not. Raises `DamagedError` where that cannot be read."""
+    """Whether a checkpoint has an index, or should: those of earlier versions have not. Raises `DamagedError`
+    where that cannot be read."""
     if os.path.lexists(path / INDEX_FILE):
         return True
     return os.path.lexists(path / STATE_FILE) and read_state(path).get("format") is not None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What `STATE_FILE` says. Raises `DamagedError` when it cannot be read, or when the folder has another checkpoint's name."""
+    """What `STATE_FILE` says. Raises `DamagedError` when it cannot be read, or when the folder has
+    another checkpoint's name."""
     file, steps = path / STATE_FILE, steps_of(path)
     try:
         state = json.loads(read_small(file, MAX_STATE_BYTES))
-        if not isinstance(state, dict) or not isinstance(state.get("problem", {}), dict) or type(state["steps"]) is not int:
+        if (
+            not isinstance(state, dict)
+            or not isinstance(state.get("problem", {}), dict)
+            or type(state["steps"]) is not int
+        ):
             raise ValueError("it has no steps, or no problem")
         if not all(isinstance(section, dict) for section in state.get("problem", {}).values()):
             raise ValueError("its problem has no sections")
@@ -52,13 +60,15 @@ def read_state(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{file} cannot be read ({error}).") from error
     if state["steps"] != steps:
-        raise DamagedError(f"{path} is a checkpoint after {state['steps']} steps by its {STATE_FILE}. Give it its own name back.")
+        raise DamagedError(
+            f"{path} is a checkpoint after {state['steps']} steps by its {STATE_FILE}. Give it its own name back."
+        )
     return state
 
 
 def contents_of(path: Path) -> Contents:
-    """What a checkpoint holds, by its index, or without digests where it is of an earlier version. Raises `DamagedError` where the index is
-    damaged, or that of another checkpoint."""
+    """What a checkpoint holds, by its index, or without digests where it is of an earlier version. Raises
+    `DamagedError` where the index is damaged, or that of another checkpoint."""
     file, steps = path / INDEX_FILE, steps_of(path)
     if not has_index(path):
         return contents_without_index(path, steps)
@@ -69,12 +79,15 @@ def contents_of(path: Path) -> Contents:
     except OSError as error:
         raise DamagedError(f"{file} cannot be read: {_words(error)}.") from error
     if contents.steps != steps:
-        raise DamagedError(f"{path} is a checkpoint after {contents.steps} steps by its {INDEX_FILE}. Give it its own name back.")
+        raise DamagedError(
+            f"{path} is a checkpoint after {contents.steps} steps by its {INDEX_FILE}. Give it its own name back."
+        )
     return contents
 
 
 def quick_damages(path: Path) -> list[str]:
-    """What is wrong with a checkpoint as far as can be seen without reading its tensors: its small files and the lengths of all."""
+    """What is wrong with a checkpoint as far as can be seen without reading its tensors: its small files
+    and the lengths of all."""
     try:
         contents = contents_of(path) if has_index(path) else None
         read_state(path)
@@ -95,8 +108,9 @@ def quick_damages(path: Path) -> list[str]:
 
 
 def damages(path: Path, contents: Contents, share: int, num_shares: int) -> list[str]:
-    """What is wrong with the files of a checkpoint, of which one in `num_shares` is looked at, from the `share`-th on: each is read once.
-    Files that differ are told with the tensors that have changed in them. Nothing for a checkpoint without digests."""
+    """What is wrong with the files of a checkpoint, of which one in `num_shares` is looked at, from the `share`-th
+    on: each is read once. Files that differ are told with the tensors that have changed in them. Nothing for a
+    checkpoint without digests."""
     names = sorted(contents.files, key=lambda name: (-contents.files[name].num_bytes, name))
     return [problem for name in names[share::num_shares] for problem in _damages_of(path, contents, name)]
 
@@ -127,7 +141,9 @@ def _changed(file: Path, contents: Contents, name: str) -> list[str]:
                         changed.append(tensor)
                         break
     except OSError:
-        return [tensor for tensor, saved in contents.tensors.items() if any(block.file == name for block in saved.blocks)]
+        return [
+            tensor for tensor, saved in contents.tensors.items() if any(block.file == name for block in saved.blocks)
+        ]
     return changed
 
 

@@ -1,7 +1,8 @@
 """Byte-level training text, and the windows of it that make up a batch.
 
-Which window a sample is depends on the text, the sequence length, the seed and the sample's number in the run, and on nothing else:
-not on the layout, the microbatch size, or the random generator's state. So every layout trains on the same data in the same order.
+Which window a sample is depends on the text, the sequence length, the seed and the sample's number in the run, and on
+nothing else: not on the layout, the microbatch size, or the random generator's state. So every layout trains on the
+same data in the same order.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from .text import documents_of
 
 VALIDATION_FRACTION = 0.1
 
+
 @dataclass(frozen=True)
 class Corpus:
     """Text as bytes, cut into training and validation parts that share nothing. `name` is what the plan called it.
 
-    `train` and `validation` are read-only uint8 arrays of shape [num_tokens]; `train_starts` and `validation_starts` are the places in them
-    at which documents (files, or the parts of the standard library's reference) begin, ascending from 0.
+    `train` and `validation` are read-only uint8 arrays of shape [num_tokens]; `train_starts` and
+    `validation_starts` are the places in them at which documents (files, or the parts of the standard library's
+    reference) begin, ascending from 0.
     """
 
     name: str
@@ -41,7 +44,8 @@ class Corpus:
 
     @classmethod
     def load(cls, data: str) -> Corpus:
-        """The corpus that `[train] data` names: `python-stdlib`, a text file, or a folder of files (read recursively, by name).
+        """The corpus that `[train] data` names: `python-stdlib`, a text file, or a folder of files
+        (read recursively, by name).
 
         Every tenth document is for validation; the last tenth of the text when there are fewer than ten documents.
         Raises `PlanError` when there is no such file or nothing in it.
@@ -49,35 +53,55 @@ class Corpus:
         train, validation = _split(documents_of(data))
         return cls(data, _frozen(b"".join(train)), _frozen(b"".join(validation)), _starts(train), _starts(validation))
 
-    def batch(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> tuple[Tensor, Tensor]:
-        """`(tokens, targets)`, each int64 [last_sample - first_sample, sequence]: samples `first_sample <= i < last_sample` of a step.
+    def batch(
+        self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """`(tokens, targets)`, each int64 [last_sample - first_sample, sequence]: samples `first_sample <=
+        i < last_sample` of a step.
 
-        Sample i of step t is number `t * global_size + i` of the run. The text is cut into windows of `sequence` tokens (targets are
-        one token ahead); each pass over them is a permutation of its own. Raises `PlanError` when the text holds no window.
+        Sample i of step t is number `t * global_size + i` of the run. The text is cut into windows of `sequence`
+        tokens (targets are one token ahead); each pass over them is a permutation of its own. Raises `PlanError`
+        when the text holds no window.
         """
-        return _windows(self.train, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence)
+        return _windows(
+            self.train, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence
+        )
 
-    def documents(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> Tensor:
-        """For every token of `batch` the place in its sample at which its document begins: int64 [last_sample - first_sample, sequence].
-        A document that began before the sample begins at its first token."""
-        return _documents_of(self.train_starts, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence)
+    def documents(
+        self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int
+    ) -> Tensor:
+        """For every token of `batch` the place in its sample at which its document begins: int64 [last_sample -
+        first_sample, sequence]. A document that began before the sample begins at its first token."""
+        return _documents_of(
+            self.train_starts, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence
+        )
 
     def padded(
         self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int, fill: int
     ) -> tuple[Tensor, Tensor]:
-        """As `batch`, but every sample is a document: its first `sequence` tokens, or all of them and then `fill`, which is the target of
-        what has none, too. Each pass over the documents is a permutation of its own; those of one token are left out."""
+        """As `batch`, but every sample is a document: its first `sequence` tokens, or all of them and then `fill`,
+        which is the target of what has none, too. Each pass over the documents is a permutation of its own; those of
+        one token are left out."""
         documents = _document_bounds(self.train, self.train_starts, self.name)
         numbers = range(step * global_size + first_sample, step * global_size + last_sample)
         passes = (divmod(number, len(documents)) for number in numbers)
-        return _padded(self.train, documents[[_permutation(len(documents), seed, epoch)[place] for epoch, place in passes]], sequence, fill)
+        return _padded(
+            self.train,
+            documents[[_permutation(len(documents), seed, epoch)[place] for epoch, place in passes]],
+            sequence,
+            fill,
+        )
 
     def padded_validation(self, first_sample: int, last_sample: int, sequence: int, fill: int) -> tuple[Tensor, Tensor]:
         """As `padded`, of validation documents in text order; after the last the first follows again."""
         documents = _document_bounds(self.validation, self.validation_starts, self.name)
-        return _padded(self.validation, documents[np.arange(first_sample, last_sample) % len(documents)], sequence, fill)
+        return _padded(
+            self.validation, documents[np.arange(first_sample, last_sample) % len(documents)], sequence, fill
+        )
 
-    def _chosen(self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int) -> list[int]:
+    def _chosen(
+        self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int
+    ) -> list[int]:
         num_windows = self.num_windows(sequence)
         if not 0 <= first_sample <= last_sample <= global_size:
             raise ValueError(f"samples {first_sample} to {last_sample} are outside the global batch of {global_size}.")
@@ -93,12 +117,16 @@ class Corpus:
         After the last window the first follows again. Raises `PlanError` when the validation part holds no window.
         """
         num_windows = self.num_validation_windows(sequence)
-        return _windows(self.validation, [number % num_windows for number in range(first_sample, last_sample)], sequence)
+        return _windows(
+            self.validation, [number % num_windows for number in range(first_sample, last_sample)], sequence
+        )
 
     def validation_documents(self, first_sample: int, last_sample: int, sequence: int) -> Tensor:
         """As `documents`, for `validation_batch`."""
         num_windows = self.num_validation_windows(sequence)
-        return _documents_of(self.validation_starts, [number % num_windows for number in range(first_sample, last_sample)], sequence)
+        return _documents_of(
+            self.validation_starts, [number % num_windows for number in range(first_sample, last_sample)], sequence
+        )
 
     def num_windows(self, sequence: int) -> int:
         """Windows of one pass over the training text. Raises `PlanError` when there is none."""
@@ -112,8 +140,10 @@ class Corpus:
         num_windows = (len(part) - 1) // sequence
         if num_windows < 1:
             raise PlanError(
-                f"train.data={self.name!r} has {len(part)} tokens (bytes) for {what}, fewer than the {sequence + 1} of one sample "
-                f"at batch.sequence={sequence}. Use a longer text, or batch.sequence of at most {max(len(part) - 1, 0)}."
+                f"train.data={self.name!r} has {len(part)} tokens (bytes) for {what}, fewer than the {sequence + 1} "
+                "of one sample "
+                f"at batch.sequence={sequence}. Use a longer text, or batch.sequence of at most "
+                f"{max(len(part) - 1, 0)}."
             )
         return num_windows
 
@@ -135,11 +165,14 @@ def _windows(part: np.ndarray, windows: Sequence[int], sequence: int) -> tuple[T
 
 
 def _document_bounds(part: np.ndarray, starts: np.ndarray, name: str) -> np.ndarray:
-    """First and last token of every document that predicts something, int64 [documents, 2]. Raises `PlanError` when there is none."""
+    """First and last token of every document that predicts something, int64 [documents, 2]. Raises
+    `PlanError` when there is none."""
     bounds = np.stack([starts, np.append(starts[1:], len(part))], 1)
     found = bounds[bounds[:, 1] - bounds[:, 0] > 1]
     if not len(found):
-        raise PlanError(f"train.data={name!r} has no document of two tokens or more for training or validation. Use longer files.")
+        raise PlanError(
+            f"train.data={name!r} has no document of two tokens or more for training or validation. Use longer files."
+        )
     return found
 
 
@@ -158,7 +191,8 @@ def _documents_of(starts: np.ndarray, windows: Sequence[int], sequence: int) -> 
 
 
 def _split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Training and validation documents, each but a part's last with a line end: every tenth to validation, or the tail of few."""
+    """Training and validation documents, each but a part's last with a line end: every tenth to
+    validation, or the tail of few."""
     if len(documents) >= 10:
         return _ended([text for i, text in enumerate(documents) if i % 10 != 9]), _ended(documents[9::10])
     ended = _ended(documents)
@@ -178,7 +212,9 @@ def _ended(documents: Sequence[bytes]) -> list[bytes]:
 
 def _starts(documents: Sequence[bytes]) -> np.ndarray:
     """Where each document that holds something begins."""
-    return np.cumsum([0, *(len(text) for text in documents if text)][: max(1, sum(map(bool, documents)))], dtype=np.int64)
+    return np.cumsum(
+        [0, *(len(text) for text in documents if text)][: max(1, sum(map(bool, documents)))], dtype=np.int64
+    )
 
 
 def _frozen(text: bytes) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""The text that `[train] data` names, as documents of bytes. No torch: it is looked at before ranks are started, too."""
+"""The text that `[train] data` names, as documents of bytes. No torch: it is looked at before
+ranks are started, too."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ STDLIB_SOURCES = (
     "urllib/request", "uuid", "warnings", "wave", "weakref", "webbrowser", "zipapp",
 )
 # fmt: on
-"""Sources that are training text: files of the standard library in every CPython since 3.11, none of them written at build time."""
+"""Sources that are training text: files of the standard library in every CPython since 3.11, none of them
+written at build time."""
 
 
 def documents_of(data: str) -> list[bytes]:
@@ -36,19 +38,28 @@ def documents_of(data: str) -> list[bytes]:
     """
     found = _stdlib_documents() if data == STDLIB else _documents(Path(data))
     if not any(found):
-        raise PlanError(f"train.data={data!r} holds no text: {len(found)} files, 0 bytes. Use a text file, or {STDLIB!r}.")
+        raise PlanError(
+            f"train.data={data!r} holds no text: {len(found)} files, 0 bytes. Use a text file, or {STDLIB!r}."
+        )
     return found
 
 
 def _documents(path: Path) -> list[bytes]:
     """The text of a file, or of all files under a folder in the order of their names; hidden ones are left out."""
     if path.is_dir():
-        names = (name for name in path.rglob("*") if not any(part.startswith(".") for part in name.relative_to(path).parts))
-        files: Iterable[Path] = sorted((name for name in names if name.is_file()), key=lambda name: name.relative_to(path).as_posix())
+        names = (
+            name for name in path.rglob("*") if not any(part.startswith(".") for part in name.relative_to(path).parts)
+        )
+        files: Iterable[Path] = sorted(
+            (name for name in names if name.is_file()), key=lambda name: name.relative_to(path).as_posix()
+        )
     elif path.is_file():
         files = (path,)
     else:
-        raise PlanError(f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). Use a text file, or {STDLIB!r}.")
+        raise PlanError(
+            f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). Use a text "
+            f"file, or {STDLIB!r}."
+        )
     try:
         return [file.read_bytes() for file in files]
     except OSError as error:
@@ -56,11 +67,14 @@ def _documents(path: Path) -> list[bytes]:
 
 
 def _stdlib_documents() -> list[bytes]:
-    """Python's reference text and the sources of `STDLIB_SOURCES`, in a fixed order. Raises `PlanError` where sources are not installed."""
+    """Python's reference text and the sources of `STDLIB_SOURCES`, in a fixed order. Raises `PlanError` where
+    sources are not installed."""
     topics = pydoc_data.topics.topics
     documents = [f"{name}\n\n{topics[name]}".encode() for name in sorted(topics)]
     folder = Path(sysconfig.get_path("stdlib"))
     try:
         return documents + [(folder / f"{name}.py").read_bytes() for name in STDLIB_SOURCES]
     except OSError as error:
-        raise PlanError(f"train.data={STDLIB!r} needs the standard library's sources: {error}. Use a text file instead.") from error
+        raise PlanError(
+            f"train.data={STDLIB!r} needs the standard library's sources: {error}. Use a text file instead."
+        ) from error

@@ -28,7 +28,8 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-"""What Hugging Face folders call the files of a tokenizer (`vocab_files_names` in transformers; tekken.json: Mistral)."""
+"""What Hugging Face folders call the files of a tokenizer (`vocab_files_names` in transformers;
+tekken.json: Mistral)."""
 
 
 def unknown_ids(plan: Plan) -> list[str]:
@@ -62,7 +63,8 @@ def no_bytes(plan: Plan | ModularPlan) -> list[str]:
     if found := _tokenizer_of(plan.train.load):
         return [
             f"train.load={plan.train.load!r} holds {', '.join(found)}: the ids of this model are tokens of that "
-            f"tokenizer, and {given}. There is no tokenizer here yet. Load a model of bytes; if this one was trained on "
+            f"tokenizer, and {given}. There is no tokenizer here yet. Load a model of bytes; if this one was trained "
+            "on "
             "bytes, take the tokenizer's files out of its folder."
         ]
     if plan.model.vocab_size - plan.model.padding_rows <= MOST_IDS_OF_BYTES:

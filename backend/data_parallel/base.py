@@ -6,8 +6,8 @@
 | `sharded.ShardedStage` | a part of every bucket, which it alone updates (ZeRO) | `layout.zero` from 1 on |
 | `torch_fsdp.TorchShardedStage` | rows of every parameter, by torch's `fully_shard` | `data_parallel.library="torch"` |
 
-The trainer knows only this class. What a step asks of it, in this order: `reduce` at the stage's REDUCE_GRAD, `finished` when STEP has all
-stages, then `share`, when the optimizer has changed the tensors of `pieces`.
+The trainer knows only this class. What a step asks of it, in this order: `reduce` at the stage's REDUCE_GRAD,
+`finished` when STEP has all stages, then `share`, when the optimizer has changed the tensors of `pieces`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SamplesOf = Callable[[int], tuple[int, int]]
 
 
 class Piece(Protocol):
-    """A box of a parameter that this rank updates: its place in the full parameter, and the fp32 weights, shaped as that place."""
+    """A box of a parameter that this rank updates: its place in the full parameter, and the fp32 weights,
+    shaped as that place."""
 
     @property
     def parameter(self) -> Parameter:
@@ -54,23 +55,25 @@ class DataParallel(ABC):
 
     @abstractmethod
     def reduce(self, samples_of: SamplesOf, tp: Group | None, experts: ExpertCopies | None) -> dict[str, Tensor]:
-        """REDUCE_GRAD: sums over the global batch, by names that `finished` understands; those of a tied table by its use.
+        """REDUCE_GRAD: sums over the global batch, by names that `finished` understands; those
+        of a tied table by its use.
 
-        `tp` joins ranks that know different tokens or heads, where there are such, and `experts` the copies of experts. Raises
-        `ValueError` while a microbatch has not contributed.
+        `tp` joins ranks that know different tokens or heads, where there are such, and `experts` the copies of experts.
+        Raises `ValueError` while a microbatch has not contributed.
         """
 
     @abstractmethod
     def finished(self, reduced: Mapping[str, Tensor], table: Tensor | None) -> list[Tensor]:
-        """The gradients of `pieces`, in their order, from what `reduce` gave; `table` replaces that of a tied table, both of whose uses it
-        adds."""
+        """The gradients of `pieces`, in their order, from what `reduce` gave; `table` replaces that of a tied table,
+        both of whose uses it adds."""
 
     @abstractmethod
     def share(self) -> None:
         """Brings the weights of `pieces`, after they have changed, to the layers of all copies."""
 
     def not_finite(self) -> NotFinite | None:
-        """What this rank's own gradients of the step had that is no number, where they were reduced before REDUCE_GRAD."""
+        """What this rank's own gradients of the step had that is no number, where they were
+        reduced before REDUCE_GRAD."""
         return None
 
     def counts(self, parameter: Parameter) -> bool:
@@ -96,5 +99,6 @@ class DataParallel(ABC):
 
     @contextmanager
     def whole_masters(self) -> Iterator[None]:
-        """Inside, the fp32 weights of the stage's shards are there in full, to be saved, wherever copies keep parts of them."""
+        """Inside, the fp32 weights of the stage's shards are there in full, to be saved, wherever
+        copies keep parts of them."""
         yield

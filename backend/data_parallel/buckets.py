@@ -21,8 +21,9 @@ from ..transport.base import Group
 
 @dataclass(frozen=True)
 class KeptPiece:
-    """A box of a parameter that this rank keeps: its place in the full parameter, its master weights and the run of the bucket's elements
-    `[lo, hi)` of this rank's part that it is. `tensor` and gradients (`of`) have the parameter's orientation."""
+    """A box of a parameter that this rank keeps: its place in the full parameter, its master weights and the run of
+    the bucket's elements `[lo, hi)` of this rank's part that it is. `tensor` and gradients (`of`) have the
+    parameter's orientation."""
 
     parameter: Parameter
     slices: tuple[slice, ...]
@@ -36,16 +37,19 @@ class KeptPiece:
 
 
 class FlatBucket:
-    """The weights of a bucket one after the other, which `shards` become views of, and the part of them that this rank keeps.
+    """The weights of a bucket one after the other, which `shards` become views of, and the part of
+    them that this rank keeps.
 
-    `weights` are what layers compute with. `master`, fp32, is the part that is updated: a view of the weights where these are fp32. The
-    fp32 weights of other elements are then given up. With `rests_in_parts` (ZeRO 3) so are the weights themselves, but between `gather`
-    and `free`.
+    `weights` are what layers compute with. `master`, fp32, is the part that is updated: a view of the weights where
+    these are fp32. The fp32 weights of other elements are then given up. With `rests_in_parts` (ZeRO 3) so are the
+    weights themselves, but between `gather` and `free`.
     """
 
-    def __init__(self, bucket: Bucket, shards: Mapping[str, Shard], group: Group, cp: int, *, rests_in_parts: bool = False):
-        """`shards` are those of the stage that are trained, `group` joins the ranks that keep parts of one copy; `cp` as in
-        `kept_interval`."""
+    def __init__(
+        self, bucket: Bucket, shards: Mapping[str, Shard], group: Group, cp: int, *, rests_in_parts: bool = False
+    ):
+        """`shards` are those of the stage that are trained, `group` joins the ranks that keep parts of one copy; `cp`
+        as in `kept_interval`."""
         self.bucket = bucket
         self.group = group
         self.rests_in_parts = rests_in_parts and group.size > 1
@@ -103,7 +107,8 @@ class FlatBucket:
                 shard.storage.data = _nothing(self.master.dtype, shard.storage)
 
     def gather(self) -> None:
-        """Brings the weights of all copies together, where they rest in parts: one all-gather of parts of one length."""
+        """Brings the weights of all copies together, where they rest in parts: one all-gather
+        of parts of one length."""
         if self.rests_in_parts:
             self.weights = torch.empty(len(self), dtype=self.dtype, device=self.master.device)
             self._bring()
@@ -137,7 +142,8 @@ class FlatBucket:
 
     @property
     def parts(self) -> set[str]:
-        """The parts of the stage that compute with these weights, as `LayerContext.comes_to` names them; `head` is whatever comes last."""
+        """The parts of the stage that compute with these weights, as `LayerContext.comes_to` names them; `head`
+        is whatever comes last."""
         return {part_of(usage.parameter.name) for usage in self.bucket.usages}
 
     def _bring(self) -> None:
@@ -160,7 +166,8 @@ def part_of(name: str) -> str:
 
 
 def _nothing(dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Of the shape of `like`, and without memory of its own: no numbers, so that whoever computes with them is found out."""
+    """Of the shape of `like`, and without memory of its own: no numbers, so that whoever computes
+    with them is found out."""
     return torch.full((1,), torch.nan, dtype=dtype, device=like.device).expand(like.shape)
 
 

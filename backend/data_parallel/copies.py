@@ -45,7 +45,9 @@ def _open(transport: Transport, plan: Plan, whole: Group, parts: int) -> Copies:
     if parts < whole.size:
         axis = f"{whole.axis}_shard"
         shard = transport.group(f"{whole.name}-shard{index}", axis, members)
-        replicate = transport.group(f"{whole.name}-replicate{place}", f"{whole.axis}_replicate", whole.ranks[place::parts])
+        replicate = transport.group(
+            f"{whole.name}-replicate{place}", f"{whole.axis}_replicate", whole.ranks[place::parts]
+        )
     gathers = backwards = shard
     if plan.layout.zero == 3 or plan.data_parallel.overlap_param_gather:
         gathers = transport.group(f"{whole.name}-gathers{index}", axis, members)

@@ -1,7 +1,9 @@
-"""`EarlyReduction`: gradients are reduced bucket by bucket, each as soon as its last weight gradient of the step is there.
+"""`EarlyReduction`: gradients are reduced bucket by bucket, each as soon as its last weight
+gradient of the step is there.
 
-The `dp` lane then begins a stage's REDUCE_GRAD under the backward passes that still go on, and waits inside it for the buckets that are
-not ready; the compute lane waits for nothing. Buckets go in one order on all copies of a stage, so that their collectives match.
+The `dp` lane then begins a stage's REDUCE_GRAD under the backward passes that still go on, and waits inside it for the
+buckets that are not ready; the compute lane waits for nothing. Buckets go in one order on all copies of a stage, so
+that their collectives match.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from ..pipeline.messages import Mail
 
 
 class EarlyReduction:
-    """When the buckets of a rank's stages may be reduced. `begin` a step, then `complete` each stage at its REDUCE_GRAD."""
+    """When the buckets of a rank's stages may be reduced. `begin` a step, then `complete` each
+    stage at its REDUCE_GRAD."""
 
     def __init__(self, gradients: Mapping[int, Gradients]):
         self._gradients = gradients
@@ -27,7 +30,11 @@ class EarlyReduction:
         self._mail = mail
         self._complete = set()
         for stage, gradients in self._gradients.items():
-            gradients.expect(num_microbatches.get(stage, 0), changed=lambda: mail.notify(lambda: None), wait=partial(self.wait, stage))
+            gradients.expect(
+                num_microbatches.get(stage, 0),
+                changed=lambda: mail.notify(lambda: None),
+                wait=partial(self.wait, stage),
+            )
 
     def complete(self, stage: int) -> None:
         """All weight gradients of a stage are there."""
@@ -41,6 +48,9 @@ class EarlyReduction:
             self._mail.wait_until(lambda: stage in self._complete)
 
     def wait(self, stage: int, bucket: Bucket) -> None:
-        """Returns when a bucket is ready. What other ranks know parts of, and experts, are so when the stage is complete."""
+        """Returns when a bucket is ready. What other ranks know parts of, and experts, are so when
+        the stage is complete."""
         by_itself = bucket.name not in (ROUTERS, WAITING, EXPERTS)
-        self._mail.wait_until(lambda: stage in self._complete or (by_itself and self._gradients[stage].is_ready(bucket)))
+        self._mail.wait_until(
+            lambda: stage in self._complete or (by_itself and self._gradients[stage].is_ready(bucket))
+        )

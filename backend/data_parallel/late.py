@@ -1,4 +1,5 @@
-"""`LateGather`: updated weights come together beside the next step's first forward, each before the part of the stage that needs it."""
+"""`LateGather`: updated weights come together beside the next step's first forward, each before the part of
+the stage that needs it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ LAST = "head"
 
 
 class LateGather:
-    """What is under way of one stage. All copies of the stage start the same, in the order in which a forward needs it."""
+    """What is under way of one stage. All copies of the stage start the same, in the order in
+    which a forward needs it."""
 
     def __init__(self, context: LayerContext, lane: CommunicationLane, used: Callable[[str], None] | None = None):
         """`used` hears of each part that a forward comes to when its weights are there."""

@@ -1,4 +1,5 @@
-"""`ObservedGathers`: the weights of a stage that rests in parts (ZeRO 3), shown to an observer when UNSHARD has brought them together."""
+"""`ObservedGathers`: the weights of a stage that rests in parts (ZeRO 3), shown to an observer when UNSHARD has
+brought them together."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class ObservedGathers:
             self._observer.gathered(name, shard.slices, canonical(shard.parameter, shard.operand))
 
 
-def observed(weights: Mapping[int, DataParallel], stages: Mapping[int, Stage], observer: Observer | None) -> Mapping[int, StageWeights]:
+def observed(
+    weights: Mapping[int, DataParallel], stages: Mapping[int, Stage], observer: Observer | None
+) -> Mapping[int, StageWeights]:
     """The weights of every stage, observed where there is an observer."""
     if observer is None:
         return weights

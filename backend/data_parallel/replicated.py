@@ -25,7 +25,9 @@ class ReplicatedStage(DataParallel):
     copies: Group
 
     @classmethod
-    def of(cls, plan: Plan, stage: int, shards: Mapping[str, Shard], gradients: Gradients, copies: Group) -> ReplicatedStage:
+    def of(
+        cls, plan: Plan, stage: int, shards: Mapping[str, Shard], gradients: Gradients, copies: Group
+    ) -> ReplicatedStage:
         """Reduced in the plan's buckets, where it has such."""
         if are_bucketed(plan):
             gradients.reduce_in(trained_buckets(plan, stage, shards))
@@ -54,5 +56,8 @@ class ReplicatedStage(DataParallel):
 
 def trained_buckets(plan: Plan, stage: int, trained: Container[str]) -> list[tuple[Bucket, list[str]]]:
     """The buckets of a stage with the keys of the gradients in them; only parameters that are `trained` have any."""
-    found = [(each, [usage.key for usage in each.usages if usage.parameter.name in trained]) for each in gradient_buckets(plan, stage)]
+    found = [
+        (each, [usage.key for usage in each.usages if usage.parameter.name in trained])
+        for each in gradient_buckets(plan, stage)
+    ]
     return [(bucket, keys) for bucket, keys in found if keys]

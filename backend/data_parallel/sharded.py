@@ -1,4 +1,5 @@
-"""`ShardedStage`: what a rank keeps of a stage whose optimizer state, and more, is spread over the copies of the stage (ZeRO)."""
+"""`ShardedStage`: what a rank keeps of a stage whose optimizer state, and more, is spread over the
+copies of the stage (ZeRO)."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from .late import LateGather
 
 
 class ShardedStage(DataParallel):
-    """The buckets of one stage. `weights` hold its parameters, each once; `gradients` are all its sums, two for a table that is tied in the
-    stage, by bucket with the keys of those that are trained."""
+    """The buckets of one stage. `weights` hold its parameters, each once; `gradients` are all its sums, two for a table
+    that is tied in the stage, by bucket with the keys of those that are trained."""
 
     def __init__(
         self,
@@ -42,8 +43,9 @@ class ShardedStage(DataParallel):
         lane: CommunicationLane | None = None,
         late: LateGather | None = None,
     ):
-        """`shards` are the trained ones, `sums` their gradients; `copies` those of the stage and of its experts. Where gradients are
-        reduced after every microbatch, `lane` does it beside the backward; `late` brings updated weights beside the next forward."""
+        """`shards` are the trained ones, `sums` their gradients; `copies` those of the stage and of its experts. Where
+        gradients are reduced after every microbatch, `lane` does it beside the backward; `late` brings updated weights
+        beside the next forward."""
         self._copies = copies
         flat = [self._bucket(plan, each, shards) for each in gradient_buckets(plan, stage)]
         flat = [each for each in flat if len(each)]
@@ -52,7 +54,9 @@ class ShardedStage(DataParallel):
         self.weights = [each for each in flat if each not in tables[1:]]
         for each in self.weights:
             each.flatten()
-        self._kept: list[tuple[FlatBucket, KeptPiece]] = [(each, piece) for each in self.weights for piece in each.pieces()]
+        self._kept: list[tuple[FlatBucket, KeptPiece]] = [
+            (each, piece) for each in self.weights for piece in each.pieces()
+        ]
         self._sums = sums
         self._late = late
         self.part_sums = self._part_sums(plan, sums, numerics, lane) if sums_are_sharded(plan) else None
@@ -65,7 +69,9 @@ class ShardedStage(DataParallel):
     def _part_sums(self, plan: Plan, sums: Gradients, numerics: Numerics, lane: CommunicationLane | None) -> PartSums:
         assert isinstance(numerics, FastNumerics)
         own = [(bucket, keys) for bucket, keys in self.gradients if not waits_for_parts(plan, bucket.name)]
-        return PartSums(numerics, sums, [Reduced(bucket, keys, self._copies_of(bucket.is_expert)) for bucket, keys in own], lane)
+        return PartSums(
+            numerics, sums, [Reduced(bucket, keys, self._copies_of(bucket.is_expert)) for bucket, keys in own], lane
+        )
 
     def _copies_of(self, expert: bool) -> Copies:
         copies = self._copies.experts if expert else self._copies.dense
@@ -115,7 +121,10 @@ class ShardedStage(DataParallel):
     def finished(self, parts: Mapping[str, Tensor], table: Tensor | None) -> list[Tensor]:
         """The gradients of `pieces` from `reduce`; `table` is that of a tied table, of which both sums are added."""
         tied = {id(flat) for flat in self.weights if flat.bucket.usages[0].role and table is not None}
-        return [piece.of(table if table is not None and id(flat) in tied else parts[flat.bucket.name]) for flat, piece in self._kept]
+        return [
+            piece.of(table if table is not None and id(flat) in tied else parts[flat.bucket.name])
+            for flat, piece in self._kept
+        ]
 
     @contextmanager
     def whole_masters(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""The gradient of a tied token table: the sum of what its first stage uses it for, looking tokens up, and its last, making logits."""
+"""The gradient of a tied token table: the sum of what its first stage uses it for, looking tokens up, and
+its last, making logits."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from ..transport.base import Group
 from ..transport.mesh import Mesh
 
 
-def tied_gradients(plan: Plan, mesh: Mesh, reduced: Mapping[int, Mapping[str, Tensor]], recorder: Recorder) -> dict[int, Tensor]:
-    """The gradient by stage, from what the stages of this rank have `reduced`: whole, or with ZeRO the part that the rank keeps of the
-    stage. Empty on ranks without an end, where nothing is tied, and where a stage has added both uses itself. Ranks of both ends come
-    together."""
+def tied_gradients(
+    plan: Plan, mesh: Mesh, reduced: Mapping[int, Mapping[str, Tensor]], recorder: Recorder
+) -> dict[int, Tensor]:
+    """The gradient by stage, from what the stages of this rank have `reduced`: whole, or with ZeRO the part that the
+    rank keeps of the stage. Empty on ranks without an end, where nothing is tied, and where a stage has added both uses
+    itself. Ranks of both ends come together."""
     usages = [
         (stage, usage)
         for stage in reduced
@@ -33,7 +36,10 @@ def tied_gradients(plan: Plan, mesh: Mesh, reduced: Mapping[int, Mapping[str, Te
     if not sums:
         return {}
     if mesh.embedding is None:
-        return {stage: finish_tied(sums["embedding"], sums["output"]) for stage in dict.fromkeys(stage for stage, _ in usages)}
+        return {
+            stage: finish_tied(sums["embedding"], sums["output"])
+            for stage in dict.fromkeys(stage for stage, _ in usages)
+        }
     with recorder.layer(TOKEN_TABLE.removesuffix(".weight")):
         if len(sums) == 1:
             ((stage, usage),) = usages
@@ -44,8 +50,8 @@ def tied_gradients(plan: Plan, mesh: Mesh, reduced: Mapping[int, Mapping[str, Te
 def _crossed(plan: Plan, mesh: Mesh, embedding: Tensor, output: Tensor, group: Group) -> dict[int, Tensor]:
     """Every member of `group` holds both ends, in different replicas, and keeps another part of either's sum [n].
 
-    Members are the replicas of the first stage, in order. What replica r of the last stage keeps is the same run of the table as what
-    replica r of the first does, on another member.
+    Members are the replicas of the first stage, in order. What replica r of the last stage keeps is the same run of the
+    table as what replica r of the first does, on another member.
     """
     first, last = plan.placement.ranks[0], plan.placement.ranks[-1]
     replica_of_last = [last.index(pp_rank) for pp_rank in first]
@@ -66,7 +72,9 @@ def _crossed(plan: Plan, mesh: Mesh, embedding: Tensor, output: Tensor, group: G
 def _kept(plan: Plan, mesh: Mesh, pp_rank: int) -> int:
     """How many elements of the table's sum the replica of the first stage on a pipeline rank keeps."""
     here = mesh.coordinates
-    elements = local_elements(plan, next(usage.parameter for usage in stage_usages(plan.model, plan.stages[0]) if usage.role), here["tp"])
+    elements = local_elements(
+        plan, next(usage.parameter for usage in stage_usages(plan.model, plan.stages[0]) if usage.role), here["tp"]
+    )
     copy = plan.copy_of(0, dp_rank=here["dp"], pp_rank=pp_rank, cp_rank=here["cp"])
     parts = num_shards(plan, 0).dense
     lo, hi = kept_interval(elements, parts, plan.layout.cp if sequences_are_cut(plan) else 1, copy % parts)

@@ -1,9 +1,11 @@
-"""`TorchShardedStage`: a stage whose parameters torch's `fully_shard` (FSDP2) keeps in parts, for those who prefer it to ours.
+"""`TorchShardedStage`: a stage whose parameters torch's `fully_shard` (FSDP2) keeps in parts, for
+those who prefer it to ours.
 
-Every transformer layer is a unit of its own, and what lies around the layers another: torch gathers a unit before its forward and its
-backward and adds up its gradients behind the latter (Zhao et al. 2023, "PyTorch FSDP"; the per-parameter design of torch 2.4 on). Our
-layers compute weight gradients outside of autograd: they become the `grad` of the parameters that torch has gathered, which it finds
-there when the backward of the unit ends. Only public functions of torch are used.
+Every transformer layer is a unit of its own, and what lies around the layers another: torch gathers a unit before its
+forward and its backward and adds up its gradients behind the latter (Zhao et al. 2023, "PyTorch FSDP"; the
+per-parameter design of torch 2.4 on). Our layers compute weight gradients outside of autograd: they become the `grad`
+of the parameters that torch has gathered, which it finds there when the backward of the unit ends. Only public
+functions of torch are used.
 
 torch wants its default process group and mesh. They belong to the transport for as long as it is open.
 """
@@ -39,7 +41,8 @@ from .base import DataParallel, SamplesOf
 
 @dataclass(frozen=True)
 class RowsPiece:
-    """Rows of a shard, in storage orientation, that this rank keeps: their place in the full parameter, and the weights."""
+    """Rows of a shard, in storage orientation, that this rank keeps: their place in the full
+    parameter, and the weights."""
 
     parameter: Parameter
     slices: tuple[slice, ...]
@@ -47,7 +50,8 @@ class RowsPiece:
 
 
 class HandedOver:
-    """Where a layer's weight gradients go: into the `grad` of the parameter that torch has gathered. An `Accumulator`."""
+    """Where a layer's weight gradients go: into the `grad` of the parameter that torch has
+    gathered. An `Accumulator`."""
 
     def __init__(self, unit: nn.Module, name: str):
         self._unit, self._name = unit, name
@@ -69,13 +73,16 @@ class HandedOver:
 
 
 class TorchShardedStage(DataParallel):
-    """One stage over `copies`, in parts of whole rows. With ZeRO 3 a unit is let go of between its forward and its backward, with ZeRO 2
-    after the last backward of a step. Gradients accumulate on every rank until the last microbatch."""
+    """One stage over `copies`, in parts of whole rows. With ZeRO 3 a unit is let go of between its forward
+    and its backward, with ZeRO 2 after the last backward of a step. Gradients accumulate on every rank
+    until the last microbatch."""
 
     def __init__(self, plan: Plan, stage: Stage, transport: Transport, copies: Group, num_microbatches: int):
         """Takes the weights that the stage has now. Raises `PlanError` for ranks that are threads of one process."""
         # the executor changes no output of a stage, which is what torch warns of
-        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPStage\) returned a view", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message=r"FSDP2-wrapped module \(FSDPStage\) returned a view", category=UserWarning
+        )
         self._stage = stage
         self._num_microbatches = num_microbatches
         mesh = _mesh(plan, transport, copies)
@@ -84,7 +91,9 @@ class TorchShardedStage(DataParallel):
             unit.register_parameter(_attribute(name), nn.Parameter(stage.shards[name].storage))
         keeps = plan.layout.zero < 3
         units = [unit for unit in stage.blocks if any(owner is unit for owner in self._owners.values())]
-        self._units: list[Any] = [fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps) for unit in (*units, stage)]
+        self._units: list[Any] = [
+            fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps) for unit in (*units, stage)
+        ]
         for each in self._units:
             assert isinstance(each, FSDPModule)
             each.set_gradient_divide_factor(1.0)  # sums over tokens, which STEP divides
@@ -102,7 +111,8 @@ class TorchShardedStage(DataParallel):
         return self._pieces
 
     def reduce(self, samples_of: SamplesOf, tp: Group | None, experts: ExpertCopies | None) -> dict[str, Tensor]:
-        """REDUCE_GRAD: what torch has added up behind the last backward; over `tp` what its ranks know of their own tokens or heads."""
+        """REDUCE_GRAD: what torch has added up behind the last backward; over `tp` what its ranks know of
+        their own tokens or heads."""
         sums = {name: self._take(name) for name in self._owners}
         if owned := {self._gradients.usages[key].parameter.name for key in self._gradients.owned}:
             assert tp is not None, f"{', '.join(owned)} are sums over tensor-parallel ranks"
@@ -116,7 +126,8 @@ class TorchShardedStage(DataParallel):
         return [canonical(piece.parameter, reduced[piece.parameter.name]) for piece in self._pieces]
 
     def share(self) -> None:
-        """Lets go of what an evaluation may have left gathered: before its next forward a unit gathers what the optimizer has changed."""
+        """Lets go of what an evaluation may have left gathered: before its next forward a unit gathers what the
+        optimizer has changed."""
         self.free()
 
     def gather(self) -> None:
@@ -150,7 +161,8 @@ class TorchShardedStage(DataParallel):
             each.set_reshard_after_backward(is_last or not self._keeps, recurse=False)
 
     def _take(self, name: str) -> Tensor:
-        """This rank's rows of a finished gradient, in storage orientation; zeros for a parameter that no layer has used."""
+        """This rank's rows of a finished gradient, in storage orientation; zeros for a parameter
+        that no layer has used."""
         parameter = getattr(self._owners[name], _attribute(name))
         own: Tensor = torch.zeros_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local()
         parameter.grad = None
@@ -166,7 +178,8 @@ class TorchShardedStage(DataParallel):
 
 
 def _first_row(num_rows: int, size: int, rank: int) -> int:
-    """Where a rank's rows begin: torch's `chunk`, whose parts are of one length but for the last ones, which may be empty.
+    """Where a rank's rows begin: torch's `chunk`, whose parts are of one length but for the last
+    ones, which may be empty.
 
     >>> [_first_row(10, 4, rank) for rank in range(4)], [_first_row(3, 4, rank) for rank in range(4)]
     ([0, 3, 6, 9], [0, 1, 2, 3])
@@ -175,7 +188,9 @@ def _first_row(num_rows: int, size: int, rank: int) -> int:
 
 
 def _place(shard: Shard, first: int, num_rows: int) -> tuple[slice, ...]:
-    return canonical_slices(shard, (slice(first, first + num_rows), *(slice(0, size) for size in shard.storage.shape[1:])))
+    return canonical_slices(
+        shard, (slice(first, first + num_rows), *(slice(0, size) for size in shard.storage.shape[1:]))
+    )
 
 
 def _unit_of(stage: Stage, name: str) -> nn.Module:
@@ -198,6 +213,10 @@ def _mesh(plan: Plan, transport: Transport, copies: Group) -> DeviceMesh:
         )
     transport.open_default_group()
     groups = [dist.new_group(ranks) for ranks in plan.layout.groups("dp-cp")]
-    own = next(group for group, ranks in zip(groups, plan.layout.groups("dp-cp"), strict=True) if transport.global_rank in ranks)
+    own = next(
+        group
+        for group, ranks in zip(groups, plan.layout.groups("dp-cp"), strict=True)
+        if transport.global_rank in ranks
+    )
     assert sorted(copies.ranks) == dist.get_process_group_ranks(own)
     return DeviceMesh.from_group(own, transport.device.type)

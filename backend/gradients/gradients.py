@@ -26,7 +26,8 @@ from .parameter import canonical
 
 
 class WeightWork:
-    """Weight gradients of one stage: computed at once, or kept per microbatch while an input-gradient action (I) defers them."""
+    """Weight gradients of one stage: computed at once, or kept per microbatch while an input-gradient
+    action (I) defers them."""
 
     def __init__(self) -> None:
         self._deferring: int | None = None
@@ -64,7 +65,8 @@ class WeightWork:
 
 @dataclass(frozen=True)
 class ExpertCopies:
-    """The ranks that hold copies of this rank's experts of a stage, and the nodes of their gradients that each of them has."""
+    """The ranks that hold copies of this rank's experts of a stage, and the nodes of their gradients
+    that each of them has."""
 
     group: Group
     nodes: tuple[ExpertNodes, ...]
@@ -86,14 +88,17 @@ class EarlySums(Protocol):
 
 
 class Gradients:
-    """The gradient sums of one stage over a step. They are sums over tokens: divide by the global token count when finished.
+    """The gradient sums of one stage over a step. They are sums over tokens: divide by the global
+    token count when finished.
 
     `add` may come in any order of microbatches. `reduce` finishes the step and starts the next one empty.
     """
 
-    def __init__(self, numerics: Numerics, num_samples: int, num_blocks: int = 1, cp: Group | None = None, micro_size: int = 1):
-        """`num_blocks` are the token blocks of a sequence, which the leaves of expert gradients are made of; `cp` joins the ranks that have
-        parts of the same sequences; `micro_size` are the samples of a microbatch."""
+    def __init__(
+        self, numerics: Numerics, num_samples: int, num_blocks: int = 1, cp: Group | None = None, micro_size: int = 1
+    ):
+        """`num_blocks` are the token blocks of a sequence, which the leaves of expert gradients are made of; `cp` joins
+        the ranks that have parts of the same sequences; `micro_size` are the samples of a microbatch."""
         self._numerics = numerics
         self._num_samples = num_samples
         self._num_blocks = num_blocks
@@ -118,9 +123,11 @@ class Gradients:
         self._not_finite: not_finite.NotFinite | None = None
 
     def register(self, usage: Usage, shape: torch.Size, owned: OwnedPart | None = None) -> None:
-        """Starts a sum for the uses of a parameter, of which this rank holds a part of `shape`; with `owned` this rank contributes only
-        that part of it, of its tokens or heads."""
-        assert usage.use == self.num_uses(usage), f"{usage.key} has {self.num_uses(usage)} uses, this is called number {usage.use}"
+        """Starts a sum for the uses of a parameter, of which this rank holds a part of `shape`; with `owned` this rank
+        contributes only that part of it, of its tokens or heads."""
+        assert usage.use == self.num_uses(usage), (
+            f"{usage.key} has {self.num_uses(usage)} uses, this is called number {usage.use}"
+        )
         self._num_uses[usage.key] = usage.use + 1
         if usage.use:
             return
@@ -153,7 +160,8 @@ class Gradients:
             self._parts.arrived(key)
 
     def expect(self, num_microbatches: int, *, changed: Callable[[], None], wait: Callable[[Bucket], None]) -> None:
-        """A step begins in which buckets are reduced while backward passes go on: so many microbatches contribute to every gradient.
+        """A step begins in which buckets are reduced while backward passes go on: so many microbatches
+        contribute to every gradient.
 
         `changed` hears when a gradient has all of them; `wait(bucket)` is called before a bucket is reduced.
         """
@@ -166,7 +174,8 @@ class Gradients:
         return not any(self._missing.get(key) for each, keys in self._buckets if each == bucket for key in keys)
 
     def hand_over(self, receivers: Mapping[str, Accumulator]) -> None:
-        """From now on contributions go to these, by `Usage.key`; whoever has them reduces them, in place of `reduce`."""
+        """From now on contributions go to these, by `Usage.key`; whoever has them reduces them,
+        in place of `reduce`."""
         assert self._numerics.mode == "fast", "exact numerics reduce what they add up"
         self._sums = dict(receivers)
         self._are_handed_over = True
@@ -193,8 +202,8 @@ class Gradients:
                 self._changed()
 
     def finish(self, first_sample: int) -> None:
-        """Called when the microbatch that starts at `first_sample` has given everything: context-parallel ranks finish its sequences. A use
-        of a parameter that it did without has zeros for a gradient."""
+        """Called when the microbatch that starts at `first_sample` has given everything: context-parallel ranks finish
+        its sequences. A use of a parameter that it did without has zeros for a gradient."""
         came = self._came.pop(first_sample, set())
         if len(came) < sum(self._num_uses.values()):
             for key, use in self._without(came):
@@ -206,7 +215,8 @@ class Gradients:
             self._parts.finish()
 
     def _without(self, came: Container[tuple[str, int]]) -> list[tuple[str, int]]:
-        """The uses of dense parameters that are not among those that came. What is handed over is its receiver's to fill up."""
+        """The uses of dense parameters that are not among those that came. What is handed over is its
+        receiver's to fill up."""
         if self._are_handed_over:
             return []
         dense = [key for key, usage in self._usages.items() if not usage.parameter.expert]
@@ -242,7 +252,8 @@ class Gradients:
         return [keys for bucket, keys in self._buckets if bucket.name not in (WAITING, EXPERTS)]
 
     def _in_context(self, key: str) -> bool:
-        """True for a gradient whose sums over sequences are finished over context-parallel ranks after every microbatch."""
+        """True for a gradient whose sums over sequences are finished over context-parallel ranks
+        after every microbatch."""
         return key not in self._owned and not self._usages[key].parameter.expert
 
     def num_uses(self, usage: Usage) -> int:
@@ -256,20 +267,28 @@ class Gradients:
         tp: Group | None = None,
         experts: ExpertCopies | None = None,
     ) -> dict[str, Tensor]:
-        """Finished sums of this rank's slices by `Usage.key`, in the parameter's orientation, the same on every copy of the stage.
+        """Finished sums of this rank's slices by `Usage.key`, in the parameter's orientation, the same on
+        every copy of the stage.
 
-        The key is the parameter's name, but for a tied table, whose uses end in `@embedding` and `@output`: `finish_tied` adds them.
-        `samples_of(copy)` is the interval of the global batch that a member has seen (`plan.copy_samples`); `tp` joins the ranks that
-        know different tokens or heads (in exact numerics those of all context-parallel ranks), and is needed where there are such;
-        `experts` are needed where there are such. Raises ValueError while a microbatch has not contributed.
+        The key is the parameter's name, but for a tied table, whose uses end in `@embedding` and `@output`:
+        `finish_tied` adds them. `samples_of(copy)` is the interval of the global batch that a member has seen
+        (`plan.copy_samples`); `tp` joins the ranks that know different tokens or heads (in exact numerics those of all
+        context-parallel ranks), and is needed where there are such; `experts` are needed where there are such. Raises
+        ValueError while a microbatch has not contributed.
         """
-        buckets = self._buckets or [(Bucket("", ()), [key for key in self._sums if not self._usages[key].parameter.expert])]
+        buckets = self._buckets or [
+            (Bucket("", ()), [key for key in self._sums if not self._usages[key].parameter.expert])
+        ]
         if self._context is not None:
             self._look_at(self._usages)
             self._finish_owned(tp)
         by_experts = {key: each for key, each in self._sums.items() if self._usages[key].parameter.expert}
         if self._context is not None and self._cp is not None:
-            whole = {key: each for key, each in self._sums.items() if key in self._owned and isinstance(each, ExactAccumulator)}
+            whole = {
+                key: each
+                for key, each in self._sums.items()
+                if key in self._owned and isinstance(each, ExactAccumulator)
+            }
             sums = self._context.reduce(copies, samples_of, whole)
             self._context = ContextGradients(self._cp, self._num_samples)
         else:
@@ -278,7 +297,9 @@ class Gradients:
                 if not bucket.is_expert:
                     self._begin(bucket, keys, tp)
                     with copies.recorder.layer(bucket.layer):
-                        sums |= self._numerics.reduce_gradients({key: self._sums[key] for key in keys}, copies, samples_of)
+                        sums |= self._numerics.reduce_gradients(
+                            {key: self._sums[key] for key in keys}, copies, samples_of
+                        )
         if by_experts:
             assert experts is not None, "gradients of experts are added over copies of their own"
             self._wait(Bucket(EXPERTS, ()))
@@ -295,8 +316,8 @@ class Gradients:
         experts: Copies | None = None,
         nodes: Sequence[ExpertNodes] = (),
     ) -> dict[str, Tensor]:
-        """As `reduce`, but of each bucket of `reduce_in` this rank's part only: by the bucket's name [n]. `nodes` are what each copy of the
-        experts has of their gradients (exact numerics)."""
+        """As `reduce`, but of each bucket of `reduce_in` this rank's part only: by the bucket's name [n]. `nodes` are
+        what each copy of the experts has of their gradients (exact numerics)."""
         found: dict[str, Tensor] = {} if self._parts is None else dict(self._parts.take())
         if self._context is not None and self._buckets:  # a stage without parameters has none
             self._look_at(self._usages)
@@ -327,7 +348,8 @@ class Gradients:
         return dict(zip(names, parts, strict=True))
 
     def _begin(self, bucket: Bucket, keys: Sequence[str], tp: Group | None) -> None:
-        """Comes before the reduction of a bucket over the copies: what it holds must be there, and be sums over all tokens and heads."""
+        """Comes before the reduction of a bucket over the copies: what it holds must be there, and be sums over
+        all tokens and heads."""
         self._wait(bucket)
         self._look_at(keys)
         if any(key in self._owned for key in keys):
@@ -339,7 +361,9 @@ class Gradients:
         held = {key: list(each.held) for key, each in self._sums.items() if key in keys and key not in self._looked_at}
         self._looked_at |= held.keys()
         found, order = not_finite.find(held), list(self._usages)
-        if found is not None and (self._not_finite is None or order.index(found.name) > order.index(self._not_finite.name)):
+        if found is not None and (
+            self._not_finite is None or order.index(found.name) > order.index(self._not_finite.name)
+        ):
             self._not_finite = found
 
     def take_not_finite(self) -> not_finite.NotFinite | None:
@@ -348,7 +372,8 @@ class Gradients:
         return found
 
     def _finish_owned(self, tp: Group | None) -> None:
-        """Adds over tensor-parallel ranks what each knows of its own tokens or heads, all gradients together, once in a step."""
+        """Adds over tensor-parallel ranks what each knows of its own tokens or heads, all gradients
+        together, once in a step."""
         if self._owned and not self._owned_are_finished:
             assert tp is not None, f"{', '.join(self._owned)} are sums over tensor-parallel ranks"
             own = {key: each for key, each in self._sums.items() if key in self._owned}
@@ -367,8 +392,8 @@ class Gradients:
 
     @property
     def held(self) -> dict[str, list[Tensor]]:
-        """The partial sums held now, by the name of the parameter, in the order of the stage's layers. What context-parallel ranks have
-        finished together is not among them."""
+        """The partial sums held now, by the name of the parameter, in the order of the stage's layers. What
+        context-parallel ranks have finished together is not among them."""
         return {key: list(accumulator.held) for key, accumulator in self._sums.items()}
 
     @property
@@ -389,8 +414,8 @@ def _added(contributions: Sequence[Contribution]) -> Contribution:
 
 
 def _beside(contributions: Sequence[Contribution]) -> Contribution:
-    """The tree nodes [nodes, n] of what the uses of one parameter give, sample by sample, those of one use after those of another: they
-    are added when their sums are finished."""
+    """The tree nodes [nodes, n] of what the uses of one parameter give, sample by sample, those of one use after those
+    of another: they are added when their sums are finished."""
     return [torch.cat(list(uses)) for uses in zip(*contributions, strict=True)]
 
 

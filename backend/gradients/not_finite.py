@@ -1,6 +1,8 @@
-"""Where a gradient stopped being a number: seen on the rank whose part of the sum it is in, before the sum spreads it, and told to all.
+"""Where a gradient stopped being a number: seen on the rank whose part of the sum it is in, before the sum
+spreads it, and told to all.
 
-Every rank sees that *something* is not finite in the norm of the whole gradient, so all of them end, or skip, the same step.
+Every rank sees that *something* is not finite in the norm of the whole gradient, so all of them
+end, or skip, the same step.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ class NotFinite:
 
 
 def find(held: Mapping[str, Sequence[Tensor]]) -> NotFinite | None:
-    """The last of some gradients, given as parts of their sums by name, that is not finite: the one that the backward came to first.
+    """The last of some gradients, given as parts of their sums by name, that is not finite: the one that
+    the backward came to first.
 
-    Looks at every element once, by sums, which are finite only if all elements are; what has a sum that is not is looked at again.
+    Looks at every element once, by sums, which are finite only if all elements are; what has a sum that
+    is not is looked at again.
     """
     sums = [tensor.sum(dtype=torch.float32) for tensors in held.values() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums).sum()):
@@ -38,22 +42,32 @@ def find(held: Mapping[str, Sequence[Tensor]]) -> NotFinite | None:
     return None
 
 
-def first(own: NotFinite | None, sums: Iterable[tuple[str, Tensor]], names: Sequence[str], mesh: Mesh, device: torch.device) -> str:
-    """The gradient that the backward came to first of those that are not finite, as one sentence: of what ranks have found in their `own`,
-    else of the `sums` over ranks, given by name. Empty when there is none. All ranks call it together."""
+def first(
+    own: NotFinite | None, sums: Iterable[tuple[str, Tensor]], names: Sequence[str], mesh: Mesh, device: torch.device
+) -> str:
+    """The gradient that the backward came to first of those that are not finite, as one sentence: of what
+    ranks have found in their `own`, else of the `sums` over ranks, given by name. Empty when there is none.
+    All ranks call it together."""
     if named := _tell(own, names, mesh, device, "before it is added up with others'"):
         return named
     held: dict[str, list[Tensor]] = {name: [] for name in names}
     for name, tensor in sums:
         held[name].append(tensor)
-    return _tell(find(held), names, mesh, device, "after it was added up; each rank's own part has none. Look at this reduction")
+    return _tell(
+        find(held),
+        names,
+        mesh,
+        device,
+        ("after it was added up; each rank's own part has none. Look at this reduction"),
+    )
 
 
 def _tell(found: NotFinite | None, names: Sequence[str], mesh: Mesh, device: torch.device, when: str) -> str:
-    """One sentence about what all ranks have found, the same on every rank, which all call it together; empty when none has found any.
+    """One sentence about what all ranks have found, the same on every rank, which all call it together; empty
+    when none has found any.
 
-    `names` are the gradients of the model in order, `when` is the end of the sentence. What is named is the last of them: a backward
-    spreads it to those before.
+    `names` are the gradients of the model in order, `when` is the end of the sentence. What is named is the last of
+    them: a backward spreads it to those before.
     """
     own = (-1, 0, 0) if found is None else (names.index(found.name), found.num_bad, found.num_elements)
     row = torch.tensor([own], dtype=torch.int64, device=device)
@@ -70,5 +84,6 @@ def _tell(found: NotFinite | None, names: Sequence[str], mesh: Mesh, device: tor
 
 
 def _rank_of(mesh: Mesh, copy: int, member: int) -> int:
-    """The global rank at a place of the data-parallel and a place of the model group: groups of the same axes are cut alike."""
+    """The global rank at a place of the data-parallel and a place of the model group: groups of the
+    same axes are cut alike."""
     return mesh.dp.ranks[copy] - mesh.dp.ranks[mesh.dp.rank] + mesh.model.ranks[member]

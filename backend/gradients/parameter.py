@@ -15,9 +15,9 @@ from ..numerics.random import normal
 class Shard:
     """The `slices` part of a parameter.
 
-    `storage` is fp32 and contiguous with the cut dimension first (of each expert), so that a feature leaf is a run of whole rows; `tensor`
-    is the same memory in the parameter's own orientation. Layers compute with `operand`: the storage itself, or its copy in the plan's
-    precision.
+    `storage` is fp32 and contiguous with the cut dimension first (of each expert), so that a feature leaf is a run of
+    whole rows; `tensor` is the same memory in the parameter's own orientation. Layers compute with `operand`: the
+    storage itself, or its copy in the plan's precision.
     """
 
     parameter: Parameter
@@ -51,7 +51,9 @@ def canonical_slices(shard: Shard, box: tuple[slice, ...]) -> tuple[slice, ...]:
     """A box of a shard's storage as a part of the full parameter."""
     if _columns_cut(shard.parameter):
         box = (*box[:-2], box[-1], box[-2])
-    return tuple(slice(whole.start + part.start, whole.start + part.stop) for whole, part in zip(shard.slices, box, strict=True))
+    return tuple(
+        slice(whole.start + part.start, whole.start + part.stop) for whole, part in zip(shard.slices, box, strict=True)
+    )
 
 
 def initial_shard(
@@ -63,8 +65,9 @@ def initial_shard(
     *,
     drawn_as: str | None = None,
 ) -> Shard:
-    """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw; without a seed zeros, which
-    loaded weights replace. Layers compute in `dtype`. The draw goes by the name `drawn_as`, by default the parameter's own."""
+    """The shard at the start of training: the constant, or this rank's part of the parameter's normal draw; without a
+    seed zeros, which loaded weights replace. Layers compute in `dtype`. The draw goes by the name `drawn_as`, by
+    default the parameter's own."""
     if seed is None or parameter.constant is not None:
         constant = 0.0 if seed is None or parameter.constant is None else parameter.constant
         values = torch.full([part.stop - part.start for part in slices], constant)

@@ -1,7 +1,7 @@
 """`PartSums`: gradients of which a rank holds a part from the first microbatch on (ZeRO 2 and 3 in fast numerics).
 
-A bucket is reduced as soon as a microbatch has given all of it, inside the backward, and its whole gradients go then. Buckets go in one
-order on all copies of the stage, which run the same microbatches one after the other.
+A bucket is reduced as soon as a microbatch has given all of it, inside the backward, and its whole gradients go then.
+Buckets go in one order on all copies of the stage, which run the same microbatches one after the other.
 """
 
 from __future__ import annotations
@@ -31,10 +31,16 @@ class Reduced:
 
 
 class PartSums:
-    """The buckets of a stage that wait for nothing but their own gradients; with a `lane` they are reduced beside the rest of the
-    backward."""
+    """The buckets of a stage that wait for nothing but their own gradients; with a `lane` they are reduced beside the
+    rest of the backward."""
 
-    def __init__(self, numerics: FastNumerics, gradients: Gradients, buckets: Sequence[Reduced], lane: CommunicationLane | None = None):
+    def __init__(
+        self,
+        numerics: FastNumerics,
+        gradients: Gradients,
+        buckets: Sequence[Reduced],
+        lane: CommunicationLane | None = None,
+    ):
         self._not_finite: not_finite.NotFinite | None = None
         self._numerics = numerics
         self._gradients = gradients
@@ -69,7 +75,8 @@ class PartSums:
         self._next = 0
 
     def take(self) -> Mapping[str, Tensor]:
-        """REDUCE_GRAD: this rank's part of every bucket by its name [n], over all copies; the next step starts empty."""
+        """REDUCE_GRAD: this rank's part of every bucket by its name [n], over all copies; the
+        next step starts empty."""
         found = {}
         for each in self._buckets:
             with each.copies.whole.recorder.layer(each.bucket.layer):

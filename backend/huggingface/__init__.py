@@ -1,1 +1,2 @@
-"""Hugging Face folders (`config.json` and safetensors) read into the shards of any layout, and written back. Runs no model."""
+"""Hugging Face folders (`config.json` and safetensors) read into the shards of any layout, and
+written back. Runs no model."""

@@ -15,26 +15,33 @@ from .folder import Folder
 
 
 def check_load(plan: Plan) -> None:
-    """Raises `PlanError` where the folder that the plan loads from, if it loads, holds another model by its `config.json`."""
+    """Raises `PlanError` where the folder that the plan loads from, if it loads, holds another
+    model by its `config.json`."""
     if plan.train.load is not None:
         with Folder(plan.train.load) as folder:
             family_of(plan.model, folder)
 
 
 def check_save(plan: Plan, path: str) -> None:
-    """Raises `PlanError` where saving would at the end of a training: no family has the model, or the folder is not free."""
+    """Raises `PlanError` where saving would at the end of a training: no family has the model, or
+    the folder is not free."""
     config_to_write(plan)
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise PlanError(f"save_huggingface={path!r} is a file. Give a folder that is new or empty.")
     if not folder.parent.is_dir():
         raise PlanError(f"save_huggingface={path!r}: there is no folder {str(folder.parent)!r}. Make it first.")
-    if folder.is_dir() and (found := next((file for file in sorted(folder.iterdir()) if file.suffix == ".safetensors"), None)):
-        raise PlanError(f"save_huggingface={path!r} holds a model already ({found.name}). Give a folder that is new or empty.")
+    if folder.is_dir() and (
+        found := next((file for file in sorted(folder.iterdir()) if file.suffix == ".safetensors"), None)
+    ):
+        raise PlanError(
+            f"save_huggingface={path!r} holds a model already ({found.name}). Give a folder that is new or empty."
+        )
 
 
 def config_to_write(plan: Plan) -> dict[str, Any]:
-    """The `config.json` of the plan's model: that of the folder it was loaded from, with what this plan has otherwise, or a new one.
+    """The `config.json` of the plan's model: that of the folder it was loaded from, with what this plan has
+    otherwise, or a new one.
 
     Raises `ModelError` when no family has such a model.
     """
@@ -43,7 +50,8 @@ def config_to_write(plan: Plan) -> dict[str, Any]:
     with Folder(plan.train.load) as folder:
         family_of(plan.model, folder)
         config = dict(folder.config)
-    for name in ("torch_dtype", "quantization_config"):  # what `dtype` was called before; weights are written as they are
+    # what `dtype` was called before; weights are written as they are
+    for name in ("torch_dtype", "quantization_config"):
         config.pop(name, None)
     changed = {"dtype": NAMES[plan.precision.dtype], "vocab_size": plan.model.vocab_size - plan.model.padding_rows}
     if "num_nextn_predict_layers" in config:
@@ -52,13 +60,16 @@ def config_to_write(plan: Plan) -> dict[str, Any]:
 
 
 def family_of(model: ModelSpec, folder: Folder) -> str:
-    """The `model_type` of a folder whose `config.json` describes `model`, apart from what does not change what its weights compute.
+    """The `model_type` of a folder whose `config.json` describes `model`, apart from what does not change
+    what its weights compute.
 
     Raises `PlanError` for another model.
     """
     source = str(folder.path / "config.json")
     theirs = model_from_config(folder.config, name=model.name, source=source)
-    differences = {name: pair for name, pair in _differences(model, theirs).items() if not _may_differ(model, theirs, name)}
+    differences = {
+        name: pair for name, pair in _differences(model, theirs).items() if not _may_differ(model, theirs, name)
+    }
     if differences:
         said = "; ".join(f"{name}={ours!r}, in the file {written!r}" for name, (ours, written) in differences.items())
         raise PlanError(

@@ -1,8 +1,10 @@
-"""Safetensors files that many ranks write: their layout is known beforehand, so each rank puts its own slices in their places.
+"""Safetensors files that many ranks write: their layout is known beforehand, so each rank puts its
+own slices in their places.
 
-The format is eight bytes of header length, a JSON header, and the tensors one after another (github.com/huggingface/safetensors, README,
-"Format"). As the package's own writer does it, tensors are in the order of their element size, largest first, then of their names, and
-the header is filled up with spaces to whole eight bytes, so that files here and there are the same to the byte.
+The format is eight bytes of header length, a JSON header, and the tensors one after another
+(github.com/huggingface/safetensors, README, "Format"). As the package's own writer does it, tensors are in the order of
+their element size, largest first, then of their names, and the header is filled up with spaces to whole eight bytes, so
+that files here and there are the same to the byte.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class OpenFile:
         self._memory.flush()
 
 
-def file_layouts(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_bytes: int) -> tuple[FileLayout, ...]:
+def file_layouts(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_bytes: int
+) -> tuple[FileLayout, ...]:
     """Files of at most `max_bytes` of tensors each (one tensor at least), filled in the order of `shapes`."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -71,9 +75,14 @@ def file_layouts(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, tor
         groups[-1].append(name)
         size += num_bytes
     count = len(groups)
-    names = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
     return tuple(
-        _file_layout(file, {name: (shapes[name], dtypes[name]) for name in group}) for file, group in zip(names, groups, strict=True)
+        _file_layout(file, {name: (shapes[name], dtypes[name]) for name in group})
+        for file, group in zip(names, groups, strict=True)
     )
 
 

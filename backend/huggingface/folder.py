@@ -37,7 +37,9 @@ class Folder:
 
     def __init__(self, path: str | Path):
         if importlib.util.find_spec("safetensors") is None:
-            raise MissingExtraError("train.load needs safetensors, which is not installed. Run: pip install 'shardproof[train]'.")
+            raise MissingExtraError(
+                "train.load needs safetensors, which is not installed. Run: pip install 'shardproof[train]'."
+            )
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
         self.num_bytes_read = 0
@@ -47,7 +49,9 @@ class Folder:
         """The parsed `config.json`."""
         config = _json(self.path / "config.json")
         if not isinstance(config, dict):
-            raise PlanError(f"{self.path / 'config.json'}: a config.json holds one object, this holds a {type(config).__name__}.")
+            raise PlanError(
+                f"{self.path / 'config.json'}: a config.json holds one object, this holds a {type(config).__name__}."
+            )
         return config
 
     @cached_property
@@ -56,12 +60,15 @@ class Folder:
         if (self.path / INDEX).is_file():
             index = _json(self.path / INDEX)
             if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-                raise PlanError(f"{self.path / INDEX}: an index has a weight_map from tensors to files, and this has none.")
+                raise PlanError(
+                    f"{self.path / INDEX}: an index has a weight_map from tensors to files, and this has none."
+                )
             return {name: self._named(file) for name, file in index["weight_map"].items()}
         file = self.path / ONE_FILE
         if not file.is_file():
             raise PlanError(
-                f"train.load={str(self.path)!r} holds neither {ONE_FILE} nor {INDEX}. Give the folder of a Hugging Face model in "
+                f"train.load={str(self.path)!r} holds neither {ONE_FILE} nor {INDEX}. Give the folder of a Hugging "
+                "Face model in "
                 "safetensors format."
             )
         return dict.fromkeys(self._file(file).keys(), file)
@@ -70,7 +77,8 @@ class Folder:
         """The file of the folder that the index names so. Raises `PlanError` for a name that leads elsewhere."""
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise PlanError(
-                f"{self.path / INDEX}: {str(file)[:80]!r} is no name of a .safetensors file of this folder. Write the folder again."
+                f"{self.path / INDEX}: {str(file)[:80]!r} is no name of a .safetensors file of this folder. Write "
+                "the folder again."
             )
         return self.path / file
 
@@ -101,10 +109,13 @@ class Folder:
             return False
         if not all(type(size) is int and size > 0 for size in sizes):
             return False
-        return self.shape(f"{name}{SCALES}") == tuple(-(-whole // size) for whole, size in zip(shape, sizes, strict=True))
+        return self.shape(f"{name}{SCALES}") == tuple(
+            -(-whole // size) for whole, size in zip(shape, sizes, strict=True)
+        )
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """A block of a tensor, and no more than that from the disk. One of 8 bits becomes fp32 by the scales of its tiles."""
+        """A block of a tensor, and no more than that from the disk. One of 8 bits becomes fp32 by
+        the scales of its tiles."""
         block: Tensor = self._slice(name)[index]
         self.num_bytes_read += block.nbytes
         return block if self.dtype(name) != QUANTISED else self._scaled(block, f"{name}{SCALES}", index)
@@ -150,8 +161,8 @@ class Folder:
 
 
 def _check_own(path: Path) -> None:
-    """Raises `PlanError` for what is no regular file of the folder: a pipe, a folder, or a link that leads out of it. Links of a download
-    cache lead to `blobs` beside `snapshots` (huggingface_hub, "Understand caching")."""
+    """Raises `PlanError` for what is no regular file of the folder: a pipe, a folder, or a link that leads out of it.
+    Links of a download cache lead to `blobs` beside `snapshots` (huggingface_hub, "Understand caching")."""
     try:
         real, folder = path.resolve(), path.parent.resolve()
         is_regular = real.is_file() or not real.exists()

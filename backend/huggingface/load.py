@@ -31,11 +31,12 @@ def load_weights(model: ModelSpec, path: str, shards: Iterable[Shard]) -> int:
 
 
 def _checked_names(model: ModelSpec, folder: Folder, places: Mapping[str, Source]) -> dict[str, str]:
-    """Tensor name -> its name in this folder. Raises `PlanError` when a tensor is missing, has another shape, or is left over, and when the
-    index promises one that no file has."""
+    """Tensor name -> its name in this folder. Raises `PlanError` when a tensor is missing, has another shape, or is
+    left over, and when the index promises one that no file has."""
     if absent := folder.absent:
         raise PlanError(
-            f"train.load={str(folder.path)!r}: {INDEX} names tensors that are not there: {named(absent)}. Write the folder again."
+            f"train.load={str(folder.path)!r}: {INDEX} names tensors that are not there: {named(absent)}. Write the "
+            "folder again."
         )
     expected = file_shapes(places)
     names = {name: found for name in expected if (found := _found(name, folder.files)) is not None}
@@ -48,9 +49,13 @@ def _checked_names(model: ModelSpec, folder: Folder, places: Mapping[str, Source
     problems += _listed("has", wrong)
     formats = sorted({folder.dtype(found) for found in names.values() if not folder.can_read(found)})
     if formats:
-        problems.append(f"has tensors in {', '.join(formats)}; read are {', '.join(READ_DTYPES)}, and {QUANTISED} with scales")
+        problems.append(
+            f"has tensors in {', '.join(formats)}; read are {', '.join(READ_DTYPES)}, and {QUANTISED} with scales"
+        )
     used = {tensor for found in names.values() for tensor in (found, f"{found}{SCALES}")}
-    problems += _listed("has tensors that the plan's model does not use:", unused_names(model, set(folder.files) - used))
+    problems += _listed(
+        "has tensors that the plan's model does not use:", unused_names(model, set(folder.files) - used)
+    )
     if problems:
         raise PlanError([f"train.load={str(folder.path)!r} {problem}." for problem in problems])
     return names

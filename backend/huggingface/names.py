@@ -1,8 +1,9 @@
 """What the families of `core.model.huggingface` call our parameters in their files, and how they arrange the rows.
 
-Sources: the published files' own headers, and `transformers` 5.23 (`models/*/modeling_*.py`, `conversion_mapping.py`). Two arrangements
-differ from ours: GPT-2 keeps linear weights as [in, out], and DeepSeek the pairs that rotary positions turn side by side (2i, 2i + 1),
-where ours are half a head apart (i, i + d/2); queries and keys are permuted alike, so their products stay the same.
+Sources: the published files' own headers, and `transformers` 5.23 (`models/*/modeling_*.py`, `conversion_mapping.py`).
+Two arrangements differ from ours: GPT-2 keeps linear weights as [in, out], and DeepSeek the pairs that rotary positions
+turn side by side (2i, 2i + 1), where ours are half a head apart (i, i + d/2); queries and keys are permuted alike, so
+their products stay the same.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from ...core.model.parameters import TOKEN_TABLE, Parameter, expert_biases, para
 from .parts import EXPERT, Part, Source, item_dim, item_rows
 
 BASE_PREFIXES = ("model.", "transformer.")
-"""What files of a whole model put before the names of the decoder without its head, and files of the decoder alone leave out."""
+"""What files of a whole model put before the names of the decoder without its head, and files of the
+decoder alone leave out."""
 
 
 def sources(model: ModelSpec, family: str) -> dict[str, Source]:
-    """Where every parameter of the model, and every bias of experts, lies in the files of a family, by canonical name."""
-    return {parameter.name: _source(model, family, parameter) for parameter in (*parameters(model), *expert_biases(model))}
+    """Where every parameter of the model, and every bias of experts, lies in the files of a
+    family, by canonical name."""
+    return {
+        parameter.name: _source(model, family, parameter) for parameter in (*parameters(model), *expert_biases(model))
+    }
 
 
 def _source(model: ModelSpec, family: str, parameter: Parameter) -> Source:
@@ -28,9 +33,13 @@ def _source(model: ModelSpec, family: str, parameter: Parameter) -> Source:
     theirs, place = _place(model, family, whole)
     expert = f"{EXPERT}." if parameter.expert else ""
     kind = "e_score_correction_bias" if kind == "expert_bias" else kind
-    names = tuple(f"{theirs}{name.replace('experts.', f'experts.{expert}')}.{kind}" for name in _names(model, family)[place])
+    names = tuple(
+        f"{theirs}{name.replace('experts.', f'experts.{expert}')}.{kind}" for name in _names(model, family)[place]
+    )
     rows = item_rows(parameter)
-    num_items = parameter.shape[item_dim(parameter) + parameter.expert] // rows - (model.padding_rows if place in _TABLES else 0)
+    num_items = parameter.shape[item_dim(parameter) + parameter.expert] // rows - (
+        model.padding_rows if place in _TABLES else 0
+    )
     transposed = family == "gpt2" and len(parameter.shape) == 2 and place.startswith("layer.")
     return Source(parameter, _parts(model, place, names, rows), num_items, transposed)
 
@@ -40,8 +49,8 @@ _TABLES = (TOKEN_TABLE.removesuffix(".weight"), "head.output")
 
 
 def _place(model: ModelSpec, family: str, name: str) -> tuple[str, str]:
-    """`(prefix in the files, module in a layer)` of a canonical module: `("model.layers.3.", "layer.mlp.up")`. Multi-token prediction
-    is, in the files, part of the layer it has."""
+    """`(prefix in the files, module in a layer)` of a canonical module: `("model.layers.3.", "layer.mlp.up")`.
+    Multi-token prediction is, in the files, part of the layer it has."""
     top, _, rest = name.partition(".")
     layers = "transformer.h" if family == "gpt2" else "model.layers"
     if top == "layers":
@@ -132,8 +141,8 @@ def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int) -> t
 def unused_names(model: ModelSpec, names: set[str]) -> list[str]:
     """Of tensors in files that no parameter is read from, those that would change what the model computes.
 
-    Left out are buffers of old files (frequencies, masks), the output head of a tied model, which is its token table, multi-token
-    prediction that the model leaves out, and its copies of table and head.
+    Left out are buffers of old files (frequencies, masks), the output head of a tied model, which is its token table,
+    multi-token prediction that the model leaves out, and its copies of table and head.
     """
     return sorted(name for name in names if not _is_spare(model, name))
 
@@ -146,4 +155,6 @@ def _is_spare(model: ModelSpec, name: str) -> bool:
         return model.tied_embeddings
     layer = re.match(r"layers\.(\d+)\.", bare)
     depth = int(layer[1]) - model.num_layers if layer else -1
-    return depth >= model.num_mtp_layers or (depth >= 0 and bare.endswith(("embed_tokens.weight", "shared_head.head.weight")))
+    return depth >= model.num_mtp_layers or (
+        depth >= 0 and bare.endswith(("embed_tokens.weight", "shared_head.head.weight"))
+    )

@@ -1,8 +1,9 @@
 """Where a parameter lies in Hugging Face files: which rows of which tensors, as index arithmetic for both directions.
 
-A parameter's cut dimension is a row of items (`core.model.parameters`): key/value groups, MLP units, table rows; a parameter that is not cut is
-one item. The files keep what an item holds in tensors of their own (queries apart from keys, gates apart from up-projections), each with
-the items in the same order. So an interval of items is a contiguous block of each of those tensors, whatever the layout.
+A parameter's cut dimension is a row of items (`core.model.parameters`): key/value groups, MLP units, table rows; a
+parameter that is not cut is one item. The files keep what an item holds in tensors of their own (queries apart from
+keys, gates apart from up-projections), each with the items in the same order. So an interval of items is a contiguous
+block of each of those tensors, whatever the layout.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ EXPERT = "{expert}"
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of every item: item i has rows `first + i * stride + row` of the file tensor `name`, for each `row` of `rows`."""
+    """Some rows of every item: item i has rows `first + i * stride + row` of the file tensor `name`, for
+    each `row` of `rows`."""
 
     name: str
     stride: int
@@ -44,8 +46,8 @@ def item_rows(parameter: Parameter) -> int:
 class Source:
     """A parameter and the parts that make up each of its items, in the order of the item's rows.
 
-    `transposed` where the files keep a matrix as [in, out]. The files have `num_items`, which is fewer than the parameter has for a padded
-    vocabulary.
+    `transposed` where the files keep a matrix as [in, out]. The files have `num_items`, which is fewer than the
+    parameter has for a padded vocabulary.
     """
 
     parameter: Parameter
@@ -93,7 +95,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Region:
-    """A contiguous block, `index`, of the file tensor `name`, and the rows of a rank's part of a parameter that it holds.
+    """A contiguous block, `index`, of the file tensor `name`, and the rows of a rank's part of a
+    parameter that it holds.
 
     `theirs` and `ours` are views of the same shape, [items, rows, ...]: copy one into the other, in either direction.
     """
@@ -138,7 +141,9 @@ def regions(source: Source, slices: tuple[slice, ...]) -> Iterator[Region]:
             rows = slice(part.first + lo * part.stride, part.first + hi * part.stride)
             index = (*other[: source.file_dim], rows, *other[source.file_dim :])
             name = part.name if expert is None else part.name.replace(EXPERT, str(expert))
-            yield Region(name, index, source, part, hi - lo, offset, None if expert is None else expert - slices[0].start)
+            yield Region(
+                name, index, source, part, hi - lo, offset, None if expert is None else expert - slices[0].start
+            )
             offset += len(part.rows)
 
 

@@ -1,4 +1,5 @@
-"""Weights of all ranks into a Hugging Face folder, each rank writing its own slices: the files do not depend on the layout."""
+"""Weights of all ranks into a Hugging Face folder, each rank writing its own slices: the files do not
+depend on the layout."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ MAX_FILE_BYTES = 5 * 10**9
 def save_weights(
     plan: Plan, path: str, shards: Iterable[Shard], world: Group, device: torch.device, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Writes the model in the plan's precision to the folder `path`, which all ranks see; every rank of `world` calls it together.
+    """Writes the model in the plan's precision to the folder `path`, which all ranks see; every rank of
+    `world` calls it together.
 
-    Whoever finds the folder while it is written finds no `model*.safetensors` in it. Raises `PlanError` as `check_save` does.
+    Whoever finds the folder while it is written finds no `model*.safetensors` in it. Raises
+    `PlanError` as `check_save` does.
     """
     config = config_to_write(plan)
     places = sources(plan.model, config["model_type"])
@@ -57,11 +60,14 @@ def save_weights(
 
 
 def check_complete(plan: Plan, shards: Iterable[Shard], world: Group, device: torch.device) -> None:
-    """Raises `PlanError` on every rank where the ranks together lack parameters that the files have: a user's own blocks may use others.
+    """Raises `PlanError` on every rank where the ranks together lack parameters that the files have: a user's
+    own blocks may use others.
 
     Every rank of `world` calls it together.
     """
-    held = {name for names in gather_values(world, [shard.parameter.name for shard in shards], device) for name in names}
+    held = {
+        name for names in gather_values(world, [shard.parameter.name for shard in shards], device) for name in names
+    }
     missing = [name for name in sources(plan.model, config_to_write(plan)["model_type"]) if name not in held]
     if missing:
         raise PlanError(
@@ -74,12 +80,20 @@ def _dtypes(plan: Plan, places: Mapping[str, Source]) -> dict[str, torch.dtype]:
     """The number format of every tensor: the plan's, and fp32 for the biases of experts, which nothing rounds."""
     whole = {parameter.name for parameter in expert_biases(plan.model)}
     own = DTYPES[plan.precision.dtype]
-    return {name: torch.float32 if place in whole else own for place, source in places.items() for name in source.file_shapes}
+    return {
+        name: torch.float32 if place in whole else own
+        for place, source in places.items()
+        for name in source.file_shapes
+    }
 
 
 def _owned(shards: Sequence[Shard], world: Group, device: torch.device) -> list[Shard]:
-    """The shards of this rank that it writes: of equal slices on several ranks, and of a tied table's two ends, the first one's."""
-    mine = [(shard.parameter.name, *(place for part in shard.slices for place in (part.start, part.stop))) for shard in shards]
+    """The shards of this rank that it writes: of equal slices on several ranks, and of a tied table's two
+    ends, the first one's."""
+    mine = [
+        (shard.parameter.name, *(place for part in shard.slices for place in (part.start, part.stop)))
+        for shard in shards
+    ]
     everyone = gather_values(world, mine, device)
     earlier = {tuple(key) for keys in everyone[: world.rank] for key in keys}
     own: dict[Any, Shard] = {}

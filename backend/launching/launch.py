@@ -1,7 +1,9 @@
-"""Ranks on this machine: `run_ranks` for one job, `Workers` to keep the processes between jobs. Those of torchrun: `torchrun.py`.
+"""Ranks on this machine: `run_ranks` for one job, `Workers` to keep the processes between jobs. Those of
+torchrun: `torchrun.py`.
 
-This module does not need torch: the ranks are forked by a server process that has loaded it (`rank_server.py`), with one thread each
-and with MKL's reproducible mode on. A job that fails, dies or takes too long ends all ranks, and `RankFailure` says which one it was.
+This module does not need torch: the ranks are forked by a server process that has loaded it (`rank_server.py`), with
+one thread each and with MKL's reproducible mode on. A job that fails, dies or takes too long ends all ranks, and
+`RankFailure` says which one it was.
 """
 
 from __future__ import annotations
@@ -69,9 +71,10 @@ def run_ranks(
 ) -> list[Any]:
     """What `job(transport, payload)` returned on each rank, in rank order.
 
-    `job` is a function of a module, and results can be pickled. `transport` chooses processes over gloo or NCCL (rank n on GPU n), or
-    threads of one child process (`memory`). Raises `RankFailure` when a rank raises, dies, or is not done within `timeout_s`,
-    and when no rank has come further in its row of a schedule for `stall_s`: the failure then says what each waits for.
+    `job` is a function of a module, and results can be pickled. `transport` chooses processes over gloo or NCCL
+    (rank n on GPU n), or threads of one child process (`memory`). Raises `RankFailure` when a rank raises, dies, or
+    is not done within `timeout_s`, and when no rank has come further in its row of a schedule for `stall_s`: the
+    failure then says what each waits for.
     """
     with Workers(world_size, transport) as workers:
         return workers.run(job, payload, timeout_s=timeout_s, stall_s=stall_s)
@@ -80,8 +83,8 @@ def run_ranks(
 def preload(*modules: str) -> None:
     """Has ranks that are started from now on find `modules` loaded, where each would take its own time to load them.
 
-    For modules of libraries, such as `torch.distributed.fsdp`: they must start no threads, and what was loaded stays as it was then. One
-    that cannot be loaded is the matter of the job that needs it. Starts no ranks.
+    For modules of libraries, such as `torch.distributed.fsdp`: they must start no threads, and what was loaded stays as
+    it was then. One that cannot be loaded is the matter of the job that needs it. Starts no ranks.
     """
     wanted = _wanted()
     new = [module for module in modules if module not in wanted]
@@ -91,7 +94,8 @@ def preload(*modules: str) -> None:
 
 
 def private_folder(prefix: str) -> Path:
-    """A new folder of this user alone, which is removed after this process has ended, however it ends: in that of the server of ranks."""
+    """A new folder of this user alone, which is removed after this process has ended, however it ends: in that
+    of the server of ranks."""
     return Path(tempfile.mkdtemp(prefix=prefix, dir=None if os.environ.get(RANK_VARIABLE) else _server().folder))
 
 
@@ -118,7 +122,8 @@ class Workers:
             raise ValueError(f"transport={transport!r} is not known. Use 'gloo', 'nccl' or 'memory'.")
         if os.environ.get(RANK_VARIABLE):
             raise RuntimeError(
-                "this process is a rank, and ranks start no ranks. A script whose own classes or functions travel to the ranks is "
+                "this process is a rank, and ranks start no ranks. A script whose own classes or functions travel to "
+                "the ranks is "
                 "imported by them: put what it does under `if __name__ == '__main__':`."
             )
         self.world_size = world_size
@@ -129,7 +134,12 @@ class Workers:
         self._pool = _server().start_pool(1 if transport == "memory" else world_size)
 
     def run(
-        self, job: Callable[[Transport, Any], Any], payload: Any = None, *, timeout_s: float | None = None, stall_s: float | None = None
+        self,
+        job: Callable[[Transport, Any], Any],
+        payload: Any = None,
+        *,
+        timeout_s: float | None = None,
+        stall_s: float | None = None,
     ) -> list[Any]:
         """What `job(transport, payload)` returned on each rank, in rank order. Errors as in `run_ranks`."""
         if self.closed:
@@ -183,7 +193,8 @@ class Limits:
 
 
 class _Stall:
-    """Whether the ranks have moved lately. Those that walk over no row, in start-up or in another job, are not judged."""
+    """Whether the ranks have moved lately. Those that walk over no row, in start-up or in
+    another job, are not judged."""
 
     def __init__(self, board: Board, stall_s: float | None):
         self._board, self._stall_s = board, stall_s
@@ -225,8 +236,8 @@ class _Pool:
             self.connections[process].send_bytes(pickle.dumps((kind, body)))
 
     def results(self, limits: Limits, board: Board) -> dict[int, bytes]:
-        """The pickled results of every process. Raises `RankFailure` for the first that failed, ended, or was not done in time, with what
-        all ranks were doing."""
+        """The pickled results of every process. Raises `RankFailure` for the first that failed, ended, or was not done
+        in time, with what all ranks were doing."""
         collected: dict[int, bytes] = {}
         failures: list[Failure] = []
         pending = set(range(self.size))
@@ -326,13 +337,17 @@ class _Server:
         with theirs, _without_signals():
             self._process = self._start(theirs)
             atexit.register(self.close)
-            self.folder.mkdir(mode=0o700)  # after the server has been told of it, which removes it however this process ends
+            # after the server has been told of it, which removes it however this process ends
+            self.folder.mkdir(mode=0o700)
         if wanted := _wanted():
             self.load(wanted)
 
     def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         call = f"main({theirs.fileno()}, {str(self.folder)!r})"
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__.rpartition('.')[0]}.rank_server import main; {call}"
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from {__name__.rpartition('.')[0]}.rank_server import main; "
+            f"{call}"
+        )
         options = [f"-W{option}" for option in sys.warnoptions]
         return subprocess.Popen(
             [sys.executable, *options, "-c", code],
@@ -371,7 +386,8 @@ class _Server:
         self._control.close()
         if self.owner_pid == os.getpid():
             self._process.wait()
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a server that was killed; ranks end when their connections do
+            # of a server that was killed; ranks end when their connections do
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @functools.cache
@@ -396,13 +412,14 @@ def _server() -> _Server:
 
 
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
-"""glibc keeps freed memory instead of giving it back to the system, which would zero it anew page by page: a copy of 57 MB takes 6.7 ms
-instead of 31 (2 cores of a virtual machine, 2026-11)."""
+"""glibc keeps freed memory instead of giving it back to the system, which would zero it anew page by page: a copy of 57
+MB takes 6.7 ms instead of 31 (2 cores of a virtual machine, 2026-11)."""
 
 
 def rank_environment(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment of ranks of this machine: one thread each (which makes forking safe too), nothing that listens but on loopback,
-    temporary files in `folder`, and unless the user chose others MKL's reproducible mode and memory that is kept."""
+    """The environment of ranks of this machine: one thread each (which makes forking safe too), nothing that
+    listens but on loopback, temporary files in `folder`, and unless the user chose others MKL's reproducible mode
+    and memory that is kept."""
     fixed = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **loopback_variables()}
     return {"MKL_CBWR": mkl_switch(), **KEPT_MEMORY, **environment, **fixed}
 
@@ -424,7 +441,8 @@ def _named_modules(call: bytes) -> dict[str, str]:
 
 
 def _main_module() -> dict[str, str]:
-    """Where the running script comes from, as `multiprocessing.spawn.prepare` takes it: a name (`python -m`) or a path."""
+    """Where the running script comes from, as `multiprocessing.spawn.prepare` takes it: a name
+    (`python -m`) or a path."""
     data = multiprocessing.spawn.get_preparation_data("rank")
     return {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
 

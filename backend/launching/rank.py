@@ -133,7 +133,8 @@ def _load(job: Job) -> tuple[Any, Any]:
 
 
 def _load_module(name: str, file: str) -> None:
-    """Imports a module by name, or where that fails from its file: pytest's importlib mode gives test modules names of no package."""
+    """Imports a module by name, or where that fails from its file: pytest's importlib mode gives test
+    modules names of no package."""
     try:
         importlib.import_module(name)
         return
@@ -145,7 +146,8 @@ def _load_module(name: str, file: str) -> None:
 
 
 def whereabouts(global_rank: int | None) -> dict[int, Whereabouts]:
-    """What the ranks of this process are doing: all threads are those of `global_rank`, or of the ranks that thread names begin with."""
+    """What the ranks of this process are doing: all threads are those of `global_rank`, or of the ranks that
+    thread names begin with."""
     frames = sys._current_frames()
     found: dict[int, Whereabouts] = {}
     for thread in threading.enumerate():
@@ -160,7 +162,9 @@ def whereabouts(global_rank: int | None) -> dict[int, Whereabouts]:
         place = _transport_place(frame)
         call = None if place is None else _call(*place)
         waits = () if place is None else (f"{place[0]} ({place[1]})",)
-        at = ThreadAt(lane, call, any(isinstance(each, (Mail, Baton, Future)) for each in _selves(frame)), _innermost(frame))
+        at = ThreadAt(
+            lane, call, any(isinstance(each, (Mail, Baton, Future)) for each in _selves(frame)), _innermost(frame)
+        )
         found[rank] = Whereabouts((*known.waits, *waits), at.at if is_own else known.at, (*known.threads, at))
     return found
 

@@ -1,14 +1,16 @@
-"""The process that starts ranks: it loads torch once and forks, so that a rank is there in milliseconds instead of seconds.
+"""The process that starts ranks: it loads torch once and forks, so that a rank is there in
+milliseconds instead of seconds.
 
-`launch` starts one such server per Python process and tells it over a Unix socket what to fork. The standard library's fork server
-does a similar job, but takes over the caller's environment as it is (torch must find `MKL_CBWR` and `OMP_NUM_THREADS` set) and imports
-the caller's script into every child, so that a three-line training script would have to be guarded by `if __name__ == "__main__"`.
+`launch` starts one such server per Python process and tells it over a Unix socket what to fork. The standard library's
+fork server does a similar job, but takes over the caller's environment as it is (torch must find `MKL_CBWR` and
+`OMP_NUM_THREADS` set) and imports the caller's script into every child, so that a three-line training script would have
+to be guarded by `if __name__ == "__main__"`.
 
-The server has one thread, torch included while OMP_NUM_THREADS is 1, so forking is safe. It ends when its starter does, and not by SIGINT
-or SIGTERM, which its starter has blocked: somebody has to remove the starter's folder and end its ranks. These can be ended by them.
-Protocol: the starter sends one *lifeline* socket per pool over the control socket, and one connection per rank over the lifeline. The
-server reports over the lifeline how each rank ended. Closing the lifeline kills the pool. Names of modules to load, too, come over the
-control socket (`launch.preload`).
+The server has one thread, torch included while OMP_NUM_THREADS is 1, so forking is safe. It ends when its starter does,
+and not by SIGINT or SIGTERM, which its starter has blocked: somebody has to remove the starter's folder and end its
+ranks. These can be ended by them. Protocol: the starter sends one *lifeline* socket per pool over the control socket,
+and one connection per rank over the lifeline. The server reports over the lifeline how each rank ended. Closing the
+lifeline kills the pool. Names of modules to load, too, come over the control socket (`launch.preload`).
 """
 
 from __future__ import annotations
@@ -43,11 +45,13 @@ PRELOAD = (
     "shardproof.backend.numerics.probe",
     "shardproof.verify.dynamic.proof",
 )
-"""What the jobs of this package need, so that no rank loads it anew. The shapes (with sympy, 0.4 s) are loaded by the first backward."""
+"""What the jobs of this package need, so that no rank loads it anew. The shapes (with sympy, 0.4 s) are loaded
+by the first backward."""
 
 
 def main(control_fd: int, folder: str) -> NoReturn:
-    """Forks ranks until the other end of the control socket is closed, then kills those left, removes `folder` and ends."""
+    """Forks ranks until the other end of the control socket is closed, then kills those left,
+    removes `folder` and ends."""
     _load(PRELOAD)
     server = _Server(socket.socket(fileno=control_fd))
     server.serve()
@@ -156,7 +160,8 @@ class _Server:
         self._forget_if_done(pool)
 
     def _end(self, pool: _Pool) -> None:
-        """Kills the ranks of a pool whose lifeline was closed; how they ended is still reported, for who closed only one direction."""
+        """Kills the ranks of a pool whose lifeline was closed; how they ended is still reported, for who
+        closed only one direction."""
         pool.closing = True
         self._selector.unregister(pool.lifeline)
         for pid in pool.alive:

@@ -1,4 +1,5 @@
-"""Ranks that torchrun, or a launcher that speaks its environment variables, has started: the way in, and the failure of one of them."""
+"""Ranks that torchrun, or a launcher that speaks its environment variables, has started: the way in, and the
+failure of one of them."""
 
 from __future__ import annotations
 
@@ -27,14 +28,18 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl"] = "gloo", timeout_s: float | None = None) -> Transport:
-    """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless `device` says otherwise.
+def torchrun_transport(
+    device: str | None = None, backend: Literal["gloo", "nccl"] = "gloo", timeout_s: float | None = None
+) -> Transport:
+    """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless
+    `device` says otherwise.
 
-    A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which tells what each was doing then.
-    A process may make several, one after the other, if all ranks do. Where all ranks are on one machine they listen on loopback, unless
-    the environment names interfaces.
+    A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which tells what
+    each was doing then. A process may make several, one after the other, if all ranks do. Where all ranks are on one
+    machine they listen on loopback, unless the environment names interfaces.
 
-    Keys carry torchrun's restart count: a restarted worker would otherwise read the addresses that the workers before it left behind.
+    Keys carry torchrun's restart count: a restarted worker would otherwise read the addresses that the
+    workers before it left behind.
     """
     import torch
     import torch.distributed as dist
@@ -64,7 +69,8 @@ def torchrun_transport(device: str | None = None, backend: Literal["gloo", "nccl
 
 @functools.cache
 def _store(address: str, port: int, *, is_master: bool) -> dist.Store:
-    """The store that all ranks share. It stays until the process ends: rank 0 may serve it, and others read it when rank 0 has left."""
+    """The store that all ranks share. It stays until the process ends: rank 0 may serve it, and others read it
+    when rank 0 has left."""
     import torch.distributed as dist
 
     listener = _listener(address, port) if is_master else None
@@ -79,8 +85,8 @@ def _store(address: str, port: int, *, is_master: bool) -> dist.Store:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens on the master's address alone, where the store by itself would on every interface. None where this machine
-    has not that address: others may reach it through one that is translated on the way."""
+    """A socket that listens on the master's address alone, where the store by itself would on every interface. None
+    where this machine has not that address: others may reach it through one that is translated on the way."""
     for family, kind, protocol, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         listener = socket.socket(family, kind, protocol)
         try:
@@ -92,13 +98,16 @@ def _listener(address: str, port: int) -> socket.socket | None:
             listener.close()
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    print(f"MASTER_ADDR={address} is no address of this machine, so the store listens on all interfaces: docs/hosts.md", file=sys.stderr)
+    print(
+        (f"MASTER_ADDR={address} is no address of this machine, so the store listens on all interfaces: docs/hosts.md"),
+        file=sys.stderr,
+    )
     return None
 
 
 def _shared_board(store: dist.Store, world_size: int) -> Board | None:
-    """The board that the ranks of this machine share: that of the first of them to come. None where the system has none without a name,
-    and a rank's own where it may not open that of others, as in a container of its own."""
+    """The board that the ranks of this machine share: that of the first of them to come. None where the system has none
+    without a name, and a rank's own where it may not open that of others, as in a container of its own."""
     try:
         own = Board.nameless(world_size)
     except OSError:
@@ -129,7 +138,8 @@ def failed(transport: Transport, error: Exception) -> RankFailure:
 
 
 def gave_up(transport: Transport, error: Exception) -> RankFailure:
-    """The failure of a rank that torchrun started and whose call `error` says was in vain, with what all ranks of this machine did."""
+    """The failure of a rank that torchrun started and whose call `error` says was in vain, with what all
+    ranks of this machine did."""
     board, rank = transport.watch.board, transport.global_rank
     summary = f"rank {rank} gave up: {error}"
     if board is None:

@@ -14,7 +14,8 @@ from .rotary import rotary_by_token, rotary_table, rotate, turned
 
 
 class Attention(nn.Module):
-    """[b, s, h] -> [b, s, h]. Tensor parallelism cuts whole key/value groups: their query heads, key head and value head."""
+    """[b, s, h] -> [b, s, h]. Tensor parallelism cuts whole key/value groups: their query heads,
+    key head and value head."""
 
     def __init__(self, context: LayerContext, layer: int):
         super().__init__()
@@ -29,7 +30,9 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         model, qkv = self.context.model, self.qkv(x_BSH)
         if model.position == "rope" and not self.norms and self.core.takes_strides:
-            q, k, v = _TurnedApart.apply(qkv, *rotary_by_token(self.context), model.query_heads_per_group, model.head_dim)
+            q, k, v = _TurnedApart.apply(
+                qkv, *rotary_by_token(self.context), model.query_heads_per_group, model.head_dim
+            )
         else:
             q, k, v = self._apart(qkv)
         again = "core_attn" in self.context.recomputed_modules
@@ -37,7 +40,8 @@ class Attention(nn.Module):
         return self.output(attended.transpose(1, 2).flatten(2))
 
     def _apart(self, qkv: Tensor) -> list[Tensor]:
-        """[b, s, l (q+2) d] -> queries [b, l q, s, d], keys and values [b, l, s, d], contiguous, with their norms and positions."""
+        """[b, s, l (q+2) d] -> queries [b, l q, s, d], keys and values [b, l, s, d], contiguous, with
+        their norms and positions."""
         model = self.context.model
         q, k, v = _GroupsApart.apply(qkv, model.query_heads_per_group, model.head_dim)
         if self.norms:
@@ -50,8 +54,8 @@ class Attention(nn.Module):
 
 
 class _GroupsApart(Function):
-    """[b, s, l (q+2) d] -> views of the q query heads, the key head and the value head of every group, [b, s, l, n, d]; the backward writes
-    their gradients where they belong."""
+    """[b, s, l (q+2) d] -> views of the q query heads, the key head and the value head of every group, [b, s, l, n, d];
+    the backward writes their gradients where they belong."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, queries: int, head_dim: int) -> tuple[Tensor, ...]:
@@ -69,8 +73,8 @@ class _GroupsApart(Function):
 
 
 class _TurnedApart(Function):
-    """[b, s, l (q+2) d] -> queries [b, l q, s, d], keys and values [b, l, s, d], queries and keys turned by their positions: what
-    `_GroupsApart` and `rotate` do, in fewer passes. Heads of a token lie one after the other."""
+    """[b, s, l (q+2) d] -> queries [b, l q, s, d], keys and values [b, l, s, d], queries and keys turned by their
+    positions: what `_GroupsApart` and `rotate` do, in fewer passes. Heads of a token lie one after the other."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, head_dim: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,5 @@
-"""Blocks of queries, and what computes the attention of one: the library's fused kernel, or ours where it drops probabilities."""
+"""Blocks of queries, and what computes the attention of one: the library's fused kernel, or ours where
+it drops probabilities."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ class Block:
         return x[:, :, self.rows].to(dtype).contiguous()
 
     def mask(self, documents: Tensor | None, dtype: torch.dtype, device: torch.device, *, window: int = 0) -> Tensor:
-        """What is added to the scores, 0 or -inf: [size, end], or [b, 1, size, end] where documents are packed, which begin at the tokens
-        `documents` [b, s] of this rank's queries. With a `window` a query sees so many keys, its own the last."""
+        """What is added to the scores, 0 or -inf: [size, end], or [b, 1, size, end] where documents are packed,
+        which begin at the tokens `documents` [b, s] of this rank's queries. With a `window` a query sees so many
+        keys, its own the last."""
         queries, keys = torch.arange(self.start, self.end, device=device), torch.arange(self.end, device=device)
         hidden = keys > queries.unsqueeze(-1)
         if window:
@@ -52,13 +54,24 @@ class Block:
 
 
 class Kernel(Protocol):
-    """Attention of a block of queries q [b, heads, l, d] to the keys k [b, heads, keys, d] up to its end, values v [b, heads, keys, w]."""
+    """Attention of a block of queries q [b, heads, l, d] to the keys k [b, heads, keys, d] up to its end,
+    values v [b, heads, keys, w]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The result [b, heads, l, w], and what the backward needs beside it and its arguments. `start` is the block's first token."""
+        """The result [b, heads, l, w], and what the backward needs beside it and its arguments. `start` is
+        the block's first token."""
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        *,
+        y: Tensor,
+        kept: Sequence[Tensor],
+        start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
 
@@ -70,11 +83,22 @@ class FusedKernel:
     scale: float | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=self.scale)
+        y, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=mask, scale=self.scale
+        )
         return y, (log_sums,)
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        *,
+        y: Tensor,
+        kept: Sequence[Tensor],
+        start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = run(dy, q, k, v, y, kept[0], 0.0, False, attn_mask=mask, scale=self.scale)
@@ -93,7 +117,16 @@ class PaddedKernel:
         return y[..., : v.shape[-1]], kept
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        *,
+        y: Tensor,
+        kept: Sequence[Tensor],
+        start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, w = q.shape[-1], v.shape[-1]
         dy, q, k, v, y = (_padded(x, max(d, w)) for x in (dy, q, k, v, y))
@@ -115,7 +148,16 @@ class RepeatedKernel:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale), ()
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        *,
+        y: Tensor,
+        kept: Sequence[Tensor],
+        start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (part.detach().requires_grad_() for part in (q, k, v))
         with torch.enable_grad():
@@ -126,7 +168,8 @@ class RepeatedKernel:
 
 @dataclass(frozen=True)
 class DropoutKernel:
-    """dropout(softmax(q k^T * scale)) v, one head of one sample at a time, in fp32. The probabilities are kept, masks made again.
+    """dropout(softmax(q k^T * scale)) v, one head of one sample at a time, in fp32. The probabilities
+    are kept, masks made again.
 
     Elements are numbered by (sample of the global batch, head of the model, query, key).
     """
@@ -147,7 +190,16 @@ class DropoutKernel:
         return y, (probabilities,)
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, y: Tensor, kept: Sequence[Tensor], start: int
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        *,
+        y: Tensor,
+        kept: Sequence[Tensor],
+        start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, dy, scale = q.float(), k.float(), v.float(), dy.float(), self._scale(q)
         dq, dk, dv = torch.empty_like(q), torch.empty(k.shape, device=k.device), torch.empty(v.shape, device=v.device)
@@ -167,7 +219,9 @@ class DropoutKernel:
     def _dropped(self, sample: int, head: int, start: int, scores: Tensor) -> Tensor:
         """The mask of a block's scores [l, keys]."""
         context, model, sequence = self.context, self.context.model, self.context.chunks.num_items
-        first_head = context.plan.leaf_sizes.heads.owned_items(context.tp.size, context.tp.rank)[0] * model.query_heads_per_group
+        first_head = (
+            context.plan.leaf_sizes.heads.owned_items(context.tp.size, context.tp.rank)[0] * model.query_heads_per_group
+        )
         row = ((self.microbatch.first_sample + sample) * model.num_heads + first_head + head) * sequence + start
         queries, keys = (torch.arange(size, device=scores.device) for size in scores.shape)
         index = (row + queries.unsqueeze(-1)) * sequence + keys

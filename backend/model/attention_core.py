@@ -1,11 +1,13 @@
-"""The core of attention: softmax(q k^T) v over the sequence, under context parallelism too, with packed documents and dropout.
+"""The core of attention: softmax(q k^T) v over the sequence, under context parallelism too, with
+packed documents and dropout.
 
-One causal call of the library does it where a rank has whole sequences of a single block. Else queries are worked on in blocks: of
-`gradient_token_block` tokens in exact numerics, whole chunks of this rank in fast ones. A block meets the keys up to its own end, with a
-mask. The gradients of keys and values are sums over blocks: in exact numerics the canonical tree over all blocks of the sequence, in
-which a block has nothing for keys behind its end. Context-parallel ranks bring keys and values together for the forward and again for the
-backward, and each gets the gradients of its own. A ring (Liu et al. 2023, Ring Attention, arXiv 2310.01889) is another way for the same
-keys and values to travel; what is computed with them stays the same.
+One causal call of the library does it where a rank has whole sequences of a single block. Else queries are worked on in
+blocks: of `gradient_token_block` tokens in exact numerics, whole chunks of this rank in fast ones. A block meets the
+keys up to its own end, with a mask. The gradients of keys and values are sums over blocks: in exact numerics the
+canonical tree over all blocks of the sequence, in which a block has nothing for keys behind its end. Context-parallel
+ranks bring keys and values together for the forward and again for the backward, and each gets the gradients of its own.
+A ring (Liu et al. 2023, Ring Attention, arXiv 2310.01889) is another way for the same keys and values to travel; what
+is computed with them stays the same.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from .attention_exchange import KeySums, gathered, scattered
 
 
 class AttentionCore(nn.Module):
-    """q [b, heads, s, d], k [b, groups, s, d] and v [b, groups, s, w] -> [b, heads, s, w]; all contiguous, of the tokens that this
-    context-parallel rank has. A group of neighbouring query heads shares a key and a value head.
+    """q [b, heads, s, d], k [b, groups, s, d] and v [b, groups, s, w] -> [b, heads, s, w]; all contiguous, of the
+    tokens that this context-parallel rank has. A group of neighbouring query heads shares a key and a value head.
 
-    A query sees the keys up to its own, as far as they belong to its document and lie in the model's window. `scale` is 1/sqrt(d)
-    unless given.
+    A query sees the keys up to its own, as far as they belong to its document and lie in the model's window.
+    `scale` is 1/sqrt(d) unless given.
     """
 
     def __init__(self, context: LayerContext, name: str, *, scale: float | None = None):
@@ -67,11 +69,13 @@ class AttentionCore(nn.Module):
             return None
         if q.device.type != "cpu":
             return RepeatedKernel(self.scale)
-        # for values as wide as keys the library works per sample and head, for others it multiplies all of them together
+        # for values as wide as keys the library works per sample and head, for others it
+        # multiplies all of them together
         return FusedKernel(self.scale) if alike else PaddedKernel(self.scale or 1 / math.sqrt(q.shape[-1]))
 
     def is_one_call(self, microbatch: Microbatch) -> bool:
-        """Whether all queries are one block without a mask of its own; whoever drops no probabilities then leaves it to the library."""
+        """Whether all queries are one block without a mask of its own; whoever drops no probabilities then
+        leaves it to the library."""
         return microbatch.documents is None and not self.window and self._is_one_block
 
     @cached_property
@@ -80,7 +84,8 @@ class AttentionCore(nn.Module):
 
     @property
     def takes_strides(self) -> bool:
-        """Whether the heads of a token of the running microbatch may lie one after the other: where the library does all of it, fast."""
+        """Whether the heads of a token of the running microbatch may lie one after the other: where the library
+        does all of it, fast."""
         microbatch = self.context.running_microbatch
         drops = self.context.model.attention_dropout and microbatch.step is not None
         return not self.exact and not drops and self.is_one_call(microbatch)
@@ -110,10 +115,13 @@ class AttentionCore(nn.Module):
 
 
 class _Blockwise(Function):
-    """Block by block; in exact numerics in fp32, rounded once. Keys and values of other ranks are not kept for the backward."""
+    """Block by block; in exact numerics in fp32, rounded once. Keys and values of other ranks are not
+    kept for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore, kernel: Kernel, microbatch: Microbatch) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore, kernel: Kernel, microbatch: Microbatch
+    ) -> Tensor:
         ctx.of = core, kernel, microbatch
         dtype = torch.float32 if core.exact else q.dtype
         keys, values = _keys_and_values(core, q, k, v, dtype)
@@ -121,7 +129,9 @@ class _Blockwise(Function):
         saved: list[Tensor] = []
         for block in core.blocks(core.context.chunks_of(microbatch)):
             mask = block.mask(microbatch.documents, dtype, q.device, window=core.window)
-            part, kept = kernel.forward(block.of(q, dtype), keys[:, :, : block.end], values[:, :, : block.end], mask, block.start)
+            part, kept = kernel.forward(
+                block.of(q, dtype), keys[:, :, : block.end], values[:, :, : block.end], mask, block.start
+            )
             y[:, :, block.rows] = part
             saved += kept
         ctx.save_for_backward(q, k, v, y, *saved)
@@ -139,7 +149,9 @@ class _Blockwise(Function):
             mask = block.mask(microbatch.documents, y.dtype, q.device, window=core.window)
             kept = saved[number * per_block : (number + 1) * per_block]
             inputs = block.of(q, y.dtype), keys[:, :, : block.end], values[:, :, : block.end]
-            dq_part, *others = kernel.backward(block.of(dy, y.dtype), *inputs, mask, y=block.of(y, y.dtype), kept=kept, start=block.start)
+            dq_part, *others = kernel.backward(
+                block.of(dy, y.dtype), *inputs, mask, y=block.of(y, y.dtype), kept=kept, start=block.start
+            )
             dq[:, :, block.rows] = dq_part
             sums.add(block.index, torch.cat([_sum_of_heads(part, k.shape[1]) for part in others], -1))
         with core.context.recorder.layer(core.name):

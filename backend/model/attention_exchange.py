@@ -1,4 +1,5 @@
-"""Keys and values of whole sequences on every context-parallel rank, and their gradients back to the ranks that own them."""
+"""Keys and values of whole sequences on every context-parallel rank, and their gradients back to
+the ranks that own them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ..transport.base import Group
 
 
 class KeySums:
-    """Gradients of keys and values side by side, [b, groups, keys, n], summed over the blocks of queries that this rank has.
+    """Gradients of keys and values side by side, [b, groups, keys, n], summed over the blocks of
+    queries that this rank has.
 
     The leaves of the tree are all blocks of the sequence, each as long as the keys up to its end.
     """
@@ -61,7 +63,8 @@ def _around(group: Group, own: Tensor) -> list[Tensor]:
 
 
 def _finished(context: LayerContext, sums: KeySums) -> Tensor:
-    """The canonical tree over all blocks: every rank sends each owner the rows of its nodes that are not zero, all in one exchange."""
+    """The canonical tree over all blocks: every rank sends each owner the rows of its nodes that are not
+    zero, all in one exchange."""
     group, block, chunks = (
         context.cp,
         sums.block,
@@ -71,7 +74,8 @@ def _finished(context: LayerContext, sums: KeySums) -> Tensor:
     assert sums.tree.nodes == nodes[group.rank]
     values = [sums.tree.value(node) for node in sums.tree.nodes]
     outgoing = [
-        torch.cat([value[:, :, start : start + chunks[0].size] for value in values for start in owner.starts], 2) for owner in chunks
+        torch.cat([value[:, :, start : start + chunks[0].size] for value in values for start in owner.starts], 2)
+        for owner in chunks
     ]
     own, (samples, groups, _, width) = chunks[group.rank], values[0].shape
     rows = [[own.rows_before(start, node[1] * block) for node in theirs for start in own.starts] for theirs in nodes]

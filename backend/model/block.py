@@ -12,7 +12,15 @@ from ...core.model.model import ModelSpec
 from ...core.model.parameters import layer_prefix
 from ..numerics import Numerics
 from ..numerics.tokens import OwnedTokens
-from ..tensor_parallel import ColumnParallelLinear, LayerContext, Norm, RowParallelLinear, WholeLinear, hidden_dropout, recomputed
+from ..tensor_parallel import (
+    ColumnParallelLinear,
+    LayerContext,
+    Norm,
+    RowParallelLinear,
+    WholeLinear,
+    hidden_dropout,
+    recomputed,
+)
 from ..transport.base import Group
 from .attention import Attention
 from .experts import MoE
@@ -24,14 +32,16 @@ Made = TypeVar("Made", bound=nn.Module)
 
 
 class BlockContext:
-    """The layers a block may be built from, bound to this rank. Names are those of the model's parameters without `.weight`.
+    """The layers a block may be built from, bound to this rank. Names are those of the model's
+    parameters without `.weight`.
 
-    A block is any `nn.Module` from [b, s, h] to [b, s, h] whose cut layers, norms, attention and MLP come from here: then its
-    gradients, cuts and proofs work as for ours. Between them use elementwise operations only, through `elementwise`
-    where they are more than sums and products, so that bits stay independent of the layout. What communicates otherwise is built of
-    `backend.tensor_parallel.mappings` over `tp`, the tensor-parallel group, with `numerics`; `tokens` says which tokens of each sequence
-    this rank holds between cut layers, None all. `made` are the layers made so far, by name: the block holds each of them as a submodule,
-    and no parameter beside theirs (`own_block`).
+    A block is any `nn.Module` from [b, s, h] to [b, s, h] whose cut layers, norms, attention and MLP come from
+    here: then its gradients, cuts and proofs work as for ours. Between them use elementwise operations only,
+    through `elementwise` where they are more than sums and products, so that bits stay independent of the
+    layout. What communicates otherwise is built of `backend.tensor_parallel.mappings` over `tp`, the
+    tensor-parallel group, with `numerics`; `tokens` says which tokens of each sequence this rank holds between
+    cut layers, None all. `made` are the layers made so far, by name: the block holds each of them as a
+    submodule, and no parameter beside theirs (`own_block`).
     """
 
     def __init__(self, layers: LayerContext):
@@ -49,7 +59,10 @@ class BlockContext:
 
     def _make(self, name: str, made: Made) -> Made:
         if self._is_built:
-            raise PlanError(f"a block makes {name} while it runs, and nobody would train it. Make all layers where the block is made.")
+            raise PlanError(
+                f"a block makes {name} while it runs, and nobody would train it. Make all layers where "
+                "the block is made."
+            )
         self.made[made] = name
         return made
 
@@ -58,13 +71,16 @@ class BlockContext:
         return self._make(name, Norm(self._layers, name))
 
     def column_linear(self, name: str, *, gather_output: bool = False, frozen: bool = False) -> ColumnParallelLinear:
-        """A linear layer whose output features are cut, e.g. `layers.0.mlp.up`. Parts that are fused into one (gate and up-projection)
-        come apart with `backend.tensor_parallel.split_fused`; `frozen` weights are not trained."""
+        """A linear layer whose output features are cut, e.g. `layers.0.mlp.up`. Parts that are fused into one (gate and
+        up-projection) come apart with `backend.tensor_parallel.split_fused`; `frozen` weights are not trained."""
         return self._make(name, ColumnParallelLinear(self._layers, name, gather_output=gather_output, frozen=frozen))
 
     def row_linear(self, name: str, *, input_is_parallel: bool = True, frozen: bool = False) -> RowParallelLinear:
-        """A linear layer whose input features are cut, e.g. `layers.0.mlp.down`; `input_is_parallel=False` where they are not yet."""
-        return self._make(name, RowParallelLinear(self._layers, name, input_is_parallel=input_is_parallel, frozen=frozen))
+        """A linear layer whose input features are cut, e.g. `layers.0.mlp.down`; `input_is_parallel=False`
+        where they are not yet."""
+        return self._make(
+            name, RowParallelLinear(self._layers, name, input_is_parallel=input_is_parallel, frozen=frozen)
+        )
 
     def whole_linear(self, name: str) -> WholeLinear:
         """A linear layer that no rank cuts, e.g. `layers.0.attention.kv_down`."""
@@ -91,8 +107,9 @@ class BlockContext:
         return recomputed(self._layers, function, *tensors)
 
     def dropout(self, operation: str, x_BSH: Tensor) -> Tensor:
-        """A hidden state with the model's share of elements dropped in training. Every use needs an `operation` name of its own, e.g.
-        `layers.0.mlp`, which with the step and an element's place in the whole tensor says whether it is dropped."""
+        """A hidden state with the model's share of elements dropped in training. Every use needs an `operation`
+        name of its own, e.g. `layers.0.mlp`, which with the step and an element's place in the whole tensor says
+        whether it is dropped."""
         return hidden_dropout(self._layers, operation, x_BSH)
 
     def observe(self, name: str, tensor_BSH: Tensor) -> None:
@@ -105,7 +122,8 @@ BlockFactory = Callable[[BlockContext, int], nn.Module]
 
 
 def make_blocks(layers: LayerContext, factory: BlockFactory, numbers: Iterable[int]) -> list[nn.Module]:
-    """The transformer layers of a stage with these global indices. Raises `PlanError` for one that cannot be trained (`own_block`)."""
+    """The transformer layers of a stage with these global indices. Raises `PlanError` for one that cannot be
+    trained (`own_block`)."""
     blocks: list[nn.Module] = []
     earlier: dict[nn.Module, str] = {}
     for layer in numbers:

@@ -1,6 +1,8 @@
-"""Mixture of experts in the place of an MLP: a router, experts that see copies of the tokens it sends them, and shared experts.
+"""Mixture of experts in the place of an MLP: a router, experts that see copies of the tokens it sends
+them, and shared experts.
 
-Shape suffixes: B samples, S tokens that this rank holds, T those of them that it sends (all b*s, flat), K experts of a token, H hidden.
+Shape suffixes: B samples, S tokens that this rank holds, T those of them that it sends (all b*s, flat), K
+experts of a token, H hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from .router import Router, Routing
 
 
 class MoE(nn.Module):
-    """[b, s, h] -> [b, s, h]: the weighted results of each token's experts, plus those of the shared experts, which every token takes."""
+    """[b, s, h] -> [b, s, h]: the weighted results of each token's experts, plus those of the shared experts,
+    which every token takes."""
 
     def __init__(self, context: LayerContext, layer: int):
         super().__init__()
@@ -51,9 +54,11 @@ class MoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """Hidden states [b, s, h] and their `Routing` -> the sum of each token's experts, in ascending order, fp32 until it is rounded once.
+    """Hidden states [b, s, h] and their `Routing` -> the sum of each token's experts, in ascending order, fp32
+    until it is rounded once.
 
-    Without sequence parallelism each tensor-parallel rank sends its part of the tokens that all hold, and the results are gathered.
+    Without sequence parallelism each tensor-parallel rank sends its part of the tokens that all hold, and
+    the results are gathered.
     """
 
     def __init__(self, context: LayerContext, prefix: str):
@@ -89,7 +94,9 @@ class Experts(nn.Module):
             copies = _Copies.apply(x_BSH.flatten(0, 1), exchange.outgoing)
             rows = _Exchanged.apply(copies, exchange, self, True)
         up = self.up(rows, exchange, self.dispatch_name)
-        units = activated(context, up, again=f"{self.up.name}.activation" if "moe_act" in context.recomputed_modules else None)
+        units = activated(
+            context, up, again=f"{self.up.name}.activation" if "moe_act" in context.recomputed_modules else None
+        )
         results = _Exchanged.apply(self.down(units, exchange, self.combine_name), exchange, self, False)
         y_TH = _Combined.apply(results, weights_BSK.flatten(0, 1), exchange.outgoing, context)
         return y_TH.view_as(x_BSH)
@@ -117,7 +124,8 @@ class _Uses(torch.autograd.Function):
 
 
 class _Copies(torch.autograd.Function):
-    """[t, h] -> a copy of every token for each of its experts; the backward adds a token's copies in ascending order of the experts."""
+    """[t, h] -> a copy of every token for each of its experts; the backward adds a token's copies in ascending
+    order of the experts."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, outgoing: Outgoing) -> Tensor:

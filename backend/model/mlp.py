@@ -14,7 +14,8 @@ from ..tensor_parallel.gated import can_be_gated, gated
 
 
 class MLP(nn.Module):
-    """[b, s, h] -> [b, s, h]: up, activation, down. A gated MLP finds gate and up-projection of a unit in neighbouring features.
+    """[b, s, h] -> [b, s, h]: up, activation, down. A gated MLP finds gate and up-projection of a unit
+    in neighbouring features.
 
     What it computes inside is made again for the backward where it is `recomputed`.
     """
@@ -40,13 +41,15 @@ class MLP(nn.Module):
 
 
 def activated(context: LayerContext, x: Tensor, *, again: str | None) -> Tensor:
-    """The model's activation of a contiguous tensor; with a name `again` only its input stays, and who would keep the result makes it
-    again."""
+    """The model's activation of a contiguous tensor; with a name `again` only its input stays, and who would keep the
+    result makes it again."""
     activation, numerics = context.model.activation, context.numerics
     if again is None:
         return activate(x, activation, numerics)
     kept = x.detach()
-    return context.can_repeat(_Activated.apply(x, activation, numerics), lambda: activate(kept, activation, numerics), again)
+    return context.can_repeat(
+        _Activated.apply(x, activation, numerics), lambda: activate(kept, activation, numerics), again
+    )
 
 
 class _Activated(torch.autograd.Function):

@@ -1,10 +1,12 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules behind the last layer that predict tokens further ahead.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules behind the last layer that
+predict tokens further ahead.
 
-Module k (from 0) joins the hidden state of token i with the embedding of token i + k + 1, and predicts token i + k + 2. The hidden state is
-that of the final norm, or of the module's before its own, which is what the published weights were trained with (transformers' `MtpModel`,
-vLLM's `deepseek_mtp`; the paper does not tell). Where a sequence or a document ends before that, nothing is predicted. Token table and
-output head are the model's own; their gradients are sums over all uses. In training the modules' losses are minimised beside the model's,
-with weight `train.mtp_loss_weight` divided by their number; the loss that is reported is the model's.
+Module k (from 0) joins the hidden state of token i with the embedding of token i + k + 1, and predicts token i + k + 2.
+The hidden state is that of the final norm, or of the module's before its own, which is what the published weights were
+trained with (transformers' `MtpModel`, vLLM's `deepseek_mtp`; the paper does not tell). Where a sequence or a document
+ends before that, nothing is predicted. Token table and output head are the model's own; their gradients are sums over
+all uses. In training the modules' losses are minimised beside the model's, with weight `train.mtp_loss_weight` divided
+by their number; the loss that is reported is the model's.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class MultiTokenPrediction(nn.Module):
         self.losses: dict[int, Scalar] = {}
 
     def add_losses(self, losses_BS: Tensor, normed_BSH: Tensor) -> Tensor:
-        """The model's losses [b, s] as they are; their backward starts those of the modules too, from the output of the final norm."""
+        """The model's losses [b, s] as they are; their backward starts those of the modules too, from the
+        output of the final norm."""
         microbatch = self.context.running_microbatch
         assert microbatch.later is not None, "multi-token prediction needs Microbatch.later"
         found = []
@@ -62,13 +65,16 @@ class MultiTokenPrediction(nn.Module):
 
 
 class _Module(nn.Module):
-    """Normed hidden states [b, s, h] and ids int64 [b, s] -> normed hidden states for the next module and losses [b, s]."""
+    """Normed hidden states [b, s, h] and ids int64 [b, s] -> normed hidden states for the next
+    module and losses [b, s]."""
 
     def __init__(self, context: LayerContext, depth: int, block: nn.Module):
         super().__init__()
         self.prefix, self.layer = mtp_prefix(depth), context.model.num_layers + depth
         self.context = context
-        self.embedding = VocabParallelEmbedding(context, f"{self.prefix}.embedding.tokens", role="output", positions=False)
+        self.embedding = VocabParallelEmbedding(
+            context, f"{self.prefix}.embedding.tokens", role="output", positions=False
+        )
         self.embedding_norm = Norm(context, f"{self.prefix}.embedding_norm")
         self.hidden_norm = Norm(context, f"{self.prefix}.hidden_norm")
         self.projection = WholeLinear(context, f"{self.prefix}.projection")
@@ -94,8 +100,8 @@ class _Module(nn.Module):
 
 
 def later_targets(targets_BS: Tensor, num_modules: int, ignored: int, documents_BS: Tensor | None = None) -> Tensor:
-    """int64 [b, s, k]: what module k predicts at each token of whole sequences, `ignored` behind the last token of a sequence, or of a
-    document: `documents_BS` says where each token's begins.
+    """int64 [b, s, k]: what module k predicts at each token of whole sequences, `ignored` behind the last token of a
+    sequence, or of a document: `documents_BS` says where each token's begins.
 
     >>> later_targets(torch.tensor([[1, 2, 3]]), 2, -100).tolist()
     [[[2, 3], [3, -100], [-100, -100]]]

@@ -1,4 +1,5 @@
-"""What a user's own block must be so that it can be trained and proved: its parameters are those that its context made."""
+"""What a user's own block must be so that it can be trained and proved: its parameters are those
+that its context made."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def check_block(block: object, layer: int, *, made: Mapping[nn.Module, str], ear
     held = set(block.modules())
     if loose := [name for each, name in made.items() if each not in held]:
         problems.append(
-            f"{whose} does not hold all layers that its context made as submodules: {named(loose)}. They would not hear "
+            f"{whose} does not hold all layers that its context made as submodules: {named(loose)}. They would not "
+            "hear "
             "of eval(), nor their routers of a step's end. Assign each to an attribute, or keep them in a "
             "torch.nn.ModuleList."
         )
@@ -62,7 +64,8 @@ def check_block(block: object, layer: int, *, made: Mapping[nn.Module, str], ear
 
 
 def check_names(plan: Plan, stage: StageLayers, used: Iterable[str]) -> None:
-    """Raises `PlanError` where the blocks of a stage use parameters that other stages hold: their copies would go apart."""
+    """Raises `PlanError` where the blocks of a stage use parameters that other stages hold: their
+    copies would go apart."""
     own = {parameter.name for parameter in stage_parameters(plan.model, stage)}
     if other := [name for name in used if name not in own]:
         layers = ", ".join(map(layer_prefix, stage.layers)) or "no layers"
@@ -74,7 +77,8 @@ def check_names(plan: Plan, stage: StageLayers, used: Iterable[str]) -> None:
 
 
 def _foreign(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Tensors of a block that are parameters, or that autograd would give a gradient, by their path, with their module."""
+    """Tensors of a block that are parameters, or that autograd would give a gradient, by their
+    path, with their module."""
     for path, module in block.named_modules():
         prefix = f"{path}." if path else ""
         for name, _ in module.named_parameters(recurse=False):

@@ -23,8 +23,8 @@ def rotary_table(context: LayerContext) -> tuple[Tensor, Tensor]:
 
 
 def rotary_by_token(context: LayerContext) -> tuple[Tensor, Tensor]:
-    """`rotary_table` for heads that lie behind their token: cos [1 or b, s, 1, 1, d], and sin of the first half of d, which the second
-    repeats, [1 or b, s, 1, 1, d/2]."""
+    """`rotary_table` for heads that lie behind their token: cos [1 or b, s, 1, 1, d], and sin of the first half of d,
+    which the second repeats, [1 or b, s, 1, 1, d/2]."""
 
     def by_token() -> tuple[Tensor, Tensor]:
         cos, sin = (table.squeeze(1)[:, :, None, None] for table in rotary_table(context))
@@ -38,13 +38,18 @@ def rotary_by_token(context: LayerContext) -> tuple[Tensor, Tensor]:
 
 def _rows(context: LayerContext, positions: Tensor) -> tuple[Tensor, Tensor]:
     sequence, device = context.chunks.num_items, context.numerics.device
-    table = rope_table(sequence, rotary_frequencies(context.model, sequence), device, growth=rotary_growth(context.model))
+    table = rope_table(
+        sequence, rotary_frequencies(context.model, sequence), device, growth=rotary_growth(context.model)
+    )
     cos, sin = (part[positions].unsqueeze(1) for part in table)
     return cos, sin
 
 
-def rope_table(sequence: int, frequencies: Sequence[float], device: torch.device, *, growth: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, d] of position times frequency, times `growth`, rounded from fp64 to fp32; both halves of d hold the same angles."""
+def rope_table(
+    sequence: int, frequencies: Sequence[float], device: torch.device, *, growth: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [s, d] of position times frequency, times `growth`, rounded from fp64 to fp32; both halves of d
+    hold the same angles."""
     turns = torch.tensor(frequencies, dtype=torch.float64, device=device)
     angles = torch.outer(torch.arange(sequence, dtype=torch.float64, device=device), turns)
     angles = torch.cat([angles, angles], -1)
@@ -76,8 +81,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, out: Tensor | None = None) -> Tensor:
-    """`rotate` outside of autograd, in two passes, or `back` by the same angles; written to `out` where that is given. `sin` has the angles
-    of one half of the last dimension.
+    """`rotate` outside of autograd, in two passes, or `back` by the same angles; written to `out` where that is given.
+    `sin` has the angles of one half of the last dimension.
 
     Products and sums may be rounded together, so bits depend on the machine.
     """

@@ -1,10 +1,13 @@
-"""`Router`: which experts each token goes to, and with what weights. Everything here is fp32 and per token, so no cut changes a bit.
+"""`Router`: which experts each token goes to, and with what weights. Everything here is fp32 and per token,
+so no cut changes a bit.
 
-Scores are a softmax over the experts (Shazeer et al. 2017; Fedus et al. 2022, Switch Transformers) or a sigmoid of each (DeepSeek-V3,
-arXiv 2412.19437, equation 15). What needs more than one token (capacity, auxiliary loss, the bias of experts) is defined per sequence, or
-per step from integer counts, so that it is the same however sequences lie on ranks and in microbatches.
+Scores are a softmax over the experts (Shazeer et al. 2017; Fedus et al. 2022, Switch Transformers) or a sigmoid of
+each (DeepSeek-V3, arXiv 2412.19437, equation 15). What needs more than one token (capacity, auxiliary loss, the
+bias of experts) is defined per sequence, or per step from integer counts, so that it is the same however sequences
+lie on ranks and in microbatches.
 
-Shape suffixes: B samples, S tokens that this rank holds, H hidden, E experts, K experts of a token, G groups of experts.
+Shape suffixes: B samples, S tokens that this rank holds, H hidden, E experts, K experts of a
+token, G groups of experts.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ SMALLEST_SUM = 1e-20
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens [b, s] that a rank holds go. `experts_BSK` is int64, ascending for each token, `DROPPED` where an expert had no
-    room; `weights_BSK` is fp32, zero there, and differentiable.
+    """Where the tokens [b, s] that a rank holds go. `experts_BSK` is int64, ascending for each token, `DROPPED` where
+    an expert had no room; `weights_BSK` is fp32, zero there, and differentiable.
 
     Ranks that hold the same tokens have the same routing, and each must be given the whole gradient of the weights.
     """
@@ -50,9 +53,9 @@ class Routing:
 class Router(nn.Module):
     """Normed hidden states [b, s, h] of this rank's tokens -> `Routing`.
 
-    While training it keeps, per microbatch, how many tokens chose each expert and what the router adds to the loss; a forward that
-    recomputation repeats finds the same and changes nothing. `take_losses` and `reduce_counts` empty these books. Noise and losses belong
-    to training alone, capacity to the model.
+    While training it keeps, per microbatch, how many tokens chose each expert and what the router adds to the loss; a
+    forward that recomputation repeats finds the same and changes nothing. `take_losses` and `reduce_counts` empty these
+    books. Noise and losses belong to training alone, capacity to the model.
     """
 
     expert_bias: Tensor | None
@@ -71,7 +74,8 @@ class Router(nn.Module):
         self.counts: dict[int, Tensor] = {}
         self.losses: dict[int, Scalar] = {}
         self.step_counts: Tensor | None = None
-        self.chooses_by: Callable[[Microbatch], Tensor] | None = None  # logits [b, s, E] of others that decide in the place of its own
+        # logits [b, s, E] of others that decide in the place of its own
+        self.chooses_by: Callable[[Microbatch], Tensor] | None = None
         self.bias_name = expert_bias_name(layer)
 
     def forward(self, x_BSH: Tensor) -> Routing:
@@ -94,25 +98,33 @@ class Router(nn.Module):
             if training and self.adds_losses:
                 losses_BS = self._losses(scores_BSE, log_sum_BS, deciding_BSE)
                 self.losses[microbatch.index] = self.context.numerics.sum([losses_BS])
-                weights_BSK = _WithLosses.apply(weights_BSK, losses_BS, microbatch.counted_share * microbatch.loss_scale)
+                weights_BSK = _WithLosses.apply(
+                    weights_BSK, losses_BS, microbatch.counted_share * microbatch.loss_scale
+                )
             if self.model.expert_capacity_factor is not None:
                 kept_BSK = self._kept(experts_BSK, _weights(deciding_BSE, experts_BSK, self.model))
-                experts_BSK, weights_BSK = experts_BSK.masked_fill(~kept_BSK, DROPPED), weights_BSK.masked_fill(~kept_BSK, 0.0)
+                experts_BSK, weights_BSK = (
+                    experts_BSK.masked_fill(~kept_BSK, DROPPED),
+                    weights_BSK.masked_fill(~kept_BSK, 0.0),
+                )
         return Routing(experts_BSK, weights_BSK)
 
     def take_losses(self) -> list[Scalar]:
-        """What the router added to the loss of each microbatch of the step, summed over this rank's tokens; they are forgotten."""
+        """What the router added to the loss of each microbatch of the step, summed over this rank's
+        tokens; they are forgotten."""
         losses, self.losses = list(self.losses.values()), {}
         return losses
 
     def take_counts(self) -> Tensor:
-        """int64 [experts]: how many of this rank's tokens of the step chose each, whether it had room or not; they are forgotten."""
+        """int64 [experts]: how many of this rank's tokens of the step chose each, whether it had room or
+        not; they are forgotten."""
         counts, self.counts = list(self.counts.values()), {}
         return torch.stack(counts).sum(0)
 
     def update_bias(self, rate: float) -> None:
-        """Aux-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1): `rate` more for an expert that had less than the mean
-        of `step_counts`, `rate` less for one that had more. Counts are integers, so this has no rounding to differ in."""
+        """Aux-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1): `rate` more for an expert that had
+        less than the mean of `step_counts`, `rate` less for one that had more. Counts are integers, so this has no
+        rounding to differ in."""
         if self.expert_bias is None:
             return
         assert self.step_counts is not None
@@ -121,7 +133,8 @@ class Router(nn.Module):
         self.step_counts = None
 
     def _jittered(self, x_BSH: Tensor, microbatch: Microbatch) -> Tensor:
-        """The input with every element scaled by 1 - jitter to 1 + jitter (Fedus et al. 2022, section 2.4); made again, not kept."""
+        """The input with every element scaled by 1 - jitter to 1 + jitter (Fedus et al. 2022, section 2.4);
+        made again, not kept."""
         context, shape, places_S = self.context, x_BSH.shape, self.context.own_places()
 
         def noise() -> Tensor:
@@ -136,13 +149,13 @@ class Router(nn.Module):
         return context.can_repeat(_Scaled.apply(x_BSH, noise), lambda: source().float() * noise(), f"{self.name}.input")
 
     def _losses(self, scores_BSE: Tensor, log_sum_BS: Tensor, deciding_BSE: Tensor) -> Tensor:
-        """[b, s]: each token's part of what this router adds to the loss; the mean over all tokens is added. Experts are chosen by the
-        scores `deciding_BSE`.
+        """[b, s]: each token's part of what this router adds to the loss; the mean over all tokens is added. Experts
+        are chosen by the scores `deciding_BSE`.
 
-        Auxiliary loss: sum over experts of f_e p_e, with p the mean of a sequence's scores (of a sigmoid's divided by their sum), and f
-        the share of its tokens' choices that scores alone would give the expert, over an even share (DeepSeek-V3, equations 17-20; for a
-        softmax it is that of Switch Transformers, equation 4). z-loss: the mean of (log sum exp logits)^2 (Zoph et al. 2022, ST-MoE,
-        equation 5).
+        Auxiliary loss: sum over experts of f_e p_e, with p the mean of a sequence's scores (of a sigmoid's divided by
+        their sum), and f the share of its tokens' choices that scores alone would give the expert, over an even share
+        (DeepSeek-V3, equations 17-20; for a softmax it is that of Switch Transformers, equation 4). z-loss: the mean of
+        (log sum exp logits)^2 (Zoph et al. 2022, ST-MoE, equation 5).
         """
         train = self.context.plan.train
         aux, z = train.router_aux_loss, train.router_z_loss
@@ -157,13 +170,16 @@ class Router(nn.Module):
         return losses_BS
 
     def _kept(self, experts_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
-        """Which choices have room, [b, s, K]: for every expert and sequence those with the largest weights, of equal ones the earliest."""
+        """Which choices have room, [b, s, K]: for every expert and sequence those with the largest weights, of
+        equal ones the earliest."""
         model, sequence, factor = self.model, self.context.plan.batch.sequence, self.model.expert_capacity_factor
         assert factor is not None
         room = min(sequence, math.ceil(sequence * model.experts_per_token / model.num_experts * factor))
         places_S = self.context.own_places()
         samples = len(experts_BSK)
-        own = torch.cat([experts_BSK.int(), weights_BSK.view(torch.int32), places_S.int().expand(samples, -1).unsqueeze(-1)], -1)
+        own = torch.cat(
+            [experts_BSK.int(), weights_BSK.view(torch.int32), places_S.int().expand(samples, -1).unsqueeze(-1)], -1
+        )
         width = model.experts_per_token
         experts, weights, places = self._whole_sequences(own).split([width, width, 1], -1)
         order = places.argsort(1).expand(-1, -1, width)
@@ -186,7 +202,8 @@ class Router(nn.Module):
 
 
 def reduce_counts(routers: Iterable[Router], groups: Iterable[Group]) -> None:
-    """Adds up the step's counts over the members of groups that saw different tokens: `step_counts` of every router with a bias."""
+    """Adds up the step's counts over the members of groups that saw different tokens: `step_counts` of
+    every router with a bias."""
     routers = [router for router in routers if router.expert_bias is not None]
     if not routers:
         return
@@ -203,7 +220,8 @@ def sum_counts(counts: Tensor, group: Group) -> Tensor:
 
 
 def choose(scores_BSE: Tensor, model: ModelSpec, bias: Tensor | None, *, grouped: bool = True) -> Tensor:
-    """int64 [b, s, K]: the experts with the highest scores, each with its bias, ascending; of equal ones the lowest are taken.
+    """int64 [b, s, K]: the experts with the highest scores, each with its bias, ascending; of equal
+    ones the lowest are taken.
 
     Where the model groups them (and `grouped`), they come from the groups with the highest scores alone.
     """
@@ -217,7 +235,9 @@ def _in_chosen_groups(scores_BSE: Tensor, model: ModelSpec) -> Tensor:
     members = scores_BSE.unflatten(-1, (model.num_router_groups, -1))
     best = members.sort(-1, descending=True).values
     of_group = best[..., 0] if model.router_group_scores == "max" else best[..., 0] + best[..., 1]
-    chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, _highest(of_group, model.router_groups_per_token), True)
+    chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
+        -1, _highest(of_group, model.router_groups_per_token), True
+    )
     return chosen.unsqueeze(-1).expand_as(members).flatten(-2)
 
 

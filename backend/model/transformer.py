@@ -42,9 +42,9 @@ __all__ = ["Microbatch", "Stage", "finish_tied"]
 class Stage(nn.Module):
     """Embedding, transformer layers and head as far as `stage` has them.
 
-    `shards` are this rank's parameters by name. Their gradients never pass through autograd: layers give them to `gradients`, at once
-    or when `weight_work` says so. A tied table lies on the first and on the last stage; each end sums its own use of it, and
-    `finish_tied` adds the two sums.
+    `shards` are this rank's parameters by name. Their gradients never pass through autograd: layers give them to
+    `gradients`, at once or when `weight_work` says so. A tied table lies on the first and on the last stage; each end
+    sums its own use of it, and `finish_tied` adds the two sums.
     """
 
     def __init__(
@@ -60,11 +60,13 @@ class Stage(nn.Module):
         experts: ExpertGroups | None = None,
         cp: Group | None = None,
     ):
-        """Makes the initial weights from `plan.train.seed`. `block` makes a user's own transformer layers instead of ours; raises
-        `PlanError` for one that cannot be trained (`own_block`)."""
+        """Makes the initial weights from `plan.train.seed`. `block` makes a user's own transformer layers instead of
+        ours; raises `PlanError` for one that cannot be trained (`own_block`)."""
         super().__init__()
         self.stage = stage
-        self.context = context = LayerContext(plan, tp=tp, numerics=numerics, recorder=recorder, observer=observer, experts=experts, cp=cp)
+        self.context = context = LayerContext(
+            plan, tp=tp, numerics=numerics, recorder=recorder, observer=observer, experts=experts, cp=cp
+        )
         self.embedding = Embedding(context) if stage.embedding else None
         depths = range(plan.model.num_mtp_layers if stage.head else 0)
         numbers = [*stage.layers, *(plan.model.num_layers + depth for depth in depths)]
@@ -104,10 +106,11 @@ class Stage(nn.Module):
         return self.context.weight_work
 
     def forward(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
-        """Hidden states [b, s, h] for the next stage, or on the last stage the loss of every token, [b, s] fp32, not yet summed.
+        """Hidden states [b, s, h] for the next stage, or on the last stage the loss of every token, [b,
+        s] fp32, not yet summed.
 
-        With sequence parallelism hidden states are those of this rank's tokens. `hidden_BSH` is the previous stage's output, None on the
-        first stage, which reads `microbatch.tokens`.
+        With sequence parallelism hidden states are those of this rank's tokens. `hidden_BSH` is the previous stage's
+        output, None on the first stage, which reads `microbatch.tokens`.
         """
         with self.context.running(microbatch):
             if self.embedding is not None:
@@ -124,7 +127,9 @@ class Stage(nn.Module):
             losses_BS = self.head.losses(x_BSH, microbatch.targets)
             ahead = self.multi_token if self.training else None
             losses_BS = losses_BS if ahead is None else ahead.add_losses(losses_BS, x_BSH)
-            return losses_BS if microbatch.loss_scale == 1.0 else _ScaledBackward.apply(losses_BS, microbatch.loss_scale)
+            return (
+                losses_BS if microbatch.loss_scale == 1.0 else _ScaledBackward.apply(losses_BS, microbatch.loss_scale)
+            )
 
     def _input(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
         if self.embedding is not None:
@@ -143,7 +148,8 @@ class Stage(nn.Module):
             return self.head.logits(x_BSH)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes this rank's part of full tensors by canonical name. Raises KeyError when one of the stage's parameters is missing."""
+        """Takes this rank's part of full tensors by canonical name. Raises KeyError when one of the stage's
+        parameters is missing."""
         for name, shard in self.shards.items():
             shard.load(weights[name])
 

@@ -12,7 +12,16 @@ from .fast import FastNumerics
 from .owned_leaves import OwnedLeaves
 from .summands import Summands
 
-__all__ = ["Contribution", "ExactNumerics", "FastNumerics", "Numerics", "OwnedLeaves", "Scalar", "Summands", "make_numerics"]
+__all__ = [
+    "Contribution",
+    "ExactNumerics",
+    "FastNumerics",
+    "Numerics",
+    "OwnedLeaves",
+    "Scalar",
+    "Summands",
+    "make_numerics",
+]
 
 
 def make_numerics(plan: Plan, device: torch.device | str = "cpu", *, global_rank: int = 0) -> Numerics:

@@ -1,8 +1,9 @@
-"""`Numerics`: the arithmetic that layers, gradients and scalars are made of. Exact and fast are two sets of the same operations.
+"""`Numerics`: the arithmetic that layers, gradients and scalars are made of. Exact and fast are two
+sets of the same operations.
 
-Shape suffixes: B samples of a microbatch, S sequence, C a feature dimension that tensor parallelism cuts (this rank's part), F a whole
-one, H hidden, V this rank's vocabulary. Every linear weight is stored [C, F], cut dimension first, so a column-parallel weight is
-[out, in] and a row-parallel one [in, out]; the same three products then serve both:
+Shape suffixes: B samples of a microbatch, S sequence, C a feature dimension that tensor parallelism cuts (this rank's
+part), F a whole one, H hidden, V this rank's vocabulary. Every linear weight is stored [C, F], cut dimension first, so
+a column-parallel weight is [out, in] and a row-parallel one [in, out]; the same three products then serve both:
 
 - `project`:  y_C = x_F W^T   forward of a column-parallel, input gradient of a row-parallel layer; nothing is summed over ranks
 - `contract`: y_F = x_C W     forward of a row-parallel, input gradient of a column-parallel layer; sums over all ranks' features
@@ -40,10 +41,12 @@ class Scalar(Protocol):
 
 
 class Numerics(ExpertNumerics):
-    """The operations; `ExactNumerics` and `FastNumerics` say in which order they add. Stateless and free to share between ranks.
+    """The operations; `ExactNumerics` and `FastNumerics` say in which order they add. Stateless and
+    free to share between ranks.
 
-    `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group holds the copies of a stage. `tokens` says
-    which tokens of each sequence the ranks hold between the cut layers; None means all (no sequence parallelism).
+    `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group holds the copies of
+    a stage. `tokens` says which tokens of each sequence the ranks hold between the cut layers; None means all
+    (no sequence parallelism).
     """
 
     mode: Literal["exact", "fast"]
@@ -55,7 +58,9 @@ class Numerics(ExpertNumerics):
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         """x W^T, [b, s, c]."""
 
-    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
+    def contract(
+        self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None
+    ) -> Tensor:
         """x W summed over all ranks, [b, s, f], or this rank's tokens of it."""
         return self.finish_contract(self.partial_contract(x_BSC, weight_CF, leaves), leaves, group, tokens, x_BSC.dtype)
 
@@ -65,10 +70,13 @@ class Numerics(ExpertNumerics):
 
     @abstractmethod
     def partial_sum(self, terms_BSLR: Tensor, leaves: OwnedLeaves) -> Tensor:
-        """What this rank brings to a sum over all leaves, one for each of its l own: [n, b, s, r], as `partial_contract`."""
+        """What this rank brings to a sum over all leaves, one for each of its l own: [n, b, s, r],
+        as `partial_contract`."""
 
     @abstractmethod
-    def finish_contract(self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
+    def finish_contract(
+        self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype
+    ) -> Tensor:
         """The sum of `contract`, which uses `partial` up; rounded to `dtype`."""
 
     @abstractmethod
@@ -85,19 +93,23 @@ class Numerics(ExpertNumerics):
 
     @abstractmethod
     def token_sums(self, x_BSN: Tensor, tokens: OwnedTokens | None = None) -> Contribution:
-        """Sums over tokens, [n], for biases and norms. With `tokens`, `x` has this rank's own and the sums wait for the other ranks."""
+        """Sums over tokens, [n], for biases and norms. With `tokens`, `x` has this rank's own and the sums
+        wait for the other ranks."""
 
     @abstractmethod
     def head_sums(self, x_BSLQD: Tensor, heads: OwnedHeads | None) -> Contribution:
-        """Sums over tokens, this rank's key/value heads and the query heads of each, [d]; with `heads` they wait for the other ranks."""
+        """Sums over tokens, this rank's key/value heads and the query heads of each, [d]; with `heads` they
+        wait for the other ranks."""
 
     @abstractmethod
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
-        """Rows of `gradient` added to the row of their token, [num_rows, h]. An id of `num_rows` belongs to another rank."""
+        """Rows of `gradient` added to the row of their token, [num_rows, h]. An id of `num_rows`
+        belongs to another rank."""
 
     @abstractmethod
     def sum_lookups(self, rows_BSH: Tensor, group: Group, tokens: OwnedTokens | None) -> Tensor:
-        """The sum over ranks of embedding rows of which one rank has the row and the others zeros, or this rank's tokens of it."""
+        """The sum over ranks of embedding rows of which one rank has the row and the others zeros, or
+        this rank's tokens of it."""
 
     @abstractmethod
     def row_maximum(self, x_BS: Tensor, group: Group) -> Tensor:
@@ -108,27 +120,34 @@ class Numerics(ExpertNumerics):
         """What this rank brings to a sum over the vocabulary, [n, b, s]; `vocabulary_sums` finishes it."""
 
     @abstractmethod
-    def vocabulary_sums(self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> list[Tensor]:
-        """Over all ranks, in one exchange: every sum over the vocabulary that `leaf_sums` has begun, then the sum of `target`, which is
-        zero on all ranks but one. All [b, s]."""
+    def vocabulary_sums(
+        self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group
+    ) -> list[Tensor]:
+        """Over all ranks, in one exchange: every sum over the vocabulary that `leaf_sums` has begun, then the sum of
+        `target`, which is zero on all ranks but one. All [b, s]."""
 
     @abstractmethod
     def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
-        """[n, ...], a value for each of this member's nodes -> [...], the sum over all members, the same on every one."""
+        """[n, ...], a value for each of this member's nodes -> [...], the sum over all members,
+        the same on every one."""
 
     @abstractmethod
-    def sum_members_part(self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    def sum_members_part(
+        self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]
+    ) -> Tensor:
         """This member's `sizes[rank]` items of `sum_members` along a dimension of [...]."""
 
     @abstractmethod
     def accumulator(self, num_samples: int, *, partial: bool = False) -> Accumulator:
-        """An empty gradient over a global batch of `num_samples`; `partial` if its contributions (of `token_sums`, `head_sums`) wait for
-        other ranks."""
+        """An empty gradient over a global batch of `num_samples`; `partial` if its contributions (of `token_sums`,
+        `head_sums`) wait for other ranks."""
 
     @abstractmethod
-    def finish_parts(self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]) -> dict[str, Accumulator]:
-        """Sums over all tokens and heads, from what each rank has of its own, which `owned` says of every gradient. The accumulators are
-        used up."""
+    def finish_parts(
+        self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]
+    ) -> dict[str, Accumulator]:
+        """Sums over all tokens and heads, from what each rank has of its own, which `owned` says of every gradient. The
+        accumulators are used up."""
 
     @abstractmethod
     def reduce_gradients(
@@ -143,8 +162,8 @@ class Numerics(ExpertNumerics):
     def reduce_gradients_part(
         self, gradients: Mapping[str, Accumulator], copies: Copies, samples_of: Callable[[int], tuple[int, int]]
     ) -> Tensor:
-        """This member's even part of `reduce_gradients` over `copies.whole`, of all elements one gradient after the other, cut over
-        `copies.shard`: without hybrid sharding its first half."""
+        """This member's even part of `reduce_gradients` over `copies.whole`, of all elements one gradient after the
+        other, cut over `copies.shard`: without hybrid sharding its first half."""
 
     @abstractmethod
     def sum(self, tensors: Iterable[Tensor]) -> Scalar:

@@ -1,8 +1,9 @@
-"""Exact gradients under context parallelism: every rank has a part of each sequence, and finishes a part of the gradients' elements.
+"""Exact gradients under context parallelism: every rank has a part of each sequence, and finishes a part of
+the gradients' elements.
 
-After the backward of a microbatch one exchange over the context-parallel ranks (an all-to-all) finishes the trees over each sequence, for
-an even part of the elements of all gradients together. The batch's tree is accumulated on that part; REDUCE_GRAD finishes it over the
-copies of the stage and brings the parts together again.
+After the backward of a microbatch one exchange over the context-parallel ranks (an all-to-all) finishes the trees over
+each sequence, for an even part of the elements of all gradients together. The batch's tree is accumulated on that part;
+REDUCE_GRAD finishes it over the copies of the stage and brings the parts together again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Given = OpenSums | Sequence[Tensor]
 
 
 class ContextGradients:
-    """The gradients of one stage on one context-parallel rank over a step: `add` each, `finish` each microbatch, `reduce` at the end."""
+    """The gradients of one stage on one context-parallel rank over a step: `add` each, `finish` each
+    microbatch, `reduce` at the end."""
 
     def __init__(self, cp: Group, num_samples: int):
         self.cp = cp
@@ -64,18 +66,25 @@ class ContextGradients:
             buckets = [sorted(given, key=lambda key: (*_order(given[key]), place[key]))]
         self._shapes = {key: _samples(given[key][0])[0][0].shape for keys in buckets for key in keys}
         tables = [{key: self._shapes[key] for key in keys} for keys in buckets]
-        pieces = [[piece for table in tables for piece in _pieces(table, self.cp.size, member)] for member in range(self.cp.size)]
+        pieces = [
+            [piece for table in tables for piece in _pieces(table, self.cp.size, member)]
+            for member in range(self.cp.size)
+        ]
         num_samples = len(_samples(next(iter(given.values()))[0]))
         arrived = self._exchange(given, pieces, num_samples)
         for sample in range(num_samples):
-            finished = [_added([_finished(each, sample, (lo, hi), arrived) for each in given[key]]) for key, lo, hi in pieces[self.cp.rank]]
+            finished = [
+                _added([_finished(each, sample, (lo, hi), arrived) for each in given[key]])
+                for key, lo, hi in pieces[self.cp.rank]
+            ]
             self._batch.add(first_sample + sample, [torch.cat(finished)])
 
     def reduce(
         self, copies: Group, samples_of: Callable[[int], tuple[int, int]], others: Mapping[str, ExactAccumulator]
     ) -> dict[str, Tensor]:
-        """Finished sums over the global batch by key, the same on every member of `copies`: copies of the stage in the order of the samples
-        they see, and of each copy its context-parallel ranks in order. `others` are gradients that all of a copy's ranks have whole.
+        """Finished sums over the global batch by key, the same on every member of `copies`: copies of the stage in the
+        order of the samples they see, and of each copy its context-parallel ranks in order. `others` are gradients that
+        all of a copy's ranks have whole.
 
         Raises ValueError while a microbatch has not contributed.
         """
@@ -87,7 +96,9 @@ class ContextGradients:
         if not trees:
             return {}
         if any(tree.nodes != nodes[copy] for tree in trees):
-            raise ValueError(f"the gradients hold the nodes {trees[0].nodes} of the batch's tree, and not yet {nodes[copy]}.")
+            raise ValueError(
+                f"the gradients hold the nodes {trees[0].nodes} of the batch's tree, and not yet {nodes[copy]}."
+            )
         shapes = {key: each.tree.value(nodes[copy][0]).shape for key, each in others.items()}
         widths = [sum(shape.numel() for shape in table.values()) for table in (self._shapes, shapes)]
         values = torch.stack([self._own_part(node, others, widths[1]) for node in nodes[copy]])
@@ -105,8 +116,9 @@ class ContextGradients:
         buckets: Sequence[Sequence[str]],
         waiting: Sequence[ExactAccumulator],
     ) -> list[Tensor]:
-        """As `reduce`, but each member keeps of every bucket an even part of what it has finished; last comes that of `waiting`, gradients
-        that all of a copy's ranks have whole, if there are any. A shard of the copies has whole copies."""
+        """As `reduce`, but each member keeps of every bucket an even part of what it has finished; last comes
+        that of `waiting`, gradients that all of a copy's ranks have whole, if there are any. A shard of the
+        copies has whole copies."""
         size, shard = self.cp.size, copies.shard
         num_copies, copy = shard.size // size, shard.rank // size
         seen = copies.of_shard(samples_of)
@@ -120,7 +132,9 @@ class ContextGradients:
                 parts.append(torch.cat([each.tree.value(node).reshape(-1) for each in waiting])[lo:hi])
         widths = [hi - lo for lo, hi in (cut(each, size, self.cp.rank) for each in elements)]
         kept = [[cut(width, num_copies, index) for width in widths] for index in range(num_copies)]
-        tree = _over_copies(shard, torch.stack([torch.cat(parts) for parts in values]), nodes, self.num_samples, size, widths)
+        tree = _over_copies(
+            shard, torch.stack([torch.cat(parts) for parts in values]), nodes, self.num_samples, size, widths
+        )
         if copies.replicate is None:
             finished = tree.root()
         else:
@@ -139,14 +153,24 @@ class ContextGradients:
     def _exchange(
         self, given: Mapping[str, Sequence[Given]], pieces: Sequence[Sequence[_Piece]], num_samples: int
     ) -> list[Iterator[Tensor]]:
-        """From every member its values of each (sample, gradient, use, node), one after the other, for this rank's part of the elements."""
+        """From every member its values of each (sample, gradient, use, node), one after the other, for this rank's
+        part of the elements."""
         samples = range(num_samples)
         outgoing = [
-            [value.reshape(-1)[lo:hi] for sample in samples for key, lo, hi in part for value in _open_values(given[key], sample)]
+            [
+                value.reshape(-1)[lo:hi]
+                for sample in samples
+                for key, lo, hi in part
+                for value in _open_values(given[key], sample)
+            ]
             for part in pieces
         ]
-        own = [(each, hi - lo) for key, lo, hi in pieces[self.cp.rank] for each in given[key] if isinstance(each, OpenSums)]
-        sizes = [[width for each, width in own for _ in each.nodes[member]] * num_samples for member in range(self.cp.size)]
+        own = [
+            (each, hi - lo) for key, lo, hi in pieces[self.cp.rank] for each in given[key] if isinstance(each, OpenSums)
+        ]
+        sizes = [
+            [width for each, width in own for _ in each.nodes[member]] * num_samples for member in range(self.cp.size)
+        ]
         vectors = [torch.cat(values) if values else torch.empty(0, device=_device(given)) for values in outgoing]
         arrived = self.cp.all_to_all(vectors, [(sum(each),) for each in sizes])
         return [iter(vector.split(each)) for vector, each in zip(arrived, sizes, strict=True)]
@@ -204,17 +228,25 @@ def _finished(given: Given, sample: int, elements: tuple[int, int], arrived: Seq
 
 
 def _over_copies(
-    copies: Group, values: Tensor, nodes: Sequence[Sequence[Node]], num_samples: int, cp: int, widths: Sequence[int] | None = None
+    copies: Group,
+    values: Tensor,
+    nodes: Sequence[Sequence[Node]],
+    num_samples: int,
+    cp: int,
+    widths: Sequence[int] | None = None,
 ) -> CarryTree[Tensor]:
-    """The batch's tree over all copies, for this copy's even part of `values` [nodes, n], which ranks with equal parts have; where these
-    are several vectors of `widths` one after the other, for its part of each."""
+    """The batch's tree over all copies, for this copy's even part of `values` [nodes, n], which ranks with equal parts
+    have; where these are several vectors of `widths` one after the other, for its part of each."""
     num_copies, (copy, part) = len(nodes), divmod(copies.rank, cp)
     tree: CarryTree[Tensor] = CarryTree(num_samples, add_in_place)
     if num_copies == 1:
         arrived = [values]
     else:
         vectors = values.split([values.shape[1]] if widths is None else list(widths), 1)
-        parts = [torch.cat([each[:, slice(*cut(each.shape[1], num_copies, index))] for each in vectors], 1) for index in range(num_copies)]
+        parts = [
+            torch.cat([each[:, slice(*cut(each.shape[1], num_copies, index))] for each in vectors], 1)
+            for index in range(num_copies)
+        ]
         own = parts[copy].shape[1]
         everyone = [(index, member) for index in range(num_copies) for member in range(cp)]
         outgoing = [parts[index] if member == part else values[:0, :0] for index, member in everyone]
@@ -226,7 +258,9 @@ def _over_copies(
     return tree
 
 
-def _unflattened(parts: Sequence[Tensor], widths: Sequence[int], tables: Sequence[Mapping[str, torch.Size]]) -> dict[str, Tensor]:
+def _unflattened(
+    parts: Sequence[Tensor], widths: Sequence[int], tables: Sequence[Mapping[str, torch.Size]]
+) -> dict[str, Tensor]:
     """Gradients by key from every context-parallel rank's part, which has a piece of each of the flat vectors."""
     found: dict[str, Tensor] = {}
     starts = [0] * len(parts)

@@ -17,8 +17,8 @@ ExpertContribution = Tensor | Iterator[tuple[Leaf, Tensor]]
 """What one microbatch adds to the gradient of all local experts: one tensor (fast), or one per leaf (exact)."""
 
 Contribution = Tensor | TokenProduct | Sequence[Tensor] | OpenSums | ExpertContribution
-"""What one microbatch adds to a gradient: one tensor, or a product still to be computed (fast), one tensor per sample (exact), or one per
-leaf of experts (exact). Whoever receives it owns it."""
+"""What one microbatch adds to a gradient: one tensor, or a product still to be computed (fast), one tensor per sample
+(exact), or one per leaf of experts (exact). Whoever receives it owns it."""
 
 
 class Accumulator(Protocol):

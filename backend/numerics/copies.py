@@ -1,4 +1,5 @@
-"""`Copies`: the ranks that hold copies of a stage, and which of them keep parts of one copy together (ZeRO, hybrid sharding)."""
+"""`Copies`: the ranks that hold copies of a stage, and which of them keep parts of one copy together
+(ZeRO, hybrid sharding)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ Samples = tuple[int, int]
 
 @dataclass(frozen=True)
 class Copies:
-    """`whole` joins all copies, in the order of the samples they see. `shard` are consecutive ones of them, which keep a part each: all of
-    them, and `replicate` is None, but with hybrid sharding. There `replicate` joins those that keep equal parts.
+    """`whole` joins all copies, in the order of the samples they see. `shard` are consecutive ones of them,
+    which keep a part each: all of them, and `replicate` is None, but with hybrid sharding. There `replicate`
+    joins those that keep equal parts.
 
-    `gathers` and `backwards` have the members of `shard`: communicators for weights that come together, and for gradients that are reduced
-    inside a backward, beside what else the ranks exchange.
+    `gathers` and `backwards` have the members of `shard`: communicators for weights that come together, and for
+    gradients that are reduced inside a backward, beside what else the ranks exchange.
     """
 
     whole: Group

@@ -1,8 +1,8 @@
-"""Dropout masks and uniform noise by counter: what happens to element i is a function of (seed, operation, step, i), so every layout drops
-the same elements.
+"""Dropout masks and uniform noise by counter: what happens to element i is a function of (seed, operation, step, i), so
+every layout drops the same elements.
 
-Only 64-bit integer operations are used, which have the same bits on every device; a rank makes the mask of just the elements it holds,
-and makes it again for the backward instead of keeping it.
+Only 64-bit integer operations are used, which have the same bits on every device; a rank makes the mask of just the
+elements it holds, and makes it again for the backward instead of keeping it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def uniform(seed: int, operation: str, step: int, index: Tensor) -> Tensor:
 
 
 def _random_bits(seed: int, operation: str, step: int, index: Tensor) -> Tensor:
-    """`_BITS` random bits per element, as int64. A key is added to the index, and the finalizer of splitmix64 mixes the sum (Steele, Lea &
-    Flood 2014, figure 17, variant 13 of Stafford)."""
-    key = int.from_bytes(hashlib.blake2b(f"{seed}:{operation}:{step}".encode(), digest_size=8).digest(), "little", signed=True)
+    """`_BITS` random bits per element, as int64. A key is added to the index, and the finalizer of splitmix64 mixes the
+    sum (Steele, Lea & Flood 2014, figure 17, variant 13 of Stafford)."""
+    key = int.from_bytes(
+        hashlib.blake2b(f"{seed}:{operation}:{step}".encode(), digest_size=8).digest(), "little", signed=True
+    )
     words = index.mul(_GOLDEN).add_(key)
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
         words.bitwise_xor_(_shifted(words, shift)).mul_(multiplier)

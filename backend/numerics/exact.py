@@ -1,9 +1,11 @@
-"""`ExactNumerics`: every sum has leaves that belong to the problem and one fixed tree over them, so no layout changes a bit.
+"""`ExactNumerics`: every sum has leaves that belong to the problem and one fixed tree over them, so
+no layout changes a bit.
 
-Products run on tiles whose shapes follow from the leaf sizes (`tiles`), sums over tiles are elementwise additions (`tree`).
+Products run on tiles whose shapes follow from the leaf sizes (`tiles`), sums over tiles are
+elementwise additions (`tree`).
 
-Everything is computed in fp32, from operands in bf16 too (torch's CPU has no product of bf16 with an fp32 result), partial sums travel in
-fp32, and a result is rounded to the format of its operands once, when it is finished.
+Everything is computed in fp32, from operands in bf16 too (torch's CPU has no product of bf16 with an fp32 result),
+partial sums travel in fp32, and a result is rounded to the format of its operands once, when it is finished.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from .tokens import OwnedTokens
 from .tree import add_in_place, block_sums, fold, node_sums, token_sums, tree_fold
 
 VECTOR_ELEMENTS = 64
-"""Elementwise functions run on multiples of this: four AVX512 registers of fp32, two of which one library step takes."""
+"""Elementwise functions run on multiples of this: four AVX512 registers of fp32, two of which
+one library step takes."""
 
 
 class ExactNumerics(ExactExpertNumerics, Numerics):
@@ -57,7 +60,8 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         return y.view(samples, sequence, -1).to(x_BSF.dtype)
 
     def partial_contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
-        """One product per (token block, leaf), whole leaves as K; a value for each of this rank's nodes of the tree over leaves."""
+        """One product per (token block, leaf), whole leaves as K; a value for each of this rank's nodes of
+        the tree over leaves."""
         samples, sequence, features = x_BSC.shape
         blocks, first = list(self._token_blocks(samples, sequence)), leaves.first_leaf
         nodes = [(lo - first, hi - first) for lo, hi in leaves.nodes(leaves.tp_rank)]
@@ -70,7 +74,9 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         nodes = tuple(own if tp_rank == leaves.tp_rank else () for tp_rank in range(leaves.tp))
         return merged(terms_BSLR.movedim(2, 0), Summands(leaves.num_leaves, nodes), leaves.tp_rank)
 
-    def finish_contract(self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
+    def finish_contract(
+        self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype
+    ) -> Tensor:
         """The tree over leaves spans the ranks."""
         return _over_ranks(group, partial, leaves.summands, tokens, dtype)
 
@@ -98,13 +104,14 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         )
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """On a length that fills whole vector registers: the library computes a remainder by scalar code, whose sigmoid, silu and gelu
-        have other bits (torch 2.13 on AVX512: up to 31 last elements)."""
+        """On a length that fills whole vector registers: the library computes a remainder by scalar code, whose
+        sigmoid, silu and gelu have other bits (torch 2.13 on AVX512: up to 31 last elements)."""
         missing = -x.numel() % VECTOR_ELEMENTS
         return function(F.pad(x.flatten(), (0, missing)))[: x.numel()].view_as(x) if missing else function(x)
 
     def token_sums(self, x_BSN: Tensor, tokens: OwnedTokens | None = None) -> Contribution:
-        """Per sample, by elementwise additions only: the width of a slice cannot matter. Of own tokens the tree nodes, [nodes, n]."""
+        """Per sample, by elementwise additions only: the width of a slice cannot matter. Of own tokens the
+        tree nodes, [nodes, n]."""
         x_BSN = x_BSN.float()
         if tokens is not None:
             return list(node_sums(block_sums(x_BSN, self.reduction_block), tokens.nodes(tokens.member)))
@@ -115,7 +122,8 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         return self._over_sequence("tokens", chunks, [list(nodes) for nodes in node_sums(sums, chunks.nodes())])
 
     def head_sums(self, x_BSLQD: Tensor, heads: OwnedHeads | None) -> Contribution:
-        """Per sample: the query heads of a key/value head are added first, then as `token_sums` the leaves (head, block of tokens)."""
+        """Per sample: the query heads of a key/value head are added first, then as `token_sums` the leaves
+        (head, block of tokens)."""
         x_BLSD = fold(x_BSLQD.float(), 3).transpose(1, 2).contiguous()
         sums = block_sums(x_BLSD.flatten(0, 1), self.reduction_block).view(len(x_BLSD), -1, x_BLSD.shape[-1])
         if heads is not None:
@@ -124,7 +132,12 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
             return [sample.clone() for sample in tree_fold(sums, 1)]
         members = OwnedHeads(self.leaf_sizes, self.cp * x_BSLQD.shape[1], 1, 0, self.cp, self.cp_rank)
         open_nodes = tuple(members.nodes(member) for member in range(self.cp))
-        return OpenSums("heads", members.num_leaves, open_nodes, [list(nodes) for nodes in node_sums(sums, open_nodes[self.cp_rank])])
+        return OpenSums(
+            "heads",
+            members.num_leaves,
+            open_nodes,
+            [list(nodes) for nodes in node_sums(sums, open_nodes[self.cp_rank])],
+        )
 
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
         """Per sample, rows in the order of their positions."""
@@ -134,7 +147,8 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         ]
 
     def sum_lookups(self, rows_BSH: Tensor, group: Group, tokens: OwnedTokens | None) -> Tensor:
-        """One of the summands is not zero, so any order is exact; adding zero makes -0.0 into 0.0 on one rank as on many."""
+        """One of the summands is not zero, so any order is exact; adding zero makes -0.0 into 0.0
+        on one rank as on many."""
         if group.size == 1:
             return rows_BSH + 0.0
         return _over_ranks(group, rows_BSH.float().unsqueeze(0), Summands.one_each(group.size), tokens, rows_BSH.dtype)
@@ -148,7 +162,9 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         """Block sums inside each vocabulary leaf."""
         return torch.stack([fold(x_BSV[..., lo:hi], 2) for lo, hi in leaves.bounds])
 
-    def vocabulary_sums(self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> list[Tensor]:
+    def vocabulary_sums(
+        self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group
+    ) -> list[Tensor]:
         """The tree over leaves across the ranks; small, so every rank takes all nodes."""
         by_leaf = torch.stack(list(sums), 1)
         nodes = [leaves.nodes(rank) for rank in range(group.size)]
@@ -165,17 +181,25 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
     def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
         return sum_over(group, merged(values, summands, group.rank), summands, values.dtype)
 
-    def sum_members_part(self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-        return part_over(group, merged(values, summands, group.rank), summands, dim=dim, sizes=sizes, dtype=values.dtype).contiguous()
+    def sum_members_part(
+        self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]
+    ) -> Tensor:
+        return part_over(
+            group, merged(values, summands, group.rank), summands, dim=dim, sizes=sizes, dtype=values.dtype
+        ).contiguous()
 
     def accumulator(self, num_samples: int, *, partial: bool = False) -> Accumulator:
         return TokenNodes(num_samples) if partial else ExactAccumulator(num_samples)
 
-    def finish_parts(self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]) -> dict[str, Accumulator]:
+    def finish_parts(
+        self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]
+    ) -> dict[str, Accumulator]:
         """All gradients of one kind of parts together, that have equally many uses."""
         finished: dict[str, Accumulator] = {}
         for part in dict.fromkeys(owned.values()):
-            of_part = {name: each for name, each in gradients.items() if owned[name] == part and isinstance(each, TokenNodes)}
+            of_part = {
+                name: each for name, each in gradients.items() if owned[name] == part and isinstance(each, TokenNodes)
+            }
             with group.recorder.layer(part.layer):
                 for num_rows in sorted({each.num_rows for each in of_part.values()}):
                     alike = {name: each for name, each in of_part.items() if each.num_rows == num_rows}
@@ -186,7 +210,11 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
     ) -> dict[str, Tensor]:
         """The batch tree, finished over the ranks: all gradients in one exchange."""
-        trees = {name: accumulator.tree for name, accumulator in gradients.items() if isinstance(accumulator, ExactAccumulator)}
+        trees = {
+            name: accumulator.tree
+            for name, accumulator in gradients.items()
+            if isinstance(accumulator, ExactAccumulator)
+        }
         if group.size == 1 or not trees:
             return {name: tree.root() for name, tree in trees.items()}
         values, summands, shapes = _over_samples(trees, group, samples_of)
@@ -195,7 +223,11 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
     def reduce_gradients_part(
         self, gradients: Mapping[str, Accumulator], copies: Copies, samples_of: Callable[[int], tuple[int, int]]
     ) -> Tensor:
-        trees = {name: accumulator.tree for name, accumulator in gradients.items() if isinstance(accumulator, ExactAccumulator)}
+        trees = {
+            name: accumulator.tree
+            for name, accumulator in gradients.items()
+            if isinstance(accumulator, ExactAccumulator)
+        }
         shard = copies.shard
         values, summands, _ = _over_samples(trees, shard, copies.of_shard(samples_of))
         sizes = [hi - lo for lo, hi in (cut(values.shape[1], shard.size, member) for member in range(shard.size))]
@@ -219,8 +251,8 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         return OpenSums(kind, chunks.num_items, members, samples)
 
     def _token_blocks(self, samples: int, sequence: int, block: int = 0) -> Iterator[tuple[int, int]]:
-        """Token blocks (of weight gradients unless given) inside each sample, as rows of the flat [b*s, ...] tensor; a sample's last
-        block may be shorter."""
+        """Token blocks (of weight gradients unless given) inside each sample, as rows of the flat [b*s, ...] tensor; a
+        sample's last block may be shorter."""
         block = block or self.gradient_block
         for sample in range(samples):
             for first in range(0, sequence, block):
@@ -231,7 +263,8 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
 def _over_samples(
     trees: Mapping[str, CarryTree[Tensor]], group: Group, samples_of: Callable[[int], tuple[int, int]]
 ) -> tuple[Tensor, Summands, dict[str, torch.Size]]:
-    """The nodes of the batch's tree that this member has, [nodes, n] over all gradients, who brings which, and the gradients' shapes."""
+    """The nodes of the batch's tree that this member has, [nodes, n] over all gradients, who brings which, and
+    the gradients' shapes."""
     num_samples = next(iter(trees.values())).num_leaves
     summands = Summands(num_samples, tuple(maximal_nodes(num_samples, *samples_of(rank)) for rank in range(group.size)))
     own = summands.nodes[group.rank]
@@ -239,8 +272,11 @@ def _over_samples(
     return torch.stack([flatten(tree.value(node) for tree in trees.values()) for node in own]), summands, shapes
 
 
-def _over_ranks(group: Group, values: Tensor, summands: Summands, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
-    """The finished sum of hidden states [nodes, b, s, n] whose leaves lie on the members, rounded to `dtype`: whole, or own tokens."""
+def _over_ranks(
+    group: Group, values: Tensor, summands: Summands, tokens: OwnedTokens | None, dtype: torch.dtype
+) -> Tensor:
+    """The finished sum of hidden states [nodes, b, s, n] whose leaves lie on the members, rounded to `dtype`:
+    whole, or own tokens."""
     if tokens is None:
         return sum_over(group, values, summands, dtype)
     return part_over(group, values, summands, dim=1, sizes=tokens.sizes, dtype=dtype)

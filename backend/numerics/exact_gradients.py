@@ -1,4 +1,5 @@
-"""Exact gradients while they are accumulated: carry trees over samples, and under sequence parallelism tree nodes over tokens."""
+"""Exact gradients while they are accumulated: carry trees over samples, and under sequence parallelism
+tree nodes over tokens."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ class ExactAccumulator:
 
 
 class TokenNodes:
-    """The gradient of a norm or bias of which this rank knows its own tokens' (or heads') part: per sample the tree nodes [nodes, n] of it,
-    those of each layer that uses it one after the other.
+    """The gradient of a norm or bias of which this rank knows its own tokens' (or heads') part: per sample the tree
+    nodes [nodes, n] of it, those of each layer that uses it one after the other.
 
-    The batch's tree is over whole samples, so nothing can be added before `finished_parts` has met the other ranks: a vector or two
-    per sample of the step are held, which is little beside the matrices of a layer.
+    The batch's tree is over whole samples, so nothing can be added before `finished_parts` has met the other ranks: a
+    vector or two per sample of the step are held, which is little beside the matrices of a layer.
     """
 
     def __init__(self, num_samples: int):
@@ -64,8 +65,9 @@ class TokenNodes:
 def finished_parts(gradients: Mapping[str, TokenNodes], group: Group, owned: OwnedPart) -> dict[str, Accumulator]:
     """The gradients as carry trees over whole samples, the same on every member. All have equally many uses.
 
-    All gradients go side by side: an all-to-all brings each member the nodes of an even part of the elements, of which it finishes every
-    sample and the batch's tree over them as far as its samples reach; an all-gather puts the parts together.
+    All gradients go side by side: an all-to-all brings each member the nodes of an even part of the elements,
+    of which it finishes every sample and the batch's tree over them as far as its samples reach; an all-gather
+    puts the parts together.
     """
     if not gradients:
         return {}
@@ -88,7 +90,9 @@ def finished_parts(gradients: Mapping[str, TokenNodes], group: Group, owned: Own
     finished_samples = functools.reduce(torch.add, [sequence.root() for sequence in sequences])
     for sample, value in zip(samples, finished_samples, strict=True):
         batch.insert((sample, sample + 1), value)
-    whole = group.all_gather(torch.stack([batch.value(node) for node in batch.nodes]), [(len(batch.nodes), hi - lo) for lo, hi in parts])
+    whole = group.all_gather(
+        torch.stack([batch.value(node) for node in batch.nodes]), [(len(batch.nodes), hi - lo) for lo, hi in parts]
+    )
     finished: dict[str, Accumulator] = {}
     for name, values in zip(gradients, torch.cat(whole, 1).split(widths, 1), strict=True):
         accumulator = finished[name] = ExactAccumulator(num_samples)

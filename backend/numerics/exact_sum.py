@@ -1,10 +1,11 @@
 """`ExactSum`: the sum of fp32 numbers, or of their squares, without any rounding, so that order and cuts cannot matter.
 
-ZeRO and pipeline cuts ignore parameter boundaries, so no order of leaves survives for the loss and the gradient norm. Both are sums of
-numbers whose range is known: an fp32 is a multiple of 2^-149 below 2^128, its square a multiple of 2^-298 below 2^256. Values are
-split into parts of 38 bits by adding and subtracting a large constant (the error-free extraction of Rump, Ogita and Oishi 2008,
-algorithm 3.1); 2^15 parts of one size add up exactly in fp64 in any order; and Python's integers hold the total. On the CPU compiled
-loops (`csrc`) do the same where they were built. The sum has no rounding, so both give the same bits.
+ZeRO and pipeline cuts ignore parameter boundaries, so no order of leaves survives for the loss and the gradient norm.
+Both are sums of numbers whose range is known: an fp32 is a multiple of 2^-149 below 2^128, its square a multiple of
+2^-298 below 2^256. Values are split into parts of 38 bits by adding and subtracting a large constant (the error-free
+extraction of Rump, Ogita and Oishi 2008, algorithm 3.1); 2^15 parts of one size add up exactly in fp64 in any order;
+and Python's integers hold the total. On the CPU compiled loops (`csrc`) do the same where they were built. The sum has
+no rounding, so both give the same bits.
 """
 
 from __future__ import annotations

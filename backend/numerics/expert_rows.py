@@ -1,7 +1,8 @@
 """`ExpertNumerics`: the products of experts over rows that are copies of tokens, grouped by expert; exact and fast.
 
-Shape suffixes: N copies of tokens on this rank, one after the other by local expert; E local experts; C this rank's part of an expert's
-width, F a whole feature dimension. Weights are stored [E, C, F], the cut dimension before the whole one, as in `base`.
+Shape suffixes: N copies of tokens on this rank, one after the other by local expert; E local experts; C this rank's
+part of an expert's width, F a whole feature dimension. Weights are stored [E, C, F], the cut dimension before the
+whole one, as in `base`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .tree import add_in_place, fold
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows `[first, last)` of one local expert, at least one; in exact numerics those of one leaf, `leaves[leaf]` of the microbatch."""
+    """Rows `[first, last)` of one local expert, at least one; in exact numerics those of one leaf,
+    `leaves[leaf]` of the microbatch."""
 
     expert: int
     leaf: int
@@ -35,7 +37,8 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """How N rows are grouped, in order. `leaves` are all that this microbatch contributes, also where an expert got nothing of one."""
+    """How N rows are grouped, in order. `leaves` are all that this microbatch contributes, also where an
+    expert got nothing of one."""
 
     num_experts: int
     groups: tuple[RowGroup, ...]
@@ -59,10 +62,13 @@ class ExpertNumerics(ABC):
 
     @abstractmethod
     def contract_experts(self, x_NC: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
-        """x W, a value for each node this rank has of the sum over the expert's width, [nodes, n, f]; `sum_members_part` finishes it."""
+        """x W, a value for each node this rank has of the sum over the expert's width, [nodes, n, f];
+        `sum_members_part` finishes it."""
 
     @abstractmethod
-    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> ExpertContribution:
+    def expert_weight_gradient(
+        self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves
+    ) -> ExpertContribution:
         """Sums over every expert's rows of the outer products, [e, c, f]."""
 
     @abstractmethod
@@ -78,20 +84,25 @@ class ExpertNumerics(ABC):
         """An empty gradient of experts over a global batch of `num_samples` sequences of `num_blocks` token blocks."""
 
     @abstractmethod
-    def reduce_experts(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
+    def reduce_experts(
+        self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]
+    ) -> dict[str, Tensor]:
         """Finished sums over the global batch by name, the same on every member of a group of copies of the experts.
 
         `nodes[member]` is what a member holds (exact numerics). The accumulators are used up.
         """
 
     @abstractmethod
-    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]) -> Tensor:
-        """This member's even part of `reduce_experts` over `copies.whole`, of all elements one gradient after the other, cut over
-        `copies.shard`: without hybrid sharding its first half."""
+    def reduce_experts_part(
+        self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]
+    ) -> Tensor:
+        """This member's even part of `reduce_experts` over `copies.whole`, of all elements one gradient after the
+        other, cut over `copies.shard`: without hybrid sharding its first half."""
 
 
 class ExactExpertNumerics(ExpertNumerics):
-    """One product per (sample, token block, expert) and feature leaf: its shape follows from the routing, not from the layout."""
+    """One product per (sample, token block, expert) and feature leaf: its shape follows from the
+    routing, not from the layout."""
 
     def project_experts(self, x_NF: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
         x, weight = x_NF.float(), weight_ECF.float()
@@ -99,7 +110,9 @@ class ExactExpertNumerics(ExpertNumerics):
         for lo, hi in leaves.bounds:
             column = x.new_empty(len(x), hi - lo)
             for group in rows.groups:
-                torch.mm(x[group.first : group.last], weight[group.expert, lo:hi].t(), out=column[group.first : group.last])
+                torch.mm(
+                    x[group.first : group.last], weight[group.expert, lo:hi].t(), out=column[group.first : group.last]
+                )
             columns.append(column)
         return torch.cat(columns, 1).to(x_NF.dtype)
 
@@ -114,7 +127,9 @@ class ExactExpertNumerics(ExpertNumerics):
                 value[group.first : group.last] = _node_sum(products, node, leaves.first_leaf)
         return values
 
-    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Iterator[tuple[Leaf, Tensor]]:
+    def expert_weight_gradient(
+        self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves
+    ) -> Iterator[tuple[Leaf, Tensor]]:
         x, y = x_NC.float(), y_NF.float()
         for leaf, groups in zip(rows.leaves, rows.by_leaf, strict=True):
             total = x.new_empty(rows.num_experts, x.shape[1], y.shape[1])
@@ -142,7 +157,9 @@ class ExactExpertNumerics(ExpertNumerics):
     def expert_accumulator(self, num_samples: int, num_blocks: int) -> Accumulator:
         return ExpertAccumulator(num_samples, num_blocks)
 
-    def reduce_experts(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
+    def reduce_experts(
+        self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]
+    ) -> dict[str, Tensor]:
         trees = {name: each.tree for name, each in gradients.items() if isinstance(each, ExpertAccumulator)}
         if group.size == 1 or not trees:
             return {name: tree.root() for name, tree in trees.items()}
@@ -152,7 +169,9 @@ class ExactExpertNumerics(ExpertNumerics):
         parts = whole.split([shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(trees, parts, shapes, strict=True)}
 
-    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]) -> Tensor:
+    def reduce_experts_part(
+        self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]
+    ) -> Tensor:
         trees = {name: each.tree for name, each in gradients.items() if isinstance(each, ExpertAccumulator)}
         shard, own = copies.shard, copies.whole.rank - copies.shard.rank
         tree = _joined(_flat(trees.values(), nodes[copies.whole.rank]), shard, nodes[own : own + shard.size], trees)
@@ -160,7 +179,8 @@ class ExactExpertNumerics(ExpertNumerics):
             return tree.root()
         some, size = next(iter(trees.values())), shard.size
         together = [
-            joined_nodes(some.samples.num_leaves, some.num_blocks, nodes[first : first + size]) for first in range(0, len(nodes), size)
+            joined_nodes(some.samples.num_leaves, some.num_blocks, nodes[first : first + size])
+            for first in range(0, len(nodes), size)
         ]
         flat = _flat([tree], together[copies.replicate.rank])
         return _whole(_joined(flat, copies.replicate, together, trees), copies.replicate, flat.shape[1])
@@ -181,7 +201,9 @@ class FastExpertNumerics(ExpertNumerics):
             torch.mm(x_NC[group.first : group.last], weight_ECF[group.expert], out=y_NF[group.first : group.last])
         return y_NF.unsqueeze(0)
 
-    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> ExpertContribution:
+    def expert_weight_gradient(
+        self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves
+    ) -> ExpertContribution:
         total = torch.zeros(rows.num_experts, x_NC.shape[1], y_NF.shape[1], device=x_NC.device)
         for group in rows.groups:
             total[group.expert] = x_NC[group.first : group.last].t() @ y_NF[group.first : group.last]
@@ -204,14 +226,16 @@ class ExpertAccumulator:
         self.tree: NestedTree[Tensor] = NestedTree(num_samples, num_blocks, add_in_place)
 
     def add(self, first_sample: int, contribution: Contribution) -> None:
-        """Each leaf by its own place: experts see samples of several data-parallel ranks. Leaves are made one by one as they are added."""
+        """Each leaf by its own place: experts see samples of several data-parallel ranks. Leaves are made one by
+        one as they are added."""
         assert isinstance(contribution, Iterator), "exact numerics give the leaves of experts one by one"
         for (sample, block), value in contribution:
             self.tree.insert(sample, (block, block + 1), value)
 
     @property
     def held(self) -> list[Tensor]:
-        """A few partial sums for each data-parallel rank whose samples come here, and what waits for other copies of the experts."""
+        """A few partial sums for each data-parallel rank whose samples come here, and what waits for other
+        copies of the experts."""
         samples = self.tree.samples
         return [*(samples.value(node) for node in samples.nodes), *(self.tree.part(*part) for part in self.tree.parts)]
 
@@ -236,8 +260,11 @@ def _flat(trees: Iterable[NestedTree[Tensor]], nodes: ExpertNodes) -> Tensor:
     return torch.stack([torch.cat([value.reshape(-1) for value in values]) for values in zip(*held, strict=True)])
 
 
-def _joined(flat: Tensor, group: Group, nodes: Sequence[ExpertNodes], trees: Mapping[str, NestedTree[Tensor]]) -> NestedTree[Tensor]:
-    """What all members have of this one's even part of the elements, added up; `flat` is what this one has of all, `nodes` who has what."""
+def _joined(
+    flat: Tensor, group: Group, nodes: Sequence[ExpertNodes], trees: Mapping[str, NestedTree[Tensor]]
+) -> NestedTree[Tensor]:
+    """What all members have of this one's even part of the elements, added up; `flat` is what this one has of all,
+    `nodes` who has what."""
     some = next(iter(trees.values()))
     bounds = [cut(flat.shape[1], group.size, member) for member in range(group.size)]
     width = bounds[group.rank][1] - bounds[group.rank][0]

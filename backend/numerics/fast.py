@@ -1,4 +1,5 @@
-"""`FastNumerics`: whole products and the library's reductions. Same layers, same schedules; bits depend on the layout."""
+"""`FastNumerics`: whole products and the library's reductions. Same layers, same schedules; bits
+depend on the layout."""
 
 from __future__ import annotations
 
@@ -29,14 +30,17 @@ class FastNumerics(FastExpertNumerics, Numerics):
     mode = "fast"
 
     def __init__(self, device: torch.device, gradient_dtype: torch.dtype = torch.float32):
-        """`gradient_dtype` is the format in which gradients are summed over microbatches and travel; ranks add them up in fp32."""
+        """`gradient_dtype` is the format in which gradients are summed over microbatches and travel;
+        ranks add them up in fp32."""
         super().__init__(device)
         self.gradient_dtype = gradient_dtype
 
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         return F.linear(x_BSF, weight_CF)
 
-    def contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None) -> Tensor:
+    def contract(
+        self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None
+    ) -> Tensor:
         return x_BSC @ weight_CF if group.size == 1 else super().contract(x_BSC, weight_CF, leaves, group, tokens)
 
     def partial_contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
@@ -45,7 +49,9 @@ class FastNumerics(FastExpertNumerics, Numerics):
     def partial_sum(self, terms_BSLR: Tensor, leaves: OwnedLeaves) -> Tensor:
         return terms_BSLR.sum(2).unsqueeze(0)
 
-    def finish_contract(self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype) -> Tensor:
+    def finish_contract(
+        self, partial: Tensor, leaves: OwnedLeaves, group: Group, tokens: OwnedTokens | None, dtype: torch.dtype
+    ) -> Tensor:
         return _summed(group, partial[0], tokens)
 
     def multiply(self, x_BSK: Tensor, matrix_KN: Tensor) -> Tensor:
@@ -75,19 +81,25 @@ class FastNumerics(FastExpertNumerics, Numerics):
     def leaf_sums(self, x_BSV: Tensor, leaves: OwnedLeaves) -> Tensor:
         return x_BSV.sum(-1).unsqueeze(0)
 
-    def vocabulary_sums(self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group) -> list[Tensor]:
+    def vocabulary_sums(
+        self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group
+    ) -> list[Tensor]:
         return list(_summed(group, torch.cat([*sums, target_BS.unsqueeze(0)]), None))
 
     def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
         return _summed(group, values.sum(0), None)
 
-    def sum_members_part(self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    def sum_members_part(
+        self, values: Tensor, summands: Summands, group: Group, dim: int, sizes: Sequence[int]
+    ) -> Tensor:
         return _part_of_sum(group, values.sum(0), dim, sizes)
 
     def accumulator(self, num_samples: int, *, partial: bool = False) -> Accumulator:
         return FastAccumulator(self.gradient_dtype)
 
-    def finish_parts(self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]) -> dict[str, Accumulator]:
+    def finish_parts(
+        self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]
+    ) -> dict[str, Accumulator]:
         """What ranks know of different tokens or heads travels in fp32: vectors, which cost little."""
         finished: dict[str, Accumulator] = {name: FastAccumulator(self.gradient_dtype) for name in gradients}
         for name, total in self._reduced(gradients, group, wide=False).items():
@@ -101,11 +113,19 @@ class FastNumerics(FastExpertNumerics, Numerics):
 
     def _reduced(self, gradients: Mapping[str, Accumulator], group: Group, *, wide: bool) -> dict[str, Tensor]:
         """Sums over the members in fp32; `wide` ones travel in `gradient_dtype`."""
-        totals = {name: accumulator.total for name, accumulator in gradients.items() if isinstance(accumulator, FastAccumulator)}
+        totals = {
+            name: accumulator.total
+            for name, accumulator in gradients.items()
+            if isinstance(accumulator, FastAccumulator)
+        }
         if group.size == 1 or not totals:
             return {name: total.float() for name, total in totals.items()}
         flat = flatten(totals.values())
-        summed = group.all_reduce(flat, "sum", wide=True).float() if wide else group.all_reduce(flat.float(), "sum", used_up=True)
+        summed = (
+            group.all_reduce(flat, "sum", wide=True).float()
+            if wide
+            else group.all_reduce(flat.float(), "sum", used_up=True)
+        )
         return unflatten(summed, {name: total.shape for name, total in totals.items()})
 
     def reduce_gradients_part(
@@ -115,8 +135,9 @@ class FastNumerics(FastExpertNumerics, Numerics):
         return self.replicated(own, copies)[:elements].float()
 
     def scattered(self, gradients: Mapping[str, Accumulator], shard: Group) -> tuple[Tensor, int]:
-        """This member's even part of the sums over `shard`, and its length: libraries add up parts of one length only, so shorter ones have
-        a zero behind. Every accumulator is let go of as soon as it has its place in what is sent."""
+        """This member's even part of the sums over `shard`, and its length: libraries add up parts of one
+        length only, so shorter ones have a zero behind. Every accumulator is let go of as soon as it has its
+        place in what is sent."""
         own = [each for each in gradients.values() if isinstance(each, FastAccumulator)]
         if shard.size == 1:
             flat = flatten(each.total for each in own)
@@ -143,15 +164,21 @@ class FastNumerics(FastExpertNumerics, Numerics):
         """What `scattered` gave, added over those that keep equal parts."""
         if copies.replicate is None:
             return own
-        return copies.replicate.all_reduce(own.to(self.gradient_dtype), "sum", wide=self.gradient_dtype != torch.float32)
+        return copies.replicate.all_reduce(
+            own.to(self.gradient_dtype), "sum", wide=self.gradient_dtype != torch.float32
+        )
 
     def expert_accumulator(self, num_samples: int, num_blocks: int) -> Accumulator:
         return FastAccumulator(self.gradient_dtype)
 
-    def reduce_experts(self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]) -> dict[str, Tensor]:
+    def reduce_experts(
+        self, gradients: Mapping[str, Accumulator], group: Group, nodes: Sequence[ExpertNodes]
+    ) -> dict[str, Tensor]:
         return self.reduce_gradients(gradients, group, lambda _: (0, 0))
 
-    def reduce_experts_part(self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]) -> Tensor:
+    def reduce_experts_part(
+        self, gradients: Mapping[str, Accumulator], copies: Copies, nodes: Sequence[ExpertNodes]
+    ) -> Tensor:
         return self.reduce_gradients_part(gradients, copies, lambda _: (0, 0))
 
     def sum(self, tensors: Iterable[Tensor]) -> FastSum:
@@ -208,7 +235,10 @@ class FastSum:
         """The sum over the members in the library's order."""
         if group.size == 1:
             return self
-        return FastSum(group.all_reduce(torch.tensor([self.value], dtype=torch.float64, device=self.device), "sum").item(), self.device)
+        return FastSum(
+            group.all_reduce(torch.tensor([self.value], dtype=torch.float64, device=self.device), "sum").item(),
+            self.device,
+        )
 
 
 def _rows(tensor: Tensor) -> Tensor:

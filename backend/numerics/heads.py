@@ -1,4 +1,5 @@
-"""`OwnedHeads`: which part of the sums over heads and tokens a tensor-parallel rank has (norms of query and key heads)."""
+"""`OwnedHeads`: which part of the sums over heads and tokens a tensor-parallel rank has (norms of
+query and key heads)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class OwnedPart(Protocol):
 
 @dataclass(frozen=True)
 class OwnedHeads:
-    """Leaves are (key/value head, block of tokens), head by head; a rank has its own heads and all tokens of its context-parallel rank."""
+    """Leaves are (key/value head, block of tokens), head by head; a rank has its own heads and all tokens of its
+    context-parallel rank."""
 
     leaf_sizes: LeafSizes
     sequence: int

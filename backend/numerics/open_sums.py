@@ -10,14 +10,16 @@ from torch import Tensor
 from ...core.base.reduction import Node
 
 OpenKind = Literal["blocks", "tokens", "heads"]
-"""What the leaves of an open sum are: the token blocks of weight gradients, the finer ones of sums over tokens, those of every head."""
+"""What the leaves of an open sum are: the token blocks of weight gradients, the finer ones of sums over
+tokens, those of every head."""
 
 
 @dataclass(frozen=True)
 class OpenSums:
     """What one microbatch adds to a gradient on a rank that has a part of its sequences.
 
-    `nodes[cp_rank]` are the nodes of the tree over `num_leaves` that a rank has, `samples[i]` this rank's values of them for sample i.
+    `nodes[cp_rank]` are the nodes of the tree over `num_leaves` that a rank has, `samples[i]` this rank's
+    values of them for sample i.
     """
 
     kind: OpenKind

@@ -1,8 +1,9 @@
 """Measures what exact numerics assume of the library on this machine, with a plan's own shapes.
 
-The canonical order fixes every sum over ranks, leaves, tokens and samples. What is left to the library must not change its bits when
-more of the same is computed beside it: a tile product inside of larger tensors, an attention head beside others, a norm's row among
-others, an elementwise function on a longer tensor, the optimizer's update of a longer tensor. Each assumption is a row of `PROBES`.
+The canonical order fixes every sum over ranks, leaves, tokens and samples. What is left to the library must not change
+its bits when more of the same is computed beside it: a tile product inside of larger tensors, an attention head beside
+others, a norm's row among others, an elementwise function on a longer tensor, the optimizer's update of a longer
+tensor. Each assumption is a row of `PROBES`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,15 @@ def probe(plan: Plan, device: torch.device | str = "cpu") -> list[Finding]:
     findings = []
     for entry in PROBES:
         if count := entry.differing(plan, device):
-            findings.append(Finding(entry.name, "error", where, f"{entry.assumption} does not hold: {count} elements differ.", entry.hint))
+            findings.append(
+                Finding(
+                    entry.name,
+                    "error",
+                    where,
+                    (f"{entry.assumption} does not hold: {count} elements differ."),
+                    entry.hint,
+                )
+            )
     return findings
 
 
@@ -67,12 +76,22 @@ def _elsewhere(x: Tensor) -> Tensor:
 
 
 def _products(plan: Plan, device: torch.device) -> int:
-    """The three kinds of tiles of every shape that the model's cut matrices have: each alone against inside of larger tensors."""
+    """The three kinds of tiles of every shape that the model's cut matrices have: each alone against
+    inside of larger tensors."""
     return sum(
         _count(*(_tile(product, operands, place) for place in (torch.clone, _elsewhere)))
         for tokens, leaf, whole in _tile_sizes(plan)
-        for operands in [[_random(seed, device, *shape) for seed, shape in enumerate(((tokens, whole), (leaf, whole), (tokens, leaf)))]]
-        for product in (lambda x, weight, y: (x, weight.t()), lambda x, weight, y: (y, weight), lambda x, weight, y: (y.t(), x))
+        for operands in [
+            [
+                _random(seed, device, *shape)
+                for seed, shape in enumerate(((tokens, whole), (leaf, whole), (tokens, leaf)))
+            ]
+        ]
+        for product in (
+            lambda x, weight, y: (x, weight.t()),
+            lambda x, weight, y: (y, weight),
+            lambda x, weight, y: (y.t(), x),
+        )
     )
 
 
@@ -85,8 +104,8 @@ def _tile(product: TileFunction, operands: list[Tensor], place: Callable[[Tensor
 
 
 def _tile_sizes(plan: Plan) -> set[tuple[int, int, int]]:
-    """(tokens, features of a leaf, whole features) of all tiles, shorter last blocks and leaves among them; a matrix that no rank cuts
-    is one leaf."""
+    """(tokens, features of a leaf, whole features) of all tiles, shorter last blocks and leaves among them; a matrix
+    that no rank cuts is one leaf."""
     sequence, block = plan.batch.sequence, plan.leaf_sizes.gradient_token_block
     sizes = set()
     for parameter in parameters(plan.model):
@@ -95,7 +114,11 @@ def _tile_sizes(plan: Plan) -> set[tuple[int, int, int]]:
             leaves = plan.leaf_sizes.feature(feature)
             widths = {leaves.block, leaves.num_items % leaves.block or leaves.block}
             sizes |= {(min(block, sequence), width * parameter.unit, parameter.shape[1 - dim]) for width in widths}
-            sizes |= {(sequence % block, width * parameter.unit, parameter.shape[1 - dim]) for width in widths if sequence % block}
+            sizes |= {
+                (sequence % block, width * parameter.unit, parameter.shape[1 - dim])
+                for width in widths
+                if sequence % block
+            }
         elif len(parameter.shape) == 2 and not parameter.name.startswith("embedding."):
             blocks = (min(plan.leaf_sizes.reduction_token_block, sequence), min(block, sequence))
             sizes |= {(tokens, *parameter.shape) for size in blocks for tokens in (size, sequence % size) if tokens}
@@ -103,8 +126,8 @@ def _tile_sizes(plan: Plan) -> set[tuple[int, int, int]]:
 
 
 def _attention(plan: Plan, device: torch.device) -> int:
-    """Forward and backward of 2 samples x 3 heads against each (sample, head) alone: one causal call, or the first and the last block of
-    queries, in fp32, against the keys up to their ends."""
+    """Forward and backward of 2 samples x 3 heads against each (sample, head) alone: one causal call, or the first and
+    the last block of queries, in fp32, against the keys up to their ends."""
     model, sequence = plan.model, plan.batch.sequence
     size = min(plan.leaf_sizes.gradient_token_block, sequence)
     dtype = _dtype(plan) if size == sequence else torch.float32
@@ -129,7 +152,9 @@ def _attention_and_gradients(inputs: Sequence[Tensor], end: int) -> list[Tensor]
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
         places = torch.arange(end, device=q.device)
-        mask = torch.zeros(q.shape[2], end, device=q.device).masked_fill_(places > places[end - q.shape[2] :, None], -torch.inf)
+        mask = torch.zeros(q.shape[2], end, device=q.device).masked_fill_(
+            places > places[end - q.shape[2] :, None], -torch.inf
+        )
         output = F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], mask)
     return [output.detach(), *torch.autograd.grad(output, [q, k, v], gradient)]
 
@@ -148,7 +173,9 @@ def _norm_rows_of(plan: Plan, device: torch.device, hidden: int) -> int:
 
     def layer_norm(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         y, mean, rstd = torch.native_layer_norm(x, [hidden], weight, bias, plan.model.norm_eps)
-        return y, torch.ops.aten.native_layer_norm_backward(dy, x, [hidden], mean, rstd, weight, bias, [True, False, False])[0]
+        return y, torch.ops.aten.native_layer_norm_backward(
+            dy, x, [hidden], mean, rstd, weight, bias, [True, False, False]
+        )[0]
 
     def row_means(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         return x.square().mean(-1, keepdim=True), (x * dy).mean(-1, keepdim=True)
@@ -161,7 +188,8 @@ def _norm_rows_of(plan: Plan, device: torch.device, hidden: int) -> int:
 
 
 def _elementwise(plan: Plan, device: torch.device) -> int:
-    """Activations, exponentials and roots with their gradients, through `ExactNumerics.elementwise`, on slices of odd lengths."""
+    """Activations, exponentials and roots with their gradients, through `ExactNumerics.elementwise`, on
+    slices of odd lengths."""
     numerics = ExactNumerics(plan.leaf_sizes, device)
     x, dy = (_random(seed, device, 40 * VECTOR_ELEMENTS).to(_dtype(plan)) for seed in (0, 1))
 
@@ -192,7 +220,11 @@ def _optimizer(plan: Plan, device: torch.device) -> int:
         return held.tensor
 
     whole = updated(lambda x: x)
-    cuts: list[Callable[[Tensor], Tensor]] = [lambda x: x[5:16], lambda x: x[:, :7].t().contiguous().t(), lambda x: x[-1:]]
+    cuts: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x[5:16],
+        lambda x: x[:, :7].t().contiguous().t(),
+        lambda x: x[-1:],
+    ]
     return sum(_count(updated(cut), cut(whole)) for cut in cuts)
 
 
@@ -201,9 +233,19 @@ _REPORT = "Please report the machine and the torch version; exact mode cannot pr
 
 PROBES = (
     Probe("product-alignment", "a tile product does not depend on addresses and strides", _SWITCH, _products),
-    Probe("attention-slices", "attention of one (sample, head) does not depend on the others beside it", _REPORT, _attention),
+    Probe(
+        "attention-slices",
+        ("attention of one (sample, head) does not depend on the others beside it"),
+        _REPORT,
+        _attention,
+    ),
     Probe("norm-rows", "a row of a norm does not depend on the number of rows", _REPORT, _norm_rows),
-    Probe("elementwise-length", "an elementwise function does not depend on the length of its tensor", _REPORT, _elementwise),
+    Probe(
+        "elementwise-length",
+        ("an elementwise function does not depend on the length of its tensor"),
+        _REPORT,
+        _elementwise,
+    ),
     Probe("optimizer-slices", "an AdamW update does not depend on the cut of its tensor", _REPORT, _optimizer),
 )
 """Every assumption, with what to do when it fails."""

@@ -1,7 +1,9 @@
-"""Random numbers by counter: element i of a tensor is a function of (seed, name, i), so a rank can draw its slice alone.
+"""Random numbers by counter: element i of a tensor is a function of (seed, name, i), so a rank
+can draw its slice alone.
 
-A normal draw is the scaled sum of eight uniform 16-bit integers (Irwin-Hall): integer arithmetic and one rounding, so its bits do not
-depend on a mathematics library. It has the mean and variance of a normal and ends at 4.9 standard deviations.
+A normal draw is the scaled sum of eight uniform 16-bit integers (Irwin-Hall): integer arithmetic and one
+rounding, so its bits do not depend on a mathematics library. It has the mean and variance of a normal and ends
+at 4.9 standard deviations.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _ROWS_BYTES = 1 << 25
 def normal(seed: int, name: str, shape: Sequence[int], slices: Sequence[slice], std: float) -> Tensor:
     """The `slices` part of a normal fp32 tensor of `shape` with mean 0: the same numbers as cutting the whole.
 
-    Rows outside the first slice are not drawn; columns outside the others are drawn and dropped. The slice holds at least one row.
+    Rows outside the first slice are not drawn; columns outside the others are drawn and dropped. The
+    slice holds at least one row.
     """
     rows, row_elements = slices[0], math.prod(shape[1:])
     step = max(1, _ROWS_BYTES // (16 * row_elements))
@@ -39,7 +42,8 @@ def normal(seed: int, name: str, shape: Sequence[int], slices: Sequence[slice], 
 
 
 def _standard(seed: int, name: str, lo: int, hi: int) -> np.ndarray:
-    """Integers-and-a-half with mean 0 and standard deviation `_SUM_STD` for the elements `[lo, hi)` of the flat tensor, as fp64."""
+    """Integers-and-a-half with mean 0 and standard deviation `_SUM_STD` for the elements `[lo, hi)` of the
+    flat tensor, as fp64."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest(), "little")
     first_counter, last_counter = lo // _ELEMENTS_PER_COUNTER, -(-hi // _ELEMENTS_PER_COUNTER)
     generator = np.random.Philox(key=key)

@@ -1,6 +1,8 @@
-"""`Summands`: what a sum over the members of a group is made of, and the one way in which exact numerics finish such a sum.
+"""`Summands`: what a sum over the members of a group is made of, and the one way in which exact
+numerics finish such a sum.
 
-Only elementwise additions are used, whose bits depend on nothing but the two numbers. See `core.base.reduction` for the tree.
+Only elementwise additions are used, whose bits depend on nothing but the two numbers. See
+`core.base.reduction` for the tree.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from .tree import add_in_place
 class Summands:
     """Who brings which values to a sum over `num_leaves` leaves, which lie on the members one interval after the other.
 
-    `nodes[i]` are the nodes of the canonical tree that member i has a value for, in order: single leaves, or sums of its own it has
-    made already. A member may have none. The bits of the sum do not depend on which member has which leaf.
+    `nodes[i]` are the nodes of the canonical tree that member i has a value for, in order: single leaves,
+    or sums of its own it has made already. A member may have none. The bits of the sum do not depend on
+    which member has which leaf.
     """
 
     num_leaves: int
@@ -36,7 +39,9 @@ class Summands:
     @classmethod
     def leaves(cls, counts: Sequence[int]) -> Summands:
         """`counts[i]` leaves on member i, each with a value of its own."""
-        return cls(sum(counts), tuple(tuple((leaf, leaf + 1) for leaf in range(lo, hi)) for lo, hi in _intervals(counts)))
+        return cls(
+            sum(counts), tuple(tuple((leaf, leaf + 1) for leaf in range(lo, hi)) for lo, hi in _intervals(counts))
+        )
 
     @classmethod
     def partial_sums(cls, counts: Sequence[int]) -> Summands:
@@ -64,10 +69,11 @@ def merged(values: Tensor, summands: Summands, member: int) -> Tensor:
 
 
 def sum_over(group: Group, values: Tensor, summands: Summands, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The finished sum [...] of [n, ...], a value for each node that a member ships, the same on every member; `values` are used up.
+    """The finished sum [...] of [n, ...], a value for each node that a member ships, the same on every
+    member; `values` are used up.
 
-    Each member finishes the tree for an even part of the elements (all-to-all), then all take all parts (all-gather): 2(n-1)/n of the data
-    leaves each rank when cuts are aligned. The finished sum is rounded to `dtype`.
+    Each member finishes the tree for an even part of the elements (all-to-all), then all take all parts (all-gather):
+    2(n-1)/n of the data leaves each rank when cuts are aligned. The finished sum is rounded to `dtype`.
     """
     shape = values.shape[1:]
     bounds = [cut(shape.numel(), group.size, member) for member in range(group.size)]
@@ -78,20 +84,28 @@ def sum_over(group: Group, values: Tensor, summands: Summands, dtype: torch.dtyp
 
 
 def part_over(
-    group: Group, values: Tensor, summands: Summands, *, dim: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32
+    group: Group,
+    values: Tensor,
+    summands: Summands,
+    *,
+    dim: int,
+    sizes: Sequence[int],
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """This member's `sizes[rank]` items of `sum_over` along a dimension of [...]: its first half, one all-to-all."""
     return _finished(group, values.split(list(sizes), dim + 1), summands).to(dtype)
 
 
 def open_over(group: Group, values: Tensor, summands: Summands, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """As `part_over`, where the members together do not have all leaves: the values of the largest nodes they have, [n, ...]."""
+    """As `part_over`, where the members together do not have all leaves: the values of the largest
+    nodes they have, [n, ...]."""
     tree = _joined(group, values.split(list(sizes), dim + 1), summands)
     return torch.stack([tree.value(node) for node in tree.nodes])
 
 
 def _finished(group: Group, parts: Sequence[Tensor], summands: Summands) -> Tensor:
-    """The finished sum of the part that every member has for this one; `parts[i]`, [n, ...], is what member i finishes."""
+    """The finished sum of the part that every member has for this one; `parts[i]`, [n, ...], is
+    what member i finishes."""
     tree = _joined(group, parts, summands)
     own = parts[group.rank]
     return tree.root() if summands.num_leaves else own.new_zeros(own.shape[1:])

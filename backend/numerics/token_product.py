@@ -1,4 +1,5 @@
-"""Weight gradients computed into the sum they belong to: `TokenProduct`, and `InterleavedProduct` of parts whose rows alternate."""
+"""Weight gradients computed into the sum they belong to: `TokenProduct`, and `InterleavedProduct` of parts
+whose rows alternate."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 ROWS_AT_ONCE = 256
-"""Rows of a gradient whose product is held beside the sum where the library cannot add a narrow product to an fp32 sum."""
+"""Rows of a gradient whose product is held beside the sum where the library cannot add a narrow
+product to an fp32 sum."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class TokenProduct:
 
 @dataclass(frozen=True)
 class InterleavedProduct(TokenProduct):
-    """The same of n fused parts, x_TC being [n, t, c] and the gradient [n c, f]: feature j of part i is its row n j + i."""
+    """The same of n fused parts, x_TC being [n, t, c] and the gradient [n c, f]: feature j of part
+    i is its row n j + i."""
 
     def total(self) -> Tensor:
         num_parts, _, width = self.x_TC.shape

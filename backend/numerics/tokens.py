@@ -1,7 +1,7 @@
 """`OwnedTokens`: which tokens of each sequence a rank holds between the cut layers (sequence parallelism).
 
-Context parallelism has cut the sequences before: the tokens that the ranks of a tensor-parallel group cut are those of its
-context-parallel rank.
+Context parallelism has cut the sequences before: the tokens that the ranks of a tensor-parallel group cut are those of
+its context-parallel rank.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..transport.base import Group
 
 @dataclass(frozen=True)
 class OwnedTokens:
-    """`bounds[rank]` are the tokens `[lo, hi)` of a rank, counted among those of its context-parallel rank; `leaves` the blocks of tokens
-    of the whole sequence that exact sums over them are made of."""
+    """`bounds[rank]` are the tokens `[lo, hi)` of a rank, counted among those of its context-parallel rank; `leaves`
+    the blocks of tokens of the whole sequence that exact sums over them are made of."""
 
     bounds: tuple[tuple[int, int], ...]
     leaves: Leaves
@@ -53,15 +53,16 @@ class OwnedTokens:
         return self.cp_rank * len(self.bounds) + self.tp_rank
 
     def nodes(self, member: int) -> tuple[Node, ...]:
-        """The nodes of the tree over a sequence's blocks that a member computes (exact numerics, whose cuts lie between blocks)."""
+        """The nodes of the tree over a sequence's blocks that a member computes (exact numerics, whose
+        cuts lie between blocks)."""
         cp_rank, tp_rank = divmod(member, len(self.bounds))
         lo, hi = self.bounds[tp_rank]
         return Chunks(self.num_leaves, self.cp, cp_rank).nodes(lo // self.leaves.block, -(-hi // self.leaves.block))
 
 
 def owned_tokens(plan: Plan, tp: Group, cp: Group | None = None) -> OwnedTokens | None:
-    """The cut of every sequence over a tensor-parallel group, of a context-parallel rank's part of it; None where each rank of the group
-    holds all tokens."""
+    """The cut of every sequence over a tensor-parallel group, of a context-parallel rank's part of it; None where each
+    rank of the group holds all tokens."""
     if not plan.layout.sequence_parallel or tp.size == 1:
         return None
     bounds = tuple(plan.tokens_of(tp_rank) for tp_rank in range(tp.size))

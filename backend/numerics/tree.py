@@ -1,4 +1,5 @@
-"""Canonical sums inside one tensor: the tree by elementwise additions, whose bits depend on nothing but the two numbers.
+"""Canonical sums inside one tensor: the tree by elementwise additions, whose bits depend on
+nothing but the two numbers.
 
 See `core.base.reduction` for the tree, and `summands` for sums over the members of a group.
 """
@@ -40,7 +41,8 @@ def tree_fold(x: Tensor, dim: int) -> Tensor:
 
 
 def block_sums(x_BSN: Tensor, block: int) -> Tensor:
-    """Sums over blocks of tokens, [b, blocks, n], the last block shorter where `block` does not divide s: `fold` inside each."""
+    """Sums over blocks of tokens, [b, blocks, n], the last block shorter where `block` does not divide
+    s: `fold` inside each."""
     samples, sequence, features = x_BSN.shape
     whole = sequence - sequence % block
     blocks = []
@@ -54,7 +56,8 @@ def block_sums(x_BSN: Tensor, block: int) -> Tensor:
 def token_sums(x_BSN: Tensor, block: int) -> Tensor:
     """Sums over the tokens of each sample, [b, n]: those of blocks, then the canonical tree over the blocks."""
     sums = tree_fold(block_sums(x_BSN, block), 1)
-    return sums.clone() if x_BSN.shape[1] == 1 else sums  # one token is its own sum, but the result must not share its memory
+    # one token is its own sum, but the result must not share its memory
+    return sums.clone() if x_BSN.shape[1] == 1 else sums
 
 
 def node_sums(leaves_BLN: Tensor, nodes: Sequence[Node]) -> Tensor:

@@ -14,7 +14,8 @@ from ...core.schedule.timeline import MemorySample
 
 
 class MemoryMeter(Protocol):
-    """What the executor tells a meter. `ActivationMeter` costs nothing and sees what lasts, `backend.ranks.live_memory.LiveMeter` sees all."""
+    """What the executor tells a meter. `ActivationMeter` costs nothing and sees what lasts,
+    `backend.ranks.live_memory.LiveMeter` sees all."""
 
     samples: list[MemorySample]
 
@@ -37,8 +38,8 @@ class MemoryMeter(Protocol):
 class ActivationMeter:
     """Counts the storages that autograd saves, each once per forward, and samples the total over time.
 
-    Every sample adds `base_bytes` (weights, optimizer state) and what `lasting_bytes()` says then (gradients, gathered weights). Storages
-    of `resident` tensors, the weights, are not counted as activations.
+    Every sample adds `base_bytes` (weights, optimizer state) and what `lasting_bytes()` says then (gradients, gathered
+    weights). Storages of `resident` tensors, the weights, are not counted as activations.
     """
 
     def __init__(self, global_rank: int, resident: Iterable[Tensor], base_bytes: int, lasting_bytes: Callable[[], int]):

@@ -1,8 +1,10 @@
-"""Bridges: hidden states go from the ranks of one grid to those of another, of other tensor-, context- and data-parallel degree.
+"""Bridges: hidden states go from the ranks of one grid to those of another, of other tensor-, context-
+and data-parallel degree.
 
-What goes where is `core.program.bridge`. There are two ways. `Bridge` is one exchange over the ranks of both grids, differentiable, for modules
-that are called one after the other; a rank may be in both grids. `open_bridge` gives the two ends of a pipeline's message lane, whose
-messages go from rank to rank in one order, for grids that share no rank: to the executor an end is like any other channel.
+What goes where is `core.program.bridge`. There are two ways. `Bridge` is one exchange over the ranks of both grids,
+differentiable, for modules that are called one after the other; a rank may be in both grids. `open_bridge` gives the
+two ends of a pipeline's message lane, whose messages go from rank to rank in one order, for grids that share no rank:
+to the executor an end is like any other channel.
 """
 
 from __future__ import annotations
@@ -23,25 +25,32 @@ LAYER = "bridge"
 class Bridge:
     """Takes hidden states from one grid of ranks to another: `y = bridge(x)`, called by all ranks of both together.
 
-    `group` has exactly the ranks of both grids. Raises `ValueError` where it has others, or the grids do not hold the same.
+    `group` has exactly the ranks of both grids. Raises `ValueError` where it has others, or the
+    grids do not hold the same.
     """
 
-    def __init__(self, group: Group, source: Grid, destination: Grid, *, dtype: torch.dtype, device: torch.device | str = "cpu"):
+    def __init__(
+        self, group: Group, source: Grid, destination: Grid, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ):
         if set(group.ranks) != set(source.ranks) | set(destination.ranks):
             both = sorted(set(source.ranks) | set(destination.ranks))
-            raise ValueError(f"{group}: a bridge joins the ranks of both its grids, which are {both}. Open a group over these.")
+            raise ValueError(
+                f"{group}: a bridge joins the ranks of both its grids, which are {both}. Open a group over these."
+            )
         self._group = group
         self._dtype, self._device = dtype, device
         self._forward = _Exchange(group, source, destination)
         self._backward = _Exchange(group, destination, source)
 
     def __call__(self, x_BSH: Tensor | None) -> Tensor:
-        """What this rank holds of the hidden states in the destination grid; an empty tensor on a rank that is not of it.
+        """What this rank holds of the hidden states in the destination grid; an empty tensor on
+        a rank that is not of it.
 
-        `x_BSH` is what it holds in the source grid, None on a rank that is not of it. All ranks also run the backward together, through
-        the tensor that they were given here: that of an empty one brings the gradient of `x_BSH`. Ranks that hold the same of the
-        destination must come with the same gradient, the whole one, as behind `mappings.copy`: it is taken from one of them.
-        Raises `ValueError` for another shape or dtype than the grid says.
+        `x_BSH` is what it holds in the source grid, None on a rank that is not of it. All ranks also run the
+        backward together, through the tensor that they were given here: that of an empty one brings the
+        gradient of `x_BSH`. Ranks that hold the same of the destination must come with the same gradient, the
+        whole one, as behind `mappings.copy`: it is taken from one of them. Raises `ValueError` for another
+        shape or dtype than the grid says.
         """
         self._forward.check(x_BSH, self._dtype)
         nothing = torch.empty(0, dtype=self._dtype, device=self._device)
@@ -92,7 +101,9 @@ class _Exchange:
             words = f"expects {_shape_words(expected)} from this rank, but was given {_shape_words(given)}"
             raise ValueError(f"{self._group}: the bridge {words}.")
         if x is not None and x.dtype != dtype:
-            raise ValueError(f"{self._group}: the bridge was made for {dtype}, but was given {x.dtype}. Convert it first.")
+            raise ValueError(
+                f"{self._group}: the bridge was made for {dtype}, but was given {x.dtype}. Convert it first."
+            )
 
 
 class BridgeSender:
@@ -107,13 +118,17 @@ class BridgeSender:
         return tensor.element_size() * sum(message.num_items for message, _ in self._lines)
 
     def send(self, tensor: Tensor) -> None:
-        """Returns once every destination has its part. Raises `ValueError` for a tensor of another shape than the grid says."""
+        """Returns once every destination has its part. Raises `ValueError` for a tensor of another
+        shape than the grid says."""
         self.begin_send(tensor)()
 
     def begin_send(self, tensor: Tensor) -> Callable[[], None]:
         """`send` in two parts, as a channel's."""
         if tuple(tensor.shape) != self._shape:
-            raise ValueError(f"this end of a bridge sends {_shape_words(self._shape)}, but was given {_shape_words(tuple(tensor.shape))}.")
+            raise ValueError(
+                f"this end of a bridge sends {_shape_words(self._shape)}, but was given "
+                f"{_shape_words(tuple(tensor.shape))}."
+            )
         begun = [channel.begin_send(_packed(tensor.detach(), message)) for message, channel in self._lines]
 
         def send() -> None:
@@ -128,11 +143,14 @@ class BridgeSender:
 
     def begin_receive(self, shape: Shape, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Always raises `ValueError`: a bridge has a direction."""
-        raise ValueError("this is the sending end of a bridge. Gradients come back over a bridge of the other direction.")
+        raise ValueError(
+            "this is the sending end of a bridge. Gradients come back over a bridge of the other direction."
+        )
 
 
 class BridgeReceiver:
-    """A receiving end: `receive` puts this rank's tensor together from what comes from all ranks that have some of it."""
+    """A receiving end: `receive` puts this rank's tensor together from what comes from all ranks
+    that have some of it."""
 
     def __init__(self, shape: Shape, lines: Sequence[tuple[Message, Channel]], device: torch.device):
         self._shape = tuple(shape)
@@ -146,7 +164,10 @@ class BridgeReceiver:
     def begin_receive(self, shape: Shape, dtype: torch.dtype) -> Callable[[], Tensor]:
         """`receive` in two parts, as a channel's."""
         if tuple(shape) != self._shape:
-            raise ValueError(f"this end of a bridge receives {_shape_words(self._shape)}, but was asked for {_shape_words(tuple(shape))}.")
+            raise ValueError(
+                f"this end of a bridge receives {_shape_words(self._shape)}, but was asked for "
+                f"{_shape_words(tuple(shape))}."
+            )
         begun = [(channel.begin_receive((message.num_items,), dtype), message) for message, channel in self._lines]
 
         def receive() -> Tensor:
@@ -167,23 +188,32 @@ class BridgeReceiver:
 
     def begin_send(self, tensor: Tensor) -> Callable[[], None]:
         """Always raises `ValueError`: a bridge has a direction."""
-        raise ValueError("this is the receiving end of a bridge. Gradients go back over a bridge of the other direction.")
+        raise ValueError(
+            "this is the receiving end of a bridge. Gradients go back over a bridge of the other direction."
+        )
 
 
 def open_bridge(transport: Transport, name: str, source: Grid, destination: Grid) -> BridgeSender | BridgeReceiver:
-    """This rank's end of a new bridge. All ranks of both grids open it, in one agreed order with whatever else they open.
+    """This rank's end of a new bridge. All ranks of both grids open it, in one agreed order with
+    whatever else they open.
 
     A rank with nothing to send has an end too, whose `send` returns at once.
     Raises `ValueError` for grids that share a rank or do not hold the same, and on a rank of neither.
     """
     here = transport.global_rank
     if shared := sorted(set(source.ranks) & set(destination.ranks)):
-        raise ValueError(f"bridge {name!r}: rank {shared[0]} is in both grids, and a channel joins two ranks. Use `Bridge` over a group.")
+        raise ValueError(
+            f"bridge {name!r}: rank {shared[0]} is in both grids, and a channel joins two ranks. Use "
+            "`Bridge` over a group."
+        )
     held, wanted = source.holding_of(here), destination.holding_of(here)
     if held is None and wanted is None:
         raise ValueError(f"rank {here} is in neither grid of bridge {name!r}. Only members open it.")
     lines = [
-        (message, transport.channel(f"{name}/{message.source}-{message.destination}", message.source, message.destination))
+        (
+            message,
+            transport.channel(f"{name}/{message.source}-{message.destination}", message.source, message.destination),
+        )
         for message in messages(source, destination)
         if here in (message.source, message.destination)
     ]

@@ -1,8 +1,9 @@
 """The executor: one pipeline rank's row of a lowered schedule, action by action, on real tensors.
 
-The calling thread is the compute lane and walks the row. It starts a compute action when its inputs have arrived and never waits
-for a message to leave. Message lanes (`messages.py`) and the `dp` lane, which reduces gradients, are threads of their own; STEP waits
-for the `dp` lane. This is the simulator's execution rule, and a test compares the two orders.
+The calling thread is the compute lane and walks the row. It starts a compute action when its inputs have
+arrived and never waits for a message to leave. Message lanes (`messages.py`) and the `dp` lane, which reduces
+gradients, are threads of their own; STEP waits for the `dp` lane. This is the simulator's execution rule, and a
+test compares the two orders.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class WeightWork(Protocol):
 
 
 class EarlyReduction(Protocol):
-    """Says when the `dp` lane may begin REDUCE_GRAD before its place in the row; `backend.data_parallel.early` has one."""
+    """Says when the `dp` lane may begin REDUCE_GRAD before its place in the row;
+    `backend.data_parallel.early` has one."""
 
     def begin(self, mail: Mail, num_microbatches: Mapping[int, int]) -> None:
-        """A walk begins, with so many microbatches of each stage. Waits go through `mail`, which fails with any lane."""
+        """A walk begins, with so many microbatches of each stage. Waits go through `mail`,
+        which fails with any lane."""
 
     def wait_for_first(self, stage: int) -> None:
         """Returns when REDUCE_GRAD of a stage has something to do."""
@@ -59,7 +62,8 @@ class EarlyReduction(Protocol):
 
 
 class StageWeights(Protocol):
-    """The weights of a stage, which UNSHARD and RESHARD bring and take; `backend.data_parallel.base.DataParallel` is one."""
+    """The weights of a stage, which UNSHARD and RESHARD bring and take;
+    `backend.data_parallel.base.DataParallel` is one."""
 
     def gather(self) -> None:
         """UNSHARD."""
@@ -84,7 +88,8 @@ class ExecutableStage(Protocol):
 
 @dataclass
 class Trace:
-    """What one pass over a row left behind: spans of all lanes, and token losses per microbatch where the last stage is."""
+    """What one pass over a row left behind: spans of all lanes, and token losses per microbatch
+    where the last stage is."""
 
     spans: list[Span] = field(default_factory=list)
     token_losses: dict[int, Tensor] = field(default_factory=dict)
@@ -117,8 +122,8 @@ class Executor:
     """Runs the row of one pipeline rank.
 
     `stages` are the rank's own, by stage number; `channel(direction, peer, sending)` is the line to a pipeline rank;
-    `message_shape` is the shape `[samples, sequence, hidden]` of every message, or a function that tells it from the microbatch: both ends
-    of a message have the microbatch, so they know how long it is without asking each other.
+    `message_shape` is the shape `[samples, sequence, hidden]` of every message, or a function that tells it from the
+    microbatch: both ends of a message have the microbatch, so they know how long it is without asking each other.
     """
 
     def __init__(
@@ -138,9 +143,9 @@ class Executor:
         weights: Mapping[int, StageWeights] | None = None,
         row_order: RowOrder | None = None,
     ):
-        """`watch` shows others where the lanes are; there, pipeline ranks are called `global_rank_of(pp_rank)`. Without `pairs` the parts
-        of a pair run one after the other. `weights` are needed for a row with UNSHARD and RESHARD. With `row_order`
-        the compute lane sends and receives itself, without lanes for messages."""
+        """`watch` shows others where the lanes are; there, pipeline ranks are called `global_rank_of(pp_rank)`. Without
+        `pairs` the parts of a pair run one after the other. `weights` are needed for a row with UNSHARD and RESHARD.
+        With `row_order` the compute lane sends and receives itself, without lanes for messages."""
         assert schedule.is_lowered
         self.row = tuple(schedule.row(pp_rank))
         self.forward_row = forward_only(self.row)
@@ -172,8 +177,9 @@ class Executor:
     ) -> Trace:
         """One optimizer step: the whole row.
 
-        `reduce_gradients(stage)` is REDUCE_GRAD and runs on the `dp` lane; `step(token_losses)` is STEP. `microbatches[i]` is
-        microbatch i of this rank. With `early` gradients are reduced as they become ready. A failure on any lane is raised here.
+        `reduce_gradients(stage)` is REDUCE_GRAD and runs on the `dp` lane; `step(token_losses)` is STEP.
+        `microbatches[i]` is microbatch i of this rank. With `early` gradients are reduced as they become ready. A
+        failure on any lane is raised here.
         """
         current = Pass(
             microbatches,
@@ -351,7 +357,9 @@ class Executor:
         pairs.run(lambda: self._work(forward, hidden_BSH, current), beside)
         for wait in pairs.take_waits():
             times_s = current.clock.at(wait.start_s), current.clock.at(wait.end_s)
-            current.trace.spans.append(Span(self._global_rank, collective_lane(wait.part, wait.axis), wait.part, *times_s))
+            current.trace.spans.append(
+                Span(self._global_rank, collective_lane(wait.part, wait.axis), wait.part, *times_s)
+            )
 
     def _input_of(self, action: Action, current: Pass) -> Tensor | None:
         """What must have arrived before `action` starts: hidden states for F, the output's gradient for B and I."""
@@ -388,12 +396,17 @@ class Executor:
         with metering:
             output = self.stages[stage](current.microbatches[microbatch], hidden_BSH)
         if training:
-            # what is sent is freed when it has left: of an output, its backward needs no more than its place in autograd's graph
-            current.saved[stage, microbatch] = hidden_BSH, output if self._placement.has_loss(stage) else get_gradient_edge(output)
+            # what is sent is freed when it has left: of an output, its backward needs no more than its
+            # place in autograd's graph
+            current.saved[stage, microbatch] = (
+                hidden_BSH,
+                output if self._placement.has_loss(stage) else get_gradient_edge(output),
+            )
         if self._placement.has_loss(stage):
             current.trace.token_losses[microbatch] = output.detach()
         else:
-            current.mail.put(Action(stage, Kind.SEND_F, microbatch), output.detach())  # for the send lane, or a later stage of this rank
+            # for the send lane, or a later stage of this rank
+            current.mail.put(Action(stage, Kind.SEND_F, microbatch), output.detach())
 
     def _backward(self, action: Action, gradient_BSH: Tensor | None, current: Pass) -> None:
         """B and I: the gradient of the stage's input; the last stage starts from the sum of its token losses."""
@@ -444,7 +457,8 @@ def microbatch_of(action: Action) -> int:
 
 
 def forward_only(row: Sequence[Action]) -> list[Action]:
-    """The forwards of a row with their messages and the gathers they need, in the row's order: a part of a legal order is legal."""
+    """The forwards of a row with their messages and the gathers they need, in the row's order: a part of a
+    legal order is legal."""
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
     forward: list[Action] = []
     gathers: dict[int, Action] = {}  # by stage those that no forward has needed yet

@@ -27,7 +27,10 @@ def gather_recorded(group: Group, recorded: Recorded, device: torch.device) -> l
     everyone = gather_values(group, [rows, list(map(astuple, samples)), list(map(astuple, peaks))], device)
     return [
         (
-            [Span(rank, lane, Action.from_str(action), start_s, end_s) for rank, lane, action, start_s, end_s in theirs],
+            [
+                Span(rank, lane, Action.from_str(action), start_s, end_s)
+                for rank, lane, action, start_s, end_s in theirs
+            ],
             [MemorySample(*row) for row in memory],
             [MeasuredPeak(*row) for row in held],
         )
@@ -38,7 +41,8 @@ def gather_recorded(group: Group, recorded: Recorded, device: torch.device) -> l
 def measured_timeline(spans: Iterable[Span], memory: Iterable[MemorySample], layout: Layout, title: str) -> Timeline:
     """The timeline of one step over all ranks.
 
-    A send or receive is shown from the moment both ends were there, as the simulator shows it: before that, one of them only waited.
+    A send or receive is shown from the moment both ends were there, as the simulator shows it: before that,
+    one of them only waited.
     """
     return Timeline.from_spans(transfers_only(list(spans), layout), "measured", list(memory), title)
 

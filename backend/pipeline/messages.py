@@ -1,8 +1,9 @@
-"""Message lanes: a thread per (peer, direction) that sends or receives in list order, and the mailbox between them and the compute lane.
+"""Message lanes: a thread per (peer, direction) that sends or receives in list order, and the mailbox between
+them and the compute lane.
 
-The rule is the simulator's. A send starts when its payload exists. A receive is posted once the compute lane has come within
-`recv_buffers` receives of it in the row. So lanes only ever run ahead of the blocking execution in list order, and a schedule
-without a cycle there has none here.
+The rule is the simulator's. A send starts when its payload exists. A receive is posted once the compute lane has come
+within `recv_buffers` receives of it in the row. So lanes only ever run ahead of the blocking execution in list order,
+and a schedule without a cycle there has none here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ...core.schedule.timeline import Span, message_lane
 from ..watch.watch import Place, RankWatch
 
 RECV_BUFFERS = 2
-"""Receives of one lane that may be posted before the compute lane reaches them: one to fill while the other is consumed."""
+"""Receives of one lane that may be posted before the compute lane reaches them: one to fill while
+the other is consumed."""
 
 _NEXT = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.RECV_F: -1, Kind.SEND_B: -1}
 """The stage a message goes to or comes from, relative to the stage it is written with."""
@@ -53,10 +55,11 @@ class MessageChannel(Protocol):
 
 
 class Clock:
-    """Seconds since an origin all ranks share, taken when the device has finished what the calling thread gave it to do.
+    """Seconds since an origin all ranks share, taken when the device has finished what the
+    calling thread gave it to do.
 
-    On one machine `time.perf_counter` is the same clock in every process (CLOCK_MONOTONIC on Linux), so a barrier before `restart`
-    makes the ranks' seconds comparable to the length of that barrier.
+    On one machine `time.perf_counter` is the same clock in every process (CLOCK_MONOTONIC on Linux), so a barrier
+    before `restart` makes the ranks' seconds comparable to the length of that barrier.
     """
 
     def __init__(self, device: torch.device):
@@ -76,7 +79,8 @@ class Clock:
         return moment_s - self._origin_s
 
     def own_stream(self) -> AbstractContextManager[object]:
-        """A CUDA stream for the calling thread, because a receive waiting on the shared one would hold up the products behind it."""
+        """A CUDA stream for the calling thread, because a receive waiting on the shared one would hold up
+        the products behind it."""
         return torch.cuda.stream(torch.cuda.Stream(self.device)) if self.device.type == "cuda" else nullcontext()
 
     def _finished_s(self) -> float:
@@ -93,11 +97,14 @@ def receive_of(send: Action) -> Action:
 def peer_of(action: Action, placement: Placement) -> int:
     """The pipeline rank at the other end of a send or receive; the first of them where a stage has several sources."""
     forward = _NEXT[action.kind] > 0
-    return placement.rank_of(placement.target_of(action.stage) if forward else placement.sources_of(action.stage)[0], action.microbatch)
+    return placement.rank_of(
+        placement.target_of(action.stage) if forward else placement.sources_of(action.stage)[0], action.microbatch
+    )
 
 
 def other_end(action: Action, placement: Placement) -> Action:
-    """The receive that takes a send, or the send that a receive takes, in the peer's row: `1SEND_F4` and `2RECV_F4` are each other's."""
+    """The receive that takes a send, or the send that a receive takes, in the peer's row: `1SEND_F4` and
+    `2RECV_F4` are each other's."""
     forward = _NEXT[action.kind] > 0
     stage = placement.target_of(action.stage) if forward else placement.sources_of(action.stage)[0]
     return Action(stage, RECEIVE_OF.get(action.kind) or _SEND_OF[action.kind], action.microbatch)
@@ -116,8 +123,8 @@ def lane_name(action: Action, placement: Placement) -> str:
 class Mail:
     """Tensors on their way between lanes, by the action that sends or receives them, and the first failure of any lane.
 
-    A change wakes only the threads whose wait is over: a rank has as many lanes as peers and directions, and each that is woken for
-    nothing takes the interpreter's lock from the compute lane.
+    A change wakes only the threads whose wait is over: a rank has as many lanes as peers and directions, and each that
+    is woken for nothing takes the interpreter's lock from the compute lane.
     """
 
     def __init__(self) -> None:
@@ -181,10 +188,11 @@ class Mail:
 
 
 class Lane:
-    """A thread that performs its actions in order, each once `permit` has been called for it, and keeps a span for each.
+    """A thread that performs its actions in order, each once `permit` has been called for it,
+    and keeps a span for each.
 
-    `prepare(action)` blocks until the action may start and returns what `perform(action, prepared)` needs. The thread runs inside
-    `watch(None)`, every action inside `watch(action)`. `place` shows others where the lane is.
+    `prepare(action)` blocks until the action may start and returns what `perform(action, prepared)` needs. The thread
+    runs inside `watch(None)`, every action inside `watch(action)`. `place` shows others where the lane is.
     """
 
     def __init__(
@@ -267,8 +275,9 @@ def message_lanes(
 ) -> dict[str, Lane]:
     """Started lanes by name for the sends and receives of one row.
 
-    `channel(direction, peer, sending)` is the channel to or from a pipeline rank; `shape_of(action)` and `dtype` are those of a message;
-    `record(action, num_bytes)` hears of each send; `watch` is that of `Lane`; `places` shows where lanes are.
+    `channel(direction, peer, sending)` is the channel to or from a pipeline rank; `shape_of(action)` and
+    `dtype` are those of a message; `record(action, num_bytes)` hears of each send; `watch` is that of `Lane`;
+    `places` shows where lanes are.
     """
     by_lane: dict[str, list[Action]] = defaultdict(list)
     for action in actions:

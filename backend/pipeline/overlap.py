@@ -1,5 +1,6 @@
-"""`PairRunner`: the two parts of an OVERLAP_F_B pair in turns (DeepSeek-V3, arXiv 2412.19437, section 3.2.1; Megatron-Core,
-`combined_1f1b.py`), a thread each. Who computes when, and by which communicators, is `transport.baton`."""
+"""`PairRunner`: the two parts of an OVERLAP_F_B pair in turns (DeepSeek-V3, arXiv 2412.19437, section
+3.2.1; Megatron-Core, `combined_1f1b.py`), a thread each. Who computes when, and by which communicators,
+is `transport.baton`."""
 
 from __future__ import annotations
 
@@ -57,8 +58,11 @@ class PairRunner:
         return waits
 
     def _caller_stream(self) -> AbstractContextManager[object]:
-        """On a GPU both parts queue their kernels where the caller does: allocations are made and freed in one order."""
-        return torch.cuda.stream(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else nullcontext()
+        """On a GPU both parts queue their kernels where the caller does: allocations are made
+        and freed in one order."""
+        return (
+            torch.cuda.stream(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else nullcontext()
+        )
 
 
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -2,11 +2,13 @@
 
 Executed so, a row needs no threads, and products wait for the messages listed before them. Two ways:
 
-- *in order*: one message after the other, each ending before the next begins. An order in which no rank waits for another in a circle is
-  `lower`'s; of a file's own order `check` proves it (rules `receive-cycle` and `rendezvous-cycle`).
-- *together*: messages side by side in a row begin together, and the next action waits for all of them, received ones first. That
-  only drops waits from the order above. For let e be the first message, in an order that all rows agree with, that does not end: both its
-  ranks have ended everything listed before it, so both have begun e, and nothing before e keeps its receiver from taking it.
+- *in order*: one message after the other, each ending before the next begins. An order in which no rank
+  waits for another in a circle is `lower`'s; of a file's own order `check` proves it (rules `receive-cycle`
+  and `rendezvous-cycle`).
+- *together*: messages side by side in a row begin together, and the next action waits for all of them, received ones
+  first. That only drops waits from the order above. For let e be the first message, in an order that all rows agree
+  with, that does not end: both its ranks have ended everything listed before it, so both have begun e, and nothing
+  before e keeps its receiver from taking it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class RowMessages:
         watch: Callable[[Action | None], AbstractContextManager[object]],
         place: Place,
     ):
-        """Arguments are those of `messages.message_lanes`; `place` shows where the compute lane is, whose peers `global_rank_of` names."""
+        """Arguments are those of `messages.message_lanes`; `place` shows where the compute lane is, whose peers
+        `global_rank_of` names."""
         self.spans: list[Span] = []
         self._order = order
         self._placement, self._channel, self._shape_of, self._dtype = placement, channel, shape_of, dtype
@@ -76,10 +79,14 @@ class RowMessages:
     def _exchange(self, listed: Sequence[Action]) -> None:
         ends = [(action, self._clock.now_s(), self._begin(action)) for action in listed]
         for action, start_s, end in sorted(ends, key=lambda each: each[0].kind in SENDS):
-            self._place.waits(action, needs=str(other_end(action, self._placement)), peer=self._global_rank_of(self._peer(action)))
+            self._place.waits(
+                action, needs=str(other_end(action, self._placement)), peer=self._global_rank_of(self._peer(action))
+            )
             with self._watch(action):
                 end()
-            self.spans.append(Span(self._global_rank, lane_name(action, self._placement), action, start_s, self._clock.now_s()))
+            self.spans.append(
+                Span(self._global_rank, lane_name(action, self._placement), action, start_s, self._clock.now_s())
+            )
 
     def _begin(self, action: Action) -> Callable[[], None]:
         line = self._channel(direction_of(action), self._peer(action), action.kind in SENDS)

@@ -20,10 +20,11 @@ from ..transport.mesh import Mesh
 
 
 class Batches:
-    """This rank's microbatches of training and held-out data. All ranks of a tensor-parallel group ask for the same, in the same order.
+    """This rank's microbatches of training and held-out data. All ranks of a tensor-parallel group ask for the
+    same, in the same order.
 
-    `corpus` is the data, on the one rank of such a group that opens it, else None; `num_counted` is how many tokens of the global batch
-    that was read last count in its loss.
+    `corpus` is the data, on the one rank of such a group that opens it, else None; `num_counted` is how many tokens of
+    the global batch that was read last count in its loss.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, transport: Transport):
@@ -57,7 +58,10 @@ class Batches:
             samples = lo, hi, self._plan.batch.sequence
             if self._plan.train.padded:
                 return corpus.padded_validation(*samples, ignored_target(self._plan.train))
-            return (*corpus.validation_batch(*samples), *([corpus.validation_documents(*samples)] if self._plan.train.packed else []))
+            return (
+                *corpus.validation_batch(*samples),
+                *([corpus.validation_documents(*samples)] if self._plan.train.packed else []),
+            )
 
         return self._microbatches(self._batch(read))
 
@@ -65,15 +69,21 @@ class Batches:
         """This rank's samples, from the rank of its group that reads the samples `[lo, hi)` of the global batch."""
         (lo, hi), cp, cp_rank = self._samples, self._plan.layout.cp, self._mesh.coordinates["cp"]
         spec = TensorSpec((hi - lo, self._plan.batch.sequence // cp), torch.int64)
-        specs, own = dict.fromkeys(("tokens", "targets", *(["documents"] if self._plan.train.packed else [])), spec), None
+        specs, own = (
+            dict.fromkeys(("tokens", "targets", *(["documents"] if self._plan.train.packed else [])), spec),
+            None,
+        )
         if num_later := self._plan.model.num_mtp_layers:
             specs["later"] = TensorSpec((*spec.shape, num_later), torch.int64)
         if self.corpus is not None:
             whole = dict(zip(("tokens", "targets", "documents"), read(self.corpus, lo, hi), strict=False))
             if num_later:
-                whole["later"] = later_targets(whole["targets"], num_later, ignored_target(self._plan.train), whole.get("documents"))
+                whole["later"] = later_targets(
+                    whole["targets"], num_later, ignored_target(self._plan.train), whole.get("documents")
+                )
             own = {name: context_part(each, cp, cp_rank) for name, each in whole.items()}
-        if (ignored := self._plan.train.ignore_token) is not None:  # every group counts for itself, from the data of all
+        # every group counts for itself, from the data of all
+        if (ignored := self._plan.train.ignore_token) is not None:
             specs["counted"] = TensorSpec((), torch.int64)
             if own is not None and self.corpus is not None:
                 own["counted"] = (read(self.corpus, 0, self._plan.batch.global_size)[1] != ignored).sum()
@@ -87,7 +97,9 @@ class Batches:
         """The samples of the global batch that are this rank's."""
         return self._plan.samples_of(self._mesh.coordinates["dp"])
 
-    def _microbatches(self, batch: Mapping[str, Tensor], step: int | None = None, loss_scale: float = 1.0) -> list[Microbatch]:
+    def _microbatches(
+        self, batch: Mapping[str, Tensor], step: int | None = None, loss_scale: float = 1.0
+    ) -> list[Microbatch]:
         """This data-parallel rank's samples, cut into microbatches in order."""
         (lo, hi), size, counted_share = self._samples, self._plan.batch.micro_size, self.num_counted / self.num_tokens
         microbatches = [
@@ -109,8 +121,8 @@ class Batches:
     def _with_lengths(self, microbatch: Microbatch) -> Microbatch:
         """A microbatch of padded documents, which with `runtime.trim_padding` ends with the longest of them.
 
-        It then still has whole blocks of tokens, so that the products of the blocks that are left, and the trees over them, are those of
-        the whole sequence without what padding adds to them: nothing.
+        It then still has whole blocks of tokens, so that the products of the blocks that are left, and the trees over
+        them, are those of the whole sequence without what padding adds to them: nothing.
         """
         counted = microbatch.targets != ignored_target(self._plan.train)
         places = torch.arange(1, counted.shape[1] + 1, device=counted.device)

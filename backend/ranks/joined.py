@@ -1,7 +1,7 @@
 """`Joined`: how a rank of one of several modules (`core.plan.plan.ModularPlan`) is joined to the ranks of the others.
 
-Hidden states come and go over bridges where a pipeline rank has no neighbour in its own module; loss, gradient norm and token counts are
-those of all modules.
+Hidden states come and go over bridges where a pipeline rank has no neighbour in its own module; loss, gradient norm and
+token counts are those of all modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Direction = Literal["F", "B"]
 
 
 class Joined:
-    """What joins a rank's module to the others: its `schedule`, the group of `world`, and lines to modules before and behind.
+    """What joins a rank's module to the others: its `schedule`, the group of `world`, and lines to
+    modules before and behind.
 
     All ranks of the world make it, before anything else is opened.
     """
@@ -47,7 +48,9 @@ class Joined:
             for direction, giving, taking in ways:
                 sending = (direction == "F") == (end is source)
                 name = f"{direction}/{source.name}-{target.name}"
-                lines.setdefault((direction, sending), []).append(_line(transport, name, giving, taking, part, sending=sending))
+                lines.setdefault((direction, sending), []).append(
+                    _line(transport, name, giving, taking, part, sending=sending)
+                )
         self._lines = {ends: JoinedLine(found) for ends, found in lines.items()}
 
     def line(self, direction: Direction, *, sending: bool) -> JoinedLine:
@@ -55,13 +58,14 @@ class Joined:
         return self._lines[direction, sending]
 
     def peer(self, pp_rank: int) -> int:
-        """A rank of the other module, that is called pipeline rank `pp_rank` here (`core.schedule.placement.ModulePlacement`)."""
+        """A rank of the other module, that is called pipeline rank `pp_rank` here
+        (`core.schedule.placement.ModulePlacement`)."""
         return self._peers[pp_rank]
 
 
 class JoinedLine:
-    """One end of what joins a module to others: what is received is the sum of what comes from each, in their order; what is sent goes to
-    each. A call is a microbatch, and microbatches come in order, step after step."""
+    """One end of what joins a module to others: what is received is the sum of what comes from each, in their order;
+    what is sent goes to each. A call is a microbatch, and microbatches come in order, step after step."""
 
     def __init__(self, lines: Sequence[Line]):
         self._lines = lines
@@ -141,7 +145,8 @@ def _grid(part: ModulePlan, pp_rank: int) -> Grid:
 
 
 class ModuleTransport(Transport):
-    """A rank's way to the others of its module, as if there were none beside. Ranks keep their numbers; names are the module's own."""
+    """A rank's way to the others of its module, as if there were none beside. Ranks keep their numbers; names
+    are the module's own."""
 
     def __init__(self, transport: Transport, name: str, world_size: int):
         super().__init__(transport.global_rank, transport.world_size, transport.device, transport.recorder)

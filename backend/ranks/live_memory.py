@@ -1,8 +1,10 @@
-"""`LiveMeter`: the bytes of all tensor storages of one rank while they live, over all of its threads, and the action at their peak.
+"""`LiveMeter`: the bytes of all tensor storages of one rank while they live, over all of its threads, and
+the action at their peak.
 
-Every operation that a watched thread dispatches is looked at: a storage counts from the first operation that makes or reads it until
-it is freed, whoever frees it. So saved activations, gradients, messages and temporary tensors count alike; scratch memory inside a
-kernel, and what the allocator rounds up, do not. Looking costs some microseconds an operation: steps whose seconds count run without.
+Every operation that a watched thread dispatches is looked at: a storage counts from the first operation that makes or
+reads it until it is freed, whoever frees it. So saved activations, gradients, messages and temporary tensors count
+alike; scratch memory inside a kernel, and what the allocator rounds up, do not. Looking costs some microseconds an
+operation: steps whose seconds count run without.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class _Scope(threading.local):
 class LiveMeter:
     """Counts live storages. `hold` what is there already, then run every thread of the rank inside `watch()`.
 
-    `peak_bytes` is the most held so far, `peak_action` the compute lane's action then; that of the lane which made the storage where
-    no compute action ran, "" where none did.
+    `peak_bytes` is the most held so far, `peak_action` the compute lane's action then; that of the lane which made the
+    storage where no compute action ran, "" where none did.
     """
 
     def __init__(self, global_rank: int):

@@ -1,7 +1,9 @@
-"""Several modules trained as one (`core.plan.plan.ModularPlan`): how a rank of one of them is joined to the ranks of the others.
+"""Several modules trained as one (`core.plan.plan.ModularPlan`): how a rank of one of them is joined to
+the ranks of the others.
 
-A rank trains its own module by a `TrainingRank`, as if there were no other. What is more: hidden states come and go over bridges where a
-pipeline rank has no neighbour in its own module, and loss, gradient norm and token counts are those of all modules.
+A rank trains its own module by a `TrainingRank`, as if there were no other. What is more: hidden states come
+and go over bridges where a pipeline rank has no neighbour in its own module, and loss, gradient norm and token
+counts are those of all modules.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ def training_rank(
     joined = Joined(transport, plan, part)
     named = None if observer is None else NamedObserver(observer, part)
     return TrainingRank(
-        ModuleTransport(transport, part.name, part.layout.world_size), part, model=model, observer=named, numerics=numerics, joined=joined
+        ModuleTransport(transport, part.name, part.layout.world_size),
+        part,
+        model=model,
+        observer=named,
+        numerics=numerics,
+        joined=joined,
     )
 
 
@@ -48,8 +55,9 @@ def plan_on(plan: Plan | ModularPlan, global_rank: int) -> Plan:
 
 
 def measured_modules(spans: Sequence[Span], memory: Sequence[MemorySample], plan: ModularPlan, title: str) -> Timeline:
-    """The timeline of one step over the ranks of all modules, with the stages and pipeline ranks of the whole. Inside a module messages are
-    shown as `measure.measured_timeline` does; over a bridge from the moment that an end was there, because a rank may send to several."""
+    """The timeline of one step over the ranks of all modules, with the stages and pipeline ranks of the whole. Inside a
+    module messages are shown as `measure.measured_timeline` does; over a bridge from the moment that an end was there,
+    because a rank may send to several."""
     placement = modular_schedule(plan, 1).placement
     moved = []
     for part in plan.parts:

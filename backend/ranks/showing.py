@@ -1,7 +1,9 @@
-"""`Showing`: what a training rank shows its observer of gradients and state. It waits for nothing that the step does not wait for.
+"""`Showing`: what a training rank shows its observer of gradients and state. It waits for nothing that
+the step does not wait for.
 
-Weights that come together beside the next forward (`data_parallel.late`) are shown twice: those that this rank has updated with
-the step, and all of them where a forward first uses them. Whoever forgets to wait for them shows what the forward computes with.
+Weights that come together beside the next forward (`data_parallel.late`) are shown twice: those that this rank has
+updated with the step, and all of them where a forward first uses them. Whoever forgets to wait for them shows what
+the forward computes with.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Showing:
         self._coming: dict[int, dict[str, Shard]] = {}
         self._step = -1
 
-    def gradients(self, optimizer: ShardedAdamW, found: Sequence[Tensor], share: float, loss: float, norm: float) -> None:
+    def gradients(
+        self, optimizer: ShardedAdamW, found: Sequence[Tensor], share: float, loss: float, norm: float
+    ) -> None:
         """What STEP computed before the update: gradients times `share` as backward finishes them, last layer first."""
         self._observer.scalar("loss", loss)
         for one, gradient in reversed(list(zip(optimizer.held, found, strict=True))):
@@ -44,8 +48,8 @@ class Showing:
         self._state(optimizer, with_moments=False)
 
     def changed(self, step: int, optimizer: ShardedAdamW, *, updated: bool) -> None:
-        """`step` has `updated` what this rank keeps, or left it. With late stages that is shown now, before the gather of the rest begins:
-        it then has no more time until the next forward than without an observer."""
+        """`step` has `updated` what this rank keeps, or left it. With late stages that is shown now, before the gather
+        of the rest begins: it then has no more time until the next forward than without an observer."""
         self._step = step
         self.coming()
         if self._late:
@@ -83,7 +87,8 @@ class Showing:
             self._coming = {stage: dict(self._stages[stage].trained) for stage in self._late}
 
     def used(self, stage: int, part: str) -> None:
-        """A forward uses a part of a late stage: its weights, as those of the step that updated them, are shown if this is the first."""
+        """A forward uses a part of a late stage: its weights, as those of the step that updated them, are shown
+        if this is the first."""
         if not (coming := self._coming.get(stage)):
             return
         for name in [name for name in coming if part in (LAST, part_of(name))]:
@@ -96,8 +101,8 @@ class Showing:
             self.used(stage, LAST)
 
     def _state(self, optimizer: ShardedAdamW, *, with_moments: bool) -> None:
-        """The moments, and the weights: those that layers compute with where they rest in fp32 and are there; else those that this rank
-        keeps."""
+        """The moments, and the weights: those that layers compute with where they rest in fp32 and are there; else
+        those that this rank keeps."""
         for one in optimizer.held if with_moments else ():
             self._observer.optimizer_state(one.name, one.slices, *optimizer.moments(one))
         whole = [shard for stage in self._stages.values() for shard in stage.trained.values()]

@@ -17,10 +17,18 @@ from ..transport.mesh import Mesh
 
 
 class Totals:
-    """Sums over the global batch and the whole model, the same on every rank. All ranks call the same, in the same order."""
+    """Sums over the global batch and the whole model, the same on every rank. All ranks call the
+    same, in the same order."""
 
     def __init__(
-        self, plan: Plan, mesh: Mesh, numerics: Numerics, stages: Sequence[Stage], recorder: Recorder, *, modules: Group | None = None
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        numerics: Numerics,
+        stages: Sequence[Stage],
+        recorder: Recorder,
+        *,
+        modules: Group | None = None,
     ):
         """With `modules`, the group of all ranks of several modules, sums are those over all of them."""
         self._plan = plan
@@ -32,7 +40,8 @@ class Totals:
         self._num_tokens = plan.batch.global_size * plan.batch.sequence
 
     def norm(self, held: Sequence[Held], gradients: Sequence[Tensor]) -> float:
-        """The norm of the whole gradient, every element of the model once. `gradients` are those of `held`, in its order."""
+        """The norm of the whole gradient, every element of the model once. `gradients` are those of
+        `held`, in its order."""
         counted = [(one, gradient) for one, gradient in zip(held, gradients, strict=True) if one.counts]
         if self._plan.layout.zero:
             with self._recorder.layer("grad_norm"):
@@ -41,13 +50,16 @@ class Totals:
         total = self._numerics.sum_of_squares(gradient for one, gradient in counted if not one.parameter.expert)
         with self._recorder.layer("grad_norm"):
             if self._plan.model.is_moe:
-                of_experts = self._numerics.sum_of_squares(gradient for one, gradient in counted if one.parameter.expert)
+                of_experts = self._numerics.sum_of_squares(
+                    gradient for one, gradient in counted if one.parameter.expert
+                )
                 of_experts = of_experts.over(self._mesh.ep).over(self._mesh.etp)
                 total = total + of_experts if self._mesh.coordinates["tp"] == 0 else total
             return math.sqrt(self._whole(total.over(self._mesh.model)))
 
     def mean_loss(self, token_losses: Mapping[int, Tensor], num_counted: int) -> float:
-        """The mean over the tokens of a global batch that count, on every rank. Tensor-parallel ranks hold the same losses: one enters."""
+        """The mean over the tokens of a global batch that count, on every rank. Tensor-parallel ranks hold the
+        same losses: one enters."""
         counted = token_losses.values() if self._mesh.coordinates["tp"] == 0 else ()
         with self._recorder.layer("loss"):
             return self._whole(self._numerics.sum(counted).over(self._mesh.dp).over(self._mesh.model)) / num_counted
@@ -59,20 +71,27 @@ class Totals:
         losses = [loss for stage in self._stages for router in stage.routers for loss in router.take_losses()]
         counted = losses if self._plan.layout.sequence_parallel or self._mesh.coordinates["tp"] == 0 else ()
         with self._recorder.layer("aux_loss"):
-            return self._whole(sum(counted, self._numerics.sum(())).over(self._mesh.dp).over(self._mesh.model)) / self._num_tokens
+            return (
+                self._whole(sum(counted, self._numerics.sum(())).over(self._mesh.dp).over(self._mesh.model))
+                / self._num_tokens
+            )
 
     def mean_mtp_loss(self, num_counted: int) -> float:
-        """The losses of multi-token prediction per token that counts, the mean over the modules; 0 where there are none."""
+        """The losses of multi-token prediction per token that counts, the mean over the modules; 0
+        where there are none."""
         if not self._plan.model.num_mtp_layers:
             return 0.0
-        losses = [loss for stage in self._stages if stage.multi_token is not None for loss in stage.multi_token.take_losses()]
+        losses = [
+            loss for stage in self._stages if stage.multi_token is not None for loss in stage.multi_token.take_losses()
+        ]
         counted = losses if self._mesh.coordinates["tp"] == 0 else ()
         with self._recorder.layer("mtp_loss"):
             total = float(sum(counted, self._numerics.sum(())).over(self._mesh.dp).over(self._mesh.model))
         return total / num_counted / self._plan.model.num_mtp_layers
 
     def _whole(self, total: Scalar) -> float:
-        """A sum over a model as a number; with several modules the sum of theirs, into which one rank of each brings its own."""
+        """A sum over a model as a number; with several modules the sum of theirs, into which one rank
+        of each brings its own."""
         if self._modules is None:
             return float(total)
         leads = not any(self._mesh.coordinates.values())

@@ -1,4 +1,5 @@
-"""`TrainingRank`: everything one rank needs to train: its stages, the executor, the optimizer, the data, and how a step ends."""
+"""`TrainingRank`: everything one rank needs to train: its stages, the executor, the optimizer, the
+data, and how a step ends."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class TrainingRank:
         numerics: Numerics | None = None,
         joined: Joined | None = None,
     ):
-        """`numerics` replaces the plan's own: that is where a verifier puts a fault. `joined` ties the plan's model to other modules."""
+        """`numerics` replaces the plan's own: that is where a verifier puts a fault. `joined` ties the plan's
+        model to other modules."""
         self.plan = plan
         self.transport = transport
         self.observer = observer
@@ -81,7 +83,9 @@ class TrainingRank:
         schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
         self.baton = baton = Baton() if plan.runtime.ep_comm_overlap else None
         self.mesh = Mesh(transport, plan.layout, schedule, experts=plan.model.is_moe, baton=baton)
-        self.numerics = make_numerics(plan, transport.device, global_rank=transport.global_rank) if numerics is None else numerics
+        self.numerics = (
+            make_numerics(plan, transport.device, global_rank=transport.global_rank) if numerics is None else numerics
+        )
         pp_rank, (first, last) = self.mesh.coordinates["pp"], plan.tokens_of(self.mesh.coordinates["tp"])
         self.stages = {
             stage: Stage(
@@ -103,7 +107,8 @@ class TrainingRank:
         self._copies = open_copies(transport, plan, self.mesh) if own_parts else {}
         overlaps, each = bool(plan.data_parallel.overlap_grad_reduce), sums_are_sharded(plan)
         self._backward_lane = CommunicationLane(transport.device, transport.recorder) if overlaps and each else None
-        late = plan.data_parallel.overlap_param_gather and plan.layout.zero < 3  # with ZeRO 3 weights come before they are needed
+        # with ZeRO 3 weights come before they are needed
+        late = plan.data_parallel.overlap_param_gather and plan.layout.zero < 3
         self._gather_lane = CommunicationLane(transport.device, transport.recorder) if late else None
         own_lane = tuple(self.stages) if late and own_parts else ()
         self._showing = None if observer is None else Showing(observer, plan, self.stages, own_lane)
@@ -111,7 +116,9 @@ class TrainingRank:
         self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
         self.batches = Batches(plan, self.mesh, transport)
         modules = None if joined is None else joined.world
-        self.totals = Totals(plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder, modules=modules)
+        self.totals = Totals(
+            plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder, modules=modules
+        )
         self.clock = Clock(transport.device)
         shape = (plan.batch.micro_size, last - first, plan.model.hidden_size)
         self.executor = Executor(
@@ -119,7 +126,9 @@ class TrainingRank:
             pp_rank,
             self.stages,
             channel=functools.partial(self._line, joined),
-            message_shape=functools.partial(whole_shape, plan.model.hidden_size) if plan.runtime.trim_padding else shape,
+            message_shape=functools.partial(whole_shape, plan.model.hidden_size)
+            if plan.runtime.trim_padding
+            else shape,
             dtype=DTYPES[plan.precision.dtype],
             global_rank=transport.global_rank,
             recorder=transport.recorder,
@@ -131,9 +140,14 @@ class TrainingRank:
         )
         self.loss_scale = LossScale.of(plan.precision)
         self.skips_not_finite = False
-        """Whether a step whose numbers are not finite is skipped in any format: a proof shows what came before, and names the first."""
+        """Whether a step whose numbers are not finite is skipped in any format: a proof shows what came
+        before, and names the first."""
         self._not_finite: dict[int, NotFinite] = {}
-        self._early = EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}) if overlaps and not each else None
+        self._early = (
+            EarlyReduction({stage: module.gradients for stage, module in self.stages.items()})
+            if overlaps and not each
+            else None
+        )
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
 
     def _line(self, joined: Joined | None, direction: Direction, peer: int, sending: bool) -> MessageChannel:
@@ -152,7 +166,8 @@ class TrainingRank:
     def step(self, step: int, *, meter: MemoryMeter | None = None) -> tuple[StepResult, list[Span]]:
         """One optimizer step on the global batch `step`, and the spans of this rank.
 
-        Raises `DivergedError` when the loss or the gradient norm is not finite; the weights are then those before the step.
+        Raises `DivergedError` when the loss or the gradient norm is not finite; the weights are
+        then those before the step.
         """
         if self.observer is not None:
             self.observer.begin_step(step)
@@ -191,7 +206,8 @@ class TrainingRank:
         loss = self.totals.mean_loss(trace.token_losses, self.batches.num_counted)
         if not math.isfinite(loss) and not self.skips_not_finite:
             raise DivergedError(
-                f"the validation loss is {loss}, which is no finite number. Lower train.learning_rate={self.plan.train.learning_rate}."
+                f"the validation loss is {loss}, which is no finite number. Lower "
+                f"train.learning_rate={self.plan.train.learning_rate}."
             )
         if self.observer is not None:
             self.observer.scalar("validation_loss", loss)
@@ -199,7 +215,8 @@ class TrainingRank:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Inside, the stages are in `eval()` mode: no dropout of a user's own block, and losses as they are compared."""
+        """Inside, the stages are in `eval()` mode: no dropout of a user's own block, and losses
+        as they are compared."""
         for stage in self.stages.values():
             stage.eval()
         try:
@@ -209,19 +226,22 @@ class TrainingRank:
                 stage.train()
 
     def live_meter(self) -> LiveMeter:
-        """A meter for `step` that counts every tensor storage of this rank while it lives; it costs some microseconds an operation."""
+        """A meter for `step` that counts every tensor storage of this rank while it lives; it costs some
+        microseconds an operation."""
         meter = LiveMeter(self.transport.global_rank)
         meter.hold(self._weights)
         meter.hold(self.optimizer.state_tensors)
         return meter
 
     def meter(self) -> ActivationMeter:
-        """A meter for `step` that counts weights and optimizer state as always there, and weights that are gathered and partial sums of
-        gradients as they come and go."""
+        """A meter for `step` that counts weights and optimizer state as always there, and weights that are gathered and
+        partial sums of gradients as they come and go."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._weights}
         base_bytes = sum(storages.values()) + self.optimizer.state_bytes
         constants = [tensor for stage in self.stages.values() for tensor in stage.context.constants]
-        return ActivationMeter(self.transport.global_rank, [*self._weights, *constants], base_bytes, self._lasting_bytes)
+        return ActivationMeter(
+            self.transport.global_rank, [*self._weights, *constants], base_bytes, self._lasting_bytes
+        )
 
     @property
     def shards(self) -> list[Shard]:
@@ -230,8 +250,8 @@ class TrainingRank:
 
     @property
     def saved_shards(self) -> list[Shard]:
-        """What this rank has of a saved model: `shards`, and the biases of experts, which training changes without a gradient and every
-        rank holds whole."""
+        """What this rank has of a saved model: `shards`, and the biases of experts, which training changes without a
+        gradient and every rank holds whole."""
         known = {parameter.name: parameter for parameter in expert_biases(self.plan.model)}
         whole = (slice(0, self.plan.model.num_experts),)
         routers = [router for stage in self.stages.values() for router in stage.routers]
@@ -239,7 +259,8 @@ class TrainingRank:
         return self.shards + [Shard(known[name], whole, bias, bias) for name, bias in biases]
 
     def refresh(self) -> None:
-        """Brings the weights, after they have changed, into what layers compute with; with ZeRO, those of all copies together."""
+        """Brings the weights, after they have changed, into what layers compute with; with ZeRO, those
+        of all copies together."""
         if self._showing is not None:
             self._showing.coming()
         for each in self.data_parallel.values():
@@ -257,7 +278,8 @@ class TrainingRank:
 
     @contextmanager
     def whole_masters(self) -> Iterator[None]:
-        """Inside, `saved_shards` have their fp32 weights, which ZeRO spreads over the copies of a stage. All ranks come together."""
+        """Inside, `saved_shards` have their fp32 weights, which ZeRO spreads over the copies of a stage.
+        All ranks come together."""
         with ExitStack() as stack:
             for each in self.data_parallel.values():
                 stack.enter_context(each.whole_masters())
@@ -274,8 +296,9 @@ class TrainingRank:
         return gathered + sum(stage.gradients.num_bytes for stage in self.stages.values())
 
     def _held(self) -> list[Held]:
-        """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp, second replicas of stages, and the
-        second tied table do not. With ZeRO it holds pieces, each of which is on no other copy, or counts on the first that has it."""
+        """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp, second replicas of
+        stages, and the second tied table do not. With ZeRO it holds pieces, each of which is on no other copy, or
+        counts on the first that has it."""
         here, placement = self.mesh.coordinates, self.plan.placement
         return [
             Held(
@@ -283,7 +306,11 @@ class TrainingRank:
                 each.slices,
                 each.tensor,
                 counts=self._counts(stage, each.parameter)
-                and (own.counts(each.parameter) if self.plan.layout.zero else placement.replica_of(stage, here["pp"]) == 0),
+                and (
+                    own.counts(each.parameter)
+                    if self.plan.layout.zero
+                    else placement.replica_of(stage, here["pp"]) == 0
+                ),
             )
             for stage, own in self.data_parallel.items()
             for each in own.pieces
@@ -296,15 +323,20 @@ class TrainingRank:
     def _data_parallel(self, stage: int) -> DataParallel:
         module, copies = self.stages[stage], self.mesh.copies(stage)
         if self.plan.data_parallel.library == "torch":
-            from ..data_parallel.torch_fsdp import TorchShardedStage  # a second of torch's modules that others need not wait for
+            # a second of torch's modules that others need not wait for
+            from ..data_parallel.torch_fsdp import TorchShardedStage
 
-            return TorchShardedStage(self.plan, module, self.transport, copies, self.plan.microbatches_of(self.mesh.coordinates["dp"]))
+            return TorchShardedStage(
+                self.plan, module, self.transport, copies, self.plan.microbatches_of(self.mesh.coordinates["dp"])
+            )
         if not self.plan.layout.zero:
             return ReplicatedStage.of(self.plan, stage, module.trained, module.gradients, copies)
         used = None if self._showing is None else functools.partial(self._showing.used, stage)
         late = None if self._gather_lane is None else LateGather(module.context, self._gather_lane, used)
         held = module.trained, module.gradients
-        return ShardedStage(self.plan, stage, *held, self._copies[stage], numerics=self.numerics, lane=self._backward_lane, late=late)
+        return ShardedStage(
+            self.plan, stage, *held, self._copies[stage], numerics=self.numerics, lane=self._backward_lane, late=late
+        )
 
     def _is_second_table(self, stage: int, name: str) -> bool:
         return self.plan.model.shares_table and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
@@ -317,7 +349,8 @@ class TrainingRank:
         self._reduced[stage] = self.data_parallel[stage].reduce(samples_of, parts, experts)
         if (found := gradients.take_not_finite() or self.data_parallel[stage].not_finite()) is not None:
             self._not_finite[stage] = found
-        if self.plan.precision.gradient_dtype == "bf16":  # finished sums are rounded once, whatever they were added up in
+        # finished sums are rounded once, whatever they were added up in
+        if self.plan.precision.gradient_dtype == "bf16":
             self._reduced[stage] = {key: total.bfloat16().float() for key, total in self._reduced[stage].items()}
         own_tokens = [self.mesh.tp_gradients] if self.mesh.tp_gradients and self.plan.layout.sequence_parallel else []
         with self.transport.recorder.layer(EXPERT_BIAS):
@@ -356,7 +389,9 @@ class TrainingRank:
                 self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
             if showing is not None:
                 showing.changed(step, self.optimizer, updated=not overflow)
-            self.refresh()  # also where nothing was updated: other ranks may have a norm that is finite, and share weights with this one
+                # also where nothing was updated: other ranks may have a norm that is finite, and
+            # share weights with this one
+            self.refresh()
             if showing is not None:
                 showing.refreshed(self.optimizer, updated=not overflow)
         for router in self._routers:
@@ -377,14 +412,20 @@ class TrainingRank:
         named = not_finite.first(own, sums, names, self.mesh, self.transport.device) if math.isfinite(loss) else ""
         scale = f" with losses scaled by {self.loss_scale.value:g}" if self.loss_scale.value != 1.0 else ""
         return (
-            f"step {step}: the loss is {loss} and the gradient norm {norm}{scale}, which are no finite numbers. {named}{' ' * bool(named)}"
+            f"step {step}: the loss is {loss} and the gradient norm {norm}{scale}, which are no finite numbers. "
+            f"{named}{' ' * bool(named)}"
             f"Lower train.learning_rate={self.plan.train.learning_rate} or set optimizer.clip_grad_norm."
         )
 
     def _finished_gradients(self) -> list[Tensor]:
-        """Gradients summed over the global batch, in the order of the optimizer's `held`. A tied table's two sums are added here."""
+        """Gradients summed over the global batch, in the order of the optimizer's `held`. A tied table's
+        two sums are added here."""
         tables = tied_gradients(self.plan, self.mesh, self._reduced, self.transport.recorder)
-        gradients = [each for stage, own in self.data_parallel.items() for each in own.finished(self._reduced[stage], tables.get(stage))]
+        gradients = [
+            each
+            for stage, own in self.data_parallel.items()
+            for each in own.finished(self._reduced[stage], tables.get(stage))
+        ]
         self._reduced.clear()
         return gradients
 
@@ -393,7 +434,7 @@ class TrainingRank:
         return [router for stage in self.stages.values() for router in stage.routers]
 
     def show_state(self, step: int) -> None:
-        """Shows the observer, if there is one, the weights that training goes on from, and the moments if there are any, as those that
-        `step` left; of a new start that is step -1."""
+        """Shows the observer, if there is one, the weights that training goes on from, and the moments if there are
+        any, as those that `step` left; of a new start that is step -1."""
         if self._showing is not None:
             self._showing.state(step, self.optimizer)

@@ -1,4 +1,5 @@
-"""A column-parallel layer with features travelling beside its input: the rotary key of latent attention, which all heads share."""
+"""A column-parallel layer with features travelling beside its input: the rotary key of latent attention,
+which all heads share."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from .linear import ColumnParallelLinear, column_backward
 
 
 class BesideLinear(ColumnParallelLinear):
-    """[b, s, f] and [b, s, r] of own tokens -> [b, s, c] and [b, s, l, r] of all: the second once for each of this rank's l leaves.
+    """[b, s, f] and [b, s, r] of own tokens -> [b, s, c] and [b, s, l, r] of all: the second once for each
+    of this rank's l leaves.
 
-    One gather brings both to every rank. The gradients of the copies are summed over the leaves of all ranks, beside the input's, in one
-    exchange.
+    One gather brings both to every rank. The gradients of the copies are summed over the leaves of all ranks, beside
+    the input's, in one exchange.
     """
 
     def __init__(self, context: LayerContext, name: str):
@@ -35,7 +37,9 @@ class _Beside(torch.autograd.Function):
         ctx.save_for_backward(*([x_BSF] if ctx.source is None else []))
         widths = [x_BSF.shape[-1], beside_BSR.shape[-1]]
         if layer.context.tokens is not None:
-            x_BSF, beside_BSR = (part.contiguous() for part in layer.gather(torch.cat([x_BSF, beside_BSR], -1)).split(widths, -1))
+            x_BSF, beside_BSR = (
+                part.contiguous() for part in layer.gather(torch.cat([x_BSF, beside_BSR], -1)).split(widths, -1)
+            )
         y_BSC = layer.project(x_BSF)
         if layer.bias is not None:
             y_BSC.add_(layer.bias.operand)
@@ -46,7 +50,9 @@ class _Beside(torch.autograd.Function):
         layer, dy_BSC = ctx.layer, dy_BSC.contiguous()
 
         def product() -> Tensor:
-            return torch.cat([layer.partial_contract(dy_BSC), layer.context.numerics.partial_sum(dbeside_BSLR, layer.leaves)], -1)
+            return torch.cat(
+                [layer.partial_contract(dy_BSC), layer.context.numerics.partial_sum(dbeside_BSLR, layer.leaves)], -1
+            )
 
         widths = [layer.shard.storage.shape[1], dbeside_BSLR.shape[-1]]
         dx_BSF, dbeside_BSR = (part.contiguous() for part in column_backward(ctx, dy_BSC, product).split(widths, -1))

@@ -47,11 +47,12 @@ class _Running(threading.local):
 
 
 class LayerContext:
-    """One stage's tensor- and context-parallel groups, numerics, recorder, shards and gradients; `microbatch` is the one being run forward.
+    """One stage's tensor- and context-parallel groups, numerics, recorder, shards and gradients; `microbatch` is
+    the one being run forward.
 
-    `dtype` is the format of hidden states. `chunks` are the tokens of each sequence that this context-parallel rank has; `tokens` says
-    which of those the ranks hold between the cut layers, and None means all (no sequence parallelism). `lane` runs collectives beside
-    products, where the plan overlaps them (`runtime.tp_comm_overlap`).
+    `dtype` is the format of hidden states. `chunks` are the tokens of each sequence that this context-parallel rank
+    has; `tokens` says which of those the ranks hold between the cut layers, and None means all (no sequence
+    parallelism). `lane` runs collectives beside products, where the plan overlaps them (`runtime.tp_comm_overlap`).
     `comes_to` hears of each part of the stage (`embedding`, `layers.3`, `head`) before it runs forward.
     """
 
@@ -79,9 +80,15 @@ class LayerContext:
         self.observer = observer
         self.shards: dict[str, Shard] = {}
         self.frozen: set[str] = set()
-        self.lane = CommunicationLane(numerics.device, recorder, tp.waiting) if plan.runtime.tp_comm_overlap and tp.size > 1 else None
+        self.lane = (
+            CommunicationLane(numerics.device, recorder, tp.waiting)
+            if plan.runtime.tp_comm_overlap and tp.size > 1
+            else None
+        )
         self.heads = owned_heads(plan, tp, self.cp)
-        self.gradients = Gradients(numerics, plan.batch.global_size, num_token_blocks(plan), self.cp, plan.batch.micro_size)
+        self.gradients = Gradients(
+            numerics, plan.batch.global_size, num_token_blocks(plan), self.cp, plan.batch.micro_size
+        )
         self.weight_work = WeightWork()
         self._running = _Running()
         self.dtype = DTYPES[plan.precision.dtype]
@@ -99,10 +106,11 @@ class LayerContext:
     def shard(
         self, name: str, role: Literal["", "embedding", "output"] = "", *, frozen: bool = False, fp32: bool = False
     ) -> tuple[Shard, Usage]:
-        """This rank's part of a parameter of the model, and the use whose gradient sum is registered. A tied table is made once.
+        """This rank's part of a parameter of the model, and the use whose gradient sum is registered. A
+        tied table is made once.
 
-        A `frozen` one has no gradient and is never updated; layers compute with an `fp32` one in fp32, whatever the plan's precision.
-        Raises `UnknownNameError` for a name the model does not have.
+        A `frozen` one has no gradient and is never updated; layers compute with an `fp32` one in fp32, whatever the
+        plan's precision. Raises `UnknownNameError` for a name the model does not have.
         """
         parameter = self._parameter(name)
         if name not in self.shards:
@@ -121,7 +129,8 @@ class LayerContext:
         return self.shards[name], usage
 
     def owned_leaves(self, name: str) -> OwnedLeaves:
-        """The feature leaves of a cut parameter on this rank. Raises `UnknownNameError` for a name the model does not have."""
+        """The feature leaves of a cut parameter on this rank. Raises `UnknownNameError` for a name
+        the model does not have."""
         parameter = self._parameter(name)
         assert parameter.cut is not None, f"{name} is not cut"
         group = self.experts.etp if parameter.expert else self.tp
@@ -131,14 +140,18 @@ class LayerContext:
         if not parameter.expert:
             return self.plan.leaf_sizes.local_slices(parameter, self.tp.size, self.tp.rank)
         ep, etp = self.experts.ep, self.experts.etp
-        return self.plan.leaf_sizes.expert_slices(parameter, ep=ep.size, ep_rank=ep.rank, etp=etp.size, etp_rank=etp.rank)
+        return self.plan.leaf_sizes.expert_slices(
+            parameter, ep=ep.size, ep_rank=ep.rank, etp=etp.size, etp_rank=etp.rank
+        )
 
     def _parameter(self, name: str) -> Parameter:
         if name not in self._known:
             raise UnknownNameError("parameter", name, self._known)
         return self._known[name]
 
-    def submit(self, layer: str, contributions: Sequence[tuple[Usage, Callable[[], Contribution]]], microbatch: Microbatch) -> None:
+    def submit(
+        self, layer: str, contributions: Sequence[tuple[Usage, Callable[[], Contribution]]], microbatch: Microbatch
+    ) -> None:
         """Leaves weight gradients to `weight_work`: pairs of a use and a function that computes its contribution."""
 
         def work() -> None:
@@ -150,7 +163,8 @@ class LayerContext:
 
     @property
     def microbatch(self) -> Microbatch | None:
-        """The microbatch that the calling thread runs forward: that of a forward, or that a backward recomputes beside it."""
+        """The microbatch that the calling thread runs forward: that of a forward, or that a backward
+        recomputes beside it."""
         return self._running.microbatch
 
     @property
@@ -160,7 +174,8 @@ class LayerContext:
         return self.microbatch
 
     def chunks_of(self, microbatch: Microbatch) -> Chunks:
-        """The tokens that this rank has of each sequence of a microbatch: `chunks`, or fewer where its padding is left out."""
+        """The tokens that this rank has of each sequence of a microbatch: `chunks`, or fewer where
+        its padding is left out."""
         whole = self.cp.size > 1 or microbatch.tokens.shape[1] == self.chunks.num_items
         return self.chunks if whole else Chunks(microbatch.tokens.shape[1])
 
@@ -173,8 +188,8 @@ class LayerContext:
         return self.places() if self.tokens is None else self.places()[slice(*self.tokens.own)]
 
     def positions(self, microbatch: Microbatch) -> Tensor:
-        """int64 [b, s] of a microbatch (or [1, s], the same for all samples): the positions of this context-parallel rank's tokens in their
-        documents, which learned and rotary positions go by."""
+        """int64 [b, s] of a microbatch (or [1, s], the same for all samples): the positions of this context-parallel
+        rank's tokens in their documents, which learned and rotary positions go by."""
         places = self.places()[: microbatch.tokens.shape[1]].unsqueeze(0)
         return places if microbatch.documents is None else places - microbatch.documents
 
@@ -187,7 +202,8 @@ class LayerContext:
         return x if self.cp.size == 1 else context_whole(self.cp.all_gather(x))
 
     def constant(self, name: str, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What `make` makes the first time: tensors that are the same for every microbatch, under a `name` of their own."""
+        """What `make` makes the first time: tensors that are the same for every microbatch,
+        under a `name` of their own."""
         if name not in self._constants:
             self._constants[name] = make()
         return self._constants[name]
@@ -198,8 +214,8 @@ class LayerContext:
         return [tensor for pair in self._constants.values() for tensor in pair]
 
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor], name: str = "") -> Tensor:
-        """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again. Under `name` the
-        observer sees both; a source that has been given a name before has none here."""
+        """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again.
+        Under `name` the observer sees both; a source that has been given a name before has none here."""
         if self._sources is None:
             self._sources = WeakIdKeyDictionary()
         self._sources[tensor] = self._shown(name, tensor, source) if name and torch.is_grad_enabled() else source
@@ -222,8 +238,9 @@ class LayerContext:
         return None if self._sources is None else self._sources.get(tensor)
 
     def shown_inside(self, name: str) -> Callable[[Tensor], None] | None:
-        """What shows the observer a tensor inside of a layer: forward, and when a backward has computed it again. None without an
-        observer, and inside of what is computed again itself. Where layers share a name, the second tensor of a microbatch is `name#2`."""
+        """What shows the observer a tensor inside of a layer: forward, and when a backward has computed it again. None
+        without an observer, and inside of what is computed again itself. Where layers share a name, the second tensor
+        of a microbatch is `name#2`."""
         microbatch = self.microbatch
         if self.observer is None or microbatch is None or self._running.again:
             return None
@@ -235,11 +252,13 @@ class LayerContext:
         return lambda tensor: observer.recomputed(own, microbatch, None, tensor)
 
     def observe(self, name: str, tensor: Tensor) -> None:
-        """Shows an activation to the observer, if there is one; in the graph, so that the observer can ask for its gradient too."""
+        """Shows an activation to the observer, if there is one; in the graph, so that the observer can ask
+        for its gradient too."""
         if self.observer is not None:
             assert self.microbatch is not None
             run = 0, tensor.shape[1]
-            if self.tokens is not None and tensor.shape[1] != self.microbatch.tokens.shape[1]:  # losses are those of all tokens
+            # losses are those of all tokens
+            if self.tokens is not None and tensor.shape[1] != self.microbatch.tokens.shape[1]:
                 run = self.tokens.own
             places = self.chunks.places(*run)
             show = self.observer.recomputed if self._running.again else self.observer.activation

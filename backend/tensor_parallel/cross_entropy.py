@@ -20,14 +20,16 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class LossChoice:
-    """What is minimised, per token with target t over the n ids of the vocabulary, with p = softmax(l) and Z = sum exp(l):
+    """What is minimised, per token with target t over the n ids of the vocabulary, with p =
+    softmax(l) and Z = sum exp(l):
 
         (1 - label_smoothing) * -log p_t + label_smoothing / n * sum_v -log p_v + z_loss * (log Z)^2
 
-    The smoothed target is torch's (`F.cross_entropy`): t has 1 - e + e/n and every other id e/n, over the *whole* vocabulary whatever the
-    cut. (Megatron-Core's e gives t 1 - e and the n-1 others e/(n-1): it is (n-1)/n of ours.) `z_loss` keeps log Z near 0 (PaLM,
-    arXiv 2204.02311, section 5). A token whose target is `ignore_index` has loss and gradient 0. The last `padding_rows` rows of the
-    vocabulary are no ids: they get no probability, no share of the smoothing and no gradient.
+    The smoothed target is torch's (`F.cross_entropy`): t has 1 - e + e/n and every other id e/n, over the *whole*
+    vocabulary whatever the cut. (Megatron-Core's e gives t 1 - e and the n-1 others e/(n-1): it is (n-1)/n of ours.)
+    `z_loss` keeps log Z near 0 (PaLM, arXiv 2204.02311, section 5). A token whose target is `ignore_index` has loss and
+    gradient 0. The last `padding_rows` rows of the vocabulary are no ids: they get no probability, no share of the
+    smoothing and no gradient.
     """
 
     label_smoothing: float = 0.0
@@ -37,7 +39,9 @@ class LossChoice:
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1: it is a share of the target.")
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} must be at least 0 and below 1: it is a share of the target."
+            )
         if self.z_loss < 0 or self.padding_rows < 0:
             raise ValueError(f"z_loss={self.z_loss} and padding_rows={self.padding_rows} must be at least 0.")
 
@@ -53,8 +57,8 @@ def ignored_target(train: Train) -> int:
 class VocabParallelCrossEntropy(nn.Module):
     """Logits [b, s, v] of this rank's vocabulary and targets [b, s] -> losses [b, s] fp32, the same on every rank.
 
-    What is minimised is the plan's choice while training; `eval()` takes label smoothing and z-loss away, so that held-out losses of
-    different choices can be compared.
+    What is minimised is the plan's choice while training; `eval()` takes label smoothing and z-loss away, so that
+    held-out losses of different choices can be compared.
     """
 
     def __init__(self, context: LayerContext, leaves: OwnedLeaves, name: str = "head.loss"):
@@ -70,26 +74,43 @@ class VocabParallelCrossEntropy(nn.Module):
         choice = self.trained if self.training else self.held_out
         with self.context.recorder.layer(self.name):
             return vocab_parallel_cross_entropy(
-                logits_BSV, targets_BS, leaves=self.leaves, group=self.context.tp, numerics=self.context.numerics, choice=choice
+                logits_BSV,
+                targets_BS,
+                leaves=self.leaves,
+                group=self.context.tp,
+                numerics=self.context.numerics,
+                choice=choice,
             )
 
 
 def vocab_parallel_cross_entropy(
-    logits_BSV: Tensor, targets_BS: Tensor, *, leaves: OwnedLeaves, group: Group, numerics: Numerics, choice: LossChoice = PLAIN
+    logits_BSV: Tensor,
+    targets_BS: Tensor,
+    *,
+    leaves: OwnedLeaves,
+    group: Group,
+    numerics: Numerics,
+    choice: LossChoice = PLAIN,
 ) -> Tensor:
-    """Losses [b, s] fp32, the same on every member, from each member's logits [b, s, v] in any floating format and all targets [b, s].
+    """Losses [b, s] fp32, the same on every member, from each member's logits [b, s, v] in any floating
+    format and all targets [b, s].
 
     `leaves` say which rows of the vocabulary are this member's. The gradient has the format of the logits.
     Raises `ValueError` for targets outside the vocabulary (on the CPU; on a GPU the check would wait for the device).
     """
     num_ids = leaves.leaves.num_items - choice.padding_rows
     if num_ids < 1:
-        raise ValueError(f"padding_rows={choice.padding_rows} leave no id of a vocabulary of {leaves.leaves.num_items} rows.")
+        raise ValueError(
+            f"padding_rows={choice.padding_rows} leave no id of a vocabulary of {leaves.leaves.num_items} rows."
+        )
     if not targets_BS.is_cuda:
         _check_targets(targets_BS, num_ids, choice)
     if numerics.mode == "fast" and group.size == 1 and choice == LossChoice(ignore_index=choice.ignore_index):
-        logits, targets = logits_BSV.float().flatten(0, 1), targets_BS.flatten().clone()  # the batch is not kept for the backward
-        return F.cross_entropy(logits, targets, ignore_index=choice.ignore_index, reduction="none").view(targets_BS.shape)
+        # the batch is not kept for the backward
+        logits, targets = logits_BSV.float().flatten(0, 1), targets_BS.flatten().clone()
+        return F.cross_entropy(logits, targets, ignore_index=choice.ignore_index, reduction="none").view(
+            targets_BS.shape
+        )
     return _CrossEntropy.apply(logits_BSV, targets_BS, leaves, group, numerics, choice)
 
 
@@ -98,7 +119,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, leaves: OwnedLeaves, group: Group, numerics: Numerics, choice: LossChoice
+        ctx: Any,
+        logits_BSV: Tensor,
+        targets_BS: Tensor,
+        leaves: OwnedLeaves,
+        group: Group,
+        numerics: Numerics,
+        choice: LossChoice,
     ) -> Tensor:
         lo, hi = leaves.items
         num_ids = leaves.leaves.num_items - choice.padding_rows
@@ -111,7 +138,9 @@ class _CrossEntropy(torch.autograd.Function):
         sums = [numerics.leaf_sums(shifted, leaves)] if choice.label_smoothing else []
         shifted[..., own_ids:] = -torch.inf
         exponentials = numerics.elementwise(torch.exp_, shifted)
-        *smoothed, sum_exp, target = numerics.vocabulary_sums([*sums, numerics.leaf_sums(exponentials, leaves)], target, leaves, group)
+        *smoothed, sum_exp, target = numerics.vocabulary_sums(
+            [*sums, numerics.leaf_sums(exponentials, leaves)], target, leaves, group
+        )
 
         log_sum = numerics.elementwise(torch.log, sum_exp)
         loss = log_sum - (1 - choice.label_smoothing) * target

@@ -1,4 +1,5 @@
-"""Data inside a group: one member opens them and gives them to the others; and the part of a batch that a context-parallel rank takes."""
+"""Data inside a group: one member opens them and gives them to the others; and the part of a batch that a
+context-parallel rank takes."""
 
 from __future__ import annotations
 
@@ -37,14 +38,17 @@ def broadcast(
 ) -> dict[str, Tensor]:
     """The tensors of member `source` on every member, by name, on `device`; all other members hand in None.
 
-    One exchange of bytes where all members know `specs`, the same on each; without them a description travels first (two more
-    exchanges). Raises `ValueError` when the source's tensors are not those of `specs`, or when another member brings some.
+    One exchange of bytes where all members know `specs`, the same on each; without them a description travels
+    first (two more exchanges). Raises `ValueError` when the source's tensors are not those of `specs`, or when
+    another member brings some.
     """
     here = group.rank == source
     if here != (tensors is not None):
         what = "none, but it is the source" if here else f"some, but member {source} is the source"
         raise ValueError(f"{group}: broadcast takes tensors from one member; this one was given {what}.")
-    found = None if tensors is None else {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in tensors.items()}
+    found = (
+        None if tensors is None else {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in tensors.items()}
+    )
     if specs is not None and found is not None and list(specs.items()) != list(found.items()):
         raise ValueError(f"{group}: broadcast was told to expect {_text(specs)}, but the source has {_text(found)}.")
     if group.size > 1 and specs is None:
@@ -57,14 +61,19 @@ def broadcast(
     assert specs is not None and payload is not None
     parts = payload.split([spec.num_bytes for spec in specs.values()]) if specs else ()
     # a copy of its own begins where any dtype may begin
-    return {name: part.clone().view(spec.dtype).view(spec.shape) for (name, spec), part in zip(specs.items(), parts, strict=True)}
+    return {
+        name: part.clone().view(spec.dtype).view(spec.shape)
+        for (name, spec), part in zip(specs.items(), parts, strict=True)
+    }
 
 
 def context_positions(sequence: int, cp: int, cp_rank: int, *, documents: Sequence[int] | None = None) -> Tensor:
-    """int64 positions of the tokens that a context-parallel rank r takes of a sequence: chunks r and 2cp - 1 - r of 2cp equal ones.
+    """int64 positions of the tokens that a context-parallel rank r takes of a sequence: chunks r and 2cp -
+    1 - r of 2cp equal ones.
 
-    So all ranks have equal work under a causal mask (Dubey et al. 2024, Llama 3, section 3.3.2). With `documents`, the lengths of what is
-    packed into the sequence, each document is cut like that. Raises `ValueError` for a length that 2cp does not divide.
+    So all ranks have equal work under a causal mask (Dubey et al. 2024, Llama 3, section 3.3.2). With `documents`,
+    the lengths of what is packed into the sequence, each document is cut like that. Raises `ValueError` for a
+    length that 2cp does not divide.
 
     >>> context_positions(16, 2, 0).tolist()
     [0, 1, 2, 3, 12, 13, 14, 15]
@@ -73,18 +82,24 @@ def context_positions(sequence: int, cp: int, cp_rank: int, *, documents: Sequen
     if sum(lengths) != sequence:
         raise ValueError(f"documents of {lengths} tokens are {sum(lengths)} together, but the sequence has {sequence}.")
     if wrong := [length for length in lengths if cp > 1 and length % (2 * cp)]:
-        raise ValueError(f"cp={cp} cuts into {2 * cp} equal chunks, but {wrong[0]} tokens do not divide. Pad to {_next(wrong[0], 2 * cp)}.")
+        raise ValueError(
+            f"cp={cp} cuts into {2 * cp} equal chunks, but {wrong[0]} tokens do not divide. Pad to "
+            f"{_next(wrong[0], 2 * cp)}."
+        )
     if cp == 1:
         return torch.arange(sequence)
     chunks = []
     for length, first in zip(lengths, accumulate(lengths, initial=0), strict=False):
         size = length // (2 * cp)
-        chunks += [torch.arange(first + chunk * size, first + (chunk + 1) * size) for chunk in (cp_rank, 2 * cp - 1 - cp_rank)]
+        chunks += [
+            torch.arange(first + chunk * size, first + (chunk + 1) * size) for chunk in (cp_rank, 2 * cp - 1 - cp_rank)
+        ]
     return torch.cat(chunks)
 
 
 def context_part(x: Tensor, cp: int, cp_rank: int, *, dim: int = 1, documents: Sequence[int] | None = None) -> Tensor:
-    """What a context-parallel rank takes of `x`, whose dimension `dim` is the sequence (`context_positions`); `x` itself where cp is 1."""
+    """What a context-parallel rank takes of `x`, whose dimension `dim` is the sequence (`context_positions`); `x`
+    itself where cp is 1."""
     if cp == 1:
         return x
     return x.index_select(dim, context_positions(x.shape[dim], cp, cp_rank, documents=documents).to(x.device))
@@ -98,7 +113,9 @@ def context_whole(parts: Sequence[Tensor], *, dim: int = 1, documents: Sequence[
     return joined.index_select(dim, positions.argsort().to(joined.device))
 
 
-def _described(found: Mapping[str, TensorSpec] | None, group: Group, source: int, device: torch.device | str) -> dict[str, TensorSpec]:
+def _described(
+    found: Mapping[str, TensorSpec] | None, group: Group, source: int, device: torch.device | str
+) -> dict[str, TensorSpec]:
     """The source's specs on every member: first how long their description is, then the description."""
     text = None
     if found is not None:
@@ -111,7 +128,9 @@ def _described(found: Mapping[str, TensorSpec] | None, group: Group, source: int
     return {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in table}
 
 
-def _from_source(payload: Tensor | None, num_bytes: int, group: Group, source: int, device: torch.device | str) -> Tensor:
+def _from_source(
+    payload: Tensor | None, num_bytes: int, group: Group, source: int, device: torch.device | str
+) -> Tensor:
     """The source's bytes on every member; `payload` is None on all others."""
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     parts = [nothing if payload is None or member == group.rank else payload for member in range(group.size)]
@@ -127,7 +146,10 @@ def _bytes_of(tensors: Iterable[Tensor], device: torch.device | str) -> Tensor:
 
 
 def _text(specs: Mapping[str, TensorSpec]) -> str:
-    return ", ".join(f"{name} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for name, spec in specs.items()) or "nothing"
+    return (
+        ", ".join(f"{name} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for name, spec in specs.items())
+        or "nothing"
+    )
 
 
 def _next(length: int, multiple: int) -> int:

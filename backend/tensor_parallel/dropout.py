@@ -39,4 +39,10 @@ def _hidden_mask(x_BSH: Tensor, context: LayerContext, operation: str, microbatc
     rows = (microbatch.first_sample + sample[:, None]) * context.plan.batch.sequence + context.own_places()
     assert microbatch.step is not None
     index = rows[..., None] * hidden + feature
-    return dropout_mask(context.plan.train.seed, context.plan.name_in_run(operation), microbatch.step, index, context.model.hidden_dropout)
+    return dropout_mask(
+        context.plan.train.seed,
+        context.plan.name_in_run(operation),
+        microbatch.step,
+        index,
+        context.model.hidden_dropout,
+    )

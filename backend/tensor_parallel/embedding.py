@@ -15,7 +15,8 @@ from .context import LayerContext
 
 
 class PositionEmbedding(nn.Module):
-    """The table of learned positions, added to the rows of `VocabParallelEmbedding`, whose backward knows the gradient of all tokens."""
+    """The table of learned positions, added to the rows of `VocabParallelEmbedding`, whose backward knows the
+    gradient of all tokens."""
 
     def __init__(self, context: LayerContext):
         super().__init__()
@@ -33,10 +34,11 @@ class PositionEmbedding(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """int64 [b, s] -> [b, s, h]: each rank looks up the ids it owns, and the sum over ranks is the row of the one that has it.
+    """int64 [b, s] -> [b, s, h]: each rank looks up the ids it owns, and the sum over ranks is the
+    row of the one that has it.
 
-    Rows of positions are added, where the model learns them. With sequence parallelism each rank gets its own tokens, and the backward
-    gathers the gradients of all.
+    Rows of positions are added, where the model learns them. With sequence parallelism each rank gets its own tokens,
+    and the backward gathers the gradients of all.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class VocabParallelEmbedding(nn.Module):
         role: Literal["embedding", "output"] = "embedding",
         positions: bool = True,
     ):
-        """`role` is the end of the model at which a shared table is used; without `positions` only rows of tokens are looked up."""
+        """`role` is the end of the model at which a shared table is used; without `positions` only rows of
+        tokens are looked up."""
         super().__init__()
         self.name = name
         self.context = context
@@ -71,19 +74,26 @@ class _Lookup(Function):
         else:
             elsewhere = (tokens_BS < lo) | (tokens_BS >= hi)
             ctx.save_for_backward(torch.where(elsewhere, hi - lo, tokens_BS - lo))
-            rows = layer.shard.operand[torch.where(elsewhere, 0, tokens_BS - lo)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+            rows = layer.shard.operand[torch.where(elsewhere, 0, tokens_BS - lo)].masked_fill_(
+                elsewhere.unsqueeze(-1), 0.0
+            )
         with context.recorder.layer(layer.name):
             x_BSH = context.numerics.sum_lookups(rows, context.tp, context.tokens)
         if layer.positions is None:
             return x_BSH
         positions = context.positions(context.running_microbatch)
-        return layer.positions.add(x_BSH, positions if context.tokens is None else positions[:, slice(*context.tokens.own)])
+        return layer.positions.add(
+            x_BSH, positions if context.tokens is None else positions[:, slice(*context.tokens.own)]
+        )
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[None, None, None]:
         (ids_BS,) = ctx.saved_tensors
         layer, context = ctx.layer, ctx.layer.context
-        num_rows, finishes_sequences = len(layer.shard.storage), context.numerics.mode == "exact" and context.cp.size > 1
+        num_rows, finishes_sequences = (
+            len(layer.shard.storage),
+            context.numerics.mode == "exact" and context.cp.size > 1,
+        )
         if layer.positions is not None or finishes_sequences:
             positions_BS = context.positions(ctx.microbatch).expand(ids_BS.shape)
         with context.recorder.layer(layer.name):

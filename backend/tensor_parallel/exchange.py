@@ -1,9 +1,9 @@
 """Where copies of tokens go: from the ranks that hold the tokens to those that hold their experts, and back.
 
-Copies are sorted by expert and go to its rank by an all-to-all over `ep`; the members of `etp`, each of which holds a part of every
-expert's width, then bring theirs together. A rank knows of every *chunk* of what arrives (one sender, sample, piece of a token block,
-and expert) how many rows it has, because the senders' counts travel first, as integers. So it can put the rows in an order that depends
-on the problem alone: by expert, and in it by sample and token.
+Copies are sorted by expert and go to its rank by an all-to-all over `ep`; the members of `etp`, each of which holds a
+part of every expert's width, then bring theirs together. A rank knows of every *chunk* of what arrives (one sender,
+sample, piece of a token block, and expert) how many rows it has, because the senders' counts travel first, as integers.
+So it can put the rows in an order that depends on the problem alone: by expert, and in it by sample and token.
 
 Letters: T tokens that a rank sends, K experts of a token, H hidden, N rows that arrive.
 """
@@ -41,7 +41,8 @@ def solo_experts(global_rank: int, recorder: Recorder) -> ExpertGroups:
 
 @dataclass(frozen=True)
 class _Sender:
-    """What is known of a rank that sends copies here: its pieces of each sequence, and its first sample behind that of this rank."""
+    """What is known of a rank that sends copies here: its pieces of each sequence, and its first sample
+    behind that of this rank."""
 
     pieces: tuple[Piece, ...]
     sample_offset: int
@@ -49,7 +50,8 @@ class _Sender:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The chunks that arrive, of a microbatch of some size: sorted they are `order`, and `group_of` the sorted ones are the groups.
+    """The chunks that arrive, of a microbatch of some size: sorted they are `order`, and `group_of` the
+    sorted ones are the groups.
 
     `groups` are `(expert, leaf)`, `leaves` `(sample behind this rank's first, token block)`.
     """
@@ -84,10 +86,13 @@ class TokenExchange:
         self._chunks: dict[int, _Chunks] = {}
 
     def exchange(self, experts_BSK: Tensor, first_sample: int) -> Exchange:
-        """The way of every copy of the tokens [b, s] that this rank sends; `experts` is -1 where a choice is dropped."""
+        """The way of every copy of the tokens [b, s] that this rank sends; `experts` is -1
+        where a choice is dropped."""
         samples, _, per_token = experts_BSK.shape
         own = Outgoing(experts_BSK.reshape(-1, per_token), self.num_experts)
-        sent = own.counts(self._pieces_of_tokens(samples), samples * len(self._own.pieces)).view(self.groups.ep.size, -1)
+        sent = own.counts(self._pieces_of_tokens(samples), samples * len(self._own.pieces)).view(
+            self.groups.ep.size, -1
+        )
         sizes = [[self.num_local_experts * samples * len(sender.pieces) for sender in row] for row in self._senders]
         received = self.groups.ep.all_to_all(list(sent), [(size,) for size in sizes[self.groups.etp.rank]])
         arrived = self.groups.etp.all_gather(torch.cat(received), [(sum(row),) for row in sizes])
@@ -100,7 +105,9 @@ class TokenExchange:
         order = within + torch.repeat_interleave(starts - (ends - sorted_lengths), sorted_lengths)
         group_lengths = lengths.new_zeros(len(chunks.groups)).index_add_(0, chunks.group_of, sorted_lengths).tolist()
         groups = []
-        for (expert, leaf), first, length in zip(chunks.groups, accumulate(group_lengths, initial=0), group_lengths, strict=False):
+        for (expert, leaf), first, length in zip(
+            chunks.groups, accumulate(group_lengths, initial=0), group_lengths, strict=False
+        ):
             if length:
                 groups.append(RowGroup(expert, leaf, first, first + length))
         leaves = tuple((first_sample + sample, block) for sample, block in chunks.leaves)
@@ -149,7 +156,10 @@ class TokenExchange:
         found = [(keys[index][0], place.get((keys[index][1], keys[index][2]), 0)) for index in order]
         groups = tuple(dict.fromkeys(found))
         number = {group: index for index, group in enumerate(groups)}
-        places, numbers = (torch.tensor(each, dtype=torch.int64, device=self._device) for each in (order, [number[group] for group in found]))
+        places, numbers = (
+            torch.tensor(each, dtype=torch.int64, device=self._device)
+            for each in (order, [number[group] for group in found])
+        )
         return _Chunks(places, numbers, groups, tuple(leaves))
 
 
@@ -170,7 +180,9 @@ class Outgoing:
 
     def counts(self, pieces_T: Tensor, num_pieces: int) -> Tensor:
         """int64 [experts * num_pieces]: how many copies of each piece go to each expert."""
-        return torch.bincount(self.experts * num_pieces + pieces_T[self.tokens], minlength=self.num_experts * num_pieces)
+        return torch.bincount(
+            self.experts * num_pieces + pieces_T[self.tokens], minlength=self.num_experts * num_pieces
+        )
 
     def pick(self, copies: Tensor, choice: int) -> Tensor:
         """[t, ...] of every token its copy for the choice of this number; zeros where that was dropped."""
@@ -182,8 +194,9 @@ class Outgoing:
 class Exchange:
     """The way of the copies of one microbatch.
 
-    `sent_rows` and `received_rows` are counted by member of `ep`, `member_rows` by member of `etp` as they are brought together; `order`
-    puts all N rows in the order of `rows`; `own_experts` are the local experts of the rows that come over `ep`.
+    `sent_rows` and `received_rows` are counted by member of `ep`, `member_rows` by member of `etp` as they are
+    brought together; `order` puts all N rows in the order of `rows`; `own_experts` are the local experts of the
+    rows that come over `ep`.
     """
 
     groups: ExpertGroups
@@ -206,7 +219,9 @@ class Exchange:
     def _exchanged(self, rows: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...]) -> Tensor:
         if self.groups.ep.size == 1:
             return rows
-        return torch.cat(self.groups.ep.all_to_all(rows.split(list(outgoing)), [(number, *rows.shape[1:]) for number in incoming]))
+        return torch.cat(
+            self.groups.ep.all_to_all(rows.split(list(outgoing)), [(number, *rows.shape[1:]) for number in incoming])
+        )
 
     def together(self, rows: Tensor) -> Tensor:
         """[n, ...] of all members of `etp`, in the order of `rows`."""

@@ -1,7 +1,8 @@
 """The two linear layers of all experts on a rank, over rows that are copies of tokens (`exchange`), grouped by expert.
 
-`ExpertUp` cuts its output features over `etp`, `ExpertDown` its input features, as the column- and row-parallel linears do over `tp`.
-A rank's own rows are those that came to it over `ep`; inside, the rows of all members of `etp` are together and in order.
+`ExpertUp` cuts its output features over `etp`, `ExpertDown` its input features, as the column- and row-parallel
+linears do over `tp`. A rank's own rows are those that came to it over `ep`; inside, the rows of all members of
+`etp` are together and in order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .exchange import Exchange
 
 
 class ExpertLinear(nn.Module):
-    """What both share: the three products, recorded under the layer's name with the mean number of rows of an expert."""
+    """What both share: the three products, recorded under the layer's name with the mean number
+    of rows of an expert."""
 
     def __init__(self, context: LayerContext, name: str):
         super().__init__()
@@ -44,7 +46,8 @@ class ExpertLinear(nn.Module):
         return self.context.numerics.project_experts(x_NF, self.shard.operand, exchange.rows, self.leaves)
 
     def contract(self, x_NC: Tensor, exchange: Exchange, layer: str) -> Tensor:
-        """This rank's part of the cut features to whole ones, summed over `etp` for `layer`, of this rank's own rows."""
+        """This rank's part of the cut features to whole ones, summed over `etp` for `layer`, of
+        this rank's own rows."""
         experts, cut_size, full_size = self.shard.storage.shape
         self._record(_mean(x_NC, experts), full_size, cut_size)
         numerics, etp = self.context.numerics, exchange.groups.etp
@@ -60,7 +63,9 @@ class ExpertLinear(nn.Module):
         self._record(cut_size, full_size, _mean(x_NC, experts))
         return self.context.numerics.expert_weight_gradient(x_NC, y_NF, exchange.rows, self.leaves)
 
-    def submit(self, ctx: Any, weight: Callable[[], ExpertContribution], bias: Callable[[], ExpertContribution]) -> None:
+    def submit(
+        self, ctx: Any, weight: Callable[[], ExpertContribution], bias: Callable[[], ExpertContribution]
+    ) -> None:
         """Leaves the gradients of weight and bias to the stage."""
         work = [(self.usage, weight)]
         if self.bias_usage is not None:
@@ -73,7 +78,8 @@ class ExpertLinear(nn.Module):
 
 
 class ExpertUp(ExpertLinear):
-    """[own rows, h] -> [n, c]: the rows of all members of `etp`, each rank its own features. `layer` brings them together."""
+    """[own rows, h] -> [n, c]: the rows of all members of `etp`, each rank its own features. `layer`
+    brings them together."""
 
     def forward(self, rows_NH: Tensor, exchange: Exchange, layer: str) -> Tensor:
         return _Up.apply(rows_NH, self, exchange, layer)
@@ -106,7 +112,9 @@ class _Up(torch.autograd.Function):
 
 class _Down(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, linear: ExpertDown, exchange: Exchange, layer: str, source: Callable[[], Tensor] | None) -> Tensor:
+    def forward(
+        ctx: Any, x_NC: Tensor, linear: ExpertDown, exchange: Exchange, layer: str, source: Callable[[], Tensor] | None
+    ) -> Tensor:
         ctx.linear, ctx.exchange, ctx.layer, ctx.microbatch = linear, exchange, layer, linear.context.microbatch
         ctx.source = source
         ctx.save_for_backward(*([x_NC] if source is None else []))
@@ -132,7 +140,9 @@ def _experts_of(exchange: Exchange, device: torch.device) -> Tensor:
     """int64: the local expert of every row, in order."""
     groups = exchange.rows.groups
     experts = torch.tensor([group.expert for group in groups], dtype=torch.int64, device=device)
-    return experts.repeat_interleave(torch.tensor([group.last - group.first for group in groups], dtype=torch.int64, device=device))
+    return experts.repeat_interleave(
+        torch.tensor([group.last - group.first for group in groups], dtype=torch.int64, device=device)
+    )
 
 
 def _mean(rows: Tensor, num_experts: int) -> int:

@@ -1,8 +1,10 @@
-"""Several linear layers fused into one whose features are cut: gate and up-projection of a gated MLP, query, key and value.
+"""Several linear layers fused into one whose features are cut: gate and up-projection of a gated
+MLP, query, key and value.
 
-Features are grouped by item (an MLP unit, a key/value group), `widths[i]` of every item for part i, so that a cut between items gives each
-rank its items of every part. Megatron-Core instead puts whole parts one behind the other and cuts each (`stride` of its column-parallel
-layer), which ties the order of features to the number of parts only where all are equally wide.
+Features are grouped by item (an MLP unit, a key/value group), `widths[i]` of every item for part i, so that a cut
+between items gives each rank its items of every part. Megatron-Core instead puts whole parts one behind the other
+and cuts each (`stride` of its column-parallel layer), which ties the order of features to the number of parts only
+where all are equally wide.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def split_fused(x: Tensor, widths: Sequence[int], dim: int = -1) -> list[Tensor]
 
 
 class _Split(torch.autograd.Function):
-    """`split_fused`, whose backward writes the parts where they belong, which is faster than to put them one behind the other."""
+    """`split_fused`, whose backward writes the parts where they belong, which is faster than to put them
+    one behind the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
@@ -38,7 +41,9 @@ class _Split(torch.autograd.Function):
         if _are_pairs(x, widths, dim):
             pairs = x.contiguous().view(torch.int64)
             return pairs.to(torch.int32).view(torch.float32), (pairs >> 32).to(torch.int32).view(torch.float32)
-        return tuple(part.flatten(dim, dim + 1).contiguous() for part in _items(x, widths, dim).split(list(widths), dim + 1))
+        return tuple(
+            part.flatten(dim, dim + 1).contiguous() for part in _items(x, widths, dim).split(list(widths), dim + 1)
+        )
 
     @staticmethod
     def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None, None]:
@@ -49,9 +54,12 @@ class _Split(torch.autograd.Function):
 
 
 def _are_pairs(x: Tensor, widths: tuple[int, ...], dim: int) -> bool:
-    """Whether two neighbouring elements can be moved as one number, which takes half the time of copies with strides on a CPU."""
+    """Whether two neighbouring elements can be moved as one number, which takes half the time of copies
+    with strides on a CPU."""
     on_cpu = x.device.type == "cpu" and sys.byteorder == "little"
-    return on_cpu and widths == (1, 1) and dim == x.dim() - 1 and x.dtype == torch.float32 and x.storage_offset() % 2 == 0
+    return (
+        on_cpu and widths == (1, 1) and dim == x.dim() - 1 and x.dtype == torch.float32 and x.storage_offset() % 2 == 0
+    )
 
 
 def _items(x: Tensor, widths: Sequence[int], dim: int) -> Tensor:
@@ -59,7 +67,8 @@ def _items(x: Tensor, widths: Sequence[int], dim: int) -> Tensor:
 
 
 def join_fused(parts: Sequence[Tensor], widths: Sequence[int], dim: int = 0) -> Tensor:
-    """The fused tensor of parts that lie one after another, such as gate and up-projection of published weights: undoes `split_fused`.
+    """The fused tensor of parts that lie one after another, such as gate and up-projection of published
+    weights: undoes `split_fused`.
 
     Raises `ValueError` when the parts have not `widths[i]` features each of as many items.
 

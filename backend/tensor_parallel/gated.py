@@ -1,7 +1,8 @@
-"""The gated half of an MLP in one step: activation(gate(x)) * up(x), gate and up-projection computed apart into tensors of their own.
+"""The gated half of an MLP in one step: activation(gate(x)) * up(x), gate and up-projection computed apart
+into tensors of their own.
 
-Their rows alternate in the fused weight, and a matrix product takes rows at any distance as fast as neighbouring ones, so nothing is
-copied to bring the parts of the features together.
+Their rows alternate in the fused weight, and a matrix product takes rows at any distance as fast as neighbouring ones,
+so nothing is copied to bring the parts of the features together.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from .linear import ColumnParallelLinear, Source, column_backward
 NUM_PARTS = 2
 """Gate and up-projection."""
 
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {"swiglu": (F.silu, torch.ops.aten.silu_backward), "geglu": (F.gelu, torch.ops.aten.gelu_backward)}
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
+    "swiglu": (F.silu, torch.ops.aten.silu_backward),
+    "geglu": (F.gelu, torch.ops.aten.gelu_backward),
+}
 """`ModelSpec.activation` -> what is done to the gate, and its gradient from that of the result and its input."""
 
 
 def can_be_gated(layer: ColumnParallelLinear) -> bool:
-    """Whether `gated` does the activation behind a layer: where bits do not matter and two products cost as much as one."""
+    """Whether `gated` does the activation behind a layer: where bits do not matter and two
+    products cost as much as one."""
     context = layer.context
     fast = isinstance(context.numerics, FastNumerics) and context.numerics.device.type == "cpu"
     return fast and layer.bias is None and not layer.frozen and context.model.activation in ACTIVATIONS
 
 
 def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
-    """[b, s, f] -> [b, s, c/2]: the model's activation of the layer's even features, times its odd ones. Where the plan recomputes
-    activations only these features stay."""
+    """[b, s, f] -> [b, s, c/2]: the model's activation of the layer's even features, times its odd ones. Where the plan
+    recomputes activations only these features stay."""
     context = layer.context
     kept: list[Tensor] = []
     y_BSC = _Gated.apply(x_BSF, layer, context.source_of(x_BSF), kept)
@@ -50,7 +55,9 @@ def _is_repeated(layer: ColumnParallelLinear) -> bool:
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Source | None, kept: list[Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Source | None, kept: list[Tensor]
+    ) -> Tensor:
         """Leaves gate and up-projection in `kept` for who makes the result again."""
         ctx.layer, ctx.microbatch, ctx.source, ctx.add_bias = layer, layer.context.microbatch, source, False
         activate, _ = ACTIVATIONS[layer.context.model.activation]

@@ -1,4 +1,5 @@
-"""Linear layers cut over tensor parallelism: `ColumnParallelLinear` cuts its output features, `RowParallelLinear` its input features."""
+"""Linear layers cut over tensor parallelism: `ColumnParallelLinear` cuts its output features,
+`RowParallelLinear` its input features."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class ParallelLinear(nn.Module, ABC):
 
     With sequence parallelism a whole-feature side has this rank's tokens outside of the layer, and all of them inside.
 
-    `weight` and `bias` name the parameters; the bias is left out where the model has none. `frozen` weights get no gradient and no
-    update, and the layer keeps no input.
+    `weight` and `bias` name the parameters; the bias is left out where the model has none. `frozen` weights get no
+    gradient and no update, and the layer keeps no input.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class ParallelLinear(nn.Module, ABC):
         self.shard, self.usage = context.shard(weight, role, frozen=frozen)
         self.bias: Shard | None
         self.bias_usage: Usage | None
-        self.bias, self.bias_usage = context.shard(f"{name}.bias", frozen=frozen) if context.has(f"{name}.bias") else (None, None)
+        self.bias, self.bias_usage = (
+            context.shard(f"{name}.bias", frozen=frozen) if context.has(f"{name}.bias") else (None, None)
+        )
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +118,8 @@ class ParallelLinear(nn.Module, ABC):
         return self.context.numerics.weight_gradient(x_BSC, y_BSF, self.leaves)
 
     def submit(self, ctx: Any, weight: Callable[[], Contribution], dy: Tensor) -> None:
-        """Leaves the gradient of the weight to the stage, and that of a bias that the layer has added itself, from the output's."""
+        """Leaves the gradient of the weight to the stage, and that of a bias that the layer has added
+        itself, from the output's."""
         if self.frozen:
             return
         work = [(self.usage, weight)]
@@ -223,11 +227,11 @@ def column_backward(
     product: Callable[[], Tensor] | None = None,
     weight_gradient: Callable[[Tensor, Tensor], Contribution] | None = None,
 ) -> Tensor:
-    """The input gradient of a column-parallel layer, the sum over ranks of what `product` brings to it; weight and bias get theirs.
-    `product` and `weight_gradient` are the layer's own unless given.
+    """The input gradient of a column-parallel layer, the sum over ranks of what `product` brings to it; weight and bias
+    get theirs. `product` and `weight_gradient` are the layer's own unless given.
 
-    Where the plan overlaps them, the input is gathered beside the product, and the sum is taken beside the product of the weight gradient
-    (Megatron-Core's `LinearWithGradAccumulationAndAsyncCommunication`).
+    Where the plan overlaps them, the input is gathered beside the product, and the sum is taken beside the product of
+    the weight gradient (Megatron-Core's `LinearWithGradAccumulationAndAsyncCommunication`).
     """
     layer, context = ctx.layer, ctx.layer.context
     weight_gradient = weight_gradient or layer.weight_gradient

@@ -1,5 +1,5 @@
-"""LayerNorm and RMSNorm, computed in fp32 and rounded once. Rows are whole on every rank, so only their weights' gradients need the
-canonical sums."""
+"""LayerNorm and RMSNorm, computed in fp32 and rounded once. Rows are whole on every rank, so only their weights'
+gradients need the canonical sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .context import LayerContext
 class Norm(nn.Module):
     """[b, s, h] -> [b, s, h]: the model's norm with parameters `name.weight` and, for LayerNorm, `name.bias`.
 
-    Where the plan recomputes norms, a layer's norm keeps its input, and who uses its result in a backward makes it again.
+    Where the plan recomputes norms, a layer's norm keeps its input, and who uses its result in a
+    backward makes it again.
     """
 
     def __init__(self, context: LayerContext, name: str):
@@ -31,7 +32,9 @@ class Norm(nn.Module):
         self.weight, self.weight_usage = context.shard(f"{name}.weight")
         self.bias: Shard | None
         self.bias_usage: Usage | None
-        self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.model.norm == "layernorm" else (None, None)
+        self.bias, self.bias_usage = (
+            context.shard(f"{name}.bias") if context.model.norm == "layernorm" else (None, None)
+        )
         of_squares = _RmsNorm if context.numerics.mode == "exact" else _FastRmsNorm
         self._function = of_squares if self.bias is None else _LayerNorm
 
@@ -52,7 +55,8 @@ class Norm(nn.Module):
 
 
 class HeadNorm(Norm):
-    """[b, s, l, q, d] -> the same: the model's norm of every head, with one weight for all; l key/value heads of q heads each."""
+    """[b, s, l, q, d] -> the same: the model's norm of every head, with one weight for all; l key/value
+    heads of q heads each."""
 
     def __init__(self, context: LayerContext, name: str):
         super().__init__(context, name)
@@ -90,7 +94,8 @@ class _LayerNorm(Function):
 
 
 class _RmsNorm(Function):
-    """y = x r w with r = 1/sqrt(mean(x^2) + eps) (Zhang & Sennrich 2019); dx = r (g - n mean(g n)) with n = x r and g = w dy."""
+    """y = x r w with r = 1/sqrt(mean(x^2) + eps) (Zhang & Sennrich 2019); dx = r (g - n mean(g n)) with
+    n = x r and g = w dy."""
 
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
@@ -116,7 +121,8 @@ class _RmsNorm(Function):
 
 
 class _FastRmsNorm(Function):
-    """The same in fewer passes: the library's LayerNorm of mean 0 has this gradient of the weight, and of the input this less r mean(g)."""
+    """The same in fewer passes: the library's LayerNorm of mean 0 has this gradient of the weight, and of the
+    input this less r mean(g)."""
 
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
@@ -130,10 +136,17 @@ class _FastRmsNorm(Function):
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         (x_BSH, rstd), layer, dtype = ctx.saved_tensors, ctx.layer, dy_BSH.dtype
-        dy_BSH, x_BSH, weight, width = dy_BSH.contiguous().float(), x_BSH.float(), layer.weight.operand.float(), x_BSH.shape[-1:]
+        dy_BSH, x_BSH, weight, width = (
+            dy_BSH.contiguous().float(),
+            x_BSH.float(),
+            layer.weight.operand.float(),
+            x_BSH.shape[-1:],
+        )
 
         def backward(*wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-            return torch.ops.aten.native_layer_norm_backward(dy_BSH, x_BSH, width, torch.zeros_like(rstd), rstd, weight, None, wanted)
+            return torch.ops.aten.native_layer_norm_backward(
+                dy_BSH, x_BSH, width, torch.zeros_like(rstd), rstd, weight, None, wanted
+            )
 
         later = layer.context.weight_work.deferring
         dx_BSH, gradient, _ = backward(True, not later, False)

@@ -1,4 +1,5 @@
-"""Recomputation: a forward that keeps its inputs only, and runs again when its backward comes (Chen et al. 2016, arXiv 1604.06174).
+"""Recomputation: a forward that keeps its inputs only, and runs again when its backward comes (Chen et al.
+2016, arXiv 1604.06174).
 
 The second forward repeats the first, collectives included, on equal inputs, so its bits are equal too.
 """
@@ -22,7 +23,8 @@ Again = Callable[[], Tensor]
 
 
 def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Tensor, name: str = "") -> Any:
-    """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs what nobody can make again.
+    """`function(*tensors)`, a tensor or several; of all it computes only the result stays, and of the inputs
+    what nobody can make again.
 
     Under `name` an observer sees the result forward and again in the backward."""
     seen = name if torch.is_grad_enabled() else ""
@@ -30,9 +32,11 @@ def recomputed(context: LayerContext, function: Callable[..., Any], *tensors: Te
 
 
 def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor], Tensor], x_BSH: Tensor) -> Tensor:
-    """`block(x)`, the transformer layer with this global index, of which only the input stays where the plan recomputes it whole.
+    """`block(x)`, the transformer layer with this global index, of which only the input stays where the
+    plan recomputes it whole.
 
-    With `recompute.distribute` each tensor-parallel rank keeps an even part of the input's elements, and all gather it for the backward.
+    With `recompute.distribute` each tensor-parallel rank keeps an even part of the input's elements, and all
+    gather it for the backward.
     """
     if not recomputes_whole(context.plan, layer):
         return block(x_BSH)
@@ -42,11 +46,18 @@ def recomputed_layer(context: LayerContext, layer: int, block: Callable[[Tensor]
 
 
 class _Recomputed(torch.autograd.Function):
-    """`spread` names the layer whose inputs tensor-parallel ranks, which all hold them, keep in parts; empty where each keeps its own."""
+    """`spread` names the layer whose inputs tensor-parallel ranks, which all hold them, keep in parts; empty
+    where each keeps its own."""
 
     @staticmethod
     def forward(
-        ctx: Any, context: LayerContext, function: Callable[..., Any], sources: list[Again | None], spread: str, name: str, *tensors: Tensor
+        ctx: Any,
+        context: LayerContext,
+        function: Callable[..., Any],
+        sources: list[Again | None],
+        spread: str,
+        name: str,
+        *tensors: Tensor,
     ) -> Any:
         ctx.context, ctx.function, ctx.microbatch = context, function, context.microbatch
         ctx.sources, ctx.spread, ctx.shapes = sources, spread, [tensor.shape for tensor in tensors]
@@ -83,7 +94,8 @@ def _shown(show: Sequence[Callable[[Tensor], None] | None], y: Any) -> Any:
 
 
 def own_part(x: Tensor, context: LayerContext) -> Tensor:
-    """This tensor-parallel rank's even part of the elements of a tensor that all ranks hold, flat, with memory of its own."""
+    """This tensor-parallel rank's even part of the elements of a tensor that all ranks hold, flat,
+    with memory of its own."""
     lo, hi = cut(x.numel(), context.tp.size, context.tp.rank)
     return x.flatten()[lo:hi].clone()
 

@@ -1,4 +1,5 @@
-"""A linear layer that no rank cuts: the down-projections of latent attention, routers, the projection of multi-token prediction."""
+"""A linear layer that no rank cuts: the down-projections of latent attention, routers, the projection of
+multi-token prediction."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from .context import LayerContext
 
 
 class WholeLinear(nn.Module):
-    """[b, s, f] -> [b, s, n] of the tokens that this rank holds; parameters `name.weight` [n, f], and `name.bias` where the model has one.
+    """[b, s, f] -> [b, s, n] of the tokens that this rank holds; parameters `name.weight` [n, f], and `name.bias`
+    where the model has one.
 
     With `fp32` it computes with the fp32 weights and returns fp32, whatever the precision of the plan.
 
-    Under sequence parallelism fast numerics leave the sum over the ranks' tokens to REDUCE_GRAD. Exact ones gather the tokens of input and
-    output gradient, which are narrow, and every rank computes the whole gradient: blocks of tokens that weight gradients are made of
-    are longer than those between which sequence parallelism cuts.
+    Under sequence parallelism fast numerics leave the sum over the ranks' tokens to REDUCE_GRAD. Exact ones gather the
+    tokens of input and output gradient, which are narrow, and every rank computes the whole gradient: blocks of tokens
+    that weight gradients are made of are longer than those between which sequence parallelism cuts.
     """
 
     def __init__(self, context: LayerContext, name: str, *, fp32: bool = False):
@@ -74,7 +76,9 @@ class _Whole(Function):
         x_BSF = ctx.source() if ctx.source is not None else ctx.saved_tensors[0]
         layer, context, dy_BSN = ctx.layer, ctx.layer.context, dy_BSN.contiguous()
         dx_BSF = layer.multiply(dy_BSN, layer.weight)
-        work: list[tuple[Any, Callable[[], Contribution]]] = [(layer.usage, lambda: layer.weight_gradient(dy_BSN, x_BSF))]
+        work: list[tuple[Any, Callable[[], Contribution]]] = [
+            (layer.usage, lambda: layer.weight_gradient(dy_BSN, x_BSF))
+        ]
         if layer.bias is not None:
             work.append((layer.bias_usage, lambda: context.numerics.token_sums(dy_BSN, context.tokens)))
         context.submit(layer.name, work, ctx.microbatch)

@@ -1,19 +1,20 @@
 """What moves tensors between ranks: `Group`, `Channel` and `Transport`, the same for threads, gloo and NCCL.
 
-A transport moves bytes; the order of every sum is the caller's (`all_reduce` and `reduce_scatter` are the exceptions, and only fast
-numerics use them).
-Groups and channels are explicit objects: nothing here is global, so one process can hold several worlds.
+A transport moves bytes; the order of every sum is the caller's (`all_reduce` and `reduce_scatter` are the
+exceptions, and only fast numerics use them). Groups and channels are explicit objects: nothing here is global, so
+one process can hold several worlds.
 
 What a caller may rely on, whatever the transport:
 
-- Tensors handed in are read before the call returns and may be changed after it; tensors handed out belong to the caller alone.
+- Tensors handed in are read before the call returns and may be changed after it; tensors handed out
+  belong to the caller alone.
 - Gradients do not flow through: arguments are read as data, results have `requires_grad=False`.
-- All members of a group make the same calls in the same order. One group or channel is used by one thread at a time, different ones
-  by different threads freely.
+- All members of a group make the same calls in the same order. One group or channel is used by one thread at a time,
+  different ones by different threads freely.
 - Calls on CUDA tensors are ordered on the calling thread's current stream, as torch's own operators are.
 - A peer that died or did not come in time raises `TransportError`. After that the transport is of no further use.
-- Closing a transport ends all its communicators, whoever still has one of its groups or channels: connections, threads and memory
-  go then. Calls on them raise `TransportError` afterwards.
+- Closing a transport ends all its communicators, whoever still has one of its groups or channels: connections, threads
+  and memory go then. Calls on them raise `TransportError` afterwards.
 """
 
 from __future__ import annotations
@@ -36,19 +37,21 @@ Shape = tuple[int, ...]
 ReduceOp = Literal["sum", "max"]
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""How long one call waits for its peers: torch's own default for gloo. Generous, since a gloo group that timed out once is lost, and since
-a peer that ended is noticed at once either way."""
+"""How long one call waits for its peers: torch's own default for gloo. Generous, since a gloo group that timed out once
+is lost, and since a peer that ended is noticed at once either way."""
 
 
 class TransportError(ShardproofError, RuntimeError):
-    """A peer ended, did not come in time, or came with something else. Names this rank, the group or channel, and the call."""
+    """A peer ended, did not come in time, or came with something else. Names this rank, the group or
+    channel, and the call."""
 
 
 class Group(ABC):
     """One communicator over an axis.
 
-    `ranks` are the global ranks of the members in order, `rank` is this rank's position among them, `size` their number.
-    A group of one member never communicates and records nothing. `num_calls` counts the calls, the one being made too.
+    `ranks` are the global ranks of the members in order, `rank` is this rank's position among them, `size`
+    their number. A group of one member never communicates and records nothing. `num_calls` counts the
+    calls, the one being made too.
     """
 
     def __init__(self, name: str, axis: str, ranks: Sequence[int], global_rank: int, recorder: Recorder):
@@ -68,17 +71,24 @@ class Group(ABC):
         return self._recorder
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """The tensors that the members sent here, in member order: `parts[i]` goes to member i, one of shape `shapes[i]` comes from it.
+        """The tensors that the members sent here, in member order: `parts[i]` goes to member i, one of shape
+        `shapes[i]` comes from it.
 
-        All parts of all members have one dtype. Shapes may differ and may be empty. Raises `ValueError` for a wrong count or mixed dtypes.
+        All parts of all members have one dtype. Shapes may differ and may be empty. Raises `ValueError` for a
+        wrong count or mixed dtypes.
         """
         parts = [part.detach() for part in parts]
         self._check("all_to_all", len(parts), len(shapes))
         dtypes = {part.dtype for part in parts}
         if len(dtypes) > 1:
-            raise ValueError(f"{self}: all_to_all moves one dtype at a time, not {', '.join(sorted(map(str, dtypes)))}.")
+            raise ValueError(
+                f"{self}: all_to_all moves one dtype at a time, not {', '.join(sorted(map(str, dtypes)))}."
+            )
         if tuple(parts[self.rank].shape) != tuple(shapes[self.rank]):
-            raise ValueError(f"{self}: the own part has shape {tuple(parts[self.rank].shape)}, but {tuple(shapes[self.rank])} is expected.")
+            raise ValueError(
+                f"{self}: the own part has shape {tuple(parts[self.rank].shape)}, but "
+                f"{tuple(shapes[self.rank])} is expected."
+            )
         if self.size == 1:
             return [contiguous_copy(parts[0])]
         sent_bytes = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
@@ -87,7 +97,8 @@ class Group(ABC):
         return self._all_to_all(parts, [tuple(shape) for shape in shapes])
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
-        """Every member's tensor, in member order. `shapes` says what each member brings; without it all bring the shape of `tensor`.
+        """Every member's tensor, in member order. `shapes` says what each member brings; without it all
+        bring the shape of `tensor`.
 
         Raises `ValueError` for a wrong count, or when `shapes` contradicts the tensor handed in.
         """
@@ -106,9 +117,9 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, wide: bool = False, used_up: bool = False) -> Tensor:
         """The sum or maximum over the members, in the order the library chooses: for fast numerics only.
 
-        A `wide` sum is made in fp32, member after member, of elements that travel in the tensor's own format, and rounded once. A tensor
-        that is `used_up` may be written over, and be the result. Recorded as a ring: 2(n-1)/n of the payload leaves each rank, rounded up
-        to whole bytes.
+        A `wide` sum is made in fp32, member after member, of elements that travel in the tensor's own format, and
+        rounded once. A tensor that is `used_up` may be written over, and be the result. Recorded as a ring: 2(n-1)/n of
+        the payload leaves each rank, rounded up to whole bytes.
         """
         tensor = tensor.detach()
         if self.size == 1:
@@ -118,25 +129,31 @@ class Group(ABC):
         return self._wide_all_reduce(tensor) if wide else self._all_reduce(tensor, op, used_up)
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, wide: bool = False) -> Tensor:
-        """The sum over the members of the part that each has for this one, in the order the library chooses: for fast numerics only.
+        """The sum over the members of the part that each has for this one, in the order the library
+        chooses: for fast numerics only.
 
-        `parts[i]` is added up on member i; all have one shape. `wide` is that of `all_reduce`. Recorded as a ring: (n-1)/n of the
-        payload leaves each rank, rounded up, which is what a wide sum sends too.
+        `parts[i]` is added up on member i; all have one shape. `wide` is that of `all_reduce`. Recorded as a ring:
+        (n-1)/n of the payload leaves each rank, rounded up, which is what a wide sum sends too.
         """
         parts = [part.detach() for part in parts]
         self._check("reduce_scatter", len(parts))
         if len({(part.shape, part.dtype) for part in parts}) > 1:
-            raise ValueError(f"{self}: reduce_scatter adds parts of one shape and dtype, but was given {[tuple(p.shape) for p in parts]}.")
+            raise ValueError(
+                f"{self}: reduce_scatter adds parts of one shape and dtype, but was given "
+                f"{[tuple(p.shape) for p in parts]}."
+            )
         if self.size == 1:
             return contiguous_copy(parts[0])
         payload_bytes = sum(part.nbytes for part in parts)
         self._begin_call()
-        self._recorder.collective("reduce_scatter", self.axis, self.size, -(-(self.size - 1) * payload_bytes // self.size))
+        self._recorder.collective(
+            "reduce_scatter", self.axis, self.size, -(-(self.size - 1) * payload_bytes // self.size)
+        )
         return self._wide_sum(parts) if wide else self._reduce_scatter(parts)
 
     def _wide_sum(self, parts: list[Tensor]) -> Tensor:
-        """The sum of what all members have for this one, in fp32, rounded once: an all-to-all in place of the library's reduce-scatter,
-        which rounds after every addition (Megatron-LM, `reduce_scatter_with_fp32_accumulation.py`)."""
+        """The sum of what all members have for this one, in fp32, rounded once: an all-to-all in place of the library's
+        reduce-scatter, which rounds after every addition (Megatron-LM, `reduce_scatter_with_fp32_accumulation.py`)."""
         first, *others = self._all_to_all(parts, [tuple(parts[0].shape)] * self.size)
         total = first.float()
         for other in others:
@@ -176,7 +193,10 @@ class Group(ABC):
 
     def _check(self, op: str, *counts: int) -> None:
         if any(count != self.size for count in counts):
-            raise ValueError(f"{self}: {op} needs one entry per member ({self.size}), but was given {' and '.join(map(str, counts))}.")
+            raise ValueError(
+                f"{self}: {op} needs one entry per member ({self.size}), but was given "
+                f"{' and '.join(map(str, counts))}."
+            )
 
     @abstractmethod
     def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]: ...
@@ -225,13 +245,15 @@ class SoloGroup(Group):
 class Channel(ABC):
     """One direction between two ranks: a communicator of its own, FIFO, blocking rendezvous.
 
-    A send returns when its receive has taken the tensor, also where the library would buffer: what runs here runs under any transport.
-    The caller records messages, because only it knows which action they belong to.
+    A send returns when its receive has taken the tensor, also where the library would buffer: what runs here runs under
+    any transport. The caller records messages, because only it knows which action they belong to.
     """
 
     def __init__(self, name: str, source: int, destination: int, global_rank: int):
         if source == destination or global_rank not in (source, destination):
-            raise ValueError(f"channel {name!r} from rank {source} to rank {destination} cannot be opened on rank {global_rank}.")
+            raise ValueError(
+                f"channel {name!r} from rank {source} to rank {destination} cannot be opened on rank {global_rank}."
+            )
         self.name = name
         self.source = source
         self.destination = destination
@@ -251,7 +273,8 @@ class Channel(ABC):
         return tensor.nbytes
 
     def receive(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The next tensor of the source. `shape` and `dtype` must be what is sent: gloo ends the process where sizes differ."""
+        """The next tensor of the source. `shape` and `dtype` must be what is sent: gloo ends the
+        process where sizes differ."""
         return self.begin_receive(shape, dtype)()
 
     @abstractmethod
@@ -283,7 +306,12 @@ class Transport(ABC):
     """
 
     def __init__(
-        self, global_rank: int, world_size: int, device: torch.device, recorder: Recorder | None = None, board: Board | None = None
+        self,
+        global_rank: int,
+        world_size: int,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        board: Board | None = None,
     ):
         """`board` is where this rank shows what it is doing."""
         if not 0 <= global_rank < world_size:
@@ -329,13 +357,17 @@ class Transport(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _check_name(self, name: str, ranks: Sequence[int]) -> None:
         """Raises `ValueError` for a name used before or a rank outside the world."""
         if name in self._opened:
-            raise ValueError(f"rank {self.global_rank} has opened {name!r} before; every group and channel needs a name of its own.")
+            raise ValueError(
+                f"rank {self.global_rank} has opened {name!r} before; every group and channel needs a name of its own."
+            )
         outside = [rank for rank in ranks if not 0 <= rank < self.world_size]
         if outside:
             raise ValueError(f"{name!r} names ranks {outside}, which are outside the world of {self.world_size} ranks.")
@@ -347,12 +379,16 @@ def check_members(name: str, ranks: Sequence[int], global_rank: int) -> tuple[in
     if len(set(members)) != len(members):
         raise ValueError(f"group {name!r} names a rank twice: {_few(members)}.")
     if global_rank not in members:
-        raise ValueError(f"rank {global_rank} is not a member of group {name!r} over ranks {_few(members)}; only members open a group.")
+        raise ValueError(
+            f"rank {global_rank} is not a member of group {name!r} over ranks {_few(members)}; only "
+            "members open a group."
+        )
     return members
 
 
 def ring_all_reduce_bytes(payload_bytes: int, size: int) -> int:
-    """Bytes that leave each rank in a ring all-reduce: 2(n-1)/n of the payload (reduce-scatter, then all-gather), rounded up."""
+    """Bytes that leave each rank in a ring all-reduce: 2(n-1)/n of the payload (reduce-scatter, then
+    all-gather), rounded up."""
     return -(-2 * (size - 1) * payload_bytes // size)
 
 

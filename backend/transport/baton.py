@@ -1,10 +1,11 @@
 """`Baton` and `PairedGroup`: two threads of a rank that compute in turns, each while the other waits for a collective.
 
-Forward and backward of an OVERLAP_F_B pair run in threads of their own, and a `Baton` says which of them computes. Whoever comes to a
-collective (tokens on their way to experts and back, tensor- or context-parallel sums) gives the baton up, and asks for it when the data
-is there. Nothing waits for another rank with the baton in hand, and forwards and backwards have communicators of their own
-(`PairedGroup`): so calls come in one order on every communicator whoever computes when, and no rank's forward waits for another rank's
-backward. Bits do not depend on the turns, because the parts share no sum.
+Forward and backward of an OVERLAP_F_B pair run in threads of their own, and a `Baton` says which of them computes.
+Whoever comes to a collective (tokens on their way to experts and back, tensor- or context-parallel sums) gives the
+baton up, and asks for it when the data is there. Nothing waits for another rank with the baton in hand, and
+forwards and backwards have communicators of their own (`PairedGroup`): so calls come in one order on every
+communicator whoever computes when, and no rank's forward waits for another rank's backward. Bits do not depend on
+the turns, because the parts share no sum.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Wait:
 class Baton:
     """Lets one thread compute at a time, in the order in which they ask. After `fail` whoever asks gets the failure.
 
-    `waits` are the collectives for which it was lent, `idle_s` the seconds in which nobody had it between two who did: what of the
-    collectives nothing has hidden.
+    `waits` are the collectives for which it was lent, `idle_s` the seconds in which nobody had it between two who did:
+    what of the collectives nothing has hidden.
     """
 
     def __init__(self) -> None:
@@ -69,8 +70,8 @@ class Baton:
 
     @contextmanager
     def lent(self, part: Action | None = None, axis: str = "") -> Iterator[None]:
-        """Inside, the calling thread waits, of a `part` for a collective over `axis` if they are given, and another one may compute.
-        Does nothing in a thread that has no baton."""
+        """Inside, the calling thread waits, of a `part` for a collective over `axis` if they are given, and another one
+        may compute. Does nothing in a thread that has no baton."""
         if not self._own.holds:
             yield
             return
@@ -95,7 +96,9 @@ class Baton:
         ticket = object()
         with self._changed:
             self._queue.append(ticket)
-            self._changed.wait_for(lambda: self._failure is not None or (not self._is_held and self._queue[0] is ticket))
+            self._changed.wait_for(
+                lambda: self._failure is not None or (not self._is_held and self._queue[0] is ticket)
+            )
             if self._failure is not None:
                 raise self._failure
             self._queue.popleft()
@@ -111,8 +114,9 @@ class Baton:
 
 
 class PairedGroup(Group):
-    """A group of two communicators over the same ranks, one for forwards and one for backwards: which is meant follows from the action
-    that the recorder knows for the calling thread. A call of one part of a pair lends the baton to the other."""
+    """A group of two communicators over the same ranks, one for forwards and one for backwards: which is meant
+    follows from the action that the recorder knows for the calling thread. A call of one part of a pair lends
+    the baton to the other."""
 
     def __init__(self, forward: Group, backward: Group, baton: Baton):
         super().__init__(forward.name, forward.axis, forward.ranks, forward.ranks[forward.rank], forward.recorder)

@@ -15,19 +15,22 @@ from .base import Group, TransportError
 T = TypeVar("T")
 
 ROUND_S = 0.5
-"""How often ranks that work, and those that wait for them, tell each other that they are there: well below any `train.timeout_s`."""
+"""How often ranks that work, and those that wait for them, tell each other that they are there: well below
+any `train.timeout_s`."""
 
 MAX_BYTES = 1 << 30
 """Of one value: the spans of a step of a million actions are a tenth of it."""
 
 
 def gather_values(group: Group, value: Any, device: torch.device) -> list[Any]:
-    """Every member's `value`, in member order, on every member. It travels as JSON: tuples arrive as lists, and nothing that a peer sends
-    is executed. Raises `TransportError` for what is no JSON, or larger than `MAX_BYTES`."""
+    """Every member's `value`, in member order, on every member. It travels as JSON: tuples arrive as lists, and nothing
+    that a peer sends is executed. Raises `TransportError` for what is no JSON, or larger than `MAX_BYTES`."""
     body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [int(size) for size in group.all_gather(torch.tensor([body.numel()], dtype=torch.int64, device=device))]
     if not all(0 < size <= MAX_BYTES for size in sizes):
-        raise TransportError(f"{group}: ranks announce values of {sizes} bytes, of which each may be at most {MAX_BYTES}.")
+        raise TransportError(
+            f"{group}: ranks announce values of {sizes} bytes, of which each may be at most {MAX_BYTES}."
+        )
     return [_parsed(group, body) for body in group.all_gather(body, [(size,) for size in sizes])]
 
 
@@ -38,11 +41,15 @@ def _parsed(group: Group, body: torch.Tensor) -> Any:
         raise TransportError(f"{group}: a rank has sent what is no value: {error}.") from error
 
 
-def together(group: Group, device: torch.device, work: Callable[[], T], *, watch: RankWatch | None = None, name: str = "work") -> T:
-    """What this rank's `work` gives; returns when that of all ranks is done, which call this together. It may take as long as it likes.
+def together(
+    group: Group, device: torch.device, work: Callable[[], T], *, watch: RankWatch | None = None, name: str = "work"
+) -> T:
+    """What this rank's `work` gives; returns when that of all ranks is done, which call this together. It may
+    take as long as it likes.
 
-    The work runs in a thread beside this one, and every `ROUND_S` seconds all ranks tell each other that they are there. So no call waits
-    longer than that for its peers, a rank that ends is noticed, and on the board of `watch` the ranks move. Raises what the work raises.
+    The work runs in a thread beside this one, and every `ROUND_S` seconds all ranks tell each other that they are
+    there. So no call waits longer than that for its peers, a rank that ends is noticed, and on the board of `watch` the
+    ranks move. Raises what the work raises.
     """
     results: list[T] = []
     errors: list[BaseException] = []

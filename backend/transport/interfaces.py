@@ -1,5 +1,5 @@
-"""Which network interfaces ranks use: those that `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` name, and loopback where one machine has
-all of them. `docs/hosts.md` says what listens where. No torch here."""
+"""Which network interfaces ranks use: those that `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` name, and loopback where
+one machine has all of them. `docs/hosts.md` says what listens where. No torch here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The in-memory transport: all ranks are threads of one process.
 
-For tests, proofs and debugging: no sockets, no start-up cost, every mismatch is an error with both sides named instead of a hang, and
-one rank that fails wakes all others. Values are those of any other transport, since transports only move bytes.
+For tests, proofs and debugging: no sockets, no start-up cost, every mismatch is an error with both sides named
+instead of a hang, and one rank that fails wakes all others. Values are those of any other transport, since
+transports only move bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class MemoryWorld:
         return transport
 
     def abort(self, reason: str) -> None:
-        """Makes every call of every rank, waiting or to come, raise `TransportError` with `reason`. The first reason stays."""
+        """Makes every call of every rank, waiting or to come, raise `TransportError` with `reason`.
+        The first reason stays."""
         with self._lock:
             if self.failure is None:
                 self.failure = reason
@@ -68,7 +70,8 @@ class MemoryWorld:
             return self._places[key]  # type: ignore[return-value]
 
     def wait(self, changed: threading.Condition, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Returns when `ready()`. Raises `TransportError` when the world was aborted or the time is over; `changed` is held."""
+        """Returns when `ready()`. Raises `TransportError` when the world was aborted or the time is
+        over; `changed` is held."""
         deadline_s = time.monotonic() + self.timeout_s
         while self.failure is None and not ready():
             remaining_s = deadline_s - time.monotonic()
@@ -101,7 +104,9 @@ class _Meeting:
                 del self._taken[call], self._calls[call]
         others = {group.ranks[position]: other for position, (other, _) in table.items() if other != op}
         if others:
-            raise TransportError(f"{group}: call {call} is {op} here, but {others} elsewhere. All must make the same calls in one order.")
+            raise TransportError(
+                f"{group}: call {call} is {op} here, but {others} elsewhere. All must make the same calls in one order."
+            )
         return [table[position][1] for position in range(self.size)]
 
     def _absent(self, group: Group, op: str, table: dict[int, Any]) -> str:
@@ -122,7 +127,9 @@ class _Mailbox:
 class MemoryGroup(Group):
     """A group whose members are threads."""
 
-    def __init__(self, world: MemoryWorld, name: str, axis: str, ranks: Sequence[int], global_rank: int, recorder: Recorder):
+    def __init__(
+        self, world: MemoryWorld, name: str, axis: str, ranks: Sequence[int], global_rank: int, recorder: Recorder
+    ):
         super().__init__(name, axis, ranks, global_rank, recorder)
         self._world = world
         self._meeting = world.place(("group", name, self.ranks), lambda: _Meeting(self.size))
@@ -168,7 +175,8 @@ class MemoryGroup(Group):
         for source, tensor, shape in zip(self.ranks, tensors, shapes, strict=True):
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise TransportError(
-                    f"{self}: {op} expects {dtype} {shape} from rank {source}, but {tensor.dtype} {tuple(tensor.shape)} arrived."
+                    f"{self}: {op} expects {dtype} {shape} from rank {source}, but {tensor.dtype} "
+                    f"{tuple(tensor.shape)} arrived."
                 )
 
 
@@ -190,7 +198,9 @@ class MemoryChannel(Channel):
 
         def send() -> None:
             with mailbox.changed:
-                self._world.wait(mailbox.changed, lambda: mailbox.num_taken >= number, lambda: f"{self}: send is not received")
+                self._world.wait(
+                    mailbox.changed, lambda: mailbox.num_taken >= number, lambda: f"{self}: send is not received"
+                )
 
         return send
 
@@ -203,7 +213,9 @@ class MemoryChannel(Channel):
                 self._world.wait(mailbox.changed, lambda: bool(mailbox.tensors), lambda: f"{self}: nothing was sent")
                 tensor = mailbox.tensors[0]
                 if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-                    raise TransportError(f"{self}: expects {dtype} {tuple(shape)}, but {tensor.dtype} {tuple(tensor.shape)} was sent.")
+                    raise TransportError(
+                        f"{self}: expects {dtype} {tuple(shape)}, but {tensor.dtype} {tuple(tensor.shape)} was sent."
+                    )
                 received = contiguous_copy(mailbox.tensors.popleft())
                 mailbox.num_taken += 1
                 mailbox.changed.notify_all()
@@ -245,7 +257,9 @@ def run_threads(world: MemoryWorld, job: Callable[[MemoryTransport, Any], Any], 
             failures.append((global_rank, error))
             world.abort(f"rank {global_rank} failed: {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.world_size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.world_size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,8 +1,8 @@
 """`Mesh`: the groups and channels of one rank, from a layout and a lowered schedule.
 
-Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups (twice), data groups,
-replica groups, model groups, embedding groups, those of experts, then channels. Each rank opens its own share of that order, so no two
-ranks can wait for each other in a circle.
+Everything is opened when the mesh is made, by all ranks in one order over the whole world: tensor groups (twice), data
+groups, replica groups, model groups, embedding groups, those of experts, then channels. Each rank opens its own share
+of that order, so no two ranks can wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _MESSAGES: tuple[tuple[Kind, Direction, int], ...] = (
 class Mesh:
     """What one rank communicates through.
 
-    `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `tp_gradients` joins the same ranks for gradients of their
-    own tokens or heads, which are reduced beside the compute lane (None in a group of one), and `tp_cp_gradients` those of all parts of a
-    sequence; `cp` cuts sequences; `dp` cuts the batch and, as its fastest axis, sequences; `copies(stage)` joins all copies of a stage;
-    `model` spans tensor and pipeline parallelism (one copy of the model, or two where stages have replicas); `embedding` joins the ranks
-    that hold the first and the last stage of the same slice (first stage first), and is None where that is one rank, or on ranks between;
-    with ZeRO it joins the ranks that hold different replicas of both (`Placement.crossed_ends_of`).
-    With `experts`, `etp` and `ep` cut and spread them, and `expert_copies(stage)` joins their copies. Channels come from `channel`.
-    Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
+    `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `tp_gradients` joins the same ranks for
+    gradients of their own tokens or heads, which are reduced beside the compute lane (None in a group of one), and
+    `tp_cp_gradients` those of all parts of a sequence; `cp` cuts sequences; `dp` cuts the batch and, as its fastest
+    axis, sequences; `copies(stage)` joins all copies of a stage; `model` spans tensor and pipeline parallelism (one
+    copy of the model, or two where stages have replicas); `embedding` joins the ranks that hold the first and the last
+    stage of the same slice (first stage first), and is None where that is one rank, or on ranks between; with ZeRO it
+    joins the ranks that hold different replicas of both (`Placement.crossed_ends_of`). With `experts`, `etp` and `ep`
+    cut and spread them, and `expert_copies(stage)` joins their copies. Channels come from `channel`. Raises
+    `ValueError` when layout, schedule and transport disagree about the number of ranks.
     """
 
     tp: Group
@@ -55,12 +56,24 @@ class Mesh:
     etp: Group
     ep: Group
 
-    def __init__(self, transport: Transport, layout: Layout, schedule: Schedule, *, experts: bool = False, baton: Baton | None = None):
-        """With a `baton` forwards and backwards have `tp`, `cp`, `etp` and `ep` of their own, and lend it while they wait there."""
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        schedule: Schedule,
+        *,
+        experts: bool = False,
+        baton: Baton | None = None,
+    ):
+        """With a `baton` forwards and backwards have `tp`, `cp`, `etp` and `ep` of their own, and lend it
+        while they wait there."""
         if layout.world_size != transport.world_size:
             raise ValueError(f"the layout has {layout.world_size} ranks, but {transport.world_size} were started.")
         if layout.pp != schedule.num_ranks:
-            raise ValueError(f"the layout has pp={layout.pp}, but schedule {schedule.name!r} is for {schedule.num_ranks} pipeline ranks.")
+            raise ValueError(
+                f"the layout has pp={layout.pp}, but schedule {schedule.name!r} is for "
+                f"{schedule.num_ranks} pipeline ranks."
+            )
         here = transport.global_rank
         self.coordinates = layout.coordinates(here)
         self.tp = _paired(transport, "tp", layout.group_of(here, "tp"), baton)
@@ -86,7 +99,8 @@ class Mesh:
         self._edp: Group | None = None
         if experts:
             self.etp, self.ep = (
-                _paired(transport, axis, layout.expert_group_of(here, grid), baton) for axis, grid in (("etp", "tp"), ("ep", "ep"))
+                _paired(transport, axis, layout.expert_group_of(here, grid), baton)
+                for axis, grid in (("etp", "tp"), ("ep", "ep"))
             )
             self._edp = _open(transport, "edp", layout.expert_group_of(here, "dp"))
             self._expert_replicas = {
@@ -97,17 +111,19 @@ class Mesh:
         self._channels = {link: _open_channel(transport, layout, self.coordinates, link) for link in links}
 
     def copies(self, stage: int) -> Group:
-        """The ranks that add up the gradients of one of this rank's stages, in the order of the samples they see: `dp`, or where the
-        stage has replicas those of every data-parallel rank (`Plan.copy_of`)."""
+        """The ranks that add up the gradients of one of this rank's stages, in the order of the samples they see: `dp`,
+        or where the stage has replicas those of every data-parallel rank (`Plan.copy_of`)."""
         return self._replicas.get(stage, self.dp)
 
     def expert_copies(self, stage: int) -> Group:
-        """The ranks that add up the gradients of this rank's experts of one of its stages: `edp`, or those of all replicas of the stage."""
+        """The ranks that add up the gradients of this rank's experts of one of its stages: `edp`, or those of all
+        replicas of the stage."""
         assert self._edp is not None, "the mesh was made without experts"
         return self._expert_replicas.get(stage, self._edp)
 
     def channel(self, direction: Direction, source_pp: int, destination_pp: int) -> Channel:
-        """The channel for forward (`F`) or backward (`B`) messages between two pipeline ranks, one of which is this one.
+        """The channel for forward (`F`) or backward (`B`) messages between two pipeline ranks,
+        one of which is this one.
 
         Raises `ValueError` for a link that the schedule does not use on this rank.
         """
@@ -138,7 +154,8 @@ def links_of(schedule: Schedule, pp_rank: int | None = None) -> tuple[Link, ...]
 
 
 def _links_at(schedule: Schedule, pp_rank: int) -> Iterator[Link]:
-    """The links that the messages of one row go over: as many as there are peers and directions, however long the row is."""
+    """The links that the messages of one row go over: as many as there are peers and directions,
+    however long the row is."""
     row = schedule.row(pp_rank)
     for kind, direction, step in _MESSAGES:
         chosen = row.kind == kind
@@ -170,7 +187,8 @@ def _expert_replica_ranks(layout: Layout, placement: Placement, global_rank: int
 
 
 def _ranks(layout: Layout, coordinates: dict[str, int], **axes: Sequence[int]) -> list[int]:
-    """The global ranks at all combinations of some coordinates, the last axis varying fastest; the others are this rank's."""
+    """The global ranks at all combinations of some coordinates, the last axis varying fastest; the
+    others are this rank's."""
     combinations = itertools.product(*axes.values())
     return [layout.global_rank(**{**coordinates, **dict(zip(axes, each, strict=True))}) for each in combinations]
 

@@ -20,12 +20,16 @@ Work = Callable[[], Tensor]
 class CommunicationLane:
     """A thread that runs one piece of work after the other, each under the layer and action of whoever started it.
 
-    On a GPU it has a stream of its own, which waits for what the caller has queued, as the caller's stream waits for the result. A group
-    is used by one thread at a time: whoever starts work asks for its result before using the group again. `waiting` is around that wait.
+    On a GPU it has a stream of its own, which waits for what the caller has queued, as the caller's stream waits for
+    the result. A group is used by one thread at a time: whoever starts work asks for its result before using the group
+    again. `waiting` is around that wait.
     """
 
     def __init__(
-        self, device: torch.device, recorder: Recorder, waiting: Callable[[], AbstractContextManager[object]] = lambda: nullcontext()
+        self,
+        device: torch.device,
+        recorder: Recorder,
+        waiting: Callable[[], AbstractContextManager[object]] = lambda: nullcontext(),
     ):
         self._waiting = waiting
         self._recorder = recorder

@@ -1,9 +1,9 @@
 """Groups and channels over torch's process groups: gloo on CPUs, NCCL on GPUs.
 
-The process groups are constructed directly over a store; nothing but `open_default_group` touches torch's default group. Every group
-and every channel has a process group of its own, so message lanes, in threads of their own, share no gloo or NCCL object with anybody.
-Only methods of the process-group objects are used, because the functions of `torch.distributed` were renamed between the versions we run
-on (2.11, 2.13).
+The process groups are constructed directly over a store; nothing but `open_default_group` touches torch's default
+group. Every group and every channel has a process group of its own, so message lanes, in threads of their own, share no
+gloo or NCCL object with anybody. Only methods of the process-group objects are used, because the functions of
+`torch.distributed` were renamed between the versions we run on (2.11, 2.13).
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from torch import Tensor
 from ...core.machine.host import EXCHANGED_BYTES
 from ..base.recorder import Recorder
 from ..watch.watch import Board
-from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy, num_elements
+from .base import (
+    DEFAULT_TIMEOUT_S,
+    Channel,
+    Group,
+    ReduceOp,
+    Shape,
+    Transport,
+    TransportError,
+    contiguous_copy,
+    num_elements,
+)
 from .interfaces import gloo_interfaces
 
 Backend = Literal["gloo", "nccl"]
@@ -32,9 +42,9 @@ DEVICE_TYPES: dict[str, str] = {"gloo": "cpu", "nccl": "cuda"}
 class ProcessGroupTransport(Transport):
     """One process's way to the others: process groups over `store`, which all ranks share.
 
-    A store may serve several transports one after the other, if all ranks make them in one order: each has its own part of the store.
-    gloo listens on the interfaces that `GLOO_SOCKET_IFNAME` names, else on the address that the name of this host has.
-    Raises `ValueError` when `backend` cannot move tensors of `device`.
+    A store may serve several transports one after the other, if all ranks make them in one order: each has its own part
+    of the store. gloo listens on the interfaces that `GLOO_SOCKET_IFNAME` names, else on the address that the name of
+    this host has. Raises `ValueError` when `backend` cannot move tensors of `device`.
     """
 
     def __init__(
@@ -51,7 +61,9 @@ class ProcessGroupTransport(Transport):
     ):
         device = torch.device(device)
         if DEVICE_TYPES.get(backend) != device.type:
-            raise ValueError(f"backend {backend!r} does not move tensors of {device}; gloo moves cpu, nccl moves cuda tensors.")
+            raise ValueError(
+                f"backend {backend!r} does not move tensors of {device}; gloo moves cpu, nccl moves cuda tensors."
+            )
         super().__init__(global_rank, world_size, device, recorder, board)
         self.backend = backend
         self._store = own_part(store, world_size)
@@ -65,7 +77,8 @@ class ProcessGroupTransport(Transport):
             return self._nccl(store, rank, size) if self.backend == "nccl" else self._gloo(store, rank, size)
 
     def open_default_group(self) -> None:
-        """Makes torch's default process group of all ranks, for those parts of torch that know no other; closing the transport ends it.
+        """Makes torch's default process group of all ranks, for those parts of torch that know no other;
+        closing the transport ends it.
 
         All ranks call it together. Raises `TransportError` where this process has a default group.
         """
@@ -73,7 +86,9 @@ class ProcessGroupTransport(Transport):
             raise TransportError(f"{self}: this process has a default process group already, which somebody else made.")
         with _named(f"rank {self.global_rank}, connecting torch's default group"):
             store = dist.PrefixStore("default", self._store)
-            dist.init_process_group(self.backend, store=store, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
+            dist.init_process_group(
+                self.backend, store=store, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout
+            )
         self._has_default_group = True
 
     def close(self) -> None:
@@ -83,7 +98,8 @@ class ProcessGroupTransport(Transport):
             dist.destroy_process_group()
 
     def leave(self) -> None:
-        """Returns when all ranks have called it: a rank that closes its sockets early would reset messages still under way."""
+        """Returns when all ranks have called it: a rank that closes its sockets early would reset
+        messages still under way."""
         with _named(f"rank {self.global_rank}, leaving the world of {self.world_size} ranks"):
             if self._store.add("left", 1) == self.world_size:
                 self._store.set("all-left", "1")
@@ -105,7 +121,8 @@ class ProcessGroupTransport(Transport):
         options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in gloo_interfaces()]
         options._devices = options._devices or [dist.ProcessGroupGloo.create_default_device()]
         options._timeout = self._timeout
-        # one call at a time runs on a group, so one worker thread is enough; it also connects several times faster than two
+        # one call at a time runs on a group, so one worker thread is enough; it also connects
+        # several times faster than two
         options._threads = 1
         return dist.ProcessGroupGloo(store, rank, size, options)
 
@@ -132,13 +149,15 @@ class ProcessGroup(Group):
         counts = [num_elements(shape) * dtype.itemsize for shape in shapes]
         received = torch.empty(sum(counts), dtype=torch.uint8, device=self._device)
         with _named(f"{self}: all_to_all"):
-            self._process_group.alltoall_base(received, _joined(outgoing), counts, [part.numel() for part in outgoing]).wait()
+            self._process_group.alltoall_base(
+                received, _joined(outgoing), counts, [part.numel() for part in outgoing]
+            ).wait()
         return [part.view(dtype).reshape(shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
 
     def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
         if self._device.type == "cpu" or len(set(shapes)) > 1:
-            # gloo's all-gather takes 13 ms for 4 KiB over 8 ranks (4 ms over 4), its all-to-all of the same bytes 5 ms (1 ms):
-            # measured with torch 2.13 on 2 cores. NCCL has no all-gather of uneven shapes.
+            # gloo's all-gather takes 13 ms for 4 KiB over 8 ranks (4 ms over 4), its all-to-all of the same bytes 5 ms
+            # (1 ms): measured with torch 2.13 on 2 cores. NCCL has no all-gather of uneven shapes.
             return self._all_to_all([tensor] * self.size, shapes)
         mine = _bytes(tensor)
         received = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device=self._device)
@@ -157,8 +176,8 @@ class ProcessGroup(Group):
         return result
 
     def _exchanged_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """All tensors are exchanged, or, where that would be more than a ring sends, parts of them: every member adds up one part and all
-        take all parts."""
+        """All tensors are exchanged, or, where that would be more than a ring sends, parts of them: every member adds
+        up one part and all take all parts."""
         if self.size == 2 or tensor.numel() <= self.size:
             return _folded(self._all_to_all([tensor] * self.size, [tuple(tensor.shape)] * self.size), op)
         flat = tensor.reshape(-1)
@@ -184,7 +203,8 @@ class ProcessGroup(Group):
 
     def _barrier(self) -> None:
         if self._device.type == "cuda":
-            # NCCL's own barrier picks a device by itself; a reduction of one number on ours, awaited by the host, is the same thing
+            # NCCL's own barrier picks a device by itself; a reduction of one number on ours, awaited by
+            # the host, is the same thing
             self._all_reduce(torch.zeros(1, device=self._device), "sum", True)
             torch.cuda.current_stream(self._device).synchronize()
         else:
@@ -202,7 +222,8 @@ class ProcessGroupChannel(Channel):
     def __init__(self, transport: ProcessGroupTransport, name: str, source: int, destination: int):
         super().__init__(name, source, destination, transport.global_rank)
         self._device = transport.device
-        # NCCL only puts the message in a stream. A stream of its own keeps the wait for a late peer out of the compute stream.
+        # NCCL only puts the message in a stream. A stream of its own keeps the wait for a late peer
+        # out of the compute stream.
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._process_group: Any = transport.connect(name, int(transport.global_rank == destination), 2)
 
@@ -210,7 +231,8 @@ class ProcessGroupChannel(Channel):
         self._check_end(self.source, "send")
         data = _bytes(tensor.detach())
         if data.numel() == 0:
-            data = torch.empty(1, dtype=torch.uint8, device=self._device)  # so that an empty message is a rendezvous too
+            # so that an empty message is a rendezvous too
+            data = torch.empty(1, dtype=torch.uint8, device=self._device)
         with _named(f"{self}: send"), self._own_stream():
             work = self._process_group.send([data], 1, 0)
 
@@ -261,7 +283,8 @@ class ProcessGroupChannel(Channel):
 
 
 def own_part(store: dist.Store, world_size: int) -> dist.Store:
-    """The part of a store that no transport before has left its addresses in: ranks come, all of them to one before any to the next."""
+    """The part of a store that no transport before has left its addresses in: ranks come, all of them to one
+    before any to the next."""
     number = (store.add("shardproof/came", 1) - 1) // world_size
     return dist.PrefixStore(f"shardproof/{number}", store)
 
@@ -294,7 +317,8 @@ def _joined(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The tensor's elements in order, as a flat tensor of bytes: every dtype travels alike, also those a library cannot add."""
+    """The tensor's elements in order, as a flat tensor of bytes: every dtype travels alike, also those
+    a library cannot add."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

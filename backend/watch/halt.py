@@ -1,6 +1,8 @@
-"""Why ranks halted: what each of them waits for, matched against the others and against the schedule, and who holds up the rest.
+"""Why ranks halted: what each of them waits for, matched against the others and against the schedule,
+and who holds up the rest.
 
-Reads a `watch.Board`, and what the ranks that still answer say about their threads. Nothing here needs torch or a live rank.
+Reads a `watch.Board`, and what the ranks that still answer say about their threads. Nothing here
+needs torch or a live rank.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ Found = Mapping[int, Whereabouts | None]
 
 @dataclass(frozen=True)
 class RankAt:
-    """Where one rank is. `words` goes on from `rank 3 `; `waits_for` are the ranks that it cannot go on without, empty for one that waits
-    for nobody; `lanes` is its part of the board."""
+    """Where one rank is. `words` goes on from `rank 3 `; `waits_for` are the ranks that it cannot go on without, empty
+    for one that waits for nobody; `lanes` is its part of the board."""
 
     global_rank: int
     words: str
@@ -34,7 +36,8 @@ class RankAt:
 
 @dataclass(frozen=True)
 class Halt:
-    """All ranks, and those that hold up the others: who waits for nobody, or a circle of ranks that wait for each other."""
+    """All ranks, and those that hold up the others: who waits for nobody, or a circle of ranks
+    that wait for each other."""
 
     ranks: tuple[RankAt, ...]
     holders: tuple[int, ...]
@@ -46,7 +49,8 @@ class Halt:
         return [f"rank {rank.global_rank} {rank.words}" for rank in self.ranks]
 
     def report(self, summary: str) -> dict[str, Any]:
-        """The JSON form: `summary`, `holders`, `circle`, and `ranks` with `global_rank`, `words`, `waits_for` and `lanes`."""
+        """The JSON form: `summary`, `holders`, `circle`, and `ranks` with `global_rank`, `words`,
+        `waits_for` and `lanes`."""
         ranks = [{**asdict(rank), "lanes": [lane._asdict() for lane in rank.lanes]} for rank in self.ranks]
         return {"summary": summary, "holders": list(self.holders), "circle": self.is_circle, "ranks": ranks}
 
@@ -67,7 +71,9 @@ def last_words(board: Board, ended: Sequence[int]) -> Halt:
         if (compute := _compute(lanes)) is None:
             continue
         words = _past(_lane_words(rank, compute, board))
-        others = [f"lane {lane.lane} at {lane.action}" for lane in lanes if lane.lane != COMPUTE_LANE and lane.state == "runs"]
+        others = [
+            f"lane {lane.lane} at {lane.action}" for lane in lanes if lane.lane != COMPUTE_LANE and lane.state == "runs"
+        ]
         words = "; ".join([f"{words}{_peer_words(compute, board, 'was at')}", *(others if rank in ended else [])])
         waits_for = (compute.peer,) if compute.state == "waits" and compute.peer not in (-1, rank) else ()
         ranks.append(RankAt(rank, f"{words}.", waits_for, lanes))
@@ -78,7 +84,11 @@ def _rank_at(rank: int, found: Found, board: Board | None) -> RankAt:
     lanes = board.lanes(rank) if board is not None else ()
     compute, where = _compute(lanes), found[rank]
     if where is None:
-        seen = f"; it was last seen where it {_lane_words(rank, compute, board)}" if compute is not None and board is not None else ""
+        seen = (
+            f"; it was last seen where it {_lane_words(rank, compute, board)}"
+            if compute is not None and board is not None
+            else ""
+        )
         return RankAt(rank, f"does not answer{seen}.", (), lanes)
     own = next((thread for thread in where.threads if thread.lane == COMPUTE_LANE), None)
     if compute is None or board is None:  # no schedule runs (yet): what the threads say is all there is
@@ -105,8 +115,11 @@ def _rank_at(rank: int, found: Found, board: Board | None) -> RankAt:
     return RankAt(rank, f"{words}, which is at {at}, {doing}.", _missing(lane.call, found) if lane.call else (), lanes)
 
 
-def _pair_at(rank: int, words: str, parts: Sequence[tuple[str, ThreadAt]], found: Found, lanes: tuple[LaneAt, ...]) -> RankAt:
-    """A rank at a pair whose parts run in turns, `parts` with their threads. It waits for nobody while one of them computes."""
+def _pair_at(
+    rank: int, words: str, parts: Sequence[tuple[str, ThreadAt]], found: Found, lanes: tuple[LaneAt, ...]
+) -> RankAt:
+    """A rank at a pair whose parts run in turns, `parts` with their threads. It waits for nobody while
+    one of them computes."""
     doing: list[str] = []
     waits_for: dict[int, None] = {}
     computes = False
@@ -124,7 +137,11 @@ def _lane_words(rank: int, lane: LaneAt, board: Board | None) -> str:
     """`is at 4B2 (step 3, action 12 of 40)`, or `waits for 4F7 from rank 2 to run 5F7 (...)`."""
     if lane.state == "done":
         return f"has done its row ({lane.phase})"
-    where = f"({lane.phase}, action {lane.number} of {lane.total})" if lane.phase else f"(action {lane.number} of {lane.total})"
+    where = (
+        f"({lane.phase}, action {lane.number} of {lane.total})"
+        if lane.phase
+        else (f"(action {lane.number} of {lane.total})")
+    )
     if lane.state == "runs":
         return f"is at {lane.action} {where}"
     if lane.peer in (-1, rank):
@@ -140,7 +157,8 @@ def _past(words: str) -> str:
 
 
 def _peer_words(lane: LaneAt, board: Board, is_at: str = "is at") -> str:
-    """`; rank 2 is at 4B2, 3 actions before it`: where the peer is that a lane waits for, on the way to what is needed."""
+    """`; rank 2 is at 4B2, 3 actions before it`: where the peer is that a lane waits for, on the
+    way to what is needed."""
     if lane.state != "waits" or lane.peer < 0 or (peer := _compute(board.lanes(lane.peer))) is None:
         return ""
     at = f"; rank {lane.peer} {is_at} {peer.action}" if peer.action else f"; rank {lane.peer} has done its row"
@@ -161,7 +179,13 @@ def _call_words(call: Call, found: Found) -> str:
     if call.number is None:
         other = next((rank for rank in call.ranks if rank not in call.own), call.ranks[0])
         return f"in {call.op} of channel {call.name!r}, whose other end is rank {other}"
-    others = {rank: each for rank in call.ranks if rank not in call.own for each in _calls(rank, found) if each.name == call.name}
+    others = {
+        rank: each
+        for rank in call.ranks
+        if rank not in call.own
+        for each in _calls(rank, found)
+        if each.name == call.name
+    }
     same = {rank: each for rank, each in others.items() if each.number == call.number}
     words = f"in {call.op}, call {call.number} of group {call.name!r} over ranks {_listed(call.ranks)}"
     unlike = [f"rank {rank} came with {each.op}" for rank, each in same.items() if each.op != call.op]
@@ -170,13 +194,18 @@ def _call_words(call: Call, found: Found) -> str:
 
 
 def _missing(call: Call | None, found: Found) -> tuple[int, ...]:
-    """The ranks that a call waits for: the other end of a channel, the members of a group that are not in the same call."""
+    """The ranks that a call waits for: the other end of a channel, the members of a group that are
+    not in the same call."""
     if call is None:
         return ()
     others = [rank for rank in call.ranks if rank not in call.own]
     if call.number is None:
         return tuple(others)
-    return tuple(rank for rank in others if not any(each.name == call.name and each.number == call.number for each in _calls(rank, found)))
+    return tuple(
+        rank
+        for rank in others
+        if not any(each.name == call.name and each.number == call.number for each in _calls(rank, found))
+    )
 
 
 def _calls(rank: int, found: Found) -> list[Call]:

@@ -1,4 +1,5 @@
-"""What is said when ranks fail, die or do not come further: the `RankFailure` of each case, with what all ranks were doing."""
+"""What is said when ranks fail, die or do not come further: the `RankFailure` of each case, with what
+all ranks were doing."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from .watch import Board
 
 
 def root_cause(failures: Sequence[Failure], ended: Mapping[int, int], board: Board) -> RankFailure:
-    """The failure to report: a process that ended, else an error of a rank's own, else one that only noticed a peer. Where no error says
-    what happened, the board does."""
+    """The failure to report: a process that ended, else an error of a rank's own, else one that only noticed a peer.
+    Where no error says what happened, the board does."""
     if ended:
         rank, exit_code = next(iter(ended.items()))
         summary = f"rank {rank} {describe_exit(exit_code)} before its work was done"
@@ -30,11 +31,18 @@ def root_cause(failures: Sequence[Failure], ended: Mapping[int, int], board: Boa
 
 
 def describe_exit(exit_code: int) -> str:
-    """`ended with exit code 3`, `was killed by SIGKILL ...`: how a process ended, from its exit code (minus the signal)."""
+    """`ended with exit code 3`, `was killed by SIGKILL ...`: how a process ended, from its exit
+    code (minus the signal)."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name
-    hint = " (often the kernel, out of memory)" if name == "SIGKILL" else " (its last words are above)" if name == "SIGABRT" else ""
+    hint = (
+        " (often the kernel, out of memory)"
+        if name == "SIGKILL"
+        else (" (its last words are above)")
+        if name == "SIGABRT"
+        else ""
+    )
     return f"was killed by {name}{hint}"
 
 

@@ -10,10 +10,12 @@ from typing import Literal
 TransportName = Literal["gloo", "nccl", "memory"]
 
 RANK_ENDED = struct.Struct("<ii")
-"""What the server of ranks reports on a pool's lifeline: the rank's number there, and its exit code (minus the signal that killed it)."""
+"""What the server of ranks reports on a pool's lifeline: the rank's number there, and its exit code (minus the
+signal that killed it)."""
 
 NAMES_LENGTH = struct.Struct("<i")
-"""What goes before the names of modules that the server is to load, which are separated by spaces: how many bytes they are."""
+"""What goes before the names of modules that the server is to load, which are separated by spaces:
+how many bytes they are."""
 
 RANK_VARIABLE = "SHARDPROOF_RANK"
 """Set in every rank process, so that a script which starts ranks while it is imported by one is noticed."""
@@ -23,10 +25,10 @@ RANK_VARIABLE = "SHARDPROOF_RANK"
 class Job:
     """One job for one rank process. `call` is the pickled `(job, payload)`.
 
-    `modules` are the files of the modules that `call` names, for those that cannot be imported by name here; `main` is what
-    `multiprocessing` needs to load the starter's script, when `call` refers to it. Ranks find each other through `store_file`, and show
-    where they are on the board in `board_file` (`pipeline.watch`). `folder` is where the starter is now: relative paths in `call` are
-    its own, and the ranks were perhaps started elsewhere.
+    `modules` are the files of the modules that `call` names, for those that cannot be imported by name here; `main` is
+    what `multiprocessing` needs to load the starter's script, when `call` refers to it. Ranks find each other through
+    `store_file`, and show where they are on the board in `board_file` (`pipeline.watch`). `folder` is where the starter
+    is now: relative paths in `call` are its own, and the ranks were perhaps started elsewhere.
     """
 
     transport: TransportName
@@ -55,7 +57,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a group or channel that a thread is in. `ranks` are the members, or both ends, `own` the caller among them.
+    """A call of a group or channel that a thread is in. `ranks` are the members, or both ends,
+    `own` the caller among them.
 
     `number` counts the calls of a group, which all members make in one order; None for a channel.
     """
@@ -69,8 +72,8 @@ class Call:
 
 @dataclass(frozen=True)
 class ThreadAt:
-    """Where one thread of a rank is: in `call`, else at the line `at`. `lane` is the lane that it runs, or which of its rank's lanes it
-    belongs to; `in_mail` is true where it waits for another lane of its rank."""
+    """Where one thread of a rank is: in `call`, else at the line `at`. `lane` is the lane that it runs, or which of its
+    rank's lanes it belongs to; `in_mail` is true where it waits for another lane of its rank."""
 
     lane: str
     call: Call | None
@@ -80,7 +83,8 @@ class ThreadAt:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What one rank is doing now: the transport calls its threads wait in, the innermost line of its own thread, and every thread."""
+    """What one rank is doing now: the transport calls its threads wait in, the innermost line of its own
+    thread, and every thread."""
 
     waits: tuple[str, ...]
     at: str

@@ -1,7 +1,9 @@
-"""Where every lane of every rank is, written so that others can read it while the rank works, hangs, or after it was killed.
+"""Where every lane of every rank is, written so that others can read it while the rank works,
+hangs, or after it was killed.
 
-A `Board` is a file that the starter of ranks and all of them map into memory: a rank's own words outlive it, and reading them asks nothing
-of a rank that may not answer any more. Writing one costs a microsecond. `halt` makes the explanation of what is read here.
+A `Board` is a file that the starter of ranks and all of them map into memory: a rank's own words outlive it, and
+reading them asks nothing of a rank that may not answer any more. Writing one costs a microsecond. `halt` makes the
+explanation of what is read here.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from ...core.schedule.timeline import COMPUTE_LANE
 State = Literal["runs", "waits", "done"]
 
 BACKWARD_LANE = "backward"
-"""The lane of the backward part of a pair that runs in turns with its forward part, which is on the compute lane (`overlap`)."""
+"""The lane of the backward part of a pair that runs in turns with its forward part, which is on the
+compute lane (`overlap`)."""
 
 MAX_LANES = 32
-"""Lanes of a rank that a board has room for: compute, dp, and four for every neighbour of the pipeline, of which there are two or three."""
+"""Lanes of a rank that a board has room for: compute, dp, and four for every neighbour of the pipeline, of which
+there are two or three."""
 RECORD_BYTES = 192
 ROW_HEAD = struct.Struct("<II")
 """What goes before a row on a board: whose it is, and how many bytes it takes."""
@@ -37,8 +41,9 @@ MEMORY_NAME = "shardproof-board"
 class LaneAt(NamedTuple):
     """Where one lane is: it `runs` an action, `waits` before it, or is `done` with the row.
 
-    `number` of `total` counts the actions of the lane in one walk over the row, from 1; `phase` names the walk (`step 3`). A compute lane
-    that waits needs what `needs` makes on global rank `peer` (its own rank for one of its lanes, as `lane dp`).
+    `number` of `total` counts the actions of the lane in one walk over the row, from 1; `phase` names the walk
+    (`step 3`). A compute lane that waits needs what `needs` makes on global rank `peer` (its own rank for one of
+    its lanes, as `lane dp`).
     """
 
     lane: str
@@ -70,15 +75,17 @@ class LaneAt(NamedTuple):
 
 
 class Board:
-    """The lanes of `world_size` ranks in a file: first a record per lane, which are mapped into memory, then rows, which are appended.
+    """The lanes of `world_size` ranks in a file: first a record per lane, which are mapped into memory, then
+    rows, which are appended.
 
-    `create` makes one with a name, in a folder that nobody else may write; `nameless` one in memory that is gone with the last
-    process that has it, and that other processes of this user open by its `address`. Whoever makes a board comes before those that
-    open it.
+    `create` makes one with a name, in a folder that nobody else may write; `nameless` one in memory that is gone with
+    the last process that has it, and that other processes of this user open by its `address`. Whoever makes a board
+    comes before those that open it.
     """
 
     def __init__(self, descriptor: int, world_size: int):
-        """Takes over an open file. Raises `OSError` where it is another user's, no regular file, or of too few bytes."""
+        """Takes over an open file. Raises `OSError` where it is another user's, no regular
+        file, or of too few bytes."""
         self.world_size, self._descriptor = world_size, descriptor
         weakref.finalize(self, os.close, descriptor)
         self._lanes_bytes = world_size * MAX_LANES * RECORD_BYTES
@@ -90,7 +97,9 @@ class Board:
     @classmethod
     def create(cls, path: str | Path, world_size: int) -> Board:
         """A new file. Raises `OSError` where something of that name exists, a link too."""
-        return cls._sized(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), world_size)
+        return cls._sized(
+            os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), world_size
+        )
 
     @classmethod
     def open(cls, path: str | Path, world_size: int) -> Board:
@@ -108,8 +117,9 @@ class Board:
 
     @classmethod
     def at(cls, address: str, world_size: int) -> Board:
-        """What `nameless` has made in a process of this machine. Raises `OSError` where there is no such board, or this process may not
-        open it. An address from elsewhere cannot lead to a file: nothing but memory that is named as a board is opened."""
+        """What `nameless` has made in a process of this machine. Raises `OSError` where there is no such board, or
+        this process may not open it. An address from elsewhere cannot lead to a file: nothing but memory that is
+        named as a board is opened."""
         if not re.fullmatch(r"\d{1,10} \d{1,10}", address):
             raise OSError(errno.EINVAL, f"no address of a board: {address[:40]!r}")
         link = "/proc/{}/fd/{}".format(*address.split())
@@ -124,7 +134,8 @@ class Board:
 
     @property
     def address(self) -> str:
-        """Where other processes of this machine find a nameless board, as long as this process has it: its id and file descriptor."""
+        """Where other processes of this machine find a nameless board, as long as this process has it: its
+        id and file descriptor."""
         return f"{os.getpid()} {self._descriptor}"
 
     def write(self, global_rank: int, slot: int, place: LaneAt) -> None:
@@ -141,7 +152,8 @@ class Board:
     def write_row(self, global_rank: int, row: Iterable[object]) -> None:
         """Keeps a rank's row of the schedule behind the lanes."""
         text = " ".join(map(str, row)).encode()
-        os.write(self._descriptor, ROW_HEAD.pack(global_rank, len(text)) + text)  # one call: rows of several ranks do not mix
+        # one call: rows of several ranks do not mix
+        os.write(self._descriptor, ROW_HEAD.pack(global_rank, len(text)) + text)
 
     def row(self, global_rank: int) -> tuple[str, ...]:
         """The row that a rank has written last; empty for a rank that has written none."""

@@ -1,4 +1,5 @@
-"""The form of a published row: what every field must be, where it is there and not null. Fields that are not listed are read by nobody."""
+"""The form of a published row: what every field must be, where it is there and not null. Fields that are not
+listed are read by nobody."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ Form = tuple[str, Callable[[Any], bool]]
 """What a value must be, in words and as a test."""
 
 LARGEST = 1e18
-"""Of any number: FLOPs of a step in units of a teraFLOP stay far below, and what follows from a few of them still is a float."""
+"""Of any number: FLOPs of a step in units of a teraFLOP stay far below, and what follows from a few of
+them still is a float."""
 
 
 def _is_number(value: object) -> bool:
@@ -27,10 +29,16 @@ def _is_readings(value: object) -> bool:
 
 
 _TEXT: Form = ("a text of one line", lambda value: isinstance(value, str) and value.strip() != "" and is_plain(value))
-_TEXTS: Form = ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
+_TEXTS: Form = (
+    "a list of texts",
+    lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+)
 _SWITCH: Form = ("true or false", lambda value: isinstance(value, bool))
 _SIZE: Form = ("a whole number above 0", lambda value: isinstance(value, int) and _is_number(value) and value > 0)
-_COUNT: Form = ("a whole number of at least 0", lambda value: isinstance(value, int) and _is_number(value) and value >= 0)
+_COUNT: Form = (
+    "a whole number of at least 0",
+    lambda value: isinstance(value, int) and _is_number(value) and value >= 0,
+)
 _AMOUNT: Form = ("a number above 0", lambda value: _is_number(value) and value > 0)
 _READING: Form = ("a number of at least 0", _is_reading)
 _PERCENT: Form = ("a number", _is_number)
@@ -43,11 +51,19 @@ NEEDED = ("id", "source", "family", "kind")
 FORMS: Mapping[str, Form] = {
     **dict.fromkeys(SECTIONS, _TABLE),
     **dict.fromkeys(NEEDED, _TEXT),
-    **dict.fromkeys(["source_ref", "url", "grade", "measured_type", "tier", "precision", "recompute", "schedule", "notes"], _TEXT),
-    **dict.fromkeys(["model.name", "model.moe.attention", "hardware.gpu", "hardware.intra", "hardware.inter", "parallel.sharding"], _TEXT),
+    **dict.fromkeys(
+        ["source_ref", "url", "grade", "measured_type", "tier", "precision", "recompute", "schedule", "notes"], _TEXT
+    ),
+    **dict.fromkeys(
+        ["model.name", "model.moe.attention", "hardware.gpu", "hardware.intra", "hardware.inter", "parallel.sharding"],
+        _TEXT,
+    ),
     **dict.fromkeys(("missing", "inferred"), _TEXTS),
     **dict.fromkeys(["complete_core", "complete_strict", "has_time", "has_memory", "parallel.sp"], _SWITCH),
-    **dict.fromkeys((f"model.{name}" for name in ["layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq"]), _SIZE),
+    **dict.fromkeys(
+        (f"model.{name}" for name in ["layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq"]),
+        _SIZE,
+    ),
     **dict.fromkeys((f"parallel.{name}" for name in ["tp", "pp", "vpp", "dp", "cp", "ep", "etp"]), _SIZE),
     **dict.fromkeys(["batch.micro", "batch.num_microbatches", "batch.global", "hardware.count"], _SIZE),
     **dict.fromkeys((f"model.moe.{name}" for name in ["experts", "topk", "moe_ffn", "shared_ffn"]), _SIZE),
@@ -60,7 +76,10 @@ MEASURED_TEXTS = ("op", "algorithm", "unit", "shape", "shape_mnk")
 MEASURED_LISTS: Mapping[str, Form] = {
     "per_rank_max_allocated_mb": ("a list of numbers of at least 0", _is_readings),
     "step_s_per_run": ("a list of numbers of at least 0", _is_readings),
-    "points_m_vs_time": ("a list of lists of numbers", lambda value: isinstance(value, list) and all(map(_is_readings, value))),
+    "points_m_vs_time": (
+        "a list of lists of numbers",
+        lambda value: isinstance(value, list) and all(map(_is_readings, value)),
+    ),
     "oom": _SWITCH,
 }
 """Readings that are no single number."""

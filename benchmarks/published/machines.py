@@ -1,4 +1,5 @@
-"""Words of published tables, as tables: the machines they name, schedules and shards. Nothing here depends on a measurement."""
+"""Words of published tables, as tables: the machines they name, schedules and shards. Nothing here
+depends on a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ...core.machine.devices import GH200
 class Machine:
     """A cluster preset and the fields in which a published machine differs from it.
 
-    `power_share`: its power limit as a share of the preset's device, which lowers the sustained shares (`POWER_EXPONENT`).
+    `power_share`: its power limit as a share of the preset's device, which lowers the sustained
+    shares (`POWER_EXPONENT`).
     """
 
     preset: str
@@ -22,7 +24,8 @@ class Machine:
 
 
 POWER_EXPONENT = 0.37
-"""Sustained shares go with this power of a device's power limit: measured between the A100 at 300 W (PCIe) and at 400 W (SXM)."""
+"""Sustained shares go with this power of a device's power limit: measured between the A100 at 300 W
+(PCIe) and at 400 W (SXM)."""
 
 MACHINES: tuple[tuple[str, Machine], ...] = (
     ("GB300", Machine("gb300-nvl72")),
@@ -31,8 +34,8 @@ MACHINES: tuple[tuple[str, Machine], ...] = (
     ("B200", Machine("dgx-b200")),
     ("H200", Machine("dgx-h200")),
     ("GH-96", Machine("alps-gh200")),
-    # torchtitan, docs/performance.md: H100 of Grand Teton servers, 96 GB of HBM2e at 2.4 TB/s, limited to 500 W. Its total is not
-    # published: that of the GH200, which has 96 GB too.
+    # torchtitan, docs/performance.md: H100 of Grand Teton servers, 96 GB of HBM2e at 2.4 TB/s, limited to 500 W. Its
+    # total is not published: that of the GH200, which has 96 GB too.
     (
         "H100-96GB",
         Machine(

@@ -7,7 +7,8 @@ from typing import Any
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "GPT OSS 120B": {
-        # openai/gpt-oss-120b, config.json; Megatron-Bridge v0.2.0, src/megatron/bridge/models/gpt_oss/gpt_oss_provider.py
+        # openai/gpt-oss-120b, config.json; Megatron-Bridge v0.2.0,
+        # src/megatron/bridge/models/gpt_oss/gpt_oss_provider.py
         "layers": 36,
         "hidden": 2880,
         "ffn": 2880,
@@ -20,7 +21,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     # as the models of Zero Bubble PP, by the same authors
     "GPT 98.5B": {"vocab": 32000},
     "GPT3-5B": {
-        # NeMo-Framework-Launcher 24.05, launcher_scripts/conf/training/gpt3/5b.yaml; 50,257 tokens made divisible by 128
+        # NeMo-Framework-Launcher 24.05, launcher_scripts/conf/training/gpt3/5b.yaml; 50,257
+        # tokens made divisible by 128
         "layers": 24,
         "hidden": 4096,
         "ffn": 16384,
@@ -28,7 +30,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "vocab": 50304,
     },
     "Nemotron-8B": {
-        # NeMo-Framework-Launcher 24.05, launcher_scripts/conf/training/nemotron/nemotron_8b.yaml; the tokens of nvidia/nemotron-3-8b
+        # NeMo-Framework-Launcher 24.05, launcher_scripts/conf/training/nemotron/nemotron_8b.yaml; the
+        # tokens of nvidia/nemotron-3-8b
         "layers": 32,
         "hidden": 4096,
         "ffn": 16384,
@@ -36,7 +39,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "vocab": 256000,
     },
     "Llama3-8x70B": {
-        # Llama 3 70B (arXiv 2407.21783, table 3) whose MLPs are upcycled to eight experts of which a token takes two (2504.14960)
+        # Llama 3 70B (arXiv 2407.21783, table 3) whose MLPs are upcycled to eight experts of which a
+        # token takes two (2504.14960)
         "layers": 80,
         "hidden": 8192,
         "ffn": 28672,
@@ -50,8 +54,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def size_of(model: Mapping[str, Any], field: str) -> Any:
-    """A size of a model that its table leaves out: that of its name, or for a GPT an MLP four times as wide as the hidden state
-    (Megatron-LM, megatron/training/arguments.py); None where neither says it."""
+    """A size of a model that its table leaves out: that of its name, or for a GPT an MLP four times as wide as the
+    hidden state (Megatron-LM, megatron/training/arguments.py); None where neither says it."""
     name, hidden = str(model.get("name")), model.get("hidden")
     if (known := MODELS.get(name, {}).get(field)) is not None:
         return known

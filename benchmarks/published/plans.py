@@ -1,4 +1,5 @@
-"""Published rows -> plans: the model, the machine and the layout as published, and what the source's software does by default."""
+"""Published rows -> plans: the model, the machine and the layout as published, and what the source's
+software does by default."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class PublishedPlan:
 
 
 def plan_of(row: Row, instead: Mapping[str, Any] | None = None) -> PublishedPlan:
-    """The plan that a published row ran, with `instead` in place of its software's defaults for fields that were not published. Raises
-    `RowError` with what is missing or not modelled."""
+    """The plan that a published row ran, with `instead` in place of its software's defaults for fields that were not
+    published. Raises `RowError` with what is missing or not modelled."""
     stack = stack_of(row)
     if stack is None:
         raise RowError(f"the software of {row.source!r} is not described")
@@ -134,10 +135,12 @@ def _model(told: _Told, layout: Layout) -> ModelSpec:
     if told.stack.cuts_vocabulary:
         vocab = vocab // layout.tp * layout.tp
     if told.row.source.startswith("Vocabulary Parallelism"):
-        vocab = vocab // 1024 * 1000  # the rows infer 2^15 from "32K"; sail-sg/VocabularyParallelism, artifact/exp_one_host.csv: 32,000
+        # the rows infer 2^15 from "32K"; sail-sg/VocabularyParallelism, artifact/exp_one_host.csv: 32,000
+        vocab = vocab // 1024 * 1000
     fields: dict[str, Any] = {**conventions(str(name)), **told.stack.model, **_experts(told)}
     if told.row.source.startswith("nanotron"):
-        fields["tied_embeddings"] = told.need("model.ffn") < 10_000  # scripts/scaling_benchmarks.py: models below 4B tie
+        # scripts/scaling_benchmarks.py: models below 4B tie
+        fields["tied_embeddings"] = told.need("model.ffn") < 10_000
     latent = "kv_lora_rank" in fields
     return ModelSpec(
         name=str(name),
@@ -170,7 +173,8 @@ def _experts(told: _Told) -> dict[str, Any]:
 
 
 def _layers_from_size(told: _Told, layout: Layout) -> int:
-    """Layers of a GPT from its published size, as a multiple of the pipeline stages: 12 h^2 weights each, and the token table."""
+    """Layers of a GPT from its published size, as a multiple of the pipeline stages: 12 h^2 weights
+    each, and the token table."""
     size, hidden, vocab = told.need("model.params_b"), told.need("model.hidden"), told.need("model.vocab")
     layers = max(1, round((size * 1e9 - vocab * hidden) / (12 * hidden**2) / layout.pp)) * layout.pp
     told.assumed.append(f"model.layers={layers}")
@@ -189,7 +193,9 @@ def _layout(told: _Told) -> Layout:
     sharding, notes = told.text("parallel.sharding"), told.text("notes")
     pp, tp, cp = told.need("parallel.pp"), told.need("parallel.tp"), told.get("parallel.cp", 1)
     dp = told.get("parallel.dp") or told.need("hardware.count") // (tp * pp * cp)
-    interleaved = pp > 1 and ("nterleaved" in told.text("schedule") or "V-" in told.text("schedule") or told.row["parallel.vpp"])
+    interleaved = pp > 1 and (
+        "nterleaved" in told.text("schedule") or "V-" in told.text("schedule") or told.row["parallel.vpp"]
+    )
     return Layout(
         tp=tp,
         pp=pp,
@@ -200,7 +206,8 @@ def _layout(told: _Told) -> Layout:
         vpp=_chunks(told, pp) if interleaved else 1,
         sequence_parallel=bool(told.get("parallel.sp")) and tp > 1,
         zero=next((stage for words, stage in ZERO if words in sharding), 0),
-        order=told.get("order") or ("tp-cp-ep-pp-dp" if "TP-PP-DP" in notes or "DP placed last" in notes else DEFAULT_ORDER),
+        order=told.get("order")
+        or ("tp-cp-ep-pp-dp" if "TP-PP-DP" in notes or "DP placed last" in notes else DEFAULT_ORDER),
     )
 
 
@@ -227,9 +234,9 @@ def _chunks(told: _Told, pp: int) -> int:
 def _cut(told: _Told, model: ModelSpec, layout: Layout) -> Layout:
     """The layout with an uneven cut where stages do not divide the layers, or the source says that they were balanced.
 
-    Embedding and head count as a layer each when that makes it even (MLPerf's ASYM_PP flags; Zero Bubble; Llama 3), and a module that
-    predicts another token as a third (NeMo, scripts/performance/llm/pretrain_deepseek_v3.py), else the first stages hold one layer more
-    (DeepSpeed's `partition_uniform`).
+    Embedding and head count as a layer each when that makes it even (MLPerf's ASYM_PP flags; Zero Bubble; Llama 3), and
+    a module that predicts another token as a third (NeMo, scripts/performance/llm/pretrain_deepseek_v3.py), else the
+    first stages hold one layer more (DeepSpeed's `partition_uniform`).
     """
     stages, layers = layout.num_stages, model.num_layers
     if said := re.search(r"layers_per_stage=(\[\[.*?\]\])", told.text("notes")):
@@ -263,21 +270,27 @@ def _counted(stages: list[list[int]]) -> list[int]:
 
 
 def _by_cost(model: ModelSpec, stages: int) -> list[int]:
-    """Layers per stage such that each ends where the weights of the products so far, the head's included, reach its share of all
-    (nanotron/helpers.py, get_block_compute_costs; models/base.py, build_model)."""
+    """Layers per stage such that each ends where the weights of the products so far, the head's included, reach its
+    share of all (nanotron/helpers.py, get_block_compute_costs; models/base.py, build_model)."""
     hidden = model.hidden_size
     layer = 4 * hidden**2 + (3 if model.gated else 2) * hidden * model.ffn_hidden_size
     share = (model.num_layers * layer + model.vocab_size * hidden) / stages
-    ends = [min(model.num_layers, int((stage + 1) * share // layer)) for stage in range(stages - 1)] + [model.num_layers]
+    ends = [min(model.num_layers, int((stage + 1) * share // layer)) for stage in range(stages - 1)] + [
+        model.num_layers
+    ]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _balanced(model: ModelSpec, stages: int, sequence: int) -> list[int]:
-    """Layers per stage such that the largest stage computes least, the head counted by its FLOPs (`Redis` of arXiv 2411.05288); what does
-    not divide goes to the stages before the last (sail-sg/VocabularyParallelism, transformer_block.py, get_num_layers_to_build)."""
+    """Layers per stage such that the largest stage computes least, the head counted by its FLOPs (`Redis` of arXiv
+    2411.05288); what does not divide goes to the stages before the last (sail-sg/VocabularyParallelism,
+    transformer_block.py, get_num_layers_to_build)."""
     layer = 12 * model.hidden_size**2 + 2 * sequence * model.hidden_size
     head = model.vocab_size * model.hidden_size / layer
-    last = min(range(model.num_layers), key=lambda count: max(math.ceil((model.num_layers - count) / (stages - 1)), count + head))
+    last = min(
+        range(model.num_layers),
+        key=lambda count: max(math.ceil((model.num_layers - count) / (stages - 1)), count + head),
+    )
     each, more = divmod(model.num_layers - last, stages - 1)
     return [*(each + (stage >= stages - 1 - more) for stage in range(stages - 1)), last]
 
@@ -297,9 +310,9 @@ def _precision(told: _Told) -> Precision:
 
 
 def _recompute(told: _Told, model: ModelSpec, layout: Layout) -> Recompute:
-    """torchtitan's `selective` by layer recomputes every second layer; by operation it goes by no modules (`Profile.selective_operators`).
-    XLA's policies of saving projections repeat norms, core and the MLP up to its last product; attention's output, which MaxText's policy
-    does not save, is not counted (1% to 2% of a step)."""
+    """torchtitan's `selective` by layer recomputes every second layer; by operation it goes by no modules
+    (`Profile.selective_operators`). XLA's policies of saving projections repeat norms, core and the MLP up to its last
+    product; attention's output, which MaxText's policy does not save, is not counted (1% to 2% of a step)."""
     said = str(told.need("recompute"))
     if told.row["recompute"] is None and (modules := recipe_of(told.row).modules):
         return Recompute("selective", modules=modules)
@@ -330,8 +343,9 @@ def _runtime(told: _Told) -> Runtime:
 
 
 def _profile(told: _Told) -> str:
-    """The row's software stack. Composer's `PURE` tables are older than the others: scripts/train/benchmarking/sweep.sh of llm-foundry
-    takes an image of torch 1.13.1 before b2a43a1, which left them and added the rest, and of 2.1.0 from there on."""
+    """The row's software stack. Composer's `PURE` tables are older than the others:
+    scripts/train/benchmarking/sweep.sh of llm-foundry takes an image of torch 1.13.1 before b2a43a1, which left
+    them and added the rest, and of 2.1.0 from there on."""
     if told.stack.sharded_profile is not None and "ZeRO-3" in told.text("parallel.sharding"):
         return told.stack.sharded_profile
     return "fsdp-1.13" if told.stack.profile == "fsdp" and told.text("flags.mp_mode") == "PURE" else told.stack.profile
@@ -366,10 +380,16 @@ def _cluster(told: _Told) -> ClusterSpec:
     if (power_share := machine.power_share * told.stack.power_share) < 1:
         slower = power_share**POWER_EXPONENT
         changed["sustained_share"] = base.sustained_share * slower
-        changed["sustained_share_by_dtype"] = {dtype: share * slower for dtype, share in base.sustained_share_by_dtype.items()}
-    return replace(base, **changed, sources={**base.sources, **dict.fromkeys(changed, f"{told.row.source}: {gpu}; {network}")})
+        changed["sustained_share_by_dtype"] = {
+            dtype: share * slower for dtype, share in base.sustained_share_by_dtype.items()
+        }
+    return replace(
+        base, **changed, sources={**base.sources, **dict.fromkeys(changed, (f"{told.row.source}: {gpu}; {network}"))}
+    )
 
 
 def _numerics(model: ModelSpec, layout: Layout) -> Numerics:
     """Leaf sizes that admit the layout's tensor parallelism with equal cuts (they matter only in exact mode)."""
-    return Numerics(ffn_block=max(1, model.ffn_hidden_size // layout.tp), vocab_block=max(1, -(-model.vocab_size // layout.tp)))
+    return Numerics(
+        ffn_block=max(1, model.ffn_hidden_size // layout.tp), vocab_block=max(1, -(-model.vocab_size // layout.tp))
+    )

@@ -1,8 +1,10 @@
-"""What NVIDIA's published recipes switch on, for rows of tables that print only layouts: by release, model, device and precision.
+"""What NVIDIA's published recipes switch on, for rows of tables that print only layouts: by release,
+model, device and precision.
 
-Read from the repositories at the tag of each release, not from any measurement: Megatron-Bridge (scripts/performance/configs and
-src/megatron/bridge/perf_recipes; v0.1 is container 25.09, v0.2 25.11, v0.3 26.02, v0.4 26.04, v0.6 26.06), and the benchmarks of the
-authors of MoE Parallel Folding in the month of their paper (yanring/Megatron-MoE-ModelZoo, 78fd4d6, model_configs/benchmarking).
+Read from the repositories at the tag of each release, not from any measurement: Megatron-Bridge
+(scripts/performance/configs and src/megatron/bridge/perf_recipes; v0.1 is container 25.09, v0.2 25.11, v0.3 26.02, v0.4
+26.04, v0.6 26.06), and the benchmarks of the authors of MoE Parallel Folding in the month of their paper
+(yanring/Megatron-MoE-ModelZoo, 78fd4d6, model_configs/benchmarking).
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ NOTHING_SAID = Recipe()
 
 @dataclass(frozen=True)
 class _Rule:
-    """A recipe and the rows it holds for: models whose name contains `model`, devices that contain one of `devices`, releases from
-    `first` to before `until`, precisions that contain `precision`."""
+    """A recipe and the rows it holds for: models whose name contains `model`, devices that contain one of `devices`,
+    releases from `first` to before `until`, precisions that contain `precision`."""
 
     model: str
     devices: tuple[str, ...]
@@ -57,17 +59,21 @@ MEGATRON_BRIDGE: tuple[_Rule, ...] = (
     _Rule("DeepSeekV3", _HOPPER, Recipe(modules=("mla_up_proj", "mlp"))),
     _Rule("DeepSeekV3", _HOPPER, Recipe(_BESIDE), until=26.0),  # deepep, moe_a2a_overlap; run_script.py of v0.1
     _Rule("DeepSeekV3", _HOPPER, Recipe(_ONCE), first=26.0),  # hybridep
-    _Rule("DeepSeekV3", _RACKS, Recipe(_ONCE | _GRAPHS), first=25.11),  # hybridep; scope attn, moe_router, moe_preprocess
+    # hybridep; scope attn, moe_router, moe_preprocess
+    _Rule("DeepSeekV3", _RACKS, Recipe(_ONCE | _GRAPHS), first=25.11),
     _Rule("DeepSeekV3", ("DGX-B200", "DGX-B300"), Recipe(_ONCE), first=26.0),  # hybridep
     _Rule("DeepSeekV3", ("GB300",), Recipe(modules=("moe_act",)), precision="bf16"),
     _Rule("DeepSeekV3", ("GB200",), Recipe(modules=("mlp",)), first=26.04, precision="fp8"),
-    _Rule("DeepSeekV3", ("DGX-B200",), Recipe(_BESIDE | _GRAPHS, ("mla_up_proj", "mlp")), first=26.041, precision="fp8"),
+    _Rule(
+        "DeepSeekV3", ("DGX-B200",), Recipe(_BESIDE | _GRAPHS, ("mla_up_proj", "mlp")), first=26.041, precision="fp8"
+    ),
     _Rule("DeepSeekV3", _BLACKWELL, Recipe(_BESIDE | _GRAPHS), first=26.06, precision="mxfp8"),  # full iteration
     _Rule("Qwen3_30B", ("GB200", "DGX-B200"), Recipe(_GRAPHS), until=25.11),  # with token drop, cuda_graphs: true
     _Rule("Qwen3_30B", ("GB200", "GB300", "B300"), Recipe(_ONCE), first=25.11),  # hybridep
     _Rule("Qwen3_30B", ("GB200",), Recipe(_GRAPHS), first=25.11),  # scope with attn
     _Rule("Qwen3_30B", ("DGX-B200",), Recipe(_ONCE | _GRAPHS), first=26.04),
-    _Rule("Qwen3_30B", _HOPPER, Recipe({"ep_comm_overlap": True}), first=25.11, until=26.0),  # alltoall, moe_a2a_overlap
+    # alltoall, moe_a2a_overlap
+    _Rule("Qwen3_30B", _HOPPER, Recipe({"ep_comm_overlap": True}), first=25.11, until=26.0),
     _Rule("Qwen3_30B", _HOPPER, Recipe(_BESIDE), first=26.0, until=26.04),  # deepep, moe_a2a_overlap
     _Rule("Qwen3_30B", _HOPPER, Recipe(_ONCE), first=26.04),  # hybridep
     _Rule("Qwen3_30B", _HOPPER, Recipe(_GRAPHS), first=26.06, precision="fp8"),
@@ -82,8 +88,8 @@ MEGATRON_BRIDGE: tuple[_Rule, ...] = (
 
 
 MODEL_ZOO: Mapping[str, Recipe] = {"Mixtral-8x22B": Recipe({"tp_comm_overlap": True})}
-"""Model -> what its configuration switches on. That of Qwen2-57B-A14B has no `--tp-comm-overlap`; its `--moe-shared-expert-overlap`,
-exchanges beside the shared experts, is not modelled."""
+"""Model -> what its configuration switches on. That of Qwen2-57B-A14B has no `--tp-comm-overlap`; its
+`--moe-shared-expert-overlap`, exchanges beside the shared experts, is not modelled."""
 
 
 def recipe_of(row: Row) -> Recipe:

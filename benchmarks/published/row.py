@@ -1,7 +1,7 @@
 """Published measurements as data: rows, what they measured in seconds and bytes, and which rows are near-duplicates.
 
-A row is one JSON object (fields and tiers: the README beside the files). Sources print rates rather than seconds; they are turned back
-with the formula that the source itself used, so that an error of a prediction is an error in time.
+A row is one JSON object (fields and tiers: the README beside the files). Sources print rates rather than seconds; they
+are turned back with the formula that the source itself used, so that an error of a prediction is an error in time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Row:
     data: Mapping[str, Any]
 
     def __getitem__(self, dotted: str) -> Any:
-        """A field, such as `model.layers`; None when it is null or absent. Sizes that a table leaves out are `published_models.size_of`."""
+        """A field, such as `model.layers`; None when it is null or absent. Sizes that a table leaves out are
+        `published_models.size_of`."""
         found: Any = self.data
         section, _, field = dotted.partition(".")
         for name in dotted.split("."):
@@ -62,11 +63,21 @@ class Row:
 
     @cached_property
     def likeness(self) -> tuple[Any, ...]:
-        """Rows that share it are near-duplicates: same source, model and cut of the model. vTrain's single-node rows are put together
-        from one time per hidden size, tp and microbatch (`validate.noise.layer_seconds`), which is what they share."""
+        """Rows that share it are near-duplicates: same source, model and cut of the model. vTrain's single-node
+        rows are put together from one time per hidden size, tp and microbatch (`validate.noise.layer_seconds`),
+        which is what they share."""
         if self.family == "vtrain_single":
             return (self.source, *(self[name] for name in ("family", "model.hidden", "parallel.tp", "batch.micro")))
-        names = ("model.name", "model.layers", "model.hidden", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep")
+        names = (
+            "model.name",
+            "model.layers",
+            "model.hidden",
+            "parallel.tp",
+            "parallel.pp",
+            "parallel.vpp",
+            "parallel.cp",
+            "parallel.ep",
+        )
         return (self.source, *(self[name] for name in names))
 
     def need(self, dotted: str) -> Any:
@@ -91,12 +102,13 @@ class Measured:
 
 
 def read_rows(folder: Path = DEFAULT_DATA) -> list[Row]:
-    """Every row of every file of a folder, in file order. Raises `RowError` when there is none, or with the line and field of what is no
-    row; `FileError` for a file that is no JSON."""
+    """Every row of every file of a folder, in file order. Raises `RowError` when there is none, or with the line and
+    field of what is no row; `FileError` for a file that is no JSON."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise RowError(
-            f"{folder} holds no published rows (*.jsonl): they belong to shardproof's repository, in benchmarks/published/rows, and not to "
+            f"{folder} holds no published rows (*.jsonl): they belong to shardproof's repository, in "
+            "benchmarks/published/rows, and not to "
             "the installed package. Give that folder of a checkout with --data."
         )
     return [row for file in files for row in _rows_of(file)]
@@ -140,7 +152,10 @@ def _step_readings(row: Row) -> Iterator[tuple[float, str]]:
     if measured.get("tflops_per_gpu_hw"):
         yield sc21_flops(row) / (measured["tflops_per_gpu_hw"] * 1e12 * devices), "tflops_per_gpu_hw by SC21 equation 3"
     if measured.get("tflops_per_gpu_model"):
-        yield model_flops(row) / (measured["tflops_per_gpu_model"] * 1e12 * devices), "tflops_per_gpu_model, full attention"
+        yield (
+            model_flops(row) / (measured["tflops_per_gpu_model"] * 1e12 * devices),
+            ("tflops_per_gpu_model, full attention"),
+        )
     peak = next((rate for gpu, rate in MFU_PEAK.items() if gpu in str(row["hardware.gpu"])), None)
     if measured.get("mfu_pct") and peak:
         yield model_flops(row) / (measured["mfu_pct"] / 100 * peak * devices), "mfu_pct, full attention"
@@ -149,13 +164,22 @@ def _step_readings(row: Row) -> Iterator[tuple[float, str]]:
 def sc21_flops(row: Row) -> float:
     """FLOPs of a step with full recomputation (Narayanan et al. 2021, equation 3; the MLP is 4h wide there)."""
     layers, hidden, seq, vocab = (row.need(f"model.{name}") for name in ("layers", "hidden", "seq", "vocab"))
-    return 96 * row.need("batch.global") * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
+    return (
+        96
+        * row.need("batch.global")
+        * seq
+        * layers
+        * hidden**2
+        * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
+    )
 
 
 def model_flops(row: Row) -> float:
-    """Model FLOPs of a step, full score square, logits included (Korthikanti et al. 2022, appendix A, for any MLP and GQA; experts
-    that a token visits). Three passes of two FLOPs per weight and token."""
-    layers, hidden, seq, vocab, ffn = (row.need(f"model.{name}") for name in ("layers", "hidden", "seq", "vocab", "ffn"))
+    """Model FLOPs of a step, full score square, logits included (Korthikanti et al. 2022, appendix A, for any MLP and
+    GQA; experts that a token visits). Three passes of two FLOPs per weight and token."""
+    layers, hidden, seq, vocab, ffn = (
+        row.need(f"model.{name}") for name in ("layers", "hidden", "seq", "vocab", "ffn")
+    )
     heads = row["model.heads"] or hidden // 128
     width = (row["model.head_dim"] or hidden // heads) * heads
     kv_width = width * (row["model.kv_heads"] or heads) // heads
@@ -185,7 +209,8 @@ def _memory_readings(row: Row) -> Iterator[tuple[float, str]]:
         # eth-easl/sailor, ae_scripts/clariden_scripts/process_results.py: all of the device's memory that is used.
         ("peak_mem_bytes", 1.0, "nvidia-smi" if row.source.startswith("Sailor") else "allocated"),
         ("peak_mem_gib", GIB, "reserved"),
-        # sail-sg/zero-bubble-pipeline-parallelism prints max_memory_allocated() // 1000000 (zerobubble/runtime.py); the others print GiB.
+        # sail-sg/zero-bubble-pipeline-parallelism prints max_memory_allocated() // 1000000
+        # (zerobubble/runtime.py); the others print GiB.
         ("peak_mem_gb", GB if row.source.startswith("Zero Bubble") else GIB, "allocated"),
         ("max_gpu_mem_gb_nvidia_smi", GIB, "nvidia-smi"),
     )

@@ -1,4 +1,5 @@
-"""Types of the compiled loops in `csrc`; arrays are C-contiguous, `starts` of uint64. Words that lie in columns are `[length, runs]`."""
+"""Types of the compiled loops in `csrc`; arrays are C-contiguous, `starts` of uint64. Words that lie in columns
+are `[length, runs]`."""
 
 from numpy import ndarray
 

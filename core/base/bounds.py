@@ -1,7 +1,9 @@
-"""How large the numbers of a plan may be: one table, each bound with its reason, and the sentence that refuses what lies beyond.
+"""How large the numbers of a plan may be: one table, each bound with its reason, and the sentence that
+refuses what lies beyond.
 
-The bounds lie far outside any run, and inside what the arithmetic holds: 64-bit integers, float64, and the time and memory that a plan's
-verbs may take. They are asked for where numbers come in (`plan_build.key_complaint`) and by the nouns that a config.json or Python fills.
+The bounds lie far outside any run, and inside what the arithmetic holds: 64-bit integers, float64, and the time and
+memory that a plan's verbs may take. They are asked for where numbers come in (`plan_build.key_complaint`) and by the
+nouns that a config.json or Python fills.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ SHOWN_LENGTH = 120
 
 @dataclass(frozen=True)
 class Bound:
-    """Numbers are at most `most`, and those that are not 0 at least `least` in size. `why` says what the bound follows from."""
+    """Numbers are at most `most`, and those that are not 0 at least `least` in size. `why` says what
+    the bound follows from."""
 
     most: float
     why: str
@@ -33,12 +36,20 @@ LONGEST_TEXT = 100_000
 """Letters of the longest list of links or stages."""
 
 LAYERS = Bound(10_000, "the deepest transformer published has 1,000 (DeepNet, arXiv 2203.00555)")
-WIDTH = Bound(2**24, "the widest published have some ten thousand (MT-NLG 530B, arXiv 2201.11990: 20,480, and 4 times that in its MLP)")
+WIDTH = Bound(
+    2**24,
+    (
+        "the widest published have some ten thousand (MT-NLG 530B, arXiv 2201.11990: 20,480, and 4 "
+        "times that in its MLP)"
+    ),
+)
 HEADS = Bound(2**16, "models published have up to some hundred (DeepSeek-V3: 128)")
 EXPERTS = Bound(2**16, "models published have up to some thousand (Switch-C, arXiv 2101.03961: 2,048)")
 TABLE = Bound(2**30, "vocabularies published have up to some hundred thousand tokens (Gemma 3: 262,144)")
 TOKENS = Bound(2**30, "the longest contexts published are ten million tokens (Llama 4 Scout)")
-DEVICES = Bound(2**20, "the largest clusters have some hundred thousand devices; what lists all ranks takes seconds for a million")
+DEVICES = Bound(
+    2**20, ("the largest clusters have some hundred thousand devices; what lists all ranks takes seconds for a million")
+)
 SEQUENCES = Bound(2**30, "a step of more tokens than any data set has")
 RATE = Bound(1e36, "no device or link moves or computes a millionth of that, and it is as good as endless", least=1.0)
 SECONDS = Bound(1e12, "30,000 years", least=1e-18)
@@ -70,7 +81,9 @@ BOUNDS: dict[str, Bound] = {
     "variation.expert_capacity": EXPERTS,
     "variation.expert_imbalance": EXPERTS,
     **dict.fromkeys(("model.vocab_size", "model.padding_rows", "train.ignore_token"), TABLE),
-    **dict.fromkeys(("model.max_positions", "model.rope_original_positions", "model.sliding_window", "batch.sequence"), TOKENS),
+    **dict.fromkeys(
+        ("model.max_positions", "model.rope_original_positions", "model.sliding_window", "batch.sequence"), TOKENS
+    ),
     **{f"layout.{name}": DEVICES for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")},
     **{
         f"cluster.{name}": DEVICES
@@ -89,7 +102,14 @@ BOUNDS: dict[str, Bound] = {
 }
 """Section and field -> the bound of a number that its name does not tell, or that is tighter."""
 
-_BY_ENDING = (("_bytes_per_s", RATE), ("_flops_per_s", RATE), ("_bytes", BYTES), ("_s", SECONDS), ("_share", SHARE), ("_efficiency", SHARE))
+_BY_ENDING = (
+    ("_bytes_per_s", RATE),
+    ("_flops_per_s", RATE),
+    ("_bytes", BYTES),
+    ("_s", SECONDS),
+    ("_share", SHARE),
+    ("_efficiency", SHARE),
+)
 _TABLES = {
     **{f"cluster.{name}": RATE for name in ("peak_flops_per_s", "product_curve", "memory_curve")},
     **{f"cluster.{name}": SECONDS for name in ("kernel_curve", "collective_curve")},
@@ -111,8 +131,8 @@ def bound_of(section: str, field: str, *, whole: bool) -> Bound:
 
 
 def beyond(section: str, field: str, value: Any) -> str:
-    """What is wrong with the size of a number, of those in a list or a table too, such as `must be at most 10,000 (...)`; empty when
-    nothing is, and for what is no number."""
+    """What is wrong with the size of a number, of those in a list or a table too, such as `must be at most 10,000
+    (...)`; empty when nothing is, and for what is no number."""
     if not isinstance(value, dict | list | tuple):
         return _beyond(section, field, value)
     values = value.values() if isinstance(value, dict) else value
@@ -128,13 +148,15 @@ def _beyond(section: str, field: str, value: Any) -> str:
     if abs(value) > bound.most:
         return f"must be at most {_number(bound.most)}: {bound.why}. Look for a mistyped number"
     if value and abs(value) < bound.least:
-        return f"must be 0 or at least {_number(bound.least)}: below it nothing is described. Look for a mistyped number"
+        return (
+            f"must be 0 or at least {_number(bound.least)}: below it nothing is described. Look for a mistyped number"
+        )
     return ""
 
 
 class Bounded:
-    """A noun of a plan whose numbers lie within their bounds: one that has others raises `problem_type`, with a sentence for each that
-    begins with `name=`. `section` is that of its keys."""
+    """A noun of a plan whose numbers lie within their bounds: one that has others raises `problem_type`, with a
+    sentence for each that begins with `name=`. `section` is that of its keys."""
 
     section: ClassVar[str]
     problem_type: ClassVar[type[PlanError]] = PlanError
@@ -155,7 +177,10 @@ def text_complaint(text: str, *, longest: int) -> str:
     if len(text) > longest:
         return f"has {len(text):,} letters and must have at most {longest:,}"
     if not is_plain(text):
-        return "has a letter that no name or path may have: a control character such as a line break, or half of a UTF-16 pair"
+        return (
+            "has a letter that no name or path may have: a control character such as a line break, or half of a "
+            "UTF-16 pair"
+        )
     return ""
 
 

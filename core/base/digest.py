@@ -1,12 +1,13 @@
 """Order-aware digests that add up: the digest of a tensor is the sum of the digests of its pieces, wherever it was cut.
 
-Each element, as an integer, is multiplied by a key that its index in the *full* tensor draws, and the products are added modulo 2^64
-(multilinear hashing: Carter & Wegman 1981, New hash functions and their use in authentication and set equality). Integer addition has no
-order, so ranks digest what they hold and the pieces are added afterwards; two elements that trade places still change the result. Keys
-are odd: an element that differs alone is always seen, others are missed with a chance of 2^-32 in each of the two lanes. The
-digest guards against errors, not against an adversary.
+Each element, as an integer, is multiplied by a key that its index in the *full* tensor draws, and the products are
+added modulo 2^64 (multilinear hashing: Carter & Wegman 1981, New hash functions and their use in authentication and set
+equality). Integer addition has no order, so ranks digest what they hold and the pieces are added afterwards; two
+elements that trade places still change the result. Keys are odd: an element that differs alone is always seen, others
+are missed with a chance of 2^-32 in each of the two lanes. The digest guards against errors, not against an adversary.
 
-The loops are compiled (`csrc`) where the installation could; without them numpy gives the same digests, some thirty times slower.
+The loops are compiled (`csrc`) where the installation could; without them numpy gives the same digests,
+some thirty times slower.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _CHUNK = 1 << 16
 
 
 def digest(values: np.ndarray, shape: Sequence[int] | None = None, region: Region | None = None) -> Digest:
-    """The digest of `values`, which fill `region` of a tensor of `shape` (without them: the whole tensor). Bits count, so -0.0 is not 0.0.
+    """The digest of `values`, which fill `region` of a tensor of `shape` (without them: the whole tensor). Bits
+    count, so -0.0 is not 0.0.
 
     >>> whole = np.arange(12.0).reshape(3, 4)
     >>> left, right = whole[:, :1], whole[:, 1:]
@@ -56,8 +58,9 @@ def digest(values: np.ndarray, shape: Sequence[int] | None = None, region: Regio
 
 
 def digest_bytes(content: bytes | bytearray | memoryview, first: int = 0) -> Digest:
-    """The digest of bytes as words of eight, the last one filled up with zeros; how many there are is not in it. They are those from byte
-    `first` on, a multiple of eight, of a longer sequence, the digest of which is the sum of those of its parts.
+    """The digest of bytes as words of eight, the last one filled up with zeros; how many there are is not in
+    it. They are those from byte `first` on, a multiple of eight, of a longer sequence, the digest of which is
+    the sum of those of its parts.
 
     >>> digest_bytes(b"eight by" b"tes") == add([digest_bytes(b"eight by"), digest_bytes(b"tes", 8)])
     True
@@ -65,7 +68,10 @@ def digest_bytes(content: bytes | bytearray | memoryview, first: int = 0) -> Dig
     assert first % 8 == 0, first
     data = np.frombuffer(content, dtype=np.uint8)
     whole, number = len(data) // 8 * 8, first // 8
-    words = [data[:whole].view(np.uint64), np.frombuffer(data[whole:].tobytes().ljust(8, b"\0"), dtype=np.uint64)[: len(data) > whole]]
+    words = [
+        data[:whole].view(np.uint64),
+        np.frombuffer(data[whole:].tobytes().ljust(8, b"\0"), dtype=np.uint64)[: len(data) > whole],
+    ]
     places = ((number, number + whole // 8), (number + whole // 8, number + -(-len(data) // 8)))
     return add(digest(part, (1 << 60,), (place,)) for part, place in zip(words, places, strict=True))
 
@@ -97,7 +103,9 @@ def bit_words(values: np.ndarray) -> np.ndarray:
 def element_index(shape: Sequence[int], region: Region | None = None) -> np.ndarray:
     """The row-major index of every element of `region` in a tensor of `shape`, in the shape of the region (uint64)."""
     region = region if region is not None else full_region(shape)
-    assert len(region) == len(shape) and all(0 <= lo <= hi <= size for (lo, hi), size in zip(region, shape, strict=True)), (shape, region)
+    assert len(region) == len(shape) and all(
+        0 <= lo <= hi <= size for (lo, hi), size in zip(region, shape, strict=True)
+    ), (shape, region)
     index: np.ndarray = np.zeros((), dtype=np.uint64)
     for (lo, hi), size in zip(region, shape, strict=True):
         index = index[..., None] * np.uint64(size) + np.arange(lo, hi, dtype=np.uint64)
@@ -108,7 +116,8 @@ _WHOLE = np.zeros(1, dtype=np.uint64)
 
 
 def runs_of(shape: Sequence[int], region: Region) -> tuple[np.ndarray, int]:
-    """The first elements (uint64) of the runs that a region is made of, each of neighbours in the whole tensor, and their length."""
+    """The first elements (uint64) of the runs that a region is made of, each of neighbours in the whole
+    tensor, and their length."""
     length, outer = 1, len(shape)
     while outer and (outer == len(shape) or region[outer] == (0, shape[outer])):
         outer -= 1
@@ -155,8 +164,8 @@ def keys_of(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbers(words: np.ndarray) -> np.ndarray:
-    """What stands for words of any width: none of zeros is 0, and the highest bit of 64, which would be lost in every other sum, is not
-    alone."""
+    """What stands for words of any width: none of zeros is 0, and the highest bit of 64, which would be lost in every
+    other sum, is not alone."""
     wide = words.astype(np.uint64)
     return wide ^ _WORD_MASK if words.itemsize < 8 else wide ^ (wide >> np.uint64(32)) ^ GOLDEN
 
@@ -168,7 +177,8 @@ def _keys(index: np.ndarray, seed: np.uint64) -> np.ndarray:
 
 
 def mix(z: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea & Flood 2014, figure 17, variant 13 of Stafford): a bijection of 64 bits."""
+    """The finalizer of splitmix64 (Steele, Lea & Flood 2014, figure 17, variant 13 of Stafford): a
+    bijection of 64 bits."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

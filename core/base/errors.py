@@ -1,4 +1,5 @@
-"""Errors a user can meet. Each says what was given, which rule it breaks, where it came from, and what works instead."""
+"""Errors a user can meet. Each says what was given, which rule it breaks, where it came from,
+and what works instead."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class TimelineError(ShardproofError, ValueError):
 
 
 class UnknownNameError(ShardproofError, LookupError):
-    """A name that is not in a catalog. The message offers the closest known one, and all of them or where they are `listed`."""
+    """A name that is not in a catalog. The message offers the closest known one, and all of them or
+    where they are `listed`."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], listed: str = ""):
         known = sorted(known)
@@ -57,7 +59,8 @@ class UnknownNameError(ShardproofError, LookupError):
 
 
 class RankFailure(ShardproofError, RuntimeError):
-    """A rank ended before its work was done. The message names the rank and how it ended; `global_rank` is None when none stands out.
+    """A rank ended before its work was done. The message names the rank and how it ended; `global_rank` is
+    None when none stands out.
 
     `report` is the JSON form of what all ranks were doing (`backend.watch.halt.Halt.report`), where that is known.
     """
@@ -117,7 +120,8 @@ MOST_NAMED = 8
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'closest'?` where something is close, else a full stop. Nothing is close to a name of more than `LONGEST_NAME`."""
+    """`; did you mean 'closest'?` where something is close, else a full stop. Nothing is close to a name of
+    more than `LONGEST_NAME`."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5) if len(name) <= LONGEST_NAME else []
     return f"; did you mean {close[0]!r}?" if close else "."
 

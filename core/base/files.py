@@ -1,7 +1,7 @@
 """The door for files that a user or another program gives: read within limits, written whole or not at all.
 
-Only regular files are read: a FIFO or a device may have no end, or never begin. What is in a file is never executed. `parsing` turns texts
-into values.
+Only regular files are read: a FIFO or a device may have no end, or never begin. What is in a file is never executed.
+`parsing` turns texts into values.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .names import is_plain
 from .units import format_bytes
 
 DOCUMENT_BYTES = 2 * 2**20
-"""Of a plan, cluster file, `config.json` or table of facts. The longest here, a calibrated cluster, has some 100 KB; TOML is read at about
-1 MB/s (tomllib, July 2026), so that more than this would keep a user waiting for an error."""
+"""Of a plan, cluster file, `config.json` or table of facts. The longest here, a calibrated cluster, has some 100 KB;
+TOML is read at about 1 MB/s (tomllib, July 2026), so that more than this would keep a user waiting for an error."""
 
 TABLE_BYTES = 128 * 2**20
 """Of a schedule or a timeline: a million spans take about 70 MB."""
@@ -45,8 +45,8 @@ _KINDS = (
 
 
 def read_bytes(path: str | Path, *, most_bytes: int = DOCUMENT_BYTES) -> bytes:
-    """The content of a regular file. Raises `FileError` for one that is no such file or has more than `most_bytes`; `OSError` where it
-    cannot be opened."""
+    """The content of a regular file. Raises `FileError` for one that is no such file or has more than `most_bytes`;
+    `OSError` where it cannot be opened."""
     with _opened(path, most_bytes) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:  # it has grown, or does not say how long it is, as files in /proc
@@ -55,30 +55,34 @@ def read_bytes(path: str | Path, *, most_bytes: int = DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, *, most_bytes: int = DOCUMENT_BYTES) -> str:
-    """The text of a UTF-8 file, without the mark that some editors put first, every line ending in a newline alone. Raises as
-    `read_bytes` does, and `FileError` for a file that is no text."""
+    """The text of a UTF-8 file, without the mark that some editors put first, every line ending in a newline alone.
+    Raises as `read_bytes` does, and `FileError` for a file that is no text."""
     return _as_text(path, read_bytes(path, most_bytes=most_bytes))
 
 
 def read_packed(path: str | Path, *, most_bytes: int = TABLE_BYTES) -> str:
-    """The text of a UTF-8 file that may be compressed with gzip; `most_bytes` holds before and after. Raises as `read_text` does."""
+    """The text of a UTF-8 file that may be compressed with gzip; `most_bytes` holds before and after.
+    Raises as `read_text` does."""
     content = read_bytes(path, most_bytes=most_bytes)
     return _as_text(path, _unpacked(path, content, most_bytes) if content[:2] == b"\x1f\x8b" else content)
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """The lines of a UTF-8 file with their newlines, one after another: the last may lack it. Raises as `read_text` does, and `FileError`
-    for a line of more than `LINE_BYTES`."""
+    """The lines of a UTF-8 file with their newlines, one after another: the last may lack it. Raises as `read_text`
+    does, and `FileError` for a line of more than `LINE_BYTES`."""
     with _opened(path, LINES_BYTES) as file:
         while line := file.readline(LINE_BYTES + 1):
             if len(line) > LINE_BYTES:
-                raise FileError(f"{path}: a line has more than {format_bytes(LINE_BYTES)}, so this is no file of lines. Give another.")
+                raise FileError(
+                    f"{path}: a line has more than {format_bytes(LINE_BYTES)}, so this is no file of "
+                    "lines. Give another."
+                )
             yield _as_text(path, line)
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Writes a file. Nobody sees half of a regular one: a temporary file beside it is renamed over it, with the permissions it had. Links
-    are followed; devices and pipes stay what they are and are written to."""
+    """Writes a file. Nobody sees half of a regular one: a temporary file beside it is renamed over it, with the
+    permissions it had. Links are followed; devices and pipes stay what they are and are written to."""
     _check_name(path)
     named = Path(path)
     if (handle := _own_handle(named)) is not None:
@@ -90,7 +94,8 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         before = named.stat()
     except FileNotFoundError:
         before = None
-    if before is not None and stat.S_ISDIR(before.st_mode):  # else the renaming fails at the end, with the temporary name in its message
+    # else the renaming fails at the end, with the temporary name in its message
+    if before is not None and stat.S_ISDIR(before.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(named))
     if before is not None and not stat.S_ISREG(before.st_mode):
         with named.open("ab", buffering=0) as file:
@@ -153,7 +158,8 @@ def _replace(named: Path, content: bytes, before: os.stat_result | None) -> None
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(named)) from error  # the user knows this name and not the temporary one
+        # the user knows this name and not the temporary one
+        raise OSError(error.errno, error.strerror, str(named)) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -171,8 +177,8 @@ _OWN_HANDLE = re.compile(r"/dev/(?:(?P<name>stdout|stderr)|fd/(?P<fd>\d{1,9}))|/
 
 
 def _own_handle(path: Path) -> int | None:
-    """The number of the open file of this process that a path names. It may be a regular file, which this process would go on writing
-    to after it was replaced."""
+    """The number of the open file of this process that a path names. It may be a regular file, which this process would
+    go on writing to after it was replaced."""
     found = _OWN_HANDLE.fullmatch(str(path))
     return found and int(found["fd"] or found["number"] or ("stdout", "stderr").index(found["name"]) + 1)
 
@@ -184,10 +190,12 @@ def _write_all(file: FileIO, content: bytes) -> None:
 
 
 def _check_name(path: str | Path) -> None:
-    """Raises `FileError` for a name with control characters, which would end the line of a message that tells it. Bytes that are no
-    UTF-8 may be in names."""
+    """Raises `FileError` for a name with control characters, which would end the line of a message that tells it. Bytes
+    that are no UTF-8 may be in names."""
     if not is_plain(os.fspath(path).encode("utf-8", "replace").decode()):
-        raise FileError(f"{os.fspath(path)!r} is no name of a file. Give one without control characters such as line breaks.")
+        raise FileError(
+            f"{os.fspath(path)!r} is no name of a file. Give one without control characters such as line breaks."
+        )
 
 
 def _not_regular(path: str | Path, kind: str) -> FileError:
@@ -195,4 +203,7 @@ def _not_regular(path: str | Path, kind: str) -> FileError:
 
 
 def _too_long(path: str | Path, length: str, most_bytes: int) -> FileError:
-    return FileError(f"{path}: this file has {length}, and at most {format_bytes(most_bytes)} are read of its kind. Give a shorter one.")
+    return FileError(
+        f"{path}: this file has {length}, and at most {format_bytes(most_bytes)} are read of its kind. "
+        "Give a shorter one."
+    )

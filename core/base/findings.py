@@ -34,7 +34,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a finding belongs in what the user wrote: a file, as the user named it, and a line, counted from 1; None where unknown."""
+    """Where a finding belongs in what the user wrote: a file, as the user named it, and a line, counted
+    from 1; None where unknown."""
 
     file: str | None = None
     line: int | None = None
@@ -44,7 +45,8 @@ NOWHERE = Spot()
 
 
 class ProofFailed(AssertionError):
-    """A proof that a test asserts does not hold: the message is for people, `findings` are its parts with the places they belong to."""
+    """A proof that a test asserts does not hold: the message is for people, `findings` are its parts with the
+    places they belong to."""
 
     def __init__(self, text: str, findings: tuple[tuple[Finding, Spot], ...]):
         super().__init__(printable(text))

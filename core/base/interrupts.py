@@ -1,5 +1,6 @@
-"""SIGINT and SIGTERM in a program of ours: an exception in the main thread, so that all that is open is closed on the way out, and an end
-also where that thread does not come back from a library, as from a collective that its peers have left."""
+"""SIGINT and SIGTERM in a program of ours: an exception in the main thread, so that all that is open is
+closed on the way out, and an end also where that thread does not come back from a library, as from a
+collective that its peers have left."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SIGNAL_EXIT = 128
 PASSED_ON_S = 0.1
 """So long the main thread may take to notice before it is told once more."""
 STUCK_S = 2.0
-"""So long the main thread may stay in a library's call. What it has open is then left to the server of ranks to remove."""
+"""So long the main thread may stay in a library's call. What it has open is then left to the
+server of ranks to remove."""
 UNWIND_S = 20.0
 """So long it may then take to close what is open: less than the 30 s after which torchrun and Slurm kill."""
 
@@ -34,10 +36,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Turns the signals into `Interrupted` from now to the end of the process; those that are ignored, as by nohup, stay so.
+    """Turns the signals into `Interrupted` from now to the end of the process; those that are
+    ignored, as by nohup, stay so.
 
-    While one is on its way through the main thread others change nothing, so that what closes is not interrupted: launchers repeat what the
-    terminal has sent. `came` is the first signal's number. For the main thread alone; `command` begins the line that tells of the end.
+    While one is on its way through the main thread others change nothing, so that what closes is not interrupted:
+    launchers repeat what the terminal has sent. `came` is the first signal's number. For the main thread alone;
+    `command` begins the line that tells of the end.
     """
 
     def __init__(self, command: str):
@@ -67,7 +71,10 @@ class Interrupts:
             self._told = number
             if sys.__stderr__ is not None and os.environ.get("LOCAL_RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # also while the other thread holds the stream's lock
-                    os.write(sys.__stderr__.fileno(), f"{self._command}: ended by {signal.Signals(number).name}.\n".encode())
+                    os.write(
+                        sys.__stderr__.fileno(),
+                        (f"{self._command}: ended by {signal.Signals(number).name}.\n").encode(),
+                    )
         return SIGNAL_EXIT + number
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -78,7 +85,8 @@ class Interrupts:
         raise self._interrupted(number)
 
     def _interrupted(self, number: int) -> Interrupted:
-        """The exception, which this object does not keep: when a library has swallowed it, it is gone and the next signal counts."""
+        """The exception, which this object does not keep: when a library has swallowed it, it is gone and
+        the next signal counts."""
         error = Interrupted(number)
         self._raised = weakref.ref(error)
         return error
@@ -89,14 +97,16 @@ class Interrupts:
         number = 0
         while number not in ENDING_SIGNALS:
             number = self._wakes.recv(1)[0]
-        if not self._noticed.wait(PASSED_ON_S):  # the system may give a signal to any thread, and then wakes only that one
+        # the system may give a signal to any thread, and then wakes only that one
+        if not self._noticed.wait(PASSED_ON_S):
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         if self._noticed.wait(STUCK_S):
             threading.Event().wait(UNWIND_S)
         os._exit(self.tell(number))
 
     def _end(self) -> None:
-        """The last thing that a process does which a signal has ended: libraries would join threads that wait for peers."""
+        """The last thing that a process does which a signal has ended: libraries would join
+        threads that wait for peers."""
         if self._told is not None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there

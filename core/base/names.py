@@ -42,12 +42,14 @@ def printable(text: str) -> str:
     >>> printable("::error::x\na ##[error]y\x07")
     '\\::error::x\na #\\#[error]y\\x07'
     """
-    return _COMMAND.sub(lambda found: f"{found[1]}\\:" if found[1] is not None else "#\\#", _BUT_NEWLINES.sub(_escape, text))
+    return _COMMAND.sub(
+        lambda found: f"{found[1]}\\:" if found[1] is not None else "#\\#", _BUT_NEWLINES.sub(_escape, text)
+    )
 
 
 def shortened(text: str) -> str:
-    """`text` as it may be printed: its first `MOST_LINES` lines, and how many follow; of lines of more than `LONGEST_LINE` characters the
-    beginning and the end, and how much lies between."""
+    """`text` as it may be printed: its first `MOST_LINES` lines, and how many follow; of lines of more than
+    `LONGEST_LINE` characters the beginning and the end, and how much lies between."""
     if len(text) <= MOST_LINES:
         return text
     lines = printable(text).split("\n")  # now, because escapes are longer

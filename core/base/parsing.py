@@ -1,4 +1,5 @@
-"""JSON and TOML from outside as values: within limits, so that no text makes the reader run out of stack, memory or time."""
+"""JSON and TOML from outside as values: within limits, so that no text makes the reader run out of
+stack, memory or time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ MOST_NESTED = 64
 """Lists and tables inside each other. Plans nest 4, a `config.json` 5."""
 
 MOST_VALUES = 12_000_000
-"""Values of one JSON text: a timeline of two million spans has 10 million. Each takes 64 bytes at most as an empty list, 0.8 GB in all."""
+"""Values of one JSON text: a timeline of two million spans has 10 million. Each takes 64 bytes at most as an
+empty list, 0.8 GB in all."""
 
 _LONG_PATH = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{MOST_NESTED}}}")
 """Names joined by dots, for which `tomllib` needs the square of their number."""
@@ -24,8 +26,8 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str, source: str) -> Any:
-    """The value of a JSON text. Raises `FileError`, which begins with `source`, for a text that is none, nests deeper than
-    `MOST_NESTED`, or holds more than `MOST_VALUES`; NaN and infinity are no JSON (RFC 8259, section 6)."""
+    """The value of a JSON text. Raises `FileError`, which begins with `source`, for a text that is none, nests deeper
+    than `MOST_NESTED`, or holds more than `MOST_VALUES`; NaN and infinity are no JSON (RFC 8259, section 6)."""
     if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:
         raise FileError(f"{source}: this JSON holds more than {MOST_VALUES:,} values. Give a smaller file.")
     try:
@@ -42,8 +44,8 @@ def parse_json(text: str, source: str) -> Any:
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises `FileError`, which begins with `source` and the line, for a text that is none or nests deeper
-    than `MOST_NESTED`."""
+    """The tables of a TOML text. Raises `FileError`, which begins with `source` and the line, for a text that is none
+    or nests deeper than `MOST_NESTED`."""
     if _LONG_PATH.search(text):
         raise _too_deep(source)
     try:
@@ -69,7 +71,10 @@ def _reason(error: ValueError) -> str:
 
 
 def _too_deep(source: str) -> FileError:
-    return FileError(f"{source}: lists or tables are nested deeper than {MOST_NESTED}, which no such file is. Look for a mistyped bracket.")
+    return FileError(
+        f"{source}: lists or tables are nested deeper than {MOST_NESTED}, which no such file is. Look "
+        "for a mistyped bracket."
+    )
 
 
 def _check_depth(value: Any, source: str) -> None:
@@ -91,4 +96,6 @@ def _check_whole_characters(value: Any, source: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise FileError(f"{source}: a text has an escape \\ud800 to \\udfff without its other half, so it is no text.") from None
+        raise FileError(
+            f"{source}: a text has an escape \\ud800 to \\udfff without its other half, so it is no text."
+        ) from None

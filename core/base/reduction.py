@@ -1,8 +1,8 @@
 """Canonical reduction trees, as integer mathematics.
 
-A sum over n leaves, numbered by a global index, is one fixed binary tree: `[lo, hi)` splits after the largest power of two that is
-below its length. A rank that owns an interval of leaves computes the *maximal nodes* inside it and ships those; whoever
-finishes the tree gets the same bits, whatever the cuts were.
+A sum over n leaves, numbered by a global index, is one fixed binary tree: `[lo, hi)` splits after the largest power of
+two that is below its length. A rank that owns an interval of leaves computes the *maximal nodes* inside it and ships
+those; whoever finishes the tree gets the same bits, whatever the cuts were.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def sibling(num_leaves: int, node: Node) -> Node | None:
 
 
 class CarryTree(Generic[Value]):
-    """Finishes a tree from nodes that arrive in any order, holding no more partial values than the arrivals force it to.
+    """Finishes a tree from nodes that arrive in any order, holding no more partial values than
+    the arrivals force it to.
 
-    `add(left, right)` combines two values; it is called with the left child first. In order and aligned, log2 n + 1 are held.
+    `add(left, right)` combines two values; it is called with the left child first. In order and
+    aligned, log2 n + 1 are held.
     """
 
     def __init__(self, num_leaves: int, add: Callable[[Value, Value], Value]):
@@ -125,7 +127,9 @@ class NestedTree(Generic[Value]):
     def root(self) -> Value:
         """The finished sum. Raises ValueError while leaves are missing."""
         if self._blocks:
-            raise ValueError(f"the trees over {self.num_blocks} token blocks of samples {sorted(self._blocks)} are unfinished.")
+            raise ValueError(
+                f"the trees over {self.num_blocks} token blocks of samples {sorted(self._blocks)} are unfinished."
+            )
         return self.samples.root()
 
 

@@ -1,7 +1,9 @@
-"""Text within the terminal's width: sentences wrapped, tables laid out again. Nothing is cut: what does not fit goes on the next line.
+"""Text within the terminal's width: sentences wrapped, tables laid out again. Nothing is cut: what does not
+fit goes on the next line.
 
-The width is COLUMNS where it is set, else that of the terminal that a stream writes to, 80 where the terminal does not tell. A pipe and
-a file have none: `grep` finds whole sentences and rows there, and what is written does not depend on who looks. Scripts have --json.
+The width is COLUMNS where it is set, else that of the terminal that a stream writes to, 80 where the terminal does not
+tell. A pipe and a file have none: `grep` finds whole sentences and rows there, and what is written does not depend on
+who looks. Scripts have --json.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _KEPT = "\x1f"
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Characters that a line written to `stream` may have; None for a pipe or a file, where lines may have any length."""
+    """Characters that a line written to `stream` may have; None for a pipe or a file, where
+    lines may have any length."""
     told = os.environ.get("COLUMNS", "")
     if told.isdecimal() and len(told) < 6 and int(told) > 0:
         return max(int(told), NARROWEST)
@@ -52,8 +55,8 @@ def width_of(stream: TextIO) -> int | None:
 
 
 def say(text: Text, stream: TextIO | None = None, *, flush: bool = False) -> None:
-    """Prints `text` within the width of `stream`, which is standard output if left out. What names from outside hold of control characters
-    and commands is escaped (`names.printable`)."""
+    """Prints `text` within the width of `stream`, which is standard output if left out. What names from outside hold of
+    control characters and commands is escaped (`names.printable`)."""
     stream = sys.stdout if stream is None else stream
     print(printable(fitted(text, width_of(stream))), file=stream, flush=flush)
 
@@ -72,8 +75,8 @@ def command_text(command: str, width: int | None, indent: str = "  ") -> str:
 
 
 def table(rows: Sequence[Row], width: int | None, *, indent: int = 2) -> list[str]:
-    """Rows as aligned lines. Where they are too wide, sentences are wrapped within their column, and if that is not enough the last
-    columns go on lines of their own below the first."""
+    """Rows as aligned lines. Where they are too wide, sentences are wrapped within their column, and if that is not
+    enough the last columns go on lines of their own below the first."""
     if not rows:
         return []
     natural = _natural(rows)
@@ -93,8 +96,8 @@ def table(rows: Sequence[Row], width: int | None, *, indent: int = 2) -> list[st
 
 
 def ranking(header: Row, rows: Sequence[Row], width: int | None) -> list[str]:
-    """A table of alternatives. Where it is too wide, what all of them have in common is said once below it instead, and if that is not
-    enough its columns stand closer."""
+    """A table of alternatives. Where it is too wide, what all of them have in common is said once below it instead, and
+    if that is not enough its columns stand closer."""
     whole = [header, *rows]
     if width is None or _total(_natural(whole)) <= width - 2:
         return table(whole, width)
@@ -117,7 +120,8 @@ def _total(widths: Sequence[int], gap: int = GAP) -> int:
 
 
 def _squeezed(rows: Sequence[Row], natural: Sequence[int], room: int) -> list[int]:
-    """The widths of columns, the widest with sentences made narrower until all have room, or no column can be made narrower."""
+    """The widths of columns, the widest with sentences made narrower until all have room, or no column
+    can be made narrower."""
     least = [
         min(whole, max(LEAST_PROSE, *(len(word) for cell in column for word in cell.split(" "))))
         for whole, column in zip(natural, zip(*rows, strict=True), strict=True)
@@ -157,6 +161,10 @@ def _wrapped(line: str, width: int, hang: int = 2) -> list[str]:
         return [line]
     indent = line[: len(line) - len(line.lstrip(" "))]
     below = indent + " " * hang
-    whole = _COMMAND.sub(lambda found: found[0].replace(" ", _KEPT) if len(found[0]) <= width - len(below) else found[0], line.strip(" "))
-    parts = textwrap.wrap(whole, width, initial_indent=indent, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
+    whole = _COMMAND.sub(
+        lambda found: found[0].replace(" ", _KEPT) if len(found[0]) <= width - len(below) else found[0], line.strip(" ")
+    )
+    parts = textwrap.wrap(
+        whole, width, initial_indent=indent, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
+    )
     return [part.replace(_KEPT, " ") for part in parts]

@@ -5,10 +5,24 @@ from __future__ import annotations
 import math
 import re
 
-SIZE_RULE = "write a share of the whole below 100%, such as 8%, or bytes, such as 4GiB, 500MB or 4e9 (from 1e6 on without a unit)."
+SIZE_RULE = (
+    "write a share of the whole below 100%, such as 8%, or bytes, such as 4GiB, 500MB or 4e9 (from 1e6 on "
+    "without a unit)."
+)
 """What `size_of` takes. A small number without a unit is rather a share than bytes, so it is refused."""
 
-_SCALES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SCALES = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?) ?(?P<unit>%|[KMGT]?i?B)?", re.ASCII)
 
 

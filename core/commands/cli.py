@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_program(command: str, run: Callable[[], int]) -> int:
-    """`exit_code` of a process that has nothing else to do. SIGINT and SIGTERM end it in one line on standard error, with 128 and the
-    signal's number, when all that it has started and opened is closed; where a library's call holds it up, two seconds later."""
+    """`exit_code` of a process that has nothing else to do. SIGINT and SIGTERM end it in one line on standard error,
+    with 128 and the signal's number, when all that it has started and opened is closed; where a library's call holds it
+    up, two seconds later."""
     interrupts = Interrupts(command)
 
     def run_noticed() -> int:
@@ -60,8 +61,8 @@ def run_program(command: str, run: Callable[[], int]) -> int:
 
 
 def exit_code(command: str, run: Callable[[], int]) -> int:
-    """What `run` returns; 2 for an error that the user can do something about and 3 for a defect of ours, which are told
-    on standard error after the name of the `command`."""
+    """What `run` returns; 2 for an error that the user can do something about and 3 for a defect of ours, which are
+    told on standard error after the name of the `command`."""
     try:
         code = run()
         sys.stdout.flush()
@@ -105,7 +106,10 @@ def _answer(arguments: Sequence[str]) -> int:
         return 0
     verb, *rest = arguments
     if verb not in QUESTIONS:
-        say(shortened(f"shardproof: unknown verb {verb!r}{did_you_mean(verb, QUESTIONS)} See `shardproof --help`."), sys.stderr)
+        say(
+            shortened(f"shardproof: unknown verb {verb!r}{did_you_mean(verb, QUESTIONS)} See `shardproof --help`."),
+            sys.stderr,
+        )
         return 2
     return _run(verb, rest)
 
@@ -146,8 +150,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit code 2; of an option that there is not, the closest there is."""
-        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0] if message.startswith("unrecognized") else ""
-        close = did_you_mean(unknown.partition("=")[0], self._option_string_actions) if unknown.startswith("--") else "."
+        unknown = (
+            message.removeprefix("unrecognized arguments: ").split(" ")[0] if message.startswith("unrecognized") else ""
+        )
+        close = (
+            did_you_mean(unknown.partition("=")[0], self._option_string_actions) if unknown.startswith("--") else "."
+        )
         say(shortened(f"{self.prog}: {message.removesuffix('.')}{close} See `{self.prog} --help`."), sys.stderr)
         raise SystemExit(2)
 
@@ -156,5 +164,6 @@ def _overview(width: int | None) -> str:
     verbs = "\n".join(table(list(QUESTIONS.items()), width))
     return (
         "usage: shardproof VERB [PLAN] [options]\n\nPlan it, prove it, run it: sharded training of large models.\n\n"
-        f"{verbs}\n\nPLAN is a plan.toml; options alone do where they say enough. `shardproof VERB --help` shows an example of each."
+        f"{verbs}\n\nPLAN is a plan.toml; options alone do where they say enough. `shardproof VERB --help` shows an "
+        "example of each."
     )

@@ -48,7 +48,8 @@ def service(name: str) -> Callable[..., Any]:
 
 
 def _load(group: str, what: str, name: str) -> Any:
-    from importlib.metadata import entry_points  # half of what the command line takes to start, where a verb needs none of it
+    # half of what the command line takes to start, where a verb needs none of it
+    from importlib.metadata import entry_points
 
     found = {point.name: point for point in entry_points(group=group)}
     if name not in found:
@@ -61,5 +62,7 @@ def _import(point: EntryPoint) -> Any:
         return point.load()
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            raise MissingExtraError(f"{point.name} needs torch, which is not installed. Run `pip install 'shardproof[train]'`.") from error
+            raise MissingExtraError(
+                f"{point.name} needs torch, which is not installed. Run `pip install 'shardproof[train]'`."
+            ) from error
         raise

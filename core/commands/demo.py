@@ -90,7 +90,8 @@ def simulate_big(demo: Demo) -> Timeline:
     simulation = service("simulate")(plan)
     demo.report["simulation"] = numbers = simulation.report
     demo.say(
-        f"step {format_s(numbers['step_time_s'])}, {format_count(numbers['tokens_per_s'])} tokens/s, MFU {numbers['mfu']:.1%}, "
+        f"step {format_s(numbers['step_time_s'])}, {format_count(numbers['tokens_per_s'])} tokens/s, MFU "
+        f"{numbers['mfu']:.1%}, "
         f"bubble {numbers['bubble_fraction']:.1%}, peak {format_bytes(numbers['peak_memory_bytes'])} "
         f"of {format_bytes(numbers['capacity_bytes'])} usable per GPU"
     )
@@ -110,14 +111,17 @@ def prove_tiny(demo: Demo) -> bool:
     """Step 3: three axes at once against one device, bit for bit."""
     plan = demo.plan("proof")
     steps = 1 if demo.quick else plan.train.steps
-    demo.heading(f"Prove {plan.layout.degrees} right: {plan.layout.world_size} gloo processes against one device, bit for bit")
+    demo.heading(
+        f"Prove {plan.layout.degrees} right: {plan.layout.world_size} gloo processes against one device, bit for bit"
+    )
     proof = service("prove")(plan, steps=steps)
     demo.report["proof"] = proof.report
     report = proof.report
     steps_said = f"{steps} step{'s' if steps > 1 else ''}"
     demo.say(f"{report['bits_different']} different bits in {report['tensors_compared']} tensors after {steps_said}")
     demo.say(
-        "activations, gradients, gradient norm, optimizer state, weights; loss " + " ".join(f"{loss:.6f}" for loss in report["losses"])
+        "activations, gradients, gradient norm, optimizer state, weights; loss "
+        + " ".join(f"{loss:.6f}" for loss in report["losses"])
     )
     for finding in proof.findings:
         demo.say(str(finding))
@@ -133,18 +137,25 @@ def train_bytes(demo: Demo) -> tuple[Plan, Timeline, bool]:
     steps = plan.train.steps
     tokens = plan.batch.global_size * plan.batch.sequence * steps
     size, ranks = format_count(count_parameters(plan.model)), plan.layout.world_size
-    demo.heading(f"Train a byte-level language model of {size} parameters: {ranks} gloo processes, {plan.layout.degrees}")
-    demo.say(f"{format_count(tokens)} bytes of the Python standard library's own text, {steps} steps of {plan.schedule.name}")
+    demo.heading(
+        f"Train a byte-level language model of {size} parameters: {ranks} gloo processes, {plan.layout.degrees}"
+    )
+    demo.say(
+        f"{format_count(tokens)} bytes of the Python standard library's own text, {steps} steps of {plan.schedule.name}"
+    )
     on_step = functools.partial(print_step, steps, demo.out is sys.stderr)
     result = service("trainer")(plan, on_step=on_step).fit()
     demo.report["training"] = result.report
     first, last = mean(result.losses[:3]), mean(result.losses[-10:])
     validation = dict(zip(result.validation_steps, result.validation_losses, strict=True))
     recent = [mean(result.losses[max(0, step - 10) : step] or result.losses[:1]) for step in validation]
-    rows = [(str(step), f"{loss:.3f}", f"{held:.3f}") for (step, held), loss in zip(validation.items(), recent, strict=True)]
+    rows = [
+        (str(step), f"{loss:.3f}", f"{held:.3f}") for (step, held), loss in zip(validation.items(), recent, strict=True)
+    ]
     demo.table(("after steps", "loss, mean of the last 10", "validation loss"), rows)
     demo.say(
-        f"loss {first:.2f} -> {last:.2f} nats per byte, on text it never saw {validation[0]:.2f} -> {validation[steps]:.2f}; "
+        f"loss {first:.2f} -> {last:.2f} nats per byte, on text it never saw {validation[0]:.2f} -> "
+        f"{validation[steps]:.2f}; "
         f"{format_count(result.tokens_per_s)} bytes/s"
     )
     demo.show(PLANS["training"])
@@ -152,15 +163,21 @@ def train_bytes(demo: Demo) -> tuple[Plan, Timeline, bool]:
 
 
 def print_step(num_steps: int, to_stderr: bool, result: Any) -> None:
-    """A progress line, from the process of rank 0: the first step, eight on the way, and each that has a validation loss."""
+    """A progress line, from the process of rank 0: the first step, eight on the way, and each that
+    has a validation loss."""
     number = result.step + 1
     if number == 1 or number % max(1, num_steps // 8) == 0 or result.validation_loss is not None:
         validation = "" if result.validation_loss is None else f"   validation {result.validation_loss:.3f}"
-        say(f"     step {number:>4}   loss {result.loss:.3f}{validation}", sys.stderr if to_stderr else sys.stdout, flush=True)
+        say(
+            f"     step {number:>4}   loss {result.loss:.3f}{validation}",
+            sys.stderr if to_stderr else sys.stdout,
+            flush=True,
+        )
 
 
 def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> bool:
-    """Step 5: what the simulator said about that training step, above what happened; True when both ran the same actions in order."""
+    """Step 5: what the simulator said about that training step, above what happened; True when both ran the
+    same actions in order."""
     demo.heading("Compare: one step of that run, predicted above measured")
     predicted = service("simulate")(plan).timeline
     shown = set(predicted.global_ranks)
@@ -171,11 +188,23 @@ def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> bool:
         measured.title,
     )
     num_actions = [len(predicted.select(rank)) for rank in sorted(shown)]
-    same = all([s.action for s in predicted.select(rank)] == [s.action for s in measured.select(rank)] for rank in shown)
-    demo.report["comparison"] = {"predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s, "same_order": same}
-    demo.say(f"predicted {format_s(predicted.makespan_s)} from this host's nominal rates, measured {format_s(measured.makespan_s)}")
+    same = all(
+        [s.action for s in predicted.select(rank)] == [s.action for s in measured.select(rank)] for rank in shown
+    )
+    demo.report["comparison"] = {
+        "predicted_s": predicted.makespan_s,
+        "measured_s": measured.makespan_s,
+        "same_order": same,
+    }
+    demo.say(
+        f"predicted {format_s(predicted.makespan_s)} from this host's nominal rates, measured "
+        f"{format_s(measured.makespan_s)}"
+    )
     if same:
-        demo.say(f"the same {sum(num_actions)} compute actions in the same order on ranks {', '.join(map(str, sorted(shown)))}")
+        demo.say(
+            f"the same {sum(num_actions)} compute actions in the same order on ranks "
+            f"{', '.join(map(str, sorted(shown)))}"
+        )
     else:
         demo.say("DIFFERENT: the two runs did not execute the same actions in the same order")
     demo.pictures(predicted, "predicted_and_measured", measured)
@@ -183,7 +212,8 @@ def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> bool:
 
 
 def run_demo(folder: Path, out: TextIO, *, quick: bool = False) -> tuple[dict[str, Any], bool]:
-    """Runs the five steps and writes `report.md` and `report.json` last. Returns the report, and whether all of it came out right."""
+    """Runs the five steps and writes `report.md` and `report.json` last. Returns the report, and whether
+    all of it came out right."""
     folder.mkdir(parents=True, exist_ok=True)
     demo = Demo(folder, out, quick)
     say("shardproof: plan it, prove it, run it.", out)
@@ -191,7 +221,11 @@ def run_demo(folder: Path, out: TextIO, *, quick: bool = False) -> tuple[dict[st
     proved = prove_tiny(demo)
     plan, measured, learned = train_bytes(demo)
     same_order = compare_runs(demo, plan, measured)
-    demo.report = {"ok": proved and learned and same_order, **demo.report, "elapsed_s": time.perf_counter() - demo.started_s}
+    demo.report = {
+        "ok": proved and learned and same_order,
+        **demo.report,
+        "elapsed_s": time.perf_counter() - demo.started_s,
+    }
     text = "# shardproof demo\n\n" + "\n\n".join(demo.paragraphs) + "\n"
     write_bytes(folder / "report.md", text.encode())
     write_bytes(folder / "report.json", (json.dumps(demo.report, indent=2) + "\n").encode())
@@ -201,15 +235,29 @@ def run_demo(folder: Path, out: TextIO, *, quick: bool = False) -> tuple[dict[st
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", type=Path, default=Path("shardproof-demo"), metavar="FOLDER", help="where pictures and report go")
-    parser.add_argument("--quick", action="store_true", help=f"one proved step and {QUICK_STEPS} training steps: under a minute, for CI")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object; the story goes to standard error")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("shardproof-demo"),
+        metavar="FOLDER",
+        help="where pictures and report go",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=(f"one proved step and {QUICK_STEPS} training steps: under a minute, for CI"),
+    )
+    parser.add_argument(
+        "--json", action="store_true", help=("print the report as one JSON object; the story goes to standard error")
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:  # told now rather than after the first half
         raise MissingExtraError(
-            "demo proves and trains, which needs torch, and that is not installed. Run `pip install 'shardproof[train]'`. "
+            "demo proves and trains, which needs torch, and that is not installed. Run `pip install "
+            "'shardproof[train]'`. "
             "Without it there are simulate, plan, fit, draw and verify without --dynamic."
         )
     report, ok = run_demo(args.output, sys.stderr if args.json else sys.stdout, quick=args.quick)

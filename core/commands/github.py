@@ -1,6 +1,8 @@
-"""Findings and errors as annotations of GitHub Actions: lines that a workflow prints, and GitHub shows at the file they name.
+"""Findings and errors as annotations of GitHub Actions: lines that a workflow prints, and GitHub
+shows at the file they name.
 
-The form is that of the workflow commands (docs.github.com, "Workflow commands for GitHub Actions", Setting an error message).
+The form is that of the workflow commands (docs.github.com, "Workflow commands for GitHub Actions",
+Setting an error message).
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def spot_of_keys(source: str | None, keys: Iterable[str]) -> Spot:
 
 
 def line_of(values: Values, keys: Iterable[str]) -> int | None:
-    """The line of the first of some keys that a plan gives, else of the first key in one of their sections; None where there is none."""
+    """The line of the first of some keys that a plan gives, else of the first key in one of their sections;
+    None where there is none."""
     sections = []
     for key in keys:
         section, _, name = key.partition(".")

@@ -72,8 +72,8 @@ OPTIONS = (
 class SearchSpace:
     """What a layout search starts from: everything of a plan but the layout.
 
-    `pinned` holds the layout, microbatch, recompute and schedule values that the user fixed on the command line, by dotted key
-    (`{"layout.tp": 8}`); all others are free. `batch.micro_size` is 1 unless pinned or given by a plan file.
+    `pinned` holds the layout, microbatch, recompute and schedule values that the user fixed on the command line, by
+    dotted key (`{"layout.tp": 8}`); all others are free. `batch.micro_size` is 1 unless pinned or given by a plan file.
     """
 
     model: ModelSpec
@@ -88,7 +88,8 @@ class SearchSpace:
 
 
 def whole_number(text: str) -> int:
-    """The type of options that are whole numbers. Raises `ArgumentTypeError`, which repeats no more of the text than its beginning."""
+    """The type of options that are whole numbers. Raises `ArgumentTypeError`, which repeats no more of the
+    text than its beginning."""
     try:
         return int(text)
     except ValueError as error:
@@ -97,24 +98,46 @@ def whole_number(text: str) -> int:
 
 def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") -> None:
     """Adds PLAN, described by `plan_help`, and the options that complete, override or replace it."""
-    parser.add_argument("plan", nargs="?", metavar="PLAN", help=f"{plan_help}; may be left out where options say enough")
+    parser.add_argument(
+        "plan", nargs="?", metavar="PLAN", help=(f"{plan_help}; may be left out where options say enough")
+    )
     group = parser.add_argument_group("plan options", "override PLAN, or stand in for it")
-    group.add_argument("--model", metavar="NAME|CONFIG", help="a preset (see `shardproof presets`) or the path of a config.json")
+    group.add_argument(
+        "--model", metavar="NAME|CONFIG", help=("a preset (see `shardproof presets`) or the path of a config.json")
+    )
     group.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a cluster.toml (default: this-host)")
     for option in OPTIONS:
         key = key_named(option.key)
         metavar = "NAME" if key.listed else "|".join(key.choices) if key.choices else option.metavar
-        note = " (derived from --devices when omitted)" if option.key == "layout.dp" else f" (`presets {key.listed}`)" if key.listed else ""
-        group.add_argument(option.flag, type=whole_number if option.kind is int else option.kind, metavar=metavar, help=key.doc + note)
+        note = (
+            " (derived from --devices when omitted)"
+            if option.key == "layout.dp"
+            else f" (`presets {key.listed}`)"
+            if key.listed
+            else ""
+        )
+        group.add_argument(
+            option.flag, type=whole_number if option.kind is int else option.kind, metavar=metavar, help=key.doc + note
+        )
     group.add_argument(
-        "--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=key_named("layout.sequence_parallel").doc
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help=key_named("layout.sequence_parallel").doc,
     )
     group.add_argument("--schedule", metavar="NAME|CSV", help="a schedule's name or a schedule CSV")
-    group.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any key of the plan file (repeatable)")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help=("any key of the plan file (repeatable)"),
+    )
 
 
 def read_plan(args: argparse.Namespace) -> Plan:
-    """The plan that PLAN and the options describe. Raises `PlanError` with all problems, each with its file and line or its option."""
+    """The plan that PLAN and the options describe. Raises `PlanError` with all problems, each with its file
+    and line or its option."""
     values, source = _values(args)
     if args.plan is None:
         _fill_batch(values)
@@ -132,7 +155,8 @@ def read_any_plan(args: argparse.Namespace) -> Plan | ModularPlan:
 
 
 def read_search_space(args: argparse.Namespace) -> SearchSpace:
-    """The part of a plan that a layout search starts from; the layout of a PLAN file is set aside, that of options is pinned.
+    """The part of a plan that a layout search starts from; the layout of a PLAN file is set aside,
+    that of options is pinned.
 
     Raises `PlanError` with all problems, as `read_plan` does.
     """
@@ -140,7 +164,11 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
     refuse_modules(values, source)
     pinned_sections = ("layout", "recompute", "schedule")
     from_options = option_values(args)
-    pinned = {f"{section}.{name}": given.value for section in pinned_sections for name, given in from_options.get(section, {}).items()}
+    pinned = {
+        f"{section}.{name}": given.value
+        for section in pinned_sections
+        for name, given in from_options.get(section, {}).items()
+    }
     if "micro" in from_options.get("batch", {}):
         pinned["batch.micro"] = from_options["batch"]["micro"].value
     checked = Draft(values, source)  # pinned values are checked too, though no layout is built from them
@@ -152,7 +180,9 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
         draft.missing("batch.global", "a search needs a global batch. Give --global-batch or batch.global.")
     nouns = draft.nouns()
     if "num_devices" not in draft.valid["cluster"]:  # known only now that a cluster file has been read
-        draft.missing("cluster.num_devices", "a search needs the number of devices. Give --devices or cluster.num_devices.")
+        draft.missing(
+            "cluster.num_devices", ("a search needs the number of devices. Give --devices or cluster.num_devices.")
+        )
     draft.raise_problems()
     names = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer", "data_parallel")
     return SearchSpace(**{name: nouns[name] for name in names}, pinned=pinned)
@@ -193,7 +223,9 @@ def _assignment(text: str) -> tuple[str, Any, str]:
     except tomllib.TOMLDecodeError:
         parsed = value.strip()  # an unquoted text, as shells leave it
     except (RecursionError, ValueError):
-        raise PlanError(f"--set {key}: this value is nested too deeply, or has a number of more than 4,300 digits.") from None
+        raise PlanError(
+            f"--set {key}: this value is nested too deeply, or has a number of more than 4,300 digits."
+        ) from None
     return key, parsed, f"--set {key}"
 
 
@@ -216,7 +248,9 @@ def _values(args: argparse.Namespace) -> tuple[Values, str]:
     for section, table in options.items():
         values.setdefault(section, {}).update(table)
     if args.plan is None and not values.get("model"):
-        raise PlanError("which model? Give PLAN, or --model with a preset (see `shardproof presets`) or the path of a config.json.")
+        raise PlanError(
+            "which model? Give PLAN, or --model with a preset (see `shardproof presets`) or the path of a config.json."
+        )
     return values, source
 
 
@@ -236,7 +270,8 @@ def _fill_sequence(values: Values) -> None:
     """Without a sequence: as many tokens as the model has positions, up to a limit."""
     batch = values.setdefault("batch", {})
     if "sequence" not in batch:
-        model = Draft({"model": values.get("model", {})}, "").model()  # its problems are found again, and reported, by the caller
+        # its problems are found again, and reported, by the caller
+        model = Draft({"model": values.get("model", {})}, "").model()
         positions = LONGEST_DEFAULT_SEQUENCE if model is None else model.max_positions
         batch["sequence"] = Given(min(positions, LONGEST_DEFAULT_SEQUENCE), "--sequence (default)")
 
@@ -258,7 +293,10 @@ def _fill_schedule(values: Values) -> None:
     layout = Draft({"layout": values.get("layout", {})}, "").valid["layout"]
     schedule = values.get("schedule", {})
     if not {"name", "file"} & set(schedule) and layout.get("vpp", 1) > 1:
-        values["schedule"] = {**schedule, "name": Given(default_name(layout.get("pp", 1), layout["vpp"]), "--schedule (default)")}
+        values["schedule"] = {
+            **schedule,
+            "name": Given(default_name(layout.get("pp", 1), layout["vpp"]), "--schedule (default)"),
+        }
 
 
 def add_output(parser: argparse.ArgumentParser, *, findings: bool = False) -> None:
@@ -267,18 +305,30 @@ def add_output(parser: argparse.ArgumentParser, *, findings: bool = False) -> No
     printed.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     if findings:
         printed.add_argument(
-            "--format", choices=("text", "github"), default="text", help="github: text, and findings as annotations of GitHub Actions"
+            "--format",
+            choices=("text", "github"),
+            default="text",
+            help=("github: text, and findings as annotations of GitHub Actions"),
         )
-    parser.add_argument("-o", "--output", metavar="FILE", help="also write the result, as JSON or text by its suffix; - is standard output")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=("also write the result, as JSON or text by its suffix; - is standard output"),
+    )
 
 
 def add_durations(group: Any) -> None:
-    """Adds --durations, which replaces prices by what actions took in recorded steps, to a parser or a group of its options."""
+    """Adds --durations, which replaces prices by what actions took in recorded steps, to a parser or a
+    group of its options."""
     group.add_argument(
         "--durations",
         action="append",
         metavar="FILE",
-        help="a recorded step (`train -o run.timeline.json`) whose durations replace the modelled ones; of several the middle one",
+        help=(
+            "a recorded step (`train -o run.timeline.json`) whose durations replace the modelled ones; of several "
+            "the middle one"
+        ),
     )
 
 
@@ -288,15 +338,19 @@ def read_durations(args: argparse.Namespace) -> list[Timeline]:
 
 
 def check_output(output: str | None) -> None:
-    """Raises `PlanError` for an -o FILE whose suffix names neither JSON nor text; verbs that work long ask before they start."""
+    """Raises `PlanError` for an -o FILE whose suffix names neither JSON nor text; verbs that work long
+    ask before they start."""
     suffix = Path(output or "-").suffix
     if suffix not in OUTPUT_SUFFIXES:
-        raise PlanError(f"-o {output}: this verb writes .json or .txt, not {suffix}. `shardproof draw` writes pictures, `plan` a .toml.")
+        raise PlanError(
+            f"-o {output}: this verb writes .json or .txt, not {suffix}. `shardproof draw` writes "
+            "pictures, `plan` a .toml."
+        )
 
 
 def emit(args: argparse.Namespace, text: Text, report: Mapping[str, Any]) -> None:
-    """Prints `text` within the terminal's width, or `report` as one JSON object with --json; with -o writes the file, whole or not at all,
-    and the same on every terminal."""
+    """Prints `text` within the terminal's width, or `report` as one JSON object with --json; with -o writes the file,
+    whole or not at all, and the same on every terminal."""
     check_output(args.output)
     as_json = json.dumps(report, indent=2, allow_nan=False)
     is_file = args.output is not None and args.output != "-"

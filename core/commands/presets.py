@@ -22,7 +22,9 @@ from ..schedule import CATALOG
 from .commands import Command
 from .options import add_output, emit
 
-_NAME_HELP = "one model, cluster, schedule, profile or plan key; or all `models`, `clusters`, `schedules`, `profiles` or `keys`"
+_NAME_HELP = (
+    "one model, cluster, schedule, profile or plan key; or all `models`, `clusters`, `schedules`, `profiles` or `keys`"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +52,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def catalog() -> dict[str, dict[str, dict[str, Any]]]:
-    """`models`, `clusters` (one node each), `schedules` and `profiles` by name, and the `keys` of a plan file, as plain data."""
+    """`models`, `clusters` (one node each), `schedules` and `profiles` by name, and the `keys` of a
+    plan file, as plain data."""
     return {
         "models": {name: _model_report(model) for name, model in MODEL_PRESETS.items()},
         "clusters": {name: _cluster_report(_one_node(name)) for name in CLUSTER_PRESETS},
-        "schedules": {name: {"name": name, "summary": entry.summary, "legal": entry.legal} for name, entry in CATALOG.items()},
+        "schedules": {
+            name: {"name": name, "summary": entry.summary, "legal": entry.legal} for name, entry in CATALOG.items()
+        },
         "profiles": {name: {"name": name, "stack": stack} for name, stack in PROFILE_STACKS.items()},
         "keys": {key.dotted: {"legal": key.legal, "default": _default(key), "doc": key.doc} for key in KEYS},
     }
@@ -73,7 +78,11 @@ def _one_node(name: str) -> ClusterSpec:
 
 def _model_report(model: ModelSpec) -> dict[str, Any]:
     counts = {"num_parameters": count_parameters(model)}
-    return {**dataclasses.asdict(model), **counts, **({"num_active_parameters": count_active_parameters(model)} if model.is_moe else {})}
+    return {
+        **dataclasses.asdict(model),
+        **counts,
+        **({"num_active_parameters": count_active_parameters(model)} if model.is_moe else {}),
+    }
 
 
 def _cluster_report(cluster: ClusterSpec) -> dict[str, Any]:
@@ -84,7 +93,8 @@ def _cluster_report(cluster: ClusterSpec) -> dict[str, Any]:
 def _overview(width: int | None) -> str:
     text = "\n\n".join(f"{kind}\n{_listed(kind, width)}" for kind in ("models", "clusters", "schedules"))
     hint = (
-        "`shardproof presets NAME` shows one in full, with its sources; `shardproof presets keys` lists the keys of a plan file, and "
+        "`shardproof presets NAME` shows one in full, with its sources; `shardproof presets keys` lists the keys of "
+        "a plan file, and "
         "`shardproof presets profiles` the software stacks whose memory and overlap can be modelled."
     )
     return f"{text}\n\n{hint}"
@@ -114,7 +124,10 @@ def _model_row(model: ModelSpec) -> tuple[str, ...]:
 def _experts(model: ModelSpec) -> str:
     if not model.is_moe:
         return ""
-    return f"; {model.experts_per_token} of {model.num_experts} experts, {format_count(count_active_parameters(model))} active"
+    return (
+        f"; {model.experts_per_token} of {model.num_experts} experts, "
+        f"{format_count(count_active_parameters(model))} active"
+    )
 
 
 def _cluster_row(cluster: ClusterSpec) -> tuple[str, ...]:
@@ -123,7 +136,8 @@ def _cluster_row(cluster: ClusterSpec) -> tuple[str, ...]:
         cluster.name,
         format_bytes(cluster.device_memory_bytes),
         f"{cluster.devices_per_node} per node, {dtype} {cluster.peak_flops_per_s[dtype] / 1e12:.4g} TFLOP/s, "
-        f"links {cluster.node_link_bytes_per_s / 1e9:.4g} GB/s, node network {cluster.node_network_bytes_per_s / 1e9:.4g} GB/s",
+        f"links {cluster.node_link_bytes_per_s / 1e9:.4g} GB/s, node network "
+        f"{cluster.node_network_bytes_per_s / 1e9:.4g} GB/s",
     )
 
 
@@ -134,13 +148,19 @@ def _table(rows: Sequence[Sequence[str]], width: int | None) -> str:
 def _detail(name: str, entry: dict[str, Any], width: int | None) -> str:
     sources = entry.get("sources", {})
     cited = {key: f"({source})" for key, source in sources.items() if source}
-    rows = [(key, f"{_plain(value)} {cited.get(key, '')}".strip()) for key, value in entry.items() if key not in ("name", "sources")]
+    rows = [
+        (key, f"{_plain(value)} {cited.get(key, '')}".strip())
+        for key, value in entry.items()
+        if key not in ("name", "sources")
+    ]
     return f"{name}\n{_table(rows, width)}"
 
 
 def _key_row(key: Key) -> tuple[str, ...]:
     """Name, and in one cell what it is, what it may be, and what it is when left out."""
-    default = "" if (value := _default(key)) is None else f"; default {_plain(value)}".replace("default required", "required")
+    default = (
+        "" if (value := _default(key)) is None else f"; default {_plain(value)}".replace("default required", "required")
+    )
     return key.dotted, f"{key.doc}: {key.legal}{default}"
 
 

@@ -1,4 +1,5 @@
-"""The training steps that `calibrate` measures beside single kernels, and prices from them: what a step takes longer than its kernels."""
+"""The training steps that `calibrate` measures beside single kernels, and prices from them: what a step takes
+longer than its kernels."""
 
 from __future__ import annotations
 
@@ -24,11 +25,14 @@ def _probe(name: str, preset: str, hidden: int, ffn: int, heads: int, kv_heads: 
         head_dim=hidden // heads,
         max_positions=batch.sequence,
     )
-    return Plan(model, cluster_preset("this-host", 1), Layout(), batch, precision=Precision("fp32"), numerics=Numerics("fast"))
+    return Plan(
+        model, cluster_preset("this-host", 1), Layout(), batch, precision=Precision("fp32"), numerics=Numerics("fast")
+    )
 
 
 PROBE_STEPS = 3
-"""Steps of one call: the first finds its weights pushed out of the caches by others, which no training does to itself."""
+"""Steps of one call: the first finds its weights pushed out of the caches by others, which no
+training does to itself."""
 
 PROBES: Sequence[Plan] = (
     _probe("plain-192", "tiny-gpt", 192, 768, 6, 6, Batch(4, 2, 96)),

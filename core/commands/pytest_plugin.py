@@ -1,7 +1,7 @@
 """The pytest plugin: proofs as fixtures, and, in GitHub Actions, what failed ones found as annotations.
 
-Every pytest run of an environment loads this module: it loads nothing of the package before a test asks, and suites that use no proof
-run as they would without it.
+Every pytest run of an environment loads this module: it loads nothing of the package before a test asks, and suites
+that use no proof run as they would without it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def assert_fits() -> Callable[..., None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Gives the report of a test whose proof failed its annotations: at the plan's lines, or else at the test."""
     report = yield
     if call.excinfo is not None and isinstance(error := call.excinfo.value, ProofFailed):

@@ -1,8 +1,8 @@
 """Which part of every sequence a context-parallel rank holds, as integer mathematics.
 
-A sequence is cut into 2*cp equal chunks, of which rank r holds chunks r and 2cp - 1 - r: an early and a late one, so that all ranks have
-equal work under a causal mask (Dubey et al. 2024, Llama 3, arXiv 2407.21783, section 3.3.2). What is counted is whatever is cut: tokens,
-or the blocks of tokens that a sum is made of.
+A sequence is cut into 2*cp equal chunks, of which rank r holds chunks r and 2cp - 1 - r: an early and a late one, so
+that all ranks have equal work under a causal mask (Dubey et al. 2024, Llama 3, arXiv 2407.21783, section 3.3.2). What
+is counted is whatever is cut: tokens, or the blocks of tokens that a sum is made of.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Chunks:
-    """The items that one rank holds of `num_items` in a row; with cp=1 all of them. 2*cp divides the items where cp is above 1.
+    """The items that one rank holds of `num_items` in a row; with cp=1 all of them. 2*cp divides the
+    items where cp is above 1.
 
     >>> Chunks(12, 3, 1).spans, Chunks(12, 3, 2).spans
     (((2, 4), (8, 10)), ((4, 8),))
@@ -67,6 +68,7 @@ class Chunks:
         return (0 if chunk == self.cp_rank else self.size) + offset
 
     def nodes(self, lo: int = 0, hi: int | None = None) -> tuple[Node, ...]:
-        """The largest nodes of the canonical tree over all items that lie in the own items `[lo, hi)`, left to right."""
+        """The largest nodes of the canonical tree over all items that lie in the own items
+        `[lo, hi)`, left to right."""
         places = self.places(lo, self.num_own if hi is None else hi)
         return tuple(node for place in places for node in maximal_nodes(self.num_items, *place))

@@ -17,7 +17,8 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 def rank_grid(order: str, sizes: Mapping[str, int], rank_offset: int = 0) -> np.ndarray:
-    """Ranks as an array with one dimension per axis of `order`, the *last* axis of the string first (it varies slowest).
+    """Ranks as an array with one dimension per axis of `order`, the *last* axis of the string
+    first (it varies slowest).
 
     Raises `LayoutError` when an axis of size above one is missing from the order, or `rank_offset` is negative.
     """
@@ -26,7 +27,9 @@ def rank_grid(order: str, sizes: Mapping[str, int], rank_offset: int = 0) -> np.
     axes = order.split("-")
     missing = [axis for axis, size in sizes.items() if size > 1 and axis not in axes]
     if missing:
-        raise LayoutError(f"order {order!r} does not name {', '.join(missing)}, whose size is above 1. Add it to the order.")
+        raise LayoutError(
+            f"order {order!r} does not name {', '.join(missing)}, whose size is above 1. Add it to the order."
+        )
     shape = [sizes.get(axis, 1) for axis in reversed(axes)]
     return np.arange(rank_offset, rank_offset + math.prod(shape)).reshape(shape)
 
@@ -34,7 +37,8 @@ def rank_grid(order: str, sizes: Mapping[str, int], rank_offset: int = 0) -> np.
 def rank_groups(order: str, sizes: Mapping[str, int], axes: str, rank_offset: int = 0) -> list[list[int]]:
     """All groups over the product of `axes` (such as `dp-cp`), as lists of ranks.
 
-    Members are enumerated in the order of the order string, whatever order `axes` names them in; groups are sorted by first rank.
+    Members are enumerated in the order of the order string, whatever order `axes` names them in; groups
+    are sorted by first rank.
 
     >>> rank_groups("tp-dp-pp", {"tp": 2, "dp": 2, "pp": 2}, "dp")
     [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -55,8 +59,8 @@ def rank_groups(order: str, sizes: Mapping[str, int], axes: str, rank_offset: in
 class Layout(Bounded, section="layout", problem_type=LayoutError):
     """How one model is cut over ranks. `dp` is dense data parallelism; experts see `tp*cp*dp/(etp*ep)` of it.
 
-    `order` is Megatron's: the leftmost axis varies fastest. `stages` is the Megatron layout form (`Et*11|(t*12|)*6t*13L`) or None
-    for an even cut. Raises `LayoutError` with every rule that is broken.
+    `order` is Megatron's: the leftmost axis varies fastest. `stages` is the Megatron layout form
+    (`Et*11|(t*12|)*6t*13L`) or None for an even cut. Raises `LayoutError` with every rule that is broken.
     """
 
     tp: int = 1
@@ -73,7 +77,9 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep", "vpp")} | {"etp": self.expert_tp}
+        degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep", "vpp")} | {
+            "etp": self.expert_tp
+        }
         problems = [
             f"{name}={value!r} must be a whole number of at least 1."
             for name, value in degrees.items()
@@ -155,7 +161,8 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
         return self._group_of(global_rank, axes, self.expert_sizes)
 
     def _group_of(self, global_rank: int, axes: str, sizes: Mapping[str, int]) -> list[int]:
-        """The ranks that differ from one in some axes of a grid only, the leftmost of these in the order varying fastest."""
+        """The ranks that differ from one in some axes of a grid only, the leftmost of these in the
+        order varying fastest."""
         here, stride, members = self._coordinates(global_rank, sizes), 1, np.zeros(1, dtype=np.int64)
         first = global_rank
         for axis in self._full_order.split("-"):

@@ -1,7 +1,7 @@
 """Leaf sizes: which pieces of a tensor a canonical sum is made of, and which pieces a rank owns.
 
-They follow from the model, the sequence and the `[numerics]` section alone, never from the layout; only fast numerics, which sum in no
-fixed order, make them fine enough for degrees above `MAX_DEGREE` when the layout has one.
+They follow from the model, the sequence and the `[numerics]` section alone, never from the layout; only fast numerics,
+which sum in no fixed order, make them fine enough for degrees above `MAX_DEGREE` when the layout has one.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ class LeafSizes:
         return Leaves(sequence, self.reduction_token_block)
 
     def head_sums(self, sequence: int) -> int:
-        """Leaves of the sums over heads and tokens that norms of query and key heads have: leaf `head * blocks + block`."""
+        """Leaves of the sums over heads and tokens that norms of query and key heads have: leaf
+        `head * blocks + block`."""
         return self.heads.num_leaves * self.tokens(sequence).num_leaves
 
     def nodes_of(
         self, known: Literal["tokens", "heads"], sequence: int, tp: int, tp_rank: int, *, cp: int = 1, cp_rank: int = 0
     ) -> tuple[Node, ...]:
-        """The nodes that a rank computes of the tree over a sequence's blocks of tokens, from its own tokens, or of the tree over heads
-        and tokens, from its own heads. A context-parallel rank has its chunks of the tokens."""
+        """The nodes that a rank computes of the tree over a sequence's blocks of tokens, from its own tokens, or of the
+        tree over heads and tokens, from its own heads. A context-parallel rank has its chunks of the tokens."""
         blocks = Chunks(self.tokens(sequence).num_leaves, cp, cp_rank)
         if known == "tokens":
             return blocks.nodes(*cut(blocks.num_own, tp, tp_rank))
@@ -96,8 +97,11 @@ class LeafSizes:
             slices[dim] = slice(lo * parameter.unit, hi * parameter.unit)
         return tuple(slices)
 
-    def expert_slices(self, parameter: Parameter, *, ep: int, ep_rank: int, etp: int, etp_rank: int) -> tuple[slice, ...]:
-        """The slice of an expert parameter that a rank holds: its experts, and of each its part over expert tensor parallelism."""
+    def expert_slices(
+        self, parameter: Parameter, *, ep: int, ep_rank: int, etp: int, etp_rank: int
+    ) -> tuple[slice, ...]:
+        """The slice of an expert parameter that a rank holds: its experts, and of each its part over
+        expert tensor parallelism."""
         slices = [slice(*cut(parameter.shape[0], ep, ep_rank)), *(slice(0, size) for size in parameter.shape[1:])]
         if parameter.cut is not None:
             dim, feature = parameter.cut
@@ -113,7 +117,8 @@ class LeafSizes:
                 key = {"ffn_hidden_size": "ffn_block", "vocab_size": "vocab_block"}.get(name)
                 remedy = f" or numerics.{key} <= {max(1, leaves.num_items // tp)}" if key else ""
                 problems.append(
-                    f"tp={tp} cuts {name}={leaves.num_items} inside a leaf of {leaves.block}: there are only {leaves.num_leaves} leaves. "
+                    f"tp={tp} cuts {name}={leaves.num_items} inside a leaf of {leaves.block}: there are only "
+                    f"{leaves.num_leaves} leaves. "
                     f"Use tp <= {leaves.num_leaves}{remedy}."
                 )
         if problems:
@@ -121,7 +126,8 @@ class LeafSizes:
 
 
 def degree_to_admit(mode: str, layout: Layout) -> int:
-    """The largest tensor-parallel degree that leaf sizes must admit: that of the layout where numerics are fast and it is larger."""
+    """The largest tensor-parallel degree that leaf sizes must admit: that of the layout where numerics are
+    fast and it is larger."""
     return MAX_DEGREE if mode == "exact" else max(MAX_DEGREE, layout.tp, layout.expert_tp)
 
 
@@ -135,9 +141,9 @@ def leaf_sizes(
     reduction_token_block: int | None = None,
     max_degree: int = MAX_DEGREE,
 ) -> LeafSizes:
-    """Leaf sizes with defaults filled in: one key/value group per head leaf, ffn and vocabulary blocks that admit every degree up to
-    `max_degree` that divides the key/value heads, blocks of experts that admit every such degree that divides their
-    width, and blocks of tokens for sums over them that leave eight or more in a sequence."""
+    """Leaf sizes with defaults filled in: one key/value group per head leaf, ffn and vocabulary blocks that admit every
+    degree up to `max_degree` that divides the key/value heads, blocks of experts that admit every such degree that
+    divides their width, and blocks of tokens for sums over them that leave eight or more in a sequence."""
 
     def parts(number: int) -> int:
         return math.lcm(*(degree for degree in range(1, max_degree + 1) if number % degree == 0))
@@ -152,6 +158,8 @@ def leaf_sizes(
         vocab=blocks(model.vocab_size, vocab_block),
         gradient_token_block=gradient_block,
         reduction_token_block=reduction_token_block or min(32, gradient_block, max(1, sequence // MAX_DEGREE)),
-        expert_ffn=Leaves(model.expert_width, model.expert_width // parts(model.expert_width)) if model.is_moe else None,
+        expert_ffn=Leaves(model.expert_width, model.expert_width // parts(model.expert_width))
+        if model.is_moe
+        else None,
         shared_ffn=blocks(model.shared_expert_width, None) if model.num_shared_experts else None,
     )

@@ -10,17 +10,20 @@ from ..base.reduction import cut
 
 @dataclass(frozen=True)
 class Microbatches:
-    """`num_microbatches` per data-parallel rank and step; `running_global` is the global batch really run, in sequences."""
+    """`num_microbatches` per data-parallel rank and step; `running_global` is the global batch
+    really run, in sequences."""
 
     num_microbatches: int
     running_global: int
 
 
-def constant_microbatches(global_size: int, micro_size: int, dp: int, *, decrease_if_needed: bool = False) -> Microbatches:
+def constant_microbatches(
+    global_size: int, micro_size: int, dp: int, *, decrease_if_needed: bool = False
+) -> Microbatches:
     """Microbatches of a constant batch: global / (micro * dp).
 
-    With `decrease_if_needed` a global batch that does not divide is rounded down to one that does. Raises `PlanError` when it does
-    not divide, or when not even one microbatch is left.
+    With `decrease_if_needed` a global batch that does not divide is rounded down to one that does. Raises `PlanError`
+    when it does not divide, or when not even one microbatch is left.
 
     >>> constant_microbatches(33, 8, 2, decrease_if_needed=True)
     Microbatches(num_microbatches=2, running_global=32)
@@ -37,8 +40,8 @@ def constant_microbatches(global_size: int, micro_size: int, dp: int, *, decreas
 
 
 def own_microbatches(total: int, dp: int, dp_rank: int, together: int = 1) -> tuple[int, int]:
-    """The microbatches `[lo, hi)` of a global batch of `total` that a data-parallel rank runs. Where dp does not divide them, earlier ranks
-    have one more, or `together` more where a schedule runs so many in one go.
+    """The microbatches `[lo, hi)` of a global batch of `total` that a data-parallel rank runs. Where dp does not divide
+    them, earlier ranks have one more, or `together` more where a schedule runs so many in one go.
 
     >>> [own_microbatches(14, 3, rank) for rank in range(3)], [own_microbatches(14, 3, rank, together=2) for rank in range(3)]
     ([(0, 5), (5, 10), (10, 14)], [(0, 6), (6, 10), (10, 14)])
@@ -49,8 +52,8 @@ def own_microbatches(total: int, dp: int, dp_rank: int, together: int = 1) -> tu
 
 
 def microbatch_counts(global_size: int, micro_size: int, dp: int, together: int = 1) -> tuple[int, ...]:
-    """The numbers of microbatches that data-parallel ranks have, the largest first: one, or two (`own_microbatches`); none where the
-    batch is no whole microbatches or has fewer than ranks.
+    """The numbers of microbatches that data-parallel ranks have, the largest first: one, or two (`own_microbatches`);
+    none where the batch is no whole microbatches or has fewer than ranks.
 
     >>> microbatch_counts(12, 2, 3), microbatch_counts(14, 2, 3), microbatch_counts(4, 2, 3)
     ((2,), (3, 2), ())

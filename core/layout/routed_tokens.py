@@ -18,7 +18,8 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `[first, last)` of a sequence inside one token block. Fast numerics know one block, all tokens that a rank holds."""
+    """Tokens `[first, last)` of a sequence inside one token block. Fast numerics know one block, all
+    tokens that a rank holds."""
 
     block: int
     first: int
@@ -27,8 +28,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Which tokens of a sequence each rank sends to experts: its own under sequence parallelism, otherwise an even part of what all
-    tensor-parallel ranks hold alike. Exact numerics cut between blocks of `reduction_block` tokens and count `gradient_block`s."""
+    """Which tokens of a sequence each rank sends to experts: its own under sequence parallelism, otherwise an even part
+    of what all tensor-parallel ranks hold alike. Exact numerics cut between blocks of `reduction_block` tokens and
+    count `gradient_block`s."""
 
     sequence: int
     tp: int
@@ -45,8 +47,8 @@ class RoutedTokens:
         return cut(length, self.tp, tp_rank)
 
     def pieces(self, tp_rank: int, cp_rank: int) -> tuple[Piece, ...]:
-        """Those by their places in the whole sequence, in the order in which the rank holds them, cut at token blocks; in fast numerics
-        all that the rank holds are one piece."""
+        """Those by their places in the whole sequence, in the order in which the rank holds them, cut at token blocks;
+        in fast numerics all that the rank holds are one piece."""
         lo, hi = self.own(tp_rank)
         if lo == hi or not self.exact:
             return (Piece(0, lo, hi),) if lo < hi else ()
@@ -66,7 +68,8 @@ class RoutedTokens:
         return found
 
     def split_piece(self, layout: Layout) -> Piece | None:
-        """A piece of a token block of which another copy of the experts sees the rest; None where every copy sees whole blocks."""
+        """A piece of a token block of which another copy of the experts sees the rest; None where every
+        copy sees whole blocks."""
         if layout.expert_tp * layout.ep % self.tp == 0 and layout.order.startswith("tp-"):
             return None  # every copy has whole tensor-parallel groups, and context parallelism cuts between blocks
         for group in layout.expert_groups("tp-ep"):

@@ -20,11 +20,12 @@ from .stages import StageLayers
 
 @dataclass(frozen=True)
 class Usage:
-    """One place where a parameter's gradient is summed. `role` is `embedding` or `output` for a shared table, else empty.
+    """One place where a parameter's gradient is summed. `role` is `embedding` or `output` for a
+    shared table, else empty.
 
-    A shared table is used at both ends of the model, possibly on two ranks: each end has a sum of its own, and the finished sums are
-    added, embedding first. Layers of one stage that use the same parameter (heads of multi-token prediction) share a sum, in which
-    they are counted by `use`.
+    A shared table is used at both ends of the model, possibly on two ranks: each end has a sum of its own, and the
+    finished sums are added, embedding first. Layers of one stage that use the same parameter (heads of multi-token
+    prediction) share a sum, in which they are counted by `use`.
     """
 
     parameter: Parameter
@@ -38,8 +39,8 @@ class Usage:
 
 
 def stage_parameters(model: ModelSpec, stage: StageLayers) -> tuple[Parameter, ...]:
-    """The parameters a stage holds, in canonical order. A token table that the head or multi-token prediction uses lies on the first and
-    on the last stage."""
+    """The parameters a stage holds, in canonical order. A token table that the head or multi-token prediction uses lies
+    on the first and on the last stage."""
     found: list[Parameter] = list(embedding_parameters(model)) if stage.embedding else []
     for layer in stage.layers:
         found += layer_parameters(model, layer)
@@ -53,7 +54,8 @@ def stage_parameters(model: ModelSpec, stage: StageLayers) -> tuple[Parameter, .
 
 
 def stage_usages(model: ModelSpec, stage: StageLayers) -> tuple[Usage, ...]:
-    """The gradient sums of a stage, in canonical order: one per parameter, two for a shared table used at both ends of one stage."""
+    """The gradient sums of a stage, in canonical order: one per parameter, two for a shared table used at
+    both ends of one stage."""
     usages: list[Usage] = []
     for parameter in stage_parameters(model, stage):
         if model.shares_table and parameter.name == TOKEN_TABLE:

@@ -17,7 +17,8 @@ MAX_LENGTH = 100_000
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The content of one stage: transformer layers `[first_layer, last_layer)`, and whether it holds embedding or output head."""
+    """The content of one stage: transformer layers `[first_layer, last_layer)`, and whether it holds
+    embedding or output head."""
 
     stage: int
     first_layer: int
@@ -62,8 +63,9 @@ def to_string(stages: tuple[StageLayers, ...]) -> str:
 
 
 def balanced_stages(num_layers: int, num_stages: int) -> str | None:
-    """The layout string of a cut for which embedding and head count as a layer each, the last stages before the head having one less
-    where it does not come out even (Llama 3, arXiv 2407.21783, section 3.3.2); None where a stage would have no layer.
+    """The layout string of a cut for which embedding and head count as a layer each, the last stages before the
+    head having one less where it does not come out even (Llama 3, arXiv 2407.21783, section 3.3.2); None where a
+    stage would have no layer.
 
     >>> balanced_stages(61, 16)
     'Ettt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|tttt|ttL'
@@ -123,9 +125,12 @@ def _expand(text: str) -> str:
             text = text[: match.start()] + repeated * number + text[match.end() :]
     if len(text) > MAX_LENGTH:
         raise LayoutError(
-            f"stages={shown(original)} expands to more than {MAX_LENGTH:,} characters, and no model has so many layers. "
+            f"stages={shown(original)} expands to more than {MAX_LENGTH:,} characters, and no model has so many "
+            "layers. "
             "Look for a mistyped number of repeats."
         )
     if strange := set(text) - set("EtmL|"):
-        raise LayoutError(f"stages={shown(original)} has {shown(''.join(sorted(strange)))}; use E, t, m, L, |, *n and (...)*n.")
+        raise LayoutError(
+            f"stages={shown(original)} has {shown(''.join(sorted(strange)))}; use E, t, m, L, |, *n and (...)*n."
+        )
     return text

@@ -49,8 +49,8 @@ _NOT_NEGATIVE = (
 )
 COLLECTIVE_LIBRARIES = ("nccl", "gloo")
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "message", "message_work")
-"""Operations that `collective_curve` may hold: collectives by the bytes of the whole tensor, and messages; `message_work` is what a send
-and a receive cost the work of a rank that has one core."""
+"""Operations that `collective_curve` may hold: collectives by the bytes of the whole tensor, and messages;
+`message_work` is what a send and a receive cost the work of a rank that has one core."""
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
@@ -58,14 +58,14 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     """`num_devices` devices in nodes of `devices_per_node`. Rates are per second and one direction, sizes in bytes.
 
-    `peak_flops_per_s` maps dtype (`fp32 tf32 bf16 fp16 fp8`) to the dense peak. Efficiencies are shares of a peak that large kernels
-    or transfers reach; `..._by_dtype` override a share for single dtypes. `simulator.compute.compute` says what the
-    other numbers of a device mean. Curves are measured rates by size: FLOPs of one product -> FLOP/s, bytes of one transfer -> bytes/s;
-    `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can compute at once where they share cores, 0 is all;
-    `busy_core_share` of its rate is what one keeps when all cores compute, ranks that worked for t seconds wait
-    `rank_skew_root_s` * sqrt(t) for the slower one, and a step takes `step_over_kernels` times what its kernels take one by one.
-    `device_memory_bytes` is what the runtime
-    reports as the device's total (`cudaMemGetInfo`); of it `headroom` stays free: a share such as "8%", or bytes such as "4GiB".
+    `peak_flops_per_s` maps dtype (`fp32 tf32 bf16 fp16 fp8`) to the dense peak. Efficiencies are shares of a peak that
+    large kernels or transfers reach; `..._by_dtype` override a share for single dtypes. `simulator.compute.compute`
+    says what the other numbers of a device mean. Curves are measured rates by size: FLOPs of one product -> FLOP/s,
+    bytes of one transfer -> bytes/s; `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can
+    compute at once where they share cores, 0 is all; `busy_core_share` of its rate is what one keeps when all cores
+    compute, ranks that worked for t seconds wait `rank_skew_root_s` * sqrt(t) for the slower one, and a step takes
+    `step_over_kernels` times what its kernels take one by one. `device_memory_bytes` is what the runtime reports as the
+    device's total (`cudaMemGetInfo`); of it `headroom` stays free: a share such as "8%", or bytes such as "4GiB".
     `sources` maps a field name to where its number comes from. Raises `ClusterError` with every rule that is broken.
     """
 
@@ -124,24 +124,36 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         counts = ("num_devices", "devices_per_node", "num_compute_units")
         problems = [f"{name}={value} must be at least 1." for name in counts if (value := getattr(self, name)) < 1]
         problems += [f"{name}={value} must be above 0." for name in _POSITIVE if not (value := getattr(self, name)) > 0]
-        problems += [f"{name}={value} is a share: above 0, at most 1." for name in _SHARES if not 0 < (value := getattr(self, name)) <= 1]
-        problems += [f"{name}={value} must not be negative." for name in _NOT_NEGATIVE if (value := getattr(self, name)) < 0]
+        problems += [
+            f"{name}={value} is a share: above 0, at most 1."
+            for name in _SHARES
+            if not 0 < (value := getattr(self, name)) <= 1
+        ]
+        problems += [
+            f"{name}={value} must not be negative." for name in _NOT_NEGATIVE if (value := getattr(self, name)) < 0
+        ]
         problems += self._network_problems()
         if size_of(self.headroom, 1.0) is None:
             problems.append(f"headroom={self.headroom!r}: {SIZE_RULE}")
         elif self.device_memory_bytes > 0 and self.headroom_bytes >= self.device_memory_bytes:
-            problems.append(f"headroom={self.headroom} leaves nothing of device_memory_bytes={self.device_memory_bytes:.0f}.")
+            problems.append(
+                f"headroom={self.headroom} leaves nothing of device_memory_bytes={self.device_memory_bytes:.0f}."
+            )
         for dtype, rate in self.peak_flops_per_s.items():
             if dtype not in DTYPES or not rate > 0:
                 problems.append(f"peak_flops_per_s={{{dtype} = {rate}}}: rates are above 0, for {', '.join(DTYPES)}.")
         for name in ("matmul_efficiency_by_dtype", "sustained_share_by_dtype"):
             for dtype, share in getattr(self, name).items():
                 if dtype not in DTYPES or not 0 < share <= 1:
-                    problems.append(f"{name}={{{dtype} = {share}}}: shares are above 0 and at most 1, for {', '.join(DTYPES)}.")
+                    problems.append(
+                        f"{name}={{{dtype} = {share}}}: shares are above 0 and at most 1, for {', '.join(DTYPES)}."
+                    )
         for name in ("product_curve", "memory_curve"):
             for size, rate in getattr(self, name).items():
                 if not _is_size(size) or not rate > 0:
-                    problems.append(f"{name}={{{size!r} = {rate}}}: sizes are positive numbers as texts, rates are above 0.")
+                    problems.append(
+                        f"{name}={{{size!r} = {rate}}}: sizes are positive numbers as texts, rates are above 0."
+                    )
         if problems:
             raise ClusterError(problems)
 
@@ -151,27 +163,39 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         if not 0 <= self.ll128_ramp_share <= 1:
             problems.append(f"ll128_ramp_share={self.ll128_ramp_share} is a share: 0 to 1.")
         if not 0 <= self.nvls_efficiency <= 1:
-            problems.append(f"nvls_efficiency={self.nvls_efficiency} is a share of the link's rate: at most 1, and 0 where no switch adds.")
+            problems.append(
+                f"nvls_efficiency={self.nvls_efficiency} is a share of the link's rate: at most 1, and 0 "
+                "where no switch adds."
+            )
         if self.oversubscription < 1:
             told = f"oversubscription={self.oversubscription}"
             problems.append(f"{told} says how many times more enters a leaf switch than leaves it: at least 1.")
         if self.collective_library not in COLLECTIVE_LIBRARIES:
-            problems.append(f"collective_library={self.collective_library!r} is not one of {', '.join(COLLECTIVE_LIBRARIES)}.")
+            problems.append(
+                f"collective_library={self.collective_library!r} is not one of {', '.join(COLLECTIVE_LIBRARIES)}."
+            )
         if self.num_cores < 0:
-            problems.append(f"num_cores={self.num_cores} must not be negative; 0 says that every device computes on its own.")
+            problems.append(
+                f"num_cores={self.num_cores} must not be negative; 0 says that every device computes on its own."
+            )
         for key, seconds in self.kernel_curve.items():
             if kernel_key(key) is None or not seconds > 0:
                 told = f"kernel_curve={{{key!r} = {seconds}}}"
-                problems.append(f"{told}: seconds are above 0, keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes.")
+                problems.append(
+                    f"{told}: seconds are above 0, keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes."
+                )
         for key, seconds in self.collective_curve.items():
             if curve_key(key) is None or not seconds > 0:
                 told = f"collective_curve={{{key!r} = {seconds}}}"
-                problems.append(f"{told}: seconds are above 0, keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, bytes.")
+                problems.append(
+                    f"{told}: seconds are above 0, keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, bytes."
+                )
         return problems
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """Scratch space of this one object: what others derived from it, to derive it once. It is no part of its value."""
+        """Scratch space of this one object: what others derived from it, to derive it once. It is
+        no part of its value."""
         return {}
 
     @property
@@ -189,15 +213,17 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     def graph(self) -> networkx.DiGraph:
         """The hierarchy as a graph of levels, `cluster -> node -> device`, not of single devices.
 
-        A level knows `count`, how many of it the level above holds; an edge knows `bytes_per_s` and `latency_s` of the link that one
-        lower-level member has into the level above, in one direction.
+        A level knows `count`, how many of it the level above holds; an edge knows `bytes_per_s` and `latency_s` of the
+        link that one lower-level member has into the level above, in one direction.
         """
         import networkx
 
         graph: networkx.DiGraph = networkx.DiGraph(name=self.name)
         graph.add_node("cluster", count=1)
         graph.add_node("node", count=self.num_nodes)
-        graph.add_node("device", count=min(self.devices_per_node, self.num_devices), memory_bytes=self.device_memory_bytes)
+        graph.add_node(
+            "device", count=min(self.devices_per_node, self.num_devices), memory_bytes=self.device_memory_bytes
+        )
         graph.add_edge("cluster", "node", bytes_per_s=self.node_network_bytes_per_s, latency_s=self.network_latency_s)
         graph.add_edge("node", "device", bytes_per_s=self.node_link_bytes_per_s, latency_s=self.node_link_latency_s)
         return graph
@@ -211,9 +237,14 @@ def _is_size(text: str) -> bool:
 
 
 def kernel_key(key: str) -> tuple[str, tuple[int, ...]] | None:
-    """Kernel and sizes of a key of `kernel_curve`, such as `gelu-4096`, or `nt-64-128-256` (m, n, k of a product); None if it is none."""
+    """Kernel and sizes of a key of `kernel_curve`, such as `gelu-4096`, or `nt-64-128-256` (m, n, k of a
+    product); None if it is none."""
     name, *numbers = key.split("-")
-    if not name.isidentifier() or len(numbers) not in (1, 3) or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+    if (
+        not name.isidentifier()
+        or len(numbers) not in (1, 3)
+        or not all(number.isdecimal() and int(number) > 0 for number in numbers)
+    ):
         return None
     return name, tuple(int(number) for number in numbers)
 

@@ -54,7 +54,8 @@ RACK_DEVICES = 72
 
 
 def _rack(name: str, device: Facts, card_bytes_per_s: float, num_devices: int) -> ClusterSpec:
-    """Whole racks where the devices fill them, else the largest equal part of each rack: 128 devices are 64 of each of two."""
+    """Whole racks where the devices fill them, else the largest equal part of each rack: 128 devices
+    are 64 of each of two."""
     used = RACK_DEVICES
     if num_devices > RACK_DEVICES:
         used = max(part for part in range(1, RACK_DEVICES + 1) if num_devices % part == 0)

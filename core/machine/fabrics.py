@@ -1,4 +1,5 @@
-"""What is known of the links inside and between nodes, number by number with its source. `core.machine.cluster_presets` joins them to devices."""
+"""What is known of the links inside and between nodes, number by number with its source. `core.machine.cluster_presets`
+joins them to devices."""
 
 from __future__ import annotations
 
@@ -29,11 +30,17 @@ _DATA_CENTRE: Facts = {
     "devices_per_node": (8, _DGX_A100),
     "node_link_latency_s": (3.4e-6, _STEP),
     "network_latency_s": (14e-6, _STEP),
-    "network_efficiency": (0.92, "measured: 32 H200 in 4 nodes, ring all-reduce at 369 of 400 GB/s (stas00/ml-engineering, network)"),
+    "network_efficiency": (
+        0.92,
+        ("measured: 32 H200 in 4 nodes, ring all-reduce at 369 of 400 GB/s (stas00/ml-engineering, network)"),
+    ),
     "collective_library": ("nccl", "what training stacks use on GPUs"),
     "collective_launch_s": (6.6e-6, f"{MODELLED}base latency of the LL protocol in {_TUNING}"),
     "collective_ramp_bytes": (15e6, "fitted: nodes of 8 A100, H100 and B200, tests/data/nccl_tests.json"),
-    "ll128_ramp_share": (0.0, "measured: 8 H100 (SimuMax) and 8 B200 (Vultr POC, dgxc nccl log): all-gathers with LL128 pay none of it"),
+    "ll128_ramp_share": (
+        0.0,
+        ("measured: 8 H100 (SimuMax) and 8 B200 (Vultr POC, dgxc nccl log): all-gathers with LL128 pay none of it"),
+    ),
     "sharp": (False, "off unless NCCL is given the SHARP plugin"),
     "nics_per_node": (8, "one network card per device"),
     "collective_curve": ({}, "collectives follow their algorithms"),
@@ -60,11 +67,20 @@ DGX_2: Facts = {
 DGX_A100: Facts = {
     **_DATA_CENTRE,
     **_unit(20),
-    "node_link_bytes_per_s": (300e9, "NVIDIA A100 Tensor Core GPU datasheet (2021): NVLink 3, 600 GB/s both directions together"),
+    "node_link_bytes_per_s": (
+        300e9,
+        ("NVIDIA A100 Tensor Core GPU datasheet (2021): NVLink 3, 600 GB/s both directions together"),
+    ),
     "node_network_bytes_per_s": (200e9, f"{_DGX_A100}: 8 x 200 Gb/s InfiniBand per node"),
-    "link_efficiency": (0.78, "measured: 8 A100, ring all-reduce at 234.9 of 300 GB/s (stas00/ml-engineering, network)"),
+    "link_efficiency": (
+        0.78,
+        ("measured: 8 A100, ring all-reduce at 234.9 of 300 GB/s (stas00/ml-engineering, network)"),
+    ),
     "nvls_efficiency": (0.0, "no sums in this generation's NVSwitch"),
-    "ll128_ramp_share": (1.0, "measured: all-reduces of 1 to 128 MB on 4 and on 8 A100 (NCCL 2.13 and 2.19, tests/data/nccl_tests.json)"),
+    "ll128_ramp_share": (
+        1.0,
+        ("measured: all-reduces of 1 to 128 MB on 4 and on 8 A100 (NCCL 2.13 and 2.19, tests/data/nccl_tests.json)"),
+    ),
     "channel_bytes_per_s": (
         13.9e9,
         "measured: 8 A100, sendrecv of 128 MB at 110.8 GB/s over 8 channels (li-plus/playground, cuda/nccl.md)",
@@ -73,10 +89,19 @@ DGX_A100: Facts = {
 
 _HOPPER: Facts = {
     **_DATA_CENTRE,
-    "node_link_bytes_per_s": (450e9, "NVIDIA H100 Tensor Core GPU datasheet (2023): NVLink 4, 900 GB/s both directions together"),
-    "link_efficiency": (0.81, f"measured: 8 H100 and H200, 361 to 367 of 450 GB/s (stas00/ml-engineering, network; {_SIMUMAX})"),
+    "node_link_bytes_per_s": (
+        450e9,
+        ("NVIDIA H100 Tensor Core GPU datasheet (2023): NVLink 4, 900 GB/s both directions together"),
+    ),
+    "link_efficiency": (
+        0.81,
+        (f"measured: 8 H100 and H200, 361 to 367 of 450 GB/s (stas00/ml-engineering, network; {_SIMUMAX})"),
+    ),
     "channel_bytes_per_s": (18.3e9, "measured: GH200, sendrecv between nodes over one channel (nccl issue 1272)"),
-    "nvls_efficiency": (0.685, "measured: 8 H100, all-reduce at 274 GB/s, S + S/8 bytes per device and direction (dgxc-benchmarking nccl)"),
+    "nvls_efficiency": (
+        0.685,
+        ("measured: 8 H100, all-reduce at 274 GB/s, S + S/8 bytes per device and direction (dgxc-benchmarking nccl)"),
+    ),
 }
 
 DGX_H100: Facts = {
@@ -92,7 +117,10 @@ DGX_H200: Facts = {
     "node_network_bytes_per_s": (400e9, f"{_DGX_H200}: 8 x 400 Gb/s InfiniBand per node"),
 }
 
-_ALPS = "Fusco et al. 2024 (arXiv 2408.11556), section II: nodes of four GH200, six NVLinks between any two, a Slingshot card each"
+_ALPS = (
+    "Fusco et al. 2024 (arXiv 2408.11556), section II: nodes of four GH200, six NVLinks between any two, a "
+    "Slingshot card each"
+)
 
 ALPS: Facts = {
     **_HOPPER,
@@ -129,8 +157,14 @@ DGX_B200: Facts = {
     "node_link_bytes_per_s": (900e9, f"{_DGX_B200}: NVLink 5, 14.4 TB/s in 8, both directions together"),
     "node_network_bytes_per_s": (400e9, f"{_DGX_B200}: 8 x 400 Gb/s ConnectX-7 per node"),
     "link_efficiency": (0.723, f"measured: 8 B200, all-gather at 651 of 900 GB/s on the bus (fit of {_SIMUMAX})"),
-    "channel_bytes_per_s": (20.7e9, "measured: 8 B200, sendrecv at 663 GB/s over 32 channels, 84 over 4 (Vultr POC, dgxc nccl log)"),
-    "nvls_efficiency": (0.512, f"measured: 8 B200, all-reduce at 717 GB/s on the bus, S + S/8 bytes (fit of {_SIMUMAX})"),
+    "channel_bytes_per_s": (
+        20.7e9,
+        ("measured: 8 B200, sendrecv at 663 GB/s over 32 channels, 84 over 4 (Vultr POC, dgxc nccl log)"),
+    ),
+    "nvls_efficiency": (
+        0.512,
+        (f"measured: 8 B200, all-reduce at 717 GB/s on the bus, S + S/8 bytes (fit of {_SIMUMAX})"),
+    ),
 }
 
 _ABOVE_RACKS = f"{ESTIMATE}one network without bottleneck above the racks"
@@ -150,7 +184,10 @@ def nvl72(devices_per_node: int, *, card_bytes_per_s: float) -> Facts:
     """Facts of a rack of which jobs use `devices_per_node` devices."""
     return {
         **DGX_B200,
-        "devices_per_node": (devices_per_node, "one NVLink domain holds 72 devices; jobs over several use an equal part of each"),
+        "devices_per_node": (
+            devices_per_node,
+            ("one NVLink domain holds 72 devices; jobs over several use an equal part of each"),
+        ),
         "node_link_bytes_per_s": (900e9, _NVLINK_5),
         "node_network_bytes_per_s": (
             devices_per_node * card_bytes_per_s,

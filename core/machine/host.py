@@ -1,4 +1,5 @@
-"""The machine one is on, as one node: what is known of it without measuring. `shardproof calibrate` measures the rest."""
+"""The machine one is on, as one node: what is known of it without measuring. `shardproof
+calibrate` measures the rest."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ CORE_MEMORY_BYTES_PER_S = 10e9
 """Nominal memory bandwidth of one busy CPU core."""
 
 EXCHANGED_BYTES = 2**20
-"""Payloads up to which sums over CPUs are exchanged and made by the members, in member order. gloo's own all-reduce takes 5 to 8 ms over 4
-ranks whatever the payload, its reduce-scatter 6 to 7 ms, an all-to-all 0.7 ms for 4 KiB and 2.8 ms for 1 MiB; over 2 ranks a
-reduce-scatter 0.6 and 3.2 ms, an all-to-all 0.3 and 0.9 ms (torch 2.13, 2 cores). Of 4 MiB and more gloo's rings are faster."""
+"""Payloads up to which sums over CPUs are exchanged and made by the members, in member order. gloo's own all-reduce
+takes 5 to 8 ms over 4 ranks whatever the payload, its reduce-scatter 6 to 7 ms, an all-to-all 0.7 ms for 4 KiB and 2.8
+ms for 1 MiB; over 2 ranks a reduce-scatter 0.6 and 3.2 ms, an all-to-all 0.3 and 0.9 ms (torch 2.13, 2 cores). Of 4 MiB
+and more gloo's rings are faster."""
 
 NOMINAL = "nominal, not measured: "
 
-GLOO = "measured on a 2-core EPYC machine: gloo point to point between two processes, 50-95 us at 4 KB, 2.0-2.9 GB/s at 64 MB"
+GLOO = (
+    "measured on a 2-core EPYC machine: gloo point to point between two processes, 50-95 us at 4 KB, 2.0-2.9 GB/s "
+    "at 64 MB"
+)
 
 _ABSENT = ("nvls_efficiency", "sharp", "nics_per_node", "nodes_per_leaf", "rails", "oversubscription", "leaf_latency_s")
 """Fields of a fabric that one machine has not: they keep their defaults."""
@@ -72,7 +77,8 @@ _CORE: Facts = {
 
 
 def host_facts(num_devices: int) -> Facts:
-    """This machine for so many ranks: a device is one rank process with one thread, and ranks share the cores there are."""
+    """This machine for so many ranks: a device is one rank process with one thread, and ranks
+    share the cores there are."""
     cores = os.cpu_count() or 1
     memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     share = min(1.0, cores / num_devices)
@@ -82,7 +88,10 @@ def host_facts(num_devices: int) -> Facts:
         **_CORE,
         "devices_per_node": (num_devices, "all ranks run on this one machine"),
         "device_memory_bytes": (memory_bytes / num_devices, counted),
-        "device_memory_bytes_per_s": (CORE_MEMORY_BYTES_PER_S * share, f"{NOMINAL}10 GB/s per core, cores shared by the ranks"),
+        "device_memory_bytes_per_s": (
+            CORE_MEMORY_BYTES_PER_S * share,
+            (f"{NOMINAL}10 GB/s per core, cores shared by the ranks"),
+        ),
         "peak_flops_per_s": (
             {"fp32": rate, "bf16": rate, "fp16": rate},
             f"{NOMINAL}3 GHz x 32 FLOPs per cycle and core; half formats are no faster",
@@ -91,8 +100,8 @@ def host_facts(num_devices: int) -> Facts:
 
 
 def available_memory_bytes() -> float | None:
-    """What new processes can take of this machine's memory and swap, within the limits of this process' control groups (v1 and v2); None
-    where the system does not say."""
+    """What new processes can take of this machine's memory and swap, within the limits of this process' control groups
+    (v1 and v2); None where the system does not say."""
     try:
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
         free = sum(1024.0 * int(rows[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
@@ -102,7 +111,8 @@ def available_memory_bytes() -> float | None:
 
 
 def _group_limits(membership: Path, root: Path) -> Iterator[float]:
-    """What is left of each limit above this process (docs.kernel.org, "Control Group v2", memory.max; "Memory Resource Controller")."""
+    """What is left of each limit above this process (docs.kernel.org, "Control Group v2", memory.max; "Memory
+    Resource Controller")."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:

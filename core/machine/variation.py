@@ -14,30 +14,32 @@ if TYPE_CHECKING:
     from .cluster import ClusterSpec
 
 DISTRIBUTIONS = ("lognormal", "normal", "pareto")
-"""Shapes of jitter, all with mean 1: multiplicative noise; symmetric noise; and a heavy tail (Pareto 1, whose exponent follows from the
-relative standard deviation)."""
+"""Shapes of jitter, all with mean 1: multiplicative noise; symmetric noise; and a heavy tail (Pareto 1, whose exponent
+follows from the relative standard deviation)."""
 
 LINK_KINDS = ("device", "card", "node", "leaf")
 
 
 @dataclass(frozen=True)
 class Variation(Bounded, section="variation"):
-    """What differs from device to device, from link to link and from step to step. Nothing does by default, and then nothing is drawn.
+    """What differs from device to device, from link to link and from step to step. Nothing does by default,
+    and then nothing is drawn.
 
-    Known differences: `stragglers` maps devices (`device-17`, `device-8-15`, `node-2`, `node-4-7`) to how many times longer they
-    compute; `device_classes` maps cluster presets to the devices that are of that kind (`node-4-7, device-3`). `slow_links` maps links
-    to the share of their rate that is left, `failed_links` lists those of which nothing is (`card-3-1, leaf-0-2`): `device-17` is a
-    device's link into its node, `card-3-1` card 1 of node 3, `node-3` all cards of a node, `leaf-0-1` the uplinks of leaf switch 1 of
-    node group 0.
+    Known differences: `stragglers` maps devices (`device-17`, `device-8-15`, `node-2`, `node-4-7`) to how many times
+    longer they compute; `device_classes` maps cluster presets to the devices that are of that kind (`node-4-7,
+    device-3`). `slow_links` maps links to the share of their rate that is left, `failed_links` lists those of which
+    nothing is (`card-3-1, leaf-0-2`): `device-17` is a device's link into its node, `card-3-1` card 1 of node 3,
+    `node-3` all cards of a node, `leaf-0-1` the uplinks of leaf switch 1 of node group 0.
 
-    Drawn `samples` times, from `seed`: `jitter` and `comm_jitter` are relative standard deviations of one compute action on one device
-    and of one transfer, `device_spread` that of a device's speed for a whole step, all by `distribution`. A device pauses
-    `hiccups_per_s` times a second for `hiccup_s` or longer, Pareto with exponent `hiccup_shape`. `expert_imbalance` is the relative
-    standard deviation of the tokens that experts expect (0 leaves the chance of the draw; None keeps all equally busy);
-    `expert_capacity` is how many times its fair share an expert takes, above which tokens are dropped.
+    Drawn `samples` times, from `seed`: `jitter` and `comm_jitter` are relative standard deviations of one compute
+    action on one device and of one transfer, `device_spread` that of a device's speed for a whole step, all by
+    `distribution`. A device pauses `hiccups_per_s` times a second for `hiccup_s` or longer, Pareto with exponent
+    `hiccup_shape`. `expert_imbalance` is the relative standard deviation of the tokens that experts expect (0 leaves
+    the chance of the draw; None keeps all equally busy); `expert_capacity` is how many times its fair share an expert
+    takes, above which tokens are dropped.
 
-    Failures: one device fails every `device_mtbf_s`; a checkpoint every `checkpoint_every_s` (None: as often as is best) stops training
-    for `checkpoint_s`; after a failure `restart_s` pass before training goes on from the last one.
+    Failures: one device fails every `device_mtbf_s`; a checkpoint every `checkpoint_every_s` (None: as often as is
+    best) stops training for `checkpoint_s`; after a failure `restart_s` pass before training goes on from the last one.
     """
 
     stragglers: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -74,7 +76,11 @@ class Variation(Bounded, section="variation"):
     def is_random(self) -> bool:
         """True when something is drawn."""
         return bool(
-            self.jitter or self.comm_jitter or self.device_spread or self.hiccups_per_s or self.expert_imbalance is not None
+            self.jitter
+            or self.comm_jitter
+            or self.device_spread
+            or self.hiccups_per_s
+            or self.expert_imbalance is not None
         ) and bool(self.samples)
 
     def with_samples(self, samples: int) -> Variation:
@@ -112,7 +118,8 @@ def devices_named(text: str, cluster: ClusterSpec) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LinkName:
-    """A link as `slow_links` and `failed_links` name it: `index` is a global rank, a node, a group of nodes; `part` its card or rail."""
+    """A link as `slow_links` and `failed_links` name it: `index` is a global rank, a node, a group of nodes;
+    `part` its card or rail."""
 
     kind: Literal["device", "card", "node", "leaf"]
     index: int
@@ -123,7 +130,10 @@ def link_named(text: str, cluster: ClusterSpec) -> LinkName:
     """The link of a name. Raises `ValueError` with one sentence for a name that is none, or is not in the cluster."""
     found = re.fullmatch(r"(device|node)-(\d{1,9})", text) or re.fullmatch(r"(card|leaf)-(\d{1,9})-(\d{1,9})", text)
     if not found:
-        raise ValueError(f"{shown(text)} names no link. Write device-17, card-3-1 (node, card), node-3 or leaf-0-1 (group of nodes, rail).")
+        raise ValueError(
+            f"{shown(text)} names no link. Write device-17, card-3-1 (node, card), node-3 or leaf-0-1 "
+            "(group of nodes, rail)."
+        )
     kind, numbers = found[1], [int(number) for number in found.groups()[1:]]
     cards = cluster.nics_per_node or min(cluster.devices_per_node, cluster.num_devices)
     groups = -(-cluster.num_nodes // cluster.nodes_per_leaf) if cluster.nodes_per_leaf else 0
@@ -135,5 +145,7 @@ def link_named(text: str, cluster: ClusterSpec) -> LinkName:
     }[kind]
     if not all(number < bound for number, bound in zip(numbers, bounds, strict=True)):
         what = {"device": "devices", "node": "nodes", "card": "nodes x cards", "leaf": "groups of nodes x rails"}[kind]
-        raise ValueError(f"{shown(text)} is not in the cluster, which has {' x '.join(map(str, bounds))} {what}, counted from 0.")
+        raise ValueError(
+            f"{shown(text)} is not in the cluster, which has {' x '.join(map(str, bounds))} {what}, counted from 0."
+        )
     return LinkName(kind, *numbers)  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ Config = Mapping[str, Any]
 def read_config(path: str | Path) -> ModelSpec:
     """The model of a `config.json`, or of the folder that holds one.
 
-    Raises `FileError` for a file that is no JSON, `ModelError` for a family that is not read, missing fields, or features that the decoder
-    does not have; `OSError` when there is no such file.
+    Raises `FileError` for a file that is no JSON, `ModelError` for a family that is not read, missing fields, or
+    features that the decoder does not have; `OSError` when there is no such file.
     """
     file = Path(path)
     if file.is_dir():
@@ -39,14 +39,17 @@ def model_from_config(config: Config, *, name: str, source: str = "config.json")
         known = ", ".join(sorted(FAMILIES))
         hint = did_you_mean(family, FAMILIES) if isinstance(family, str) else "."
         raise ModelError(
-            f"{source}: model_type={family!r} is not read{hint} Read are {known}. Other decoders can be written field by field."
+            f"{source}: model_type={family!r} is not read{hint} Read are {known}. Other decoders can be written "
+            "field by field."
         )
     try:
         return FAMILIES[family](config, name, source)
     except KeyError as error:
         raise ModelError(f"{source}: {error.args[0]!r} is missing, which every {family} config has.") from error
     except ModelError as error:
-        raise ModelError([problem if problem.startswith(source) else f"{source}: {problem}" for problem in error.problems]) from error
+        raise ModelError(
+            [problem if problem.startswith(source) else f"{source}: {problem}" for problem in error.problems]
+        ) from error
 
 
 def _llama(config: Config, name: str, source: str) -> ModelSpec:
@@ -78,7 +81,10 @@ def _qwen3_moe(config: Config, name: str, source: str) -> ModelSpec:
     if dense != list(range(len(dense))):
         problems.append(f"mlp_only_layers={dense} is not understood; read are dense layers before all others.")
     if _given(config, "decoder_sparse_step", 1) != 1:
-        problems.append(f"decoder_sparse_step={config['decoder_sparse_step']} is not understood; read are experts in every later layer.")
+        problems.append(
+            f"decoder_sparse_step={config['decoder_sparse_step']} is not understood; read are experts in "
+            "every later layer."
+        )
     experts = _experts(config, width=_size(config, "moe_intermediate_size"), dense=len(dense))
     experts["normalized_router_weights"] = bool(_given(config, "norm_topk_prob", False))
     return _rotary(config, name, source, problems, qk_norm=True, **experts)
@@ -88,7 +94,9 @@ def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
     """`DeepseekV2Config` and `DeepseekV3Config`: latent attention, shared experts, the first layers dense."""
     problems = _biased(config)
     if _given(config, "moe_layer_freq", 1) != 1:
-        problems.append(f"moe_layer_freq={config['moe_layer_freq']} is not understood; read are experts in every later layer.")
+        problems.append(
+            f"moe_layer_freq={config['moe_layer_freq']} is not understood; read are experts in every later layer."
+        )
     nope, rope = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
     router = _deepseek_router(config, problems)
     return _rotary(
@@ -115,8 +123,8 @@ def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
 
 
 def _deepseek_router(config: Config, problems: list[str]) -> dict[str, Any]:
-    """The router of `DeepseekV2Config` (softmax, greedy or limited to the groups with the best expert) and of `DeepseekV3Config` (sigmoid
-    with a bias, limited to the groups with the best two). The first is never normalised."""
+    """The router of `DeepseekV2Config` (softmax, greedy or limited to the groups with the best expert) and of
+    `DeepseekV3Config` (sigmoid with a bias, limited to the groups with the best two). The first is never normalised."""
     third = config["model_type"] == "deepseek_v3"
     scores, method = _given(config, "scoring_func", "sigmoid" if third else "softmax"), config.get("topk_method")
     known = ("noaux_tc", None) if third else ("greedy", "group_limited_greedy", None)
@@ -125,7 +133,9 @@ def _deepseek_router(config: Config, problems: list[str]) -> dict[str, Any]:
     if method not in known:
         problems.append(f"topk_method={method!r} is not understood; read are {', '.join(filter(None, known))}.")
     if not third and config.get("norm_topk_prob"):
-        problems.append("norm_topk_prob=true is not understood in deepseek_v2, whose transformers code does not normalise.")
+        problems.append(
+            "norm_topk_prob=true is not understood in deepseek_v2, whose transformers code does not normalise."
+        )
     router: dict[str, Any] = {
         "router_scores": scores,
         "normalized_router_weights": third and bool(_given(config, "norm_topk_prob", True)),
@@ -133,8 +143,13 @@ def _deepseek_router(config: Config, problems: list[str]) -> dict[str, Any]:
         "expert_bias": third,
     }
     if third or method == "group_limited_greedy":
-        groups = {"num_router_groups": int(_given(config, "n_group", 8)), "router_groups_per_token": int(_given(config, "topk_group", 4))}
-        router |= {**groups, "router_group_scores": "top_two" if third else "max"} if groups["num_router_groups"] > 1 else {}
+        groups = {
+            "num_router_groups": int(_given(config, "n_group", 8)),
+            "router_groups_per_token": int(_given(config, "topk_group", 4)),
+        }
+        router |= (
+            {**groups, "router_group_scores": "top_two" if third else "max"} if groups["num_router_groups"] > 1 else {}
+        )
     return router
 
 
@@ -170,7 +185,8 @@ def _rotary(config: Config, name: str, source: str, problems: list[str], **more:
 
 
 def _rope_scaling(rope: Config, problems: list[str]) -> dict[str, Any]:
-    """The fields of `ModelSpec.rope_scaling` from `rope_parameters`, or from `rope_scaling` as files before transformers 5 have it.
+    """The fields of `ModelSpec.rope_scaling` from `rope_parameters`, or from `rope_scaling` as files
+    before transformers 5 have it.
 
     Of `dynamic`, `transformers` takes `max_position_embeddings` for the original length, whatever else is written.
     """
@@ -183,10 +199,15 @@ def _rope_scaling(rope: Config, problems: list[str]) -> dict[str, Any]:
     if rope.get("truncate") is False:
         problems.append("truncate=false of yarn is not understood; read is a ramp between whole pairs.")
     if _given(rope, "partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']} is not understood; read are heads that turn as a whole.")
+        problems.append(
+            f"partial_rotary_factor={rope['partial_rotary_factor']} is not understood; read are heads "
+            "that turn as a whole."
+        )
     found: dict[str, Any] = {"rope_scaling": kind}
     for field in SCALING_FIELDS.get(kind, ()):
-        value = rope.get("original_max_position_embeddings" if field == "rope_original_positions" else field.removeprefix("rope_"))
+        value = rope.get(
+            "original_max_position_embeddings" if field == "rope_original_positions" else field.removeprefix("rope_")
+        )
         if value is not None and (kind, field) != ("dynamic", "rope_original_positions"):
             found[field] = int(value) if field == "rope_original_positions" else float(value)
     return found
@@ -209,7 +230,11 @@ def _experts(config: Config, *, width: Any = None, shared: Any = 0, dense: Any =
 
 def _biased(config: Config) -> list[str]:
     """The problem of a bias on some of a layer's products only."""
-    return ["attention_bias=true is not understood in this family; read are configs without."] if config.get("attention_bias") else []
+    return (
+        [("attention_bias=true is not understood in this family; read are configs without.")]
+        if config.get("attention_bias")
+        else []
+    )
 
 
 def _gpt2(config: Config, name: str, source: str) -> ModelSpec:
@@ -219,7 +244,9 @@ def _gpt2(config: Config, name: str, source: str) -> ModelSpec:
     problems = []
     if activation not in activations:
         problems.append(f"activation_function={activation!r} is not understood; read are {', '.join(activations)}.")
-    problems += [f"{key}=true is not understood; read are plain GPT-2 layers." for key in _GPT2_VARIANTS if config.get(key)]
+    problems += [
+        f"{key}=true is not understood; read are plain GPT-2 layers." for key in _GPT2_VARIANTS if config.get(key)
+    ]
     if config.get("scale_attn_weights", True) is not True:
         problems.append("scale_attn_weights=false is not understood; read is attention scaled by 1/sqrt(head_dim).")
     _raise(problems, source)
@@ -273,12 +300,16 @@ def _given(config: Config, key: str, default: Any) -> Any:
 
 
 def _window(config: Config, problems: list[str]) -> int:
-    """`ModelSpec.sliding_window`, 0 where it holds the longest sequence or the family has none. Qwen names a window that
-    `use_sliding_window` turns off, and layers before `max_window_layers` that do without."""
+    """`ModelSpec.sliding_window`, 0 where it holds the longest sequence or the family has none. Qwen names a window
+    that `use_sliding_window` turns off, and layers before `max_window_layers` that do without."""
     family, layers = config["model_type"], _size(config, "num_hidden_layers")
     qwen = family.startswith("qwen")
     window = config.get("sliding_window", 4096 if family == "mistral" else None)
-    if not (qwen or family in ("mistral", "mixtral")) or window is None or not _given(config, "use_sliding_window", not qwen):
+    if (
+        not (qwen or family in ("mistral", "mixtral"))
+        or window is None
+        or not _given(config, "use_sliding_window", not qwen)
+    ):
         return 0
     if window >= _size(config, "max_position_embeddings"):
         return 0
@@ -289,7 +320,8 @@ def _window(config: Config, problems: list[str]) -> int:
         return 0
     if kinds != {"sliding_attention"}:
         problems.append(
-            f"sliding_window={window} is that of some layers only; read are configs with a window in all layers or in none. "
+            f"sliding_window={window} is that of some layers only; read are configs with a window in all layers or "
+            "in none. "
             "Set it to null for sequences within the window."
         )
     return int(window)

@@ -1,6 +1,7 @@
 """`config.json` of a model, the way back from `core.model.huggingface`.
 
-A family is taken only where the file that would be written reads as the same model again, so that no field is lost on the way.
+A family is taken only where the file that would be written reads as the same model again, so that no
+field is lost on the way.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
-    """The content of a `config.json` for weights kept as `dtype` (`fp32`, `bf16`), without the padding of the vocabulary.
+    """The content of a `config.json` for weights kept as `dtype` (`fp32`, `bf16`), without the
+    padding of the vocabulary.
 
-    Raises `ModelError` when no family of `core.model.huggingface` has such a model; it names the closest and what it has otherwise.
+    Raises `ModelError` when no family of `core.model.huggingface` has such a model; it names the closest
+    and what it has otherwise.
     """
     plain = as_written(model)
     misfits: dict[str, list[str]] = {}
     for family, writer in _WRITERS.items():
-        config = {"architectures": [ARCHITECTURES[family]], "model_type": family, "dtype": NAMES[dtype], **writer(plain)}
+        config = {
+            "architectures": [ARCHITECTURES[family]],
+            "model_type": family,
+            "dtype": NAMES[dtype],
+            **writer(plain),
+        }
         try:
             again = model_from_config(config, name=model.name)
         except ModelError:  # a family that does not even have the model's shape
@@ -35,7 +43,8 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
         misfits[family] = list(_misfit(plain, again))
     closest = min(misfits, key=lambda family: len(misfits[family]))
     raise ModelError(
-        f"model {model.name} is of no family that Hugging Face files are written for ({', '.join(_WRITERS)}); the closest is {closest}, "
+        f"model {model.name} is of no family that Hugging Face files are written for ({', '.join(_WRITERS)}); the "
+        f"closest is {closest}, "
         f"but for {', '.join(misfits[closest])}."
     )
 
@@ -149,7 +158,11 @@ def _rotary(model: ModelSpec) -> dict[str, Any]:
 def _rope(model: ModelSpec) -> dict[str, Any]:
     """`rope_parameters`; numbers that are their defaults are left out."""
     kind = model.rope_scaling
-    changed = {name: value for name in SCALING_FIELDS.get(kind, ()) if (value := getattr(model, name)) != getattr(ModelSpec, name)}
+    changed = {
+        name: value
+        for name in SCALING_FIELDS.get(kind, ())
+        if (value := getattr(model, name)) != getattr(ModelSpec, name)
+    }
     numbers = {_ROPE_NAMES.get(name, name.removeprefix("rope_")): value for name, value in changed.items()}
     return {"rope_type": "default" if kind == "none" else kind, "rope_theta": model.rope_theta, **numbers}
 

@@ -1,4 +1,5 @@
-"""The form of every key that is read of a Hugging Face `config.json`. Any key may be null, which stands for its default."""
+"""The form of every key that is read of a Hugging Face `config.json`. Any key may be null, which
+stands for its default."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def is_count(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """A finite number that a float can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300 and math.isfinite(value)
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300 and math.isfinite(value)
+    )
 
 
 def _is_text(value: object) -> bool:

@@ -17,7 +17,16 @@ ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
 ROUTER_SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top_two")
 
-_COUNTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_positions")
+_COUNTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+)
 _EXPERT_FIELDS = ("experts_per_token", "num_shared_experts", "expert_ffn_hidden_size", "first_dense_layers")
 ROUTER_FIELDS = (
     "router_scores",
@@ -61,40 +70,51 @@ SCALING_FIELDS = {
 _SCALING_NUMBERS = tuple(dict.fromkeys(name for names in SCALING_FIELDS.values() for name in names))
 ROPE_FIELDS = ("rope_scaling", *_SCALING_NUMBERS)
 
-REFINEMENTS = ("qkv_bias", "qk_norm", *ROPE_FIELDS, *_OPTIONAL_COUNTS, *(name for name in ROUTER_FIELDS if name not in _ROUTER_COUNTS))
+REFINEMENTS = (
+    "qkv_bias",
+    "qk_norm",
+    *ROPE_FIELDS,
+    *_OPTIONAL_COUNTS,
+    *(name for name in ROUTER_FIELDS if name not in _ROUTER_COUNTS),
+)
 """What a plain decoder does without: finer biases and norms, experts, latent attention, multi-token prediction,
 padding of the token table."""
 
 
 @dataclass(frozen=True)
 class ModelSpec(Bounded, section="model", problem_type=ModelError):
-    """A decoder. `ffn_hidden_size` is the width after the activation (a SwiGLU has two products of that width before it).
+    """A decoder. `ffn_hidden_size` is the width after the activation (a SwiGLU has two products
+    of that width before it).
 
-    The last `padding_rows` of the `vocab_size` rows of the token table are no ids: they are never predicted.
-    `bias` puts a bias on every linear layer but the router and the output head, `qkv_bias` one on query, key and value alone;
+    The last `padding_rows` of the `vocab_size` rows of the token table are no ids: they are never predicted. `bias`
+    puts a bias on every linear layer but the router and the output head, `qkv_bias` one on query, key and value alone;
     `qk_norm` normalises every query and key head. `max_positions` is the length of a learned position table.
 
-    With `num_experts`, the layers from `first_dense_layers` on have a router and experts of width `expert_ffn_hidden_size` (that of
-    the dense MLP unless given), of which each token takes `experts_per_token`, and `num_shared_experts` more of that width that every
-    token takes, as one MLP. With `kv_lora_rank`, attention is multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section
-    2.1): keys and values come from one low-rank vector a token, queries from another one if `q_lora_rank` is given; `head_dim` is
-    then `qk_nope_head_dim + qk_rope_head_dim`. `num_mtp_layers` multi-token-prediction modules (DeepSeek-V3, arXiv 2412.19437,
-    section 2.2) follow the last layer, beside the output head.
+    With `num_experts`, the layers from `first_dense_layers` on have a router and experts of width
+    `expert_ffn_hidden_size` (that of the dense MLP unless given), of which each token takes `experts_per_token`, and
+    `num_shared_experts` more of that width that every token takes, as one MLP. With `kv_lora_rank`, attention is
+    multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from one low-rank
+    vector a token, queries from another one if `q_lora_rank` is given; `head_dim` is then `qk_nope_head_dim +
+    qk_rope_head_dim`. `num_mtp_layers` multi-token-prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2)
+    follow the last layer, beside the output head.
 
-    A token's router makes `router_scores` of its experts, and takes those with the highest. With `num_router_groups` it first takes
-    `router_groups_per_token` groups of neighbouring experts by `router_group_scores`, the best score in a group (DeepSeek-V2, section
-    2.2.2) or the sum of the two best (DeepSeek-V3), and then experts of those only. `expert_bias` is added to the scores where they are
-    compared, not where they weigh (arXiv 2408.15664). `normalized_router_weights` divides the chosen scores by their sum, which makes of
-    a softmax over all experts one over the chosen; `router_scaling` times that weighs the experts' results. An expert takes at most
+    A token's router makes `router_scores` of its experts, and takes those with the highest. With `num_router_groups` it
+    first takes `router_groups_per_token` groups of neighbouring experts by `router_group_scores`, the best score in a
+    group (DeepSeek-V2, section 2.2.2) or the sum of the two best (DeepSeek-V3), and then experts of those only.
+    `expert_bias` is added to the scores where they are compared, not where they weigh (arXiv 2408.15664).
+    `normalized_router_weights` divides the chosen scores by their sum, which makes of a softmax over all experts one
+    over the chosen; `router_scaling` times that weighs the experts' results. An expert takes at most
     `expert_capacity_factor` times its even share of each sequence's choices; None is any number.
 
-    With `sliding_window` a token attends to so many tokens, itself the last (Mistral 7B, arXiv 2310.06825, section 2); 0 is all before it.
+    With `sliding_window` a token attends to so many tokens, itself the last (Mistral 7B, arXiv 2310.06825,
+    section 2); 0 is all before it.
 
-    `rope_scaling` stretches rotary positions for sequences longer than the `rope_original_positions` (by default `max_positions`) of the
-    first training, `rope_factor` times (`core.model.rotary`, which says what each kind and its further numbers mean).
+    `rope_scaling` stretches rotary positions for sequences longer than the `rope_original_positions` (by default
+    `max_positions`) of the first training, `rope_factor` times (`core.model.rotary`, which says what each kind and
+    its further numbers mean).
 
-    In training, `hidden_dropout` of the elements behind the embedding and every attention and MLP are dropped, and `attention_dropout` of
-    the attention probabilities.
+    In training, `hidden_dropout` of the elements behind the embedding and every attention and MLP are dropped, and
+    `attention_dropout` of the attention probabilities.
 
     Raises `ModelError` with every rule that is broken.
     """
@@ -154,7 +174,11 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = {name: getattr(self, name) for name in _COUNTS}
-        problems = [f"{name}={value!r} must be a whole number of at least 1." for name, value in counts.items() if not _is_count(value)]
+        problems = [
+            f"{name}={value!r} must be a whole number of at least 1."
+            for name, value in counts.items()
+            if not _is_count(value)
+        ]
         choices = (
             ("activation", ACTIVATIONS),
             ("norm", NORMS),
@@ -167,22 +191,42 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             if getattr(self, name) not in known:
                 value = getattr(self, name)
                 problems.append(f"{name}={value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}")
-        problems += [f"{name}={value!r} must be above 0." for name in ("norm_eps", "rope_theta") if not (value := getattr(self, name)) > 0]
+        problems += [
+            f"{name}={value!r} must be above 0."
+            for name in ("norm_eps", "rope_theta")
+            if not (value := getattr(self, name)) > 0
+        ]
         shares = {name: getattr(self, name) for name in ("hidden_dropout", "attention_dropout")}
-        problems += [f"{name}={share!r} must be at least 0 and below 1." for name, share in shares.items() if not 0 <= share < 1]
+        problems += [
+            f"{name}={share!r} must be at least 0 and below 1." for name, share in shares.items() if not 0 <= share < 1
+        ]
         if _is_count(self.num_heads) and _is_count(self.num_kv_heads) and self.num_heads % self.num_kv_heads:
             problems.append(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}, so query heads cannot share them evenly. "
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}, so query heads cannot "
+                "share them evenly. "
                 f"Use num_kv_heads among {divisors(self.num_heads)}."
             )
         if self.position == "rope" and _is_count(self.head_dim) and self.head_dim % 2:
-            problems.append(f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}.")
+            problems.append(
+                f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}."
+            )
         optional = {name: value for name in _OPTIONAL_COUNTS if (value := getattr(self, name)) is not None}
-        bad = [f"{name}={value!r} must be a whole number of at least 0." for name, value in optional.items() if not _is_number(value)]
-        problems += bad or [*self._expert_problems(), *self._router_problems(), *self._latent_problems(), *self._rotary_problems()]
+        bad = [
+            f"{name}={value!r} must be a whole number of at least 0."
+            for name, value in optional.items()
+            if not _is_number(value)
+        ]
+        problems += bad or [
+            *self._expert_problems(),
+            *self._router_problems(),
+            *self._latent_problems(),
+            *self._rotary_problems(),
+        ]
         if _is_count(self.vocab_size) and _is_number(self.padding_rows) and self.padding_rows >= self.vocab_size:
             most = self.vocab_size - 1
-            problems.append(f"padding_rows={self.padding_rows} leaves no id of vocab_size={self.vocab_size}. Use {most} at most.")
+            problems.append(
+                f"padding_rows={self.padding_rows} leaves no id of vocab_size={self.vocab_size}. Use {most} at most."
+            )
         if problems:
             raise ModelError(problems)
 
@@ -200,7 +244,8 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             yield "expert_ffn_hidden_size=0 must be at least 1."
         if _is_count(self.num_layers) and self.first_dense_layers >= self.num_layers:
             yield (
-                f"first_dense_layers={self.first_dense_layers} leaves none of num_layers={self.num_layers} to the experts. "
+                f"first_dense_layers={self.first_dense_layers} leaves none of num_layers={self.num_layers} to the "
+                "experts. "
                 f"Use at most {self.num_layers - 1}, or num_experts=0."
             )
 
@@ -212,46 +257,74 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         if not self.router_scaling > 0:
             yield f"router_scaling={self.router_scaling!r} must be above 0."
         if self.expert_capacity_factor is not None and not self.expert_capacity_factor > 0:
-            yield f"expert_capacity_factor={self.expert_capacity_factor!r} must be above 0. Leave it out for experts that take any number."
+            yield (
+                f"expert_capacity_factor={self.expert_capacity_factor!r} must be above 0. Leave it out for experts "
+                "that take any number."
+            )
         if not groups:
             given = {"router_groups_per_token": (chosen, 0), "router_group_scores": (self.router_group_scores, "max")}
             for name, (value, default) in given.items():
                 if value != default:
-                    yield f"{name}={value} chooses among groups of experts, but num_router_groups=0. Set that, or leave {name} out."
+                    yield (
+                        f"{name}={value} chooses among groups of experts, but num_router_groups=0. Set that, or "
+                        f"leave {name} out."
+                    )
             return
         if self.num_experts % groups:
-            yield f"num_router_groups={groups} does not divide num_experts={self.num_experts}. Use one of {divisors(self.num_experts)}."
+            yield (
+                f"num_router_groups={groups} does not divide num_experts={self.num_experts}. Use one of "
+                f"{divisors(self.num_experts)}."
+            )
             return
         size = self.num_experts // groups
         fewest = -(-self.experts_per_token // size)
         if not fewest <= chosen <= groups:
             yield (
-                f"router_groups_per_token={chosen} groups of {size} experts must hold experts_per_token={self.experts_per_token} "
+                f"router_groups_per_token={chosen} groups of {size} experts must hold "
+                f"experts_per_token={self.experts_per_token} "
                 f"and be at most num_router_groups={groups}. Use {fewest} to {groups}."
             )
         if self.router_group_scores == "top_two" and size < 2:
-            yield f'router_group_scores="top_two" needs two experts in a group, but num_router_groups={groups} leaves {size}. Use "max".'
+            yield (
+                f'router_group_scores="top_two" needs two experts in a group, but num_router_groups={groups} '
+                f'leaves {size}. Use "max".'
+            )
 
     def _latent_problems(self) -> Iterator[str]:
         if not self.is_mla:
             given = [f"{name}={value}" for name in LATENT_FIELDS if (value := getattr(self, name))]
             if given:
-                yield f"{', '.join(given)} describe latent attention, but kv_lora_rank=0. Set kv_lora_rank, or leave them out."
+                yield (
+                    f"{', '.join(given)} describe latent attention, but kv_lora_rank=0. Set kv_lora_rank, or leave "
+                    "them out."
+                )
             return
-        if missing := [name for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if not getattr(self, name)]:
+        if missing := [
+            name for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if not getattr(self, name)
+        ]:
             yield f"kv_lora_rank={self.kv_lora_rank} means latent attention, which needs {', '.join(missing)} too."
             return
         if self.qk_rope_head_dim % 2:
-            yield f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, but rotary positions need pairs. Use {self.qk_rope_head_dim + 1}."
+            yield (
+                f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, but rotary positions need pairs. Use "
+                f"{self.qk_rope_head_dim + 1}."
+            )
         if self.head_dim != (width := self.qk_nope_head_dim + self.qk_rope_head_dim):
-            yield f"head_dim={self.head_dim} is not qk_nope_head_dim + qk_rope_head_dim = {width}, the width of a query head. Use {width}."
+            yield (
+                f"head_dim={self.head_dim} is not qk_nope_head_dim + qk_rope_head_dim = {width}, the width of a "
+                f"query head. Use {width}."
+            )
         if self.num_kv_heads != self.num_heads:
             yield (
-                f"num_kv_heads={self.num_kv_heads} differs from num_heads={self.num_heads}, but latent attention gives every query head "
+                f"num_kv_heads={self.num_kv_heads} differs from num_heads={self.num_heads}, but latent attention "
+                "gives every query head "
                 f"a key and a value head. Use {self.num_heads}."
             )
         if self.position != "rope":
-            yield f'position="{self.position}" does not go with latent attention, which carries rotary positions. Use "rope".'
+            yield (
+                f'position="{self.position}" does not go with latent attention, which carries rotary positions. '
+                'Use "rope".'
+            )
 
     def _rotary_problems(self) -> Iterator[str]:
         """What is wrong with the scaling of rotary positions, one sentence each."""
@@ -259,7 +332,9 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         unused = (name for name in _SCALING_NUMBERS if name not in used)
         given = [f"{name}={value}" for name in unused if (value := getattr(self, name)) != getattr(type(self), name)]
         if given:
-            kinds = [kind for kind, names in SCALING_FIELDS.items() if all(text.partition("=")[0] in names for text in given)]
+            kinds = [
+                kind for kind, names in SCALING_FIELDS.items() if all(text.partition("=")[0] in names for text in given)
+            ]
             yield (
                 f'{", ".join(given)} scale rotary positions, but rope_scaling="{self.rope_scaling}" does not use them. '
                 f"Use rope_scaling among {', '.join(kinds) or 'the kinds that do'}, or leave them out."
@@ -268,7 +343,8 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             return
         if self.position != "rope":
             yield (
-                f'rope_scaling="{self.rope_scaling}" stretches rotary positions, but position="{self.position}". Use "rope", or no scaling.'
+                f'rope_scaling="{self.rope_scaling}" stretches rotary positions, but position="{self.position}". Use '
+                '"rope", or no scaling.'
             )
         for name in ("rope_factor", "rope_beta_fast", "rope_beta_slow"):
             if not (value := getattr(self, name)) > 0:
@@ -307,11 +383,13 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
 
     @property
     def shares_table(self) -> bool:
-        """True when the last stage uses the token table too: as its output head, or to embed tokens for multi-token prediction."""
+        """True when the last stage uses the token table too: as its output head, or to embed tokens for
+        multi-token prediction."""
         return self.tied_embeddings or self.num_mtp_layers > 0
 
     def layer_is_moe(self, layer: int) -> bool:
-        """True when a layer has experts in the place of the dense MLP. Multi-token-prediction layers count on: `num_layers + i`."""
+        """True when a layer has experts in the place of the dense MLP. Multi-token-prediction layers count
+        on: `num_layers + i`."""
         return self.is_moe and layer >= self.first_dense_layers
 
     @property

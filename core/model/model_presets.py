@@ -15,7 +15,9 @@ def model_preset(name: str) -> ModelSpec:
     return MODEL_PRESETS[name]
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, max_positions: int = 1024, vocab_size: int = 50257) -> ModelSpec:
+def _gpt(
+    name: str, layers: int, hidden: int, heads: int, max_positions: int = 1024, vocab_size: int = 50257
+) -> ModelSpec:
     """GPT-2 and GPT-3: learned positions, LayerNorm, 4x GELU MLP, biases, tied embeddings, GPT-2's 50,257 tokens."""
     return ModelSpec(
         name=name,
@@ -42,15 +44,25 @@ def _llama(name: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: 
 
 
 def _deepseek(name: str, layers: int, hidden: int, ffn: int, heads: int, *, mscale: float, **more: Any) -> ModelSpec:
-    """DeepSeek-V2 and V3: latent attention with heads of 128 + 64, positions stretched by yarn, shared experts, the first layers dense."""
-    latent: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 192}
+    """DeepSeek-V2 and V3: latent attention with heads of 128 + 64, positions stretched by yarn, shared experts,
+    the first layers dense."""
+    latent: dict[str, Any] = {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "head_dim": 192,
+    }
     yarn: dict[str, Any] = {"rope_scaling": "yarn", "rope_factor": 40.0, "rope_original_positions": 4096}
     yarn |= {"rope_mscale": mscale, "rope_mscale_all_dim": mscale}
-    return _llama(name, layers, hidden, ffn, heads, heads, max_positions=163840, norm_eps=1e-6, **latent, **yarn, **more)
+    return _llama(
+        name, layers, hidden, ffn, heads, heads, max_positions=163840, norm_eps=1e-6, **latent, **yarn, **more
+    )
 
 
 def _experts(number: int, per_token: int, width: int, *, shared: int, dense: int, **router: Any) -> dict[str, Any]:
-    """The fields of experts: how many, how many a token takes, their width, shared ones, dense layers before them, and their router's."""
+    """The fields of experts: how many, how many a token takes, their width, shared ones, dense layers before
+    them, and their router's."""
     return {
         **router,
         "num_experts": number,
@@ -62,7 +74,8 @@ def _experts(number: int, per_token: int, width: int, *, shared: int, dense: int
 
 
 def _nemotron(name: str, layers: int, hidden: int, heads: int) -> ModelSpec:
-    """Nemotron-4: squared ReLU of 4x width, LayerNorm, no biases, 256,000 tokens. It rotates half of every head; here all of it is."""
+    """Nemotron-4: squared ReLU of 4x width, LayerNorm, no biases, 256,000 tokens. It rotates half of every
+    head; here all of it is."""
     more: dict[str, Any] = {"vocab_size": 256000, "activation": "relu_squared", "norm": "layernorm"}
     return _llama(name, layers, hidden, 4 * hidden, heads, 8, **more)
 
@@ -85,7 +98,13 @@ _DEEPSEEK3_ROUTER: dict[str, Any] = {
     "router_scaling": 2.5,
 }
 _TINY: dict[str, Any] = {"vocab_size": 256, "max_positions": 128}
-_TINY_GPT: dict[str, Any] = {**_TINY, "activation": "gelu_tanh", "norm": "layernorm", "position": "learned", "bias": True}
+_TINY_GPT: dict[str, Any] = {
+    **_TINY,
+    "activation": "gelu_tanh",
+    "norm": "layernorm",
+    "position": "learned",
+    "bias": True,
+}
 _TINY_MOE: dict[str, Any] = {**_TINY, "num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 48}
 _TINY_DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 32,
@@ -107,7 +126,8 @@ _ALL = (
     _gpt("gpt2-medium", 24, 1024, 16),
     _gpt("gpt2-large", 36, 1280, 20),
     _gpt("gpt2-xl", 48, 1600, 25),
-    # Brown et al. 2020, table 2.1. It prints 24 heads for 1.3B and a width of 5140 for 13B; used are 16 heads of 128, and 5120 = 40 * 128
+    # Brown et al. 2020, table 2.1. It prints 24 heads for 1.3B and a width of 5140 for 13B; used are 16 heads of
+    # 128, and 5120 = 40 * 128
     _gpt("gpt3-125m", 12, 768, 12, max_positions=2048),
     _gpt("gpt3-350m", 24, 1024, 16, max_positions=2048),
     _gpt("gpt3-760m", 24, 1536, 16, max_positions=2048),
@@ -116,7 +136,8 @@ _ALL = (
     _gpt("gpt3-6.7b", 32, 4096, 32, max_positions=2048),
     _gpt("gpt3-13b", 40, 5120, 40, max_positions=2048),
     _gpt("gpt3-175b", 96, 12288, 96, max_positions=2048),
-    # Korthikanti et al. 2022, table 3 (530B is Megatron-Turing NLG, 1T that of Narayanan et al. 2021); padded vocabulary
+    # Korthikanti et al. 2022, table 3 (530B is Megatron-Turing NLG, 1T that of Narayanan et al.
+    # 2021); padded vocabulary
     _gpt("megatron-22b", 48, 6144, 64, max_positions=2048, vocab_size=51200),
     _gpt("mt-nlg-530b", 105, 20480, 128, max_positions=2048, vocab_size=51200),
     _gpt("megatron-1t", 128, 25600, 160, max_positions=2048, vocab_size=51200),
@@ -124,7 +145,8 @@ _ALL = (
     _llama("llama2-7b", 32, 4096, 11008, 32, 32),
     _llama("llama2-13b", 40, 5120, 13824, 40, 40),
     _llama("llama2-70b", 80, 8192, 28672, 64, 8),
-    # Llama Team 2024 (Llama 3), table 3; huggingface.co/meta-llama/Meta-Llama-3-*, Llama-3.1-* (8 key/value heads), Llama-3.2-*
+    # Llama Team 2024 (Llama 3), table 3; huggingface.co/meta-llama/Meta-Llama-3-*, Llama-3.1-* (8
+    # key/value heads), Llama-3.2-*
     _llama("llama3-8b", 32, 4096, 14336, 32, 8, **_LLAMA3),
     _llama("llama3-70b", 80, 8192, 28672, 64, 8, **_LLAMA3),
     _llama("llama3.1-8b", 32, 4096, 14336, 32, 8, **_LLAMA31),
@@ -143,7 +165,8 @@ _ALL = (
     _llama("qwen3-32b", 64, 5120, 25600, 64, 8, **_QWEN3),
     _llama("qwen3-30b-a3b", 48, 2048, 6144, 32, 4, expert_ffn_hidden_size=768, **_QWEN3_EXPERTS),
     _llama("qwen3-235b-a22b", 94, 4096, 12288, 64, 4, expert_ffn_hidden_size=1536, **_QWEN3_EXPERTS),
-    # DeepSeek-AI 2024 (arXiv 2405.04434, 2412.19437); huggingface.co/deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-V3
+    # DeepSeek-AI 2024 (arXiv 2405.04434, 2412.19437); huggingface.co/deepseek-ai/DeepSeek-V2-Lite,
+    # DeepSeek-V2, DeepSeek-V3
     _deepseek(
         "deepseek-v2-lite",
         27,
@@ -163,7 +186,17 @@ _ALL = (
         mscale=0.707,
         vocab_size=102400,
         q_lora_rank=1536,
-        **_experts(160, 6, 1536, shared=2, dense=1, router_scaling=16.0, num_router_groups=8, router_groups_per_token=3, **_WHOLE_SOFTMAX),
+        **_experts(
+            160,
+            6,
+            1536,
+            shared=2,
+            dense=1,
+            router_scaling=16.0,
+            num_router_groups=8,
+            router_groups_per_token=3,
+            **_WHOLE_SOFTMAX,
+        ),
     ),
     _deepseek(
         "deepseek-v3",
@@ -175,7 +208,9 @@ _ALL = (
         vocab_size=129280,
         q_lora_rank=1536,
         num_mtp_layers=1,
-        **_experts(256, 8, 2048, shared=1, dense=3, num_router_groups=8, router_groups_per_token=4, **_DEEPSEEK3_ROUTER),
+        **_experts(
+            256, 8, 2048, shared=1, dense=3, num_router_groups=8, router_groups_per_token=4, **_DEEPSEEK3_ROUTER
+        ),
     ),
     # Parmar et al. 2024 (arXiv 2402.16819), table 1; NVIDIA 2024 (arXiv 2406.11704), table 1
     _nemotron("nemotron4-15b", 32, 6144, 48),

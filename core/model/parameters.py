@@ -3,9 +3,10 @@
 Canonical layouts, chosen so that every cut is a slice of whole leaves:
 - `attention.qkv` rows are grouped by key/value head: the group's query heads, then its key head, then its value head;
 - `mlp.up` of a gated MLP interleaves rows: row 2i is the gate of unit i, row 2i + 1 its up-projection;
-- latent attention has rows by head: `q` and `q_up` the part without positions, then the rotary part; `kv_up` the key's part without
-  positions, then the value; the last rows of `kv_down` are the rotary key that all heads share;
-- linear weights are [out_features, in_features], as in torch; those of experts are stacked, [num_experts, out_features, in_features].
+- latent attention has rows by head: `q` and `q_up` the part without positions, then the rotary part; `kv_up` the key's
+  part without positions, then the value; the last rows of `kv_down` are the rotary key that all heads share;
+- linear weights are [out_features, in_features], as in torch; those of experts are stacked, [num_experts,
+  out_features, in_features].
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Literal
 from .model import ModelSpec
 
 Feature = Literal["heads", "ffn", "vocab", "expert_ffn", "shared_ffn"]
-"""The feature axis whose leaves tensor parallelism cuts: key/value groups, MLP units, vocabulary rows, and the units of one expert and
-of the shared experts."""
+"""The feature axis whose leaves tensor parallelism cuts: key/value groups, MLP units, vocabulary rows, and the units of
+one expert and of the shared experts."""
 
 
 TOKEN_TABLE = "embedding.tokens.weight"
@@ -31,11 +32,13 @@ POSITION_TABLE = "embedding.positions.weight"
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the model. `cut` says which dimension tensor parallelism cuts and along which feature; None means replicated.
+    """One tensor of the model. `cut` says which dimension tensor parallelism cuts and along which
+    feature; None means replicated.
 
-    `unit` is the number of rows (or columns) of the cut dimension per item of the feature. `init` is the standard deviation of a
-    normal draw, or a constant when `constant` is set. `decay` tells whether weight decay applies. The first dimension of an `expert`
-    counts experts, which expert parallelism cuts, and its `cut` is over expert tensor parallelism.
+    `unit` is the number of rows (or columns) of the cut dimension per item of the feature. `init` is the
+    standard deviation of a normal draw, or a constant when `constant` is set. `decay` tells whether weight
+    decay applies. The first dimension of an `expert` counts experts, which expert parallelism cuts, and its
+    `cut` is over expert tensor parallelism.
     """
 
     name: str
@@ -66,7 +69,8 @@ def embedding_parameters(model: ModelSpec) -> Iterator[Parameter]:
 
 
 def layer_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
-    """One transformer layer: pre-norm attention and pre-norm MLP. Residual outputs start at 0.02/sqrt(2L) (GPT-2, section 2.3)."""
+    """One transformer layer: pre-norm attention and pre-norm MLP. Residual outputs start at 0.02/sqrt(2L)
+    (GPT-2, section 2.3)."""
     prefix = layer_prefix(layer)
     yield from _norm(model, f"{prefix}.attention.norm")
     yield from (_latent_attention if model.is_mla else _attention)(model, f"{prefix}.attention")
@@ -81,13 +85,15 @@ def layer_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
 
 
 def mtp_prefix(depth: int) -> str:
-    """`mtp.0` for the names of a multi-token-prediction module's parameters and operations, but for its transformer layer's."""
+    """`mtp.0` for the names of a multi-token-prediction module's parameters and operations, but for
+    its transformer layer's."""
     return f"mtp.{depth}"
 
 
 def mtp_parameters(model: ModelSpec, depth: int) -> Iterator[Parameter]:
-    """One module of multi-token prediction (DeepSeek-V3, section 2.2): norms of both inputs, their projection, a transformer layer, which
-    is numbered after the model's own, and the norm before the output head. Token table and head are the model's."""
+    """One module of multi-token prediction (DeepSeek-V3, section 2.2): norms of both inputs, their projection, a
+    transformer layer, which is numbered after the model's own, and the norm before the output head. Token table and
+    head are the model's."""
     prefix, hidden = mtp_prefix(depth), model.hidden_size
     yield from _norm(model, f"{prefix}.embedding_norm")
     yield from _norm(model, f"{prefix}.hidden_norm")
@@ -147,11 +153,19 @@ def _attention(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
         yield from _norm(model, f"{prefix}.query_norm", model.head_dim)
         yield from _norm(model, f"{prefix}.key_norm", model.head_dim)
     columns = model.num_kv_heads * group_columns
-    yield from _linear(f"{prefix}.output", (model.hidden_size, columns), (1, "heads"), group_columns, _residual_std(model), bias=model.bias)
+    yield from _linear(
+        f"{prefix}.output",
+        (model.hidden_size, columns),
+        (1, "heads"),
+        group_columns,
+        _residual_std(model),
+        bias=model.bias,
+    )
 
 
 def _latent_attention(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
-    """DeepSeek-V2, arXiv 2405.04434, equations 37-47. The vectors of low rank are normed; down-projections are not cut."""
+    """DeepSeek-V2, arXiv 2405.04434, equations 37-47. The vectors of low rank are normed;
+    down-projections are not cut."""
     heads, hidden, bias = model.num_heads, model.hidden_size, model.bias
     if model.q_lora_rank:
         yield from _linear(f"{prefix}.q_down", (model.q_lora_rank, hidden), bias=bias)
@@ -164,7 +178,9 @@ def _latent_attention(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
     pair = model.qk_nope_head_dim + model.v_head_dim
     yield from _linear(f"{prefix}.kv_up", (heads * pair, model.kv_lora_rank), (0, "heads"), pair, bias=bias)
     columns = heads * model.v_head_dim
-    yield from _linear(f"{prefix}.output", (hidden, columns), (1, "heads"), model.v_head_dim, _residual_std(model), bias=bias)
+    yield from _linear(
+        f"{prefix}.output", (hidden, columns), (1, "heads"), model.v_head_dim, _residual_std(model), bias=bias
+    )
 
 
 def _mlp(model: ModelSpec, prefix: str, width: int, feature: Feature, *, num_experts: int = 0) -> Iterator[Parameter]:
@@ -172,7 +188,9 @@ def _mlp(model: ModelSpec, prefix: str, width: int, feature: Feature, *, num_exp
     up, hidden = 2 if model.gated else 1, model.hidden_size
     yield from _linear(f"{prefix}.up", (up * width, hidden), (0, feature), up, bias=model.bias, num_experts=num_experts)
     std = _residual_std(model)
-    yield from _linear(f"{prefix}.down", (hidden, width), (1, feature), 1, std, bias=model.bias, num_experts=num_experts)
+    yield from _linear(
+        f"{prefix}.down", (hidden, width), (1, feature), 1, std, bias=model.bias, num_experts=num_experts
+    )
 
 
 def _residual_std(model: ModelSpec) -> float:
@@ -202,4 +220,12 @@ def _linear(
     yield Parameter(f"{name}.weight", (*stack, *shape), stacked_cut, unit, init_std=std, expert=expert)
     if bias:
         bias_cut = None if cut is None or cut[0] == 1 else stacked_cut
-        yield Parameter(f"{name}.bias", (*stack, shape[0]), bias_cut, unit if bias_cut else 1, constant=0.0, decay=False, expert=expert)
+        yield Parameter(
+            f"{name}.bias",
+            (*stack, shape[0]),
+            bias_cut,
+            unit if bias_cut else 1,
+            constant=0.0,
+            decay=False,
+            expert=expert,
+        )

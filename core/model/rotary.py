@@ -1,7 +1,8 @@
-"""Rotary positions: the angle by which each pair of a head turns from one token to the next, and what scaling makes of it.
+"""Rotary positions: the angle by which each pair of a head turns from one token to the next, and
+what scaling makes of it.
 
-Su et al. 2021 (RoFormer, arXiv 2104.09864), equation 15: pair i of d/2 turns by theta^(-2i/d) a token. Longer sequences than those of the
-first training turn slower (`ModelSpec.rope_scaling`):
+Su et al. 2021 (RoFormer, arXiv 2104.09864), equation 15: pair i of d/2 turns by theta^(-2i/d) a token. Longer sequences
+than those of the first training turn slower (`ModelSpec.rope_scaling`):
 
 | scaling | what turns slower | source |
 |---|---|---|
@@ -24,7 +25,8 @@ def rotary_width(model: ModelSpec) -> int:
 
 
 def rotary_frequencies(model: ModelSpec, sequence: int) -> tuple[float, ...]:
-    """Radians by which each pair of a head turns a token, in sequences of so many tokens. One per pair, fastest first."""
+    """Radians by which each pair of a head turns a token, in sequences of so many tokens. One
+    per pair, fastest first."""
     width, theta, factor = rotary_width(model), model.rope_theta, model.rope_factor
     original = model.original_positions
     if model.rope_scaling == "dynamic":
@@ -51,13 +53,16 @@ def rotary_growth(model: ModelSpec) -> float:
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
     if model.rope_mscale and model.rope_mscale_all_dim:
-        return _yarn_growth(model.rope_factor, model.rope_mscale) / _yarn_growth(model.rope_factor, model.rope_mscale_all_dim)
+        return _yarn_growth(model.rope_factor, model.rope_mscale) / _yarn_growth(
+            model.rope_factor, model.rope_mscale_all_dim
+        )
     return _yarn_growth(model.rope_factor, 1.0)
 
 
 def attention_scale(model: ModelSpec) -> float:
-    """What scores are multiplied by before the softmax: 1/sqrt(head_dim), and with latent attention and yarn the square of the growth
-    over all dimensions (DeepSeek-V2, arXiv 2405.04434, section 3.1.4; transformers' `DeepseekV3Attention.scaling`)."""
+    """What scores are multiplied by before the softmax: 1/sqrt(head_dim), and with latent attention and yarn the square
+    of the growth over all dimensions (DeepSeek-V2, arXiv 2405.04434, section 3.1.4; transformers'
+    `DeepseekV3Attention.scaling`)."""
     growth = 1.0
     if model.is_mla and model.rope_scaling == "yarn" and model.rope_mscale_all_dim:
         growth = _yarn_growth(model.rope_factor, model.rope_mscale_all_dim)
@@ -73,7 +78,8 @@ def _llama3(model: ModelSpec, frequency: float) -> float:
 
 
 def _yarn_ramp(model: ModelSpec, width: int) -> tuple[float, float]:
-    """The pairs between which the ramp lies: those that turn `rope_beta_fast` and `rope_beta_slow` times in an original sequence."""
+    """The pairs between which the ramp lies: those that turn `rope_beta_fast` and `rope_beta_slow` times in
+    an original sequence."""
 
     def pair(turns: float) -> float:
         return width * math.log(model.original_positions / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))

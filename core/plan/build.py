@@ -46,7 +46,9 @@ def plan_sections(values: Values, source: str) -> dict[str, Any]:
 def refuse_modules(values: Values, source: str) -> None:
     """Raises `PlanError` for a plan of several models, for verbs that take one."""
     if num_modules(values):
-        raise PlanError(f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train.")
+        raise PlanError(
+            f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train."
+        )
 
 
 class Draft:
@@ -63,7 +65,8 @@ class Draft:
                 self._unknown_section(section, values[section])
 
     def nouns(self, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """Section -> noun, without the sections that have problems of their own, and without model and layout where those are told."""
+        """Section -> noun, without the sections that have problems of their own, and without model and layout
+        where those are told."""
         own = {"model": self.model, "layout": self.layout}
         found: dict[str, Any] = {section: make() for section, make in own.items() if section not in without}
         found |= {section: self._plain(section) for section in NOUNS if section not in _COMPOSED}
@@ -90,7 +93,9 @@ class Draft:
         if "num_heads" in fields:
             fields.setdefault("num_kv_heads", fields["num_heads"])
             if fields.get("kv_lora_rank"):
-                fields.setdefault("head_dim", max(1, fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)))
+                fields.setdefault(
+                    "head_dim", max(1, fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0))
+                )
             elif "hidden_size" in fields:
                 fields.setdefault("head_dim", max(1, fields["hidden_size"] // fields["num_heads"]))
         fields.setdefault("name", "custom")
@@ -106,7 +111,9 @@ class Draft:
         num_devices = fields.pop("num_devices", layout.world_size if layout is not None else 0)
         if preset is None:
             fields.setdefault("name", "custom")
-            return self._noun("cluster", ClusterSpec, {"num_devices": num_devices, **fields}, "or cluster.preset, or cluster.file")
+            return self._noun(
+                "cluster", ClusterSpec, {"num_devices": num_devices, **fields}, ("or cluster.preset, or cluster.file")
+            )
         try:
             base = cluster_preset(preset, num_devices)
             told = fields.pop("sources", {})
@@ -144,7 +151,9 @@ class Draft:
 
     def problem_at(self, given: Given | None, sentence: str) -> None:
         """Adds a problem of a value that lies in no section of this draft."""
-        self.problems.append((given.line, f"{given.origin}: {sentence}") if given else (10**9, f"{self.source}: {sentence}"))
+        self.problems.append(
+            (given.line, f"{given.origin}: {sentence}") if given else (10**9, (f"{self.source}: {sentence}"))
+        )
 
     def report_broken_rules(self, nouns: Mapping[str, Any]) -> None:
         """Adds the problems of every cross-key rule whose own keys are fine."""
@@ -174,7 +183,9 @@ class Draft:
             names = ", ".join(key.name for key in reported)
             first = next((f"{section}.{name}" for name in self.given.get(section, {})), None)
             self._problem(first, f"[{section}] lacks {names}{'. Give them, ' + alternative if alternative else ''}.")
-        unfilled = [field.name for field in dataclasses.fields(noun) if _is_required(field) and field.name not in fields]
+        unfilled = [
+            field.name for field in dataclasses.fields(noun) if _is_required(field) and field.name not in fields
+        ]
         if missing or unfilled:
             return None  # a derived default lacks the value it is derived from, which is a problem of its own
         try:
@@ -212,8 +223,14 @@ class Draft:
         self.problems += [(0, text) for _, text in sorted(inner.problems, key=lambda problem: problem[0])]
         self.bad |= inner.bad
         sources = {**inner.valid["cluster"].get("sources", {}), **self.valid["cluster"].get("sources", {})}
-        overridden = {name: SET_IN_PLAN for name in self.valid["cluster"] if name in inner.valid["cluster"] and name != "sources"}
-        self.valid["cluster"] = {**inner.valid["cluster"], **self.valid["cluster"], "sources": {**sources, **overridden}}
+        overridden = {
+            name: SET_IN_PLAN for name in self.valid["cluster"] if name in inner.valid["cluster"] and name != "sources"
+        }
+        self.valid["cluster"] = {
+            **inner.valid["cluster"],
+            **self.valid["cluster"],
+            "sources": {**sources, **overridden},
+        }
 
     def _describes_nothing(self, inner: Draft, file_values: Values) -> None:
         """Adds the problem of a cluster file that would leave every number to the default cluster."""
@@ -221,8 +238,10 @@ class Draft:
         lacks = "has no preset and no number of a device" if "cluster" in file_values else "has no [cluster] section"
         inner.problem_at(
             None,
-            f"this cluster file {lacks if file_values else 'is empty'}. `shardproof calibrate -o {inner.source}` measures this "
-            'machine and writes it; or begin it with [cluster] and preset = "dgx-h100", say (`shardproof presets` lists them).',
+            f"this cluster file {lacks if file_values else 'is empty'}. `shardproof calibrate -o {inner.source}` "
+            "measures this "
+            'machine and writes it; or begin it with [cluster] and preset = "dgx-h100", say (`shardproof presets` '
+            "lists them).",
         )
 
     def _valid(self, section: str) -> dict[str, Any]:
@@ -281,7 +300,12 @@ def key_complaint(key: Key, value: Any) -> str:
         "table of rates": "a table of positive numbers such as { bf16 = 3.12e14 }",
         "table of texts": "a table of texts",
     }[key.type]
-    if key.type == "size" and isinstance(value, str | int | float) and not isinstance(value, bool) and not _has_type(key, value):
+    if (
+        key.type == "size"
+        and isinstance(value, str | int | float)
+        and not isinstance(value, bool)
+        and not _has_type(key, value)
+    ):
         return f"{written}: {SIZE_RULE}"
     if not _has_type(key, value):
         return f"{written} must be {expected} ({key.doc})."
@@ -332,7 +356,9 @@ def _has_type(key: Key, value: Any) -> bool:
     if key.type == "two floats":
         return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
     if key.type == "list of ints":
-        return isinstance(value, list) and all(isinstance(number, int) and not isinstance(number, bool) for number in value)
+        return isinstance(value, list) and all(
+            isinstance(number, int) and not isinstance(number, bool) for number in value
+        )
     if key.type == "list of texts":
         return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
     if not isinstance(value, dict):
@@ -349,7 +375,9 @@ def _size_text(value: str | float) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
+    return (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
 
 
 def _converted(key: Key, given: Given) -> Any:

@@ -1,4 +1,5 @@
-"""Values with [[modules]] as given -> the sections of a plan, or one `PlanError` with everything that is wrong, in file order."""
+"""Values with [[modules]] as given -> the sections of a plan, or one `PlanError` with everything that is
+wrong, in file order."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def modular_sections(values: Values, source: str) -> dict[str, Any]:
     Raises `PlanError` with all problems, each opened by where its value was given.
     """
     numbers = range(num_modules(values))
-    shared = {section: table for section, table in values.items() if section.partition(".")[0] not in ("modules", *OWN_SECTIONS)}
+    shared = {
+        section: table
+        for section, table in values.items()
+        if section.partition(".")[0] not in ("modules", *OWN_SECTIONS)
+    }
     tables = [_ModuleTable(values.get(module_section(number), {}), number) for number in numbers]
     world_size = max((table.last_rank for table in tables if table.last_rank is not None), default=0) + 1
     shared["cluster"] = {"num_devices": Given(world_size, "ranks of the modules"), **shared.get("cluster", {})}
@@ -31,7 +36,9 @@ def modular_sections(values: Values, source: str) -> dict[str, Any]:
     for section in OWN_SECTIONS:
         if section in values:
             first = next(iter(values[section].values()), None)
-            whole.problem_at(first, f"[{section}] stands beside [[modules]], of which each has its own. Write [modules.{section}].")
+            whole.problem_at(
+                first, (f"[{section}] stands beside [[modules]], of which each has its own. Write [modules.{section}].")
+            )
     nouns = whole.nouns(without=OWN_SECTIONS)
     modules: list[Module] = []
     for number, table in zip(numbers, tables, strict=True):
@@ -42,7 +49,14 @@ def modular_sections(values: Values, source: str) -> dict[str, Any]:
         if "model" in made and "layout" in made and table.is_complete:
             assert table.first_rank is not None and table.last_rank is not None
             modules.append(
-                Module(table.name, table.first_rank, table.last_rank, made["model"], made["layout"], table.inputs(tables[:number]))
+                Module(
+                    table.name,
+                    table.first_rank,
+                    table.last_rank,
+                    made["model"],
+                    made["layout"],
+                    table.inputs(tables[:number]),
+                )
             )
         draft.report_broken_rules({section: noun for section, noun in made.items() if section != "cluster"})
         named = f'module "{table.name}": ' if table.name else f"module {number + 1}: "
@@ -91,12 +105,25 @@ class _ModuleTable:
         for name, given in self.given.items():
             if name not in _KEYS:
                 known = [*_KEYS, *OWN_SECTIONS]
-                found.append((name, f"unknown key {name!r} in [[modules]]{did_you_mean(name, known)} Known: {', '.join(known)}."))
-            elif not (name == "inputs" and given.value == []) and (complaint := key_complaint(_KEYS[name], given.value)):
+                found.append(
+                    (
+                        name,
+                        (f"unknown key {name!r} in [[modules]]{did_you_mean(name, known)} Known: {', '.join(known)}."),
+                    )
+                )
+            elif not (name == "inputs" and given.value == []) and (
+                complaint := key_complaint(_KEYS[name], given.value)
+            ):
                 found.append((name, complaint))
             elif name == "ranks" and not self.num_ranks:
                 found.append(
-                    (name, f'ranks = "{given.value}" is no range of ranks. Write the first and the last, as in "0-3", or one rank.')
+                    (
+                        name,
+                        (
+                            f'ranks = "{given.value}" is no range of ranks. Write the first and the last, as in '
+                            '"0-3", or one rank.'
+                        ),
+                    )
                 )
         for name, form in (("name", 'name = "encoder"'), ("ranks", 'ranks = "0-3"')):
             if name not in self.given:
@@ -108,7 +135,11 @@ def _place(broken: BrokenRule, tables: Sequence[_ModuleTable]) -> Given | None:
     """Where a module that a sentence names gives what a rule of [[modules]] is about; None for another rule."""
     keys = [name for section, _, name in (key.partition(".") for key in broken.rule.keys) if section == "modules"]
     named = [table for table in tables if f'"{table.name}"' in broken.sentence]
-    return next((table.given[key] for table in named for key in (*keys, "name") if key in table.given), None) if keys else None
+    return (
+        next((table.given[key] for table in named for key in (*keys, "name") if key in table.given), None)
+        if keys
+        else None
+    )
 
 
 def _own(values: Values, number: int, table: _ModuleTable) -> Values:

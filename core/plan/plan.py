@@ -1,13 +1,14 @@
 """`Plan`: one training run as data; and `ModularPlan`: one of several models that are trained as one.
 
-Both are made of sections (`core.plan.sections`). Rules judge sections, the reader makes them from text, the writer makes text
-from them: none of these knows a plan. The two kinds of plan lie in one file because each makes the other: a text with
-[[modules]] gives a `ModularPlan`, and every module of that is a `Plan`.
+Both are made of sections (`core.plan.sections`). Rules judge sections, the reader makes them from text, the writer
+makes text from them: none of these knows a plan. The two kinds of plan lie in one file because each makes the other: a
+text with [[modules]] gives a `ModularPlan`, and every module of that is a `Plan`.
 
-Modules form a tree that joins towards its root. A module without inputs embeds the batch's tokens; one with inputs takes the sum of its
-inputs' hidden states, added in the order written. The last module feeds no other: it alone has the final norm, the head and the loss.
-Every module is a `ModulePlan`, an ordinary plan of its own ranks and stages. All their stages make one pipeline, numbered module after
-module; hidden states pass from the last stage of a module to the first of the next over a bridge (`core.program.bridge`).
+Modules form a tree that joins towards its root. A module without inputs embeds the batch's tokens; one with inputs
+takes the sum of its inputs' hidden states, added in the order written. The last module feeds no other: it alone has the
+final norm, the head and the loss. Every module is a `ModulePlan`, an ordinary plan of its own ranks and stages. All
+their stages make one pipeline, numbered module after module; hidden states pass from the last stage of a module to the
+first of the next over a bridge (`core.program.bridge`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,18 @@ from .build_modules import modular_sections
 from .module import Module, ModuleLayout
 from .rules import broken_rules
 from .schedule_choice import chosen_placement, microbatches_together
-from .sections import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
+from .sections import (
+    Batch,
+    Checkpoint,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
 from .toml import Values, num_modules, read_values
 from .write import sections_to_toml
 
@@ -81,15 +93,17 @@ class Plan:
         return self.model.name
 
     def name_in_run(self, name: str) -> str:
-        """What checkpoints call a parameter, and what the random numbers of a parameter or an operation go by: its name."""
+        """What checkpoints call a parameter, and what the random numbers of a parameter or an
+        operation go by: its name."""
         return name
 
     @classmethod
     def from_toml(cls, text: str, source: str = "plan.toml") -> Plan:
-        """The plan that a TOML text describes. `source` is its file name: it opens every message, and relative paths start there.
+        """The plan that a TOML text describes. `source` is its file name: it opens every message, and
+        relative paths start there.
 
-        A text with [[modules]] gives a `ModularPlan`, which has no one model and layout, but which simulate, draw, verify and
-        train take as well.
+        A text with [[modules]] gives a `ModularPlan`, which has no one model and layout, but which simulate, draw,
+        verify and train take as well.
 
         Raises `PlanError` with every problem of the text, each with its line.
         """
@@ -106,15 +120,17 @@ class Plan:
         return self.microbatches_of(0)
 
     def microbatches_of(self, dp_rank: int) -> int:
-        """Microbatches per step on a data-parallel rank. Where dp does not divide those of the global batch, later ranks have one less,
-        or a schedule's `together`."""
+        """Microbatches per step on a data-parallel rank. Where dp does not divide those of the global batch, later
+        ranks have one less, or a schedule's `together`."""
         lo, hi = self.samples_of(dp_rank)
         return (hi - lo) // self.batch.micro_size
 
     @cached_property
     def microbatch_counts(self) -> tuple[int, ...]:
         """The different numbers of microbatches that data-parallel ranks have, the largest first."""
-        return microbatch_counts(self.batch.global_size, self.batch.micro_size, self.layout.dp, microbatches_together(self.schedule))
+        return microbatch_counts(
+            self.batch.global_size, self.batch.micro_size, self.layout.dp, microbatches_together(self.schedule)
+        )
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
@@ -128,7 +144,8 @@ class Plan:
 
     @cached_property
     def placement(self) -> Placement:
-        """Which pipeline ranks hold which stage: that of the schedule. Raises `ScheduleError` for a file that does not fit."""
+        """Which pipeline ranks hold which stage: that of the schedule. Raises `ScheduleError` for a
+        file that does not fit."""
         return self._placement_of(self.num_microbatches)
 
     def _placement_of(self, num_microbatches: int) -> Placement:
@@ -148,10 +165,11 @@ class Plan:
         )
 
     def tokens_of(self, tp_rank: int) -> tuple[int, int]:
-        """The tokens `[lo, hi)` of each sequence (of a context-parallel rank's part of it) whose hidden states a tensor-parallel rank holds
-        between the cut layers: all of them, or with sequence parallelism its own.
+        """The tokens `[lo, hi)` of each sequence (of a context-parallel rank's part of it) whose hidden states a
+        tensor-parallel rank holds between the cut layers: all of them, or with sequence parallelism its own.
 
-        Exact numerics cut between blocks of `reduction_token_block` tokens, the leaves of sums over tokens; fast ones cut evenly.
+        Exact numerics cut between blocks of `reduction_token_block` tokens, the leaves of sums over
+        tokens; fast ones cut evenly.
         """
         sequence = self.batch.sequence // self.layout.cp
         if not self.layout.sequence_parallel:
@@ -171,13 +189,14 @@ class Plan:
         return self.layout.dp * self.layout.cp * len(self.placement.ranks[stage])
 
     def copy_of(self, stage: int, *, dp_rank: int, pp_rank: int, cp_rank: int = 0) -> int:
-        """The number of a rank's copy of a stage. Copies are numbered in the order of the samples they see, those that context parallelism
-        gives parts of the same samples one after the other."""
+        """The number of a rank's copy of a stage. Copies are numbered in the order of the samples they see, those that
+        context parallelism gives parts of the same samples one after the other."""
         replicas, replica = len(self.placement.ranks[stage]), self.placement.replica_of(stage, pp_rank)
         return (dp_rank * replicas + replica) * self.layout.cp + cp_rank
 
     def copy_samples(self, stage: int, copy: int) -> tuple[int, int]:
-        """The contiguous interval of the global batch that a copy of a stage sees: its data-parallel rank's, or one half of it."""
+        """The contiguous interval of the global batch that a copy of a stage sees: its data-parallel
+        rank's, or one half of it."""
         dp_rank, replica = divmod(copy // self.layout.cp, len(self.placement.ranks[stage]))
         first, _ = self.samples_of(dp_rank)
         lo, hi = self._placement_of(self.microbatches_of(dp_rank)).microbatches_of(stage, replica)
@@ -186,9 +205,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class ModulePlan(Plan):
-    """The plan of one module. Its stages count from 0, and from `first_stage` in the whole; its ranks are those of the whole.
+    """The plan of one module. Its stages count from 0, and from `first_stage` in the whole; its
+    ranks are those of the whole.
 
-    Only a module that `embeds` has an embedding, and only one that `has_loss` a head. The rules about the cluster are those of the whole.
+    Only a module that `embeds` has an embedding, and only one that `has_loss` a head. The rules about the
+    cluster are those of the whole.
     """
 
     name: str = ""
@@ -200,11 +221,13 @@ class ModulePlan(Plan):
     def stages(self) -> tuple[StageLayers, ...]:
         """What every stage of the module holds, stages counted from 0."""
         whole = assign_layers(self.model.num_layers, self.layout)
-        return tuple(replace(each, embedding=each.embedding and self.embeds, head=each.head and self.has_loss) for each in whole)
+        return tuple(
+            replace(each, embedding=each.embedding and self.embeds, head=each.head and self.has_loss) for each in whole
+        )
 
     def name_in_run(self, name: str) -> str:
-        """A parameter or an operation by its name among all modules, `encoder.layers.0.mlp.up.weight`: so two modules draw different
-        random numbers."""
+        """A parameter or an operation by its name among all modules, `encoder.layers.0.mlp.up.weight`: so two modules
+        draw different random numbers."""
         return f"{self.name}.{name}"
 
     @property
@@ -230,13 +253,15 @@ class ModulePlan(Plan):
 
     @property
     def named_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that training changes, by its name in the whole (`encoder.layers.0.mlp.up.weight`), and its full shape."""
+        """Every tensor that training changes, by its name in the whole
+        (`encoder.layers.0.mlp.up.weight`), and its full shape."""
         return {self.name_in_run(each.name): each.shape for each in (*self.held_parameters, *expert_biases(self.model))}
 
 
 @dataclass(frozen=True)
 class ModularPlan:
-    """A training run of several modules. Everything but `modules` means what it means in a `Plan`, and counts for all of them.
+    """A training run of several modules. Everything but `modules` means what it means in a `Plan`,
+    and counts for all of them.
 
     Raises `PlanError` with every rule that the whole or a module breaks.
     """
@@ -268,7 +293,8 @@ class ModularPlan:
 
     @classmethod
     def from_toml(cls, text: str, source: str = "plan.toml") -> ModularPlan:
-        """The plan that a TOML text with [[modules]] describes. Raises as `Plan.from_toml`, and `PlanError` for a text without them."""
+        """The plan that a TOML text with [[modules]] describes. Raises as `Plan.from_toml`, and `PlanError`
+        for a text without them."""
         plan = any_plan(read_values(text, source), source)
         if not isinstance(plan, ModularPlan):
             raise PlanError(f"{source}: there is no [[modules]] in it. Read it by Plan.from_toml.")
@@ -295,7 +321,10 @@ class ModularPlan:
         return ModulePlan(
             **shared,
             model=module.model,
-            layout=ModuleLayout(**{each.name: getattr(module.layout, each.name) for each in fields(Layout)}, first_rank=module.first_rank),
+            layout=ModuleLayout(
+                **{each.name: getattr(module.layout, each.name) for each in fields(Layout)},
+                first_rank=module.first_rank,
+            ),
             name=module.name,
             first_stage=sum(each.layout.num_stages for each in before),
             embeds=not module.inputs,
@@ -318,7 +347,9 @@ class ModularPlan:
     @property
     def joins(self) -> tuple[tuple[ModulePlan, ModulePlan], ...]:
         """Every pair of modules of which the first feeds the second, by the second, then in the order of its inputs."""
-        return tuple((self.part_named(name), self.part_named(module.name)) for module in self.modules for name in module.inputs)
+        return tuple(
+            (self.part_named(name), self.part_named(module.name)) for module in self.modules for name in module.inputs
+        )
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
@@ -337,10 +368,14 @@ class ModularPlan:
 
     @property
     def degrees(self) -> str:
-        """For people: `encoder tp4 -> decoder tp2 pp2`; `left tp2 + right pp2 -> last tp3`, and what is fed by others in brackets."""
+        """For people: `encoder tp4 -> decoder tp2 pp2`; `left tp2 + right pp2 -> last tp3`, and what is fed
+        by others in brackets."""
 
         def written(module: Module) -> str:
-            own, fed_by = f"{module.name} {module.layout.degrees}", [each for each in self.modules if each.name in module.inputs]
+            own, fed_by = (
+                f"{module.name} {module.layout.degrees}",
+                [each for each in self.modules if each.name in module.inputs],
+            )
             if not fed_by:
                 return own
             inputs = [written(each) if len(fed_by) == 1 or not each.inputs else f"({written(each)})" for each in fed_by]
@@ -364,7 +399,8 @@ class ModularPlan:
 
 
 def build_plan(values: Values, source: str) -> Plan:
-    """The plan of one model that `values` describe. Raises `PlanError` with all problems, each with where its value was given."""
+    """The plan of one model that `values` describe. Raises `PlanError` with all problems, each with
+    where its value was given."""
     return Plan(**plan_sections(values, source))
 
 

@@ -25,4 +25,5 @@ PROFILE_STACKS: Mapping[str, str] = {
     "zero-bubble-te": "sail-sg/VocabularyParallelism: the same with Transformer Engine",
     "zero-bubble-flash": "the V-shaped schedules of it, without Transformer Engine and with flash attention",
 }
-"""Name -> stack, in the order of `plan.PROFILES`. `simulator.stack.profiles` says what each one does, and from which sources."""
+"""Name -> stack, in the order of `plan.PROFILES`. `simulator.stack.profiles` says what each one does,
+and from which sources."""

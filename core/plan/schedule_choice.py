@@ -36,9 +36,9 @@ def _named_placement(name: str, pp: int, vpp: int, num_microbatches: int) -> Pla
 def chosen_schedule(choice: ScheduleChoice, layout: Layout, num_microbatches: int) -> Schedule:
     """The schedule of so many microbatches: built by name, or read from the file.
 
-    One from a file is as complete as the file is; `lower` adds the rest. With `max_active_stages` a schedule has UNSHARD and
-    RESHARD, a file's own or those of `add_unshard`. Raises `ScheduleError` when the file has other ranks, stages or
-    microbatches.
+    One from a file is as complete as the file is; `lower` adds the rest. With `max_active_stages` a schedule has
+    UNSHARD and RESHARD, a file's own or those of `add_unshard`. Raises `ScheduleError` when the file has other
+    ranks, stages or microbatches.
     """
     if choice.file is None:
         return named_schedule(choice, pp=layout.pp, vpp=layout.vpp, num_microbatches=num_microbatches)

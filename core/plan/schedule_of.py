@@ -11,11 +11,12 @@ from .schedule_choice import chosen_schedule
 
 
 def schedule_for(plan: Plan, num_microbatches: int | None = None) -> Schedule:
-    """The schedule of a plan: built by name, or read from `schedule.file` and then as complete as the file is (`lower` adds the rest).
+    """The schedule of a plan: built by name, or read from `schedule.file` and then as complete as the file is
+    (`lower` adds the rest).
 
-    It is that of the data-parallel ranks with most microbatches; `num_microbatches` asks for another of `plan.microbatch_counts`.
-    With `schedule.max_active_stages` it has UNSHARD and RESHARD, a file's own or those of `add_unshard`. Raises `ScheduleError` when
-    the file's ranks, stages or microbatches are not the plan's.
+    It is that of the data-parallel ranks with most microbatches; `num_microbatches` asks for another of
+    `plan.microbatch_counts`. With `schedule.max_active_stages` it has UNSHARD and RESHARD, a file's own or those of
+    `add_unshard`. Raises `ScheduleError` when the file's ranks, stages or microbatches are not the plan's.
     """
     return chosen_schedule(plan.schedule, plan.layout, num_microbatches or plan.num_microbatches)
 
@@ -30,7 +31,8 @@ def modular_schedule(plan: ModularPlan, num_microbatches: int) -> Schedule:
 
 
 def part_schedule(plan: ModularPlan, part: ModulePlan, num_microbatches: int) -> Schedule:
-    """The rows of one module in `modular_schedule`, stages and pipeline ranks counted from 0 as in the module's own plan."""
+    """The rows of one module in `modular_schedule`, stages and pipeline ranks counted from 0 as in
+    the module's own plan."""
     whole, pp = modular_schedule(plan, num_microbatches), part.layout.pp
     first, last = (int(whole.offsets[part.first_stage + place]) for place in (0, pp))
     columns = whole.actions.take(slice(first, last)).columns

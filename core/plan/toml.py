@@ -24,14 +24,16 @@ class Given:
 
 
 Values = dict[str, dict[str, Given]]
-"""Section -> key -> value as given, not yet checked. What a module says of its own is under sections of its own (`module_section`)."""
+"""Section -> key -> value as given, not yet checked. What a module says of its own is under sections of its
+own (`module_section`)."""
 
 MODULES = "modules"
 """The name of [[modules]]."""
 
 
 MOST_KEYS = 1000
-"""Sections, keys in them and modules of a file together: there are some 200 keys. What is wrong with each takes time to say."""
+"""Sections, keys in them and modules of a file together: there are some 200 keys. What is wrong with
+each takes time to say."""
 
 
 def module_section(number: int, section: str = "") -> str:
@@ -45,10 +47,14 @@ def num_modules(values: Values) -> int:
 
 
 def read_values(text: str, source: str) -> Values:
-    """The sections of a plan file. Raises `PlanError` with the line for text that is no TOML or has keys outside sections."""
+    """The sections of a plan file. Raises `PlanError` with the line for text that is no TOML or has
+    keys outside sections."""
     tables = parse_toml(text, source)
     if (count := sum(1 + len(table) if isinstance(table, dict | list) else 1 for table in tables.values())) > MOST_KEYS:
-        raise PlanError(f"{source}: this file has {count:,} sections, keys and modules, and a plan has at most {MOST_KEYS:,}. Give a plan.")
+        raise PlanError(
+            f"{source}: this file has {count:,} sections, keys and modules, and a plan has at most "
+            f"{MOST_KEYS:,}. Give a plan."
+        )
     lines = dict(_statement_lines(text))
     folder = Path(source).parent
     values: Values = {}
@@ -59,7 +65,10 @@ def read_values(text: str, source: str) -> Values:
             continue
         if not isinstance(table, Mapping):
             what = "a list of sections" if isinstance(table, list) else "a key outside every section"
-            raise PlanError(f"{source}:{line}: {section!r} is {what}. Write [section] once above its keys, such as [layout] above tp.")
+            raise PlanError(
+                f"{source}:{line}: {section!r} is {what}. Write [section] once above its keys, such as "
+                "[layout] above tp."
+            )
         values[section] = {}
         for key, value in table.items():
             line = lines.get((section, key), lines.get((section,), 1))
@@ -86,7 +95,9 @@ def _module_values(tables: list[Mapping[str, Any]], text: str, source: str) -> V
         own = values[module_section(number)] = {}
         for key, value in table.items():
             if isinstance(value, Mapping):
-                values[module_section(number, key)] = {name: given(each, number, key, name) for name, each in value.items()}
+                values[module_section(number, key)] = {
+                    name: given(each, number, key, name) for name, each in value.items()
+                }
             else:
                 own[key] = given(value, number, key)
     return values
@@ -95,7 +106,8 @@ def _module_values(tables: list[Mapping[str, Any]], text: str, source: str) -> V
 _WITHOUT_MEANING = re.compile(
     r'''"""(?:\\.|[^\\])*?"""(?:"{0,2})|\'{3}.*?\'{3}(?:\'{0,2})|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|\#[^\n]*''', re.DOTALL
 )
-"""The strings and comments of a TOML text, in which brackets have no meaning (toml.io, v1.0.0, "String" and "Comment")."""
+"""The strings and comments of a TOML text, in which brackets have no meaning (toml.io, v1.0.0,
+"String" and "Comment")."""
 
 
 def _statement_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:

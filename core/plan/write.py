@@ -39,8 +39,12 @@ def _section(section: str, noun: Any, *, under: str = "") -> str:
         given = sparse_cluster(noun)
     else:
         fields = {key: getattr(noun, key.attribute) for key in keys if key.attribute is not None}
-        given = {key.name: value for key, value in fields.items() if value != key.default or key.dotted in ALWAYS_WRITTEN}
-    return _table(f"[{under}{section}]", {key.name: given[key.name] for key in keys if key.name in given}) if given else ""
+        given = {
+            key.name: value for key, value in fields.items() if value != key.default or key.dotted in ALWAYS_WRITTEN
+        }
+    return (
+        _table(f"[{under}{section}]", {key.name: given[key.name] for key in keys if key.name in given}) if given else ""
+    )
 
 
 def _table(header: str, given: Mapping[str, Any]) -> str:
@@ -62,10 +66,16 @@ def toml_value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        escaped = "".join(_ESCAPES.get(letter, letter) if letter >= " " and letter != "\x7f" else _escape(letter) for letter in value)
+        escaped = "".join(
+            _ESCAPES.get(letter, letter) if letter >= " " and letter != "\x7f" else _escape(letter) for letter in value
+        )
         return f'"{escaped}"'
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + " }" if value else "{}"
+        return (
+            "{ " + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + " }"
+            if value
+            else "{}"
+        )
     return "[" + ", ".join(toml_value(item) for item in value) + "]"
 
 
@@ -88,7 +98,8 @@ def sparse_model(model: ModelSpec) -> dict[str, Any]:
         return full
     base = _fields(model_preset(model.name))
     changed = {name: value for name, value in fields.items() if value != base[name]}
-    return full if None in changed.values() else {"preset": model.name, **changed}  # a file cannot say None over a preset's number
+    # a file cannot say None over a preset's number
+    return full if None in changed.values() else {"preset": model.name, **changed}
 
 
 _REFINEMENTS = {field.name: field.default for field in dataclasses.fields(ModelSpec) if field.name in REFINEMENTS}
@@ -102,11 +113,20 @@ def sparse_cluster(cluster: ClusterSpec) -> dict[str, Any]:
         return fields
     base = _fields(cluster_preset(cluster.name, cluster.num_devices))
     changed = {name: value for name, value in fields.items() if value != base[name] and name != "sources"}
-    told = {name: text for name, text in cluster.sources.items() if base["sources"].get(name) != text and text != SET_IN_PLAN}
+    told = {
+        name: text
+        for name, text in cluster.sources.items()
+        if base["sources"].get(name) != text and text != SET_IN_PLAN
+    }
     sources = {**base["sources"], **dict.fromkeys(changed, SET_IN_PLAN), **told}
     if sources != dict(cluster.sources):
         return {**fields}
-    return {"preset": cluster.name, "num_devices": cluster.num_devices, **changed, **({"sources": told} if told else {})}
+    return {
+        "preset": cluster.name,
+        "num_devices": cluster.num_devices,
+        **changed,
+        **({"sources": told} if told else {}),
+    }
 
 
 def _fields(noun: Any) -> dict[str, Any]:

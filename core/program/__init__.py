@@ -1,11 +1,13 @@
-"""What each action computes and sends on one rank: the one description that is priced and executed. No seconds and no tensors.
+"""What each action computes and sends on one rank: the one description that is priced and executed.
+No seconds and no tensors.
 
-Each layer type is described once, as a `LayerWork`: what its forward, its input gradient and its weight gradient compute and send.
-`operations` assembles the actions of a stage from them. Exact and fast numerics share the products and differ in the collectives:
-fast numerics leave the sum to the library, exact numerics move partial sums and add them in a fixed order (`core.base.reduction`).
+Each layer type is described once, as a `LayerWork`: what its forward, its input gradient and its weight gradient
+compute and send. `operations` assembles the actions of a stage from them. Exact and fast numerics share the products
+and differ in the collectives: fast numerics leave the sum to the library, exact numerics move partial sums and add them
+in a fixed order (`core.base.reduction`).
 
-Letters: b samples per microbatch, s sequence, h hidden, n tensor-parallel size, cp context-parallel size. Norms, biases, activations,
-rotations and softmax are elementwise or row-wise work without products; they are not listed here.
+Letters: b samples per microbatch, s sequence, h hidden, n tensor-parallel size, cp context-parallel size. Norms,
+biases, activations, rotations and softmax are elementwise or row-wise work without products; they are not listed here.
 """
 
 from .actions import are_alike, message_bytes, operations

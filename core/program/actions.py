@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..schedule.action import Kind
 from .context import finish_sequences
-from .gradients import exchanged_of_table, gather_parameters, reduce_gradients, reduce_microbatch, step, step_counts, tied_ends
+from .gradients import (
+    exchanged_of_table,
+    gather_parameters,
+    reduce_gradients,
+    reduce_microbatch,
+    step,
+    step_counts,
+    tied_ends,
+)
 from .layers import stage_work
 from .tensors import Tensors
 from .work import LayerWork, Message, Operation, Operations
@@ -16,13 +24,15 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
 
 
-def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: int = 0, *, cp_rank: int = 0, replica: int = 0) -> Operations:
+def operations(
+    plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: int = 0, *, cp_rank: int = 0, replica: int = 0
+) -> Operations:
     """What one action of a stage computes and sends on one rank, in execution order.
 
-    F, B, I, W, SEND_F and SEND_B are per microbatch; REDUCE_GRAD and UNSHARD per stage; STEP belongs to a pipeline rank and is asked
-    for with its lowest stage. B is I and W together, layer by layer. Receives and RESHARD compute and send nothing. `replica` says
-    which of the stage's pipeline ranks (`plan.placement.ranks[stage]`) is meant. Context-parallel ranks differ in the bytes of exact
-    numerics only.
+    F, B, I, W, SEND_F and SEND_B are per microbatch; REDUCE_GRAD and UNSHARD per stage; STEP belongs to a pipeline rank
+    and is asked for with its lowest stage. B is I and W together, layer by layer. Receives and RESHARD compute and send
+    nothing. `replica` says which of the stage's pipeline ranks (`plan.placement.ranks[stage]`) is meant.
+    Context-parallel ranks differ in the bytes of exact numerics only.
     """
     pp_rank = plan.placement.ranks[stage][replica]
     match kind:
@@ -37,11 +47,17 @@ def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: in
         case Kind.SEND_F | Kind.SEND_B:
             return (Message("", message_bytes(plan, tp_rank)),)
         case Kind.REDUCE_GRAD:
-            copy = 0 if are_alike(plan, kind, pp_rank) else plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank)
+            copy = (
+                0
+                if are_alike(plan, kind, pp_rank)
+                else plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank)
+            )
             return _once(plan, (kind, stage, tp_rank, copy), lambda: _reductions(plan, stage, tp_rank, copy))
         case Kind.UNSHARD:
             return (
-                _once(plan, (kind, stage, tp_rank), lambda: tuple(gather_parameters(plan, stage, tp_rank))) if plan.layout.zero == 3 else ()
+                _once(plan, (kind, stage, tp_rank), lambda: tuple(gather_parameters(plan, stage, tp_rank)))
+                if plan.layout.zero == 3
+                else ()
             )
         case Kind.STEP:
             copy = 0 if are_alike(plan, kind, pp_rank) else dp_rank * plan.layout.cp + cp_rank
@@ -54,8 +70,8 @@ def operations(plan: Plan, kind: Kind, stage: int, tp_rank: int = 0, dp_rank: in
 def are_alike(plan: Plan, kind: Kind, pp_rank: int) -> bool:
     """Whether the copies of a pipeline rank have the same operations of an action.
 
-    They have not where exact numerics reduce gradients, of which each sends the nodes of its own samples, and where STEP sends parts of a
-    tied table.
+    They have not where exact numerics reduce gradients, of which each sends the nodes of its own samples, and where
+    STEP sends parts of a tied table.
     """
     match kind:
         case Kind.REDUCE_GRAD:
@@ -79,7 +95,8 @@ def _reductions(plan: Plan, stage: int, tp_rank: int, copy: int) -> Operations:
 
 
 def message_bytes(plan: Plan, tp_rank: int = 0) -> int:
-    """Bytes of one hidden state, or its gradient, between two stages: b*s/cp*h; with sequence parallelism each rank sends its tokens."""
+    """Bytes of one hidden state, or its gradient, between two stages: b*s/cp*h; with sequence parallelism each
+    rank sends its tokens."""
     tensors = Tensors(plan, tp_rank)
     return tensors.own_tokens * plan.model.hidden_size * tensors.element_bytes
 

@@ -25,8 +25,9 @@ def _grouped(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
 def _latent(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1 and equations 37-47).
 
-    The down-projections are small and held whole, each rank multiplying its own tokens; what is gathered for the up-projections are
-    the low-rank vectors and the rotary key, which all heads share (as in Megatron-Core's `MLASelfAttention`).
+    The down-projections are small and held whole, each rank multiplying its own tokens; what is gathered
+    for the up-projections are the low-rank vectors and the rotary key, which all heads share (as in
+    Megatron-Core's `MLASelfAttention`).
     """
     model, heads = tensors.plan.model, tensors.plan.leaf_sizes.heads
     hidden, rank, rotary = model.hidden_size, model.kv_lora_rank, model.qk_rope_head_dim
@@ -48,15 +49,16 @@ def _latent(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
 
 
 def _core(tensors: Tensors, layer: str) -> LayerWork:
-    """Scores and their product with the values, per query head, over the full square (a causal kernel may skip half of it).
+    """Scores and their product with the values, per query head, over the full square (a causal
+    kernel may skip half of it).
 
-    Backward: the gradient of the scores, then those of values, queries and keys. The second computation of the scores inside a
-    flash kernel is not counted.
+    Backward: the gradient of the scores, then those of values, queries and keys. The second computation of the scores
+    inside a flash kernel is not counted.
 
-    With context parallelism a rank's queries meet the keys and values of the whole sequence, which are gathered for the forward and
-    again for the backward, whose gradients of keys and values are summed back to their owners. Passing them around a ring instead
-    (Liu et al. 2023, Ring Attention) sends the same bytes in cp - 1 steps. Exact numerics send gradients back as the nodes of a tree over
-    blocks of queries, of each the rows that have a value.
+    With context parallelism a rank's queries meet the keys and values of the whole sequence, which are gathered for the
+    forward and again for the backward, whose gradients of keys and values are summed back to their owners. Passing them
+    around a ring instead (Liu et al. 2023, Ring Attention) sends the same bytes in cp - 1 steps. Exact numerics send
+    gradients back as the nodes of a tree over blocks of queries, of each the rows that have a value.
     """
     plan, model = tensors.plan, tensors.plan.model
     q, s, d, v = tensors.sequence, plan.batch.sequence, model.head_dim, model.value_head_dim

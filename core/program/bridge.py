@@ -1,10 +1,11 @@
 """What goes from which rank to which when hidden states pass from one grid of ranks to another, as integer mathematics.
 
-A rank holds a box of the hidden states [sample, token, hidden]: in each dimension some ranges, one behind the other. Data parallelism
-cuts samples, context and sequence parallelism cut tokens, and the ranks of a tensor-parallel group without sequence parallelism are
-replicas. Whatever the degrees on both sides are, a rank needs what is in its own ranges, and the intersection of those with the ranges of
-a source is what that source sends: fan-in, fan-out and uneven cuts are the same rule. Every rank receives every item it holds exactly
-once. Gradients lie as hidden states do, also in replicas, so the way back is the same from destination to source.
+A rank holds a box of the hidden states [sample, token, hidden]: in each dimension some ranges, one behind the other.
+Data parallelism cuts samples, context and sequence parallelism cut tokens, and the ranks of a tensor-parallel group
+without sequence parallelism are replicas. Whatever the degrees on both sides are, a rank needs what is in its own
+ranges, and the intersection of those with the ranges of a source is what that source sends: fan-in, fan-out and uneven
+cuts are the same rule. Every rank receives every item it holds exactly once. Gradients lie as hidden states do, also in
+replicas, so the way back is the same from destination to source.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Box = tuple[Span, Span, Span]
 
 @dataclass(frozen=True)
 class Holding:
-    """The hidden states of one rank: in each dimension ranges of the whole, in the order in which they lie in the rank's tensor.
+    """The hidden states of one rank: in each dimension ranges of the whole, in the order in which they
+    lie in the rank's tensor.
 
     >>> Holding(((0, 2),), ((0, 3), (9, 12)), ((0, 8),)).shape
     (2, 6, 8)
@@ -89,9 +91,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks, and what each holds of the same hidden states. Ranks that hold the same are replicas; all others share nothing.
+    """Ranks, and what each holds of the same hidden states. Ranks that hold the same are replicas;
+    all others share nothing.
 
-    Raises `ValueError` where a rank occurs twice, a holding has an empty or doubled range, or two holdings overlap without being equal.
+    Raises `ValueError` where a rank occurs twice, a holding has an empty or doubled range, or two holdings
+    overlap without being equal.
     """
 
     ranks: tuple[int, ...]
@@ -99,7 +103,9 @@ class Grid:
 
     def __post_init__(self) -> None:
         if len(self.ranks) != len(self.holdings):
-            raise ValueError(f"a grid of {len(self.ranks)} ranks was given {len(self.holdings)} holdings. Give one for each rank.")
+            raise ValueError(
+                f"a grid of {len(self.ranks)} ranks was given {len(self.holdings)} holdings. Give one for each rank."
+            )
         if doubled := [rank for rank, count in Counter(self.ranks).items() if count > 1]:
             raise ValueError(f"a grid names rank {doubled[0]} twice. Each rank has one holding.")
         for rank, holding in zip(self.ranks, self.holdings, strict=True):
@@ -108,7 +114,8 @@ class Grid:
         for one, other in _overlaps(self.replicas, self.replicas):
             if one != other:
                 raise ValueError(
-                    f"ranks {self.replicas[one][0]} ({one}) and {self.replicas[other][0]} ({other}) of a grid share some hidden states "
+                    f"ranks {self.replicas[one][0]} ({one}) and {self.replicas[other][0]} ({other}) of a grid share "
+                    "some hidden states "
                     "and not all. Ranks must hold the same, or nothing in common."
                 )
 
@@ -133,9 +140,9 @@ class Grid:
 def stage_grid(plan: Plan, *, samples: Sequence[Sequence[Span]], pp_rank: int = 0, first_rank: int = 0) -> Grid:
     """The ranks between whose layers the hidden states of a stage lie, and what each holds.
 
-    `samples[dp_rank]` are the ranges of samples of a data-parallel rank; `first_rank` is the global rank of the layout's rank 0. Tokens
-    are cut as context and sequence parallelism do, tensor-parallel ranks without the latter are replicas.
-    Raises `ValueError` for another number of ranges than data-parallel ranks.
+    `samples[dp_rank]` are the ranges of samples of a data-parallel rank; `first_rank` is the global rank of the
+    layout's rank 0. Tokens are cut as context and sequence parallelism do, tensor-parallel ranks without the latter are
+    replicas. Raises `ValueError` for another number of ranges than data-parallel ranks.
     """
     layout, whole = plan.layout, ((0, plan.model.hidden_size),)
     if len(samples) != layout.dp:
@@ -149,11 +156,12 @@ def stage_grid(plan: Plan, *, samples: Sequence[Sequence[Span]], pp_rank: int = 
 
 
 def messages(source: Grid, destination: Grid) -> tuple[Message, ...]:
-    """What fills every rank of `destination` from `source`, sorted by source and destination: an order in which ranks that send and
-    receive one after the other cannot wait for each other in a circle.
+    """What fills every rank of `destination` from `source`, sorted by source and destination: an order in which ranks
+    that send and receive one after the other cannot wait for each other in a circle.
 
-    A rank of both grids takes what it has from itself. Otherwise each box comes from that replica of its source which has sent least so
-    far, the first of them where several have. Raises `ValueError` where the grids do not hold the same hidden states.
+    A rank of both grids takes what it has from itself. Otherwise each box comes from that replica of its source
+    which has sent least so far, the first of them where several have. Raises `ValueError` where the grids do not
+    hold the same hidden states.
     """
     if source.num_items != destination.num_items:
         raise ValueError(
@@ -176,7 +184,8 @@ def messages(source: Grid, destination: Grid) -> tuple[Message, ...]:
             found[chosen, rank] += pieces
         if num_found < wanted.num_items:
             raise ValueError(
-                f"rank {rank} needs {wanted}, but the source ranks {_some(source.ranks)} have only {num_found} of these "
+                f"rank {rank} needs {wanted}, but the source ranks {_some(source.ranks)} have only {num_found} of "
+                "these "
                 f"{wanted.num_items} items. Both grids of a bridge must hold the same samples, tokens and features."
             )
     return tuple(Message(*ends, tuple(found[ends])) for ends in sorted(found))
@@ -184,10 +193,11 @@ def messages(source: Grid, destination: Grid) -> tuple[Message, ...]:
 
 @dataclass(frozen=True)
 class Parcel:
-    """What one rank has of one of its microbatches for one microbatch of another rank. Boxes count samples inside the microbatches.
+    """What one rank has of one of its microbatches for one microbatch of another rank. Boxes count samples
+    inside the microbatches.
 
-    `sample` is the first sample in the batch: ranks that send and receive parcels one after the other, in the order of `sample`, cannot
-    wait for each other in a circle.
+    `sample` is the first sample in the batch: ranks that send and receive parcels one after the other, in the order of
+    `sample`, cannot wait for each other in a circle.
     """
 
     sample: int
@@ -197,8 +207,8 @@ class Parcel:
 
 
 def parcels(source: Grid, destination: Grid, micro_size: int) -> tuple[Parcel, ...]:
-    """`messages` between grids that hold a whole batch, one range of samples a rank, cut into microbatches of `micro_size` samples on both
-    sides; sorted by sample, source and destination. Raises as `messages`."""
+    """`messages` between grids that hold a whole batch, one range of samples a rank, cut into microbatches of
+    `micro_size` samples on both sides; sorted by sample, source and destination. Raises as `messages`."""
     found: dict[tuple[int, int, int, int], list[Piece]] = defaultdict(list)
     firsts: dict[tuple[int, int, int, int], int] = {}
     for message in messages(source, destination):
@@ -214,7 +224,12 @@ def parcels(source: Grid, destination: Grid, micro_size: int) -> tuple[Parcel, .
                 here = lo - ours * micro_size, there - theirs * micro_size
                 cut = ((place, place + size) for place in here)
                 found[key].append(
-                    Piece(*((samples, *box[1:]) for samples, box in zip(cut, (piece.source, piece.destination), strict=True)))
+                    Piece(
+                        *(
+                            (samples, *box[1:])
+                            for samples, box in zip(cut, (piece.source, piece.destination), strict=True)
+                        )
+                    )
                 )
                 lo, there = lo + size, there + size
     made = []
@@ -226,7 +241,8 @@ def parcels(source: Grid, destination: Grid, micro_size: int) -> tuple[Parcel, .
 
 
 def _overlaps(ones: Iterable[Holding], others: Iterable[Holding]) -> Iterator[tuple[Holding, Holding]]:
-    """Every one with every other that it shares an item with. The work grows with what is found, not with the square of the ranks."""
+    """Every one with every other that it shares an item with. The work grows with what is found, not with
+    the square of the ranks."""
     ones, others = list(ones), set(others)
     near = [_near({one.dims[dim] for one in ones}, {other.dims[dim] for other in others}) for dim in range(len(DIMS))]
     for one in ones:
@@ -236,9 +252,12 @@ def _overlaps(ones: Iterable[Holding], others: Iterable[Holding]) -> Iterator[tu
 
 
 def _near(ones: Iterable[Spans], others: Iterable[Spans]) -> dict[Spans, list[Spans]]:
-    """For each list of ranges those of the others that share an item with it, sorted. Ranges are met in the order of their first items."""
+    """For each list of ranges those of the others that share an item with it, sorted. Ranges are met in the order
+    of their first items."""
     found: dict[Spans, set[Spans]] = {one: set() for one in ones}
-    every = sorted((*span, side, spans) for side, group in enumerate((found, others)) for spans in group for span in spans)
+    every = sorted(
+        (*span, side, spans) for side, group in enumerate((found, others)) for spans in group for span in spans
+    )
     open_ranges: tuple[list[tuple[int, Spans]], list[tuple[int, Spans]]] = ([], [])
     for lo, hi, side, spans in every:
         met = open_ranges[1 - side]
@@ -278,9 +297,12 @@ def _placed(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
 
 def _check_spans(rank: int, name: str, spans: Sequence[Span]) -> None:
     ordered = sorted(spans)
-    if any(lo < 0 or lo >= hi for lo, hi in spans) or any(one[1] > other[0] for one, other in itertools.pairwise(ordered)):
+    if any(lo < 0 or lo >= hi for lo, hi in spans) or any(
+        one[1] > other[0] for one, other in itertools.pairwise(ordered)
+    ):
         raise ValueError(
-            f"rank {rank} of a grid holds {name} {_words(spans)}. A range `(lo, hi)` has the items `lo <= item < hi`, one or more, and no "
+            f"rank {rank} of a grid holds {name} {_words(spans)}. A range `(lo, hi)` has the items `lo <= item < "
+            "hi`, one or more, and no "
             "item is in two ranges."
         )
 

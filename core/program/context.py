@@ -1,7 +1,9 @@
-"""Context parallelism in the program of exact numerics: every rank has a part of each sequence, and finishes a part of the gradients.
+"""Context parallelism in the program of exact numerics: every rank has a part of each sequence, and
+finishes a part of the gradients.
 
-After the backward of a microbatch one all-to-all finishes the trees over its sequences, for an even part of the elements of all gradients
-together; REDUCE_GRAD adds these parts over the copies of the stage and brings them together again (`backend.numerics.context_gradients`).
+After the backward of a microbatch one all-to-all finishes the trees over its sequences, for an even part of the
+elements of all gradients together; REDUCE_GRAD adds these parts over the copies of the stage and brings them together
+again (`backend.numerics.context_gradients`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class OpenGradients(NamedTuple):
-    """Elements of the gradients of one kind; each of their `uses` leaves a sum of its own open (heads of multi-token prediction)."""
+    """Elements of the gradients of one kind; each of their `uses` leaves a sum of its own open (heads of
+    multi-token prediction)."""
 
     kind: OpenKind
     uses: int
@@ -32,8 +35,8 @@ class OpenGradients(NamedTuple):
 
 
 def open_gradients(plan: Plan, stage: int, tp_rank: int) -> tuple[OpenGradients, ...]:
-    """The gradients of a stage that context-parallel ranks finish, in the order of the flat vector: not those of experts, nor those of
-    which tensor-parallel ranks know parts until REDUCE_GRAD."""
+    """The gradients of a stage that context-parallel ranks finish, in the order of the flat vector: not those of
+    experts, nor those of which tensor-parallel ranks know parts until REDUCE_GRAD."""
     key = ("open_gradients", stage, tp_rank)
     if key not in plan.memo:
         totals: dict[tuple[int, int], int] = {}
@@ -41,7 +44,9 @@ def open_gradients(plan: Plan, stage: int, tp_rank: int) -> tuple[OpenGradients,
             if not usage.parameter.expert and not _is_partial(plan, usage.parameter):
                 place = open_kind(plan, usage)
                 totals[place] = totals.get(place, 0) + local_elements(plan, usage.parameter, tp_rank)
-        plan.memo[key] = tuple(OpenGradients(OPEN_KINDS[kind], uses, totals[kind, uses]) for kind, uses in sorted(totals))
+        plan.memo[key] = tuple(
+            OpenGradients(OPEN_KINDS[kind], uses, totals[kind, uses]) for kind, uses in sorted(totals)
+        )
     found: tuple[OpenGradients, ...] = plan.memo[key]
     return found
 
@@ -65,7 +70,8 @@ def finish_sequences(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0)
 
 
 def _cut_together(plan: Plan, stage: int, tp_rank: int, given: Sequence[OpenGradients]) -> list[list[OpenGradients]]:
-    """All gradients, of which every rank finishes an even part; with ZeRO each bucket, of which tied tables and routers are some."""
+    """All gradients, of which every rank finishes an even part; with ZeRO each bucket, of which tied tables
+    and routers are some."""
     if not plan.layout.zero:
         return [list(given)]
     dense, tables = list(given), []
@@ -73,7 +79,10 @@ def _cut_together(plan: Plan, stage: int, tp_rank: int, given: Sequence[OpenGrad
         if usage.role:
             kind, uses = open_kind(plan, usage)
             table = OpenGradients(OPEN_KINDS[kind], uses, local_elements(plan, usage.parameter, tp_rank))
-            dense = [each._replace(elements=each.elements - table.elements) if each[:2] == table[:2] else each for each in dense]
+            dense = [
+                each._replace(elements=each.elements - table.elements) if each[:2] == table[:2] else each
+                for each in dense
+            ]
             tables.append([table])
     if not (routers := router_elements(plan, stage)):
         return [dense, *tables]
@@ -98,7 +107,8 @@ def reduce_parts(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> 
 
 
 def reduce_kept(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> Iterator[Operation]:
-    """REDUCE_GRAD of dense gradients with ZeRO: over the copies that hold the same part of them, each of which keeps a part of that."""
+    """REDUCE_GRAD of dense gradients with ZeRO: over the copies that hold the same part of them, each of which
+    keeps a part of that."""
     cp, size, parts = plan.layout.cp, plan.num_copies(stage), num_shards(plan, stage).dense
     sizes = [each.elements for each in bucket_sizes(plan, stage, tp_rank) if not each.is_expert]
     if not sizes:
@@ -116,8 +126,11 @@ def reduce_kept(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> I
         yield from replicated_part(axis, size // parts, copy // parts, kept, num_nodes)
 
 
-def replicated_part(axis: str, size: int, member: int, elements: int, num_nodes: int, layer: str = "") -> Iterator[Collective]:
-    """The tree over those that keep equal parts of so many elements (hybrid sharding), each with so many nodes: all get the sum."""
+def replicated_part(
+    axis: str, size: int, member: int, elements: int, num_nodes: int, layer: str = ""
+) -> Iterator[Collective]:
+    """The tree over those that keep equal parts of so many elements (hybrid sharding), each with so many
+    nodes: all get the sum."""
     lo, hi = cut(elements, size, member)
     yield Collective(layer, "all_to_all", f"{axis}_replicate", size, num_nodes * (elements - (hi - lo)) * PARTIAL_BYTES)
     yield Collective(layer, "all_gather", f"{axis}_replicate", size, (hi - lo) * PARTIAL_BYTES * (size - 1))

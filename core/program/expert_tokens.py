@@ -1,7 +1,9 @@
-"""Which leaves of the expert gradients one copy of the experts makes of the tokens that it sees (`core.layout.routed_tokens`).
+"""Which leaves of the expert gradients one copy of the experts makes of the tokens that it sees
+(`core.layout.routed_tokens`).
 
-In exact numerics the copies of tokens are multiplied in groups of one (sample, token block, expert), and a leaf of an expert's gradient is
-what one group gives. A *copy of the experts* is the ranks of one etp x ep grid: together they see all tokens that these ranks hold.
+In exact numerics the copies of tokens are multiplied in groups of one (sample, token block, expert), and a leaf of an
+expert's gradient is what one group gives. A *copy of the experts* is the ranks of one etp x ep grid: together they see
+all tokens that these ranks hold.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ def routed_tokens(plan: Plan) -> RoutedTokens:
     """Those of a plan."""
     sizes, layout = plan.leaf_sizes, plan.layout
     return RoutedTokens(
-        plan.batch.sequence, layout.tp, layout.cp, plan.numerics.mode == "exact", sizes.gradient_token_block, sizes.reduction_token_block
+        plan.batch.sequence,
+        layout.tp,
+        layout.cp,
+        plan.numerics.mode == "exact",
+        sizes.gradient_token_block,
+        sizes.reduction_token_block,
     )
 
 
@@ -32,8 +39,9 @@ def num_token_blocks(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class ExpertNodes:
-    """What a copy of the experts has of an expert gradient when all its microbatches are in: `whole` are nodes of the batch's tree over
-    samples, `parts` nodes `(sample, node)` of the tree over token blocks of samples whose other blocks went to other copies."""
+    """What a copy of the experts has of an expert gradient when all its microbatches are in: `whole` are nodes of the
+    batch's tree over samples, `parts` nodes `(sample, node)` of the tree over token blocks of samples whose other
+    blocks went to other copies."""
 
     whole: tuple[Node, ...]
     parts: tuple[tuple[int, Node], ...]
@@ -55,7 +63,12 @@ def joined_nodes(num_samples: int, num_blocks: int, nodes: Iterable[ExpertNodes]
 
 def expert_nodes(plan: Plan, stage: int, global_rank: int) -> ExpertNodes:
     """The nodes that the copy of the experts on a rank holds of a stage's gradients before REDUCE_GRAD."""
-    key = ("expert_nodes", stage, plan.layout.expert_coordinates(global_rank)["dp"], plan.layout.coordinates(global_rank)["pp"])
+    key = (
+        "expert_nodes",
+        stage,
+        plan.layout.expert_coordinates(global_rank)["dp"],
+        plan.layout.coordinates(global_rank)["pp"],
+    )
     if key not in plan.memo:
         plan.memo[key] = _expert_nodes(plan, stage, global_rank)
     found: ExpertNodes = plan.memo[key]
@@ -63,7 +76,11 @@ def expert_nodes(plan: Plan, stage: int, global_rank: int) -> ExpertNodes:
 
 
 def _expert_nodes(plan: Plan, stage: int, global_rank: int) -> ExpertNodes:
-    pp_rank, num_samples, num_blocks = plan.layout.coordinates(global_rank)["pp"], plan.batch.global_size, num_token_blocks(plan)
+    pp_rank, num_samples, num_blocks = (
+        plan.layout.coordinates(global_rank)["pp"],
+        plan.batch.global_size,
+        num_token_blocks(plan),
+    )
     whole: CarryTree[None] = CarryTree(num_samples, lambda left, right: None)
     parts: list[tuple[int, Node]] = []
     for dp_rank, pieces in routed_tokens(plan).seen(plan.layout, global_rank).items():

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 from ..base.reduction import cut, maximal_nodes
 from ..layout.stage_parameters import stage_parameters
 from ..model.parameters import Parameter, embedding_parameters
-from .buckets import ROUTERS, BucketSize, are_bucketed, bucket_sizes, gathered_sizes, kept_interval, sums_are_sharded, waits_for_parts
+from .buckets import (
+    ROUTERS,
+    BucketSize,
+    are_bucketed,
+    bucket_sizes,
+    gathered_sizes,
+    kept_interval,
+    sums_are_sharded,
+    waits_for_parts,
+)
 from .context import reduce_kept, reduce_parts, replicated_part
 from .expert_tokens import ExpertNodes, expert_nodes, joined_nodes, num_token_blocks
 from .holdings import (
@@ -45,17 +54,20 @@ STEP_COUNT_BYTES = 8
 
 
 def copies_axis(plan: Plan, stage: int) -> str:
-    """The axis over which the copies of a stage add their gradients: `dp`, or `replica` (dp and pipeline replicas together)."""
+    """The axis over which the copies of a stage add their gradients: `dp`, or `replica` (dp and
+    pipeline replicas together)."""
     return "dp" if len(plan.placement.ranks[stage]) == 1 else "replica"
 
 
 def own_token_parameters(plan: Plan, stage: int) -> tuple[Parameter, ...]:
-    """The parameters of a stage whose gradients a tensor-parallel rank knows for its own tokens only, until REDUCE_GRAD adds them over tp.
+    """The parameters of a stage whose gradients a tensor-parallel rank knows for its own tokens only, until
+    REDUCE_GRAD adds them over tp.
 
-    With sequence parallelism these are what no rank cuts and what is applied to own tokens: norms, biases after a row-parallel layer,
-    and in fast numerics routers and the down-projections of latent attention. All other gradients come from products over all tokens, and
-    the tables of the embedding from the tokens that its backward gathers. Norms of query and key heads are always among them: a rank knows
-    their gradients for its own heads only (Megatron-Core sums these with the layer norms', `finalize_model_grads.py`).
+    With sequence parallelism these are what no rank cuts and what is applied to own tokens: norms, biases after a
+    row-parallel layer, and in fast numerics routers and the down-projections of latent attention. All other gradients
+    come from products over all tokens, and the tables of the embedding from the tokens that its backward gathers. Norms
+    of query and key heads are always among them: a rank knows their gradients for its own heads only (Megatron-Core
+    sums these with the layer norms', `finalize_model_grads.py`).
     """
     split, exact = plan.layout.sequence_parallel, plan.numerics.mode == "exact"
     if plan.layout.tp == 1 or not (split or plan.model.qk_norm):
@@ -70,11 +82,12 @@ def gradient_bytes(plan: Plan) -> int:
 
 
 def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterator[Operation]:
-    """The gradients of a stage, flat: over tensor parallelism what each rank knows for its tokens only, then over all copies, those of
-    experts over theirs.
+    """The gradients of a stage, flat: over tensor parallelism what each rank knows for its tokens only, then over all
+    copies, those of experts over theirs.
 
-    With ZeRO 1 and above each copy keeps a part of the sum, so the second half of the reduction falls away; with hybrid sharding the
-    parts are then added over the groups that hold a copy each (Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
+    With ZeRO 1 and above each copy keeps a part of the sum, so the second half of the reduction falls away;
+    with hybrid sharding the parts are then added over the groups that hold a copy each (Zhao et al. 2023,
+    PyTorch FSDP, section 3.2.2).
     """
     layout = plan.layout
     if layout.tp > 1 and (partial := partial_elements(plan, stage)):
@@ -95,24 +108,40 @@ def reduce_gradients(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
             continue
         payload = -(-elements // parts) * parts * gradient_bytes(plan)  # parts of one length
         if parts > 1 and not (each_microbatch and not waits_for_parts(plan, layer)):
-            yield Collective(layer, "reduce_scatter", axis if parts == size else f"{axis}_shard", parts, scattered_bytes(payload, parts))
+            yield Collective(
+                layer,
+                "reduce_scatter",
+                axis if parts == size else f"{axis}_shard",
+                parts,
+                scattered_bytes(payload, parts),
+            )
         if parts < size:
             others = size // parts
-            yield Collective(layer, "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (payload // parts) // others))
+            yield Collective(
+                layer, "all_reduce", f"{axis}_replicate", others, -(-2 * (others - 1) * (payload // parts) // others)
+            )
 
 
 def reduce_microbatch(plan: Plan, stage: int, tp_rank: int = 0) -> Iterator[Collective]:
-    """What follows the weight gradients of a microbatch where sums are sharded: every rank keeps its part of each bucket."""
+    """What follows the weight gradients of a microbatch where sums are sharded: every rank keeps
+    its part of each bucket."""
     if not sums_are_sharded(plan):
         return
     for layer, axis, elements, size, parts in _bucketed(plan, stage, bucket_sizes(plan, stage, tp_rank)):
         if parts > 1 and not waits_for_parts(plan, layer):
             payload = -(-elements // parts) * parts * gradient_bytes(plan)
-            yield Collective(layer, "reduce_scatter", axis if parts == size else f"{axis}_shard", parts, scattered_bytes(payload, parts))
+            yield Collective(
+                layer,
+                "reduce_scatter",
+                axis if parts == size else f"{axis}_shard",
+                parts,
+                scattered_bytes(payload, parts),
+            )
 
 
 def step_counts(plan: Plan, stage: int) -> Iterator[Operation]:
-    """REDUCE_GRAD where experts have a bias: how many of a step's tokens chose each, over all ranks that saw different tokens."""
+    """REDUCE_GRAD where experts have a bias: how many of a step's tokens chose each, over all ranks that
+    saw different tokens."""
     model, layout = plan.model, plan.layout
     if not model.expert_bias:
         return
@@ -132,10 +161,11 @@ def gather_parameters(plan: Plan, stage: int, tp_rank: int) -> Iterator[Operatio
 
 
 def tied_ends(plan: Plan, pp_rank: int) -> tuple[int, ...]:
-    """The pipeline ranks of first and last stage that add up a table both use together with this rank; () where nothing is to be sent.
+    """The pipeline ranks of first and last stage that add up a table both use together with this rank; ()
+    where nothing is to be sent.
 
-    The output head is not the token table and nothing else on the last stage reads it, the rank holds neither stage, or it holds both
-    and, where ZeRO cuts their sums, in one replica.
+    The output head is not the token table and nothing else on the last stage reads it, the rank holds neither stage, or
+    it holds both and, where ZeRO cuts their sums, in one replica.
     """
     if not plan.model.shares_table:
         return ()
@@ -143,8 +173,8 @@ def tied_ends(plan: Plan, pp_rank: int) -> tuple[int, ...]:
 
 
 def step(plan: Plan, pp_rank: int, tp_rank: int, copy: int = 0) -> Iterator[Operation]:
-    """The two sums of a table that first and last stage share, the gradient norm, the loss, what routers add to it, and with ZeRO 1 or 2
-    the updated weights. `copy` counts the copies of the pipeline rank's stages."""
+    """The two sums of a table that first and last stage share, the gradient norm, the loss, what routers add to it, and
+    with ZeRO 1 or 2 the updated weights. `copy` counts the copies of the pipeline rank's stages."""
     layout = plan.layout
     copies, model_ranks = layout.dp * layout.cp, layout.tp * layout.pp
     if tied_ends(plan, pp_rank):
@@ -177,11 +207,15 @@ def exchanged_of_table(plan: Plan, pp_rank: int, tp_rank: int, copy: int) -> int
     if not plan.layout.zero:
         return table
     # of each end that it holds a rank has a part of the sum
-    return sum(_kept_of_table(plan, table, stage, pp_rank, copy) for stage in {0, len(plan.stages) - 1} & {*rank_stages(plan, pp_rank)})
+    return sum(
+        _kept_of_table(plan, table, stage, pp_rank, copy)
+        for stage in {0, len(plan.stages) - 1} & {*rank_stages(plan, pp_rank)}
+    )
 
 
 def _kept_of_table(plan: Plan, elements: int, stage: int, pp_rank: int, copy: int) -> int:
-    """How many elements of a table's sum a rank keeps of a stage; `copy` counts the copies of its data-parallel group."""
+    """How many elements of a table's sum a rank keeps of a stage; `copy` counts the copies of
+    its data-parallel group."""
     dp_rank, cp_rank = divmod(copy, plan.layout.cp)
     own, parts = plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank), num_shards(plan, stage).dense
     lo, hi = kept_interval(elements, parts, plan.layout.cp if sequences_are_cut(plan) else 1, own % parts)
@@ -207,11 +241,13 @@ def _bucketed(plan: Plan, stage: int, sizes: Sequence[BucketSize]) -> Iterator[t
             yield layer, axes[is_expert], elements, copies[is_expert], shards[is_expert]
 
 
-def _over_parts(plan: Plan, partial: Mapping[KnownPart, int], tp_rank: int, cp_rank: int, samples: tuple[int, int]) -> Iterator[Operation]:
+def _over_parts(
+    plan: Plan, partial: Mapping[KnownPart, int], tp_rank: int, cp_rank: int, samples: tuple[int, int]
+) -> Iterator[Operation]:
     """The sum over tensor-parallel ranks of what each knows for its own tokens, or its own heads.
 
-    Exact numerics nest this tree in the batch's: a rank keeps the nodes of its tokens (or heads) for every sample, and here each rank
-    finishes the samples, and the batch's tree over them, for an even part of the elements.
+    Exact numerics nest this tree in the batch's: a rank keeps the nodes of its tokens (or heads) for every sample, and
+    here each rank finishes the samples, and the batch's tree over them, for an even part of the elements.
     """
     tp, cp = plan.layout.tp, plan.layout.cp
     if plan.numerics.mode == "fast":
@@ -221,9 +257,13 @@ def _over_parts(plan: Plan, partial: Mapping[KnownPart, int], tp_rank: int, cp_r
         lo, hi = cut(elements, tp * cp, cp_rank * tp + tp_rank)
         nodes = plan.leaf_sizes.nodes_of(known, plan.batch.sequence, tp, tp_rank, cp=cp, cp_rank=cp_rank)
         num_rows, axis = (samples[1] - samples[0]) * len(nodes), "tp" if cp == 1 else "tp_cp"
-        yield Collective(PART_LAYERS[known], "all_to_all", axis, tp * cp, num_rows * (elements - (hi - lo)) * PARTIAL_BYTES)
+        yield Collective(
+            PART_LAYERS[known], "all_to_all", axis, tp * cp, num_rows * (elements - (hi - lo)) * PARTIAL_BYTES
+        )
         num_nodes = len(maximal_nodes(plan.batch.global_size, *samples))
-        yield Collective(PART_LAYERS[known], "all_gather", axis, tp * cp, num_nodes * (hi - lo) * PARTIAL_BYTES * (tp * cp - 1))
+        yield Collective(
+            PART_LAYERS[known], "all_gather", axis, tp * cp, num_nodes * (hi - lo) * PARTIAL_BYTES * (tp * cp - 1)
+        )
 
 
 def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterator[Operation]:
@@ -256,7 +296,8 @@ def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
 
 
 def _nodes_of_shard(plan: Plan, stage: int, global_rank: int, member: int, parts: int) -> ExpertNodes:
-    """What the copies of the experts have together of which each keeps a part (hybrid sharding); `member` is the rank's place among all."""
+    """What the copies of the experts have together of which each keeps a part (hybrid sharding); `member` is the
+    rank's place among all."""
     owners, here = plan.placement.ranks[stage], plan.layout.coordinates(global_rank)
     by_pp: dict[int, list[int]] = {owner: [] for owner in owners}
     for rank in plan.layout.expert_group_of(global_rank, "dp-pp" if len(owners) > 1 else "dp"):
@@ -269,9 +310,16 @@ def _nodes_of_shard(plan: Plan, stage: int, global_rank: int, member: int, parts
 
 
 def _tree_over(
-    plan: Plan, axis: str, sizes: tuple[int, int], member: int, elements: int, num_nodes: tuple[int, int], layer: str = ""
+    plan: Plan,
+    axis: str,
+    sizes: tuple[int, int],
+    member: int,
+    elements: int,
+    num_nodes: tuple[int, int],
+    layer: str = "",
 ) -> Iterator[Operation]:
-    """The tree over (all copies, those that keep a part each), for what has so many nodes on (one of them, the latter together)."""
+    """The tree over (all copies, those that keep a part each), for what has so many nodes on (one of them,
+    the latter together)."""
     size, parts = sizes
     if size == 1 or not elements:  # a stage without layers has none
         return

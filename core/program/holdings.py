@@ -43,7 +43,8 @@ def local_elements(plan: Plan, parameter: Parameter, tp_rank: int = 0) -> int:
 
 
 def held_elements(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
-    """Parameter elements that a tensor-parallel rank of a stage holds, before any ZeRO cut; a shared table once per stage."""
+    """Parameter elements that a tensor-parallel rank of a stage holds, before any ZeRO cut; a shared
+    table once per stage."""
     key = ("held_elements", stage, tp_rank)
     if key not in plan.memo:
         plan.memo[key] = _held(plan, stage, tp_rank)
@@ -70,7 +71,8 @@ def num_routers(plan: Plan, stage: int) -> int:
 
 
 def held_gradients(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
-    """Gradient elements that a stage accumulates: as its parameters, but a table used at both ends of one stage counts twice."""
+    """Gradient elements that a stage accumulates: as its parameters, but a table used at both ends of
+    one stage counts twice."""
     held, content = held_elements(plan, stage, tp_rank), plan.stages[stage]
     if plan.model.shares_table and content.embedding and content.head:
         return Held(held.dense + local_elements(plan, next(embedding_parameters(plan.model)), tp_rank), held.expert)
@@ -78,7 +80,8 @@ def held_gradients(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
 
 
 def known_part(parameter: Parameter, *, sequence_parallel: bool, exact: bool) -> KnownPart | None:
-    """What a tensor-parallel rank knows of a parameter's gradient: what comes from its own tokens, or its own heads; None is all of it.
+    """What a tensor-parallel rank knows of a parameter's gradient: what comes from its own tokens, or its own
+    heads; None is all of it.
 
     Exact numerics multiply the matrices that no rank cuts with all tokens (`linear.whole`).
     """
@@ -97,11 +100,15 @@ def knows_heads(parameter: Parameter) -> bool:
 
 
 def partial_elements(plan: Plan, stage: int) -> dict[KnownPart, int]:
-    """Elements of a stage whose gradients REDUCE_GRAD adds up over tensor parallelism, by what a rank knows of them (`known_part`)."""
+    """Elements of a stage whose gradients REDUCE_GRAD adds up over tensor parallelism, by what a rank knows
+    of them (`known_part`)."""
     model, split = plan.model, plan.layout.sequence_parallel
     found: dict[KnownPart, int] = {}
     for kind in KNOWN_PARTS if split or model.qk_norm else ():
-        parts = (_elements_of(model, group.kind, kind, split, plan.numerics.mode == "exact") for group in stage_groups(plan, stage))
+        parts = (
+            _elements_of(model, group.kind, kind, split, plan.numerics.mode == "exact")
+            for group in stage_groups(plan, stage)
+        )
         counts = [group.count for group in stage_groups(plan, stage)]
         if total := sum(count * elements for count, elements in zip(counts, parts, strict=True)):
             found[kind] = total
@@ -109,29 +116,33 @@ def partial_elements(plan: Plan, stage: int) -> dict[KnownPart, int]:
 
 
 def num_copies(plan: Plan, stage: int) -> Held:
-    """Ranks that add up the gradients of a stage: dp*cp for dense parameters, the experts' own data parallelism for theirs, times two
-    where the placement has replicas of the stage."""
+    """Ranks that add up the gradients of a stage: dp*cp for dense parameters, the experts' own data parallelism for
+    theirs, times two where the placement has replicas of the stage."""
     replicas = len(plan.placement.ranks[stage])
     return Held(plan.layout.dp * plan.layout.cp * replicas, plan.layout.expert_dp * replicas)
 
 
 def num_shards(plan: Plan, stage: int) -> Held:
-    """Parts into which ZeRO cuts what it cuts: one per copy, or as many as `data_parallel.shard` says (hybrid sharding), of which
-    experts, spread over ep*etp ranks already, have that many times fewer."""
+    """Parts into which ZeRO cuts what it cuts: one per copy, or as many as `data_parallel.shard` says (hybrid
+    sharding), of which experts, spread over ep*etp ranks already, have that many times fewer."""
     copies, shard = num_copies(plan, stage), plan.data_parallel.shard
     if shard is None:
         return copies
     layout = plan.layout
-    return Held(min(shard, copies.dense), min(max(1, shard * layout.tp // (layout.expert_tp * layout.ep)), copies.expert))
+    return Held(
+        min(shard, copies.dense), min(max(1, shard * layout.tp // (layout.expert_tp * layout.ep)), copies.expert)
+    )
 
 
 def stage_elements(plan: Plan, stage: int, tp_rank: int = 0) -> int:
-    """Parameter elements that a tensor-parallel rank of a stage holds, before any ZeRO cut; a shared table once per stage."""
+    """Parameter elements that a tensor-parallel rank of a stage holds, before any ZeRO cut; a shared
+    table once per stage."""
     return sum(held_elements(plan, stage, tp_rank))
 
 
 def gradient_elements(plan: Plan, stage: int, tp_rank: int = 0) -> int:
-    """Gradient elements that a stage accumulates: as its parameters, but a table used at both ends of one stage counts twice."""
+    """Gradient elements that a stage accumulates: as its parameters, but a table used at both ends of
+    one stage counts twice."""
     return sum(held_gradients(plan, stage, tp_rank))
 
 
@@ -178,7 +189,11 @@ def _part(model: ModelSpec, leaf_sizes: LeafSizes, grid: _Grid, tp_rank: int, ki
 @lru_cache(maxsize=1024)
 def _elements_of(model: ModelSpec, kind: str, known: KnownPart, split: bool, exact: bool) -> int:
     parts = _part_parameters(model, kind)
-    return sum(parameter.num_elements for parameter in parts if known_part(parameter, sequence_parallel=split, exact=exact) == known)
+    return sum(
+        parameter.num_elements
+        for parameter in parts
+        if known_part(parameter, sequence_parallel=split, exact=exact) == known
+    )
 
 
 def _part_parameters(model: ModelSpec, kind: str) -> Iterator[Parameter]:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """`count` parts of a stage that are alike but for their names; `layer` is the first of them, or the number of the MTP module.
+    """`count` parts of a stage that are alike but for their names; `layer` is the first of them, or the
+    number of the MTP module.
 
     `recomputed` means that only their input is kept.
     """
@@ -33,7 +34,8 @@ class Group:
 
 
 def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
-    """What a stage holds, in forward order, with equal parts counted together: what prices one part has priced the stage."""
+    """What a stage holds, in forward order, with equal parts counted together: what prices one part
+    has priced the stage."""
     key = ("stage_groups", stage)
     if key not in plan.memo:
         plan.memo[key] = _groups(plan, stage)
@@ -96,7 +98,8 @@ def _stage_work(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> tuple[Lay
 def _first_alike(plan: Plan, tp_rank: int) -> int:
     """The lowest tensor-parallel rank whose layers compute and send what this one's do.
 
-    Only dense layers of fast numerics are compared, by the sizes they are made of: of exact sums every rank has other nodes.
+    Only dense layers of fast numerics are compared, by the sizes they are made of: of exact sums
+    every rank has other nodes.
     """
     if plan.numerics.mode == "exact" or plan.model.is_moe:
         return tp_rank
@@ -114,24 +117,29 @@ def _share(plan: Plan, tp_rank: int) -> tuple[int, ...]:
 
 
 def embedding_work(plan: Plan, tp_rank: int = 0, layer: str = "embedding.tokens") -> LayerWork:
-    """Token lookup: each rank brings the rows it owns, and the sum over ranks picks the one that is there. The gradient of its rows
-    needs all tokens."""
+    """Token lookup: each rank brings the rows it owns, and the sum over ranks picks the one that is there. The gradient
+    of its rows needs all tokens."""
     tensors, hidden = Tensors(plan, tp_rank), plan.model.hidden_size
     return LayerWork(
-        layer, tensors.reduce(layer, None, hidden), (*tensors.gather(layer, hidden), *tensors.gather_sequence(layer, hidden)), ()
+        layer,
+        tensors.reduce(layer, None, hidden),
+        (*tensors.gather(layer, hidden), *tensors.gather_sequence(layer, hidden)),
+        (),
     )
 
 
 def transformer_work(plan: Plan, layer: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
-    """One transformer layer: attention, then a dense MLP or one with experts. Layers of one `Group` differ in their names only."""
+    """One transformer layer: attention, then a dense MLP or one with experts. Layers of one `Group`
+    differ in their names only."""
     tensors, prefix = Tensors(plan, tp_rank, cp_rank), layer_prefix(layer)
     works = (*attention_work(tensors, prefix), *mlp_work(tensors, prefix, moe=plan.model.layer_is_moe(layer)))
     return with_recomputation(tensors, layer, works)
 
 
 def mtp_work(plan: Plan, depth: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
-    """One module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21-23): the embedding of the next
-    token joins the hidden state through a projection of both, then come a transformer layer and the model's own output head.
+    """One module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21-23): the
+    embedding of the next token joins the hidden state through a projection of both, then come a transformer layer
+    and the model's own output head.
 
     The projection is held whole, each rank multiplying its own tokens.
     """

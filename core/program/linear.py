@@ -9,11 +9,14 @@ from .tensors import Tensors
 from .work import LayerWork, Operations, Product
 
 
-def column(tensors: Tensors, layer: str, leaves: Leaves, unit: int, *, in_features: int | None = None, num_beside: int = 0) -> LayerWork:
-    """Output features cut. The input gradient sums over them, hence over ranks; tokens gathered for the forward are gathered again
-    for the weight gradient rather than kept (Korthikanti et al. 2022, section 4.2.2).
+def column(
+    tensors: Tensors, layer: str, leaves: Leaves, unit: int, *, in_features: int | None = None, num_beside: int = 0
+) -> LayerWork:
+    """Output features cut. The input gradient sums over them, hence over ranks; tokens gathered for the forward are
+    gathered again for the weight gradient rather than kept (Korthikanti et al. 2022, section 4.2.2).
 
-    `in_features` is the hidden size unless given; `num_beside` more features of each token travel with the input and its gradient.
+    `in_features` is the hidden size unless given; `num_beside` more features of each token travel with
+    the input and its gradient.
     """
     k = tensors.plan.model.hidden_size if in_features is None else in_features
     m, n = tensors.tokens, tensors.owned(leaves, unit)
@@ -45,11 +48,12 @@ def whole(
     dtype: Literal["fp32"] | None = None,
     input_dtype: Literal["fp32"] | None = None,
 ) -> LayerWork:
-    """Nothing cut: every rank multiplies the tokens it holds. `dtype` is given where that is not done in the plan's precision,
-    `input_dtype` where the input itself is not in it.
+    """Nothing cut: every rank multiplies the tokens it holds. `dtype` is given where that is not done in the plan's
+    precision, `input_dtype` where the input itself is not in it.
 
-    Under sequence parallelism fast numerics leave the gradient to REDUCE_GRAD; exact ones gather the tokens of both factors, and every
-    rank computes the whole of it: the blocks of tokens it is made of are longer than those between which sequence parallelism cuts.
+    Under sequence parallelism fast numerics leave the gradient to REDUCE_GRAD; exact ones gather the tokens of both
+    factors, and every rank computes the whole of it: the blocks of tokens it is made of are longer than those between
+    which sequence parallelism cuts.
     """
     m, n, k = tensors.own_tokens, out_features, in_features
     gathered: Operations = ()

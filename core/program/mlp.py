@@ -23,7 +23,11 @@ def mlp_work(tensors: Tensors, prefix: str, *, moe: bool) -> tuple[LayerWork, ..
     if not moe:
         return _dense(tensors, f"{prefix}.mlp", "ffn")
     works = (router_work(tensors, f"{prefix}.mlp.router"), *_experts(tensors, f"{prefix}.mlp"))
-    return (*works, *_dense(tensors, f"{prefix}.mlp.shared", "shared_ffn")) if tensors.plan.model.num_shared_experts else works
+    return (
+        (*works, *_dense(tensors, f"{prefix}.mlp.shared", "shared_ffn"))
+        if tensors.plan.model.num_shared_experts
+        else works
+    )
 
 
 def _dense(tensors: Tensors, prefix: str, feature: Literal["ffn", "shared_ffn"]) -> tuple[LayerWork, ...]:
@@ -35,12 +39,14 @@ def _dense(tensors: Tensors, prefix: str, feature: Literal["ffn", "shared_ffn"])
 
 
 def _experts(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
-    """Dispatch, the two products of the local experts, and combine, with every expert taking an equal share of the tokens.
+    """Dispatch, the two products of the local experts, and combine, with every expert taking an
+    equal share of the tokens.
 
-    A rank sends a copy of each of its tokens to each of the token's experts; with expert tensor parallelism the members of `etp`
-    bring what they were sent together, and each computes with its part of the experts' width (Megatron-Core's all-to-all dispatcher;
-    Liu et al. 2025, MoE Parallel Folding, arXiv 2504.14960, section 3.2). The backward goes the same way back. Where tensor-parallel
-    ranks all hold the same tokens, each sends an even part of them, and the results and gradients of all parts are gathered.
+    A rank sends a copy of each of its tokens to each of the token's experts; with expert tensor parallelism the members
+    of `etp` bring what they were sent together, and each computes with its part of the experts' width (Megatron-Core's
+    all-to-all dispatcher; Liu et al. 2025, MoE Parallel Folding, arXiv 2504.14960, section 3.2). The backward goes the
+    same way back. Where tensor-parallel ranks all hold the same tokens, each sends an even part of them, and the
+    results and gradients of all parts are gathered.
     """
     plan, model, layout = tensors.plan, tensors.plan.model, tensors.plan.layout
     up, down, dispatch, combine = (f"{prefix}.{part}" for part in ("experts.up", "experts.down", "dispatch", "combine"))
@@ -98,7 +104,8 @@ class _Sent:
         return self.num_copies * self.tensors.plan.model.hidden_size * self.tensors.element_bytes
 
     def counts(self, layer: str) -> Operations:
-        """How many copies of each piece of the tokens (`core.program.expert_tokens`) go to each expert, before the copies."""
+        """How many copies of each piece of the tokens (`core.program.expert_tokens`) go to each
+        expert, before the copies."""
         plan, layout = self.tensors.plan, self.tensors.plan.layout
         num_pieces = plan.batch.micro_size * len(self.routed.pieces(self.tensors.tp_rank, self.tensors.cp_rank))
         counts = plan.model.num_experts * num_pieces * COUNT_BYTES
@@ -107,22 +114,30 @@ class _Sent:
         return (*(over_ep if layout.ep > 1 else ()), *(over_etp if layout.expert_tp > 1 else ()))
 
     def to_experts(self, layer: str) -> Operations:
-        """Copies of tokens, or gradients of their results, on the way to experts: an all-to-all, then a gather over `etp`."""
+        """Copies of tokens, or gradients of their results, on the way to experts: an all-to-all,
+        then a gather over `etp`."""
         etp = self.tensors.plan.layout.expert_tp
         gather = (Collective(layer, "all_gather", "etp", etp, self.copies_bytes * (etp - 1)),) if etp > 1 else ()
         return (*self._exchanged(layer), *gather)
 
     def from_experts(self, layer: str) -> Operations:
-        """The way back: partial sums are added over `etp`, in exact numerics as nodes of the tree over the expert's width."""
+        """The way back: partial sums are added over `etp`, in exact numerics as nodes of the tree
+        over the expert's width."""
         plan, etp = self.tensors.plan, self.tensors.plan.layout.expert_tp
         if etp == 1:
             return self._exchanged(layer)
         if plan.numerics.mode == "fast":
-            return (Collective(layer, "reduce_scatter", "etp", etp, self.copies_bytes * (etp - 1)), *self._exchanged(layer))
+            return (
+                Collective(layer, "reduce_scatter", "etp", etp, self.copies_bytes * (etp - 1)),
+                *self._exchanged(layer),
+            )
         leaves = plan.leaf_sizes.feature("expert_ffn")
         num_nodes = len(maximal_nodes(leaves.num_leaves, *leaves.owned(etp, self.tensors.tp_rank % etp)))
         partial_bytes = self.num_copies * plan.model.hidden_size * PARTIAL_BYTES
-        return (Collective(layer, "all_to_all", "etp", etp, num_nodes * partial_bytes * (etp - 1)), *self._exchanged(layer))
+        return (
+            Collective(layer, "all_to_all", "etp", etp, num_nodes * partial_bytes * (etp - 1)),
+            *self._exchanged(layer),
+        )
 
     def gathered(self, layer: str, token_bytes: int) -> Operations:
         """What every tensor-parallel rank has of its part of the tokens, where all hold the same."""

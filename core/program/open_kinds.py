@@ -11,12 +11,14 @@ if TYPE_CHECKING:
 
 OpenKind = Literal["blocks", "tokens", "heads", "whole"]
 OPEN_KINDS: tuple[OpenKind, ...] = ("blocks", "tokens", "heads", "whole")
-"""What a gradient's sum over a sequence is made of: token blocks, the finer ones of norms and biases, those of every head; whole are
-gradients that every context-parallel rank has, because it knows the whole sequence. In the order in which they lie in the flat vector."""
+"""What a gradient's sum over a sequence is made of: token blocks, the finer ones of norms and biases, those of every
+head; whole are gradients that every context-parallel rank has, because it knows the whole sequence. In the order in
+which they lie in the flat vector."""
 
 
 def open_kind(plan: Plan, usage: Usage) -> tuple[int, int]:
-    """The kind, by its place in `OPEN_KINDS`, and how many uses of the parameter leave a sum open: gradients lie in this order."""
+    """The kind, by its place in `OPEN_KINDS`, and how many uses of the parameter leave a sum open:
+    gradients lie in this order."""
     kind, uses = _kind(plan, usage)
     return OPEN_KINDS.index(kind), uses
 

@@ -18,11 +18,19 @@ _PARTS = {
     "core_attn": ("attention.core",),
     "mla_up_proj": ("attention.q", "attention.q_up", "attention.kv_up"),
     "mlp": ("mlp.up", "mlp.down"),
-    "moe": ("mlp.router", "mlp.dispatch", "mlp.experts.up", "mlp.experts.down", "mlp.combine", "mlp.shared.up", "mlp.shared.down"),
+    "moe": (
+        "mlp.router",
+        "mlp.dispatch",
+        "mlp.experts.up",
+        "mlp.experts.down",
+        "mlp.combine",
+        "mlp.shared.up",
+        "mlp.shared.down",
+    ),
     "shared_experts": ("mlp.shared.up", "mlp.shared.down"),
 }
-"""Module of selective recomputation -> the parts of a layer it repeats (Megatron-Core's `--recompute-modules`). `norm`, `mlp_act`
-and `moe_act` repeat elementwise work only, which is not listed among operations."""
+"""Module of selective recomputation -> the parts of a layer it repeats (Megatron-Core's `--recompute-modules`). `norm`,
+`mlp_act` and `moe_act` repeat elementwise work only, which is not listed among operations."""
 
 
 def recomputed_modules(plan: Plan) -> frozenset[str]:
@@ -31,8 +39,9 @@ def recomputed_modules(plan: Plan) -> frozenset[str]:
 
 
 def recomputed_runs(plan: Plan, first: int, last: int) -> tuple[tuple[int, int], ...]:
-    """The layers `[lo, hi)` that full recomputation repeats whole of a stage with the layers `[first, last)`: all, the first
-    `recompute.num_layers` of them (Megatron-LM's `--recompute-method block`), or those among `recompute.layers`."""
+    """The layers `[lo, hi)` that full recomputation repeats whole of a stage with the layers `[first,
+    last)`: all, the first `recompute.num_layers` of them (Megatron-LM's `--recompute-method block`), or
+    those among `recompute.layers`."""
     if plan.recompute.mode != "full":
         return ()
     chosen, limit = plan.recompute.layers, plan.recompute.num_layers
@@ -45,7 +54,8 @@ def recomputed_runs(plan: Plan, first: int, last: int) -> tuple[tuple[int, int],
 
 
 def recomputes_all(plan: Plan) -> bool:
-    """True when full recomputation repeats every layer, those of multi-token prediction too, which a limit leaves out."""
+    """True when full recomputation repeats every layer, those of multi-token prediction too,
+    which a limit leaves out."""
     return plan.recompute.mode == "full" and plan.recompute.num_layers is None and plan.recompute.layers is None
 
 

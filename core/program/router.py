@@ -1,4 +1,5 @@
-"""The router of a layer with experts: the product that scores them, and what ranks tell each other about the tokens' choices."""
+"""The router of a layer with experts: the product that scores them, and what ranks tell each other
+about the tokens' choices."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ INTEGER_BYTES = 4
 def router_work(tensors: Tensors, layer: str) -> LayerWork:
     """Scores of every expert for a rank's own tokens, in fp32 (Fedus et al. 2022, Switch Transformers, section 2.4).
 
-    The auxiliary loss counts the choices of whole sequences, and a capacity compares them: where sequences are cut, ranks exchange counts,
-    or every token's experts with their weights and its place.
+    The auxiliary loss counts the choices of whole sequences, and a capacity compares them: where sequences are cut,
+    ranks exchange counts, or every token's experts with their weights and its place.
     """
     plan, model = tensors.plan, tensors.plan.model
     jittered: Literal["fp32"] | None = "fp32" if plan.train.router_jitter else None
@@ -32,7 +33,8 @@ def router_work(tensors: Tensors, layer: str) -> LayerWork:
 
 
 def _over_sequence(tensors: Tensors, layer: str, own_bytes: int, part_bytes: int) -> Operations:
-    """What a tensor-parallel rank, and then a context-parallel rank, tells the others that hold tokens of the same sequences."""
+    """What a tensor-parallel rank, and then a context-parallel rank, tells the others that hold tokens
+    of the same sequences."""
     layout = tensors.plan.layout
     over_tp = (tensors.tp_collective(layer, "all_gather", own_bytes * (layout.tp - 1)),)
     over_cp = (Collective(layer, "all_gather", "cp", layout.cp, part_bytes * (layout.cp - 1)),)

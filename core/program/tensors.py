@@ -23,8 +23,9 @@ ID_BYTES = 8
 class Tensors:
     """Sizes of one microbatch's tensors on one tensor-parallel rank, and the collectives that complete them.
 
-    With context parallelism every rank holds 1/cp of each sequence, two chunks that lie symmetrically in it, so all cp ranks have
-    equal work under a causal mask (Dubey et al. 2024, Llama 3, section 3.3.2; Megatron-Core's `get_batch_on_this_cp_rank`).
+    With context parallelism every rank holds 1/cp of each sequence, two chunks that lie symmetrically in it, so all cp
+    ranks have equal work under a causal mask (Dubey et al. 2024, Llama 3, section 3.3.2; Megatron-Core's
+    `get_batch_on_this_cp_rank`).
     """
 
     plan: Plan
@@ -48,7 +49,8 @@ class Tensors:
 
     @cached_property
     def own_tokens(self) -> int:
-        """Tokens whose hidden states this rank holds outside the cut layers: a part of each sequence with sequence parallelism."""
+        """Tokens whose hidden states this rank holds outside the cut layers: a part of each sequence with
+        sequence parallelism."""
         lo, hi = self.plan.tokens_of(self.tp_rank)
         return self.plan.batch.micro_size * (hi - lo)
 
@@ -67,7 +69,8 @@ class Tensors:
         return len(maximal_nodes(leaves.num_leaves, *leaves.owned(self.tp, self.tp_rank)))
 
     def reduce(self, layer: str, leaves: Leaves | None, width: int) -> Operations:
-        """Completes a sum over tensor-parallel ranks: [tokens, width] on every rank, or its own tokens with sequence parallelism.
+        """Completes a sum over tensor-parallel ranks: [tokens, width] on every rank, or its own tokens
+        with sequence parallelism.
 
         What is summed lies on `leaves`; None means that one rank has the whole value.
         """
@@ -80,17 +83,22 @@ class Tensors:
             return (self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * payload, divisor=self.tp),)
         own, num_nodes = self._own_elements(width), 1 if leaves is None else self.num_nodes(leaves)
         scatter = self.tp_collective(layer, "all_to_all", num_nodes * (self.tokens * width - own) * PARTIAL_BYTES)
-        return (scatter,) if self.plan.layout.sequence_parallel else (scatter, self._gather(layer, own, self.element_bytes))
+        return (
+            (scatter,)
+            if self.plan.layout.sequence_parallel
+            else (scatter, self._gather(layer, own, self.element_bytes))
+        )
 
     def gather(self, layer: str, width: int, dtype: Literal["fp32"] | None = None) -> Operations:
-        """Brings all tokens to every rank before a cut layer; nothing to do without sequence parallelism. They have the plan's precision
-        unless `dtype` is given."""
+        """Brings all tokens to every rank before a cut layer; nothing to do without sequence parallelism. They have the
+        plan's precision unless `dtype` is given."""
         if self.tp == 1 or not self.plan.layout.sequence_parallel:
             return ()
         return (self._gather(layer, self.own_tokens * width, activation_bytes(dtype) if dtype else self.element_bytes),)
 
     def gather_sequence(self, layer: str, width: int) -> Operations:
-        """Exact numerics: hidden states of a rank's tokens, and ids and positions of the tokens, to all ranks of a sequence."""
+        """Exact numerics: hidden states of a rank's tokens, and ids and positions of the tokens, to
+        all ranks of a sequence."""
         cp = self.plan.layout.cp
         if not sequences_are_cut(self.plan):
             return ()
@@ -98,14 +106,17 @@ class Tensors:
         return tuple(Collective(layer, "all_gather", "cp", cp, size * (cp - 1)) for size in sizes)
 
     def softmax(self, layer: str, leaves: Leaves) -> Operations:
-        """The global maximum, then block sums of exponentials together with the target's logit, one number per token each; with label
-        smoothing those of the logits too."""
+        """The global maximum, then block sums of exponentials together with the target's logit, one number per token
+        each; with label smoothing those of the logits too."""
         if self.tp == 1:
             return ()
         column, num_sums = self.tokens * PARTIAL_BYTES, 2 if self.plan.train.label_smoothing else 1
         if self.plan.numerics.mode == "fast":
             maximum = self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * column, divisor=self.tp)
-            return (maximum, self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * (num_sums + 1) * column, divisor=self.tp))
+            return (
+                maximum,
+                self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * (num_sums + 1) * column, divisor=self.tp),
+            )
         sums = self.tp_collective(layer, "all_gather", (num_sums * self.num_nodes(leaves) + 1) * column * (self.tp - 1))
         return (self.tp_collective(layer, "all_gather", column * (self.tp - 1)), sums)
 
@@ -130,9 +141,12 @@ def sequences_are_cut(plan: Plan) -> bool:
 
 
 def returned_rows(plan: Plan, cp_rank: int) -> int:
-    """Rows of key and value gradients that leave a rank for their owners: of every node of its blocks of queries those up to its end."""
+    """Rows of key and value gradients that leave a rank for their owners: of every node of its blocks of
+    queries those up to its end."""
     cp, block = plan.layout.cp, plan.leaf_sizes.gradient_token_block
     chunks = [Chunks(plan.batch.sequence, cp, rank) for rank in range(cp)]
     nodes = Chunks(plan.batch.sequence // block, cp, cp_rank).nodes()
     others = (owner for owner in chunks if owner.cp_rank != cp_rank)
-    return sum(owner.rows_before(start, node[1] * block) for owner in others for start in owner.starts for node in nodes)
+    return sum(
+        owner.rows_before(start, node[1] * block) for owner in others for start in owner.starts for node in nodes
+    )

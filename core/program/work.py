@@ -8,7 +8,8 @@ from typing import Literal
 CollectiveOp = Literal["all_to_all", "all_gather", "all_reduce", "reduce_scatter"]
 
 EXACT_SCALAR_BYTES = 24 * 8
-"""Payload of an exactly summed scalar: 23 limbs of 32 bits and a word of flags, each in an int64 (`backend.numerics.exact_sum`)."""
+"""Payload of an exactly summed scalar: 23 limbs of 32 bits and a word of flags, each in an int64
+(`backend.numerics.exact_sum`)."""
 FAST_SCALAR_BYTES = 8
 """Payload of a scalar summed in fp64."""
 PARTIAL_BYTES = 4
@@ -19,8 +20,8 @@ PARTIAL_BYTES = 4
 class Product:
     """`count` matrix products [m, k] x [k, n] of one layer.
 
-    `grouped` means that one kernel runs them all, one per local expert; m (k in a weight gradient) is then the mean number of tokens
-    of an expert. `dtype` is given where the operands are not in the plan's precision.
+    `grouped` means that one kernel runs them all, one per local expert; m (k in a weight gradient) is then the mean
+    number of tokens of an expert. `dtype` is given where the operands are not in the plan's precision.
     """
 
     layer: str
@@ -98,5 +99,6 @@ def weight_bytes(dtype: str) -> int:
 
 
 def scattered_bytes(payload_bytes: int, size: int) -> int:
-    """Bytes that leave each rank in a ring reduce-scatter, or in an all-to-all of equal parts: (n-1)/n of the payload, rounded up."""
+    """Bytes that leave each rank in a ring reduce-scatter, or in an all-to-all of equal parts: (n-1)/n of
+    the payload, rounded up."""
     return -(-(size - 1) * payload_bytes // size)

@@ -1,4 +1,5 @@
-"""What each pipeline rank does, and in which order: actions, builders, lowering, passes, search, CSV, timelines. Knows no plan."""
+"""What each pipeline rank does, and in which order: actions, builders, lowering, passes, search, CSV,
+timelines. Knows no plan."""
 
 from .catalog import CATALOG, build, default_name
 from .lower import lower

@@ -67,7 +67,8 @@ def parse_cell(text: str) -> tuple[int, int, int, int, int] | None:
 class Action:
     """`(stage, kind, microbatch)`; `microbatch` is None for UNSHARD, RESHARD, REDUCE_GRAD and STEP.
 
-    For OVERLAP_F_B `stage` and `microbatch` are those of the forward, `pair_stage` and `pair_microbatch` of the backward.
+    For OVERLAP_F_B `stage` and `microbatch` are those of the forward, `pair_stage` and
+    `pair_microbatch` of the backward.
 
     >>> str(Action(2, Kind.SEND_F, 5)), str(Action(1, Kind.STEP)), str(Action.overlap(2, 3, 5, 1))
     ('2SEND_F5', '1STEP', '(2F3;5B1)OVERLAP_F_B')
@@ -80,7 +81,9 @@ class Action:
     pair_microbatch: int | None = None
 
     @classmethod
-    def overlap(cls, forward_stage: int, forward_microbatch: int, backward_stage: int, backward_microbatch: int) -> Action:
+    def overlap(
+        cls, forward_stage: int, forward_microbatch: int, backward_stage: int, backward_microbatch: int
+    ) -> Action:
         """A forward and a full backward that run together."""
         return cls(forward_stage, Kind.OVERLAP_F_B, forward_microbatch, backward_stage, backward_microbatch)
 
@@ -109,14 +112,23 @@ class Action:
 
 
 class ActionArray(Sequence[Action]):
-    """Actions stored as five integer columns, because 25 million Python objects would not fit; `Action` is a view of one row.
+    """Actions stored as five integer columns, because 25 million Python objects would not fit;
+    `Action` is a view of one row.
 
-    `stage`, `kind`, `microbatch`, `pair_stage`, `pair_microbatch` are int32 (kind int8) arrays of one length; -1 stands for None.
+    `stage`, `kind`, `microbatch`, `pair_stage`, `pair_microbatch` are int32 (kind int8) arrays of one
+    length; -1 stands for None.
     """
 
     __slots__ = ("kind", "microbatch", "pair_microbatch", "pair_stage", "stage")
 
-    def __init__(self, stage: np.ndarray, kind: np.ndarray, microbatch: np.ndarray, pair_stage: np.ndarray, pair_microbatch: np.ndarray):
+    def __init__(
+        self,
+        stage: np.ndarray,
+        kind: np.ndarray,
+        microbatch: np.ndarray,
+        pair_stage: np.ndarray,
+        pair_microbatch: np.ndarray,
+    ):
         self.stage = _frozen(stage, np.int32)
         self.kind = _frozen(kind, np.int8)
         self.microbatch = _frozen(microbatch, np.int32)
@@ -128,9 +140,13 @@ class ActionArray(Sequence[Action]):
         """Columns from objects."""
 
         def column(name: str) -> np.ndarray:
-            return np.array([-1 if (value := getattr(action, name)) is None else value for action in actions], dtype=np.int32)
+            return np.array(
+                [-1 if (value := getattr(action, name)) is None else value for action in actions], dtype=np.int32
+            )
 
-        return cls(column("stage"), column("kind"), column("microbatch"), column("pair_stage"), column("pair_microbatch"))
+        return cls(
+            column("stage"), column("kind"), column("microbatch"), column("pair_stage"), column("pair_microbatch")
+        )
 
     @property
     def columns(self) -> tuple[np.ndarray, ...]:

@@ -49,10 +49,11 @@ MAX_FORWARDS = 10**8
 class Builder:
     """A catalog entry. `build` takes pp and num_microbatches, vpp where `chunks` is true, and the named `options`.
 
-    With `chunks` a rank holds `vpp` stages, 2 or more (1 or more where that is `plain` too), or exactly `fixed_vpp` (the two of a
-    vee). `placement(pp, vpp, num_microbatches)` is that of the schedule, without building it. `condition(pp, num_microbatches)`
-    gives the sentence that says why these sizes cannot be built and which can, or None. Numbers of microbatches that can be built are
-    multiples of `together`, by which those of data-parallel ranks differ.
+    With `chunks` a rank holds `vpp` stages, 2 or more (1 or more where that is `plain` too), or exactly
+    `fixed_vpp` (the two of a vee). `placement(pp, vpp, num_microbatches)` is that of the schedule, without
+    building it. `condition(pp, num_microbatches)` gives the sentence that says why these sizes cannot be built
+    and which can, or None. Numbers of microbatches that can be built are multiples of `together`, by which
+    those of data-parallel ranks differ.
     """
 
     name: str
@@ -76,8 +77,14 @@ class Builder:
         nearest = self.nearest_vpp(vpp)
         if nearest == vpp:
             return None
-        needs = "runs one stage per rank" if not self.chunks else f"needs vpp of {'at least ' * (self.fixed_vpp is None)}{nearest}"
-        return f"schedule {self.name} {needs}, got vpp={vpp}. Use schedule {default_name(pp, vpp)}, or set vpp={nearest}."
+        needs = (
+            "runs one stage per rank"
+            if not self.chunks
+            else f"needs vpp of {'at least ' * (self.fixed_vpp is None)}{nearest}"
+        )
+        return (
+            f"schedule {self.name} {needs}, got vpp={vpp}. Use schedule {default_name(pp, vpp)}, or set vpp={nearest}."
+        )
 
     def nearest_vpp(self, vpp: int) -> int:
         """The legal number of stages per rank nearest to `vpp`, which is `vpp` itself when that is legal."""
@@ -92,7 +99,12 @@ CATALOG: dict[str, Builder] = {
     entry.name: entry
     for entry in (
         Builder("GPipe", "all forwards, then all backwards", "any pp and number of microbatches; vpp=1", gpipe),
-        Builder("1F1B", "forwards and backwards in turn, p-rank in flight", "any pp and number of microbatches; vpp=1", one_f_one_b),
+        Builder(
+            "1F1B",
+            "forwards and backwards in turn, p-rank in flight",
+            ("any pp and number of microbatches; vpp=1"),
+            one_f_one_b,
+        ),
         Builder(
             "Interleaved1F1B",
             "1F1B over vpp chunks per rank: the bubble divided by vpp",
@@ -116,7 +128,12 @@ CATALOG: dict[str, Builder] = {
             chunks=True,
             condition=uneven_rounds,
         ),
-        Builder("ZBH1", "zero bubble in the memory of 1F1B: a third of its bubble", "any pp and number of microbatches; vpp=1", zb_h1),
+        Builder(
+            "ZBH1",
+            "zero bubble in the memory of 1F1B: a third of its bubble",
+            ("any pp and number of microbatches; vpp=1"),
+            zb_h1,
+        ),
         Builder("ZBH2", "zero bubble in twice the memory of 1F1B", "any pp and number of microbatches; vpp=1", zb_h2),
         Builder(
             "ZBAuto",
@@ -187,7 +204,8 @@ CATALOG: dict[str, Builder] = {
 def build(name: str, *, pp: int, num_microbatches: int, vpp: int = 1, **options: Any) -> Schedule:
     """The compute-only schedule `name` for `pp` ranks of `vpp` stages each. Options are those of the catalog entry.
 
-    Raises `UnknownNameError` for a name that is not in the catalog, `ScheduleError` for numbers outside its legal range.
+    Raises `UnknownNameError` for a name that is not in the catalog, `ScheduleError` for numbers
+    outside its legal range.
 
     >>> print(build("1F1B", pp=2, num_microbatches=3).to_csv(), end="")
     0F0,0F1,0B0,0F2,0B1,0B2
@@ -201,7 +219,9 @@ def build(name: str, *, pp: int, num_microbatches: int, vpp: int = 1, **options:
             raise ScheduleError(f"{what}={value!r} must be a whole number of at least 1 (schedule {name}).")
     if (size := pp * vpp * num_microbatches) > MAX_FORWARDS:
         most = max(1, MAX_FORWARDS // (pp * vpp))
-        raise ScheduleError(f"pp*vpp*num_microbatches={size} forwards are too many: at most {MAX_FORWARDS}. Use {most} microbatches.")
+        raise ScheduleError(
+            f"pp*vpp*num_microbatches={size} forwards are too many: at most {MAX_FORWARDS}. Use {most} microbatches."
+        )
     unknown = sorted(set(options) - set(entry.options))
     if unknown:
         known = f"It takes {', '.join(entry.options)}." if entry.options else "It takes no options."
@@ -212,7 +232,8 @@ def build(name: str, *, pp: int, num_microbatches: int, vpp: int = 1, **options:
 
 
 def default_name(pp: int, vpp: int = 1) -> str:
-    """The schedule to use when nothing speaks for another: 1F1B, interleaved when ranks hold several stages (Megatron's choice).
+    """The schedule to use when nothing speaks for another: 1F1B, interleaved when ranks hold several
+    stages (Megatron's choice).
 
     With pp=1 and vpp=1, 1F1B is plain gradient accumulation: F0 B0 F1 B1, no messages.
     """

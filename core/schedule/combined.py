@@ -1,9 +1,10 @@
-"""Combined 1F1B: in the steady state every forward runs together with a backward of another microbatch, each under the other's messages.
+"""Combined 1F1B: in the steady state every forward runs together with a backward of another microbatch, each
+under the other's messages.
 
-Megatron-Core (`combined_1f1b.py`, `--overlap-moe-expert-parallel-comm`) pairs them to hide the all-to-all of experts, on one rank or
-over chunks; the same pairs without chunks are added here. Both inputs of a pair must be there when it starts. A gradient needs one
-pair more than in 1F1B to come back from the next rank, so neighbours differ by two warm-up forwards, as they do with chunks, and
-every rank runs one more so that its first backward finds a forward to pair with.
+Megatron-Core (`combined_1f1b.py`, `--overlap-moe-expert-parallel-comm`) pairs them to hide the all-to-all of experts,
+on one rank or over chunks; the same pairs without chunks are added here. Both inputs of a pair must be there when it
+starts. A gradient needs one pair more than in 1F1B to come back from the next rank, so neighbours differ by two warm-up
+forwards, as they do with chunks, and every rank runs one more so that its first backward finds a forward to pair with.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from .schedule import Schedule
 
 
 def combined(pp: int, num_microbatches: int, vpp: int = 1, microbatch_group_size: int | None = None) -> Schedule:
-    """Warm-up forwards, pairs (F;B), the backwards that are left. With vpp=1 one stage per rank, else chunks as in interleaved 1F1B.
+    """Warm-up forwards, pairs (F;B), the backwards that are left. With vpp=1 one stage per rank, else
+    chunks as in interleaved 1F1B.
 
-    Rank r warms up with 2(p-1-r) + (v-1)N + 1 forwards, at most all mv of them (Megatron's count with `overlap_moe_ep`), and holds
-    one activation more than that, if there are as many. With F, B and F&B (a pair, no shorter than either) as seconds of one chunk the
-    makespan is vp(F+B) + (mv - (v-1)p - 1)F&B, for v=1 whatever m, else where p divides m. So where a pair takes F+B the bubble
-    is that of interleaved 1F1B, (p-1)(F+B). `microbatch_group_size` N as there. Raises `ScheduleError`.
+    Rank r warms up with 2(p-1-r) + (v-1)N + 1 forwards, at most all mv of them (Megatron's count with
+    `overlap_moe_ep`), and holds one activation more than that, if there are as many. With F, B and F&B (a pair, no
+    shorter than either) as seconds of one chunk the makespan is vp(F+B) + (mv - (v-1)p - 1)F&B, for v=1 whatever m,
+    else where p divides m. So where a pair takes F+B the bubble is that of interleaved 1F1B, (p-1)(F+B).
+    `microbatch_group_size` N as there. Raises `ScheduleError`.
     """
     group = group_size(pp, num_microbatches, microbatch_group_size) if vpp > 1 else num_microbatches
     table = np.array(schedule_table(num_microbatches, vpp, group))

@@ -1,7 +1,7 @@
 """Schedules as CSV: one line per pipeline rank, one cell per action, empty cells are bubbles.
 
-The `torch` dialect is the file format of torch.distributed.pipelining. Ours is the same with STEP cells and replicated placements.
-The placement is not written: it follows from which rank runs the forwards of which stage.
+The `torch` dialect is the file format of torch.distributed.pipelining. Ours is the same with STEP cells and replicated
+placements. The placement is not written: it follows from which rank runs the forwards of which stage.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ _MAX_REPORTED = 100
 
 
 def rows_to_csv(placement: Placement, rows: Iterable[ActionArray], dialect: Literal["shardproof", "torch"]) -> str:
-    """The rows of a schedule as text. With `dialect="torch"` STEP is dropped and replicated stages raise `ScheduleError`."""
+    """The rows of a schedule as text. With `dialect="torch"` STEP is dropped and replicated stages
+    raise `ScheduleError`."""
     if dialect not in ("shardproof", "torch"):
         raise ScheduleError(f"unknown CSV dialect {dialect!r}. Known: shardproof, torch.")
     skipped = -1
     if dialect == "torch":
         replicated = [stage for stage, owners in enumerate(placement.ranks) if len(owners) > 1]
         if replicated:
-            raise ScheduleError(f"torch's CSV has one rank per stage, but stages {replicated} have replicas. Write the shardproof dialect.")
+            raise ScheduleError(
+                f"torch's CSV has one rank per stage, but stages {replicated} have replicas. Write "
+                "the shardproof dialect."
+            )
         skipped = Kind.STEP
     return "".join(",".join(_cells(row, skipped)) + "\n" for row in rows)
 
 
 def rows_from_csv(text: str, name: str) -> tuple[Placement, ActionArray, np.ndarray]:
-    """Placement, actions of all ranks and their offsets, as a `Schedule` holds them, that a text in either dialect describes.
+    """Placement, actions of all ranks and their offsets, as a `Schedule` holds them, that a text in
+    either dialect describes.
 
     `name` stands in error messages, e.g. a file name.
 
-    Only what a cell is and what the numbers could mean is decided here; whether the schedule is right is for `verify.schedule.check`.
-    Raises one `ScheduleError` with every malformed cell.
+    Only what a cell is and what the numbers could mean is decided here; whether the schedule is right is for
+    `verify.schedule.check`. Raises one `ScheduleError` with every malformed cell.
     """
     lines = text.rstrip().splitlines()
     fields: list[tuple[int, int, int, int, int]] = []
@@ -50,13 +55,17 @@ def rows_from_csv(text: str, name: str) -> tuple[Placement, ActionArray, np.ndar
             if parsed is not None:
                 fields.append(parsed)
             elif cell.strip():
-                malformed.append(f"{name}: line {number} (rank {number - 1}), cell {column}: {_shorten(cell)!r} is not an action.")
+                malformed.append(
+                    f"{name}: line {number} (rank {number - 1}), cell {column}: {_shorten(cell)!r} is not an action."
+                )
         offsets.append(len(fields))
     if malformed:
         more = [f"... and {len(malformed) - _MAX_REPORTED} more."] if len(malformed) > _MAX_REPORTED else []
         raise ScheduleError("\n".join([*malformed[:_MAX_REPORTED], *more, CELL_FORM]))
     if not fields:
-        raise ScheduleError(f"{name}: there is no action in it. Write one line per rank, cells such as 0F0 separated by commas.")
+        raise ScheduleError(
+            f"{name}: there is no action in it. Write one line per rank, cells such as 0F0 separated by commas."
+        )
     actions = ActionArray(*np.array(fields, dtype=np.int32).T)
     boundaries = np.array(offsets)
     return _placement(name, actions, boundaries), actions, boundaries
@@ -68,7 +77,9 @@ def _cells(row: ActionArray, skipped: int) -> list[str]:
         f"({stage}F{microbatch};{pair_stage}B{pair_microbatch})OVERLAP_F_B"
         if pair_stage >= 0
         else f"{stage}{tokens[kind]}{microbatch if microbatch >= 0 else ''}"
-        for stage, kind, microbatch, pair_stage, pair_microbatch in zip(*(column.tolist() for column in row.columns), strict=True)
+        for stage, kind, microbatch, pair_stage, pair_microbatch in zip(
+            *(column.tolist() for column in row.columns), strict=True
+        )
         if kind != skipped
     ]
 
@@ -82,12 +93,13 @@ def _placement(name: str, actions: ActionArray, offsets: np.ndarray) -> Placemen
     num_ranks = len(offsets) - 1
     num_stages = 1 + int(max(actions.stage.max(), actions.pair_stage.max()))
     num_microbatches = 1 + int(max(actions.microbatch.max(), actions.pair_microbatch.max()))
-    # Every stage runs the forward of every microbatch, so a file cannot name many more of them than it has cells. Without this
-    # limit one mistyped number would ask for tables of any size.
+    # Every stage runs the forward of every microbatch, so a file cannot name many more of them than it has cells.
+    # Without this limit one mistyped number would ask for tables of any size.
     if num_stages * num_microbatches > 64 * len(actions) + 4096:
         raise ScheduleError(
             f"{name}: the highest stage is {num_stages - 1} and the highest microbatch {num_microbatches - 1}, "
-            f"but {len(actions)} actions cannot fill {num_stages} stages x {num_microbatches} microbatches. Look for a mistyped number."
+            f"but {len(actions)} actions cannot fill {num_stages} stages x {num_microbatches} microbatches. Look for "
+            "a mistyped number."
         )
     owners = _owners(actions, np.repeat(np.arange(num_ranks), np.diff(offsets)), num_microbatches)
     unplaced = [stage for stage in range(num_stages) if stage not in owners]

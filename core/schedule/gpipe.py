@@ -11,7 +11,8 @@ from .schedule import Schedule
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
-    """Every rank runs F0..F(m-1), then B0..B(m-1). Holds m microbatches in flight; bubble fraction (p-1)/(m+p-1) for equal stages."""
+    """Every rank runs F0..F(m-1), then B0..B(m-1). Holds m microbatches in flight; bubble fraction
+    (p-1)/(m+p-1) for equal stages."""
     kinds = np.repeat(np.array([Kind.F, Kind.B], dtype=np.int8), num_microbatches)
     microbatches = count_within_kind(kinds)
     stages = [np.full(2 * num_microbatches, rank) for rank in range(pp)]

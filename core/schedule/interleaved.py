@@ -1,7 +1,8 @@
-"""Interleaved 1F1B (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2), in Megatron's order.
+"""Interleaved 1F1B (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section
+2.2), in Megatron's order.
 
-A *virtual microbatch* is one microbatch in one chunk. Forwards run groups of `microbatch_group_size` microbatches through chunk 0,
-then the same group through chunk 1 and so on; backwards take the chunks the other way round.
+A *virtual microbatch* is one microbatch in one chunk. Forwards run groups of `microbatch_group_size` microbatches
+through chunk 0, then the same group through chunk 1 and so on; backwards take the chunks the other way round.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from .schedule import Schedule
 def interleaved(pp: int, num_microbatches: int, vpp: int, microbatch_group_size: int | None = None) -> Schedule:
     """`vpp` chunks per rank, chunk c of rank r being stage c*p+r. Divides the bubble of 1F1B by vpp.
 
-    `microbatch_group_size` N must lie in [p, m], and m mod N must be 0 or at least p (Megatron's rules); the default is the smallest
-    such N, which is p when p divides m. With fewer microbatches than ranks the only group is all of them. Raises `ScheduleError`.
+    `microbatch_group_size` N must lie in [p, m], and m mod N must be 0 or at least p (Megatron's rules); the
+    default is the smallest such N, which is p when p divides m. With fewer microbatches than ranks the only group
+    is all of them. Raises `ScheduleError`.
     """
     group = group_size(pp, num_microbatches, microbatch_group_size)
     table = np.array(schedule_table(num_microbatches, vpp, group))
@@ -51,7 +53,8 @@ def schedule_table(num_microbatches: int, vpp: int, group: int) -> list[tuple[in
 
 @dataclass(frozen=True)
 class WarmupCount:
-    """How one rank's virtual microbatches split: `warmup` forwards first, `remaining` forward-backward pairs after them."""
+    """How one rank's virtual microbatches split: `warmup` forwards first, `remaining`
+    forward-backward pairs after them."""
 
     total: int
     warmup: int
@@ -68,12 +71,19 @@ class WarmupCount:
 
 
 def warmup_counts(
-    pp: int, num_microbatches: int, *, vpp: int = 1, group: int | None = None, forward_only: bool = False, overlap_moe_ep: bool = False
+    pp: int,
+    num_microbatches: int,
+    *,
+    vpp: int = 1,
+    group: int | None = None,
+    forward_only: bool = False,
+    overlap_moe_ep: bool = False,
 ) -> list[WarmupCount]:
-    """Megatron's warm-up counts, one per pipeline rank: 2(p-1-rank) + (v-1)N with chunks, p-1-rank without, at most all.
+    """Megatron's warm-up counts, one per pipeline rank: 2(p-1-rank) + (v-1)N with chunks,
+    p-1-rank without, at most all.
 
-    `overlap_moe_ep` hides one chunk's expert all-to-all under another's compute, which takes one more forward in flight (with chunks
-    only). `forward_only` makes everything warm-up.
+    `overlap_moe_ep` hides one chunk's expert all-to-all under another's compute, which takes one more forward in flight
+    (with chunks only). `forward_only` makes everything warm-up.
     """
     group = pp if group is None else group
     counts = []
@@ -89,7 +99,8 @@ def warmup_counts(
 
 
 def group_size(pp: int, num_microbatches: int, asked: int | None) -> int:
-    """The `microbatch_group_size` that was asked for, or the default. Raises `ScheduleError` outside of Megatron's rules."""
+    """The `microbatch_group_size` that was asked for, or the default. Raises `ScheduleError`
+    outside of Megatron's rules."""
     if num_microbatches < pp:
         legal = [num_microbatches]
     else:
@@ -99,8 +110,10 @@ def group_size(pp: int, num_microbatches: int, asked: int | None) -> int:
     if asked not in legal:
         nearest = min(legal, key=lambda n: abs(n - asked))
         raise ScheduleError(
-            f"microbatch_group_size={asked} does not fit pp={pp} and {num_microbatches} microbatches: it must lie between "
-            f"min(pp, microbatches)={min(pp, num_microbatches)} and {num_microbatches}, and a last group that is not full must still hold "
+            f"microbatch_group_size={asked} does not fit pp={pp} and {num_microbatches} microbatches: it must lie "
+            "between "
+            f"min(pp, microbatches)={min(pp, num_microbatches)} and {num_microbatches}, and a last group that is not "
+            "full must still hold "
             "at least pp microbatches. "
             f"Use microbatch_group_size={nearest}."
         )

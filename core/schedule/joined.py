@@ -1,8 +1,10 @@
-"""1F1B and GPipe over stages that need not be a line: branches that join on their way to the last stage (`core.plan.plan.ModularPlan`).
+"""1F1B and GPipe over stages that need not be a line: branches that join on their way to the last stage
+(`core.plan.plan.ModularPlan`).
 
 Every stage lies on a pipeline rank of its own.
 
-A stage's place in 1F1B is its depth, the stages on the way from it to the last: so many forwards it runs before its first backward.
+A stage's place in 1F1B is its depth, the stages on the way from it to the last: so many forwards it runs
+before its first backward.
 """
 
 from __future__ import annotations
@@ -61,18 +63,22 @@ def _row(name: str, placement: Placement, stage: int) -> list[Action]:
 
 @dataclass(frozen=True)
 class _Event:
-    """What one or several ranks do at one place of the common order: a compute action, or a message with all its sends and receives."""
+    """What one or several ranks do at one place of the common order: a compute action, or a message with all
+    its sends and receives."""
 
     when: tuple[int, int, int, int]
     actions: tuple[tuple[int, Action], ...]  # pipeline rank, action
 
 
 def _with_messages(placement: Placement, rows: list[list[Action]]) -> list[list[Action]]:
-    """The rows with SEND and RECV along one order of events, as `messages.add_messages` does for a line: executing them blocking and in
-    order follows that order. All that a stage receives of a microbatch is one RECV, at the moment when the last of it is made."""
+    """The rows with SEND and RECV along one order of events, as `messages.add_messages` does for a line: executing them
+    blocking and in order follows that order. All that a stage receives of a microbatch is one RECV, at the moment when
+    the last of it is made."""
     ends = _unit_ends(placement, rows)
     events = [
-        _Event((ends[action.kind, action.stage, action.microbatch] - _DURATION[action.kind], 1, 0, 0), ((rank, action),))
+        _Event(
+            (ends[action.kind, action.stage, action.microbatch] - _DURATION[action.kind], 1, 0, 0), ((rank, action),)
+        )
         for rank, row in enumerate(rows)
         for action in row
     ]

@@ -1,10 +1,11 @@
 """The pass that adds SEND and RECV, in an order that cannot deadlock.
 
-Messages are placed along one global order of events: a compute action when it starts, a message (its SEND and its RECV together)
-when its producer ends, times being those of a run with unit costs (F=I=W=1, B=2, messages 0). Each rank's list is that order
-restricted to the rank. So executing the lists blocking and in order follows the global order and cannot deadlock, whatever the
-times really are, and sends and receives of every pair of ranks have the same order. Nothing in this depends on the placement. Where a
-stage has two replicas, their REDUCE_GRADs are one event of that order too.
+Messages are placed along one global order of events: a compute action when it starts, a message (its SEND and its
+RECV together) when its producer ends, times being those of a run with unit costs (F=I=W=1, B=2, messages 0). Each
+rank's list is that order restricted to the rank. So executing the lists blocking and in order follows the global
+order and cannot deadlock, whatever the times really are, and sends and receives of every pair of ranks have the
+same order. Nothing in this depends on the placement. Where a stage has two replicas, their REDUCE_GRADs are one
+event of that order too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _DURATION = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.OVERLAP_F_B: 3}
 
 
 class UnrunnableError(ScheduleError):
-    """Compute actions wait for each other in a circle. `cycle` holds their indices in `schedule` (the given one, or that with what
-    earlier passes of `lower` added): each waits for the next."""
+    """Compute actions wait for each other in a circle. `cycle` holds their indices in `schedule` (the given one, or
+    that with what earlier passes of `lower` added): each waits for the next."""
 
     def __init__(self, schedule: Schedule, cycle: tuple[int, ...]):
         self.schedule = schedule
@@ -35,7 +36,8 @@ class UnrunnableError(ScheduleError):
 def add_messages(schedule: Schedule) -> Schedule:
     """SEND and RECV for every value that crosses ranks; see the module text for their places.
 
-    Raises `ScheduleError` when compute actions are missing or doubled, `UnrunnableError` when their order can never run.
+    Raises `ScheduleError` when compute actions are missing or doubled, `UnrunnableError` when
+    their order can never run.
     """
     flow = _dataflow(schedule)
     start, end = _run(schedule, flow)
@@ -51,7 +53,8 @@ def add_messages(schedule: Schedule) -> Schedule:
 
 
 def unit_times(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end of every action when F, I and W take 1, B 2, a pair 3 and everything else nothing. Raises as `add_messages`."""
+    """Start and end of every action when F, I and W take 1, B 2, a pair 3 and everything else nothing.
+    Raises as `add_messages`."""
     return _run(schedule, _dataflow(schedule))
 
 
@@ -106,10 +109,15 @@ def _dataflow(schedule: Schedule) -> _Dataflow:
 
 
 def _replica_reductions(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """The REDUCE_GRADs of stages with two replicas, and for each the action listed before the other replica's, where there is one."""
+    """The REDUCE_GRADs of stages with two replicas, and for each the action listed before the other
+    replica's, where there is one."""
     second = np.array([ranks[1] if len(ranks) == 2 else -1 for ranks in schedule.placement.ranks])
     first = np.array([ranks[0] for ranks in schedule.placement.ranks])
-    index = np.flatnonzero(schedule.actions.kind == Kind.REDUCE_GRAD) if (second >= 0).any() else np.zeros(0, dtype=np.int64)
+    index = (
+        np.flatnonzero(schedule.actions.kind == Kind.REDUCE_GRAD)
+        if (second >= 0).any()
+        else np.zeros(0, dtype=np.int64)
+    )
     index = index[second[schedule.actions.stage[index]] >= 0]
     stage, rank = schedule.actions.stage[index], schedule.pp_rank[index]
     at = np.full((schedule.num_ranks, schedule.num_stages), -1, dtype=np.int64)
@@ -129,7 +137,8 @@ def _table(schedule: Schedule, chosen: np.ndarray, stage: np.ndarray, microbatch
     if (count != 1).any():
         bad_stage, bad_microbatch = (int(i) for i in np.argwhere(count != 1)[0])
         raise ScheduleError(
-            f"{schedule.name}: stage {bad_stage} runs the {what} of microbatch {bad_microbatch} {count[bad_stage, bad_microbatch]} times, "
+            f"{schedule.name}: stage {bad_stage} runs the {what} of microbatch {bad_microbatch} "
+            f"{count[bad_stage, bad_microbatch]} times, "
             "so it cannot be lowered. Every stage runs every microbatch once; `check` lists all that is wrong."
         )
     table = np.empty(shape[0] * shape[1], dtype=np.int32)
@@ -166,7 +175,8 @@ def _run(schedule: Schedule, flow: _Dataflow) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cycle(schedule: Schedule, flow: _Dataflow, cursor: np.ndarray, end: np.ndarray) -> tuple[int, ...]:
-    """Indices of actions of which each waits for the next: a needed value for its maker, a maker for the action its rank is stuck at."""
+    """Indices of actions of which each waits for the next: a needed value for its maker, a maker for the action
+    its rank is stuck at."""
     rank_of = schedule.pp_rank
     index = int(cursor[cursor < schedule.offsets[1:]][0])
     path: list[int] = []
@@ -190,16 +200,26 @@ def _messages(schedule: Schedule, flow: _Dataflow) -> _Messages:
         crossing = rank[senders] != rank[receivers]
         row, microbatch = (axis.astype(np.int32) for axis in np.nonzero(crossing))
         producer, consumer = senders[crossing], receivers[crossing]
-        parts.append((producer, np.full(len(row), backward), row + np.int32(backward), microbatch, rank[producer], rank[consumer]))
+        parts.append(
+            (
+                producer,
+                np.full(len(row), backward),
+                row + np.int32(backward),
+                microbatch,
+                rank[producer],
+                rank[consumer],
+            )
+        )
     return _Messages(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def _order(schedule: Schedule, messages: _Messages, rank: np.ndarray, when: np.ndarray) -> np.ndarray:
     """The order of actions, sends and receives (in which the arguments list them) by rank and time.
 
-    Messages come before actions that start at the same moment, and messages of one moment in one order on all ranks: by direction,
-    sending stage and replica, which identify them, as a replica of a stage ends one action at a time. Even stages come before odd
-    ones: then executing blocking, neighbours exchange in pairs and no rank waits for a row of others to pass their messages on.
+    Messages come before actions that start at the same moment, and messages of one moment in one order on all ranks: by
+    direction, sending stage and replica, which identify them, as a replica of a stage ends one action at a time. Even
+    stages come before odd ones: then executing blocking, neighbours exchange in pairs and no rank waits for a row of
+    others to pass their messages on.
     """
     num_ties = 8 * schedule.num_stages + 1
     half = (schedule.num_microbatches + 1) // 2
@@ -214,10 +234,13 @@ def _order(schedule: Schedule, messages: _Messages, rank: np.ndarray, when: np.n
 
 
 def _columns(actions: ActionArray, messages: _Messages) -> Iterator[np.ndarray]:
-    """The columns of the actions, then of all sends, then of all receives, made one at a time because they may be large."""
+    """The columns of the actions, then of all sends, then of all receives, made one at a time
+    because they may be large."""
     send = np.where(messages.backward, np.int8(Kind.SEND_B), np.int8(Kind.SEND_F))
     none = np.full(2 * len(send), -1, dtype=np.int32)
-    yield np.concatenate([actions.stage, messages.stage, messages.stage + np.where(messages.backward, np.int32(-1), np.int32(1))])
+    yield np.concatenate(
+        [actions.stage, messages.stage, messages.stage + np.where(messages.backward, np.int32(-1), np.int32(1))]
+    )
     yield np.concatenate([actions.kind, send, send + np.int8(1)])  # each RECV is numbered after its SEND
     yield np.concatenate([actions.microbatch, messages.microbatch, messages.microbatch])
     yield np.concatenate([actions.pair_stage, none])

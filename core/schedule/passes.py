@@ -23,9 +23,9 @@ _COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B)
 def add_reductions(schedule: Schedule) -> Schedule:
     """REDUCE_GRAD of a stage right after the last action on its rank that adds to its weight gradients (B or W).
 
-    So the reductions of a rank's chunks do not come together at the end of the step but one by one, each beside the backwards of the
-    chunks that are left, as in torch.distributed.pipelining and Megatron's interleaved schedule. Replicas of a stage reduce together
-    and all ranks have to list such reductions in one order: see `_together`.
+    So the reductions of a rank's chunks do not come together at the end of the step but one by one, each beside the
+    backwards of the chunks that are left, as in torch.distributed.pipelining and Megatron's interleaved schedule.
+    Replicas of a stage reduce together and all ranks have to list such reductions in one order: see `_together`.
     """
     last = _last_backwards(schedule)
     rank, stage = np.nonzero(last >= 0)
@@ -37,11 +37,14 @@ def add_reductions(schedule: Schedule) -> Schedule:
     return _insert(schedule, before[order], stage[order], Kind.REDUCE_GRAD, pp_rank=rank[order])
 
 
-def _together(schedule: Schedule, last: np.ndarray, rank: np.ndarray, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(a number that orders the reductions of `stage` on `rank`, the action each comes before) where stages have replicas.
+def _together(
+    schedule: Schedule, last: np.ndarray, rank: np.ndarray, stage: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(a number that orders the reductions of `stage` on `rank`, the action each comes before)
+    where stages have replicas.
 
-    A reduction is listed where both replicas are ready, with unit costs. A list that has its messages already, whose order may be
-    any, gets all of them at its end, by stage.
+    A reduction is listed where both replicas are ready, with unit costs. A list that has its messages already, whose
+    order may be any, gets all of them at its end, by stage.
     """
     if np.isin(schedule.actions.kind, [int(kind) for kind in SENDS | RECEIVES]).any():
         ends = schedule.offsets[1:].copy()
@@ -77,20 +80,27 @@ def add_steps(schedule: Schedule) -> Schedule:
 def add_unshard(schedule: Schedule, max_active_stages: int = MAX_ACTIVE_STAGES) -> Schedule:
     """UNSHARD and RESHARD around the computation of each stage, for ZeRO-3 that gathers a stage's parameters at once.
 
-    The stages that a rank computes next, at most `max_active_stages` of them, are gathered ahead; when another one comes within
-    reach, the stage that is needed last is freed first. Every UNSHARD has its RESHARD. The rule is that of torch.distributed.
-    pipelining (`_add_unshard_reshard`). Raises `ScheduleError` for less than one active stage, or one where pairs need two.
+    The stages that a rank computes next, at most `max_active_stages` of them, are gathered ahead; when another one
+    comes within reach, the stage that is needed last is freed first. Every UNSHARD has its RESHARD. The rule is that of
+    torch.distributed. pipelining (`_add_unshard_reshard`). Raises `ScheduleError` for less than one active stage, or
+    one where pairs need two.
 
     >>> print(add_unshard(Schedule.from_csv("0F0,1F0,1B0,0B0"), 1).to_csv(), end="")
     0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1B0,1RESHARD,0UNSHARD,0B0,0RESHARD
     """
-    pairs_differ = bool(((schedule.actions.pair_stage >= 0) & (schedule.actions.pair_stage != schedule.actions.stage)).any())
+    pairs_differ = bool(
+        ((schedule.actions.pair_stage >= 0) & (schedule.actions.pair_stage != schedule.actions.stage)).any()
+    )
     least = 2 if pairs_differ else 1
     if max_active_stages < least:
         why = "an overlapped pair computes on two stages" if pairs_differ else "a stage must be gathered to compute"
-        raise ScheduleError(f"max_active_stages={max_active_stages} does not suffice for schedule {schedule.name}: {why}. Use {least}.")
+        raise ScheduleError(
+            f"max_active_stages={max_active_stages} does not suffice for schedule {schedule.name}: {why}. Use {least}."
+        )
     changes = [_gathers(schedule.row(rank), max_active_stages) for rank in range(schedule.num_ranks)]
-    before = np.concatenate([place + offset for (place, _, _), offset in zip(changes, schedule.offsets[:-1], strict=True)])
+    before = np.concatenate(
+        [place + offset for (place, _, _), offset in zip(changes, schedule.offsets[:-1], strict=True)]
+    )
     stage, kind = (np.concatenate([change[column] for change in changes]) for column in (1, 2))
     pp_rank = np.repeat(np.arange(schedule.num_ranks), [len(place) for place, _, _ in changes])
     return _insert(schedule, before, stage, kind, pp_rank=pp_rank)
@@ -114,7 +124,8 @@ def _gathers(row: ActionArray, max_active_stages: int) -> tuple[np.ndarray, np.n
 
 
 def _next_uses(compute: ActionArray) -> tuple[np.ndarray, np.ndarray]:
-    """A rank's stages, and [compute actions + 1, stages] -> where each is used next; a forward of a pair counts before its backward.
+    """A rank's stages, and [compute actions + 1, stages] -> where each is used next; a forward of a pair
+    counts before its backward.
 
     The last row, and every stage that is not used again, hold a number larger than all places.
     """
@@ -165,9 +176,15 @@ def _taken(schedule: Schedule, index: np.ndarray, kind: np.ndarray) -> Schedule:
     return Schedule(schedule.name, schedule.placement, ActionArray(stage, kind, *others), offsets)
 
 
-def _insert(schedule: Schedule, before: np.ndarray, stage: np.ndarray, kind: Kind | np.ndarray, *, pp_rank: np.ndarray) -> Schedule:
-    """The schedule with actions without a microbatch inserted before the given (ascending) indices, in rows `pp_rank`."""
-    columns = [np.insert(column, before, value) for column, value in zip(schedule.actions.columns, (stage, kind, -1, -1, -1), strict=True)]
+def _insert(
+    schedule: Schedule, before: np.ndarray, stage: np.ndarray, kind: Kind | np.ndarray, *, pp_rank: np.ndarray
+) -> Schedule:
+    """The schedule with actions without a microbatch inserted before the given (ascending)
+    indices, in rows `pp_rank`."""
+    columns = [
+        np.insert(column, before, value)
+        for column, value in zip(schedule.actions.columns, (stage, kind, -1, -1, -1), strict=True)
+    ]
     added = np.bincount(pp_rank, minlength=schedule.num_ranks)
     offsets = schedule.offsets + np.concatenate([[0], np.cumsum(added)])
     return Schedule(schedule.name, schedule.placement, ActionArray(*columns), offsets)

@@ -13,11 +13,13 @@ from ..base.errors import ScheduleError
 class Placement:
     """Maps (stage, microbatch) to a pipeline rank.
 
-    `ranks[stage]` holds the pipeline ranks that own the stage: one, or two replicas of which the first runs the lower half of the
-    microbatches (two-direction schedules). `kind` only names the pattern (on one rank a vee is a loop too) and is not compared.
+    `ranks[stage]` holds the pipeline ranks that own the stage: one, or two replicas of which the first runs the
+    lower half of the microbatches (two-direction schedules). `kind` only names the pattern (on one rank a vee is a
+    loop too) and is not compared.
 
-    `sources` holds for every stage the earlier stages whose outputs are added up, in this order, to its input, where that is not always
-    the one before: branches that join (`core.plan.plan.ModularPlan`). Passes and rules about lines of stages do not take such a placement.
+    `sources` holds for every stage the earlier stages whose outputs are added up, in this order, to its input, where
+    that is not always the one before: branches that join (`core.plan.plan.ModularPlan`). Passes and rules about lines
+    of stages do not take such a placement.
     """
 
     kind: Literal["loop", "vee", "replicated", "explicit"] = field(compare=False)
@@ -34,12 +36,23 @@ class Placement:
     @classmethod
     def vee(cls, num_ranks: int, num_microbatches: int) -> Placement:
         """Two stages per rank: down the ranks and back, so that first and last stage share rank 0."""
-        return cls("vee", num_ranks, tuple((min(stage, 2 * num_ranks - 1 - stage),) for stage in range(2 * num_ranks)), num_microbatches)
+        return cls(
+            "vee",
+            num_ranks,
+            tuple((min(stage, 2 * num_ranks - 1 - stage),) for stage in range(2 * num_ranks)),
+            num_microbatches,
+        )
 
     @classmethod
     def replicated(cls, num_ranks: int, num_microbatches: int) -> Placement:
-        """Two directions: stage s on rank s for the lower half of the microbatches and on rank p-1-s for the upper half."""
-        return cls("replicated", num_ranks, tuple((stage, num_ranks - 1 - stage) for stage in range(num_ranks)), num_microbatches)
+        """Two directions: stage s on rank s for the lower half of the microbatches and on rank
+        p-1-s for the upper half."""
+        return cls(
+            "replicated",
+            num_ranks,
+            tuple((stage, num_ranks - 1 - stage) for stage in range(num_ranks)),
+            num_microbatches,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -76,13 +89,16 @@ class Placement:
         return owners[0] if microbatch < (self.num_microbatches + 1) // 2 else owners[1]
 
     def replica_of(self, stage: int, pp_rank: int) -> int:
-        """Which replica of a stage a pipeline rank holds: 0, or 1 for the one that runs the upper half of the microbatches."""
+        """Which replica of a stage a pipeline rank holds: 0, or 1 for the one that runs the upper
+        half of the microbatches."""
         return self.ranks[stage].index(pp_rank)
 
     def ends_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The rank of the first and the rank of the last stage, of which `pp_rank` is one; () for a rank that is neither.
+        """The rank of the first and the rank of the last stage, of which `pp_rank` is one; ()
+        for a rank that is neither.
 
-        Both ends of the same replica where they have replicas. () too where ends lie together on a rank and need no such pair.
+        Both ends of the same replica where they have replicas. () too where ends lie together on a
+        rank and need no such pair.
         """
         first, last = self.ranks[0], self.ranks[-1]
         if pp_rank not in first + last or set(first) & set(last) or len(first) != len(last):
@@ -91,9 +107,10 @@ class Placement:
         return first[replica], last[replica]
 
     def crossed_ends_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The ranks that hold both ends of the model, the first stage in one replica and the last in another (DualPipe), in the order of
-        the first stage's replicas, if `pp_rank` is one of them; else (). Replicas keep different parts of a sum with ZeRO, so that what
-        such a rank keeps of one end's lies at another place than what it keeps of the other's."""
+        """The ranks that hold both ends of the model, the first stage in one replica and the last in another
+        (DualPipe), in the order of the first stage's replicas, if `pp_rank` is one of them; else (). Replicas keep
+        different parts of a sum with ZeRO, so that what such a rank keeps of one end's lies at another place than what
+        it keeps of the other's."""
         first, last = self.ranks[0], self.ranks[-1]
         return first if pp_rank in first and first != last and set(first) == set(last) else ()
 
@@ -120,9 +137,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class ModulePlacement(Placement):
-    """The stages of one module, a pipeline rank for each. A module that takes hidden states of others has before its first stage one that
-    is called -1, on pipeline rank -1, and is stage `before` there; one that `gives` some has one after its last, on a pipeline rank after
-    its own, which is stage 0 there."""
+    """The stages of one module, a pipeline rank for each. A module that takes hidden states of others has before its
+    first stage one that is called -1, on pipeline rank -1, and is stage `before` there; one that `gives` some has one
+    after its last, on a pipeline rank after its own, which is stage 0 there."""
 
     before: int | None = None
     gives: bool = False

@@ -41,7 +41,11 @@ def count_within_kind(kinds: np.ndarray) -> np.ndarray:
 
 
 def assemble(
-    name: str, placement: Placement, kinds: Sequence[np.ndarray], stages: Sequence[np.ndarray], microbatches: Sequence[np.ndarray]
+    name: str,
+    placement: Placement,
+    kinds: Sequence[np.ndarray],
+    stages: Sequence[np.ndarray],
+    microbatches: Sequence[np.ndarray],
 ) -> Schedule:
     """A compute-only schedule of F, B, I and W from one array of each per rank."""
     offsets = np.cumsum([0, *(len(row) for row in kinds)])

@@ -20,8 +20,9 @@ from .placement import Placement
 class Schedule:
     """What every pipeline rank does in one step, in order. Immutable; built by `core.schedule` or read from CSV.
 
-    `actions` holds all ranks' actions one rank after the other; rank r owns `actions[offsets[r]:offsets[r + 1]]`.
-    A schedule is *lowered* when it has its communication, gradient reductions and optimizer step; builders make compute-only ones.
+    `actions` holds all ranks' actions one rank after the other; rank r owns `actions[offsets[r]:offsets[r +
+    1]]`. A schedule is *lowered* when it has its communication, gradient reductions and optimizer step;
+    builders make compute-only ones.
     """
 
     name: str
@@ -31,12 +32,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if len(self.offsets) != self.placement.num_ranks + 1:
-            raise ScheduleError(f"{self.name}: {len(self.offsets) - 1} rows for the {self.placement.num_ranks} ranks of the placement.")
+            raise ScheduleError(
+                f"{self.name}: {len(self.offsets) - 1} rows for the {self.placement.num_ranks} ranks of the placement."
+            )
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.actions), "offsets do not cover the actions"
         wrong = np.flatnonzero(_outside(self.actions, self.placement))
         if len(wrong):
             raise ScheduleError(
-                f"{self.name}: {self.actions[wrong[0]]} does not fit {self.num_stages} stages x {self.num_microbatches} microbatches, "
+                f"{self.name}: {self.actions[wrong[0]]} does not fit {self.num_stages} stages x "
+                f"{self.num_microbatches} microbatches, "
                 "or lacks a microbatch, or has one that its kind does not take."
             )
 
@@ -92,17 +96,20 @@ class Schedule:
     __hash__ = None  # type: ignore[assignment]
 
     def to_csv(self, dialect: Literal["shardproof", "torch"] = "shardproof") -> str:
-        """One line per rank, cells as in torch.distributed.pipelining. With `dialect="torch"` STEP is dropped and replicas are refused."""
+        """One line per rank, cells as in torch.distributed.pipelining. With `dialect="torch"` STEP is dropped and
+        replicas are refused."""
         return rows_to_csv(self.placement, self.rows(), dialect)
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
-        """The inverse of `to_csv`, for both dialects. All malformed cells are reported together in one `ScheduleError`."""
+        """The inverse of `to_csv`, for both dialects. All malformed cells are reported together
+        in one `ScheduleError`."""
         return cls(name, *rows_from_csv(text, name))
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """The schedule in a file, named after it. Raises `ScheduleError` as `from_csv` does, and `FileError` for a file that is no text."""
+    """The schedule in a file, named after it. Raises `ScheduleError` as `from_csv` does, and `FileError` for a
+    file that is no text."""
     return Schedule.from_csv(read_text(path, most_bytes=TABLE_BYTES), str(path))
 
 
@@ -110,7 +117,11 @@ def _outside(actions: ActionArray, placement: Placement) -> np.ndarray:
     """Mask of actions whose numbers are out of range, or given where the kind takes none (or the other way round)."""
     takes_microbatch = np.array([kind in PER_MICROBATCH for kind in Kind])[actions.kind]
     pair = actions.kind == Kind.OVERLAP_F_B
-    outside = (actions.stage < 0) | (actions.stage >= placement.num_stages) | (actions.pair_stage >= placement.num_stages)
-    outside |= (actions.microbatch >= placement.num_microbatches) | (actions.pair_microbatch >= placement.num_microbatches)
+    outside = (
+        (actions.stage < 0) | (actions.stage >= placement.num_stages) | (actions.pair_stage >= placement.num_stages)
+    )
+    outside |= (actions.microbatch >= placement.num_microbatches) | (
+        actions.pair_microbatch >= placement.num_microbatches
+    )
     outside |= (actions.microbatch >= 0) != takes_microbatch
     return outside | ((actions.pair_stage >= 0) != pair) | ((actions.pair_microbatch >= 0) != pair)

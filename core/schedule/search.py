@@ -1,7 +1,9 @@
-"""`search_schedule`: an order of actions for given stage times and memory, at least as good as every named one that fits.
+"""`search_schedule`: an order of actions for given stage times and memory, at least as good as
+every named one that fits.
 
-Starts are all fitting builders of the catalog and the family of list-scheduling rules; the best of them are improved by moves on the
-critical path, until a lower bound is met or the evaluations are used up. The answer says how far from that bound it is.
+Starts are all fitting builders of the catalog and the family of list-scheduling rules; the best of them are
+improved by moves on the critical path, until a lower bound is met or the evaluations are used up. The answer says
+how far from that bound it is.
 """
 
 from __future__ import annotations
@@ -26,19 +28,21 @@ PerStage = float | Sequence[float]
 """One number, or one per stage."""
 
 NUM_IMPROVED = 10
-"""Starts that are improved, with equal shares of half of the evaluations; the other half goes to the best of what comes out."""
+"""Starts that are improved, with equal shares of half of the evaluations; the other half goes to the
+best of what comes out."""
 
 ROUNDING = 1e-12
-"""Relative difference below which a makespan and a bound, which add up the same numbers in another order, are the same."""
+"""Relative difference below which a makespan and a bound, which add up the same numbers in
+another order, are the same."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The best schedule found. `peak_activation` has one entry per rank, in the units that were given.
 
-    No schedule over the placements that were searched ends before `lower_bound_s`; `bound_reason` says why (`search_bounds` has the
-    proofs). `best_named` is the best catalog entry that fits (None and infinite seconds when none does); it is also what `schedule` is
-    when nothing better was found. `evaluated` counts orders.
+    No schedule over the placements that were searched ends before `lower_bound_s`; `bound_reason` says why
+    (`search_bounds` has the proofs). `best_named` is the best catalog entry that fits (None and infinite seconds when
+    none does); it is also what `schedule` is when nothing better was found. `evaluated` counts orders.
     """
 
     schedule: Schedule
@@ -58,7 +62,9 @@ class SearchResult:
     def __str__(self) -> str:
         named = f"{self.best_named} {self.best_named_s:.6g} s" if self.best_named else "no named schedule fits"
         proof = "optimal" if self.gap == 0 else f"at most {self.gap:.2%} from optimal"
-        return f"{self.makespan_s:.6g} s, {proof} ({self.bound_reason}: {self.lower_bound_s:.6g} s); best named: {named}"
+        return (
+            f"{self.makespan_s:.6g} s, {proof} ({self.bound_reason}: {self.lower_bound_s:.6g} s); best named: {named}"
+        )
 
 
 def search_schedule(
@@ -77,12 +83,14 @@ def search_schedule(
 ) -> SearchResult:
     """The best order of F, I and W found for `pp` ranks of `vpp` stages, with how far from a proven lower bound it is.
 
-    Times are seconds, one number or one per stage (`send_s` of the sending stage; between stages of one rank nothing is sent). A
-    microbatch holds `activation` units of a stage from the start of its F to the end of its B or W, and each rank has room for `capacity`
-    units, one number or one per rank; None is no limit. Searched are interleaved placements, with vpp=2 also the vee, and with `replicas`
-    two directions (which hold every stage twice, a cost that `capacity` does not see). Same arguments, same schedule.
+    Times are seconds, one number or one per stage (`send_s` of the sending stage; between stages of one rank nothing is
+    sent). A microbatch holds `activation` units of a stage from the start of its F to the end of its B or W, and each
+    rank has room for `capacity` units, one number or one per rank; None is no limit. Searched are interleaved
+    placements, with vpp=2 also the vee, and with `replicas` two directions (which hold every stage twice, a cost that
+    `capacity` does not see). Same arguments, same schedule.
 
-    Raises `ScheduleError` for numbers that make no sense, and for a capacity in which no schedule runs, with the smallest that would do.
+    Raises `ScheduleError` for numbers that make no sense, and for a capacity in which no schedule runs, with
+    the smallest that would do.
 
     >>> result = search_schedule(pp=4, num_microbatches=8, capacity=4)
     >>> result.makespan_s, result.gap, result.best_named
@@ -91,12 +99,19 @@ def search_schedule(
     for name, value in {"pp": pp, "num_microbatches": num_microbatches, "vpp": vpp, "evaluations": evaluations}.items():
         if not isinstance(value, int) or value < 1:
             raise ScheduleError(f"{name}={value!r} must be a whole number of at least 1.")
-    times = {"forward_s": forward_s, "backward_input_s": backward_input_s, "backward_weight_s": backward_weight_s, "send_s": send_s}
+    times = {
+        "forward_s": forward_s,
+        "backward_input_s": backward_input_s,
+        "backward_weight_s": backward_weight_s,
+        "send_s": send_s,
+    }
     seconds = {name: _numbers(name, value, pp * vpp, "stages") for name, value in times.items()}
     units = _numbers("activation", activation, pp * vpp, "stages")
     rooms = _numbers("capacity", math.inf if capacity is None else capacity, pp, "ranks")
     scale = math.lcm(*(_fraction(value).denominator for value in (*units, *rooms) if value < math.inf))
-    whole_units, whole_rooms = (tuple(int(_fraction(v) * scale) if v < math.inf else v for v in values) for values in (units, rooms))
+    whole_units, whole_rooms = (
+        tuple(int(_fraction(v) * scale) if v < math.inf else v for v in values) for values in (units, rooms)
+    )
     problems = [
         Problem(placement, **seconds, activation=whole_units, capacity=whole_rooms)  # type: ignore[arg-type]
         for placement in _placements(pp, num_microbatches, vpp, replicas)
@@ -109,7 +124,8 @@ def search_schedule(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """An order of actions. `named` is set for a schedule of the catalog as it is, which no longer is `rows`, its parts."""
+    """An order of actions. `named` is set for a schedule of the catalog as it is, which no longer
+    is `rows`, its parts."""
 
     problem: Problem
     makespan_s: float
@@ -191,12 +207,16 @@ class _Search:
         share = (self.evaluations - self.evaluated) // (2 * len(starts))
         for seed, start in enumerate(starts):
             self.improve_one(start, share, seed)
-        self.improve_one(min(self.found, key=lambda candidate: candidate.key), self.evaluations - self.evaluated, len(starts))
+        self.improve_one(
+            min(self.found, key=lambda candidate: candidate.key), self.evaluations - self.evaluated, len(starts)
+        )
 
     def improve_one(self, start: _Candidate, evaluations: int, seed: int) -> None:
         """Adds what moves make of one candidate."""
         if evaluations > 1 and not self.is_optimal:
-            rows, times, used = improve(start.problem, start.rows, evaluations=evaluations, target_s=self.target_s, seed=seed)
+            rows, times, used = improve(
+                start.problem, start.rows, evaluations=evaluations, target_s=self.target_s, seed=seed
+            )
             self.evaluated += used
             self.found.append(_Candidate(start.problem, times.makespan_s, times.total_s, rows))
 
@@ -219,10 +239,14 @@ def _options(entry: Builder, problem: Problem) -> list[dict[str, Any]]:
     """The defaults, and what else an entry could be asked for: other group sizes, and these times and this memory."""
     pp, m = problem.placement.num_ranks, problem.placement.num_microbatches
     fitted: dict[str, Any] = {
-        name: getattr(problem, name) for name in ("forward_s", "backward_input_s", "backward_weight_s", "send_s") if name in entry.options
+        name: getattr(problem, name)
+        for name in ("forward_s", "backward_input_s", "backward_weight_s", "send_s")
+        if name in entry.options
     }
     if "memory_limit" in entry.options:
-        slots = (room // units if units else m for room, units in zip(problem.capacity, problem.activation, strict=False))
+        slots = (
+            room // units if units else m for room, units in zip(problem.capacity, problem.activation, strict=False)
+        )
         fitted["memory_limit"] = int(min(m, 2 * pp - 1, *(count for count in slots if count < math.inf)))
     sizes = sorted({2 * pp, m}) if "microbatch_group_size" in entry.options else []
     return [{}, *([fitted] if fitted else []), *({"microbatch_group_size": size} for size in sizes)]
@@ -234,16 +258,21 @@ def _placements(pp: int, num_microbatches: int, vpp: int, replicas: bool) -> lis
         placements.append(Placement.vee(pp, num_microbatches))
     if replicas:
         if vpp != 1 or pp % 2:
-            raise ScheduleError(f"replicas=True needs one stage per rank and an even pp, got vpp={vpp} and pp={pp}. Leave replicas out.")
+            raise ScheduleError(
+                f"replicas=True needs one stage per rank and an even pp, got vpp={vpp} and pp={pp}. Leave replicas out."
+            )
         placements.append(Placement.replicated(pp, num_microbatches))
     return placements
 
 
 def _numbers(name: str, value: PerStage, count: int, of_what: str) -> tuple[float, ...]:
-    """One value for each stage or rank. Raises `ScheduleError` for negative ones, a wrong count, and infinite ones but for capacities."""
+    """One value for each stage or rank. Raises `ScheduleError` for negative ones, a wrong count, and infinite
+    ones but for capacities."""
     values = tuple(float(item) for item in ([value] * count if isinstance(value, Real) else value))  # type: ignore[union-attr]
     if len(values) != count:
-        raise ScheduleError(f"{name} has {len(values)} values for {count} {of_what}. Give one number, or one for each of the {of_what}.")
+        raise ScheduleError(
+            f"{name} has {len(values)} values for {count} {of_what}. Give one number, or one for each of the {of_what}."
+        )
     if any(not 0 <= item < math.inf for item in values if not (name == "capacity" and item == math.inf)):
         raise ScheduleError(f"{name} has a value that cannot be: {values}. Use finite numbers of at least 0.")
     return values
@@ -261,12 +290,15 @@ def _short(problem: Problem) -> list[int]:
 
 
 def _refuse(problems: list[Problem], scale: int, *, one_number: bool) -> None:
-    """Raises the error for a capacity that is too small, speaking of the placement that needs least: at most anywhere, or in sum."""
+    """Raises the error for a capacity that is too small, speaking of the placement that needs least: at
+    most anywhere, or in sum."""
     problem = min(problems, key=lambda problem: (max if one_number else sum)(problem.smallest_capacity))
     least = [f"{units / scale:g}" for units in problem.smallest_capacity]
     rank = _short(problem)[0]
     smallest = f"{max(problem.smallest_capacity) / scale:g}" if one_number else f"({', '.join(least)})"
     raise ScheduleError(
-        f"capacity={problem.capacity[rank] / scale:g} of rank {rank} is less than the {least[rank]} units that one microbatch holds there "
-        f"(stages {', '.join(map(str, problem.placement.stages_of(rank)))}), so no schedule runs. The smallest capacity is {smallest}."
+        f"capacity={problem.capacity[rank] / scale:g} of rank {rank} is less than the {least[rank]} units that one "
+        "microbatch holds there "
+        f"(stages {', '.join(map(str, problem.placement.stages_of(rank)))}), so no schedule runs. The smallest "
+        f"capacity is {smallest}."
     )

@@ -1,8 +1,8 @@
 """Lower bounds on the makespan of any schedule of a `Problem`, with their proofs.
 
-All hold for F, I, W and for full backwards B and overlapped pairs that take the sum of their parts: such a schedule stays feasible and
-ends no later when every B is cut into I and W and every pair into F, I and W. Write a(s) for the activation units of stage s, and for
-one route of microbatches over the ranks, without any waiting,
+All hold for F, I, W and for full backwards B and overlapped pairs that take the sum of their parts: such a schedule
+stays feasible and ends no later when every B is cut into I and W and every pair into F, I and W. Write a(s) for the
+activation units of stage s, and for one route of microbatches over the ranks, without any waiting,
 
     head(X)  the time before an action X can start:  head F(s) = sum over t < s of F(t) and its send;
              head I(s) = head F(S-1) + F(S-1) + sum over t > s of I(t) and its send;  head W(s) = head I(s) + I(s)
@@ -59,12 +59,14 @@ class _Class:
 
     @property
     def residence_s(self) -> float:
-        """Least time from the start of F to the end of W: what was sent forward has to come back as a gradient first."""
+        """Least time from the start of F to the end of W: what was sent forward has to come
+        back as a gradient first."""
         return self.joint_s + self.backward_weight.duration_s
 
     @property
     def joint_s(self) -> float:
-        """Least time from the start of F to the end of I, during which the earlier stages of the rank are held as well."""
+        """Least time from the start of F to the end of I, during which the earlier stages of the
+        rank are held as well."""
         return self.backward_weight.head_s - self.forward.head_s
 
 
@@ -84,7 +86,9 @@ def _rank_bounds(here: list[_Class], capacity: float, rank: int) -> Iterator[Bou
     yield Bound(_machine_s(jobs), f"work, head and tail of rank {rank}")
     if math.isfinite(capacity):
         yield Bound(_filling_s(here, capacity), f"forwards that rank {rank} can hold before its first gradient arrives")
-        slots_s = [_slots_s(each, int(capacity // each.activation), each.residence_s) for each in here if each.activation]
+        slots_s = [
+            _slots_s(each, int(capacity // each.activation), each.residence_s) for each in here if each.activation
+        ]
         slots_s += [_slots_s(each, int(capacity // each.joint), each.joint_s) for each in here if each.joint]
         yield Bound(max(slots_s, default=0.0), f"memory slots of rank {rank}, reused one after the other")
         yield Bound(_area_s(here, capacity), f"memory times time of rank {rank}")
@@ -93,9 +97,9 @@ def _rank_bounds(here: list[_Class], capacity: float, rank: int) -> Iterator[Bou
 def _machine_s(jobs: list[_Job]) -> float:
     """max over h, q of h + (work of the jobs with head >= h and tail >= q) + q.
 
-    A rank and a lane run one thing at a time. Of any set of jobs the first starts no earlier than the smallest head, then all their work
-    is done on this machine, and the last to end is followed by at least the smallest tail. (Carlier 1982, "The one-machine sequencing
-    problem", section 2; sets given by a head and a tail are enough for the maximum.)
+    A rank and a lane run one thing at a time. Of any set of jobs the first starts no earlier than the smallest head,
+    then all their work is done on this machine, and the last to end is followed by at least the smallest tail. (Carlier
+    1982, "The one-machine sequencing problem", section 2; sets given by a head and a tail are enough for the maximum.)
     """
     best = 0.0
     for head_s in {job.head_s for job in jobs}:
@@ -107,12 +111,14 @@ def _machine_s(jobs: list[_Job]) -> float:
 
 
 def _filling_s(here: list[_Class], capacity: float) -> float:
-    """E + (work of the rank) - K + (least tail), with E the smallest head of its I, and K the most forward time that `capacity` holds.
+    """E + (work of the rank) - K + (least tail), with E the smallest head of its I, and K the most forward
+    time that `capacity` holds.
 
-    Before E only forwards run on the rank, as W follows I. Nothing is freed by then, so what started is held at once and fits: it is K
-    seconds of work at most. The other work lies after E. Counting F and I alone, the last of them is an I or is followed by one, so the
-    smallest tail of the I is added; with W the tail is 0. On rank 0 of p equal stages, with room for p microbatches, E is pF + (p-1)I
-    and K is pF: m(F+I+W) + (p-1)I, which is the makespan of ZB-H1 for F = I = W. ZB-H1 is therefore optimal there.
+    Before E only forwards run on the rank, as W follows I. Nothing is freed by then, so what started is held at once
+    and fits: it is K seconds of work at most. The other work lies after E. Counting F and I alone, the last of them is
+    an I or is followed by one, so the smallest tail of the I is added; with W the tail is 0. On rank 0 of p equal
+    stages, with room for p microbatches, E is pF + (p-1)I and K is pF: m(F+I+W) + (p-1)I, which is the makespan of
+    ZB-H1 for F = I = W. ZB-H1 is therefore optimal there.
     """
     earliest_s = min(each.backward_input.head_s for each in here)
     held_s = _most_forward_s(here, capacity)
@@ -123,11 +129,20 @@ def _filling_s(here: list[_Class], capacity: float) -> float:
 
 
 def _most_forward_s(here: list[_Class], capacity: float) -> float:
-    """An upper bound on the forward time of activations that fit together: exact for equal activations, else the fractional knapsack."""
+    """An upper bound on the forward time of activations that fit together: exact for equal activations, else
+    the fractional knapsack."""
     free, total_s = capacity, 0.0
     whole = len({each.activation for each in here}) == 1
-    for each in sorted(here, key=lambda each: -each.forward.duration_s / each.activation if each.activation else -math.inf):
-        room = free // each.activation if whole and each.activation else free / each.activation if each.activation else math.inf
+    for each in sorted(
+        here, key=lambda each: -each.forward.duration_s / each.activation if each.activation else -math.inf
+    ):
+        room = (
+            free // each.activation
+            if whole and each.activation
+            else free / each.activation
+            if each.activation
+            else math.inf
+        )
         count = min(each.count, room)
         free -= count * each.activation
         total_s += count * each.forward.duration_s
@@ -135,15 +150,17 @@ def _most_forward_s(here: list[_Class], capacity: float) -> float:
 
 
 def _slots_s(each: _Class, slots: int, residence_s: float) -> float:
-    """head F + q R + r F + F + tail F, for n microbatches of which k at most are held at once, each for R: q, r = divmod(n-1, k).
+    """head F + q R + r F + F + tail F, for n microbatches of which k at most are held at once, each for
+    R: q, r = divmod(n-1, k).
 
-    When the i-th forward (in order of start, from 0) starts, at most k-1 others are held, so i-k+1 have ended, and the last start among
-    those is at least R ago: start(i) >= start(i-k) + R. Forwards of one rank do not overlap: start(r) >= head F + r F. So start(n-1) >=
-    head F + r F + q R, and F and its tail follow. Used twice, with k = floor(capacity / units):
+    When the i-th forward (in order of start, from 0) starts, at most k-1 others are held, so i-k+1 have ended, and
+    the last start among those is at least R ago: start(i) >= start(i-k) + R. Forwards of one rank do not overlap:
+    start(r) >= head F + r F. So start(n-1) >= head F + r F + q R, and F and its tail follow. Used twice, with k =
+    floor(capacity / units):
 
     - for the units of the stage alone, R being its whole residence;
-    - for those of the stage and all earlier ones of the rank together, R being the time from F to the end of I: the earlier stages
-      are held since before that F, and neither their W nor this one's can end before that I does.
+    - for those of the stage and all earlier ones of the rank together, R being the time from F to the end of I: the
+      earlier stages are held since before that F, and neither their W nor this one's can end before that I does.
     """
     rounds, rest = divmod(each.count - 1, slots)
     forward = each.forward
@@ -151,8 +168,8 @@ def _slots_s(each: _Class, slots: int, residence_s: float) -> float:
 
 
 def _area_s(here: list[_Class], capacity: float) -> float:
-    """(least head F) + sum of n a R over the stages of the rank / capacity: what is held, integrated over time, is n a R at least, and
-    is never above `capacity` between the first forward and the end."""
+    """(least head F) + sum of n a R over the stages of the rank / capacity: what is held, integrated over time, is n a
+    R at least, and is never above `capacity` between the first forward and the end."""
     area = sum(each.count * each.activation * each.residence_s for each in here)
     return min(each.forward.head_s for each in here) + (area / capacity if area else 0.0)
 
@@ -192,7 +209,8 @@ def _hops_s(problem: Problem, route: Route) -> tuple[list[float], list[float]]:
 
 
 def _lane_bounds(problem: Problem) -> Iterator[Bound]:
-    """The one-machine bound of every lane: the messages of one direction between two ranks travel one after the other."""
+    """The one-machine bound of every lane: the messages of one direction between two ranks
+    travel one after the other."""
     lanes: dict[tuple[int, int, Kind], list[_Job]] = {}
     for route in problem.routes:
         hops_s, classes = _hops_s(problem, route), _classes(problem, route)

@@ -1,9 +1,9 @@
 """Local improvement: moves on the critical path, accepted late.
 
-Only a change on a longest path can shorten a schedule, and there only one that breaks a *block* (what a rank runs without a pause
-on that path): moving an action out of it, to before its first or after its last, or its first or last further in (Grabowski, Nowicki
-and Zdrzalka 1986, "A block approach for single-machine scheduling"; the neighbourhood of job-shop searches since). A W is on the path only
-because it stands in the way, so this also moves W into the bubbles.
+Only a change on a longest path can shorten a schedule, and there only one that breaks a *block* (what a rank runs
+without a pause on that path): moving an action out of it, to before its first or after its last, or its first or last
+further in (Grabowski, Nowicki and Zdrzalka 1986, "A block approach for single-machine scheduling"; the neighbourhood of
+job-shop searches since). A W is on the path only because it stands in the way, so this also moves W into the bubbles.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from .search_problem import Codes, Problem, Rows, Times, evaluate, peak_held
 
 HISTORY = 30
-"""Length of the list of late-acceptance hill climbing (Burke and Bykov 2017): a move may be as bad as the schedule this many moves ago."""
+"""Length of the list of late-acceptance hill climbing (Burke and Bykov 2017): a move may be as bad as the
+schedule this many moves ago."""
 
 
-def improve(problem: Problem, rows: Rows, *, evaluations: int, target_s: float, seed: int = 0) -> tuple[Rows, Times, int]:
+def improve(
+    problem: Problem, rows: Rows, *, evaluations: int, target_s: float, seed: int = 0
+) -> tuple[Rows, Times, int]:
     """The best order found from `rows`, its times, and how many orders were evaluated; stops early at `target_s`.
 
     Deterministic: moves are drawn from a generator with a fixed seed.
@@ -77,7 +80,9 @@ def _critical_path(codes: Codes, rows: Rows, times: Times) -> Iterator[tuple[int
         yield rank, position
         code = rows[rank][position]
         before_s = end_s[rows[rank][position - 1]] if position else 0.0
-        maker = code + (-num_microbatches if code < N else num_microbatches) if codes.need[code] != codes.nothing else None
+        maker = (
+            code + (-num_microbatches if code < N else num_microbatches) if codes.need[code] != codes.nothing else None
+        )
         if maker is not None and end_s[maker] + codes.send_s[maker] > before_s:
             rank, position = place[maker]
         elif position:
@@ -87,7 +92,8 @@ def _critical_path(codes: Codes, rows: Rows, times: Times) -> Iterator[tuple[int
 
 
 def _draw_move(draw: random.Random, blocks: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-    """(rank, from, to): an action of a block to one of its ends, an end to inside of it, or two neighbours exchanged."""
+    """(rank, from, to): an action of a block to one of its ends, an end to inside of it, or two
+    neighbours exchanged."""
     rank, first, last = blocks[draw.randrange(len(blocks))]
     inside = draw.randint(first, last)
     source, target = (
@@ -101,7 +107,8 @@ def _draw_move(draw: random.Random, blocks: list[tuple[int, int, int]]) -> tuple
 
 
 def _moved(problem: Problem, rows: Rows, rank: int, source: int, target: int) -> list[int] | None:
-    """The rank's row with one action moved, or None where that changes nothing, the order of F, I and W forbids it or memory is short."""
+    """The rank's row with one action moved, or None where that changes nothing, the order of F, I and W forbids
+    it or memory is short."""
     codes, row = problem.codes, rows[rank]
     code = row[source]
     if source == target:

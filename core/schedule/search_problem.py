@@ -1,9 +1,10 @@
-"""What `search_schedule` searches over: stage times, a placement and memory limits, and the evaluation of an order of actions.
+"""What `search_schedule` searches over: stage times, a placement and memory limits, and the
+evaluation of an order of actions.
 
-Inside the search an action is a *code*, `kind * N + stage * m + microbatch` for F, B, I, W (`Kind` 0 to 3), with N = stages x
-microbatches, and a candidate is one list of codes per rank. Its times follow the simulator's execution rule with buffered sends: a
-rank runs its list in order, each action as soon as its input has arrived; values for one neighbour and one direction travel one after
-the other. The tests hold the two to the same numbers.
+Inside the search an action is a *code*, `kind * N + stage * m + microbatch` for F, B, I, W (`Kind` 0 to 3), with N =
+stages x microbatches, and a candidate is one list of codes per rank. Its times follow the simulator's execution rule
+with buffered sends: a rank runs its list in order, each action as soon as its input has arrived; values for one
+neighbour and one direction travel one after the other. The tests hold the two to the same numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True)
 class Problem:
-    """Seconds per stage (of the sending stage for `send_s`), activation units per stage that one microbatch holds from the start of its F
-    to the end of its B or W, and the units each pipeline rank has room for (may be infinite). Units are whole, so that sums are exact."""
+    """Seconds per stage (of the sending stage for `send_s`), activation units per stage that one microbatch holds from
+    the start of its F to the end of its B or W, and the units each pipeline rank has room for (may be infinite). Units
+    are whole, so that sums are exact."""
 
     placement: Placement
     forward_s: tuple[float, ...]
@@ -49,8 +51,8 @@ class Problem:
     def smallest_capacity(self) -> tuple[int, ...]:
         """Per rank the least room in which any schedule runs.
 
-        When a microbatch runs the forward of the last of its stages on a rank it still holds all of them, so less is too little; and
-        one microbatch after the other, each from first forward to last W, needs no more.
+        When a microbatch runs the forward of the last of its stages on a rank it still holds all of them, so less is
+        too little; and one microbatch after the other, each from first forward to last W, needs no more.
         """
         need = [0] * self.placement.num_ranks
         for route in self.routes:
@@ -62,7 +64,9 @@ class Problem:
     def busiest_s(self) -> float:
         """Work of the rank that has most of it."""
         work_s = [0.0] * self.placement.num_ranks
-        of_stage = [sum(times) for times in zip(self.forward_s, self.backward_input_s, self.backward_weight_s, strict=True)]
+        of_stage = [
+            sum(times) for times in zip(self.forward_s, self.backward_input_s, self.backward_weight_s, strict=True)
+        ]
         for route in self.routes:
             for stage, rank in enumerate(route.ranks):
                 work_s[rank] += len(route.microbatches) * of_stage[stage]
@@ -88,9 +92,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Codes:
-    """Tables indexed by code. `need` and `out` are arrival slots, one per value that a stage hands to its neighbour; slot `nothing` has
-    always arrived. `lane` is -1 where the value stays on its rank. `change` is what the action adds to the memory of its rank (at its
-    start) or, negative, frees (at its end)."""
+    """Tables indexed by code. `need` and `out` are arrival slots, one per value that a stage hands to its neighbour;
+    slot `nothing` has always arrived. `lane` is -1 where the value stays on its rank. `change` is what the action adds
+    to the memory of its rank (at its start) or, negative, frees (at its end)."""
 
     num_cells: int  # stages x microbatches
     num_lanes: int
@@ -110,7 +114,8 @@ class Codes:
         return 2 * self.num_cells
 
     def before(self, first: int, second: int) -> bool:
-        """Whether one rank has to run `first` before `second`, because they are F, I (or B) and W of one stage and microbatch."""
+        """Whether one rank has to run `first` before `second`, because they are F, I (or B) and W of one
+        stage and microbatch."""
         return first < second and (second - first) % self.num_cells == 0
 
 
@@ -120,7 +125,11 @@ def _codes(problem: Problem) -> Codes:
     N = num_stages * m
     owner = [placement.rank_of(stage, microbatch) for stage in range(num_stages) for microbatch in range(m)]
     lanes: dict[tuple[int, int, bool], int] = {}
-    columns: dict[str, list] = {"rank": owner * 4, "stage": [c // m for c in range(N)] * 4, "microbatch": [c % m for c in range(N)] * 4}
+    columns: dict[str, list] = {
+        "rank": owner * 4,
+        "stage": [c // m for c in range(N)] * 4,
+        "microbatch": [c % m for c in range(N)] * 4,
+    }
     columns |= {name: [] for name in ("duration_s", "send_s", "need", "out", "lane", "change")}
     for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
         forward, step = kind is Kind.F, {Kind.F: 1, Kind.W: 0}.get(kind, -1)
@@ -130,7 +139,9 @@ def _codes(problem: Problem) -> Codes:
             crosses = gives and owner[target] != owner[cell]
             columns["need"].append((cell if forward else N + cell) if needs else 2 * N)
             columns["out"].append((target if forward else N + target) if gives else -1)
-            columns["lane"].append(lanes.setdefault((owner[cell], owner[target], forward), len(lanes)) if crosses else -1)
+            columns["lane"].append(
+                lanes.setdefault((owner[cell], owner[target], forward), len(lanes)) if crosses else -1
+            )
             columns["send_s"].append(problem.send_s[stage] if crosses else 0)
             columns["duration_s"].append(_duration_s(problem, kind, stage))
             columns["change"].append(problem.activation[stage] * {Kind.F: 1, Kind.I: 0}.get(kind, -1))
@@ -213,8 +224,8 @@ def fits(problem: Problem, rows: Rows) -> bool:
 def split_rows(schedule: Schedule) -> Rows:
     """The codes of a schedule with every B cut into I and W, and every overlapped pair into F, I and W.
 
-    Never later than the schedule itself and with the same peaks: each part starts no later than in the whole, I gives its gradient away
-    before its W, and what is freed is freed at the end of the whole.
+    Never later than the schedule itself and with the same peaks: each part starts no later than in the whole, I gives
+    its gradient away before its W, and what is freed is freed at the end of the whole.
     """
     m, N = schedule.num_microbatches, schedule.num_stages * schedule.num_microbatches
     rows: Rows = []
@@ -230,8 +241,9 @@ def split_rows(schedule: Schedule) -> Rows:
 
 
 def whole_rows(problem: Problem, schedule: Schedule) -> tuple[Codes, Rows]:
-    """The codes of a schedule as it is, with tables that have three more codes for each pair of a forward and a backward: one that waits
-    for the forward's input, one that waits for the gradient and takes the time of both, one that hands on the forward's output."""
+    """The codes of a schedule as it is, with tables that have three more codes for each pair of a forward and a
+    backward: one that waits for the forward's input, one that waits for the gradient and takes the time of both, one
+    that hands on the forward's output."""
     plain, N, m = problem.codes, problem.codes.num_cells, schedule.num_microbatches
     names = ("rank", "stage", "microbatch", "duration_s", "send_s", "need", "out", "lane", "change")
     columns: dict[str, list] = {name: list(getattr(plain, name)) for name in names}

@@ -1,7 +1,8 @@
 """List scheduling: orders made by running the pipeline once, every rank choosing by a rule whenever it is free.
 
-This generalises the automatic schedule of Qi et al. 2023 ("Zero Bubble Pipeline Parallelism", section 3): forwards up to a limit, then
-forwards and backwards, and W where there is nothing else to do or no room left. Each rule gives one order; `rules` is the family.
+This generalises the automatic schedule of Qi et al. 2023 ("Zero Bubble Pipeline Parallelism", section 3): forwards up
+to a limit, then forwards and backwards, and W where there is nothing else to do or no room left. Each rule gives one
+order; `rules` is the family.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from .search_problem import Problem, Rows
 class Rule:
     """How a free rank chooses.
 
-    `prefer`: what runs when F and I are both ready: one kind, the two in turn, or whichever belongs to the older microbatch. `chunk`: which
-    of a rank's stages goes first, the one nearer to or farther from the end of its microbatch, or what came first, or the older
-    microbatch. A W runs when neither F nor I can, and with `patience` only when nothing is known to arrive within that part of its time.
-    `pace`: microbatches enter that part of the busiest rank's time per microbatch apart, which keeps activations short-lived.
+    `prefer`: what runs when F and I are both ready: one kind, the two in turn, or whichever belongs to the older
+    microbatch. `chunk`: which of a rank's stages goes first, the one nearer to or farther from the end of its
+    microbatch, or what came first, or the older microbatch. A W runs when neither F nor I can, and with `patience` only
+    when nothing is known to arrive within that part of its time. `pace`: microbatches enter that part of the busiest
+    rank's time per microbatch apart, which keeps activations short-lived.
     """
 
     prefer: Literal["I", "turns", "oldest"]
@@ -34,14 +36,19 @@ class Rule:
 
 
 def rules(problem: Problem) -> Iterator[Rule]:
-    """The family: 72 rules, 90 where ranks hold several stages. Forwards first, W right after I, and limits below the capacity are left
-    out: over 200 random problems they were rarely the best."""
+    """The family: 72 rules, 90 where ranks hold several stages. Forwards first, W right after I, and limits below the
+    capacity are left out: over 200 random problems they were rarely the best."""
     several = any(len(route.stages_on(rank)) > 1 for route in problem.routes for rank in route.ranks)
     chunks: tuple[Any, ...] = ("deep", "shallow", "first come") if several else ("first come",)
     orders: list[tuple[Any, float]] = [(chunk, 0.0) for chunk in chunks]
     orders += [("oldest", pace) for pace in (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25)]
     prefers: tuple[Any, ...] = ("turns", "oldest", "I")
-    yield from (Rule(prefer, chunk, patience, pace) for chunk, pace in orders for prefer in prefers for patience in (0.5, 0.0, 1.0))
+    yield from (
+        Rule(prefer, chunk, patience, pace)
+        for chunk, pace in orders
+        for prefer in prefers
+        for patience in (0.5, 0.0, 1.0)
+    )
 
 
 def dispatch(problem: Problem, rule: Rule) -> Rows:
@@ -50,8 +57,8 @@ def dispatch(problem: Problem, rule: Rule) -> Rows:
 
 
 class _Dispatch:
-    """One simulated step. `forwards[rank]` and `inputs[rank]` map a stage and a route to the F and I whose input was sent there: (arrival,
-    code). Where two routes meet on a stage, memory may admit one and not the other."""
+    """One simulated step. `forwards[rank]` and `inputs[rank]` map a stage and a route to the F and I whose input was
+    sent there: (arrival, code). Where two routes meet on a stage, memory may admit one and not the other."""
 
     def __init__(self, problem: Problem, rule: Rule):
         codes, num_ranks = problem.codes, problem.placement.num_ranks
@@ -60,7 +67,9 @@ class _Dispatch:
         self.events: list[tuple[float, int]] = []
         self.forwards: list[dict[tuple[int, int], deque[tuple[float, int]]]] = [{} for _ in range(num_ranks)]
         self.inputs: list[dict[tuple[int, int], deque[tuple[float, int]]]] = [{} for _ in range(num_ranks)]
-        self.route_of = {microbatch: number for number, route in enumerate(problem.routes) for microbatch in route.microbatches}
+        self.route_of = {
+            microbatch: number for number, route in enumerate(problem.routes) for microbatch in route.microbatches
+        }
         for number, route in enumerate(problem.routes):
             for stage, rank in enumerate(route.ranks):
                 self.forwards[rank][stage, number] = deque()
@@ -109,7 +118,8 @@ class _Dispatch:
         return self.rule.prefer == "turns" and not self.last_was_forward[rank]
 
     def forward(self, rank: int, now: float) -> tuple[deque[tuple[float, int]] | None, bool, float]:
-        """The queue whose forward may start, whether one is kept waiting by memory, and when the next one that is known of arrives."""
+        """The queue whose forward may start, whether one is kept waiting by memory, and when the next one
+        that is known of arrives."""
         ready, blocked, next_s = [], False, math.inf
         for (stage, route), queue in self.forwards[rank].items():
             if queue:
@@ -135,8 +145,11 @@ class _Dispatch:
         return (self.inputs[rank][min(ready)[1]] if ready else None), next_s
 
     def urgency(self, arrival_s: float, distance: int, code: int) -> float:
-        """Smaller goes first; `distance` is how far an action is from being the last of its microbatch's on the rank."""
-        return {"deep": distance, "shallow": -distance, "first come": arrival_s, "oldest": self.codes.microbatch[code]}[self.rule.chunk]
+        """Smaller goes first; `distance` is how far an action is from being the last of its
+        microbatch's on the rank."""
+        return {"deep": distance, "shallow": -distance, "first come": arrival_s, "oldest": self.codes.microbatch[code]}[
+            self.rule.chunk
+        ]
 
     def queue_of(self, code: int) -> tuple[int, int]:
         """Where an F or I waits."""
@@ -172,11 +185,11 @@ class _Dispatch:
 class _Memory:
     """What every rank holds, and which forwards it may start without ever getting stuck.
 
-    Where every rank holds one stage, room is enough: the last stage's rank can always finish what it holds, then the one before. Else
-    earlier stages must leave room for later ones. Microbatches are numbered by when they entered the pipeline, and
-    a forward is admitted when afterwards they could still finish one after the other in that order on this rank: each finds the room
-    for its remaining stages in what is free and what those before it give back (Dijkstra's banker). As the order is the same on
-    every rank, the oldest microbatch can always go on.
+    Where every rank holds one stage, room is enough: the last stage's rank can always finish what it holds, then the
+    one before. Else earlier stages must leave room for later ones. Microbatches are numbered by when they entered the
+    pipeline, and a forward is admitted when afterwards they could still finish one after the other in that order on
+    this rank: each finds the room for its remaining stages in what is free and what those before it give back
+    (Dijkstra's banker). As the order is the same on every rank, the oldest microbatch can always go on.
     """
 
     def __init__(self, problem: Problem):

@@ -21,9 +21,10 @@ FORMAT = "shardproof-timeline"
 VERSION = 1
 
 COMPUTE_LANE = "compute"
-"""The lane of F, B, I, W, OVERLAP_F_B and STEP. Other lanes: `F>1` sends activations to pipeline rank 1, `F<0` receives them from
-rank 0, `B>0` and `B<1` are the same for gradients, `dp` holds REDUCE_GRAD, UNSHARD and RESHARD. Where the parts of a pair run in turns,
-a measured step has their collectives too: `F:ep` those of the forward over axis ep, `B:tp` those of the backward over tp."""
+"""The lane of F, B, I, W, OVERLAP_F_B and STEP. Other lanes: `F>1` sends activations to pipeline rank 1, `F<0` receives
+them from rank 0, `B>0` and `B<1` are the same for gradients, `dp` holds REDUCE_GRAD, UNSHARD and RESHARD. Where the
+parts of a pair run in turns, a measured step has their collectives too: `F:ep` those of the forward over axis ep,
+`B:tp` those of the backward over tp."""
 
 
 def message_lane(direction: Literal["F", "B"], sending: bool, peer: int) -> str:
@@ -119,10 +120,23 @@ class Spans(Sequence[Span]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         lane = self.lanes[self.lane[index]]
-        return Span(int(self.global_rank[index]), lane, self.actions[index], float(self.start_s[index]), float(self.end_s[index]))
+        return Span(
+            int(self.global_rank[index]),
+            lane,
+            self.actions[index],
+            float(self.start_s[index]),
+            float(self.end_s[index]),
+        )
 
     def __iter__(self) -> Iterator[Span]:
-        rows = zip(self.global_rank.tolist(), self.lane.tolist(), self.actions, self.start_s.tolist(), self.end_s.tolist(), strict=True)
+        rows = zip(
+            self.global_rank.tolist(),
+            self.lane.tolist(),
+            self.actions,
+            self.start_s.tolist(),
+            self.end_s.tolist(),
+            strict=True,
+        )
         for global_rank, lane, action, start_s, end_s in rows:
             yield Span(global_rank, self.lanes[lane], action, start_s, end_s)
 
@@ -138,7 +152,11 @@ class Timeline:
 
     @classmethod
     def from_spans(
-        cls, spans: Sequence[Span], source: Literal["predicted", "measured"], memory: Sequence[MemorySample] = (), title: str = ""
+        cls,
+        spans: Sequence[Span],
+        source: Literal["predicted", "measured"],
+        memory: Sequence[MemorySample] = (),
+        title: str = "",
     ) -> Timeline:
         """A timeline from span objects, ordered by (rank, lane, start)."""
         ordered = sorted(spans, key=lambda span: (span.global_rank, span.lane, span.start_s, span.end_s))
@@ -172,9 +190,9 @@ class Timeline:
     def idle_inside_s(self, global_rank: int) -> float:
         """Idle compute time of a rank between the start of its first and the end of its last forward or backward.
 
-        The bubble of the zero-bubble papers, where every rank may start and step on its own; the largest over the ranks is that of
-        the schedule. `bubble_fraction` also counts a rank's wait before its first and after its last action. Optimizer steps are
-        left out.
+        The bubble of the zero-bubble papers, where every rank may start and step on its own; the largest over the ranks
+        is that of the schedule. `bubble_fraction` also counts a rank's wait before its first and after its last action.
+        Optimizer steps are left out.
         """
         if COMPUTE_LANE not in self.spans.lanes:
             return 0.0
@@ -190,7 +208,8 @@ class Timeline:
         return 1.0 - self.busy_s(global_rank) / self.makespan_s if self.makespan_s else 0.0
 
     def to_json(self) -> str:
-        """The recorded timeline format: one JSON object of columns, seconds and bytes unrounded, the same bytes for the same timeline."""
+        """The recorded timeline format: one JSON object of columns, seconds and bytes unrounded, the same bytes
+        for the same timeline."""
         spans, samples = self.spans, self.memory
         document = {
             "format": FORMAT,
@@ -219,7 +238,9 @@ class Timeline:
         try:
             document = parse_json(text, source)
         except FileError as error:
-            raise TimelineError(f"{error} A recorded timeline is what `shardproof train -o x.timeline.json` writes.") from error
+            raise TimelineError(
+                f"{error} A recorded timeline is what `shardproof train -o x.timeline.json` writes."
+            ) from error
         problems = _problems(document)
         if problems:
             raise TimelineError(f"{source}: not a recorded timeline: " + "; ".join(problems) + ".")
@@ -228,13 +249,21 @@ class Timeline:
             actions = ActionArray.from_actions([Action.from_str(cell) for cell in spans["action"]])
         except ScheduleError as error:
             raise TimelineError(f"{source}: not a recorded timeline: {error}") from error
-        columns = (np.array(spans["global_rank"], np.int32), np.array(spans["lane"], np.int32), tuple(document["lanes"]), actions)
+        columns = (
+            np.array(spans["global_rank"], np.int32),
+            np.array(spans["lane"], np.int32),
+            tuple(document["lanes"]),
+            actions,
+        )
         times = (np.array(spans["start_s"], np.float64), np.array(spans["end_s"], np.float64))
         samples = zip(memory["global_rank"], memory["time_s"], memory["num_bytes"], strict=True)
-        return cls(Spans(*columns, *times), document["source"], tuple(MemorySample(*row) for row in samples), document["title"])
+        return cls(
+            Spans(*columns, *times), document["source"], tuple(MemorySample(*row) for row in samples), document["title"]
+        )
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_json` to a file, compressed when its name ends in `.gz`; a half-written file is never seen under that name."""
+        """Writes `to_json` to a file, compressed when its name ends in `.gz`; a half-written file is never
+        seen under that name."""
         data = self.to_json().encode()
         if Path(path).suffix == ".gz":
             data = gzip.compress(data, mtime=0)  # without a time the same timeline gives the same bytes
@@ -242,7 +271,8 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """The timeline in a file that `save` wrote. Raises `TimelineError`, which begins with the file's name, for any other."""
+        """The timeline in a file that `save` wrote. Raises `TimelineError`, which begins with the
+        file's name, for any other."""
         try:
             text = read_packed(path)
         except FileError as error:
@@ -297,9 +327,17 @@ def _problems(document: Any) -> list[str]:
         problems += _table_problems(table, document.get(table), columns)
     if not problems:
         spans = document["spans"]
-        problems += [f"span {i} names lane {lane} of {len(lanes)}" for i, lane in enumerate(spans["lane"]) if not 0 <= lane < len(lanes)]
+        problems += [
+            f"span {i} names lane {lane} of {len(lanes)}"
+            for i, lane in enumerate(spans["lane"])
+            if not 0 <= lane < len(lanes)
+        ]
         ends = enumerate(zip(spans["start_s"], spans["end_s"], strict=True))
-        problems += [f"span {i} ends at {end_s} s, before it starts at {start_s} s" for i, (start_s, end_s) in ends if not start_s <= end_s]
+        problems += [
+            f"span {i} ends at {end_s} s, before it starts at {start_s} s"
+            for i, (start_s, end_s) in ends
+            if not start_s <= end_s
+        ]
         if spans["end_s"] and 0 < max(spans["end_s"]) < SHORTEST_S:
             problems.append(f"the step ends after {max(spans['end_s'])} s, before any clock ticks")
     return problems[:10]

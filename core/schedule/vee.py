@@ -14,11 +14,12 @@ F0, F1, I0, I1, W0, W1 = (2 * kind + chunk for kind in (Kind.F, Kind.I, Kind.W) 
 
 
 def zbv(pp: int, num_microbatches: int, vpp: int = 2) -> Schedule:
-    """Zero bubble with the memory of 1F1B: loss and first stage share rank 0, so gradients come back as soon as forwards run out.
+    """Zero bubble with the memory of 1F1B: loss and first stage share rank 0, so gradients come back as
+    soon as forwards run out.
 
-    No bubble between a rank's own first and last action (`Timeline.idle_inside_s`) for F=I=W and m >= 2p-1, and 2(p-1)(I-W), in times
-    of half a rank's layers, for W <= F <= I; at most 2p activations of half a rank's layers each. With fewer microbatches it is the
-    same order without those that are not there.
+    No bubble between a rank's own first and last action (`Timeline.idle_inside_s`) for F=I=W and m >= 2p-1, and
+    2(p-1)(I-W), in times of half a rank's layers, for W <= F <= I; at most 2p activations of half a rank's layers each.
+    With fewer microbatches it is the same order without those that are not there.
     """
     num_ordered = max(2 * pp - 1, num_microbatches)
     rows = []

@@ -1,9 +1,9 @@
 """ZB-H1 and ZB-H2 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
 
-The backward is split: I, the input gradient, goes up the pipeline at once; W, the weight gradient, waits until there is time for it.
-Bubbles are those of `Timeline.idle_inside_s`: of each rank between its own first and last compute action, because the paper lets
-every rank step as soon as it is done and validates the step afterwards (section 4). All ranks starting and ending together
-(gradient clipping that waits for a global norm) adds up to (p-1)F.
+The backward is split: I, the input gradient, goes up the pipeline at once; W, the weight gradient, waits until there is
+time for it. Bubbles are those of `Timeline.idle_inside_s`: of each rank between its own first and last compute action,
+because the paper lets every rank step as soon as it is done and validates the step afterwards (section 4). All ranks
+starting and ending together (gradient clipping that waits for a global norm) adds up to (p-1)F.
 """
 
 from __future__ import annotations

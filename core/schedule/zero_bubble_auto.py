@@ -1,4 +1,5 @@
-"""The automatic zero-bubble schedule with a memory limit (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3.1)."""
+"""The automatic zero-bubble schedule with a memory limit (Qi et al. 2023, "Zero Bubble Pipeline
+Parallelism", section 3.1)."""
 
 from __future__ import annotations
 
@@ -27,19 +28,28 @@ def zb_auto(
     backward_weight_s: Seconds = 1,
     send_s: Seconds = 0,
 ) -> Schedule:
-    """The best of several orders for the given times, in which no rank holds more than `memory_limit` activations from F to W.
+    """The best of several orders for the given times, in which no rank holds more than `memory_limit`
+    activations from F to W.
 
-    The limit counts microbatches of one stage and is p by default, the memory of 1F1B. Best is the shortest longest time between a
-    rank's first and last action (`Timeline.idle_inside_s`), then the shortest makespan. Orders tried: the pattern of ZB-H1 and ZB-H2
-    stretched to the limit (which is theirs for p and 2p-1, so this is never worse than they are), and the paper's heuristic, the
-    pipeline run once with forwards up to the limit, I before W, and W where a rank would wait or has no room; its hyperparameters
-    (who goes first; how much of a W has to fit into a gap) are all tried, which takes some 40 us per action (p=16, m=256: 0.7 s).
-    Raises `ScheduleError`.
+    The limit counts microbatches of one stage and is p by default, the memory of 1F1B. Best is the shortest longest
+    time between a rank's first and last action (`Timeline.idle_inside_s`), then the shortest makespan. Orders tried:
+    the pattern of ZB-H1 and ZB-H2 stretched to the limit (which is theirs for p and 2p-1, so this is never worse than
+    they are), and the paper's heuristic, the pipeline run once with forwards up to the limit, I before W, and W where a
+    rank would wait or has no room; its hyperparameters (who goes first; how much of a W has to fit into a gap) are all
+    tried, which takes some 40 us per action (p=16, m=256: 0.7 s). Raises `ScheduleError`.
     """
     limit = pp if memory_limit is None else memory_limit
     if not isinstance(limit, int) or limit < 1:
-        raise ScheduleError(f"memory_limit={limit!r} activations per rank: it takes a whole number of at least 1. Use memory_limit={pp}.")
-    times = {"forward_s": forward_s, "backward_input_s": backward_input_s, "backward_weight_s": backward_weight_s, "send_s": send_s}
+        raise ScheduleError(
+            f"memory_limit={limit!r} activations per rank: it takes a whole number of at least 1. "
+            f"Use memory_limit={pp}."
+        )
+    times = {
+        "forward_s": forward_s,
+        "backward_input_s": backward_input_s,
+        "backward_weight_s": backward_weight_s,
+        "send_s": send_s,
+    }
     problem = Problem(
         Placement.loop(pp, pp, num_microbatches),
         **{name: _per_stage(name, value, pp) for name, value in times.items()},
@@ -85,7 +95,9 @@ def _cost(problem: Problem, rows: Rows) -> tuple[float, float]:
 def _per_stage(name: str, value: Seconds, num_stages: int) -> tuple[float, ...]:
     values = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
     if len(values) != num_stages:
-        raise ScheduleError(f"{name} has {len(values)} values for {num_stages} stages. Give one number, or one per stage.")
+        raise ScheduleError(
+            f"{name} has {len(values)} values for {num_stages} stages. Give one number, or one per stage."
+        )
     if any(not 0 <= each < inf for each in values):
         raise ScheduleError(f"{name} has a value that is no duration: {values}. Use finite seconds of at least 0.")
     return values

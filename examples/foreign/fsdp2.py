@@ -1,4 +1,5 @@
-"""The small transformer under FSDP2, each rank with its share of the batch and of every weight. DTensors say what a rank holds.
+"""The small transformer under FSDP2, each rank with its share of the batch and of every weight.
+DTensors say what a rank holds.
 
 torchrun --nproc-per-node 3 examples/foreign/fsdp2.py run.ledger
 shardproof verify run.ledger --against right.ledger

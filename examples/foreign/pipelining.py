@@ -1,4 +1,5 @@
-"""The small transformer in torch.distributed.pipelining's 1F1B: the bits of one device that takes the same microbatches.
+"""The small transformer in torch.distributed.pipelining's 1F1B: the bits of one device that
+takes the same microbatches.
 
 torchrun --nproc-per-node 3 examples/foreign/pipelining.py run.ledger
 python examples/foreign/tiny.py right.ledger --microbatches 4

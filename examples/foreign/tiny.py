@@ -28,7 +28,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[samples, tokens, hidden] -> the same; heads are as many as there are columns for."""
-        heads = (each(x_BSH).unflatten(2, (-1, HIDDEN // HEADS)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        heads = (
+            each(x_BSH).unflatten(2, (-1, HIDDEN // HEADS)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
         return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -48,7 +51,8 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Token ids [samples, tokens] -> logits [samples, tokens, vocabulary]. A stage of a pipeline leaves out what it does not hold."""
+    """Token ids [samples, tokens] -> logits [samples, tokens, vocabulary]. A stage of a pipeline leaves out
+    what it does not hold."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,8 +18,8 @@ from ...core.machine.cluster import ClusterSpec, kernel_key
 from ..network.measured import Measured
 
 Variant = Literal["nt", "nn", "tn", "tn_"]
-"""Which operand of a product lies transposed in memory: the second (x W^T), none (x W), the first (x^T y of a weight gradient), which with
-`tn_` is added to a sum."""
+"""Which operand of a product lies transposed in memory: the second (x W^T), none (x W), the first (x^T y of a weight
+gradient), which with `tn_` is added to a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ def kernel_s(cluster: ClusterSpec, name: str, elements: float) -> float:
 
 
 def attention_head_s(cluster: ClusterSpec, name: str, head_dim: int, sequence: float) -> float:
-    """Seconds of one causal head of an attention core, `attention` or `attention_backward`. A width that was not measured takes in
-    proportion to the nearest one. Raises `ClusterError` where none was measured."""
+    """Seconds of one causal head of an attention core, `attention` or `attention_backward`. A width that was not
+    measured takes in proportion to the nearest one. Raises `ClusterError` where none was measured."""
     widths = [int(known.rpartition("_")[2]) for known in _curves(cluster)[0] if known.rpartition("_")[0] == name]
     if not widths:
         raise _unknown(cluster, f"{name}_{head_dim}")
@@ -75,7 +75,9 @@ def host_product_s(cluster: ClusterSpec, variant: Variant, m: int, n: int, k: in
 
 def _unknown(cluster: ClusterSpec, name: str) -> ClusterError:
     known = sorted({*_curves(cluster)[0], *_curves(cluster)[1]})
-    return ClusterError(f"kernel_curve of {cluster.name} has no {name!r}{did_you_mean(name, known)} Run shardproof calibrate again.")
+    return ClusterError(
+        f"kernel_curve of {cluster.name} has no {name!r}{did_you_mean(name, known)} Run shardproof calibrate again."
+    )
 
 
 def _curves(cluster: ClusterSpec) -> tuple[dict[str, Measured], dict[str, Grid]]:
@@ -109,6 +111,9 @@ def _grid(name: str, points: Mapping[tuple[int, ...], float]) -> Grid:
     missing = [(m, n, k) for m in sizes[0] for n in sizes[1] for k in sizes[2] if (m, n, k) not in points]
     if missing:
         told = "-".join(map(str, missing[0]))
-        raise ClusterError(f"kernel_curve has {name} products on no full grid: {name}-{told} is missing. Run shardproof calibrate again.")
+        raise ClusterError(
+            f"kernel_curve has {name} products on no full grid: {name}-{told} is missing. Run "
+            "shardproof calibrate again."
+        )
     rates = [[[2.0 * m * n * k / points[m, n, k] for k in sizes[2]] for n in sizes[1]] for m in sizes[0]]
     return Grid(sizes, np.array(rates))

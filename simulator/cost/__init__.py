@@ -1,1 +1,2 @@
-"""An action of a schedule to seconds: its kernels and collectives, priced as one stack runs them. Knows no order in time."""
+"""An action of a schedule to seconds: its kernels and collectives, priced as one stack runs them.
+Knows no order in time."""

@@ -1,7 +1,9 @@
-"""What a block (a transformer layer, the embedding, the head) costs: its operations of `core.program` and its memory-bound kernels.
+"""What a block (a transformer layer, the embedding, the head) costs: its operations of `core.program` and
+its memory-bound kernels.
 
-Products are priced by shape, attention as one core, collectives by how their group lies; then what a stack runs at the same time is
-put side by side (`simulator.stack.profiles`): a collective hides behind the product it is launched with, which slows down meanwhile.
+Products are priced by shape, attention as one core, collectives by how their group lies; then what a stack runs at the
+same time is put side by side (`simulator.stack.profiles`): a collective hides behind the product it is launched with,
+which slows down meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ COMPONENT_OF_AXIS: Mapping[str, str] = {
     "tp_cp": "cp_comm",
     "tp_cp_dp": "dp_comm",
     "ep": "ep_comm",
-    **{f"{axis}{part}": "dp_comm" for axis in ("dp", "edp", "replica", "expert_replica") for part in ("", "_shard", "_replicate")},
+    **{
+        f"{axis}{part}": "dp_comm"
+        for axis in ("dp", "edp", "replica", "expert_replica")
+        for part in ("", "_shard", "_replicate")
+    },
     "model": "pp_comm",
     "embedding": "pp_comm",
 }
@@ -49,8 +55,8 @@ MAKES_NO_OPERAND = ".mlp.down"
 """A product whose result is added to the residual, so that no gradient needs it."""
 
 CHUNK_CALLS = 6
-"""Calls with which the library launches a chunk of a product beside its collective: the product, a send, a receive, an event and two
-waits for it (Transformer Engine, comm_gemm_overlap.cpp, split_overlap_ag)."""
+"""Calls with which the library launches a chunk of a product beside its collective: the product, a send, a receive, an
+event and two waits for it (Transformer Engine, comm_gemm_overlap.cpp, split_overlap_ag)."""
 
 ACCUMULATION_BYTES = 8
 """An fp32 sum over microbatches read and written."""
@@ -58,8 +64,8 @@ ACCUMULATION_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Seconds on the device of one part of a block for one microbatch, and the kernels that its host launches for it (those that a
-    library launches by itself count less)."""
+    """Seconds on the device of one part of a block for one microbatch, and the kernels that its host launches for it
+    (those that a library launches by itself count less)."""
 
     seconds: Seconds = NOTHING
     num_kernels: float = 0
@@ -94,7 +100,8 @@ class Block:
 class BlockPricer:
     """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question.
 
-    `sums_gradients` is False where weight gradients leave for their owners microbatch by microbatch, and only shards are summed.
+    `sums_gradients` is False where weight gradients leave for their owners microbatch by microbatch,
+    and only shards are summed.
     """
 
     plan: Plan
@@ -122,12 +129,17 @@ class BlockPricer:
         return Block(forward, backward + again, weight, both + again)
 
     def _whole_again(self, works: tuple[LayerWork, ...], total: Traffic) -> Part:
-        """A whole layer computed a second time, and what brings back its input, which its forward does not do itself."""
+        """A whole layer computed a second time, and what brings back its input, which its
+        forward does not do itself."""
         return self._elementwise(total.forward_bytes, total.forward_kernels) + self._operations_again(works)
 
     def _operations_again(self, works: tuple[LayerWork, ...]) -> Part:
         """The operations that a plan has computed a second time, as far as a stack does."""
-        needed = (work for work in works if not (self.profile.recomputation_stops_early and work.layer.endswith(MAKES_NO_OPERAND)))
+        needed = (
+            work
+            for work in works
+            if not (self.profile.recomputation_stops_early and work.layer.endswith(MAKES_NO_OPERAND))
+        )
         return sum((self._forward(work.recomputed, work.layer) for work in needed), Part())
 
     def _recomputed(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic]) -> Part:
@@ -160,8 +172,9 @@ class BlockPricer:
         return self._parts(found, layer, of="forward")
 
     def _chain(self, work: LayerWork) -> Part:
-        """The whole backward of one layer. What precedes the weight gradient's product runs beside the input gradient's, and what
-        follows that beside the weight gradient's (Korthikanti et al. 2022, section 4.2.2; Megatron's asynchronous linear layer)."""
+        """The whole backward of one layer. What precedes the weight gradient's product runs beside the input
+        gradient's, and what follows that beside the weight gradient's (Korthikanti et al. 2022, section 4.2.2;
+        Megatron's asynchronous linear layer)."""
         first, second = work.input_gradient, work.weight_gradient
         if self.profile.tensor_overlap in ("none", "forward") or not any(isinstance(op, Product) for op in second):
             return self._parts(first, work.layer, of="input") + self._parts(second, work.layer, of="weight")
@@ -188,7 +201,8 @@ class BlockPricer:
         return Part(compute.seconds + rest, compute.num_kernels + other.num_kernels)
 
     def _chunked(self, found: tuple[Operation, ...], layer: str, *, of: Pass) -> Part:
-        """Products with their collectives in tp chunks: all but the first or last chunk is hidden (Transformer Engine, userbuffers)."""
+        """Products with their collectives in tp chunks: all but the first or last chunk is hidden (Transformer
+        Engine, userbuffers)."""
         part, tp = self._parts(found, layer, of=of), self.plan.layout.tp
         comm_s, compute_s = part.seconds.tp_comm, part.seconds.compute
         if not comm_s or not compute_s:
@@ -208,7 +222,10 @@ class BlockPricer:
                 case Product():
                     total += self._product(operation, of=of)
                 case Collective():
-                    total += Part(Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self.collective_s(self._sent(operation, layer))}), 1)
+                    total += Part(
+                        Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self.collective_s(self._sent(operation, layer))}),
+                        1,
+                    )
                 case Message():
                     raise AssertionError("layers send no messages of their own")
         return total
@@ -229,9 +246,13 @@ class BlockPricer:
         adds = of == "weight" and self.profile.fused_gradients  # to the gradient buffer: reads and writes it
         output_bytes = 2 * self.profile.gradient_bytes(self.plan.precision.dtype) if adds else None
         grouped = product.grouped and product.count > 1
-        seconds = (grouped_product_s if grouped else product_s)(self.plan.cluster, dtype, product, output_bytes=output_bytes)
+        seconds = (grouped_product_s if grouped else product_s)(
+            self.plan.cluster, dtype, product, output_bytes=output_bytes
+        )
         # The library launches the products of a group by itself, without the stack around each.
-        return Part(Seconds(compute=seconds), 1 + (product_kernels(product, grouped=grouped) - 1) / self.profile.host_calls)
+        return Part(
+            Seconds(compute=seconds), 1 + (product_kernels(product, grouped=grouped) - 1) / self.profile.host_calls
+        )
 
     def _casts(self, product: Product, *, of: Pass) -> Part:
         """What brings the operands of a product to 8 bits; an expert's tokens have a scale of their own."""
@@ -243,7 +264,11 @@ class BlockPricer:
 
     def _sent(self, operation: Collective, layer: str) -> Collective:
         """A collective as the stack runs it: tokens gathered in 8 bits where they are cast before."""
-        narrow = self.profile.casts.gathers_narrow and self.plan.precision.dtype == "fp8" and not layer.endswith("head.output")
+        narrow = (
+            self.profile.casts.gathers_narrow
+            and self.plan.precision.dtype == "fp8"
+            and not layer.endswith("head.output")
+        )
         if narrow and operation.op == "all_gather" and operation.axis == "tp":
             return replace(operation, sent_bytes=operation.sent_bytes // 2)
         return operation
@@ -264,12 +289,14 @@ class BlockPricer:
         return "bf16" if dtype == "fp8" and product.layer.endswith("head.output") else dtype
 
     def _attention(self, found: tuple[Operation, ...], *, of: Pass) -> Part:
-        """The core on this rank's queries. With context parallelism all but the first of the cp blocks of keys and values travel
-        while attention works on those before."""
+        """The core on this rank's queries. With context parallelism all but the first of the cp blocks of keys and
+        values travel while attention works on those before."""
         cluster, fused, backward = self.plan.cluster, self.profile.fused_attention, of == "input"
         dtype, share = self.plan.precision.dtype, self.profile.attention_share(cluster, backward=backward)
         dropout = self.profile.dropout
-        seconds = attention_s(cluster, dtype, self.attention_shape, backward=backward, fused=fused, share=share, dropout=dropout)
+        seconds = attention_s(
+            cluster, dtype, self.attention_shape, backward=backward, fused=fused, share=share, dropout=dropout
+        )
         total = Part(Seconds(compute=seconds), attention_kernels(backward=backward, fused=fused))
         exchange = self._parts(tuple(op for op in found if isinstance(op, Collective)), "", of=of)
         cp, comm_s = self.plan.layout.cp, exchange.seconds.cp_comm
@@ -296,7 +323,11 @@ class BlockPricer:
         )
 
     def _elementwise(self, num_bytes: float, num_kernels: int) -> Part:
-        return Part(Seconds(compute=elementwise_s(self.plan.cluster, num_bytes, num_kernels)), num_kernels) if num_kernels else Part()
+        return (
+            Part(Seconds(compute=elementwise_s(self.plan.cluster, num_bytes, num_kernels)), num_kernels)
+            if num_kernels
+            else Part()
+        )
 
 
 def _split(found: tuple[Operation, ...]) -> tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]:

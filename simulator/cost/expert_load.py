@@ -1,11 +1,13 @@
-"""Experts that are not equally busy: tokens per expert as a distribution, and what the busiest rank of a group makes all others wait for.
+"""Experts that are not equally busy: tokens per expert as a distribution, and what the busiest rank of a group
+makes all others wait for.
 
-In each layer experts expect shares of the tokens that are Dirichlet distributed, with equal parameters; the tokens of a microbatch are
-then drawn from them (multinomial). The relative standard deviation c of the expected tokens fixes the parameter: for E experts
-c^2 = (E - 1) / (E a + 1). What is published is often the largest load over the mean, less one (MaxVio: Wang et al. 2024, arXiv
-2408.15664, table 2: 0.04 with bias-based balancing, 0.72 with an auxiliary loss, of the whole batch); `max_violation` gives it. Tokens
-are drawn one by one; that a token's experts are different ones narrows the counts a little and is not modelled.
-Expert layers end with an exchange among the ranks of an ep group, so all of them take as long as the rank with the most tokens.
+In each layer experts expect shares of the tokens that are Dirichlet distributed, with equal parameters; the tokens of a
+microbatch are then drawn from them (multinomial). The relative standard deviation c of the expected tokens fixes the
+parameter: for E experts c^2 = (E - 1) / (E a + 1). What is published is often the largest load over the mean, less one
+(MaxVio: Wang et al. 2024, arXiv 2408.15664, table 2: 0.04 with bias-based balancing, 0.72 with an auxiliary loss, of
+the whole batch); `max_violation` gives it. Tokens are drawn one by one; that a token's experts are different ones
+narrows the counts a little and is not modelled. Expert layers end with an exchange among the ranks of an ep group, so
+all of them take as long as the rank with the most tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ LEAST_IMBALANCE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """Drawn loads. `of_layers` is [draws, MoE layers]: tokens of the busiest rank of an ep group over those of the average one, after
-    drops; `dropped_share` and `max_violation` are means over all of them."""
+    """Drawn loads. `of_layers` is [draws, MoE layers]: tokens of the busiest rank of an ep group over those of the
+    average one, after drops; `dropped_share` and `max_violation` are means over all of them."""
 
     of_layers: np.ndarray
     dropped_share: float
@@ -46,7 +48,8 @@ def joined(draws: Sequence[Loads]) -> Loads:
 def draw_loads(plan: Plan, num_layers: int, rng: np.random.Generator) -> Loads:
     """One draw of the load of `num_layers` MoE layers. Consecutive experts lie on one rank (Megatron-Core).
 
-    A capacity of the model's own, which it has per sequence, is taken of all tokens that a group sends at a time: a few more pass.
+    A capacity of the model's own, which it has per sequence, is taken of all tokens that a group sends
+    at a time: a few more pass.
     """
     model, variation = plan.model, plan.variation
     assert variation.expert_imbalance is not None
@@ -77,7 +80,8 @@ def draw_counts(rng: np.random.Generator, rows: int, num_experts: int, tokens: i
 
 
 def dirichlet_parameter(num_experts: int, imbalance: float) -> float:
-    """The parameter of a symmetric Dirichlet distribution whose shares have a relative standard deviation of `imbalance`.
+    """The parameter of a symmetric Dirichlet distribution whose shares have a relative standard
+    deviation of `imbalance`.
 
     >>> round(dirichlet_parameter(8, 0.5), 3)
     3.375
@@ -116,7 +120,11 @@ def loaded_work(works: tuple[LayerWork, ...], load: float) -> tuple[LayerWork, .
 
 def loaded_traffic(pieces: Mapping[str, Traffic], load: float) -> Mapping[str, Traffic]:
     """The memory-bound work of that rank: the experts' activation grows with their tokens."""
-    return {name: piece.times(load) if name == "moe_act" else piece for name, piece in pieces.items()} if load != 1 else pieces
+    return (
+        {name: piece.times(load) if name == "moe_act" else piece for name, piece in pieces.items()}
+        if load != 1
+        else pieces
+    )
 
 
 def _loaded(operation: Operation, load: float, *, weight: bool) -> Operation:

@@ -12,7 +12,8 @@ from ..stack.profiles import PROFILES
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of one step over all devices: what the model needs with full and with causal attention, and what is really computed."""
+    """FLOPs of one step over all devices: what the model needs with full and with causal attention, and
+    what is really computed."""
 
     model: float
     model_causal: float
@@ -22,9 +23,9 @@ class StepFlops:
 def step_flops(plan: Plan) -> StepFlops:
     """Products only, a backward counted as two forwards; of experts those that a token takes.
 
-    `model` generalises 72BLsh^2(1 + s/(6h) + V/(12hL)) of Korthikanti et al. 2022 (appendix A) to grouped heads, latent attention,
-    gated MLPs, experts and multi-token prediction, and equals it where heads*head_dim = h, no grouping, ffn = 4h. `hardware` adds one
-    forward of what is recomputed, attention counted in full.
+    `model` generalises 72BLsh^2(1 + s/(6h) + V/(12hL)) of Korthikanti et al. 2022 (appendix A) to grouped heads, latent
+    attention, gated MLPs, experts and multi-token prediction, and equals it where heads*head_dim = h, no grouping, ffn
+    = 4h. `hardware` adds one forward of what is recomputed, attention counted in full.
     """
     model, tokens = plan.model, plan.batch.global_size * plan.batch.sequence
     core = core_flops_per_token(model, plan.batch.sequence) * (model.num_layers + model.num_mtp_layers)
@@ -32,7 +33,11 @@ def step_flops(plan: Plan) -> StepFlops:
     head = 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
     projections = 4 * model.hidden_size**2 * model.num_mtp_layers
     needed = 3.0 * tokens * (linear + core + head + projections)
-    return StepFlops(model=needed, model_causal=needed - 1.5 * tokens * core, hardware=needed + tokens * float(_recomputed_per_token(plan)))
+    return StepFlops(
+        model=needed,
+        model_causal=needed - 1.5 * tokens * core,
+        hardware=needed + tokens * float(_recomputed_per_token(plan)),
+    )
 
 
 def layer_flops_per_token(model: ModelSpec, layer: int = 0) -> int:
@@ -57,7 +62,8 @@ def attention_elements(model: ModelSpec) -> int:
 
 
 def mlp_elements(model: ModelSpec, layer: int) -> int:
-    """Matrix elements that a token meets in the MLP of a layer: a dense one, or router, its experts and the shared ones."""
+    """Matrix elements that a token meets in the MLP of a layer: a dense one, or router, its
+    experts and the shared ones."""
     products = 3 if model.gated else 2
     if not model.layer_is_moe(layer):
         return products * model.hidden_size * model.ffn_hidden_size
@@ -103,15 +109,20 @@ def _recomputed_per_token(plan: Plan) -> int:
 
 
 def _second_elements(model: ModelSpec, layer: int) -> int:
-    """Matrix elements of every second product of a layer in the order of the forward, without the last (`projections.second_products`)."""
+    """Matrix elements of every second product of a layer in the order of the forward, without the last
+    (`projections.second_products`)."""
     hidden, heads, rotary = model.hidden_size, model.num_heads, model.qk_rope_head_dim
     queries, keys = hidden * heads * model.head_dim, hidden * model.num_kv_heads * model.head_dim
     found = [queries, keys, keys]
     if model.is_mla:
-        low = [hidden * model.q_lora_rank, model.q_lora_rank * heads * model.head_dim] if model.q_lora_rank else [queries]
+        low = (
+            [hidden * model.q_lora_rank, model.q_lora_rank * heads * model.head_dim] if model.q_lora_rank else [queries]
+        )
         up = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
         found = [*low, hidden * (model.kv_lora_rank + rotary), up]
     found.append(heads * model.value_head_dim * hidden)
-    unit = hidden * (model.experts_per_token * model.expert_width if model.layer_is_moe(layer) else model.ffn_hidden_size)
+    unit = hidden * (
+        model.experts_per_token * model.expert_width if model.layer_is_moe(layer) else model.ffn_hidden_size
+    )
     gates = [2 * unit] if model.layer_is_moe(layer) and model.gated else [unit] * (2 if model.gated else 1)
     return sum([*found, *gates][1::2])

@@ -1,9 +1,9 @@
 """What our own backend's actions cost on the machine that `calibrate` measured, kernel by kernel.
 
-The kernels are those of `backend.model`, `backend.tensor_parallel` and `backend.base.optimizer` with fast numerics, counted from their code
-(exact numerics are priced as fast ones). A layer costs what one of next to no size takes, which was measured, and what its kernels take
-beyond their smallest. A device of a calibrated host is one rank process with one thread: its kernels follow each other, and nothing is
-launched ahead.
+The kernels are those of `backend.model`, `backend.tensor_parallel` and `backend.base.optimizer` with fast numerics,
+counted from their code (exact numerics are priced as fast ones). A layer costs what one of next to no size takes, which
+was measured, and what its kernels take beyond their smallest. A device of a calibrated host is one rank process with
+one thread: its kernels follow each other, and nothing is launched ahead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ GATED_LAYER = ".mlp.up"
 
 
 def is_host(plan: Plan) -> bool:
-    """True when a plan runs our own backend on a calibrated host, with layers and switches whose kernels are counted here.
+    """True when a plan runs our own backend on a calibrated host, with layers and switches whose
+    kernels are counted here.
 
     Everything else that names a calibrated cluster is priced from its rates, as on any device.
     """
@@ -63,7 +64,9 @@ def host_block(plan: Plan, group: Group, collective_s: Callable[[Collective], fl
     if group.kind == "dense":
         layer = f"layer_{'gated' if plan.model.gated else 'plain'}"
         forward = pricer.kernels([(layer, 1, 1)]) + pricer.kernels(tokens.forward(group.kind), beyond_least=True)
-        backward = pricer.kernels([(f"{layer}_backward", 1, 1)]) + pricer.kernels(tokens.backward(group.kind), beyond_least=True)
+        backward = pricer.kernels([(f"{layer}_backward", 1, 1)]) + pricer.kernels(
+            tokens.backward(group.kind), beyond_least=True
+        )
         weight = pricer.kernels(tokens.weight(group.kind), beyond_least=True)
     else:
         forward, backward = pricer.kernels(tokens.forward(group.kind)), pricer.kernels(tokens.backward(group.kind))
@@ -85,21 +88,26 @@ def _met(plan: Plan, part: Part, meetings: int) -> Part:
 
 
 def host_step_s(plan: Plan, stages: tuple[int, ...]) -> float:
-    """Seconds of the update of a rank that holds `stages`, beside what it sends: for every tensor the squares of its rows, and AdamW, which
-    divides by the token count and clips as it goes."""
+    """Seconds of the update of a rank that holds `stages`, beside what it sends: for every tensor the squares of its
+    rows, and AdamW, which divides by the token count and clips as it goes."""
     cluster, total_s = plan.cluster, 0.0
     for parameter in (parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])):
         elements = _local(plan, parameter)
         total_s += kernel_s(cluster, "square_sum", elements) + kernel_s(cluster, "adamw", elements)
     losses = plan.num_microbatches * sum(plan.stages[stage].head for stage in stages)
-    return (total_s + losses * kernel_s(cluster, "square_sum", plan.batch.micro_size * plan.batch.sequence)) / rate_share(plan)
+    return (
+        total_s + losses * kernel_s(cluster, "square_sum", plan.batch.micro_size * plan.batch.sequence)
+    ) / rate_share(plan)
 
 
 def host_check_s(plan: Plan, stage: int) -> float:
-    """Seconds to look whether all gradients of a stage are finite, before they are reduced: a sum over each and a look at that."""
+    """Seconds to look whether all gradients of a stage are finite, before they are reduced: a sum over
+    each and a look at that."""
     elements = [_local(plan, parameter) for parameter in stage_parameters(plan.model, plan.stages[stage])]
     cluster = plan.cluster
-    return sum(kernel_s(cluster, "row_mean", each) + kernel_s(cluster, "add", 1) for each in elements) / rate_share(plan)
+    return sum(kernel_s(cluster, "row_mean", each) + kernel_s(cluster, "add", 1) for each in elements) / rate_share(
+        plan
+    )
 
 
 def host_flatten_s(plan: Plan, elements: int) -> float:
@@ -124,8 +132,8 @@ class _HostPricer:
         return _Kernels(self.plan)
 
     def kernels(self, found: Kernels, *, beyond_least: bool = False) -> Part:
-        """Kernels one after the other; with `beyond_least` only what they take longer than on the fewest elements, which is part of what a
-        layer costs however small it is."""
+        """Kernels one after the other; with `beyond_least` only what they take longer than on the fewest elements,
+        which is part of what a layer costs however small it is."""
         cluster, total_s, calls = self.plan.cluster, 0.0, 0.0
         for name, elements, count in found:
             if name.startswith("attention"):
@@ -166,8 +174,9 @@ NOTHING_PART = Part(NOTHING, 0)
 
 
 def _variants(layer: str, of: str, sums: float) -> list[tuple[Variant, float]]:
-    """Which products a pass of a layer asks for, and how many of each. Weights are stored with the cut features first, so a row-parallel
-    layer multiplies forward as a column-parallel one backward; weight gradients are added to what is there by the product itself."""
+    """Which products a pass of a layer asks for, and how many of each. Weights are stored with the cut features first,
+    so a row-parallel layer multiplies forward as a column-parallel one backward; weight gradients are added to what is
+    there by the product itself."""
     if of == "weight":
         return [("tn", 1 - sums), ("tn_", sums)]
     return [("nt" if layer.endswith(ROW_LAYERS) == (of == "input") else "nn", 1.0)]
@@ -229,7 +238,12 @@ class _Kernels:
             case "head":
                 yield from [*self._norm(), ("function", 1, 3), ("add", self.tokens, 8)]
                 if self.is_cut:
-                    yield from [("row_mean", self.logits, 2), ("add", self.logits, 1), ("exp", self.logits, 1), ("add", self.tokens, 14)]
+                    yield from [
+                        ("row_mean", self.logits, 2),
+                        ("add", self.logits, 1),
+                        ("exp", self.logits, 1),
+                        ("add", self.tokens, 14),
+                    ]
                 else:
                     yield "cross_entropy", self.logits, 1
             case _:
@@ -277,7 +291,12 @@ class _Kernels:
     def _norm(self) -> Kernels:
         if self.model.norm == "layernorm":
             return [("layer_norm", self.hidden, 1)]
-        return [("row_norm", self.hidden, 1), ("add", self.tokens, 2), ("add", self.hidden, 1), ("add_", self.hidden, 1)]
+        return [
+            ("row_norm", self.hidden, 1),
+            ("add", self.tokens, 2),
+            ("add", self.hidden, 1),
+            ("add_", self.hidden, 1),
+        ]
 
     def _norm_backward(self) -> Kernels:
         if self.model.norm == "layernorm":
@@ -295,14 +314,19 @@ class _Kernels:
         """Additions of the biases to the four products of a layer, or the sums of their gradients over tokens."""
         if not self.model.bias:
             return []
-        return [(kernel, self.queries + 2 * self.keys, 1), (kernel, self.hidden, 2), (kernel, self.units * self._halves, 1)]
+        return [
+            (kernel, self.queries + 2 * self.keys, 1),
+            (kernel, self.hidden, 2),
+            (kernel, self.units * self._halves, 1),
+        ]
 
     @property
     def _halves(self) -> int:
         return 2 if self.model.gated else 1
 
     def _attention(self) -> Iterator[tuple[str, float, float]]:
-        """Queries, keys and values taken apart, turned where they lie or made contiguous; repeated; the core and its heads side by side."""
+        """Queries, keys and values taken apart, turned where they lie or made contiguous; repeated; the core and
+        its heads side by side."""
         model = self.model
         if model.position == "rope":
             yield from [("rotate", self.queries, 1), ("rotate", self.keys, 1), ("transpose", self.keys, 1)]
@@ -318,7 +342,11 @@ class _Kernels:
         if model.query_heads_per_group > 1:
             yield from [("transpose", self.keys, 2), ("add_", self.keys, 2.0 * (model.query_heads_per_group - 1))]
         if model.position == "rope":
-            yield from [("rotate_backward", self.queries, 1), ("rotate_backward", self.keys, 1), ("transpose", self.keys, 1)]
+            yield from [
+                ("rotate_backward", self.queries, 1),
+                ("rotate_backward", self.keys, 1),
+                ("transpose", self.keys, 1),
+            ]
         else:
             yield "transpose", self.queries + 2 * self.keys, 1
 
@@ -329,7 +357,10 @@ class _Kernels:
     def _activation(self) -> Kernels:
         match self.model.activation:
             case "swiglu" | "geglu":
-                return [("silu" if self.model.activation == "swiglu" else "gelu", self.units, 1), ("add", self.units, 1)]
+                return [
+                    ("silu" if self.model.activation == "swiglu" else "gelu", self.units, 1),
+                    ("add", self.units, 1),
+                ]
             case "relu_squared":
                 return [("add", self.units, 2)]
             case name:

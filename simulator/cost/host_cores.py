@@ -1,4 +1,5 @@
-"""Ranks that share cores: with more ranks than cores, what computes at the same time contends for them as transfers do for a link."""
+"""Ranks that share cores: with more ranks than cores, what computes at the same time contends for them as
+transfers do for a link."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ def shares_cores(cluster: ClusterSpec, num_ranks: int) -> bool:
 
 
 def skew_s(plan: Plan, work_s: float, meetings: int = 1) -> float:
-    """Seconds that ranks with a core each wait for the slowest while they work for `work_s` and meet so many times, evenly: what they are
-    apart grows with the root of the work since they met, as sums of independent delays do. With fewer cores than ranks they wait for
-    cores instead."""
+    """Seconds that ranks with a core each wait for the slowest while they work for `work_s` and meet so many times,
+    evenly: what they are apart grows with the root of the work since they met, as sums of independent delays do. With
+    fewer cores than ranks they wait for cores instead."""
     waits = plan.layout.world_size > 1 and not shares_cores(plan.cluster, plan.layout.world_size)
     return plan.cluster.rank_skew_root_s * math.sqrt(work_s * meetings) if waits else 0.0
 
 
 def core_loads(plan: Plan, sorts: Sorts, prices: Sequence[Seconds]) -> Traffic | None:
-    """What the actions of a plan's graph load: one core each for as long as they take alone, and so do the equal actions of the ranks
-    that are not simulated. None where there are cores for all.
+    """What the actions of a plan's graph load: one core each for as long as they take alone, and so do the equal
+    actions of the ranks that are not simulated. None where there are cores for all.
 
     A blocked rank waits without a core. What is sent is copied by the ranks themselves and counts as work.
     """

@@ -1,8 +1,9 @@
-"""What every action of a plan costs: blocks put together to stages, with what passes between ranks and what hides behind what.
+"""What every action of a plan costs: blocks put together to stages, with what passes between ranks
+and what hides behind what.
 
-`blocks` prices layers, `traffic` holds their memory-bound kernels, `travel` what ranks send, `profiles` what a stack runs at once.
-Modelled assumptions: tensor-parallel rank 0 (which holds the longest cut) and data-parallel rank 0 speak for their groups; experts
-are equally busy; an action takes the longer of its kernels and their launches.
+`blocks` prices layers, `traffic` holds their memory-bound kernels, `travel` what ranks send, `profiles` what a stack
+runs at once. Modelled assumptions: tensor-parallel rank 0 (which holds the longest cut) and data-parallel rank 0 speak
+for their groups; experts are equally busy; an action takes the longer of its kernels and their launches.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ PARTS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_gradient", Kind.W
 """Kind of action -> part of a block."""
 
 DISPATCH_PROCESSORS = 32
-"""Processors that DeepEP and HybridEP take for the exchange of tokens, and no more (Megatron-Bridge, `moe_hybridep_num_sms`)."""
+"""Processors that DeepEP and HybridEP take for the exchange of tokens, and no more (Megatron-Bridge,
+`moe_hybridep_num_sms`)."""
 
 
 class GraphPrices(NamedTuple):
-    """Prices of a graph's sorts of action, the duration of each action, and for reductions that run under the last backward of their
-    stage `lead_s` and `tail_s` of the engine, and the links on which they meet messages (None where nothing leaves a node)."""
+    """Prices of a graph's sorts of action, the duration of each action, and for reductions that run under the last
+    backward of their stage `lead_s` and `tail_s` of the engine, and the links on which they meet messages (None where
+    nothing leaves a node)."""
 
     prices: tuple[Seconds, ...]
     duration_s: np.ndarray
@@ -66,13 +69,15 @@ class Pricing(Travel):
     """Prices of one plan, worked out once per kind of stage. `seconds(kind, stage)` is what every caller needs."""
 
     def unsharded(self, stage: int, replica: int = 0) -> tuple[Seconds, Seconds, Seconds]:
-        """Forward, whole backward and split backward of a stage without what ZeRO sends inside them: no less than this is in `seconds`
-        whatever the ZeRO stage."""
+        """Forward, whole backward and split backward of a stage without what ZeRO sends inside them: no less than this
+        is in `seconds` whatever the ZeRO stage."""
         place = Place(stage, self._owners[stage][replica])
         key = ("unsharded", alike(self._groups[stage]), self._inner_spreads(place), self._of_host)
         if key not in self._blocks:
             sums = not self._may_sum_shards
-            forward, backward, *split = (self._work(kind, place, sums).on_grid() for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+            forward, backward, *split = (
+                self._work(kind, place, sums).on_grid() for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+            )
             self._blocks[key] = (forward, backward, split[0] + split[1])
         found: tuple[Seconds, Seconds, Seconds] = self._blocks[key]
         return found
@@ -88,7 +93,8 @@ class Pricing(Travel):
         return self.seconds(Kind.REDUCE_GRAD, stage, replica).total_s, *self.reduction_overlap(sort)
 
     def seconds(self, kind: Kind, stage: int, replica: int = 0) -> Seconds:
-        """Seconds of one action on tensor- and data-parallel rank 0 of a stage's pipeline rank (of a replica's), on the grid."""
+        """Seconds of one action on tensor- and data-parallel rank 0 of a stage's pipeline rank (of a
+        replica's), on the grid."""
         place = Place(stage, self._owners[stage][replica])
         key = (kind, place.stage, place.pp_rank)
         if key not in self._cache:
@@ -111,7 +117,10 @@ class Pricing(Travel):
             overlap: dict[str, np.ndarray] = {}
             links = None
             if self.profile.overlap_grad_reduce:
-                pairs = [self.reduction_overlap(sort) if sort.kind is Kind.REDUCE_GRAD else (0.0, 0.0) for sort in sorts.sorts]
+                pairs = [
+                    self.reduction_overlap(sort) if sort.kind is Kind.REDUCE_GRAD else (0.0, 0.0)
+                    for sort in sorts.sorts
+                ]
                 overlap = dict(zip(("lead_s", "tail_s"), np.array(pairs).T[:, sorts.of_action], strict=True))
                 links = shared_links(self.plan, sorts, prices)
             links = core_loads(self.plan, sorts, prices) or links
@@ -119,8 +128,8 @@ class Pricing(Travel):
         return self._shared[sorts]
 
     def _pair(self, forward: Seconds, backward: Seconds) -> Seconds:
-        """A forward and a backward together: exchanges of tokens between experts in one hide behind the other's computation
-        (DeepSeek-V3, arXiv 2412.19437, section 3.2.1)."""
+        """A forward and a backward together: exchanges of tokens between experts in one hide behind the other's
+        computation (DeepSeek-V3, arXiv 2412.19437, section 3.2.1)."""
         both = forward + backward
         if self.profile.overlaps_in_pairs == "asked" and not self.profile.expert_overlap:
             return both  # one after the other
@@ -128,13 +137,18 @@ class Pricing(Travel):
         if not hidden_s:
             return both
         units = self.plan.cluster.num_compute_units
-        share = max(1 - DISPATCH_PROCESSORS / units, self.plan.cluster.overlap_compute_share) if self.profile.dispatch_once else None
+        share = (
+            max(1 - DISPATCH_PROCESSORS / units, self.plan.cluster.overlap_compute_share)
+            if self.profile.dispatch_once
+            else None
+        )
         exposed_s = max(slowed_s(self.plan.cluster, compute_s, hidden_s, share=share), hidden_s) - compute_s
         return (both + Seconds(ep_comm=min(exposed_s - hidden_s, 0.0))).on_grid()
 
     def _beside_other(self, work: Seconds, place: Place) -> Seconds:
-        """A forward or backward that runs beside the other of another microbatch, where a stack does that without a schedule that says
-        so: what remains of the pair's exchanges is shared out by their lengths (Megatron-Core, `--overlap-moe-expert-parallel-comm`)."""
+        """A forward or backward that runs beside the other of another microbatch, where a stack does that without a
+        schedule that says so: what remains of the pair's exchanges is shared out by their lengths (Megatron-Core,
+        `--overlap-moe-expert-parallel-comm`)."""
         if not self.profile.expert_overlap or self.profile.overlaps_in_pairs == "asked" or not work.ep_comm:
             return work
         forward, backward = self._stage(place, "forward"), self._stage(place, "backward")
@@ -142,18 +156,21 @@ class Pricing(Travel):
         return work + Seconds(ep_comm=work.ep_comm * (share - 1))
 
     def reduction_overlap(self, sort: Sort) -> tuple[float, float]:
-        """(lead, tail) of a REDUCE_GRAD: how long before the end of its stage's last backward it may start, and how long after that
-        at least one bucket remains; (0, 0) where a stack reduces after the backward.
+        """(lead, tail) of a REDUCE_GRAD: how long before the end of its stage's last backward it may start, and how
+        long after that at least one bucket remains; (0, 0) where a stack reduces after the backward.
 
-        Buckets fill one by one during the last backward, and the last is full when it ends (Li et al. 2020, PyTorch distributed,
-        section 3.2.3). What the backward loses while the reduction runs beside it is put at the end.
+        Buckets fill one by one during the last backward, and the last is full when it ends (Li et al. 2020, PyTorch
+        distributed, section 3.2.3). What the backward loses while the reduction runs beside it is put at the end.
         """
         replica = self.plan.placement.replica_of(sort.stage, sort.pp_rank)
         reduce_s = self.seconds(Kind.REDUCE_GRAD, sort.stage, replica).total_s
         if not self.profile.overlap_grad_reduce or self.plan.layout.zero >= 2 or not reduce_s:
             return 0.0, 0.0
         place = Place(sort.stage, sort.pp_rank)
-        early, backward = 1 - max(1 / self._num_buckets(place), self._tables_last(place.stage)), self.seconds(Kind.B, sort.stage, replica)
+        early, backward = (
+            1 - max(1 / self._num_buckets(place), self._tables_last(place.stage)),
+            self.seconds(Kind.B, sort.stage, replica),
+        )
         beside_s = backward.total_s * early
         hidden_s = min(beside_s, reduce_s * early)
         lost_s = slowed_s(self.plan.cluster, beside_s, hidden_s) - beside_s
@@ -175,7 +192,9 @@ class Pricing(Travel):
         """A pass of a stage without what ZeRO sends inside it."""
         work = self._stage(place, PARTS[kind], sums_gradients)
         if kind in (Kind.B, Kind.W):
-            finishing_s = sum(self._collective_s(operation, place) for operation in finish_sequences(self.plan, place.stage))
+            finishing_s = sum(
+                self._collective_s(operation, place) for operation in finish_sequences(self.plan, place.stage)
+            )
             work += Seconds(cp_comm=finishing_s)
         return self._beside_other(work, place) if kind in (Kind.F, Kind.B) else work
 
@@ -185,7 +204,9 @@ class Pricing(Travel):
                 reduces, work = kind in (Kind.B, Kind.W), self._work(kind, place, self._sums_gradients)
                 if self._agrees and kind is not Kind.W:
                     work += self._agreeing(place, backward=kind is not Kind.F)
-                return self._with_sharding(work, place, gathers=kind is not Kind.W, reduces=reduces, backward=kind is not Kind.F)
+                return self._with_sharding(
+                    work, place, gathers=kind is not Kind.W, reduces=reduces, backward=kind is not Kind.F
+                )
             case Kind.REDUCE_GRAD:
                 return NOTHING if self._reduces_in_step else self._reduction(place)
             case Kind.UNSHARD:
@@ -215,7 +236,8 @@ class Pricing(Travel):
         return self.profile.reduces_last and not self.profile.overlap_grad_reduce and self.plan.layout.zero < 2
 
     def _reduction(self, place: Place) -> Seconds:
-        """The gradients of a stage; with ZeRO 2 and 3 only those of the last block are left, the others hid in the last backward."""
+        """The gradients of a stage; with ZeRO 2 and 3 only those of the last block are left, the others hid
+        in the last backward."""
         seconds = self._communication(Kind.REDUCE_GRAD, place)
         if self._is_host:
             flatten_s = host_flatten_s(self.plan, self._elements(place.stage)) if seconds.total_s else 0.0
@@ -230,8 +252,8 @@ class Pricing(Travel):
         return sum(self._collective_s(operation, place) for operation in reduce_microbatch(self.plan, place.stage))
 
     def _stage(self, place: Place, part: str, sums_gradients: bool = True) -> Seconds:
-        """One part of all blocks of a stage; what the host takes longer to launch it than the device to run it is `other`; all of
-        it where the host waits for every kernel."""
+        """One part of all blocks of a stage; what the host takes longer to launch it than the device to run it is
+        `other`; all of it where the host waits for every kernel."""
         total = Part()
         for group in self._groups[place.stage]:
             total += getattr(self._block(group, place, sums_gradients), part).times(group.count)
@@ -246,7 +268,13 @@ class Pricing(Travel):
         return total.seconds + Seconds(other=waited_s) if waited_s > 0 else total.seconds
 
     def _block(self, group: Group, place: Place, sums_gradients: bool = True) -> Block:
-        key: tuple[object, ...] = (group.kind, group.recomputed, sums_gradients, self._inner_spreads(place), self._of_host)
+        key: tuple[object, ...] = (
+            group.kind,
+            group.recomputed,
+            sums_gradients,
+            self._inner_spreads(place),
+            self._of_host,
+        )
         if key not in self._blocks:
             self._blocks[key] = self._price_block(group, place, sums_gradients)
         found: Block = self._blocks[key]
@@ -262,12 +290,12 @@ class Pricing(Travel):
         return pricer.block(works, pieces, recomputes_all=group.recomputed)
 
     def _with_sharding(self, work: Seconds, place: Place, *, gathers: bool, reduces: bool, backward: bool) -> Seconds:
-        """Adds what ZeRO-2 and 3 communicate inside a forward or backward, layer by layer beside the computation of the next layer, and
-        the copies around it.
+        """Adds what ZeRO-2 and 3 communicate inside a forward or backward, layer by layer beside the computation of the
+        next layer, and the copies around it.
 
-        ZeRO-3 gathers weights before every forward and every backward (Rajbhandari et al. 2020, section 7.2.2), ZeRO-2 and 3 reduce
-        gradients after every backward. What does not hide, and the one unit that has no neighbour to hide behind (a layer, or the
-        tables, gathered first and reduced last), is exposed.
+        ZeRO-3 gathers weights before every forward and every backward (Rajbhandari et al. 2020, section 7.2.2), ZeRO-2
+        and 3 reduce gradients after every backward. What does not hide, and the one unit that has no neighbour to hide
+        behind (a layer, or the tables, gathered first and reduced last), is exposed.
         """
         zero, communicated_s, reduce_s = self.plan.layout.zero, 0.0, 0.0
         if zero == 3 and gathers and not self._gathers_scheduled:
@@ -279,7 +307,9 @@ class Pricing(Travel):
             communicated_s += reduce_s
         if not communicated_s:
             return work
-        copied = (gathers and zero == 3) * self.profile.gather_copy_bytes + reduces * self.profile.reduce_copies(self.plan.precision.dtype)
+        copied = (gathers and zero == 3) * self.profile.gather_copy_bytes + reduces * self.profile.reduce_copies(
+            self.plan.precision.dtype
+        )
         if copied:
             work += Seconds(other=traffic_s(self.plan.cluster, copied * self._elements(place.stage)))
         if self.profile.gathers_by_tensor:
@@ -288,7 +318,9 @@ class Pricing(Travel):
         if self.profile.gather_ahead_elements < inf:
             uncovered_s = self._uncovered_s(place, communicated_s - reduce_s, reduce_s, backward=backward)
             communicated_s -= uncovered_s
-        first = table_share(self.plan, place.stage, self._elements(place.stage)) if self.profile.tables_together else 0.0
+        first = (
+            table_share(self.plan, place.stage, self._elements(place.stage)) if self.profile.tables_together else 0.0
+        )
         covered = 1 - max(1 / self._num_blocks(place.stage), first)
         beside_s, hidden_s = work.total_s * covered, communicated_s * covered
         if crossing_s := self._crossing_s(work, place) * covered:
@@ -298,15 +330,16 @@ class Pricing(Travel):
         return work + Seconds(dp_comm=uncovered_s + communicated_s - hidden_s + exposed_s)
 
     def _crossing_s(self, work: Seconds, place: Place) -> float:
-        """Seconds of a pass in which tokens are exchanged between nodes, between which its weights travel too; 0 for a stack that hides
-        the exchanges, of which only what is left is known."""
+        """Seconds of a pass in which tokens are exchanged between nodes, between which its weights travel too; 0 for a
+        stack that hides the exchanges, of which only what is left is known."""
         plan = self.plan
         if plan.layout.ep == 1 or self.profile.expert_overlap or self.spread("ep", place).num_nodes == 1:
             return 0.0
         return work.ep_comm if self.spread(copies_axis(plan, place.stage), place).num_nodes > 1 else 0.0
 
     def _uncovered_s(self, place: Place, gather_s: float, reduce_s: float, *, backward: bool) -> float:
-        """Seconds of what ZeRO-2 and 3 communicate in a pass over a stage's blocks that nothing runs beside (`zero.uncovered`)."""
+        """Seconds of what ZeRO-2 and 3 communicate in a pass over a stage's blocks that nothing runs
+        beside (`zero.uncovered`)."""
         plan, expert_s = self.plan, 0.0
         alone = uncovered(plan, self.profile, units(plan, place.stage, self._held(place.stage)), backward=backward)
         if gather_s and plan.layout.ep > 1:
@@ -315,21 +348,26 @@ class Pricing(Travel):
         return alone.dense * (gather_s - expert_s) + alone.expert * expert_s + alone.reduced * reduce_s
 
     def _by_tensor(self, place: Place, communicated_s: float, *, gathers: bool, reduces: bool) -> Seconds:
-        """What ZeRO-3 communicates when every tensor goes alone and nothing runs beside it; what is computed again gathers again.
-        `communicated_s` is what all tensors take as one."""
+        """What ZeRO-3 communicates when every tensor goes alone and nothing runs beside it; what is computed again
+        gathers again. `communicated_s` is what all tensors take as one."""
         again = reduces and gathers and self.plan.recompute.mode == "full"
         if again:
             communicated_s += self._communication(Kind.UNSHARD, place).total_s
         size = num_shards(self.plan, place.stage).dense
-        ring_s = self._collective_s(Collective("", "all_gather", copies_axis(self.plan, place.stage), size, size), place)
+        ring_s = self._collective_s(
+            Collective("", "all_gather", copies_axis(self.plan, place.stage), size, size), place
+        )
         return Seconds(dp_comm=communicated_s + (gathers + reduces + again) * alone_s(self.plan, place.stage, ring_s))
 
     def _step(self, place: Place) -> Seconds:
         plan, stages = self.plan, rank_stages(self.plan, place.pp_rank)
         num_bytes = self._updated_elements(place) * self.profile.optimizer_bytes
-        if plan.precision.dtype == "fp8" and self.profile.casts.once_a_step:  # every rank casts the weights that it holds
+        # every rank casts the weights that it holds
+        if plan.precision.dtype == "fp8" and self.profile.casts.once_a_step:
             num_bytes += self.profile.casts.input_bytes * sum(map(self._elements, stages))
-        optimizer_s = host_step_s(plan, stages) if self._is_host else elementwise_s(plan.cluster, num_bytes, OPTIMIZER_KERNELS)
+        optimizer_s = (
+            host_step_s(plan, stages) if self._is_host else elementwise_s(plan.cluster, num_bytes, OPTIMIZER_KERNELS)
+        )
         update = Seconds(optimizer=optimizer_s)
         communicated = self._communication(Kind.STEP, place)
         if self.profile.overlap_param_gather and plan.layout.zero in (1, 2):
@@ -360,8 +398,9 @@ class Pricing(Travel):
         return total_s
 
     def _hidden_gather_s(self, place: Place, gather_s: float) -> float:
-        """Seconds of the weight gather of ZeRO 1 and 2 that run under the next step's first forwards, and before a later pipeline
-        rank's first forward, which the lower stages delay. The first bucket is exposed, and what compute loses meanwhile."""
+        """Seconds of the weight gather of ZeRO 1 and 2 that run under the next step's first forwards, and before a
+        later pipeline rank's first forward, which the lower stages delay. The first bucket is exposed, and what
+        compute loses meanwhile."""
         stages = rank_stages(self.plan, place.pp_rank)
         waited_s = sum(self.seconds(Kind.F, stage).total_s for stage in range(min(stages)))
         forwards = [(self.seconds(Kind.F, stage), Place(stage, place.pp_rank)) for stage in stages]

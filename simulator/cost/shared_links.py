@@ -1,8 +1,9 @@
 """The links that a plan's transfers load, for the engine's shared run: messages, and reductions that run beside them.
 
-Only one rank per pipeline rank is simulated, so a transfer stands for the equal ones of its node at the same time: of every device
-that holds the same stages, and of every group that those form. What is shared here is what a node sends and receives over its network
-cards; inside a node every device has its own link into the switch, whose two directions do not disturb each other.
+Only one rank per pipeline rank is simulated, so a transfer stands for the equal ones of its node at the same time: of
+every device that holds the same stages, and of every group that those form. What is shared here is what a node sends
+and receives over its network cards; inside a node every device has its own link into the switch, whose two directions
+do not disturb each other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def shared_links(plan: Plan, sorts: Sorts, prices: Sequence[Seconds]) -> Traffic
     cluster = plan.cluster
     if cluster.num_nodes == 1:
         return None
-    loads, capacity = _Loads(plan), network_share_bytes_per_s(cluster) * min(cluster.devices_per_node, cluster.num_devices)
+    loads, capacity = (
+        _Loads(plan),
+        network_share_bytes_per_s(cluster) * min(cluster.devices_per_node, cluster.num_devices),
+    )
     routes: list[Mapping[Link, float]] = []
     rates: list[float] = []
     route_of = np.full(len(sorts.sorts), -1, dtype=np.int32)
@@ -37,7 +41,8 @@ def shared_links(plan: Plan, sorts: Sorts, prices: Sequence[Seconds]) -> Traffic
             route_of[i] = len(routes)
             route, num_bytes = found
             routes.append(route)
-            rates.append(min(num_bytes / seconds, capacity / max(route.values())))  # alone a transfer has the links it needs
+            # alone a transfer has the links it needs
+            rates.append(min(num_bytes / seconds, capacity / max(route.values())))
     if not routes:
         return None
     links = dict.fromkeys((link for route in routes for link in route), capacity)
@@ -53,7 +58,8 @@ class _Loads:
         self._node = plan.cluster.devices_per_node
 
     def of(self, sort: Sort) -> tuple[dict[Link, float], float] | None:
-        """The links of a transfer with the bytes each carries per byte of it, and its bytes; None for what loads no network."""
+        """The links of a transfer with the bytes each carries per byte of it, and its bytes; None for
+        what loads no network."""
         if sort.kind in (Kind.SEND_F, Kind.SEND_B):
             return self._message(sort)
         return self._reduction(sort) if sort.kind is Kind.REDUCE_GRAD else None

@@ -1,8 +1,9 @@
-"""Memory-bound work of every block: what its kernels other than products read and write, for one microbatch on one rank.
+"""Memory-bound work of every block: what its kernels other than products read and write, for
+one microbatch on one rank.
 
-Each function returns the traffic of one piece of a block, in the units of Korthikanti et al. 2022, section 4: tensors are tokens times
-width, and every kernel reads its inputs and writes its outputs once. What a stack fuses is in `simulator.stack.profiles`. All modelled:
-a kernel that is fused otherwise, or cached in part, moves less.
+Each function returns the traffic of one piece of a block, in the units of Korthikanti et al. 2022, section 4: tensors
+are tokens times width, and every kernel reads its inputs and writes its outputs once. What a stack fuses is in
+`simulator.stack.profiles`. All modelled: a kernel that is fused otherwise, or cached in part, moves less.
 """
 
 from __future__ import annotations
@@ -36,41 +37,48 @@ class Traffic:
 
     def times(self, elements: float) -> Traffic:
         """Traffic given per element, for so many elements; the kernels are those of one call."""
-        return Traffic(self.forward_bytes * elements, self.forward_kernels, self.backward_bytes * elements, self.backward_kernels)
+        return Traffic(
+            self.forward_bytes * elements, self.forward_kernels, self.backward_bytes * elements, self.backward_kernels
+        )
 
 
 EAGER_RMSNORM = Traffic(36, 14, 60, 28)
-"""Bytes per 16-bit element of an RMSNorm whose steps are kernels of PyTorch: to fp32 (2 + 4), square (4 + 4), mean (4), product with
-the inverse root (4 + 4), to 16 bits (4 + 2), product with the weight (2 + 2) and what they hand on; backward each step's gradient,
-two operands read and one written. Counted (aten/src/ATen/native/layer_norm.cpp, rms_norm); kernels of two calls."""
+"""Bytes per 16-bit element of an RMSNorm whose steps are kernels of PyTorch: to fp32 (2 + 4), square (4 + 4), mean (4),
+product with the inverse root (4 + 4), to 16 bits (4 + 2), product with the weight (2 + 2) and what they hand on;
+backward each step's gradient, two operands read and one written. Counted (aten/src/ATen/native/layer_norm.cpp,
+rms_norm); kernels of two calls."""
 
 EAGER_ROTATION = Traffic(20, 6, 20, 6)
 """Bytes per 16-bit element of a rotation by complex products in fp32: to fp32 (2 + 4), product (4 + 4), back (4 + 2)
 (torchtitan/models/llama3/model.py, apply_rotary_emb); kernels for queries and keys."""
 
 STEPPED_ROTATION = Traffic(24, 12, 28, 12)
-"""Bytes per 16-bit element of Megatron's rotation in steps (rope_utils.py, _apply_rotary_pos_emb_bshd): times the cosines (2 + 2), halves
-negated (1 + 1) and exchanged (2 + 2), times the sines (2 + 2), sum (4 + 2), joined with what is not rotated (2 + 2); backward the same
-but for that copy, gradients of both uses added (4 + 2) and those of the empty rest filled (2); kernels for queries and keys."""
+"""Bytes per 16-bit element of Megatron's rotation in steps (rope_utils.py, _apply_rotary_pos_emb_bshd): times the
+cosines (2 + 2), halves negated (1 + 1) and exchanged (2 + 2), times the sines (2 + 2), sum (4 + 2), joined with what is
+not rotated (2 + 2); backward the same but for that copy, gradients of both uses added (4 + 2) and those of the empty
+rest filled (2); kernels for queries and keys."""
 
 EXPERT_BIAS = Traffic(28, 2, 40, 2)
-"""Bytes per 16-bit element of experts' results to which Megatron adds biases expert by expert (experts.py, _apply_bias): the bias times
-the tokens' fp32 weights (4), the sum (2 + 4 + 4), joined (4 + 4) and to 16 bits (4 + 2); backward the two casts (2 + 4, 4 + 2), the
-gradients split from each other put together (2 + 2), and a product and its sum for the biases and for the weights (4 + 4 + 4 each)."""
+"""Bytes per 16-bit element of experts' results to which Megatron adds biases expert by expert (experts.py,
+_apply_bias): the bias times the tokens' fp32 weights (4), the sum (2 + 4 + 4), joined (4 + 4) and to 16 bits (4 + 2);
+backward the two casts (2 + 4, 4 + 2), the gradients split from each other put together (2 + 2), and a product and its
+sum for the biases and for the weights (4 + 4 + 4 each)."""
 
 EXPERT_BIAS_CALLS = (2, 6)
 """Calls per expert of `EXPERT_BIAS`, forward and backward; PyTorch's own, none with the stack around it."""
 
 EAGER_GATE = Traffic(10, 2, 18, 3)
-"""Bytes per 16-bit element of silu(gate) * up in two kernels: (2 + 2) and (4 + 2); backward (4 + 2) twice and (4 + 2)."""
+"""Bytes per 16-bit element of silu(gate) * up in two kernels: (2 + 2) and (4 + 2); backward (4
++ 2) twice and (4 + 2)."""
 
 EAGER_SQUARED_RELU = Traffic(8, 2, 20, 4)
-"""Bytes per 16-bit element of relu(x) ** 2 in two kernels: (2 + 2) each; backward the base copied as its first power (2 + 2), doubled
-(2 + 2), times the gradient (4 + 2), and the gradient masked (4 + 2) (PyTorch, tools/autograd/derivatives.yaml, `pow` and `relu`)."""
+"""Bytes per 16-bit element of relu(x) ** 2 in two kernels: (2 + 2) each; backward the base copied as its first power (2
++ 2), doubled (2 + 2), times the gradient (4 + 2), and the gradient masked (4 + 2) (PyTorch,
+tools/autograd/derivatives.yaml, `pow` and `relu`)."""
 
 ROUTER_KERNELS = 8
-"""Kernels of a router beside its product: scores, top-k, normalisation, token counts, auxiliary loss, index maps (Megatron-Core
-moe_utils.py, unfused). Counted, approximately."""
+"""Kernels of a router beside its product: scores, top-k, normalisation, token counts, auxiliary loss, index maps
+(Megatron-Core moe_utils.py, unfused). Counted, approximately."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,8 @@ def group_traffic(plan: Plan, profile: Profile, group: Group) -> Mapping[str, Tr
 
 
 def layer_traffic(plan: Plan, profile: Profile, *, moe: bool) -> Mapping[str, Traffic]:
-    """The pieces of one transformer layer by the names of `recompute.modules`, with `residual` and `attention` for the rest."""
+    """The pieces of one transformer layer by the names of `recompute.modules`, with `residual` and
+    `attention` for the rest."""
     pieces = {
         "norm": _norms(plan, profile),
         "residual": _residuals(plan, profile),
@@ -123,7 +132,10 @@ def layer_traffic(plan: Plan, profile: Profile, *, moe: bool) -> Mapping[str, Tr
     }
     if moe:
         routing = _routing(plan) + (_expert_biases(plan, profile) if plan.model.bias else Traffic())
-        pieces |= {"moe_act": _activation(plan, profile, _routed_tokens(plan) * plan.model.expert_width), "moe": routing}
+        pieces |= {
+            "moe_act": _activation(plan, profile, _routed_tokens(plan) * plan.model.expert_width),
+            "moe": routing,
+        }
         if plan.model.num_shared_experts:
             pieces["shared_experts"] = _mlp(plan, profile, plan.model.shared_expert_width)
     else:
@@ -132,8 +144,8 @@ def layer_traffic(plan: Plan, profile: Profile, *, moe: bool) -> Mapping[str, Tr
 
 
 def _norms(plan: Plan, profile: Profile) -> Traffic:
-    """Two norms: read and write; backward reads the input and the gradient and writes one, then sums the weights' gradients. An RMSNorm
-    in steps goes through `EAGER_RMSNORM`."""
+    """Two norms: read and write; backward reads the input and the gradient and writes one, then sums the weights'
+    gradients. An RMSNorm in steps goes through `EAGER_RMSNORM`."""
     hidden, element = _Sizes(plan).hidden_bytes, ELEMENT_BYTES[plan.precision.dtype]
     if profile.fused_elementwise or plan.model.norm == "layernorm":
         return Traffic(2 * 2 * hidden, 2, 2 * 3 * hidden, 4)
@@ -141,16 +153,20 @@ def _norms(plan: Plan, profile: Profile) -> Traffic:
 
 
 def _residuals(plan: Plan, profile: Profile) -> Traffic:
-    """Two additions (bias and dropout in the same kernel); backward adds the two gradients that meet, and passes the dropout's mask."""
+    """Two additions (bias and dropout in the same kernel); backward adds the two gradients that meet, and
+    passes the dropout's mask."""
     sizes = _Sizes(plan)
     mask = sizes.hidden_bytes / sizes.element if profile.dropout else 0.0
     dropped = (2 * sizes.hidden_bytes + mask) if profile.dropout else 0.0
-    return Traffic(2 * (3 * sizes.hidden_bytes + mask), 2, 2 * (3 * sizes.hidden_bytes + dropped), 4 if profile.dropout else 2)
+    return Traffic(
+        2 * (3 * sizes.hidden_bytes + mask), 2, 2 * (3 * sizes.hidden_bytes + dropped), 4 if profile.dropout else 2
+    )
 
 
 def _attention(plan: Plan, profile: Profile) -> Traffic:
-    """Rotation of queries and keys and norms of heads (read and write), the copy of the context where scores are unfused; backward
-    the same, the gradients of queries, keys and values put together, and the sums of bias gradients."""
+    """Rotation of queries and keys and norms of heads (read and write), the copy of the context where
+    scores are unfused; backward the same, the gradients of queries, keys and values put together, and the
+    sums of bias gradients."""
     sizes, model, tp = _Sizes(plan), plan.model, plan.layout.tp
     unit = sizes.tokens * sizes.element / tp
     queries, values = unit * model.num_heads * model.head_dim, unit * model.num_heads * model.value_head_dim
@@ -158,7 +174,9 @@ def _attention(plan: Plan, profile: Profile) -> Traffic:
     rotated = queries + keys / 2
     if model.is_mla:  # position parts only, but head by head they are put together with the rest in new tensors
         latent = sizes.own_tokens * sizes.element * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim)
-        return Traffic(2 * (queries + keys) + 2 * latent, 6, 2 * (queries + keys) + 3 * latent + 2 * (queries + keys), 8)
+        return Traffic(
+            2 * (queries + keys) + 2 * latent, 6, 2 * (queries + keys) + 3 * latent + 2 * (queries + keys), 8
+        )
     stepped = profile.scaled_rotation_in_steps and model.position == "rope" and rotary_growth(model) != 1
     eager = stepped or (model.position == "rope" and not profile.fused_elementwise)
     rotation = STEPPED_ROTATION if stepped else EAGER_ROTATION
@@ -185,7 +203,8 @@ def _mlp(plan: Plan, profile: Profile, width: int) -> Traffic:
 
 
 def _activation(plan: Plan, profile: Profile, elements: float) -> Traffic:
-    """One kernel: reads the product's output (gate and up), writes the activation; backward reads all of them and writes as many."""
+    """One kernel: reads the product's output (gate and up), writes the activation; backward reads all of
+    them and writes as many."""
     if plan.model.gated and not profile.fused_elementwise:
         return EAGER_GATE.times(elements)
     if plan.model.activation == "relu_squared" and not profile.fused_squared_relu:
@@ -195,15 +214,15 @@ def _activation(plan: Plan, profile: Profile, elements: float) -> Traffic:
 
 
 def _routed_tokens(plan: Plan) -> float:
-    """Copies of tokens that the experts of a rank see when all are equally busy; the width of an expert cut over etp is made up for
-    by the tokens gathered from the etp ranks."""
+    """Copies of tokens that the experts of a rank see when all are equally busy; the width of an expert cut over etp is
+    made up for by the tokens gathered from the etp ranks."""
     return _Sizes(plan).own_tokens * plan.model.experts_per_token
 
 
 def _routing(plan: Plan) -> Traffic:
-    """Router scores in fp32; tokens put in the order of experts and back, on either side of the exchange: two reorderings forward
-    (each read and written), the weighted sum of the copies, and the same backward (Megatron-Core token_dispatcher.py, all-to-all). Those
-    beside the experts move what was gathered from all ranks that share one."""
+    """Router scores in fp32; tokens put in the order of experts and back, on either side of the exchange: two
+    reorderings forward (each read and written), the weighted sum of the copies, and the same backward (Megatron-Core
+    token_dispatcher.py, all-to-all). Those beside the experts move what was gathered from all ranks that share one."""
     sizes, model = _Sizes(plan), plan.model
     copies = _routed_tokens(plan) * model.hidden_size * sizes.element
     local = model.num_experts // plan.layout.ep > 1
@@ -211,7 +230,9 @@ def _routing(plan: Plan) -> Traffic:
     gathered = copies * (plan.layout.expert_tp if plan.layout.sequence_parallel else 1)
     moved = 2 * permuted + (4 * gathered if local else 0.0)
     scores = 4 * sizes.own_tokens * model.num_experts * ROUTER_KERNELS
-    return Traffic(moved + scores, ROUTER_KERNELS + (4 if local else 2), moved + scores, ROUTER_KERNELS + (4 if local else 2))
+    return Traffic(
+        moved + scores, ROUTER_KERNELS + (4 if local else 2), moved + scores, ROUTER_KERNELS + (4 if local else 2)
+    )
 
 
 def _expert_biases(plan: Plan, profile: Profile) -> Traffic:
@@ -238,11 +259,13 @@ def embedding_traffic(plan: Plan, profile: Profile) -> Traffic:
 def head_traffic(plan: Plan, profile: Profile) -> Traffic:
     """Final norm, and the cross-entropy over local logits.
 
-    Step by step in fp32 (Megatron-Core cross_entropy.py): cast (6 bytes a logit), maximum (4), difference, exponentials, their sum,
-    quotient (28); backward the gradient in place (8) and its cast (6). Fused: cast with maximum, exponentials with their sum,
-    quotient (22); backward one pass that reads fp32 and writes 16 bits (6).
+    Step by step in fp32 (Megatron-Core cross_entropy.py): cast (6 bytes a logit), maximum (4), difference,
+    exponentials, their sum, quotient (28); backward the gradient in place (8) and its cast (6). Fused: cast with
+    maximum, exponentials with their sum, quotient (22); backward one pass that reads fp32 and writes 16 bits (6).
     """
     sizes = _Sizes(plan)
     logits = sizes.tokens * plan.model.vocab_size / plan.layout.tp
     forward, backward, kernels = (22, 6, 4) if profile.fused_loss else (38, 14, 8)
-    return Traffic(2 * sizes.hidden_bytes + forward * logits, 1 + kernels, 3 * sizes.hidden_bytes + backward * logits, 3)
+    return Traffic(
+        2 * sizes.hidden_bytes + forward * logits, 1 + kernels, 3 * sizes.hidden_bytes + backward * logits, 3
+    )

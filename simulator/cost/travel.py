@@ -1,5 +1,5 @@
-"""What travels between the ranks of a plan, and what that takes: collectives, messages, gradients in buckets; and which stages are alike,
-so that each price is worked out once."""
+"""What travels between the ranks of a plan, and what that takes: collectives, messages, gradients in buckets; and which
+stages are alike, so that each price is worked out once."""
 
 from __future__ import annotations
 
@@ -68,17 +68,19 @@ class Travel:
         spreads: Spreads | None = None,
         expert_load: float = 1.0,
     ):
-        """`gathers_scheduled` says that the schedule has UNSHARD actions; otherwise ZeRO-3 gathers inside every F and B.
+        """`gathers_scheduled` says that the schedule has UNSHARD actions; otherwise ZeRO-3
+        gathers inside every F and B.
 
-        `shared` may be passed to the pricings of plans that differ only in layout, batch, recompute and schedule: what they have in
-        common is then priced once. By default all such plans of the process share. `spreads` says how groups lie, if not as those of
-        data-parallel rank 0 over whole links, and `expert_load` how many times the average the busiest experts have to do; their
-        prices are shared with no others.
+        `shared` may be passed to the pricings of plans that differ only in layout, batch, recompute and schedule: what
+        they have in common is then priced once. By default all such plans of the process share. `spreads` says how
+        groups lie, if not as those of data-parallel rank 0 over whole links, and `expert_load` how many times the
+        average the busiest experts have to do; their prices are shared with no others.
         """
         self.plan = plan
         self.profile = profile_of(plan)
         self._is_host = is_host(plan)
-        self._of_host = (plan.num_microbatches, rate_share(plan)) if self._is_host else ()  # what prices of a host depend on beside
+        # what prices of a host depend on beside
+        self._of_host = (plan.num_microbatches, rate_share(plan)) if self._is_host else ()
         self._gathers_scheduled = gathers_scheduled
         self._cache: dict[tuple[object, ...], Seconds] = {}
         self._expert_load = expert_load
@@ -90,7 +92,9 @@ class Travel:
         if spreads is not None or expert_load != 1:
             shared = {}
         elif shared is None:
-            shared = _prices_of(plan.model, plan.cluster, self.profile, plan.data_parallel.shard, plan.precision, plan.numerics)
+            shared = _prices_of(
+                plan.model, plan.cluster, self.profile, plan.data_parallel.shard, plan.precision, plan.numerics
+            )
             if len(shared) > MOST_SHARED:
                 shared.clear()
         degrees = (layout.tp, layout.cp, layout.ep, layout.etp)
@@ -124,8 +128,8 @@ class Travel:
         return table_share(self.plan, stage, self._elements(stage))
 
     def _beside_messages_s(self, place: Place) -> float:
-        """Seconds that the messages of a pass, one in and one out for every neighbour on another rank, take from the work of a rank on a
-        core of its own. With fewer cores than ranks messages are work themselves (`host_cores`)."""
+        """Seconds that the messages of a pass, one in and one out for every neighbour on another rank, take from the
+        work of a rank on a core of its own. With fewer cores than ranks messages are work themselves (`host_cores`)."""
         cluster = self.plan.cluster
         if shares_cores(cluster, self.plan.layout.world_size) or self.plan.layout.world_size < cluster.num_cores:
             return 0.0
@@ -133,7 +137,8 @@ class Travel:
         return ends * message_work_s(cluster, message_bytes(self.plan))
 
     def _likeness(self, kind: Kind, place: Place) -> object:
-        """Equal for stages whose actions cost the same: they hold as many layers of each kind, on groups that lie alike."""
+        """Equal for stages whose actions cost the same: they hold as many layers of each kind, on
+        groups that lie alike."""
         if kind is not Kind.STEP:
             return self._stage_likeness(place)
         stages = rank_stages(self.plan, place.pp_rank)
@@ -160,13 +165,16 @@ class Travel:
 
     @property
     def _is_own(self) -> bool:
-        """True for our own backend, which after a microbatch reduces what `core.program` says; other stacks reduce everything then."""
+        """True for our own backend, which after a microbatch reduces what `core.program` says; other stacks
+        reduce everything then."""
         return self.profile.name == "shardproof"
 
     def _collective_s(self, operation: Collective, place: Place) -> float:
         spread = self.spread(operation.axis, place)
         if self.profile.dispatch_once and operation.axis == "ep" and operation.op == "all_to_all":
-            share = distinct_share(spread.num_nodes if spread.num_nodes > 1 else spread.size, self.plan.model.experts_per_token)
+            share = distinct_share(
+                spread.num_nodes if spread.num_nodes > 1 else spread.size, self.plan.model.experts_per_token
+            )
             operation = replace(operation, sent_bytes=round(operation.sent_bytes * share))
         return collective_s(self.plan.cluster, spread, operation)
 
@@ -227,10 +235,20 @@ class Travel:
 
 
 def _spreads_of(plan: Plan, known: dict[tuple[object, ...], Spreads]) -> Spreads:
-    """How groups lie, looked at once for all plans of the same degrees and placement; which ranks share a tied table, and its parts, is a
-    matter of ZeRO too."""
+    """How groups lie, looked at once for all plans of the same degrees and placement; which ranks share a tied table,
+    and its parts, is a matter of ZeRO too."""
     layout = plan.layout
-    key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.dp, layout.pp, layout.zero, layout.order, plan.placement.ranks)
+    key = (
+        layout.tp,
+        layout.cp,
+        layout.ep,
+        layout.etp,
+        layout.dp,
+        layout.pp,
+        layout.zero,
+        layout.order,
+        plan.placement.ranks,
+    )
     if key not in known:
         known[key] = Spreads(plan)
     return known[key]

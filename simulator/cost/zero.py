@@ -1,5 +1,5 @@
-"""What ZeRO-2 and 3 cost a stack beside the bytes they send: units that nothing covers, gathers begun too late, and tensors that go one by
-one."""
+"""What ZeRO-2 and 3 cost a stack beside the bytes they send: units that nothing covers, gathers begun too late, and
+tensors that go one by one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Uncovered(NamedTuple):
 
 
 PERSISTENT_ELEMENTS = 100_000
-"""Elements up to which ZeRO-3 leaves a tensor whole (deepspeed/runtime/zero/constants.py, stage3_param_persistence_threshold)."""
+"""Elements up to which ZeRO-3 leaves a tensor whole (deepspeed/runtime/zero/constants.py,
+stage3_param_persistence_threshold)."""
 
 LIST_CALLS = 2
 """Calls of the host for each part of a list that is gathered or scattered: a view and a copy. Counted."""
@@ -35,15 +36,15 @@ def table_share(plan: Plan, stage: int, num_elements: int) -> float:
 
 
 def alone_s(plan: Plan, stage: int, ring_s: float) -> float:
-    """Seconds that one pass over a stage's weights takes longer where every tensor is gathered or scattered alone, in a list with a part
-    for each rank: the latency of a ring and the host's calls. Small tensors rest on every rank."""
+    """Seconds that one pass over a stage's weights takes longer where every tensor is gathered or scattered alone, in a
+    list with a part for each rank: the latency of a ring and the host's calls. Small tensors rest on every rank."""
     tensors = sum(each.num_elements > PERSISTENT_ELEMENTS for each in stage_parameters(plan.model, plan.stages[stage]))
     return tensors * (ring_s + host_s(plan.cluster, LIST_CALLS * num_shards(plan, stage).dense))
 
 
 def units(plan: Plan, stage: int, held: Held) -> Held:
-    """Elements of the dense weights of one block of a stage and of its experts, on average, as they are gathered: together where experts
-    are on all ranks, apart where they are cut over ranks."""
+    """Elements of the dense weights of one block of a stage and of its experts, on average, as they are gathered:
+    together where experts are on all ranks, apart where they are cut over ranks."""
     blocks = sum(group.count for group in stage_groups(plan, stage) if group.kind not in ("embedding", "head"))
     tables = round(table_share(plan, stage, sum(held)) * sum(held))
     dense, expert = (held.dense - tables) // max(1, blocks), held.expert // max(1, blocks)
@@ -53,9 +54,10 @@ def units(plan: Plan, stage: int, held: Held) -> Held:
 def uncovered(plan: Plan, profile: Profile, unit: Held, *, backward: bool) -> Uncovered:
     """What nothing runs beside, in a pass over blocks whose weights are gathered and reduced in such units.
 
-    A gather takes those after it along until `gather_ahead_elements` are under way: a block's dense weights and then its experts, backward
-    the other way round. So the next block's are begun early over what lies between, the unit that takes them along included. A reduction is
-    waited for at once where more than as many gradients would wait, or the device has one queue.
+    A gather takes those after it along until `gather_ahead_elements` are under way: a block's dense weights and
+    then its experts, backward the other way round. So the next block's are begun early over what lies between, the
+    unit that takes them along included. A reduction is waited for at once where more than as many gradients would
+    wait, or the device has one queue.
     """
     ahead = profile.gather_ahead_elements
     last = unit.dense if backward else unit.expert
@@ -66,10 +68,11 @@ def uncovered(plan: Plan, profile: Profile, unit: Held, *, backward: bool) -> Un
 
 
 def shared_card_s(crossing_s: float, beside_s: float, hidden_s: float) -> float:
-    """Seconds that what a pass sends between nodes takes longer on cards over which weights and gradients travel meanwhile.
+    """Seconds that what a pass sends between nodes takes longer on cards over which weights and
+    gradients travel meanwhile.
 
-    Of `beside_s`, the pass sends for `crossing_s`. Where both are under way each has half of a card, and what is hidden takes its share of
-    the pass. Never does a card carry both in less than the sum of their seconds.
+    Of `beside_s`, the pass sends for `crossing_s`. Where both are under way each has half of a card, and what is hidden
+    takes its share of the pass. Never does a card carry both in less than the sum of their seconds.
     """
     halved_s = crossing_s * min(1.0, hidden_s / beside_s) / 2 if beside_s else 0.0
     return max(halved_s, hidden_s + crossing_s - beside_s)

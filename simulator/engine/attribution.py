@@ -14,12 +14,24 @@ from .engine import Run
 from .graph import Graph
 from .seconds import COMPONENTS, Seconds
 
-TIME_KEYS = ("compute", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "optimizer", "bubble", "other")
+TIME_KEYS = (
+    "compute",
+    "recompute",
+    "tp_comm",
+    "cp_comm",
+    "ep_comm",
+    "pp_comm",
+    "dp_comm",
+    "optimizer",
+    "bubble",
+    "other",
+)
 """Keys of `time_s` in the reports."""
 
 
 class Sort(NamedTuple):
-    """A sort of action that has one price: kind, stage, the backward's stage of an overlapped pair (else -1), pipeline rank."""
+    """A sort of action that has one price: kind, stage, the backward's stage of an overlapped pair
+    (else -1), pipeline rank."""
 
     kind: Kind
     stage: int
@@ -29,8 +41,8 @@ class Sort(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sorts:
-    """The sorts of action of a graph: `of_action` is an index into `sorts`; of each sort `counts` are its actions on the compute lane, and
-    `pp_rank` is its pipeline rank."""
+    """The sorts of action of a graph: `of_action` is an index into `sorts`; of each sort `counts` are its actions on
+    the compute lane, and `pp_rank` is its pipeline rank."""
 
     sorts: tuple[Sort, ...]
     of_action: np.ndarray
@@ -70,12 +82,13 @@ def critical_pp_rank(run: Run) -> int:
 
 
 def attribute(run: Run, pp_rank: int, prices: Sequence[Seconds]) -> dict[str, float]:
-    """Seconds of the step by cause on one pipeline rank's compute lane; `prices` are those of the graph's sorts of action.
+    """Seconds of the step by cause on one pipeline rank's compute lane; `prices` are those of the
+    graph's sorts of action.
 
-    An action's time splits as its price does; what it lasts beyond that, because ranks share cores, is `other`. Idle time before an
-    action is `pp_comm` while the message it waits for is in flight, `dp_comm` while the reduction or gather it waits for runs, else
-    `bubble`. What passes between a rank's last action and the end of the step is `bubble` too. All times lie on the grid of
-    `seconds`, so the parts sum to the step exactly.
+    An action's time splits as its price does; what it lasts beyond that, because ranks share cores, is `other`. Idle
+    time before an action is `pp_comm` while the message it waits for is in flight, `dp_comm` while the reduction or
+    gather it waits for runs, else `bubble`. What passes between a rank's last action and the end of the step is
+    `bubble` too. All times lie on the grid of `seconds`, so the parts sum to the step exactly.
     """
     graph = run.graph
     lo, hi = graph.schedule.offsets[pp_rank : pp_rank + 2].tolist()

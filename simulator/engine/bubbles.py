@@ -29,7 +29,8 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Idle:
-    """Idle seconds of one cause: in how many gaps, and what the longest part waited for. `of` is kind and stage, as `4F`."""
+    """Idle seconds of one cause: in how many gaps, and what the longest part waited for. `of` is
+    kind and stage, as `4F`."""
 
     cause: str
     of: str
@@ -54,7 +55,8 @@ class Idle:
 
 
 def idle_of(run: Run, pp_rank: int, prices: Sequence[Seconds] | None = None) -> tuple[Idle, ...]:
-    """The idle seconds of a pipeline rank's compute lane, longest first; together the step less the rank's busy seconds.
+    """The idle seconds of a pipeline rank's compute lane, longest first; together the step less
+    the rank's busy seconds.
 
     With the prices of the graph's sorts of action also what actions last beyond their price.
     """
@@ -87,7 +89,9 @@ def _parts(run: Run, pp_rank: int) -> Iterator[tuple[str, str, float, str]]:
 def _sharing(run: Run, pp_rank: int, prices: Sequence[Seconds]) -> Iterator[tuple[str, str, float, str]]:
     """What actions last longer than they take alone."""
     lane, sorts = compute_lane(run, pp_rank), sorts_of(run.graph)
-    longer_s = (run.end_s - run.start_s)[lane] - np.array([seconds.total_s for seconds in prices])[sorts.of_action[lane]]
+    longer_s = (run.end_s - run.start_s)[lane] - np.array([seconds.total_s for seconds in prices])[
+        sorts.of_action[lane]
+    ]
     for i in np.flatnonzero(longer_s > 0).tolist():
         yield "sharing", "", float(longer_s[i]), str(run.graph.schedule.actions[int(lane[i])])
 
@@ -99,11 +103,16 @@ def compute_lane(run: Run, pp_rank: int) -> np.ndarray:
 
 
 def _gap(run: Run, i: int, free_s: float, start_s: float) -> Iterator[tuple[str, str, float, str]]:
-    """The parts of the gap before action i: until what it waited for last began, while that lasted, and what no wait explains."""
+    """The parts of the gap before action i: until what it waited for last began, while that lasted, and
+    what no wait explains."""
     graph = run.graph
     waits = [wait for wait in graph.waits[:, i].tolist() if wait >= 0]
     last = max(waits, key=lambda wait: (run.end_s[wait], wait), default=-1)
-    began_s, ended_s = (min(max(float(t), free_s), start_s) for t in (run.start_s[last], run.end_s[last])) if waits else (free_s, free_s)
+    began_s, ended_s = (
+        (min(max(float(t), free_s), start_s) for t in (run.start_s[last], run.end_s[last]))
+        if waits
+        else (free_s, free_s)
+    )
     if waits:
         yield from _awaited(run, i, last, began_s - free_s, ended_s - began_s)
     kind, token = Kind(int(graph.schedule.actions.kind[i])), str(graph.schedule.actions[i])
@@ -132,6 +141,11 @@ def payload_of(run: Run, send: int) -> tuple[str, str]:
     stage, microbatch, kind = int(actions.stage[send]), int(actions.microbatch[send]), Kind(int(actions.kind[send]))
     made = int(run.graph.waits[1, send])
     letter = "F" if kind is Kind.SEND_F else "B"
-    if made >= 0 and actions.stage[made] == stage and actions.microbatch[made] == microbatch and actions.kind[made] == Kind.I:
+    if (
+        made >= 0
+        and actions.stage[made] == stage
+        and actions.microbatch[made] == microbatch
+        and actions.kind[made] == Kind.I
+    ):
         letter = "I"
     return f"{stage}{letter}", f"{stage}{letter}{microbatch}"

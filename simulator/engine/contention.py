@@ -1,9 +1,10 @@
 """Transfers that share a link share its bandwidth: the engine's fluid model, and how to tell that nothing is shared.
 
-A transfer moves at the rate it has alone until links on its route carry as much as they can. Then all that cross a full link go down
-together to one rate in bytes per second, except those that are slower anyhow: max-min fairness by progressive filling (Bertsekas and
-Gallager, Data Networks, 2nd edition, section 6.5.2). Rates change only when a transfer starts or ends, so time runs from one such
-event to the next, and only over the transfers that are tied together by full links.
+A transfer moves at the rate it has alone until links on its route carry as much as they can. Then all that
+cross a full link go down together to one rate in bytes per second, except those that are slower anyhow: max-min
+fairness by progressive filling (Bertsekas and Gallager, Data Networks, 2nd edition, section 6.5.2). Rates
+change only when a transfer starts or ends, so time runs from one such event to the next, and only over the
+transfers that are tied together by full links.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ Link = Any
 """The name of one direction of one link, whatever hashable thing the topology calls it."""
 
 SLACK = 1e-9
-"""Relative load by which a link may seem too full before it counts as full: sums of rates that fill it exactly are rounded."""
+"""Relative load by which a link may seem too full before it counts as full: sums of rates that fill
+it exactly are rounded."""
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
     """What the actions of a graph load.
 
-    `route[i]` is the place in `routes` of action i, -1 for what loads no link. A route lists links and how many bytes each carries
-    per byte of the transfer (1 for a message; k for a link that also carries k - 1 equal transfers which are not simulated).
-    `rate_bytes_per_s[route]` is a transfer's rate when it is alone, `capacity_bytes_per_s` what each link carries. An action's bytes
-    are its duration times its rate.
+    `route[i]` is the place in `routes` of action i, -1 for what loads no link. A route lists links and how many bytes
+    each carries per byte of the transfer (1 for a message; k for a link that also carries k - 1 equal transfers which
+    are not simulated). `rate_bytes_per_s[route]` is a transfer's rate when it is alone, `capacity_bytes_per_s` what
+    each link carries. An action's bytes are its duration times its rate.
     """
 
     route: np.ndarray
@@ -49,13 +51,21 @@ class Traffic:
     def __post_init__(self) -> None:
         unknown = {link for route in self.routes for link in route} - set(self.capacity_bytes_per_s)
         if unknown:
-            raise ScheduleError(f"no capacity is given for link {min(map(str, unknown))}. Give one for every link of a route.")
+            raise ScheduleError(
+                f"no capacity is given for link {min(map(str, unknown))}. Give one for every link of a route."
+            )
         shares = (share for route in self.routes for share in route.values())
-        if not all(0 < number < float("inf") for number in (*self.rate_bytes_per_s, *self.capacity_bytes_per_s.values(), *shares)):
+        if not all(
+            0 < number < float("inf")
+            for number in (*self.rate_bytes_per_s, *self.capacity_bytes_per_s.values(), *shares)
+        ):
             raise ScheduleError("a rate, share or capacity of a transfer is not a finite number above 0.")
         num_routes, lowest, highest = len(self.routes), self.route.min(initial=-1), self.route.max(initial=-1)
         if len(self.rate_bytes_per_s) != num_routes or lowest < -1 or highest >= num_routes:
-            raise ScheduleError(f"{num_routes} routes with {len(self.rate_bytes_per_s)} rates; actions name routes {lowest} to {highest}.")
+            raise ScheduleError(
+                f"{num_routes} routes with {len(self.rate_bytes_per_s)} rates; actions name routes "
+                f"{lowest} to {highest}."
+            )
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -64,7 +74,8 @@ class Traffic:
 
     @cached_property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Route of each action, rate of each route, bounds of its links, those links and their shares, capacity of each link."""
+        """Route of each action, rate of each route, bounds of its links, those links and their shares,
+        capacity of each link."""
         number = {link: i for i, link in enumerate(self.links)}
         bounds = np.cumsum([0, *(len(route) for route in self.routes)], dtype=np.int32)
         links = np.array([number[link] for route in self.routes for link in route], dtype=np.int32)
@@ -84,9 +95,9 @@ def execute_shared(
 ) -> Run:
     """`execute` where transfers contend: durations of actions with a route are those they have alone.
 
-    While no link is too full the times are those of `execute`, to the last bit, at little more cost. The end of a transfer that was
-    slowed is rounded to the grid of prices, so that sums of times stay exact. Raises `ScheduleError` for a lead before the end of a
-    transfer, which is not known while it runs, and for columns of the wrong length.
+    While no link is too full the times are those of `execute`, to the last bit, at little more cost. The end of a
+    transfer that was slowed is rounded to the grid of prices, so that sums of times stay exact. Raises `ScheduleError`
+    for a lead before the end of a transfer, which is not known while it runs, and for columns of the wrong length.
     """
     if not len(traffic.route) == len(duration_s) == len(graph.rank):
         given = f"{len(traffic.route)} routes and {len(duration_s)} durations"
@@ -111,7 +122,10 @@ def _refuse_leads_on_transfers(graph: Graph, traffic: Traffic, lead_s: np.ndarra
     wrong = led[(awaited >= 0) & (traffic.route[awaited] >= 0)]
     if len(wrong):
         action, transfer = (graph.schedule.actions[int(i)] for i in (wrong[0], graph.waits[1, wrong[0]]))
-        raise ScheduleError(f"{action} has a lead on {transfer}, whose end is not known while it shares links. Give leads on compute only.")
+        raise ScheduleError(
+            f"{action} has a lead on {transfer}, whose end is not known while it shares links. Give "
+            "leads on compute only."
+        )
 
 
 def uncontended_until(run: Run, traffic: Traffic) -> float:
@@ -142,7 +156,12 @@ def overloaded_links(run: Run, traffic: Traffic) -> list[Link]:
 
 
 def plain_shared(
-    graph: Graph, duration_s: np.ndarray, traffic: Traffic, *, lead_s: np.ndarray | None = None, tail_s: np.ndarray | None = None
+    graph: Graph,
+    duration_s: np.ndarray,
+    traffic: Traffic,
+    *,
+    lead_s: np.ndarray | None = None,
+    tail_s: np.ndarray | None = None,
 ) -> Run:
     """The fluid model without compiled loops and without the short cut for runs in which nothing is shared."""
     fluid = _Fluid(graph, duration_s, traffic, lead_s, tail_s)
@@ -163,13 +182,22 @@ _ENDS, _STARTS = 0, 1
 
 
 class _Fluid:
-    """One fluid run. Actions without a route settle as soon as their waits have; only transfers go through the queue of events."""
+    """One fluid run. Actions without a route settle as soon as their waits have; only transfers go
+    through the queue of events."""
 
-    def __init__(self, graph: Graph, duration_s: np.ndarray, traffic: Traffic, lead_s: np.ndarray | None, tail_s: np.ndarray | None):
+    def __init__(
+        self,
+        graph: Graph,
+        duration_s: np.ndarray,
+        traffic: Traffic,
+        lead_s: np.ndarray | None,
+        tail_s: np.ndarray | None,
+    ):
         size = len(graph.rank)
         self.duration = duration_s.tolist()
         self.lead, self.tail = (
-            [0.0] * size if column is None else np.where(graph.can_lead, column, 0.0).tolist() for column in (lead_s, tail_s)
+            [0.0] * size if column is None else np.where(graph.can_lead, column, 0.0).tolist()
+            for column in (lead_s, tail_s)
         )
         self.is_reduction = (graph.schedule.actions.kind == Kind.REDUCE_GRAD).tolist()
         self.waits = graph.waits.T.tolist()
@@ -291,12 +319,16 @@ class _Fluid:
             heapq.heappush(self.events, (end_s, _ENDS, i, self.version[i]))
 
     def filled(self, transfers: list[int], links: list[int]) -> list[float]:
-        """Progressive filling: all rates rise together, until a link is full or a transfer is as fast as it is alone."""
+        """Progressive filling: all rates rise together, until a link is full or a transfer is
+        as fast as it is alone."""
         level, rates = 0.0, dict.fromkeys(transfers, -1.0)
         free = list(transfers)
         while free:
             slowest = min(self.rate[self.route[i]] for i in free)
-            full_at, full = min(((self.level_of(link, rates, level), place) for place, link in enumerate(links)), default=(float("inf"), 0))
+            full_at, full = min(
+                ((self.level_of(link, rates, level), place) for place, link in enumerate(links)),
+                default=(float("inf"), 0),
+            )
             if slowest <= full_at:
                 level = slowest
                 frozen = {i for i in free if self.rate[self.route[i]] <= level}

@@ -1,4 +1,5 @@
-"""The critical path of a run: the chain of actions, each waiting for the one before, that makes the step as long as it is."""
+"""The critical path of a run: the chain of actions, each waiting for the one before, that makes the
+step as long as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .seconds import COMPONENTS, Seconds
 
 
 class Segment(NamedTuple):
-    """A part of the path: an action of the graph from `start_s` to `end_s`; -1 is another replica, which is not simulated here."""
+    """A part of the path: an action of the graph from `start_s` to `end_s`; -1 is another replica,
+    which is not simulated here."""
 
     action: int
     start_s: float
@@ -57,7 +59,10 @@ class CriticalPath:
             kind, stage = Kind(int(actions.kind[action])), int(actions.stage[action])
             name = "other replica" if action < 0 else kind.name if kind is Kind.STEP else f"{stage}{kind.name}"
             found.setdefault((-1 if action < 0 else int(ranks[action]), name), []).append(end_s - start_s)
-        rows = [{"pp_rank": rank, "of": name, "seconds": sum(parts), "count": len(parts)} for (rank, name), parts in found.items()]
+        rows = [
+            {"pp_rank": rank, "of": name, "seconds": sum(parts), "count": len(parts)}
+            for (rank, name), parts in found.items()
+        ]
         return sorted(rows, key=lambda row: (-float(row["seconds"]), row["pp_rank"], row["of"]))
 
     def report(self) -> dict[str, Any]:
@@ -85,7 +90,8 @@ def critical_path(run: Run, prices: Sequence[Seconds]) -> CriticalPath:
 
 
 def _before(run: Run, index: int, start_s: float) -> int:
-    """The action that an action waited for until it started: one that ended then, or beside which it started early; -1 for none."""
+    """The action that an action waited for until it started: one that ended then, or beside which it
+    started early; -1 for none."""
     graph = run.graph
     waits = [wait for wait in graph.waits[:, index].tolist() if wait >= 0]
     for wait in waits:

@@ -1,8 +1,8 @@
 """The event engine: a lowered schedule and durations in, start and end of every action out.
 
-The order on every lane is fixed by the schedule, so no event queue is needed: each action starts at the latest end of what it waits
-for (a longest path). Ranks are walked in turn, each as far as its inputs are known, forwards then backwards over the ranks because
-activations flow up and gradients down. Same input, same output, to the last bit.
+The order on every lane is fixed by the schedule, so no event queue is needed: each action starts at the latest end of
+what it waits for (a longest path). Ranks are walked in turn, each as far as its inputs are known, forwards then
+backwards over the ranks because activations flow up and gradients down. Same input, same output, to the last bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Run:
     end_s: np.ndarray
 
     def timeline(self, *, global_ranks: Sequence[int] | None = None, title: str = "") -> Timeline:
-        """The spans by (rank, lane, start). `global_ranks` names each pipeline rank; by default the pipeline rank itself."""
+        """The spans by (rank, lane, start). `global_ranks` names each pipeline rank; by default the
+        pipeline rank itself."""
         graph, order = self.graph, self.graph.lane_order
         ranks = graph.rank if global_ranks is None else np.asarray(global_ranks)[graph.rank]
         actions = graph.schedule.actions.take(order)
@@ -59,9 +60,10 @@ def run_schedule(
 ) -> Timeline:
     """The timeline of a schedule with given durations; `global_rank` of its spans is the pipeline rank.
 
-    Durations are seconds, one number or one per stage (of the sending stage, the forward's stage for `overlap_s`); B takes
-    `backward_input_s + backward_weight_s`, OVERLAP_F_B by default its forward plus its backward. A compute-only schedule is lowered
-    first. `sends="rendezvous"` lets a send wait for its receive. Raises `ScheduleError` for a schedule that cannot run.
+    Durations are seconds, one number or one per stage (of the sending stage, the forward's stage for `overlap_s`); B
+    takes `backward_input_s + backward_weight_s`, OVERLAP_F_B by default its forward plus its backward. A compute-only
+    schedule is lowered first. `sends="rendezvous"` lets a send wait for its receive. Raises `ScheduleError` for a
+    schedule that cannot run.
     """
     if not schedule.is_lowered and not _has_messages(schedule):
         from ...core.schedule import lower
@@ -110,12 +112,13 @@ def execute(
 ) -> Run:
     """Times of every action, given its duration; durations of receives are not read, they last as long as their send.
 
-    An action may start `lead_s` before its wait 1 ends (but not before that starts) and ends no earlier than `tail_s` after it: a
-    reduction whose first buckets are full runs under the last backward. For a reduction of a stage with two replicas both hold for
-    the other replica's last backward (its wait 3) too. Both are read for UNSHARD, RESHARD, REDUCE_GRAD and STEP only.
+    An action may start `lead_s` before its wait 1 ends (but not before that starts) and ends no earlier than `tail_s`
+    after it: a reduction whose first buckets are full runs under the last backward. For a reduction of a stage with two
+    replicas both hold for the other replica's last backward (its wait 3) too. Both are read for UNSHARD, RESHARD,
+    REDUCE_GRAD and STEP only.
 
-    Any number type works (int and Fraction stay exact until the result is stored). Raises `ScheduleError` when actions wait for
-    each other in a circle, naming the first stuck action of each rank.
+    Any number type works (int and Fraction stay exact until the result is stored). Raises `ScheduleError` when actions
+    wait for each other in a circle, naming the first stuck action of each rank.
     """
     duration = _column(duration_s)
     lead, tail = (None if column is None else _column(column) for column in (lead_s, tail_s))
@@ -123,13 +126,16 @@ def execute(
     return Run(graph, *times) if times else plain_run(graph, duration, lead_s=lead, tail_s=tail)
 
 
-def plain_run(graph: Graph, duration_s: np.ndarray, *, lead_s: np.ndarray | None = None, tail_s: np.ndarray | None = None) -> Run:
+def plain_run(
+    graph: Graph, duration_s: np.ndarray, *, lead_s: np.ndarray | None = None, tail_s: np.ndarray | None = None
+) -> Run:
     """`execute` without compiled loops: their oracle, and the words for a circle."""
     evaluated = graph.evaluated
     size = len(graph.rank)
     can_lead = graph.can_lead[evaluated]
     leads, tails = (
-        [0] * len(evaluated) if column is None else np.where(can_lead, column[evaluated], 0).tolist() for column in (lead_s, tail_s)
+        [0] * len(evaluated) if column is None else np.where(can_lead, column[evaluated], 0).tolist()
+        for column in (lead_s, tail_s)
     )
     starts, ends = _settle(graph, duration_s[evaluated].tolist(), leads, tails)
     start_s, end_s = np.zeros(size), np.zeros(size + 1)
@@ -145,7 +151,8 @@ def plain_run(graph: Graph, duration_s: np.ndarray, *, lead_s: np.ndarray | None
 
 
 def _column(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Seconds of every action as an array: float64 where that holds every sum of them exactly or they are floats, else objects."""
+    """Seconds of every action as an array: float64 where that holds every sum of them exactly or they are
+    floats, else objects."""
     if isinstance(values, np.ndarray) and values.dtype == np.float64:
         return values
     return np.asarray(values, dtype=np.float64 if _fits_float64(values, len(values)) else object)
@@ -206,7 +213,8 @@ def _stuck(graph: Graph, cursor: list[int], stops: list[int]) -> str:
     ]
     shown = ", ".join(waiting[:8]) + (", ..." if len(waiting) > 8 else "")
     return (
-        f"schedule {graph.schedule.name!r} deadlocks with {graph.sends} sends: its ranks wait for each other in a circle ({shown}). "
+        f"schedule {graph.schedule.name!r} deadlocks with {graph.sends} sends: its ranks wait for each other in a "
+        f"circle ({shown}). "
         "`shardproof verify` prints the circle."
     )
 
@@ -215,7 +223,9 @@ def per_stage(name: str, value: Durations, num_stages: int) -> list[Any]:
     """A duration for every stage. Raises `ScheduleError` for a negative one or a wrong count."""
     values: list[Any] = [value] * num_stages if isinstance(value, Real) else list(value)  # type: ignore[arg-type]
     if len(values) != num_stages:
-        raise ScheduleError(f"{name} has {len(values)} values for {num_stages} stages. Give one number, or one per stage.")
+        raise ScheduleError(
+            f"{name} has {len(values)} values for {num_stages} stages. Give one number, or one per stage."
+        )
     if any(not 0 <= item < _UNKNOWN for item in values):
         raise ScheduleError(f"{name} has a value that is no duration: {values}. Use finite seconds of at least 0.")
     return values

@@ -1,9 +1,10 @@
 """`Graph`: what each action of a lowered schedule waits for, under the execution rule that simulator and backend share.
 
-Each rank has one compute lane, one lane per peer, direction and sense for messages, and one lane for data parallelism; a lane runs
-its actions in list order. A send starts when its payload exists. A receive is posted once the compute lane has reached the place in
-the list of the receive `recv_buffers` before it on the same lane. A compute action starts when its inputs have arrived. REDUCE_GRAD
-follows the last backward of its stage on every replica, F and B follow UNSHARD, STEP follows every reduction of its rank.
+Each rank has one compute lane, one lane per peer, direction and sense for messages, and one lane for data parallelism;
+a lane runs its actions in list order. A send starts when its payload exists. A receive is posted once the compute lane
+has reached the place in the list of the receive `recv_buffers` before it on the same lane. A compute action starts when
+its inputs have arrived. REDUCE_GRAD follows the last backward of its stage on every replica, F and B follow UNSHARD,
+STEP follows every reduction of its rank.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ...core.schedule.timeline import COMPUTE_LANE, message_lane
 from . import kernel
 
 Sends = Literal["buffered", "rendezvous", "blocking"]
-"""What ends a send: its duration, or its receive too. `blocking` is a rendezvous during which the sender computes nothing: a send starts
-when its rank reaches it, and F, B, I, W and STEP start when the last SEND_F and the last SEND_B listed before them have ended (an
-overlapped pair is made to run beside messages and does not wait for them)."""
+"""What ends a send: its duration, or its receive too. `blocking` is a rendezvous during which the sender computes
+nothing: a send starts when its rank reaches it, and F, B, I, W and STEP start when the last SEND_F and the last SEND_B
+listed before them have ended (an overlapped pair is made to run beside messages and does not wait for them)."""
 
 DP_LANE = "dp"
 NUM_WAITS = 4
@@ -34,9 +35,10 @@ NUM_WAITS = 4
 class Graph:
     """A lowered schedule with its waits resolved; all arrays are indexed by action, in the order of `schedule.actions`.
 
-    `waits[j, i]` is an action that must end before action i starts, -1 for none; waits on a receive are written as waits on its
-    send, and receives themselves have none: they end with their send (or, buffered, when they are posted, if that is later).
-    `partner` pairs sends with receives. `posted_after` is the compute action after which a receive is posted.
+    `waits[j, i]` is an action that must end before action i starts, -1 for none; waits on a receive are written
+    as waits on its send, and receives themselves have none: they end with their send (or, buffered, when they
+    are posted, if that is later). `partner` pairs sends with receives. `posted_after` is the compute action
+    after which a receive is posted.
     """
 
     schedule: Schedule
@@ -92,7 +94,8 @@ class Graph:
 
     @cached_property
     def evaluated_waits(self) -> list[list[int]]:
-        """`waits` of the evaluated actions as places in `evaluated`; -1 for none. Lists, because the engine walks them one by one."""
+        """`waits` of the evaluated actions as places in `evaluated`; -1 for none. Lists, because the engine
+        walks them one by one."""
         place = np.full(len(self.rank) + 1, -1, dtype=np.int64)
         place[self.evaluated] = np.arange(len(self.evaluated))
         return place[self.waits[:, self.evaluated]].tolist()
@@ -100,8 +103,12 @@ class Graph:
 
 def build_graph(schedule: Schedule, *, sends: Sends = "buffered", recv_buffers: int = 2) -> Graph:
     """The waits of a lowered schedule. Raises `ScheduleError` for an input or a message that nobody provides."""
-    resolved = kernel.resolve(schedule, rendezvous=sends != "buffered", blocking=sends == "blocking", recv_buffers=recv_buffers)
-    return Graph(schedule, sends, *resolved) if resolved else plain_graph(schedule, sends=sends, recv_buffers=recv_buffers)
+    resolved = kernel.resolve(
+        schedule, rendezvous=sends != "buffered", blocking=sends == "blocking", recv_buffers=recv_buffers
+    )
+    return (
+        Graph(schedule, sends, *resolved) if resolved else plain_graph(schedule, sends=sends, recv_buffers=recv_buffers)
+    )
 
 
 def plain_graph(schedule: Schedule, *, sends: Sends = "buffered", recv_buffers: int = 2) -> Graph:
@@ -115,8 +122,15 @@ class _Builder:
     def __init__(self, schedule: Schedule, sends: Sends, recv_buffers: int):
         actions = schedule.actions
         self.schedule, self.sends, self.recv_buffers = schedule, sends, recv_buffers
-        self.kind, self.stage, self.microbatch = actions.kind, actions.stage.astype(np.int64), actions.microbatch.astype(np.int64)
-        self.pair_stage, self.pair_microbatch = actions.pair_stage.astype(np.int64), actions.pair_microbatch.astype(np.int64)
+        self.kind, self.stage, self.microbatch = (
+            actions.kind,
+            actions.stage.astype(np.int64),
+            actions.microbatch.astype(np.int64),
+        )
+        self.pair_stage, self.pair_microbatch = (
+            actions.pair_stage.astype(np.int64),
+            actions.pair_microbatch.astype(np.int64),
+        )
         self.size = len(actions)
         self.rank = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
         self.is_compute = _among(self.kind, COMPUTE | {Kind.STEP})
@@ -167,7 +181,8 @@ class _Builder:
         return latest
 
     def latest_of_stage(self, source: np.ndarray, query: np.ndarray) -> np.ndarray:
-        """For each action of `query` the last one of `source` listed before it on its rank that has a stage in common, -1 for none.
+        """For each action of `query` the last one of `source` listed before it on its rank that has a
+        stage in common, -1 for none.
 
         Both are on in-order lanes, so of two stages of a pair the later action is enough to wait for.
         """
@@ -193,7 +208,9 @@ class _Builder:
             receive_at = self.table(self.kind == receive_kind, self.stage, self.microbatch)
             target = self.stage[send] + step
             inside = (target >= 0) & (target < self.schedule.num_stages)
-            partner[send] = np.where(inside, receive_at[np.clip(target, 0, self.schedule.num_stages - 1), self.microbatch[send]], -1)
+            partner[send] = np.where(
+                inside, receive_at[np.clip(target, 0, self.schedule.num_stages - 1), self.microbatch[send]], -1
+            )
             matched = send[partner[send] >= 0]
             partner[partner[matched]] = matched
             self.complain(send[partner[send] < 0], "has no receive on any rank")
@@ -201,7 +218,8 @@ class _Builder:
         return partner
 
     def posting(self, lane_key: np.ndarray, lane_order: np.ndarray, compute_before: np.ndarray) -> np.ndarray:
-        """For receives, the compute action after which they are posted: the one listed before the receive `recv_buffers` earlier."""
+        """For receives, the compute action after which they are posted: the one listed before the receive
+        `recv_buffers` earlier."""
         posted_after = np.full(self.size, -1, dtype=np.int64)
         earlier = np.full(self.size, -1, dtype=np.int64)
         ahead = self.recv_buffers
@@ -212,12 +230,17 @@ class _Builder:
         return posted_after
 
     def compute_waits(self, waits: np.ndarray, partner: np.ndarray) -> None:
-        """Inputs of forwards and backwards; a backward also follows its own forward, a W its I, STEP the last reduction."""
+        """Inputs of forwards and backwards; a backward also follows its own forward, a W its I,
+        STEP the last reduction."""
         forward = np.flatnonzero(self.forward & (self.stage > 0))
-        waits[1, forward] = self.sources(forward, self.stage[forward], self.microbatch[forward], Kind.RECV_F, self.forward_at, partner)
+        waits[1, forward] = self.sources(
+            forward, self.stage[forward], self.microbatch[forward], Kind.RECV_F, self.forward_at, partner
+        )
         stage, microbatch = self.backward_stage, self.backward_microbatch
         backward = np.flatnonzero(self.backward & (stage < self.schedule.num_stages - 1))
-        waits[2, backward] = self.sources(backward, stage[backward], microbatch[backward], Kind.RECV_B, self.backward_at, partner)
+        waits[2, backward] = self.sources(
+            backward, stage[backward], microbatch[backward], Kind.RECV_B, self.backward_at, partner
+        )
         alone = np.flatnonzero(self.backward & ~self.overlap)
         waits[1, alone] = self.forward_at[stage[alone], microbatch[alone]]
         self.complain(alone[waits[1, alone] < 0], "has no forward")
@@ -228,9 +251,16 @@ class _Builder:
             waits[1, step] = self.latest_in_row(_among(self.kind, {Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.RESHARD}))[step]
 
     def sources(
-        self, index: np.ndarray, stage: np.ndarray, microbatch: np.ndarray, receive: Kind, producer_at: np.ndarray, partner: np.ndarray
+        self,
+        index: np.ndarray,
+        stage: np.ndarray,
+        microbatch: np.ndarray,
+        receive: Kind,
+        producer_at: np.ndarray,
+        partner: np.ndarray,
     ) -> np.ndarray:
-        """What each action of `index` gets its input from: the send of its message, or its rank's own neighbouring stage."""
+        """What each action of `index` gets its input from: the send of its message, or its rank's
+        own neighbouring stage."""
         received = self.table(self.kind == receive, self.stage, self.microbatch)[stage, microbatch]
         source = np.where(received >= 0, partner[received], -1)
         local = np.flatnonzero(received < 0)
@@ -242,7 +272,8 @@ class _Builder:
         return source
 
     def data_parallel_waits(self, waits: np.ndarray, compute_before: np.ndarray) -> None:
-        """REDUCE_GRAD and RESHARD follow their stage's last compute, UNSHARD the compute listed before it, and F and B their UNSHARD."""
+        """REDUCE_GRAD and RESHARD follow their stage's last compute, UNSHARD the compute listed before it, and
+        F and B their UNSHARD."""
         reduce = np.flatnonzero(_among(self.kind, {Kind.REDUCE_GRAD, Kind.RESHARD}))
         if len(reduce):
             waits[1, reduce] = self.latest_of_stage(np.flatnonzero(self.is_compute), reduce)
@@ -267,8 +298,11 @@ class _Builder:
         self.complain(reduce[twin < 0], "has no REDUCE_GRAD of its stage on the other replica's rank")
         waits[2, reduce], waits[3, reduce] = waits[0, twin], waits[1, twin]
 
-    def send_waits(self, waits: np.ndarray, partner: np.ndarray, before_in_lane: np.ndarray, posted_after: np.ndarray) -> None:
-        """A send follows its payload; under rendezvous also its receive: the receive lane's previous message, and the posting."""
+    def send_waits(
+        self, waits: np.ndarray, partner: np.ndarray, before_in_lane: np.ndarray, posted_after: np.ndarray
+    ) -> None:
+        """A send follows its payload; under rendezvous also its receive: the receive lane's previous
+        message, and the posting."""
         for kind, producer_at in ((Kind.SEND_F, self.forward_at), (Kind.SEND_B, self.backward_at)):
             send = np.flatnonzero(self.kind == kind)
             waits[1, send] = producer_at[self.stage[send], self.microbatch[send]]
@@ -280,8 +314,8 @@ class _Builder:
             waits[3, send] = posted_after[partner[send]]
 
     def blocking_waits(self, waits: np.ndarray, compute_before: np.ndarray) -> None:
-        """A send follows the compute listed before it, and compute the sends listed since. Their waits take the places of those that
-        they imply: of the compute before, of the payload, and of a backward's own forward."""
+        """A send follows the compute listed before it, and compute the sends listed since. Their waits take the places
+        of those that they imply: of the compute before, of the payload, and of a backward's own forward."""
         send = np.flatnonzero(_among(self.kind, SENDS))
         self.complain(send[waits[1, send] > compute_before[send]], "comes before what makes its payload")
         waits[1, send] = compute_before[send]
@@ -299,7 +333,8 @@ class _Builder:
             first = int(index[0])
             more = f" (and {len(index) - 1} more such actions)" if len(index) > 1 else ""
             raise ScheduleError(
-                f"schedule {self.schedule.name!r} cannot run: {self.schedule.actions[first]} on pipeline rank {int(self.rank[first])} "
+                f"schedule {self.schedule.name!r} cannot run: {self.schedule.actions[first]} on pipeline rank "
+                f"{int(self.rank[first])} "
                 f"{what}{more}. `shardproof verify` lists every such place."
             )
 
@@ -335,7 +370,8 @@ def _among(kind: np.ndarray, kinds: frozenset[Kind] | set[Kind]) -> np.ndarray:
 
 
 def _stable_order(key: np.ndarray) -> np.ndarray:
-    """Indices by key, equal keys in list order. numpy sorts 16-bit integers by radix, several times faster than wider ones."""
+    """Indices by key, equal keys in list order. numpy sorts 16-bit integers by radix, several times
+    faster than wider ones."""
     if (key[1:] >= key[:-1]).all():
         return np.arange(len(key))
     return np.argsort(key.astype(np.uint16) if key.max() < 2**16 else key, kind="stable")

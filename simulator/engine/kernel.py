@@ -1,7 +1,8 @@
-"""The compiled loops (`csrc`), where they were built: arrays in, arrays out, or None when the plain loops have to do the work.
+"""The compiled loops (`csrc`), where they were built: arrays in, arrays out, or None when the plain
+loops have to do the work.
 
-The extension is optional. Without it everything works, some forty times slower; with it every number is the same to the last bit. A
-schedule that cannot run is left to the plain loops too, because they know the words for what is wrong.
+The extension is optional. Without it everything works, some forty times slower; with it every number is the same to the
+last bit. A schedule that cannot run is left to the plain loops too, because they know the words for what is wrong.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Resolved(NamedTuple):
 
 
 def resolve(schedule: Schedule, *, rendezvous: bool, blocking: bool, recv_buffers: int) -> Resolved | None:
-    """What each action of a lowered schedule waits for; None when there is no kernel or the schedule lacks something."""
+    """What each action of a lowered schedule waits for; None when there is no kernel or the
+    schedule lacks something."""
     size = len(schedule)
     if _kernel is None or size > _MOST_ACTIONS:
         return None
@@ -99,7 +101,8 @@ def resolve(schedule: Schedule, *, rendezvous: bool, blocking: bool, recv_buffer
 def settle(
     graph: Waits, duration_s: np.ndarray, lead_s: np.ndarray | None, tail_s: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Start and end of every action; None when there is no kernel, times are not float64, or actions wait in a circle."""
+    """Start and end of every action; None when there is no kernel, times are not float64, or
+    actions wait in a circle."""
     size = len(graph.rank)
     columns = [column for column in (duration_s, lead_s, tail_s) if column is not None]
     if _kernel is None or size > _MOST_ACTIONS or any(column.dtype != np.float64 for column in columns):
@@ -133,13 +136,18 @@ def settle_columns(
 
 
 def uncontended_until(run: Times, traffic: Columns, slack: float) -> float | None:
-    """Seconds before which no link of a run is too full (`contention.Traffic.columns`), infinite when none ever is; None without kernel.
+    """Seconds before which no link of a run is too full (`contention.Traffic.columns`), infinite when none ever
+    is; None without kernel.
 
     May be too early, never too late.
     """
     if _kernel is None:
         return None
-    kind, start_s, end_s = run.graph.schedule.actions.kind, np.ascontiguousarray(run.start_s), np.ascontiguousarray(run.end_s)
+    kind, start_s, end_s = (
+        run.graph.schedule.actions.kind,
+        np.ascontiguousarray(run.start_s),
+        np.ascontiguousarray(run.end_s),
+    )
     until_s = _kernel.uncontended_until(kind, start_s, end_s, *traffic, slack)
     return until_s if until_s >= 0 else None
 
@@ -155,7 +163,8 @@ def settle_shared(
     grid: float,
     since_s: float,
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Start and end of every action where transfers share links, given the run in which none do until `since_s`; None as in `settle`.
+    """Start and end of every action where transfers share links, given the run in which none do until
+    `since_s`; None as in `settle`.
 
     The times of the run given are overwritten.
     """
@@ -167,7 +176,9 @@ def settle_shared(
     lead, tail = (_seconds(column, size) if is_led else None for column in (lead_s, tail_s))
     start_s, end_s = alone.start_s, alone.end_s
     numbers = (slack, grid, since_s)
-    failed = _kernel.settle_shared(*_graph_columns(graph), _seconds(duration_s, size), lead, tail, *traffic, *numbers, start_s, end_s)
+    failed = _kernel.settle_shared(
+        *_graph_columns(graph), _seconds(duration_s, size), lead, tail, *traffic, *numbers, start_s, end_s
+    )
     return None if failed else (start_s, end_s)
 
 
@@ -175,7 +186,8 @@ Columns: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.nd
 
 
 def _graph_columns(graph: Waits) -> Columns:
-    """Kind, rank, partner, posted_after, waits and offsets in the types of the kernel (which are those of a compiled graph)."""
+    """Kind, rank, partner, posted_after, waits and offsets in the types of the kernel (which are those
+    of a compiled graph)."""
     kind, offsets = graph.schedule.actions.kind, np.ascontiguousarray(graph.schedule.offsets, dtype=np.int64)
     return kind, _int32(graph.rank), _int32(graph.partner), _int32(graph.posted_after), _int32(graph.waits.T), offsets
 

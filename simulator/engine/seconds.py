@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from ...core.base.errors import PlanError
 
 GRID = 2.0**40
-"""Prices are rounded to 1/GRID seconds (0.9 ps), so that sums of them are exact in float64 up to 8,192 s, in any order."""
+"""Prices are rounded to 1/GRID seconds (0.9 ps), so that sums of them are exact in float64 up to
+8,192 s, in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class Seconds:
 
     def recomputed(self) -> Seconds:
         """The same work done a second time: what was compute counts as recompute."""
-        return Seconds(0.0, self.compute + self.recompute, self.tp_comm, self.cp_comm, self.ep_comm, self.pp_comm, self.dp_comm)
+        return Seconds(
+            0.0, self.compute + self.recompute, self.tp_comm, self.cp_comm, self.ep_comm, self.pp_comm, self.dp_comm
+        )
 
     @property
     def total_s(self) -> float:
@@ -75,7 +78,10 @@ NOTHING = Seconds()
 
 
 def on_grid(seconds: float) -> float:
-    """Seconds rounded to the grid on which sums are exact. Raises `PlanError` for a duration that is no finite number."""
+    """Seconds rounded to the grid on which sums are exact. Raises `PlanError` for a duration
+    that is no finite number."""
     if not math.isfinite(seconds * GRID):
-        raise PlanError("an action takes longer than can be counted. Use larger rates in [cluster], or a smaller model and batch.")
+        raise PlanError(
+            "an action takes longer than can be counted. Use larger rates in [cluster], or a smaller model and batch."
+        )
     return round(seconds * GRID) / GRID

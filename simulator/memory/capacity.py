@@ -20,8 +20,8 @@ class Capacity:
     """Bytes of one device, which is what its runtime reports as its total.
 
     `reserved_bytes` is what the context and libraries hold (`reserved`), `headroom_bytes` what the plan leaves free
-    (`cluster.headroom`), `fragmentation_bytes` what the allocator holds beyond the tensors of a peak as high as `usable_bytes`. They sum
-    to `device_bytes`, unless nothing is usable.
+    (`cluster.headroom`), `fragmentation_bytes` what the allocator holds beyond the tensors of a peak as high as
+    `usable_bytes`. They sum to `device_bytes`, unless nothing is usable.
     """
 
     device_bytes: int
@@ -42,12 +42,13 @@ class Capacity:
 
 
 def capacity_of(plan: Plan) -> Capacity:
-    """The capacity of the devices of a plan's cluster. Fragmentation is modelled: the profile's `allocator_factor`, 4% of live tensors.
+    """The capacity of the devices of a plan's cluster. Fragmentation is modelled: the profile's
+    `allocator_factor`, 4% of live tensors.
 
-    A run that nearly filled an H100 had 4.5% more reserved than allocated (NVIDIA-NeMo/Speech, issue 14857). Where training ran out of
-    memory 0 to 2.8% were left (stas00/ml-engineering, debug/pytorch.md; NVIDIA-NeMo/Megatron-Bridge, pull request 6091; Lightning-AI/
-    litgpt, issue 1892). Where single tensors are huge it is more: 12 GiB of the 69 that a run held were in pieces when it asked for 12
-    (huggingface/accelerate, issue 1864).
+    A run that nearly filled an H100 had 4.5% more reserved than allocated (NVIDIA-NeMo/Speech, issue 14857). Where
+    training ran out of memory 0 to 2.8% were left (stas00/ml-engineering, debug/pytorch.md;
+    NVIDIA-NeMo/Megatron-Bridge, pull request 6091; Lightning-AI/ litgpt, issue 1892). Where single tensors are huge it
+    is more: 12 GiB of the 69 that a run held were in pieces when it asked for 12 (huggingface/accelerate, issue 1864).
     """
     cluster, reserved = plan.cluster, reserved_bytes(plan)
     device, headroom = int(cluster.device_memory_bytes), cluster.headroom_bytes
@@ -57,7 +58,8 @@ def capacity_of(plan: Plan) -> Capacity:
 
 
 def capacities(plan: Plan) -> Sequence[Capacity]:
-    """The same of the smallest device of every pipeline rank, where `variation.device_classes` says that they differ."""
+    """The same of the smallest device of every pipeline rank, where `variation.device_classes`
+    says that they differ."""
     found = [capacity_of(plan)]
     if not plan.variation.device_classes:
         return found * plan.layout.pp

@@ -21,8 +21,8 @@ MOST_BYTES = 2**62
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """Per action, in bytes: what it adds when it begins and, negative, when it ends; what its rank has `kept` while it runs, and all
-    that its rank holds `during` it, both beside what is static."""
+    """Per action, in bytes: what it adds when it begins and, negative, when it ends; what its rank has `kept` while it
+    runs, and all that its rank holds `during` it, both beside what is static."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -36,8 +36,8 @@ def all_changes(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> tuple
 
 
 def _activations(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
-    """A forward holds its most while it runs and leaves what is kept; a backward needs that and more, and leaves nothing, or, where it
-    is split, what the weight gradients need."""
+    """A forward holds its most while it runs and leaves what is kept; a backward needs that and more, and leaves
+    nothing, or, where it is split, what the weight gradients need."""
     actions, sizes = schedule.actions, stage_sizes(plan)
     kept, forward, backward, deferred, split, weight = (
         countable([getattr(size.tape, name) for size in sizes], schedule)
@@ -78,7 +78,8 @@ def _gathers(plan: Plan, schedule: Schedule) -> Changes:
 
 
 def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
-    """Gradients that grow with the first backward and go with the step. Exact numerics hold one sum per finished node of the batch tree."""
+    """Gradients that grow with the first backward and go with the step. Exact numerics hold one sum per finished
+    node of the batch tree."""
     actions = schedule.actions
     change = np.zeros(len(actions.kind), dtype=np.int64)
     if not profile.growing_gradients:
@@ -89,7 +90,10 @@ def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
     of_rank = np.zeros(schedule.num_ranks, dtype=np.int64)
     ranks = enumerate(schedule.placement.stages_of_ranks)
     for pp_rank, owned in ((pp_rank, owned) for pp_rank, stages in ranks for owned in stages):
-        size, where = stage_sizes(plan)[owned].gradients_bytes, np.flatnonzero(finishes & (rank == pp_rank) & (stage == owned))
+        size, where = (
+            stage_sizes(plan)[owned].gradients_bytes,
+            np.flatnonzero(finishes & (rank == pp_rank) & (stage == owned)),
+        )
         counts = _num_sums(plan, actions, where)
         change[where] = size * np.diff(counts, prepend=0)
         of_rank[pp_rank] += size * (counts[-1] if len(counts) else 0)
@@ -100,7 +104,8 @@ def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
 
 
 def _num_sums(plan: Plan, actions: ActionArray, where: np.ndarray) -> np.ndarray:
-    """How many sums of each gradient there are after every backward of a stage: one, or the finished nodes of the tree over the batch."""
+    """How many sums of each gradient there are after every backward of a stage: one, or the finished nodes of
+    the tree over the batch."""
     if plan.numerics.mode == "fast":
         return np.ones(len(where), dtype=np.int64)
     paired = actions.kind[where] == Kind.OVERLAP_F_B
@@ -138,5 +143,6 @@ def check_countable(largest: int, schedule: Schedule) -> None:
     if largest * len(schedule) > MOST_BYTES:
         raise PlanError(
             f"a step allocates up to {largest * len(schedule):.2g} bytes of activations or gathered weights, more than "
-            f"{MOST_BYTES:.2g} bytes, which is all that is counted. Use a smaller batch.sequence, batch.micro or model.hidden_size."
+            f"{MOST_BYTES:.2g} bytes, which is all that is counted. Use a smaller batch.sequence, batch.micro or "
+            "model.hidden_size."
         )

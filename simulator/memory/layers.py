@@ -1,17 +1,21 @@
 """The tapes of embedding, transformer layer and output head: which tensors each operation keeps for its backward.
 
-Letters: T tokens of a microbatch on this rank, h hidden, e bytes per element, t tensor parallelism; H = T*h*e is a hidden state, cut
-over t with sequence parallelism where a rank only holds its own tokens. Megatron-Core with Transformer Engine was read at Megatron
-core_r0.14.0 (23e00ed) and Transformer Engine 2.11:
-- `LayerNormLinear` keeps its input and the normalised input, each rank its own tokens, and gathers the latter again in the backward
-  (transformer_engine/pytorch/module/layernorm_linear.py); `Linear` keeps its input, which after the attention core is the core's own
-  output and after the activation the activation's (module/linear.py);
-- rotary embedding, the split of q, k, v and the residual sum keep nothing; a fused attention keeps q, k, v, its output and one fp32
-  number per query and head (attention/dot_product_attention); the activation keeps its input (megatron/core/fusions/fused_bias_swiglu.py);
-- latent attention normalises and projects up from two low-rank vectors (megatron/core/transformer/multi_latent_attention.py);
-- experts: the router's tables, the permuted input, the gate and up-projections and the activation of the experts; permutation,
-  all-to-all and sorting hold their input and output while they run (megatron/core/transformer/moe/{router,token_dispatcher,experts}.py).
-Without fusion (Korthikanti et al. 2022, section 4.1) the attention core keeps softmax output, dropout output and mask: 5as^2b bytes.
+Letters: T tokens of a microbatch on this rank, h hidden, e bytes per element, t tensor parallelism; H = T*h*e is a
+hidden state, cut over t with sequence parallelism where a rank only holds its own tokens. Megatron-Core with
+Transformer Engine was read at Megatron core_r0.14.0 (23e00ed) and Transformer Engine 2.11:
+- `LayerNormLinear` keeps its input and the normalised input, each rank its own tokens, and gathers the latter again in
+  the backward (transformer_engine/pytorch/module/layernorm_linear.py); `Linear` keeps its input, which after the
+  attention core is the core's own output and after the activation the activation's (module/linear.py);
+- rotary embedding, the split of q, k, v and the residual sum keep nothing; a fused attention keeps q, k, v, its output
+  and one fp32 number per query and head (attention/dot_product_attention); the activation keeps its input
+  (megatron/core/fusions/fused_bias_swiglu.py);
+- latent attention normalises and projects up from two low-rank vectors
+  (megatron/core/transformer/multi_latent_attention.py);
+- experts: the router's tables, the permuted input, the gate and up-projections and the activation of the experts;
+  permutation, all-to-all and sorting hold their input and output while they run
+  (megatron/core/transformer/moe/{router,token_dispatcher,experts}.py).
+Without fusion (Korthikanti et al. 2022, section 4.1) the attention core keeps softmax output, dropout
+output and mask: 5as^2b bytes.
 """
 
 from __future__ import annotations
@@ -35,12 +39,16 @@ def layer_nodes(tensors: LayerTensors, *, moe: bool) -> tuple[Node, ...]:
 
 
 def full_recompute(nodes: tuple[Node, ...], input_bytes: int, kept_bytes: int | None = None) -> tuple[Node, ...]:
-    """A layer of which only the input is kept, or `kept_bytes` of it: everything else is dropped and comes back when the backward starts,
-    with its output."""
+    """A layer of which only the input is kept, or `kept_bytes` of it: everything else is dropped and comes back when
+    the backward starts, with its output."""
     first, *rest = (
-        replace(node, dropped_bytes=node.saved_bytes, recompute="layer", beside_bytes=node.beside_bytes + input_bytes) for node in nodes
+        replace(node, dropped_bytes=node.saved_bytes, recompute="layer", beside_bytes=node.beside_bytes + input_bytes)
+        for node in nodes
     )
-    return (replace(first, dropped_bytes=first.saved_bytes - (input_bytes if kept_bytes is None else kept_bytes)), *rest)
+    return (
+        replace(first, dropped_bytes=first.saved_bytes - (input_bytes if kept_bytes is None else kept_bytes)),
+        *rest,
+    )
 
 
 def _selective(nodes: tuple[Node, ...], modules: tuple[str, ...]) -> Iterator[Node]:
@@ -55,10 +63,15 @@ def _selective(nodes: tuple[Node, ...], modules: tuple[str, ...]) -> Iterator[No
 
 
 def _operators_kept(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Iterator[Node]:
-    """A layer that keeps its input, every second product's output (query, value, gate, down) and, unless the plan names the core among
-    what is recomputed, the attention core's, and computes the rest again from them when its backward starts."""
+    """A layer that keeps its input, every second product's output (query, value, gate, down) and, unless the
+    plan names the core among what is recomputed, the attention core's, and computes the rest again from them
+    when its backward starts."""
     units = tensors.tokens * tensors.ffn * tensors.element
-    core = 0 if "core_attn" in tensors.plan.recompute.modules else tensors.attended + STATISTIC_BYTES * tensors.tokens * tensors.heads
+    core = (
+        0
+        if "core_attn" in tensors.plan.recompute.modules
+        else tensors.attended + STATISTIC_BYTES * tensors.tokens * tensors.heads
+    )
     kept = {
         nodes[0].name: tensors.hidden,
         "attention.core": tensors.queries + tensors.values + core,
@@ -68,12 +81,14 @@ def _operators_kept(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Iterator[
         "experts.down": tensors.hidden,
     }
     for node in nodes:
-        yield replace(node, dropped_bytes=node.saved_bytes - min(node.saved_bytes, kept.get(node.name, 0)), recompute="layer")
+        yield replace(
+            node, dropped_bytes=node.saved_bytes - min(node.saved_bytes, kept.get(node.name, 0)), recompute="layer"
+        )
 
 
 def mtp_nodes(tensors: LayerTensors) -> Iterator[Node]:
-    """A module of multi-token prediction without its transformer layer: both norms, the projection of the two, the norm and a head of
-    its own (megatron/core/transformer/multi_token_prediction.py)."""
+    """A module of multi-token prediction without its transformer layer: both norms, the projection of the two, the norm
+    and a head of its own (megatron/core/transformer/multi_token_prediction.py)."""
     hidden, normal = tensors.hidden, tensors.normalised
     yield Node("mtp.norms", 2 * (hidden + tensors.statistics), hidden, hidden)
     yield Node(
@@ -84,18 +99,26 @@ def mtp_nodes(tensors: LayerTensors) -> Iterator[Node]:
 
 
 def embedding_nodes(tensors: LayerTensors) -> Iterator[Node]:
-    """Token lookup: keeps token numbers; its weight gradient is a whole table in the format of the weights, added to the gradients."""
+    """Token lookup: keeps token numbers; its weight gradient is a whole table in the format of the weights,
+    added to the gradients."""
     hidden, table = tensors.hidden, tensors.vocabulary * tensors.plan.model.hidden_size * tensors.element
     dense = table if tensors.profile.dense_embedding_gradient else 0
     saved = INDEX_BYTES * tensors.tokens + (MASK_BYTES * hidden // tensors.element if tensors.profile.dropout else 0)
-    yield Node("embedding.tokens", saved, beside_bytes=hidden, forward_bytes=2 * tensors.whole, backward_bytes=dense + tensors.gathered)
+    yield Node(
+        "embedding.tokens",
+        saved,
+        beside_bytes=hidden,
+        forward_bytes=2 * tensors.whole,
+        backward_bytes=dense + tensors.gathered,
+    )
 
 
 def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
     """Final norm, output product and cross-entropy.
 
-    A cross-entropy in place writes the gradient over the logits (transformer_engine/pytorch/cross_entropy.py). Otherwise the softmax is
-    kept in fp32 and its gradient cast to the format of the logits (megatron/core/tensor_parallel/cross_entropy.py).
+    A cross-entropy in place writes the gradient over the logits (transformer_engine/pytorch/cross_entropy.py).
+    Otherwise the softmax is kept in fp32 and its gradient cast to the format of the logits
+    (megatron/core/tensor_parallel/cross_entropy.py).
     """
     hidden, elements = tensors.hidden, tensors.tokens * tensors.vocabulary
     logits, in_place = elements * tensors.element, tensors.profile.cross_entropy_in_place
@@ -113,14 +136,22 @@ def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
         weight_gradient_bytes=logits,
     )
     if in_place:
-        yield Node("head.loss", logits, logits, forward_bytes=rows, backward_bytes=-logits)  # the gradient lies where the logits did
+        # the gradient lies where the logits did
+        yield Node("head.loss", logits, logits, forward_bytes=rows, backward_bytes=-logits)
         return
     softmax = elements * STATISTIC_BYTES
-    if tensors.profile.separate_gradients and _is_plain_loss(tensors.plan):  # torch's own keeps the targets and how many count
+    # torch's own keeps the targets and how many count
+    if tensors.profile.separate_gradients and _is_plain_loss(tensors.plan):
         rows = tensors.tokens * INDEX_BYTES + STATISTIC_BYTES
     if tensors.profile.eager_loss:  # beside the softmax its gradient and that of the loss, both fp32
         copies = 2 + (tensors.profile.loss_copies if tensors.plan.layout.tp > 1 else 0)
-        yield Node("head.loss", softmax + rows, logits, forward_bytes=logits + softmax, backward_bytes=copies * softmax - logits)
+        yield Node(
+            "head.loss",
+            softmax + rows,
+            logits,
+            forward_bytes=logits + softmax,
+            backward_bytes=copies * softmax - logits,
+        )
         return
     yield Node("head.loss", softmax + rows, logits if tensors.element < STATISTIC_BYTES else 0, forward_bytes=logits)
 
@@ -140,7 +171,8 @@ def _attention(tensors: LayerTensors) -> Iterator[Node]:
     tables = rotary_table_bytes(tensors.plan) if makes_tables else 0
     rotated = tensors.queries + tensors.keys if rotates else 0
     yield Node("attention.rotary", tables, mixed, hidden, forward_bytes=mixed + rotated)
-    kept = tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed  # keys and values repeated for every query head
+    # keys and values repeated for every query head
+    kept = tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed
     yield from _core(tensors, kept)
 
 
@@ -159,7 +191,8 @@ def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
         work = (scores * tensors.element, 2 * scores * tensors.element)
     if tensors.attends_by_blocks and tensors.plan.numerics.mode == "exact":  # the result in fp32
         dropped += attended * STATISTIC_BYTES // tensors.element - attended
-    copied = attended if tensors.profile.eager and not tensors.attends_by_token else 0  # the output product keeps a copy of its own
+    # the output product keeps a copy of its own
+    copied = attended if tensors.profile.eager and not tensors.attends_by_token else 0
     yield Node(
         "attention.core",
         mixed + attended + dropped,
@@ -182,10 +215,12 @@ def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
 
 
 def _kernel_sums(tensors: LayerTensors) -> int:
-    """fp32 sums of the gradients of queries, keys and values, one of each per query head, that the backward of a fused kernel holds.
+    """fp32 sums of the gradients of queries, keys and values, one of each per query head, that the backward
+    of a fused kernel holds.
 
-    Modelled: FlashAttention-2 documents that of the queries alone. On Blackwell the peaks of the DeepSeek-V2 rows of SimuMax, which lie
-    in this backward, need 1,000 to 1,040 MiB beside q, k, v and their gradients; this gives 1,024. No other published peak lies here.
+    Modelled: FlashAttention-2 documents that of the queries alone. On Blackwell the peaks of the DeepSeek-V2 rows of
+    SimuMax, which lie in this backward, need 1,000 to 1,040 MiB beside q, k, v and their gradients; this gives 1,024.
+    No other published peak lies here.
     """
     model = tensors.plan.model
     return STATISTIC_BYTES * tensors.tokens * tensors.heads * (2 * model.head_dim + model.value_head_dim)
@@ -215,12 +250,28 @@ def _latent_attention(tensors: LayerTensors) -> Iterator[Node]:
     )
     if model.q_lora_rank:
         yield _norm_linear(
-            tensors, "attention.q_up", low_q * e, low_q * tensors.operand, tensors.queries, module="mla_up_proj", beside=hidden + down
+            tensors,
+            "attention.q_up",
+            low_q * e,
+            low_q * tensors.operand,
+            tensors.queries,
+            module="mla_up_proj",
+            beside=hidden + down,
         )
     else:
-        yield Node("attention.q", 0, hidden, hidden, backward_bytes=hidden, weight_input_bytes=0, weight_gradient_bytes=tensors.queries)
+        yield Node(
+            "attention.q",
+            0,
+            hidden,
+            hidden,
+            backward_bytes=hidden,
+            weight_input_bytes=0,
+            weight_gradient_bytes=tensors.queries,
+        )
     latent, normal = (low_kv + rope) * e, low_kv * tensors.operand
-    yield _norm_linear(tensors, "attention.kv_up", latent, normal, keys_values, module="mla_up_proj", beside=hidden + tensors.queries)
+    yield _norm_linear(
+        tensors, "attention.kv_up", latent, normal, keys_values, module="mla_up_proj", beside=hidden + tensors.queries
+    )
     yield Node("attention.rotary", 0, keys_values, hidden + tensors.queries, forward_bytes=keys_values)
     yield from _core(tensors, mixed)
 
@@ -228,7 +279,8 @@ def _latent_attention(tensors: LayerTensors) -> Iterator[Node]:
 def _norm_linear(
     tensors: LayerTensors, name: str, kept: int, normalised: int, output: int, *, module: str, beside: int | None = None
 ) -> Node:
-    """A norm fused with the column-parallel linear layer after it: input and normalised input are kept, the latter can be recomputed."""
+    """A norm fused with the column-parallel linear layer after it: input and normalised input are kept, the
+    latter can be recomputed."""
     full = tensors.gathered * kept // tensors.hidden if tensors.hidden else 0
     return Node(
         name,
@@ -246,15 +298,19 @@ def _norm_linear(
 def _mlp(tensors: LayerTensors) -> Iterator[Node]:
     """Norm and up-product, activation, down-product."""
     hidden, up = tensors.hidden, tensors.tokens * tensors.ffn * tensors.halves * tensors.element
-    module = "norm" if tensors.profile.eager else "mlp"  # a fused norm and product are one module, of which the input is kept
+    # a fused norm and product are one module, of which the input is kept
+    module = "norm" if tensors.profile.eager else "mlp"
     yield _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module=module)
     yield from _activated(tensors, "mlp", tensors.tokens * tensors.ffn, hidden, work=tensors.gathered, modules=("mlp",))
 
 
-def _activated(tensors: LayerTensors, name: str, units: int, beside: int, *, work: int, modules: tuple[str, ...]) -> Iterator[Node]:
+def _activated(
+    tensors: LayerTensors, name: str, units: int, beside: int, *, work: int, modules: tuple[str, ...]
+) -> Iterator[Node]:
     """The activation, which keeps its input, and the down-product, which keeps the activation's output.
 
-    Eager operations keep the activated gate too. `modules` recompute all; `mlp_act` and `moe_act` only what the activation makes.
+    Eager operations keep the activated gate too. `modules` recompute all; `mlp_act` and `moe_act` only
+    what the activation makes.
     """
     up, out = units * tensors.halves * tensors.element, units * tensors.operand
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout and name == "mlp" else 0
@@ -278,9 +334,10 @@ def _activated(tensors: LayerTensors, name: str, units: int, beside: int, *, wor
 def _experts(tensors: LayerTensors) -> Iterator[Node]:
     """Norm, router, permutation and all-to-all, shared expert, experts, and the way back.
 
-    The router keeps, per token and expert, softmax outputs of the routing and of the balancing loss (fp32 each), the mask of chosen
-    experts, the mask within capacity and that of the balancing loss (a byte each) and the probabilities (moe/router.py), and the
-    permutation its row map: two int32 a token and expert (transformer_engine/common/triton/permutation.py).
+    The router keeps, per token and expert, softmax outputs of the routing and of the balancing loss (fp32 each), the
+    mask of chosen experts, the mask within capacity and that of the balancing loss (a byte each) and the probabilities
+    (moe/router.py), and the permutation its row map: two int32 a token and expert
+    (transformer_engine/common/triton/permutation.py).
     """
     plan, model, hidden, e = tensors.plan, tensors.plan.model, tensors.hidden, tensors.element
     routed = tensors.routed_tokens
@@ -301,12 +358,21 @@ def _experts(tensors: LayerTensors) -> Iterator[Node]:
             "shared.up", 0, hidden, hidden + permuted, forward_bytes=sent + shared_up, backward_bytes=2 * tensors.gathered,
             weight_gradient_bytes=shared_up,
         )  # fmt: skip
-        yield from _activated(tensors, "shared", units, hidden + permuted, work=tensors.gathered, modules=("moe", "shared_experts"))
+        yield from _activated(
+            tensors, "shared", units, hidden + permuted, work=tensors.gathered, modules=("moe", "shared_experts")
+        )
     yield Node("experts.sort", 0, permuted, hidden, forward_bytes=sent + permuted)
     up = routed * tensors.expert_ffn * tensors.halves * e
     kept = routed * model.hidden_size * tensors.operand
     yield Node(
-        "experts.up", kept, permuted, hidden, forward_bytes=up, drops=(("moe", kept),), weight_input_bytes=kept, weight_gradient_bytes=up
+        "experts.up",
+        kept,
+        permuted,
+        hidden,
+        forward_bytes=up,
+        drops=(("moe", kept),),
+        weight_input_bytes=kept,
+        weight_gradient_bytes=up,
     )
     units = routed * tensors.expert_ffn
     yield from _activated(tensors, "experts", units, hidden, work=permuted, modules=("moe",))

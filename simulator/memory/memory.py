@@ -1,9 +1,11 @@
-"""Memory of every pipeline rank over one step: what stays, what each action brings and takes, the peak and the action that sets it.
+"""Memory of every pipeline rank over one step: what stays, what each action brings and takes, the peak and
+the action that sets it.
 
-What a microbatch leaves between its forward and its backward, and the most either holds while it runs, comes from tapes of the actual
-layers (`memory_tape`, `memory_layers`); what stays throughout from shapes (`memory_static`); what a software stack holds beside from
-`memory_profiles`. Bytes are those of tensors, as `torch.cuda.max_memory_allocated` counts them; the allocator's rounding and the CUDA
-context come on top in `RankMemory.reserved_bytes` and `device_bytes`.
+What a microbatch leaves between its forward and its backward, and the most either holds while it runs, comes from
+tapes of the actual layers (`memory_tape`, `memory_layers`); what stays throughout from shapes (`memory_static`);
+what a software stack holds beside from `memory_profiles`. Bytes are those of tensors, as
+`torch.cuda.max_memory_allocated` counts them; the allocator's rounding and the CUDA context come on top in
+`RankMemory.reserved_bytes` and `device_bytes`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from .sizes import layer_activation_bytes, stage_activation_bytes, stage_sizes
 from .states import states_of
 from .static import buffers_bytes
 
-__all__ = ["RankMemory", "layer_activation_bytes", "memory_samples", "peak_in_flight", "rank_memories", "stage_activation_bytes"]
+__all__ = [
+    "RankMemory",
+    "layer_activation_bytes",
+    "memory_samples",
+    "peak_in_flight",
+    "rank_memories",
+    "stage_activation_bytes",
+]
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -42,12 +51,12 @@ _peak_parts = attrgetter(*(f"{name}_bytes" for name in COMPONENTS))
 class RankMemory:
     """Bytes on one pipeline rank (its tensor-parallel rank 0, which holds the longest cut) when it holds most.
 
-    `activations_bytes` is what forwards have kept, `working_bytes` the part of `buffers_bytes` that only the action at the peak needs,
-    `gathered_bytes` the part of `weights_bytes` that UNSHARD and RESHARD bring and take, `summed_bytes` the part of `gradients_bytes`
-    that exists from the first backward to the step only. `peak_action` is the action at the peak, "" where it is the static state.
-    `lasting_bytes` is the most that outlives an action: the peak without buffers and without what one action needs alone, as our
-    backend measures it (`backend.pipeline.activations`). `reserved_bytes` is what the allocator holds at the peak, `context_bytes` what
-    the device holds beside it.
+    `activations_bytes` is what forwards have kept, `working_bytes` the part of `buffers_bytes` that only the action at
+    the peak needs, `gathered_bytes` the part of `weights_bytes` that UNSHARD and RESHARD bring and take, `summed_bytes`
+    the part of `gradients_bytes` that exists from the first backward to the step only. `peak_action` is the action at
+    the peak, "" where it is the static state. `lasting_bytes` is the most that outlives an action: the peak without
+    buffers and without what one action needs alone, as our backend measures it (`backend.pipeline.activations`).
+    `reserved_bytes` is what the allocator holds at the peak, `context_bytes` what the device holds beside it.
     """
 
     pp_rank: int
@@ -123,13 +132,16 @@ def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tupl
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
-    """The most microbatches that each rank holds at once: from the start of a forward to the end of its backward (W where it is split)."""
+    """The most microbatches that each rank holds at once: from the start of a forward to the end of its
+    backward (W where it is split)."""
     states, microbatch = states_of(schedule), np.append(np.ones(schedule.num_stages, dtype=np.int64), 0)
     held = (states.kept + states.deferred).sum(axis=1) + microbatch[states.forward]
     return [int(held[lo:hi].max()) if hi > lo else 0 for lo, hi in pairwise(states.offsets.tolist())]
 
 
-def memory_samples(run: Run, memories: Sequence[RankMemory], plan: Plan, global_ranks: Sequence[int]) -> tuple[MemorySample, ...]:
+def memory_samples(
+    run: Run, memories: Sequence[RankMemory], plan: Plan, global_ranks: Sequence[int]
+) -> tuple[MemorySample, ...]:
     """Bytes held by each rank over time: a sample where an action that changes them starts and where it ends."""
     schedule = run.graph.schedule
     parts = all_changes(plan, schedule, memory_profile(plan))
@@ -143,21 +155,31 @@ def memory_samples(run: Run, memories: Sequence[RankMemory], plan: Plan, global_
         event = event[np.argsort(when[event], kind="stable")]  # gathers have a lane of their own
         held = memory.static_bytes + np.cumsum(change[event])
         samples.append(MemorySample(rank, 0.0, memory.static_bytes))
-        samples += [MemorySample(rank, time_s, num_bytes) for time_s, num_bytes in zip(when[event].tolist(), held.tolist(), strict=True)]
+        samples += [
+            MemorySample(rank, time_s, num_bytes)
+            for time_s, num_bytes in zip(when[event].tolist(), held.tolist(), strict=True)
+        ]
     return tuple(samples)
 
 
 def _messages(
-    profile: MemoryProfile, lanes: frozenset[tuple[int, bool, str]], num_stages: int, recv_buffers: int, *, overlaps: bool
+    profile: MemoryProfile,
+    lanes: frozenset[tuple[int, bool, str]],
+    num_stages: int,
+    recv_buffers: int,
+    *,
+    overlaps: bool,
 ) -> int:
-    """Hidden states that a rank of so many stages holds outside its activations; `overlaps` says that messages overlap compute.
+    """Hidden states that a rank of so many stages holds outside its activations; `overlaps` says that
+    messages overlap compute.
 
-    Ours: the gradient that a backward starts from, and for each peer and direction one message that has come ahead of its turn: of the
-    receives posted ahead the second is seldom filled yet, and what was sent is freed (`backend.pipeline.executor`). Stacks that keep no
-    such account: the receives posted ahead, one send for each peer and direction, and that gradient.
-    Megatron: the gradient last sent back; with several stages a rank also an output that is sent only after the next backward
-    (megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving), and, where messages overlap compute,
-    one receive ahead in each direction.
+    Ours: the gradient that a backward starts from, and for each peer and direction one message that has
+    come ahead of its turn: of the receives posted ahead the second is seldom filled yet, and what was sent
+    is freed (`backend.pipeline.executor`). Stacks that keep no such account: the receives posted ahead, one
+    send for each peer and direction, and that gradient. Megatron: the gradient last sent back; with several
+    stages a rank also an output that is sent only after the next backward
+    (megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving), and,
+    where messages overlap compute, one receive ahead in each direction.
     """
     if profile.separate_gradients:
         return bool(lanes) + sum(not sending for _, sending, _ in lanes)

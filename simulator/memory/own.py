@@ -1,7 +1,8 @@
-"""What our own backend holds beside saved activations: weight gradients before they are summed, and what REDUCE_GRAD and STEP bring.
+"""What our own backend holds beside saved activations: weight gradients before they are summed, and what
+REDUCE_GRAD and STEP bring.
 
-Weight gradients never pass through autograd (`backend.gradients.gradients`): each is a tensor of its own, added to the sum of its
-parameter at once, or in W, until which a closure per layer holds its input and its output's gradient.
+Weight gradients never pass through autograd (`backend.gradients.gradients`): each is a tensor of its own, added to the
+sum of its parameter at once, or in W, until which a closure per layer holds its input and its output's gradient.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from .tensors import LayerTensors
 FP32_BYTES = 4
 
 NORM_BEFORE = ("attention.qkv", "mlp.up")
-"""Nodes of a product that bring the norm before it with them: its own weight gradient needs its input and its output's gradient."""
+"""Nodes of a product that bring the norm before it with them: its own weight gradient needs its input and
+its output's gradient."""
 
 EXACT_REDUCE = 4
-"""The same of exact numerics (`backend.numerics.tree.sum_over`): flat and by node; beside them cut and arrived, later gathered and the
-result."""
+"""The same of exact numerics (`backend.numerics.tree.sum_over`): flat and by node; beside them cut and arrived, later
+gathered and the result."""
 
 
 def own_nodes(nodes: Sequence[Node], tensors: LayerTensors) -> tuple[Node, ...]:
@@ -61,12 +63,14 @@ def own_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
         return gradients_bytes * EXACT_REDUCE
     if plan.precision.gradient_dtype != "bf16":  # flat, where they are added up
         return gradients_bytes + _exchanged_bytes(plan, stage, round(gradients_bytes * _largest_bucket(plan, stage)))
-    return gradients_bytes + round(gradients_bytes * _largest_bucket(plan, stage))  # the result, and flat what is being reduced
+    # the result, and flat what is being reduced
+    return gradients_bytes + round(gradients_bytes * _largest_bucket(plan, stage))
 
 
 def _exchanged_bytes(plan: Plan, stage: int, flat_bytes: int) -> int:
-    """What a sum over CPUs of so few bytes holds beside them (`ProcessGroup._exchanged_all_reduce` of the backend): of two members all is
-    sent to both and arrives from both; of more a part padded to equal lengths, its sum, and all parts twice while they are put together."""
+    """What a sum over CPUs of so few bytes holds beside them (`ProcessGroup._exchanged_all_reduce` of the backend): of
+    two members all is sent to both and arrives from both; of more a part padded to equal lengths, its sum, and all
+    parts twice while they are put together."""
     copies = plan.num_copies(stage)
     if plan.cluster.collective_library != "gloo" or flat_bytes > EXCHANGED_BYTES:
         return 0
@@ -85,12 +89,14 @@ def _largest_bucket(plan: Plan, stage: int) -> float:
 def own_step_bytes(plan: Plan, pp_rank: int, stages: Sequence[int], gradients_bytes: int) -> int:
     """The most that STEP of a rank holds beside `gradients_bytes` of sums.
 
-    First a tied table's two sums are put together; where they lie on two ranks each is sent twice and arrives beside the other's. Gradients
-    are divided and clipped where they lie, and the update is one pass over what is there.
+    First a tied table's two sums are put together; where they lie on two ranks each is sent twice and arrives beside
+    the other's. Gradients are divided and clipped where they lie, and the update is one pass over what is there.
     """
     parameters = [parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])]
     sizes = [FP32_BYTES * local_elements(plan, parameter, 0) for parameter in parameters]
-    tables = [size for size, parameter in zip(sizes, parameters, strict=True) if parameter.name.startswith("embedding.tokens")]
+    tables = [
+        size for size, parameter in zip(sizes, parameters, strict=True) if parameter.name.startswith("embedding.tokens")
+    ]
     tied = 0
     if plan.model.tied_embeddings and tables:
         tied = 4 * tables[0] if tied_ends(plan, pp_rank) else sum(tables)

@@ -1,7 +1,8 @@
-"""What our own backend holds with ZeRO beside weights, sums and optimizer state: buckets on their way to the ranks that keep parts of them.
+"""What our own backend holds with ZeRO beside weights, sums and optimizer state: buckets on their way to the ranks
+that keep parts of them.
 
-Gradients of a bucket are copied into what is sent, one part for each rank; updated weights arrive beside what was sent and go into their
-place (`backend.numerics.fast.FastNumerics.scattered`, `backend.data_parallel.buckets.FlatBucket`).
+Gradients of a bucket are copied into what is sent, one part for each rank; updated weights arrive beside what was sent
+and go into their place (`backend.numerics.fast.FastNumerics.scattered`, `backend.data_parallel.buckets.FlatBucket`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def sharded_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
     left = sum(FP32_BYTES * each.elements for each in sizes)
     for each in sizes:
         part = _part(plan, stage, each)
-        sent = FP32_BYTES * each.elements + part if plan.numerics.mode == "fast" else EXACT_SENT * FP32_BYTES * each.elements
+        sent = (
+            FP32_BYTES * each.elements + part
+            if plan.numerics.mode == "fast"
+            else EXACT_SENT * FP32_BYTES * each.elements
+        )
         most = max(most, done + left + sent)
         left, done = left - FP32_BYTES * each.elements, done + part
     return max(0, most - gradients_bytes)
@@ -47,13 +52,15 @@ def sharded_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
 def gathering_bytes(plan: Plan, stage: int) -> int:
     """What UNSHARD of a stage holds beside the weights that it brings."""
     width = weight_bytes(plan.precision.dtype)
-    return max((_gathered(plan, stage, each) * width // FP32_BYTES for each in gathered_sizes(plan, stage, 0)), default=0)
+    return max(
+        (_gathered(plan, stage, each) * width // FP32_BYTES for each in gathered_sizes(plan, stage, 0)), default=0
+    )
 
 
 def backward_bytes(plan: Plan, stage: int, tape_bytes: int) -> int:
-    """The most of a backward that takes `tape_bytes` without gradients, where these are reduced after every microbatch: with several
-    buckets one waits meanwhile; in the end there are those of the bucket that goes and of those that come after it, what is sent, and what
-    comes of it."""
+    """The most of a backward that takes `tape_bytes` without gradients, where these are reduced after every microbatch:
+    with several buckets one waits meanwhile; in the end there are those of the bucket that goes and of those that come
+    after it, what is sent, and what comes of it."""
     if not sums_are_sharded(plan):
         return tape_bytes
     sizes = bucket_sizes(plan, stage, 0)
@@ -62,12 +69,14 @@ def backward_bytes(plan: Plan, stage: int, tape_bytes: int) -> int:
     held = [each.elements + others for each in numbered] + [others]
     largest = max(sizes, key=lambda each: each.elements, default=BucketSize("", 0))
     waits = max((each.elements for each in numbered), default=0)
-    return max(tape_bytes + FP32_BYTES * waits, FP32_BYTES * (max(held) + largest.elements) + _part(plan, stage, largest))
+    return max(
+        tape_bytes + FP32_BYTES * waits, FP32_BYTES * (max(held) + largest.elements) + _part(plan, stage, largest)
+    )
 
 
 def sharded_step_bytes(plan: Plan, stages: Sequence[int], gradients_bytes: int, *, tied_bytes: int) -> int:
-    """The most that STEP holds beside `gradients_bytes`: the parts of the sums, and while they are still there what a tied table's sum
-    needs, then weights that come together."""
+    """The most that STEP holds beside `gradients_bytes`: the parts of the sums, and while they are still there what a
+    tied table's sum needs, then weights that come together."""
     reduced = sum(_part(plan, stage, each) for stage in stages for each in bucket_sizes(plan, stage, 0))
     weights = [(stage, each) for stage in stages for each in gathered_sizes(plan, stage, 0)]
     held = sum(_part(plan, stage, each) for stage, each in weights)

@@ -31,7 +31,8 @@ class Peak:
 
 
 def peaks(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> list[Peak]:
-    """The peak of every rank. Exact numerics hold more sums of gradients the longer the step runs, so every action is looked at."""
+    """The peak of every rank. Exact numerics hold more sums of gradients the longer the step runs, so
+    every action is looked at."""
     if profile.growing_gradients and plan.numerics.mode == "exact":
         return peaks_by_action(plan, profile, schedule)
     return peaks_by_state(plan, profile, schedule)
@@ -50,7 +51,9 @@ def peaks_by_state(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> li
     check_countable(max(max(size.tape.backward_bytes, size.tape.forward_bytes) for size in sizes), schedule)
     tapes, none = [size.tape for size in sizes], np.zeros(len(sizes) + 1, dtype=np.int64)
     names = ("kept_bytes", "forward_bytes", "backward_bytes", "deferred_bytes", "split_bytes", "weight_bytes")
-    kept, forward, backward, deferred, split, weight = (np.array([*(getattr(tape, name) for tape in tapes), 0]) for name in names)
+    kept, forward, backward, deferred, split, weight = (
+        np.array([*(getattr(tape, name) for tape in tapes), 0]) for name in names
+    )
     whole = np.array([*(size.gathered_bytes for size in sizes), 0])
     sums = np.array([*(size.gradients_bytes for size in sizes), 0]) if profile.growing_gradients else none
     step = np.repeat(rank_step_bytes(plan, schedule.placement.stages_of_ranks), np.diff(states.offsets))
@@ -60,7 +63,13 @@ def peaks_by_state(plan: Plan, profile: MemoryProfile, schedule: Schedule) -> li
     held = left + kept[states.forward]
     both = forward[states.forward] - kept[states.forward], backward[states.backward] - kept[states.backward]
     working = np.maximum(*both) if profile.pairs_in_turn else both[0] + both[1]
-    working += split[states.split] - kept[states.split] + weight[states.weight] + reduce[states.reduce] + np.where(states.step, step, 0)
+    working += (
+        split[states.split]
+        - kept[states.split]
+        + weight[states.weight]
+        + reduce[states.reduce]
+        + np.where(states.step, step, 0)
+    )
     kind = schedule.actions.kind[states.action]
     working += np.where(kind == Kind.UNSHARD, beside[schedule.actions.stage[states.action]], 0)
     gathered = (states.gathered * whole[states.stages]).sum(axis=1)
@@ -85,7 +94,10 @@ def _highest(
     at = np.array([lo + int(during[lo:hi].argmax()) for _, lo, hi in rows], dtype=np.int64)
     columns = [column[at].tolist() for column in (during, kept, working, gathered, summed)]
     most_lasting = [int(lasting[lo:hi].max()) for _, lo, hi in rows]
-    names = [_name(*action) for action in zip(*(column[action[at]].tolist() for column in schedule.actions.columns), strict=True)]
+    names = [
+        _name(*action)
+        for action in zip(*(column[action[at]].tolist() for column in schedule.actions.columns), strict=True)
+    ]
     for number, (rank, _, _) in enumerate(rows):
         most, own_kept, own_working, own_gathered, own_summed = (column[number] for column in columns)
         name = names[number] if most else ""

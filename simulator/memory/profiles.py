@@ -13,27 +13,30 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Memory behaviour of a stack. `fused_attention`, `dropout` and `fp32_gradients` are the plan's choices (`simulator.stack.profiles`).
+    """Memory behaviour of a stack. `fused_attention`, `dropout` and `fp32_gradients` are the plan's choices
+    (`simulator.stack.profiles`).
 
-    `counted_masks`: dropout masks are made again from a counter instead of kept, and attention with dropout keeps fp32 probabilities.
-    `eager`: operations are not fused, so that rotation, attention and a gated activation keep copies. `kept_tables`: angles of
-    rotary positions are made once per stage, not by every layer for every microbatch. `growing_gradients`: sums of
-    gradients exist from the first backward to the optimizer step only. `separate_gradients`: weight gradients are tensors of their own
-    before they are added to those sums (`simulator.memory.own`). `pairs_in_turn`: the forward of an overlapped pair ends before
-    its backward starts. `weight_gradients`: beside fp32 sums gradients also exist in the format of the weights. `fp16_gradients`:
-    gradients of fp16 weights are fp16.
-    `vocabulary_multiple`: tables are padded to so many rows times tp. `cross_entropy_in_place`: the loss writes its gradient over the
-    logits; `eager_loss`: logits are cast to fp32, and softmax and loss are operations of their own; where
-    logits are cut over tp, with `loss_copies` more fp32 tensors. `selective_operators`: selective
-    recomputation keeps the outputs of the attention core and of every other product instead of leaving out modules.
-    `dense_embedding_gradient`: the lookup's gradient is a table of its own before it is added. `placeholder_gradients`: one tensor per
-    shape of weight stands for the gradients that were added in place. `workspace_bytes`: scratch of the product library;
-    `grouped_workspaces` more for products over experts, `head_workspace_bytes` where another library makes the logits.
-    `head_gather_buffer`: the output layer gathers its input into a buffer that stays. `previous_gradient`: the gradient last sent to
-    the stage before is held until the next one. `keeps_fp8_operands`: with fp8, kept inputs of products are fp8. `fp32_weights`:
-    weights rest in fp32 and are cast when they are gathered. `defers_products`: after an input gradient only the operands of the
-    weight gradients stay, not all that the forward kept. `allocator_factor`: reserved over allocated bytes of the caching allocator,
-    which CPUs have not; `zero_context_bytes`: what the device shows beside it where a ZeRO stage is on, if not `reserved.reserved_bytes`.
+    `counted_masks`: dropout masks are made again from a counter instead of kept, and attention with dropout keeps fp32
+    probabilities. `eager`: operations are not fused, so that rotation, attention and a gated activation keep copies.
+    `kept_tables`: angles of rotary positions are made once per stage, not by every layer for every microbatch.
+    `growing_gradients`: sums of gradients exist from the first backward to the optimizer step only.
+    `separate_gradients`: weight gradients are tensors of their own before they are added to those sums
+    (`simulator.memory.own`). `pairs_in_turn`: the forward of an overlapped pair ends before its backward starts.
+    `weight_gradients`: beside fp32 sums gradients also exist in the format of the weights. `fp16_gradients`: gradients
+    of fp16 weights are fp16. `vocabulary_multiple`: tables are padded to so many rows times tp.
+    `cross_entropy_in_place`: the loss writes its gradient over the logits; `eager_loss`: logits are cast to fp32, and
+    softmax and loss are operations of their own; where logits are cut over tp, with `loss_copies` more fp32 tensors.
+    `selective_operators`: selective recomputation keeps the outputs of the attention core and of every other product
+    instead of leaving out modules. `dense_embedding_gradient`: the lookup's gradient is a table of its own before it is
+    added. `placeholder_gradients`: one tensor per shape of weight stands for the gradients that were added in place.
+    `workspace_bytes`: scratch of the product library; `grouped_workspaces` more for products over experts,
+    `head_workspace_bytes` where another library makes the logits. `head_gather_buffer`: the output layer gathers its
+    input into a buffer that stays. `previous_gradient`: the gradient last sent to the stage before is held until the
+    next one. `keeps_fp8_operands`: with fp8, kept inputs of products are fp8. `fp32_weights`: weights rest in fp32 and
+    are cast when they are gathered. `defers_products`: after an input gradient only the operands of the weight
+    gradients stay, not all that the forward kept. `allocator_factor`: reserved over allocated bytes of the caching
+    allocator, which CPUs have not; `zero_context_bytes`: what the device shows beside it where a ZeRO stage is on, if
+    not `reserved.reserved_bytes`.
     """
 
     name: str
@@ -72,20 +75,22 @@ class MemoryProfile:
 
 
 TE_WORKSPACE_BYTES = 32 * MIB + 1024
-"""transformer_engine/pytorch/cpp_extensions/gemm.py (2.11), get_cublas_workspace_size_bytes on compute capability 9 and above."""
+"""transformer_engine/pytorch/cpp_extensions/gemm.py (2.11), get_cublas_workspace_size_bytes on compute
+capability 9 and above."""
 
 TORCH_WORKSPACE_BYTES = 32 * MIB
 """aten/src/ATen/cuda/CublasHandlePool.cpp: 4096 KiB x 8 on compute capability 9 and 10."""
 
 ALLOCATOR_FACTOR = 1.04
-"""Reserved over allocated bytes of PyTorch's caching allocator: fitted, the median of the SimuMax B200 rows (they span 1.03 to 1.07)."""
+"""Reserved over allocated bytes of PyTorch's caching allocator: fitted, the median of the SimuMax B200 rows
+(they span 1.03 to 1.07)."""
 
 DEEPSPEED_CONTEXT_BYTES = 11_800_000_000
-"""Device memory beside the allocator under DeepSpeed of 2022: communicators of the world, of each axis, of each pair of stages and of
-ZeRO, ZeRO's buckets of 5e8 elements, and what the allocator keeps of other phases. Fitted: the mean over the ten families of the
-calibration half of the BLOOM chronicles (34 rows), +- 1e9; it does not depend on model, layout or microbatch. Without ZeRO it is as
-elsewhere: 2 to 4 GB remain of what Sailor's runs take (docs/validation.md). What the allocator keeps it gives back when it must, so
-`capacity` does not count this but `reserved.reserved_bytes`."""
+"""Device memory beside the allocator under DeepSpeed of 2022: communicators of the world, of each axis, of each pair of
+stages and of ZeRO, ZeRO's buckets of 5e8 elements, and what the allocator keeps of other phases. Fitted: the mean over
+the ten families of the calibration half of the BLOOM chronicles (34 rows), +- 1e9; it does not depend on model, layout
+or microbatch. Without ZeRO it is as elsewhere: 2 to 4 GB remain of what Sailor's runs take (docs/validation.md). What
+the allocator keeps it gives back when it must, so `capacity` does not count this but `reserved.reserved_bytes`."""
 
 _MEGATRON_2021 = MemoryProfile(
     "megatron-2021",
@@ -131,7 +136,8 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             "torchtitan",
             eager=True,
             eager_loss=True,  # torchtitan/components/loss.py, cross_entropy_loss
-            loss_copies=2,  # torch/distributed/tensor/parallel/loss.py: exponentials and their product with the sum of gradients
+            # torch/distributed/tensor/parallel/loss.py: exponentials and their product with the sum of gradients
+            loss_copies=2,
             selective_operators=True,  # torchtitan/distributed/activation_checkpoint.py, selective_ac_option = "op"
             dense_embedding_gradient=True,
             fp32_weights=True,  # FSDP2 keeps fp32 shards and casts them as it gathers (MixedPrecisionPolicy)
@@ -143,7 +149,8 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             eager=True,  # nanotron/models/llama.py: GLUActivation, keys and values of every query head
             eager_loss=True,  # nanotron/parallel/tensor_parallel/functional.py, sharded_cross_entropy of fp32 logits
             dense_embedding_gradient=True,
-            weight_gradients=True,  # nanotron/optim/gradient_accumulator.py: bf16 gradients beside the fp32 sums, in DDP's buckets
+            # nanotron/optim/gradient_accumulator.py: bf16 gradients beside the fp32 sums, in DDP's buckets
+            weight_gradients=True,
             head_workspace_bytes=TORCH_WORKSPACE_BYTES,
             allocator_factor=ALLOCATOR_FACTOR,
         ),
@@ -174,8 +181,8 @@ _SAME_MEMORY: Mapping[str, str] = {
 def memory_profile(plan: Plan) -> MemoryProfile:
     """The memory behaviour of the stack that a plan runs on.
 
-    Unless the plan says otherwise, Megatron accumulates bf16 gradients in fp32 and fp16 gradients in fp16 (megatron/training/arguments.py,
-    accumulate_allreduce_grads_in_fp32).
+    Unless the plan says otherwise, Megatron accumulates bf16 gradients in fp32 and fp16 gradients in fp16
+    (megatron/training/arguments.py, accumulate_allreduce_grads_in_fp32).
     """
     name = plan.runtime.profile
     profile, runtime = _PROFILES[_SAME_MEMORY.get(name, name)], profile_of(plan)

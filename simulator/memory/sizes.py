@@ -1,4 +1,5 @@
-"""The memory of every stage of a plan, in bytes: what one microbatch keeps and needs, and what is held of the stage throughout."""
+"""The memory of every stage of a plan, in bytes: what one microbatch keeps and needs, and what is held of
+the stage throughout."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .tensors import LayerTensors
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Bytes of one stage on its ranks: its tape for one microbatch, what is held of it throughout, and what comes and goes."""
+    """Bytes of one stage on its ranks: its tape for one microbatch, what is held of it throughout,
+    and what comes and goes."""
 
     tape: TapeMemory
     weights_bytes: int
@@ -74,7 +76,11 @@ def _sizes(alike_plan: _Alike) -> tuple[StageSizes, ...]:
     alike: dict[tuple[object, ...], StageSizes] = {}
     found = []
     for content in plan.stages:
-        dense = min(max(plan.model.first_dense_layers - content.first_layer, 0), len(content.layers)) if plan.model.is_moe else 0
+        dense = (
+            min(max(plan.model.first_dense_layers - content.first_layer, 0), len(content.layers))
+            if plan.model.is_moe
+            else 0
+        )
         key = (len(content.layers), dense, content.embedding, content.head, len(plan.placement.ranks[content.stage]))
         if key not in alike:
             alike[key] = _sizes_of(plan, tensors, content.stage, parts)
@@ -84,7 +90,8 @@ def _sizes(alike_plan: _Alike) -> tuple[StageSizes, ...]:
 
 @lru_cache(maxsize=256)
 def _tapes_of(*_family: object) -> dict[Group, TapeMemory]:
-    """The tapes of parts that plans share whose layers are cut alike, whatever their stages, copies and ZeRO; empty at first."""
+    """The tapes of parts that plans share whose layers are cut alike, whatever their stages, copies and
+    ZeRO; empty at first."""
     return {}
 
 
@@ -97,17 +104,23 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: dict[Group, 
             parts[part] = _part_memory(tensors, part)
         tape = tape + parts[part].times(group.count)
     if profile.separate_gradients:
-        whole, weight = (backward_bytes(plan, stage, num_bytes) for num_bytes in (tape.backward_bytes, tape.weight_bytes))
+        whole, weight = (
+            backward_bytes(plan, stage, num_bytes) for num_bytes in (tape.backward_bytes, tape.weight_bytes)
+        )
         tape = replace(tape, backward_bytes=whole, weight_bytes=weight)
     return StageSizes(
-        tape=tape if profile.defers_products else replace(tape, deferred_bytes=tape.kept_bytes, split_bytes=tape.backward_bytes),
+        tape=tape
+        if profile.defers_products
+        else replace(tape, deferred_bytes=tape.kept_bytes, split_bytes=tape.backward_bytes),
         weights_bytes=weights_bytes(plan, profile, stage),
         gradients_bytes=gradients_bytes(plan, profile, stage),
         optimizer_bytes=optimizer_bytes(plan, profile, stage),
         step_bytes=step_bytes(plan, profile, stage),
         gathered_bytes=gathered_bytes(plan, stage),
         gathering_bytes=gathering_bytes(plan, stage) if profile.separate_gradients else 0,
-        reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage)) if profile.separate_gradients else 0,
+        reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage))
+        if profile.separate_gradients
+        else 0,
     )
 
 
@@ -118,7 +131,8 @@ def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int
     if not memory_profile(plan).separate_gradients:
         return tuple(sum(sizes[stage].step_bytes for stage in stages) for stages in owned)
     return tuple(
-        own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages)) for pp_rank, stages in enumerate(owned)
+        own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages))
+        for pp_rank, stages in enumerate(owned)
     )
 
 
@@ -133,7 +147,9 @@ def _part_memory(tensors: LayerTensors, group: Group) -> TapeMemory:
             return _tape(tensors, tuple(mtp_nodes(tensors))) + _part_memory(tensors, layer)
         case _:
             nodes = layer_nodes(tensors, moe=group.kind == "moe")
-            return _tape(tensors, full_recompute(nodes, tensors.hidden, tensors.kept_input) if group.recomputed else nodes)
+            return _tape(
+                tensors, full_recompute(nodes, tensors.hidden, tensors.kept_input) if group.recomputed else nodes
+            )
 
 
 def _tape(tensors: LayerTensors, nodes: tuple[Node, ...]) -> TapeMemory:

@@ -1,7 +1,8 @@
-"""The distinct states of memory that a schedule goes through: which forward or backward runs, and what earlier actions have left.
+"""The distinct states of memory that a schedule goes through: which forward or backward runs, and what
+earlier actions have left.
 
-A row of thousands of actions has few of them: under 1F1B each rank holds one to p microbatches. They depend on the schedule alone, so that
-the peak of a plan is a few products of these counts with the plan's sizes.
+A row of thousands of actions has few of them: under 1F1B each rank holds one to p microbatches. They depend on the
+schedule alone, so that the peak of a plan is a few products of these counts with the plan's sizes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.STEP, Kind.UN
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """State `i` of rank `r` for `offsets[r] <= i < offsets[r + 1]`; `num_stages` stands for no stage, and fills up `stages`.
+    """State `i` of rank `r` for `offsets[r] <= i < offsets[r + 1]`; `num_stages` stands for no
+    stage, and fills up `stages`.
 
-    `action` is the first action of the schedule in that state. `forward` and `backward` are the stages that run, `split` the one whose
-    input gradient, `weight` whose weight gradient runs, `reduce` whose gradients are reduced; `step` is true for the optimizer step.
-    The others have one column per stage of the rank: microbatches `kept` and `deferred` (between input and weight gradient) by earlier
-    actions, whether weights are `gathered`, and whether gradients are `summed`.
+    `action` is the first action of the schedule in that state. `forward` and `backward` are the stages that
+    run, `split` the one whose input gradient, `weight` whose weight gradient runs, `reduce` whose gradients are
+    reduced; `step` is true for the optimizer step. The others have one column per stage of the rank:
+    microbatches `kept` and `deferred` (between input and weight gradient) by earlier actions, whether weights
+    are `gathered`, and whether gradients are `summed`.
     """
 
     offsets: np.ndarray
@@ -68,7 +71,10 @@ def _states(same: _Same) -> States:
     schedule = same.schedule
     owned = schedule.placement.stages_of_ranks
     width = max(1, *map(len, owned))
-    ranks = [_rank_states(schedule, lo, hi, owned[rank], width) for rank, (lo, hi) in enumerate(pairwise(schedule.offsets.tolist()))]
+    ranks = [
+        _rank_states(schedule, lo, hi, owned[rank], width)
+        for rank, (lo, hi) in enumerate(pairwise(schedule.offsets.tolist()))
+    ]
     lengths = [len(columns[0]) for columns in ranks]
     parts = [np.concatenate(part) for part in zip(*ranks, strict=True)]
     return States(np.concatenate([[0], np.cumsum(lengths)]), *parts)
@@ -97,7 +103,9 @@ def _rank_states(schedule: Schedule, first: int, last: int, owned: Sequence[int]
     distinct = np.sort(_first_of_each(table))
     table, index = table[distinct], first + seen[distinct]
     counts = np.zeros((4, len(table), width), dtype=np.int64)
-    counts[:, :, : len(owned)] = table[:, len(columns) - 4 * len(owned) :].reshape(len(table), len(owned), 4).transpose(2, 0, 1)
+    counts[:, :, : len(owned)] = (
+        table[:, len(columns) - 4 * len(owned) :].reshape(len(table), len(owned), 4).transpose(2, 0, 1)
+    )
     stages = np.full((len(table), width), nowhere)
     stages[:, : len(owned)] = owned
     return index, *table[:, :5].T, table[:, 5].astype(bool), stages, *counts

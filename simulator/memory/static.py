@@ -1,4 +1,5 @@
-"""What a pipeline rank holds throughout the step: weights, gradients, optimizer state, and buffers that never go away."""
+"""What a pipeline rank holds throughout the step: weights, gradients, optimizer state, and
+buffers that never go away."""
 
 from __future__ import annotations
 
@@ -29,18 +30,20 @@ LAYERS_IN_FLIGHT = 2
 def weights_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
     """Weights of a stage as they rest: 16 bits (fp32 where they are, or where ZeRO-3 keeps them so), cut with ZeRO-3.
 
-    With fp8 also 16 bits: a weight by rows and by columns for the two products that read it (fp8_param_gather, which NeMo's recipes
-    turn on: nemo/collections/llm/recipes/precision/mixed_precision.py).
+    With fp8 also 16 bits: a weight by rows and by columns for the two products that read it (fp8_param_gather, which
+    NeMo's recipes turn on: nemo/collections/llm/recipes/precision/mixed_precision.py).
     """
     width = MASTER_BYTES if profile.fp32_weights else weight_bytes(plan.precision.dtype)
-    if profile.separate_gradients and plan.layout.zero == 3 and plan.precision.dtype != "fp32":  # its part rests in fp32 only
+    # its part rests in fp32 only
+    if profile.separate_gradients and plan.layout.zero == 3 and plan.precision.dtype != "fp32":
         whole = zip(padded_elements(plan, profile, stage), num_shards(plan, stage), strict=True)
         return width * sum(count for count, parts in whole if parts == 1)
     return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), width, cut=plan.layout.zero == 3)
 
 
 def gradients_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
-    """Accumulated gradients of a stage, cut with ZeRO-2 and 3; by our own backend where it reduces them after every microbatch."""
+    """Accumulated gradients of a stage, cut with ZeRO-2 and 3; by our own backend where it reduces them
+    after every microbatch."""
     padding = padded_elements(plan, profile, stage).dense - held_elements(plan, stage).dense
     dense, expert = held_gradients(plan, stage)
     width = profile.gradient_bytes(plan.precision.dtype)
@@ -51,11 +54,14 @@ def gradients_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
 def optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
     """Adam's moments and the fp32 master weights of a stage, cut with ZeRO."""
     master = 0 if plan.precision.dtype == "fp32" or profile.fp32_weights else MASTER_BYTES
-    return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), MOMENT_BYTES + master, cut=plan.layout.zero >= 1)
+    return _cut(
+        padded_elements(plan, profile, stage), num_shards(plan, stage), MOMENT_BYTES + master, cut=plan.layout.zero >= 1
+    )
 
 
 def step_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
-    """What the optimizer step holds beside: fp32 copies of 16-bit gradients (Megatron's Float16OptimizerWithFloat16Params)."""
+    """What the optimizer step holds beside: fp32 copies of 16-bit gradients (Megatron's
+    Float16OptimizerWithFloat16Params)."""
     if profile.gradient_bytes(plan.precision.dtype) >= MASTER_BYTES or plan.layout.zero >= 2:
         return 0
     return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), MASTER_BYTES, cut=plan.layout.zero >= 1)
@@ -64,12 +70,15 @@ def step_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
 def gathered_bytes(plan: Plan, stage: int) -> int:
     """Weights of a stage that UNSHARD brings; a stage without copies is never cut, so nothing comes."""
     shards, held = num_shards(plan, stage), held_elements(plan, stage)
-    return weight_bytes(plan.precision.dtype) * sum(count for count, parts in zip(held, shards, strict=True) if parts > 1)
+    return weight_bytes(plan.precision.dtype) * sum(
+        count for count, parts in zip(held, shards, strict=True) if parts > 1
+    )
 
 
 @lru_cache(maxsize=1024)
 def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *, gathers: bool) -> int:
-    """ZeRO's gathered layers and buckets, scratch of the product libraries, placeholders for gradients, and tables that are kept."""
+    """ZeRO's gathered layers and buckets, scratch of the product libraries, placeholders for gradients, and
+    tables that are kept."""
     contents = [plan.stages[stage] for stage in stages]
     total = 0
     if profile.kept_tables and plan.model.position == "rope" and not plan.train.packed:
@@ -83,7 +92,9 @@ def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *
         moe = any(plan.model.layer_is_moe(layer) for content in contents for layer in content.layers)
         total += profile.workspace_bytes * (1 + (profile.grouped_workspaces if moe else 0))
     if any(content.head for content in contents):
-        total += profile.head_workspace_bytes + (LayerTensors(plan, profile).gathered if profile.head_gather_buffer else 0)
+        total += profile.head_workspace_bytes + (
+            LayerTensors(plan, profile).gathered if profile.head_gather_buffer else 0
+        )
     if profile.placeholder_gradients:
         shapes = {shape for content in contents for shape in _stage_shapes(plan, profile, content.stage)}
         total += weight_bytes(plan.precision.dtype) * sum(rows * columns for rows, columns in shapes)

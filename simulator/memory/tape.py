@@ -1,8 +1,9 @@
 """What a sequence of operations keeps between its forward and its backward, and the most it holds while either runs.
 
-An operation is a `Node`: what its backward needs (kept until that backward ends), the gradient that its backward hands on, and
-temporary tensors. `forward_peak_bytes` and `backward_peak_bytes` walk a tape of nodes as autograd does: one after the other, and in
-reverse; a gradient lives until the node that takes it ends, what a node kept until its own backward ends.
+An operation is a `Node`: what its backward needs (kept until that backward ends), the gradient that its backward
+hands on, and temporary tensors. `forward_peak_bytes` and `backward_peak_bytes` walk a tape of nodes as autograd
+does: one after the other, and in reverse; a gradient lives until the node that takes it ends, what a node kept
+until its own backward ends.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from dataclasses import dataclass
 class Node:
     """One operation of one microbatch on one rank, in bytes.
 
-    `saved_bytes`: what its backward needs and no later node keeps too. `drops`: how much of it each module of selective recomputation
-    would give up. `dropped_bytes`: what is given up, and brought back when the backward reaches the group `recompute`.
-    `gradient_bytes`: the gradient that its backward makes. `beside_bytes`: other gradients alive meanwhile, such as that of a residual.
-    `forward_bytes`, `backward_bytes`: temporary tensors of the two, operands that nobody keeps included. `weight_input_bytes`,
-    `weight_gradient_bytes`: of a node with a weight gradient, the part of `saved_bytes` (or of a later node's) and the output gradient
-    that are kept when the weight gradient is put off.
-    `weight_bytes`: a weight gradient that is a tensor of its own before it is added to its sum (a part of `backward_bytes`).
+    `saved_bytes`: what its backward needs and no later node keeps too. `drops`: how much of it each module of
+    selective recomputation would give up. `dropped_bytes`: what is given up, and brought back when the backward
+    reaches the group `recompute`. `gradient_bytes`: the gradient that its backward makes. `beside_bytes`: other
+    gradients alive meanwhile, such as that of a residual. `forward_bytes`, `backward_bytes`: temporary tensors of
+    the two, operands that nobody keeps included. `weight_input_bytes`, `weight_gradient_bytes`: of a node with a
+    weight gradient, the part of `saved_bytes` (or of a later node's) and the output gradient that are kept when the
+    weight gradient is put off. `weight_bytes`: a weight gradient that is a tensor of its own before it is added to
+    its sum (a part of `backward_bytes`).
     """
 
     name: str
@@ -45,9 +47,9 @@ class Node:
 
 @dataclass(frozen=True)
 class TapeMemory:
-    """A tape in a few numbers: kept from forward to backward; the most held while forward and backward run, what was kept for this
-    tape included; what a backward that puts weight gradients off leaves for them, the most held while that runs (`split_bytes`), and
-    what the weight gradients hold beside when they run (`weight_bytes`)."""
+    """A tape in a few numbers: kept from forward to backward; the most held while forward and backward run, what was
+    kept for this tape included; what a backward that puts weight gradients off leaves for them, the most held while
+    that runs (`split_bytes`), and what the weight gradients hold beside when they run (`weight_bytes`)."""
 
     kept_bytes: int
     forward_bytes: int
@@ -58,7 +60,8 @@ class TapeMemory:
     weight_bytes: int = 0
 
     def __add__(self, later: TapeMemory) -> TapeMemory:
-        """This tape, then `later`: its forward runs on top of what this one kept, its backward before this one frees anything."""
+        """This tape, then `later`: its forward runs on top of what this one kept, its backward before
+        this one frees anything."""
         grows = self.kept_bytes + later.backward_bytes
         return TapeMemory(
             self.kept_bytes + later.kept_bytes,
@@ -128,8 +131,8 @@ def backward_peak_bytes(nodes: Sequence[Node]) -> tuple[int, str]:
 
 
 def split_peak_bytes(nodes: Sequence[Node]) -> int:
-    """The most held while a backward runs that puts its weight gradients off. With recomputation, as long as it brings tensors back at
-    the start of the backward, that of a whole backward."""
+    """The most held while a backward runs that puts its weight gradients off. With recomputation, as long as it brings
+    tensors back at the start of the backward, that of a whole backward."""
     if any(node.dropped_bytes for node in nodes):
         return backward_peak_bytes(nodes)[0]
     held = peak = sum(node.kept_bytes for node in nodes)

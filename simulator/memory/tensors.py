@@ -118,8 +118,8 @@ class LayerTensors:
 
     @cached_property
     def attends_by_token(self) -> bool:
-        """Whether our own core takes and gives the heads of a token one after the other, so that the output product needs no copy
-        (`backend.model.attention`)."""
+        """Whether our own core takes and gives the heads of a token one after the other, so that the output product
+        needs no copy (`backend.model.attention`)."""
         model, fast = self.plan.model, self.profile.counted_masks and self.plan.numerics.mode == "fast"
         turned = model.position == "rope" and not model.qk_norm and not model.is_mla
         return fast and turned and not self.plan.train.packed and not self.attends_by_blocks
@@ -156,7 +156,8 @@ class LayerTensors:
     def routed_tokens(self) -> int:
         """Tokens that arrive at this rank's experts when all experts get equally many, each padded to whole tokens.
 
-        Megatron's capacity: ceil(T * k / E) a source rank and expert (megatron/core/transformer/moe/moe_utils.py, get_capacity).
+        Megatron's capacity: ceil(T * k / E) a source rank and expert
+        (megatron/core/transformer/moe/moe_utils.py, get_capacity).
         """
         model, layout = self.plan.model, self.plan.layout
         capacity = -(-self.own_tokens * model.experts_per_token // model.num_experts)

@@ -1,8 +1,9 @@
 """What slow and failed links leave of the rates of every group of ranks, on every pipeline and data-parallel rank.
 
-A link that is slow slows every group with a member that uses it, as far as the group uses links of that kind (`topology.degraded`).
-Of a failed network card the devices move to the nearest card of their node that works (NCCL chooses among the cards it finds); what a
-failed uplink of a rail carried goes evenly over the node group's other rails. Modelled.
+A link that is slow slows every group with a member that uses it, as far as the group uses links of that kind
+(`topology.degraded`). Of a failed network card the devices move to the nearest card of their node that works
+(NCCL chooses among the cards it finds); what a failed uplink of a rail carried goes evenly over the node
+group's other rails. Modelled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _GRIDS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("tp", "ep", "dp", "pp")}
 
 
 def rank_shares(variation: Variation, cluster: ClusterSpec) -> np.ndarray:
-    """[3, ranks] what is left for each rank of its device link, its way into the network, and its leaf switch's uplinks."""
+    """[3, ranks] what is left for each rank of its device link, its way into the network, and its
+    leaf switch's uplinks."""
     shares = np.ones((3, cluster.num_devices))
     cards: dict[int, np.ndarray] = {}  # node -> share of each card, of nodes with a slow or failed one
     rails: dict[int, np.ndarray] = {}  # group of nodes -> share of each rail's uplinks
@@ -50,7 +52,8 @@ def _scale(cards: np.ndarray, link: LinkName, share: float) -> None:
 
 
 def _device_shares(cluster: ClusterSpec, cards: np.ndarray) -> np.ndarray:
-    """[devices of a node] what each device has left of its share of a card, after devices of failed cards have moved."""
+    """[devices of a node] what each device has left of its share of a card, after devices of
+    failed cards have moved."""
     working = np.flatnonzero(cards)
     own = np.array([card_of(cluster, device) for device in range(devices_in_node(cluster))])
     used = working[np.abs(own[:, None] - working).argmin(axis=1)]
@@ -81,7 +84,8 @@ class LinkShares:
 
     def of_group(self, axis: str, stage: int, *, pp_rank: int, dp_rank: int) -> Shares:
         """The slowest links of any group over `axis` that has a member on a pipeline and a data-parallel rank."""
-        whole = axis.removesuffix("_shard").removesuffix("_replicate")  # modelled: a part of a group is as slow as the group
+        # modelled: a part of a group is as slow as the group
+        whole = axis.removesuffix("_shard").removesuffix("_replicate")
         if whole in ("replica", "expert_replica"):
             copies, owners = "dp" if whole == "replica" else "edp", self._plan.placement.ranks[stage]
             cells = self._cells(copies)[:, dp_rank, list(owners)].min(axis=1)
@@ -101,7 +105,8 @@ class LinkShares:
         return b"".join(np.ascontiguousarray(self._cells(axis)[:, dp_rank]).tobytes() for axis in axes)
 
     def _cells(self, axis: str) -> np.ndarray:
-        """[3, dp, pp] the slowest of all groups over `axis` (of single ranks for "") with members on a cell's tp and cp ranks."""
+        """[3, dp, pp] the slowest of all groups over `axis` (of single ranks for "") with members on a
+        cell's tp and cp ranks."""
         if axis not in self._by_group:
             per_rank = self._ranks if not axis else self._slowest(axis)
             self._by_group[axis] = per_rank[:, self._index["dense"]].min(axis=(1, 2))

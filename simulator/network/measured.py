@@ -20,7 +20,8 @@ class Measured:
     protocol: str = "curve"
 
     def seconds(self, payload: float) -> float:
-        """Seconds at a payload: straight between measured points on logarithmic scales, constant below them, at the last rate above."""
+        """Seconds at a payload: straight between measured points on logarithmic scales, constant below
+        them, at the last rate above."""
         place = bisect_left(self.payloads, payload)
         if place == 0:
             return self.measured_s[0]
@@ -35,12 +36,16 @@ class Measured:
 def measured_line(cluster: ClusterSpec, op: str, size: int) -> Measured | None:
     """The measured curve of an operation over `size` ranks of one node; None where the cluster has none.
 
-    Ranks that are more than the cores took turns while they were measured, and take turns again where they are simulated
-    (`host_cores`): the seconds are those of a core each.
+    Ranks that are more than the cores took turns while they were measured, and take turns again where they are
+    simulated (`host_cores`): the seconds are those of a core each.
     """
     points = sorted(_points(cluster.collective_curve, op, size))
     share = min(1.0, cluster.num_cores / size) if cluster.num_cores else 1.0
-    return Measured(tuple(payload for payload, _ in points), tuple(share * seconds for _, seconds in points)) if points else None
+    return (
+        Measured(tuple(payload for payload, _ in points), tuple(share * seconds for _, seconds in points))
+        if points
+        else None
+    )
 
 
 def _points(curve: Mapping[str, float], op: str, size: int) -> list[tuple[float, float]]:

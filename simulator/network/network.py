@@ -1,9 +1,10 @@
 """Communication seconds: where a group really lies, and what the library does there.
 
-Which links a group uses follows from its global ranks, hence from the layout's rank order. On devices the collectives are NCCL's
-(`nccl`: ring, tree, NVLink SHARP, network SHARP, all-to-all, by size and protocol); on a CPU host they are gloo's, one ring or one
-exchange with hops and bytes. All groups like this one are at work at once, so members share their node's network evenly; `topology`
-has the routes and links of single messages, on which the engine lets transfers contend.
+Which links a group uses follows from its global ranks, hence from the layout's rank order. On devices the
+collectives are NCCL's (`nccl`: ring, tree, NVLink SHARP, network SHARP, all-to-all, by size and protocol); on a CPU
+host they are gloo's, one ring or one exchange with hops and bytes. All groups like this one are at work at once, so
+members share their node's network evenly; `topology` has the routes and links of single messages, on which the
+engine lets transfers contend.
 """
 
 from __future__ import annotations
@@ -42,8 +43,13 @@ class Choice:
     others: tuple[tuple[str, str, float], ...]
 
     def __str__(self) -> str:
-        others = ", ".join(f"{algorithm}/{protocol} {seconds * 1e6:.1f} us" for algorithm, protocol, seconds in self.others)
-        told = f"{self.algorithm}/{self.protocol} {self.seconds * 1e6:.1f} us, {self.bus_bytes_per_s / 1e9:.1f} GB/s on the bus"
+        others = ", ".join(
+            f"{algorithm}/{protocol} {seconds * 1e6:.1f} us" for algorithm, protocol, seconds in self.others
+        )
+        told = (
+            f"{self.algorithm}/{self.protocol} {self.seconds * 1e6:.1f} us, {self.bus_bytes_per_s / 1e9:.1f} GB/s "
+            "on the bus"
+        )
         return f"{told} ({others})" if others else told
 
 
@@ -62,15 +68,27 @@ def collective_s(cluster: ClusterSpec, spread: Spread, operation: Collective) ->
 def best_algorithm(cluster: ClusterSpec, spread: Spread, operation: Collective) -> Choice:
     """What `collective_s` takes, with its reasons. Raises `ValueError` for a group of one, which sends nothing."""
     if spread.size == 1:
-        raise ValueError("a group of one rank has no collective to choose an algorithm for. Give a group of two ranks or more.")
+        raise ValueError(
+            "a group of one rank has no collective to choose an algorithm for. Give a group of two ranks or more."
+        )
     payload_per_sent, lines = _lines(cluster, spread, operation)
-    found = sorted((line.seconds(operation.sent_bytes * payload_per_sent), line.algorithm, line.protocol) for line in lines)
+    found = sorted(
+        (line.seconds(operation.sent_bytes * payload_per_sent), line.algorithm, line.protocol) for line in lines
+    )
     seconds, algorithm, protocol = found[0]
     bus = operation.sent_bytes / seconds if seconds else math.inf
-    return Choice(algorithm, protocol, seconds, bus, tuple((algorithm, protocol, seconds) for seconds, algorithm, protocol in found[1:]))
+    return Choice(
+        algorithm,
+        protocol,
+        seconds,
+        bus,
+        tuple((algorithm, protocol, seconds) for seconds, algorithm, protocol in found[1:]),
+    )
 
 
-def message_s(cluster: ClusterSpec, source_rank: int, destination_rank: int, num_bytes: int, *, ranks: int = 8) -> float:
+def message_s(
+    cluster: ClusterSpec, source_rank: int, destination_rank: int, num_bytes: int, *, ranks: int = 8
+) -> float:
     """Seconds of one point-to-point message between two global ranks, all devices of a node sending at once.
 
     `ranks` are the members of the communicator: the fewer, the more channels NCCL gives a message inside a node.
@@ -89,7 +107,8 @@ def message_s(cluster: ClusterSpec, source_rank: int, destination_rank: int, num
 
 
 def message_work_s(cluster: ClusterSpec, num_bytes: int) -> float:
-    """Seconds that one end of a message costs the work of a host's rank, whose core has nothing else to run on; 0 where it is not known."""
+    """Seconds that one end of a message costs the work of a host's rank, whose core has nothing else to run on; 0
+    where it is not known."""
     measured = _measured_message(cluster, "message_work") if cluster.collective_curve else None
     return measured.seconds(num_bytes) / 2 if measured else 0.0  # measured of a send and a receive
 
@@ -102,7 +121,8 @@ def _measured_message(cluster: ClusterSpec, name: str = "message") -> Measured |
 
 
 def _lines(cluster: ClusterSpec, spread: Spread, operation: Collective) -> tuple[float, tuple[Line | Measured, ...]]:
-    """Payload bytes per sent byte, and the lines of the library; worked out once for each operation and kind of group."""
+    """Payload bytes per sent byte, and the lines of the library; worked out once for each
+    operation and kind of group."""
     key = (operation.op, operation.group_size, spread)
     found: tuple[float, tuple[Line | Measured, ...]] | None = cluster.memo.get(key)
     if found is None:
@@ -116,10 +136,12 @@ def _lines(cluster: ClusterSpec, spread: Spread, operation: Collective) -> tuple
 
 
 def _gloo_lines(cluster: ClusterSpec, spread: Spread, op: str, size: int) -> Iterator[Line]:
-    """One ring, or one exchange, of host processes: a hop per step (for an all-reduce the better of ring and tree), then the bytes.
+    """One ring, or one exchange, of host processes: a hop per step (for an all-reduce the better of ring
+    and tree), then the bytes.
 
-    With k members on each of N nodes and n = N*k, the share (N-1)/(n-1) of a gather or a reduction crosses the network and the rest
-    the links; of an all-to-all (n-k)/(n-1). The same thread copies both, so they add up (alpha-beta model, Hockney 1994).
+    With k members on each of N nodes and n = N*k, the share (N-1)/(n-1) of a gather or a reduction crosses the
+    network and the rest the links; of an all-to-all (n-k)/(n-1). The same thread copies both, so they add up
+    (alpha-beta model, Hockney 1994).
     """
     nodes, per_node = spread.num_nodes, spread.per_node
     crossing = (size - size / nodes if op == "all_to_all" else nodes - 1) / (size - 1)

@@ -14,15 +14,18 @@ from .spreads import strides
 
 
 def replicas_lie_alike(plan: Plan) -> bool:
-    """True when tensor-, context- and expert-parallel groups and neighbouring stages of every replica share nodes in the same way.
+    """True when tensor-, context- and expert-parallel groups and neighbouring stages of every replica
+    share nodes in the same way.
 
-    Leaf switches count only where they are oversubscribed; elsewhere crossing them costs a microsecond (`leaf_latency_s`).
+    Leaf switches count only where they are oversubscribed; elsewhere crossing them costs a
+    microsecond (`leaf_latency_s`).
     """
     return all(_alike(plan.layout, size) for size in levels(plan.cluster))
 
 
 def levels(cluster: ClusterSpec) -> tuple[int, ...]:
-    """Devices of the units of the machine whose borders matter: a node, and what is behind oversubscribed leaf switches."""
+    """Devices of the units of the machine whose borders matter: a node, and what is behind
+    oversubscribed leaf switches."""
     node = cluster.devices_per_node
     behind = node * cluster.nodes_per_leaf if cluster.oversubscription > 1 and cluster.nodes_per_leaf else 0
     return (node, behind) if behind else (node,)
@@ -39,7 +42,8 @@ def _alike(layout: Layout, unit: int) -> bool:
     if layout.dp == 1 or layout.world_size <= unit:
         return True
     units = rank_index(layout, "dense") // unit  # [tp, cp, dp, pp]
-    within = _borders(units.transpose(2, 3, 0, 1).reshape(layout.dp, layout.pp, -1))  # of the ranks of a cell, neighbour by neighbour
+    # of the ranks of a cell, neighbour by neighbour
+    within = _borders(units.transpose(2, 3, 0, 1).reshape(layout.dp, layout.pp, -1))
     between = np.diff(units[0, 0], axis=-1) != 0  # messages: does the next pipeline rank lie elsewhere
     replicas = np.concatenate([within.reshape(layout.dp, -1), between.reshape(layout.dp, -1)], axis=1)
     if (replicas != replicas[:1]).any():

@@ -19,17 +19,19 @@ DENSE_AXES: Mapping[str, tuple[str, ...]] = {
     "dp": ("cp", "dp"),
     "tp_cp_dp": ("tp", "cp", "dp"),
 }
-"""Axis of a collective -> axes of the dense rank grid that its group spans; gradients of dense layers are added over cp too."""
+"""Axis of a collective -> axes of the dense rank grid that its group spans; gradients of dense layers
+are added over cp too."""
 
 EXPERT_AXES: Mapping[str, tuple[str, ...]] = {"ep": ("ep",), "etp": ("tp",), "edp": ("dp",)}
 """The same for the grid in which experts see the ranks."""
 
 
 class Spreads:
-    """The groups of a plan's tensor-parallel rank 0 of one data-parallel rank (0) on every pipeline rank, each looked at once.
+    """The groups of a plan's tensor-parallel rank 0 of one data-parallel rank (0) on every pipeline
+    rank, each looked at once.
 
-    Groups that are shifted copies of each other lie alike where the shift is a whole number of leaf switches; only one of them is laid
-    out.
+    Groups that are shifted copies of each other lie alike where the shift is a whole number of leaf switches; only
+    one of them is laid out.
     """
 
     def __init__(self, plan: Plan, dp_rank: int = 0):

@@ -1,10 +1,12 @@
-"""Where ranks lie on the machine: nodes, leaf switches, links, and the rate at which a group's traffic can leave a node.
+"""Where ranks lie on the machine: nodes, leaf switches, links, and the rate at which a group's
+traffic can leave a node.
 
-Node n holds ranks [n*d, (n+1)*d) for d devices per node: placement follows the rank order. Inside a node every device has one link
-into a switch (NVSwitch; on a CPU host its memory). A node has network cards that its devices share; cards lead to leaf switches, leaf
-switches to a core. With `rails`, card i of every node of a group of nodes leads to that group's leaf switch i (NVIDIA DGX SuperPOD
-reference architecture: a rail-optimised fabric), and traffic between unlike devices crosses to the right card inside its node (NCCL's
-PXN). `oversubscription` is what enters a leaf switch from below over what leaves it above.
+Node n holds ranks [n*d, (n+1)*d) for d devices per node: placement follows the rank order. Inside a node every device
+has one link into a switch (NVSwitch; on a CPU host its memory). A node has network cards that its devices share; cards
+lead to leaf switches, leaf switches to a core. With `rails`, card i of every node of a group of nodes leads to that
+group's leaf switch i (NVIDIA DGX SuperPOD reference architecture: a rail-optimised fabric), and traffic between unlike
+devices crosses to the right card inside its node (NCCL's PXN). `oversubscription` is what enters a leaf switch from
+below over what leaves it above.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Shares(NamedTuple):
-    """What is left of the rates of the slowest device link, network card and leaf switch that a group uses; all of them by default."""
+    """What is left of the rates of the slowest device link, network card and leaf switch that a group uses;
+    all of them by default."""
 
     link: float = 1.0
     network: float = 1.0
@@ -33,7 +36,8 @@ WHOLE = Shares()
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a group of ranks lies: on `num_nodes` nodes with at most `per_node` members on one of them, under `num_leaves` leaf switches.
+    """How a group of ranks lies: on `num_nodes` nodes with at most `per_node` members on one of them, under
+    `num_leaves` leaf switches.
 
     `shares` are those of its slowest links.
     """
@@ -50,8 +54,9 @@ class Spread:
 
 
 Link = tuple[str, int, int]
-"""One direction of one link: its kind, and whose it is. `device-up` and `device-down` (node, device of the node), `card-out` and
-`card-in` (node, card of the node), `leaf-up` and `leaf-down` (group of nodes, rail; rail 0 where there are no rails)."""
+"""One direction of one link: its kind, and whose it is. `device-up` and `device-down` (node, device of the
+node), `card-out` and `card-in` (node, card of the node), `leaf-up` and `leaf-down` (group of nodes, rail; rail
+0 where there are no rails)."""
 
 
 def spread_of(cluster: ClusterSpec, ranks: Sequence[int]) -> Spread:
@@ -67,8 +72,8 @@ def spread_of(cluster: ClusterSpec, ranks: Sequence[int]) -> Spread:
 def degraded(cluster: ClusterSpec, shares: Shares) -> ClusterSpec:
     """The cluster as a group finds it whose slowest links have only shares of their rates left.
 
-    Parts of a transfer are equal and go on together, so all links are taken to be as slow as the slowest (NCCL cuts a transfer evenly
-    over its channels, and each channel belongs to one card).
+    Parts of a transfer are equal and go on together, so all links are taken to be as slow as the slowest (NCCL cuts a
+    transfer evenly over its channels, and each channel belongs to one card).
     """
     if shares == WHOLE:
         return cluster
@@ -78,7 +83,8 @@ def degraded(cluster: ClusterSpec, shares: Shares) -> ClusterSpec:
             node_link_bytes_per_s=cluster.node_link_bytes_per_s * shares.link,
             node_network_bytes_per_s=cluster.node_network_bytes_per_s * shares.network,
             oversubscription=max(1.0, cluster.oversubscription * shares.network / shares.leaf),
-            collective_curve=cluster.collective_curve if shares.link == 1 else {},  # measured over links that were whole
+            # measured over links that were whole
+            collective_curve=cluster.collective_curve if shares.link == 1 else {},
         )
     found: ClusterSpec = cluster.memo[shares]
     return found
@@ -117,8 +123,8 @@ def network_share_bytes_per_s(cluster: ClusterSpec) -> float:
 def neighbour_bytes_per_s(cluster: ClusterSpec, spread: Spread) -> float:
     """What one member reaches across nodes when members pass data from node to node, all groups like this one at once.
 
-    Of a group's m nodes behind one leaf switch only one passes data on to the next leaf switch, so the uplinks carry 1/m of what
-    the nodes send, and limit it where they are oversubscribed more than m times.
+    Of a group's m nodes behind one leaf switch only one passes data on to the next leaf switch, so the uplinks carry
+    1/m of what the nodes send, and limit it where they are oversubscribed more than m times.
     """
     share = network_share_bytes_per_s(cluster)
     if spread.num_leaves == 1:
@@ -147,8 +153,8 @@ def route(cluster: ClusterSpec, source_rank: int, destination_rank: int) -> tupl
 def collective_loads(cluster: ClusterSpec, ranks: Sequence[int], op: str) -> dict[Link, float]:
     """Bytes on every link for each byte that a member of a collective sends.
 
-    An all-to-all sends each other member its part. All else passes data from neighbour to neighbour: between nodes a group's traffic
-    is that of one ring, spread over the cards of its members, and so it is between leaf switches.
+    An all-to-all sends each other member its part. All else passes data from neighbour to neighbour: between nodes a
+    group's traffic is that of one ring, spread over the cards of its members, and so it is between leaf switches.
     """
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
@@ -192,9 +198,11 @@ def capacity_bytes_per_s(cluster: ClusterSpec, link: Link) -> float:
 
 
 def topology(cluster: ClusterSpec) -> networkx.DiGraph:
-    """The machine as a graph: `("device", node, i)`, `("switch", node)`, `("card", node, i)`, `("leaf", group, rail)` and `("core",)`.
+    """The machine as a graph: `("device", node, i)`, `("switch", node)`, `("card", node, i)`, `("leaf",
+    group, rail)` and `("core",)`.
 
-    Every directed edge knows `link` (None where nothing limits it), `bytes_per_s` and `latency_s`; devices know their global `rank`.
+    Every directed edge knows `link` (None where nothing limits it), `bytes_per_s` and `latency_s`; devices
+    know their global `rank`.
     """
     import networkx
 

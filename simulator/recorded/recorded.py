@@ -1,10 +1,11 @@
 """What actions took in a recorded step, to be run in the place of prices.
 
-The duration of an action is what passed between the end of the last thing it waits for and its own end: what threads and hosts lose
-before an action belongs to that action. So the engine, given the durations of one step, returns that very step. Ranks that work on the
-same action together (tensor and context parallelism) count as one, which is ready when its last member is and ends with it; so do the
-replicas in what they do together (`columns.couplings_of`). No rank's STEP begins before all can, because it takes the loss and the norm
-of all. A thread may note the end of an action late, when what waits for it has gone on; an action ends no later than the first of those.
+The duration of an action is what passed between the end of the last thing it waits for and its own end: what threads
+and hosts lose before an action belongs to that action. So the engine, given the durations of one step, returns that
+very step. Ranks that work on the same action together (tensor and context parallelism) count as one, which is ready
+when its last member is and ends with it; so do the replicas in what they do together (`columns.couplings_of`). No
+rank's STEP begins before all can, because it takes the loss and the norm of all. A thread may note the end of an action
+late, when what waits for it has gone on; an action ends no later than the first of those.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Place(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """An action of a rank's list, the `number`-th of those that read the same (UNSHARD of a stage comes several times)."""
+    """An action of a rank's list, the `number`-th of those that read the same (UNSHARD of a stage
+    comes several times)."""
 
     action: Action
     number: int
@@ -50,10 +52,10 @@ Durations = Mapping[Place, Mapping[Turn, float]]
 def recorded_durations_s(plan: Plan, graph: Graph, timeline: Timeline, pricing: Pricing) -> np.ndarray:
     """[actions of `graph`, data-parallel ranks] seconds of a plan's actions in a recorded step.
 
-    An action that was not recorded takes the mean of its kind and stage on its rank, else on any rank; a backward what its halves
-    took, halves their part of a whole one by `pricing`, a pair its forward and its backward; a microbatch that a replica does not have,
-    where dp does not divide them, takes nothing there. Raises `TimelineError` for a step over other ranks or stages than the plan's, and
-    for an action that no recorded one tells anything of.
+    An action that was not recorded takes the mean of its kind and stage on its rank, else on any rank; a backward what
+    its halves took, halves their part of a whole one by `pricing`, a pair its forward and its backward; a microbatch
+    that a replica does not have, where dp does not divide them, takes nothing there. Raises `TimelineError` for a step
+    over other ranks or stages than the plan's, and for an action that no recorded one tells anything of.
     """
     known = _Known(plan, _durations_s(plan, graph, timeline), pricing)
     found = np.zeros((len(graph.rank), plan.layout.dp))
@@ -87,11 +89,14 @@ def _recorded(plan: Plan, timeline: Timeline) -> dict[tuple[int, int], _Row]:
     expected = tuple(range(plan.layout.world_size))
     if timeline.global_ranks != expected:
         raise TimelineError(
-            f"the recorded step has {len(timeline.global_ranks)} ranks, the plan tp*cp*dp*pp = {len(expected)} of them. "
+            f"the recorded step has {len(timeline.global_ranks)} ranks, the plan tp*cp*dp*pp = {len(expected)} of "
+            "them. "
             "Record a step of this layout: `shardproof train PLAN -o run.timeline.json`."
         )
     if (found := int(timeline.spans.actions.stage.max()) + 1) != (stages := plan.placement.num_stages):
-        raise TimelineError(f"the recorded step has {found} stages, the plan {stages}. Record a step with the same pp and vpp.")
+        raise TimelineError(
+            f"the recorded step has {found} stages, the plan {stages}. Record a step with the same pp and vpp."
+        )
     spans: dict[int, list[tuple[float, float, Action, bool]]] = defaultdict(list)
     for span in timeline.spans:
         computes = span.action.kind in COMPUTE or span.action.kind is Kind.STEP
@@ -119,8 +124,12 @@ def _turns(actions: Iterable[Action]) -> list[Turn]:
 
 
 def _graph_of(plan: Plan, graph: Graph, rows: Sequence[_Row]) -> Graph:
-    """The waits of a recorded pipeline: the plan's own where it ran the plan's schedule, else those of the schedule that it shows."""
-    computing = [tuple(action for action in row if action.kind in COMPUTE or action.kind is Kind.STEP) for row in graph.schedule.rows()]
+    """The waits of a recorded pipeline: the plan's own where it ran the plan's schedule, else those of the
+    schedule that it shows."""
+    computing = [
+        tuple(action for action in row if action.kind in COMPUTE or action.kind is Kind.STEP)
+        for row in graph.schedule.rows()
+    ]
     if computing == [row.compute for row in rows]:
         return graph
     owners: dict[int, dict[int, int]] = defaultdict(dict)
@@ -129,7 +138,10 @@ def _graph_of(plan: Plan, graph: Graph, rows: Sequence[_Row]) -> Graph:
         for part in (part for action in row for part in action.parts if part.kind is Kind.F):
             assert part.microbatch is not None
             owners[part.stage][part.microbatch] = pp_rank
-    ranks = tuple(tuple(dict.fromkeys(of_stage[microbatch] for microbatch in sorted(of_stage))) for _, of_stage in sorted(owners.items()))
+    ranks = tuple(
+        tuple(dict.fromkeys(of_stage[microbatch] for microbatch in sorted(of_stage)))
+        for _, of_stage in sorted(owners.items())
+    )
     placement = Placement("explicit", len(rows), ranks, 1 + max(max(of_stage) for of_stage in owners.values()))
     schedule = lower(Schedule.from_rows("recorded", placement, lists))
     profile = profile_of(plan)
@@ -137,7 +149,8 @@ def _graph_of(plan: Plan, graph: Graph, rows: Sequence[_Row]) -> Graph:
 
 
 class _Walk:
-    """What all pipelines did in a step: actions, or several that are done together, with their ends and what they waited for."""
+    """What all pipelines did in a step: actions, or several that are done together, with their ends and
+    what they waited for."""
 
     def __init__(self, plan: Plan):
         couplings, order = couplings_of(plan)
@@ -172,7 +185,8 @@ class _Walk:
             self._waits[key].update(done[wait] for wait in graph.waits[:, i].tolist() if wait >= 0)
 
     def durations_s(self) -> Durations:
-        """Seconds from when all that an action waits for had ended to its own end; STEP waits for what that of any rank does."""
+        """Seconds from when all that an action waits for had ended to its own end; STEP waits for what
+        that of any rank does."""
         steps = [key for key, members in self._members.items() if members[0][1].action.kind is Kind.STEP]
         self._waits |= dict.fromkeys(steps, set().union(*(self._waits[key] for key in steps)))
         self._let_none_end_after_what_waits_for_it()
@@ -212,11 +226,15 @@ class _Known:
             return exact
         parts = [self._of_sort(part.kind, part.stage, place) for part in turn.action.parts]
         if any(part is None for part in parts):
-            raise TimelineError(f"the recorded step says nothing about {turn.action}. Record a step of a schedule that has such actions.")
+            raise TimelineError(
+                f"the recorded step says nothing about {turn.action}. Record a step of a schedule "
+                "that has such actions."
+            )
         return sum(part for part in parts if part is not None)
 
     def _of_sort(self, kind: Kind, stage: int, place: Place) -> float | None:
-        """Mean seconds of actions of a kind and stage, of what they are made of, or their part of what they are part of."""
+        """Mean seconds of actions of a kind and stage, of what they are made of, or their part of
+        what they are part of."""
         if (found := self._mean(kind, stage, place)) is not None:
             return found
         whole, first, second = (self._mean(each, stage, place) for each in (Kind.B, Kind.I, Kind.W))
@@ -234,7 +252,8 @@ class _Known:
 
 
 def _likenesses(kind: Kind, stage: int, place: Place) -> Iterator[object]:
-    """What actions have in common that take about the same time, the most alike first. All messages of a plan have one size."""
+    """What actions have in common that take about the same time, the most alike first. All messages of
+    a plan have one size."""
     yield kind, stage, place
     yield kind, stage
     if kind in SENDS:

@@ -23,16 +23,23 @@ from ..step.step import Simulation, plan_graph, report_of
 from ..variation.columns import couplings_of
 from .recorded import recorded_durations_s
 
-LANE_COMPONENTS = {Kind.STEP: "optimizer", Kind.REDUCE_GRAD: "dp_comm", Kind.UNSHARD: "dp_comm", Kind.RESHARD: "dp_comm"}
-"""Where the seconds of a kind of action go that costs nothing by its price; messages are `pp_comm`, all else is `compute`."""
+LANE_COMPONENTS = {
+    Kind.STEP: "optimizer",
+    Kind.REDUCE_GRAD: "dp_comm",
+    Kind.UNSHARD: "dp_comm",
+    Kind.RESHARD: "dp_comm",
+}
+"""Where the seconds of a kind of action go that costs nothing by its price; messages are `pp_comm`,
+all else is `compute`."""
 
 
 def simulate_recorded(plan: Plan, timelines: Sequence[Timeline]) -> Simulation:
     """The step of a plan whose actions take what they took in a recorded step (`recorded_durations_s`).
 
-    Of several recorded steps each gives one, and the one in the middle is returned; `recorded_step_time_s` of its report has them all,
-    in the order given. The seconds of an action are split by cause as its price is. Raises `TimelineError` where a recorded step does
-    not fit the plan, and `PlanError` for a plan with a variation, which is one of prices.
+    Of several recorded steps each gives one, and the one in the middle is returned; `recorded_step_time_s` of
+    its report has them all, in the order given. The seconds of an action are split by cause as its price is.
+    Raises `TimelineError` where a recorded step does not fit the plan, and `PlanError` for a plan with a
+    variation, which is one of prices.
     """
     if not plan.variation.is_nothing:
         raise PlanError("[variation] varies prices, but recorded durations replace them. Leave out one or the other.")

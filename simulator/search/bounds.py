@@ -1,8 +1,9 @@
-"""Lower bounds that decide most layouts of a search without simulating them: on the time of a step, and on the memory of its worst rank.
+"""Lower bounds that decide most layouts of a search without simulating them: on the time of a step, and on the
+memory of its worst rank.
 
-The bound of a family has computation and the collectives inside layers only, that of a cut the ramps of the pipeline too, and the sharp one
-of a plan what REDUCE_GRAD, ZeRO and STEP add.
-For 1F1B with equal stages and free messages either is the makespan itself.
+The bound of a family has computation and the collectives inside layers only, that of a cut the ramps of the pipeline
+too, and the sharp one of a plan what REDUCE_GRAD, ZeRO and STEP add. For 1F1B with equal stages and free messages
+either is the makespan itself.
 """
 
 from __future__ import annotations
@@ -26,25 +27,30 @@ from ..memory.sizes import StageSizes, stage_sizes
 from .space import Family
 
 WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "Combined1F1B"})
-"""Schedules that never split a backward: after a rank's last action the backwards of the stages before it are still to come."""
+"""Schedules that never split a backward: after a rank's last action the backwards of the stages before
+it are still to come."""
 
-WITHOUT_PAIRS = frozenset({"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBH1", "ZBH2", "ZBAuto"}) | frozenset(
-    {"ZBVZeroBubble", "VHalf", "VMin"}
-)
+WITHOUT_PAIRS = frozenset(
+    {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBH1", "ZBH2", "ZBAuto"}
+) | frozenset({"ZBVZeroBubble", "VHalf", "VMin"})
 """Schedules that never run a forward and a backward as one, hiding the exchange of tokens between experts."""
 
 ALL_IN_FLIGHT = frozenset({"GPipe", "LoopedBFS"})
 """Schedules whose ranks hold every microbatch when the first backward starts."""
 
-FILLED_IN_FLIGHT = frozenset({"1F1B", "Interleaved1F1B", "Combined1F1B", "InterleavedZeroBubble", "ZBH1", "ZBH2", "ZBAuto"})
+FILLED_IN_FLIGHT = frozenset(
+    {"1F1B", "Interleaved1F1B", "Combined1F1B", "InterleavedZeroBubble", "ZBH1", "ZBH2", "ZBAuto"}
+)
 """Schedules whose first rank holds pp microbatches of each of its stages when they are under way."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Who runs what of a placement: a slot is a stage on one of its ranks, with the microbatches it runs there; sorted by stage.
+    """Who runs what of a placement: a slot is a stage on one of its ranks, with the microbatches it
+    runs there; sorted by stage.
 
-    `first` is where each stage starts, `by_rank` sorts the slots by rank, and `rank_first` is where each rank starts then.
+    `first` is where each stage starts, `by_rank` sorts the slots by rank, and `rank_first` is
+    where each rank starts then.
     """
 
     stage: np.ndarray
@@ -64,19 +70,24 @@ class _Passes(NamedTuple):
     split: Seconds
 
     def columns(self, *, whole: bool) -> tuple[float, float, float, float]:
-        """Seconds of the forward and of the shorter backward, and the most that both exchange between experts and compute."""
+        """Seconds of the forward and of the shorter backward, and the most that both exchange
+        between experts and compute."""
         one, two = self.backward, self.backward if whole else self.split
         exchange_s = self.forward.ep_comm + max(one.ep_comm, two.ep_comm)
-        compute_s = self.forward.compute + self.forward.recompute + max(one.compute + one.recompute, two.compute + two.recompute)
+        compute_s = (
+            self.forward.compute
+            + self.forward.recompute
+            + max(one.compute + one.recompute, two.compute + two.recompute)
+        )
         return self.forward.total_s, min(one.total_s, two.total_s), exchange_s, compute_s
 
 
 def family_bound_s(family: Family, pricing: Pricing) -> float:
     """Seconds that no plan of a family can beat: the work of all its layers, shared evenly by the pipeline ranks.
 
-    However layers are cut into stages their kernels take as long, but for what the host needs longer to launch those of a stage, which
-    is left out. 0 where that is not so: where groups of ranks lie differently on different pipeline ranks, or where some layers only
-    are recomputed.
+    However layers are cut into stages their kernels take as long, but for what the host needs longer to launch those of
+    a stage, which is left out. 0 where that is not so: where groups of ranks lie differently on different pipeline
+    ranks, or where some layers only are recomputed.
     """
     plan = family.plan
     if (plan.recompute.mode == "full" and not recomputes_all(plan)) or not pricing.lies_alike():
@@ -88,7 +99,8 @@ def family_bound_s(family: Family, pricing: Pricing) -> float:
         launched_s = passes.forward.other + max(passes.backward.other, passes.split.other)
         work_s += passes.forward.total_s + min(passes.backward.total_s, passes.split.total_s) - launched_s
         exchange_s, compute_s = exchange_s + exchanged_s, compute_s + computed_s
-    if exchange_s and not pricing.profile.expert_overlap:  # where a stack overlaps all passes, what is exposed depends on the stages
+    # where a stack overlaps all passes, what is exposed depends on the stages
+    if exchange_s and not pricing.profile.expert_overlap:
         exchange_s = float(_hidden_s(plan, np.array([exchange_s]), np.array([compute_s]))[0])
     work_s -= exchange_s
     rounding_s = len(COMPONENTS) * (plan.model.num_layers + 2) / GRID
@@ -96,12 +108,12 @@ def family_bound_s(family: Family, pricing: Pricing) -> float:
 
 
 def chain_bounds_s(plan: Plan, schedules: Sequence[str], pricing: Pricing) -> Iterator[float]:
-    """For schedules of one placement seconds that no run of the plan in their order can beat, from what its stages compute and send
-    inside layers.
+    """For schedules of one placement seconds that no run of the plan in their order can beat, from what its stages
+    compute and send inside layers.
 
-    Before a rank's first forward those of the lower stages have to run once, after its last backward those of its lower stages; in
-    between it computes all its microbatches. Where backwards are split, a rank may fill the time after its last input gradient with
-    weight gradients, so nothing is counted then.
+    Before a rank's first forward those of the lower stages have to run once, after its last backward those of its lower
+    stages; in between it computes all its microbatches. Where backwards are split, a rank may fill the time after its
+    last input gradient with weight gradients, so nothing is counted then.
     """
     slots = _slots_of(plan.placement)
     passes = [_Passes(*pricing.unsharded(*place)) for place in _places(slots)]
@@ -115,24 +127,28 @@ def chain_bounds_s(plan: Plan, schedules: Sequence[str], pricing: Pricing) -> It
 
 
 def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
-    """The same with what ZeRO sends inside forwards and backwards, with the reduction of the last stage's gradients, and with the
-    optimizer step: after clipping the slowest of all ranks, else each rank's own."""
+    """The same with what ZeRO sends inside forwards and backwards, with the reduction of the last stage's gradients,
+    and with the optimizer step: after clipping the slowest of all ranks, else each rank's own."""
     slots, schedule = _slots_of(plan.placement), "" if plan.schedule.file else plan.schedule.name
     whole, places = schedule in WHOLE_BACKWARDS, _places(slots)
     passes = [_sharded(pricing, *place, whole=whole) for place in places]
     ends_s, drains_s = _chains(plan, slots, passes, whole=whole, pairs=schedule not in WITHOUT_PAIRS)
     after_s = np.array([_after_s(pricing, *place) for place in places])
     done_s = ends_s + np.minimum.reduceat(after_s[slots.by_rank], slots.rank_first)
-    step_s = np.array([pricing.seconds(Kind.STEP, *places[i]).total_s for i in slots.by_rank[slots.rank_first].tolist()])
-    drained_s = float((ends_s + drains_s).max() + after_s[: slots.first[1]].min()) if whole and len(slots.first) > 1 else 0.0
+    step_s = np.array(
+        [pricing.seconds(Kind.STEP, *places[i]).total_s for i in slots.by_rank[slots.rank_first].tolist()]
+    )
+    drained_s = (
+        float((ends_s + drains_s).max() + after_s[: slots.first[1]].min()) if whole and len(slots.first) > 1 else 0.0
+    )
     if plan.optimizer.clip_grad_norm:
         return max(float(done_s.max()), drained_s) + float(step_s.max())
     return max(float((done_s + step_s).max()), drained_s + float(step_s.min()) if drained_s else 0.0)
 
 
 def memory_bound_bytes(plan: Plan) -> int:
-    """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on the first rank, or
-    on the rank of the last stage, which keeps the logits."""
+    """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on the
+    first rank, or on the rank of the last stage, which keeps the logits."""
     sizes, profile = stage_sizes(plan), memory_profile(plan)
     owned = plan.placement.stages_of_ranks
     found = 0
@@ -142,12 +158,17 @@ def memory_bound_bytes(plan: Plan) -> int:
         summed = sum(size.gradients_bytes for size in held)
         count = _in_flight(plan, stage)
         steady = not profile.growing_gradients or plan.num_microbatches >= 3 * plan.layout.pp
-        found = max(found, resting + summed, resting + _running(held, sizes[stage], count) + (summed if steady and _fills(plan) else 0))
+        found = max(
+            found,
+            resting + summed,
+            resting + _running(held, sizes[stage], count) + (summed if steady and _fills(plan) else 0),
+        )
     return found
 
 
 def _running(held: list[StageSizes], running: StageSizes, count: int) -> int:
-    """Activations of a rank that holds so many microbatches of each stage; the backward of the only one needs more than it keeps."""
+    """Activations of a rank that holds so many microbatches of each stage; the backward of the only one
+    needs more than it keeps."""
     kept = count * sum(size.tape.kept_bytes for size in held)
     return kept + running.tape.backward_bytes - running.tape.kept_bytes if count == 1 else kept
 
@@ -177,7 +198,9 @@ def _after_s(pricing: Pricing, stage: int, replica: int) -> float:
     return max(tail_s, reduce_s - lead_s)
 
 
-def _chains(plan: Plan, slots: _Slots, passes: list[_Passes], *, whole: bool, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
+def _chains(
+    plan: Plan, slots: _Slots, passes: list[_Passes], *, whole: bool, pairs: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Of every rank: when its own work can have ended, and how long the backwards of lower stages take after it."""
     forward_s, backward_s, exchange_s, compute_s = np.array([each.columns(whole=whole) for each in passes]).T
     busy_s = _per_rank(slots, slots.count * (forward_s + backward_s))
@@ -185,16 +208,20 @@ def _chains(plan: Plan, slots: _Slots, passes: list[_Passes], *, whole: bool, pa
         busy_s -= _hidden_s(plan, _per_rank(slots, slots.count * exchange_s), _per_rank(slots, slots.count * compute_s))
         busy_s -= _per_rank(slots, slots.count) / GRID
         forward_s, backward_s = (column - exchange_s for column in (forward_s, backward_s))
-    before_s, after_s = (_below(np.minimum.reduceat(column, slots.first))[slots.stage] for column in (forward_s, backward_s))
-    begins_s, drains_s = (np.minimum.reduceat(column[slots.by_rank], slots.rank_first) for column in (before_s, after_s))
+    before_s, after_s = (
+        _below(np.minimum.reduceat(column, slots.first))[slots.stage] for column in (forward_s, backward_s)
+    )
+    begins_s, drains_s = (
+        np.minimum.reduceat(column[slots.by_rank], slots.rank_first) for column in (before_s, after_s)
+    )
     return begins_s + busy_s, drains_s
 
 
 def _hidden_s(plan: Plan, exchange_s: np.ndarray, compute_s: np.ndarray) -> np.ndarray:
     """The most that pairs of a rank can hide of all its exchanges of tokens behind all its computation.
 
-    What a pair hides is concave in both and grows in proportion to them (`Pricing.price`), so it is no more for all pairs together
-    than for one pair of their sums, and each pair's price is rounded once.
+    What a pair hides is concave in both and grows in proportion to them (`Pricing.price`), so it is no more for all
+    pairs together than for one pair of their sums, and each pair's price is rounded once.
     """
     cluster = plan.cluster
     pairs = zip(exchange_s.tolist(), compute_s.tolist(), strict=True)

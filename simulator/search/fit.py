@@ -23,7 +23,8 @@ NOT_TRIED = "Try zero, recompute, micro or more tp: the schedule is too long to 
 
 @dataclass(frozen=True)
 class Fit:
-    """`report` has the JSON keys of the interface but `remedies`; `per_rank` in it holds one entry per pipeline rank."""
+    """`report` has the JSON keys of the interface but `remedies`; `per_rank` in it holds one
+    entry per pipeline rank."""
 
     plan: Plan
     report: dict[str, Any]
@@ -35,7 +36,8 @@ class Fit:
 
     @cached_property
     def remedies(self) -> list[dict[str, Any]]:
-        """The smallest changes with which a plan that does not fit does, each tried; empty for a plan that fits, or where none helps."""
+        """The smallest changes with which a plan that does not fit does, each tried; empty for a plan that
+        fits, or where none helps."""
         return [] if self.fits else remedies(self.plan)
 
     @property
@@ -56,14 +58,19 @@ class Fit:
         if not self.remedies:
             return NOTHING_HELPS if is_tried(self.plan) else NOT_TRIED
         best = self.remedies[0]
-        return f"It fits with {' '.join(f'--set {text}' for text in best['set'])} ({format_bytes(best['peak_memory_bytes'])})."
+        return (
+            f"It fits with {' '.join(f'--set {text}' for text in best['set'])} "
+            f"({format_bytes(best['peak_memory_bytes'])})."
+        )
 
 
 def fit(plan: Plan) -> Fit:
-    """Peak memory of every pipeline rank against what is usable of its device (`capacity`), of its smallest where classes differ.
+    """Peak memory of every pipeline rank against what is usable of its device (`capacity`), of its
+    smallest where classes differ.
 
-    The report tells of the rank with the least to spare. Of the sizes of a device `device_bytes` is its total and `capacity_bytes` what a
-    peak of live tensors may be; `reserved_memory_bytes` is what the allocator is expected to hold at the peak.
+    The report tells of the rank with the least to spare. Of the sizes of a device `device_bytes` is its total
+    and `capacity_bytes` what a peak of live tensors may be; `reserved_memory_bytes` is what the allocator is
+    expected to hold at the peak.
     """
     found, ranks = spare_of(plan), representatives(plan)
     tightest = found.tightest

@@ -32,9 +32,10 @@ def is_tried(plan: Plan) -> bool:
 def remedies(plan: Plan) -> list[dict[str, Any]]:
     """Changes that make a plan fit on its devices, the fastest step first.
 
-    `set` has texts for `--set`, `peak_memory_bytes` is the changed plan's heaviest rank's, `step_time_s` its step, None where it was not
-    simulated. Of every knob the first value that is enough counts; where no single one is, those that cost no communication are turned
-    together, and one more with them. Empty where nothing helps, and where nothing is tried (`is_tried`).
+    `set` has texts for `--set`, `peak_memory_bytes` is the changed plan's heaviest rank's, `step_time_s` its step,
+    None where it was not simulated. Of every knob the first value that is enough counts; where no single one is,
+    those that cost no communication are turned together, and one more with them. Empty where nothing helps, and
+    where nothing is tried (`is_tried`).
     """
     if not is_tried(plan):
         return []
@@ -68,7 +69,8 @@ def _knobs(plan: Plan) -> Iterator[Iterator[Changes]]:
 
 
 def _all_in_place(plan: Plan) -> dict[str, Any]:
-    """All that can be had without moving more bytes: the smallest microbatch, full recomputation, sequence parallelism."""
+    """All that can be had without moving more bytes: the smallest microbatch, full recomputation,
+    sequence parallelism."""
     changes: dict[str, Any] = {}
     if smaller := list(_smaller_micro(plan)):
         changes["batch.micro"] = smaller[-1]

@@ -1,9 +1,9 @@
 """`search`: which layout of a model on a cluster is fastest, and why the others lost.
 
-Every combination of degrees, microbatch, recompute, ZeRO stage and schedule is decided: by a rule of the plan, by a lower bound on its
-time, by memory, or by a full simulation. What has the lowest bound is looked at next: a family is split into cuts, these into plans, each
-with a sharper bound than before, and plans are simulated, until no bound is below the slowest of the best ones found. So the ranking is
-that of simulating everything.
+Every combination of degrees, microbatch, recompute, ZeRO stage and schedule is decided: by a rule of the plan, by a
+lower bound on its time, by memory, or by a full simulation. What has the lowest bound is looked at next: a family is
+split into cuts, these into plans, each with a sharper bound than before, and plans are simulated, until no bound is
+below the slowest of the best ones found. So the ranking is that of simulating everything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ NUM_RANKED = 10
 """Candidates in the report."""
 
 MAX_SIMULATIONS = 200
-"""Simulations after which the search stops even if bounds are left below the best; the report then says so under `rejected`."""
+"""Simulations after which the search stops even if bounds are left below the best; the report then
+says so under `rejected`."""
 
 SHARED_WITH_PLANS = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer", "data_parallel")
 """What a search space takes from a plan."""
@@ -61,12 +62,14 @@ class SearchResult:
 
 
 def search(space: SearchSpace | Plan) -> SearchResult:
-    """The ranked layouts of a search space; of a plan, all but its layout, microbatch, recomputation and schedule is taken.
+    """The ranked layouts of a search space; of a plan, all but its layout, microbatch,
+    recomputation and schedule is taken.
 
-    Raises `PlanError` when values are pinned that a search cannot take, or pinned degrees that do not make the number of devices.
+    Raises `PlanError` when values are pinned that a search cannot take, or pinned degrees that do not
+    make the number of devices.
 
-    `rejected` counts combinations of all free values, each by what decided it first; where a rule already forbids the degrees or the
-    microbatch, all combinations with them count once.
+    `rejected` counts combinations of all free values, each by what decided it first; where a rule already forbids the
+    degrees or the microbatch, all combinations with them count once.
     """
     started = perf_counter()
     tally = Tally()
@@ -88,7 +91,8 @@ def _best(space: SearchSpace, tally: Tally) -> list[Simulation]:
     place = count()
     shared: dict[tuple[object, ...], Any] = {}
     queue: list[tuple[float, int, Family | Cut | Plan]] = [
-        (family_bound_s(family, Pricing(family.plan, shared=shared)), next(place), family) for family in families(space, tally)
+        (family_bound_s(family, Pricing(family.plan, shared=shared)), next(place), family)
+        for family in families(space, tally)
     ]
     heapq.heapify(queue)
     ranked: list[tuple[float, int, Simulation]] = []
@@ -128,7 +132,9 @@ def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[
     """Every cut of a family with its cheap bound."""
     for alike in cuts(family):
         plan = alike[0].plan
-        yield from zip(chain_bounds_s(plan, [cut.schedule for cut in alike], Pricing(plan, shared=shared)), alike, strict=True)
+        yield from zip(
+            chain_bounds_s(plan, [cut.schedule for cut in alike], Pricing(plan, shared=shared)), alike, strict=True
+        )
 
 
 def _fitting(cut: Cut, space: SearchSpace, tally: Tally) -> Iterator[tuple[float, Plan]]:
@@ -141,7 +147,8 @@ def _fitting(cut: Cut, space: SearchSpace, tally: Tally) -> Iterator[tuple[float
 
 
 def _misfit(plan: Plan) -> str | None:
-    """Why a plan cannot run: its worst rank holds too much, or its order needs more stages gathered at a time than are pinned."""
+    """Why a plan cannot run: its worst rank holds too much, or its order needs more stages gathered at a
+    time than are pinned."""
     try:
         heaviest = worst(_memories(plan))
     except ScheduleError:

@@ -1,4 +1,5 @@
-"""Which number of the cluster, improved by a tenth, shortens the step most: every rate and latency in turn, all else equal."""
+"""Which number of the cluster, improved by a tenth, shortens the step most: every rate and latency in
+turn, all else equal."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def sensitivity(plan: Plan) -> tuple[Gain, ...]:
 
 
 def improvements(cluster: ClusterSpec, dtype: str) -> Iterator[tuple[str, ClusterSpec]]:
-    """(field, the cluster with that field improved) for every field that is used at all; `dtype` is that of the products."""
+    """(field, the cluster with that field improved) for every field that is used at all; `dtype` is
+    that of the products."""
     for name in RATES:
         yield from _changed(cluster, name, 1 + IMPROVEMENT)
     for name in SHARES:

@@ -1,6 +1,8 @@
-"""Which layouts a search looks at: degrees, microbatch, schedule, sequence parallelism, recomputation and ZeRO, as far as they are free.
+"""Which layouts a search looks at: degrees, microbatch, schedule, sequence parallelism, recomputation and ZeRO,
+as far as they are free.
 
-They come in families, whose layers cost the same; a family has cuts, which differ in more than the ZeRO stage, and a cut has plans.
+They come in families, whose layers cost the same; a family has cuts, which differ in more than the ZeRO
+stage, and a cut has plans.
 """
 
 from __future__ import annotations
@@ -31,27 +33,46 @@ _ZERO_BUBBLE = ("1F1B", "Interleaved1F1B", "ZBH1", "ZBH2", "ZBVZeroBubble", "VHa
 
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "shardproof": _ALL,
-    "torchtitan": ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+    "torchtitan": (
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ),
     **dict.fromkeys(("megatron-te", "nemo-24.05", "nemo-25.02"), ("1F1B", "Interleaved1F1B", "Combined1F1B")),
     **dict.fromkeys(("megatron-2021", "megatron-2022", "megatron-2023"), ("GPipe", "1F1B", "Interleaved1F1B")),
     **dict.fromkeys(
-        ("megatron-deepspeed", "megatron-deepspeed-2023", "deepspeed-zero3", "megatron-fsdp", "fsdp", "fsdp-1.13", "xla"), ("1F1B",)
+        (
+            "megatron-deepspeed",
+            "megatron-deepspeed-2023",
+            "deepspeed-zero3",
+            "megatron-fsdp",
+            "fsdp",
+            "fsdp-1.13",
+            "xla",
+        ),
+        ("1F1B",),
     ),
     "nanotron": ("GPipe", "1F1B"),
     **dict.fromkeys(("zero-bubble", "zero-bubble-te", "zero-bubble-flash"), _ZERO_BUBBLE),
 }
-"""Schedules tried unless one is pinned, by `runtime.profile`: those that the stack runs. Ours runs the whole catalog, of which ZBAuto,
-itself a search over orders, is tried only when it is pinned; torch.distributed.pipelining has `get_schedule_class` (schedules.py);
-Megatron-Core `get_forward_backward_func` (pipeline_parallel/schedules.py) and `--overlap-moe-expert-parallel-comm`; Megatron-LM of 2021
-had GPipe until PipeDream-flush replaced it (Narayanan et al. 2021, section 2.2); DeepSpeed's `TrainSchedule` is 1F1B, nanotron has
-all-forward-all-backward beside it; stacks without pipelines have one stage."""
+"""Schedules tried unless one is pinned, by `runtime.profile`: those that the stack runs. Ours runs the whole catalog,
+of which ZBAuto, itself a search over orders, is tried only when it is pinned; torch.distributed.pipelining has
+`get_schedule_class` (schedules.py); Megatron-Core `get_forward_backward_func` (pipeline_parallel/schedules.py) and
+`--overlap-moe-expert-parallel-comm`; Megatron-LM of 2021 had GPipe until PipeDream-flush replaced it (Narayanan et al.
+2021, section 2.2); DeepSpeed's `TrainSchedule` is 1F1B, nanotron has all-forward-all-backward beside it; stacks without
+pipelines have one stage."""
 
 MAX_CHUNKS = 8
 """Most stages per pipeline rank tried unless vpp is pinned."""
 
 MIN_CONTEXT_TOKENS = 4096
-"""Fewest tokens that context parallelism leaves a rank unless cp is pinned: the ring's exchange hides behind attention, which grows with
-the square, and shorter parts were never worth a cut (Llama 3, arXiv 2407.21783, section 3.3.2: cp=16 at 131,072 tokens, 1 at 8,192)."""
+"""Fewest tokens that context parallelism leaves a rank unless cp is pinned: the ring's exchange hides behind attention,
+which grows with the square, and shorter parts were never worth a cut (Llama 3, arXiv 2407.21783, section 3.3.2: cp=16
+at 131,072 tokens, 1 at 8,192)."""
 
 RECOMPUTE_MODES = ("none", "selective", "full")
 
@@ -80,8 +101,8 @@ class Skeleton(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Layouts that differ in chunks, schedule and ZeRO stage only, so that their layers cost the same: one plan of them, and what
-    makes the others."""
+    """Layouts that differ in chunks, schedule and ZeRO stage only, so that their layers cost the same: one plan of
+    them, and what makes the others."""
 
     plan: Plan
     skeletons: tuple[Skeleton, ...]
@@ -114,7 +135,10 @@ class Pinned:
 
     def __post_init__(self) -> None:
         if "schedule.file" in self.space.pinned:
-            raise PlanError("a search chooses among schedules by name, and a CSV file fits one layout only. Give --schedule NAME, or none.")
+            raise PlanError(
+                "a search chooses among schedules by name, and a CSV file fits one layout only. Give "
+                "--schedule NAME, or none."
+            )
 
     def values(self, key: str, otherwise: Any) -> tuple[Any, ...]:
         """The pinned value alone, or what a search tries."""
@@ -126,8 +150,8 @@ class Pinned:
 
 
 def families(space: SearchSpace, tally: Tally) -> Iterator[Family]:
-    """All families that obey the rules. Counts what breaks a rule: where the degrees, the chunks or the microbatch do, all combinations
-    with them once."""
+    """All families that obey the rules. Counts what breaks a rule: where the degrees, the chunks or the microbatch do,
+    all combinations with them once."""
     pinned = Pinned(space)
     _check_recompute(space, pinned)
     found = False
@@ -136,7 +160,9 @@ def families(space: SearchSpace, tally: Tally) -> Iterator[Family]:
         chunks = pinned.values("layout.vpp", range(1, MAX_CHUNKS + 1) if degrees["pp"] > 1 else (1,))
         for micro in pinned.values("batch.micro", MICRO_SIZES):
             batch = replace(space.batch, micro_size=micro)
-            skeletons = [each for vpp in chunks for each in _skeletons(space, pinned, tally, {**degrees, "vpp": vpp}, batch)]
+            skeletons = [
+                each for vpp in chunks for each in _skeletons(space, pinned, tally, {**degrees, "vpp": vpp}, batch)
+            ]
             zeros = _zeros(space, pinned, tally, skeletons[0].layout) if skeletons else ()
             if zeros:
                 for plan in _recomputed(space, pinned, skeletons[0], batch, zeros[0]):
@@ -171,7 +197,8 @@ def _with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, ze
 
 
 def _changed(plan: Plan, **nouns: Any) -> Plan:
-    """The plan with nouns that are known to obey the rules: as `dataclasses.replace`, which would check all of them every time."""
+    """The plan with nouns that are known to obey the rules: as `dataclasses.replace`, which would check
+    all of them every time."""
     made = object.__new__(Plan)
     made.__dict__.update({name: nouns[name] if name in nouns else getattr(plan, name) for name in _NOUNS})
     return made
@@ -181,7 +208,8 @@ _NOUNS = tuple(entry.name for entry in fields(Plan))
 
 
 def _degrees(space: SearchSpace, pinned: Pinned) -> Iterator[dict[str, Any]]:
-    """Degrees, of which tp*cp*pp*dp is the number of devices; experts are spread in every way. Heads are cut evenly unless tp is pinned."""
+    """Degrees, of which tp*cp*pp*dp is the number of devices; experts are spread in every way. Heads are cut
+    evenly unless tp is pinned."""
     devices, model = space.cluster.num_devices, space.model
     even = [degree for degree in divisors(devices) if model.num_kv_heads % degree == 0]
     for tp in pinned.values("layout.tp", even):
@@ -196,7 +224,9 @@ def _degrees(space: SearchSpace, pinned: Pinned) -> Iterator[dict[str, Any]]:
 def _context_degrees(space: SearchSpace, devices: int) -> list[int]:
     """Degrees of context parallelism that leave a rank enough tokens."""
     sequence = space.batch.sequence
-    return [cp for cp in divisors(devices) if cp == 1 or (sequence // cp >= MIN_CONTEXT_TOKENS and sequence % (2 * cp) == 0)]
+    return [
+        cp for cp in divisors(devices) if cp == 1 or (sequence // cp >= MIN_CONTEXT_TOKENS and sequence % (2 * cp) == 0)
+    ]
 
 
 def _expert_degrees(space: SearchSpace, pinned: Pinned, tp: int, ranks: int) -> Iterator[tuple[int, int | None]]:
@@ -215,16 +245,22 @@ def _no_degrees(space: SearchSpace) -> str:
     pinned = {key.removeprefix("layout."): value for key, value in space.pinned.items() if key in DEGREES}
     given = "*".join(pinned) + "=" + "*".join(map(str, pinned.values()))
     return (
-        f"{given} does not divide {devices} devices, or leaves no pp of at most num_layers={model.num_layers}, so there is no layout to "
-        f"choose from. Leave these degrees to the search, or use divisors of {devices}: {', '.join(map(str, divisors(devices)))}."
+        f"{given} does not divide {devices} devices, or leaves no pp of at most num_layers={model.num_layers}, so "
+        "there is no layout to "
+        f"choose from. Leave these degrees to the search, or use divisors of {devices}: "
+        f"{', '.join(map(str, divisors(devices)))}."
     )
 
 
-def _skeletons(space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], batch: Batch) -> list[Skeleton]:
+def _skeletons(
+    space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], batch: Batch
+) -> list[Skeleton]:
     """Which schedules can run with these degrees and microbatch, those of one placement together."""
     names = pinned.values("schedule.name", _names(space, degrees["pp"], degrees["vpp"]))
     try:
-        layout = Layout(**degrees, order=pinned.one("layout.order", DEFAULT_ORDER), stages=_stages(space, pinned, degrees))
+        layout = Layout(
+            **degrees, order=pinned.one("layout.order", DEFAULT_ORDER), stages=_stages(space, pinned, degrees)
+        )
         layout = replace(layout, sequence_parallel=_must_cut_sequence(layout))
     except LayoutError:
         tally.reject("illegal-layout")
@@ -256,7 +292,8 @@ def _stages(space: SearchSpace, pinned: Pinned, degrees: dict[str, Any]) -> str 
 
 
 def _names(space: SearchSpace, pp: int, vpp: int) -> list[str]:
-    """Schedules for so many ranks and chunks; on one rank all orders of whole passes are plain gradient accumulation."""
+    """Schedules for so many ranks and chunks; on one rank all orders of whole passes are plain
+    gradient accumulation."""
     if pp == 1:
         return ["1F1B"]
     return [name for name in SCHEDULES[space.runtime.profile] if CATALOG[name].nearest_vpp(vpp) == vpp]
@@ -272,7 +309,9 @@ def _zeros(space: SearchSpace, pinned: Pinned, tally: Tally, layout: Layout) -> 
     zeros = pinned.values("layout.zero", (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0,))
     if space.data_parallel.shard is None:
         return zeros
-    broken = broken_rules({"data_parallel": DataParallel(shard=space.data_parallel.shard), "layout": replace(layout, zero=1)})
+    broken = broken_rules(
+        {"data_parallel": DataParallel(shard=space.data_parallel.shard), "layout": replace(layout, zero=1)}
+    )
     if not broken:
         return zeros
     tally.reject(broken[0].rule.name)
@@ -291,7 +330,10 @@ def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: B
             recompute = _recompute(mode, pinned, space)
             if split and recompute.distribute:  # tokens that are cut leave nothing to distribute
                 continue
-            nouns: dict[str, Any] = {"layout": replace(layout, sequence_parallel=split, zero=zero), "recompute": recompute}
+            nouns: dict[str, Any] = {
+                "layout": replace(layout, sequence_parallel=split, zero=zero),
+                "recompute": recompute,
+            }
             if first is None:
                 plan = Plan(**_shared_nouns(space), batch=batch, schedule=ScheduleChoice(schedule), **nouns)
                 first = _with_zero(plan, space, pinned, schedule, zero)
@@ -301,12 +343,17 @@ def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: B
 
 
 def _recompute(mode: Any, pinned: Pinned, space: SearchSpace) -> Recompute:
-    """The mode with what the user fixed about it. A stack that goes by operations keeps the attention core unless the user names it."""
+    """The mode with what the user fixed about it. A stack that goes by operations keeps the attention core
+    unless the user names it."""
     if mode == "full":
         limits = {name: pinned.one(f"recompute.{name}") for name in ("num_layers", "layers")}
         return Recompute(mode, distribute=bool(pinned.one("recompute.distribute", False)), **limits)
     usual = ("norm",) if PROFILES[space.runtime.profile].selective_operators else Recompute().modules
-    return Recompute(mode, modules=tuple(pinned.one("recompute.modules", usual))) if mode == "selective" else Recompute(mode)
+    return (
+        Recompute(mode, modules=tuple(pinned.one("recompute.modules", usual)))
+        if mode == "selective"
+        else Recompute(mode)
+    )
 
 
 def _check_recompute(space: SearchSpace, pinned: Pinned) -> None:

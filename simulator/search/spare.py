@@ -14,7 +14,8 @@ from ..step.step import lowered_schedule
 
 @dataclass(frozen=True)
 class Spare:
-    """`memories` and `capacities` of the pipeline ranks; `tightest` is the one with the least to spare, of several the lowest."""
+    """`memories` and `capacities` of the pipeline ranks; `tightest` is the one with the least to spare,
+    of several the lowest."""
 
     memories: Sequence[RankMemory]
     capacities: Sequence[Capacity]
@@ -22,7 +23,10 @@ class Spare:
     @property
     def tightest(self) -> int:
         """Index of that rank."""
-        spare = [capacity.usable_bytes - memory.peak_bytes for memory, capacity in zip(self.memories, self.capacities, strict=True)]
+        spare = [
+            capacity.usable_bytes - memory.peak_bytes
+            for memory, capacity in zip(self.memories, self.capacities, strict=True)
+        ]
         return spare.index(min(spare))
 
     @property

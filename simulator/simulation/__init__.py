@@ -1,1 +1,2 @@
-"""One plan simulated, whatever it says: equal or differing replicas, recorded durations, several modules. Explains, and never searches."""
+"""One plan simulated, whatever it says: equal or differing replicas, recorded durations, several modules.
+Explains, and never searches."""

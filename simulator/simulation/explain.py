@@ -1,4 +1,5 @@
-"""The parts of `simulate`'s report that explain it: idle time by cause, critical path, what variation does, and what would help."""
+"""The parts of `simulate`'s report that explain it: idle time by cause, critical path, what variation
+does, and what would help."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def explanation(simulation: Simulation | ModularSimulation) -> dict[str, Any]:
     pp_rank = simulation.global_ranks.index(simulation.report["bubble_rank"])
     path = critical_path(simulation.run, simulation.prices)
     prices = None if simulation.recorded else simulation.prices
-    return {"idle_s": [idle.report() for idle in idle_of(simulation.run, pp_rank, prices)], "critical_path": path.report()}
+    return {
+        "idle_s": [idle.report() for idle in idle_of(simulation.run, pp_rank, prices)],
+        "critical_path": path.report(),
+    }
 
 
 def idle_rows(report: Mapping[str, Any]) -> list[Row]:
@@ -37,7 +41,12 @@ def path_rows(report: Mapping[str, Any]) -> list[Row]:
     """The critical path by rank, kind and stage."""
     rows = report["critical_path"]["by_action"]
     shown: list[Row] = [
-        (format_s(row["seconds"]), _share(row["seconds"], report), f"{row['count']} x {row['of']}", _of_rank(row["pp_rank"]))
+        (
+            format_s(row["seconds"]),
+            _share(row["seconds"], report),
+            (f"{row['count']} x {row['of']}"),
+            _of_rank(row["pp_rank"]),
+        )
         for row in rows[:MOST_SHOWN]
     ]
     if rest := rows[MOST_SHOWN:]:
@@ -47,7 +56,8 @@ def path_rows(report: Mapping[str, Any]) -> list[Row]:
 
 
 def variation_rows(report: Mapping[str, Any]) -> list[Row]:
-    """What slow devices and links, drawn steps and failures make of the step; empty where a plan says nothing of them."""
+    """What slow devices and links, drawn steps and failures make of the step; empty where a plan
+    says nothing of them."""
     return [*_difference_rows(report.get("variation", {})), *_goodput_rows(report.get("goodput", {}))]
 
 
@@ -66,7 +76,10 @@ def _difference_rows(told: Mapping[str, Any]) -> Iterator[Row]:
     if not told:
         return
     nominal = format_s(told["nominal_step_time_s"])
-    yield "without differences", f"{nominal}; the slowest replica, {told['replica']}, takes {told['slowed_by']:.4g} times as long"
+    yield (
+        "without differences",
+        (f"{nominal}; the slowest replica, {told['replica']}, takes {told['slowed_by']:.4g} times as long"),
+    )
     for entry in told.get("device_classes", ()):
         over = ", which does not fit" if entry["peak_memory_bytes"] > entry["capacity_bytes"] else ""
         peak = f"{format_bytes(entry['peak_memory_bytes'])} of {format_bytes(entry['capacity_bytes'])}"
@@ -83,9 +96,15 @@ def _difference_rows(told: Mapping[str, Any]) -> Iterator[Row]:
 
 def _goodput_rows(told: Mapping[str, Any]) -> Iterator[Row]:
     if told:
-        yield "a failure every", f"{_long(told['job_mtbf_s'])}; a checkpoint every {_long(told['checkpoint_interval_s'])}"
+        yield (
+            "a failure every",
+            (f"{_long(told['job_mtbf_s'])}; a checkpoint every {_long(told['checkpoint_interval_s'])}"),
+        )
         best = _long(told["daly_interval_s"])
-        yield "goodput", f"{told['goodput']:.2%}, {format_count(told['tokens_per_s'])} tokens per second (best interval {best})"
+        yield (
+            "goodput",
+            (f"{told['goodput']:.2%}, {format_count(told['tokens_per_s'])} tokens per second (best interval {best})"),
+        )
 
 
 def _long(seconds: float) -> str:

@@ -22,14 +22,17 @@ def simulate(plan: ModularPlan, *, durations: Sequence[Timeline] = ()) -> Modula
 def simulate(plan: Plan | ModularPlan, *, durations: Sequence[Timeline] = ()) -> Simulation | ModularSimulation:
     """The predicted step of a plan. Raises `ScheduleError` when its schedule does not fit or cannot run.
 
-    One rank per pipeline rank is simulated: tensor- and data-parallel rank 0. Its peers run the same actions at the same time. Where
-    replicas lie differently over nodes, or the plan's `variation` says that they differ, all are simulated, and the slowest is told.
-    With `durations`, recorded steps of the plan's ranks and stages, actions take what they took there instead of their prices; the
-    recorded schedule may be another one. Memory and bytes are predicted as ever. A plan of modules is run as a whole (`modules`).
+    One rank per pipeline rank is simulated: tensor- and data-parallel rank 0. Its peers run the same actions at the
+    same time. Where replicas lie differently over nodes, or the plan's `variation` says that they differ, all are
+    simulated, and the slowest is told. With `durations`, recorded steps of the plan's ranks and stages, actions take
+    what they took there instead of their prices; the recorded schedule may be another one. Memory and bytes are
+    predicted as ever. A plan of modules is run as a whole (`modules`).
     """
     if isinstance(plan, ModularPlan):
         if durations:
-            raise PlanError("recorded durations are those of one model's plan, and this one has [[modules]]. Leave them out.")
+            raise PlanError(
+                "recorded durations are those of one model's plan, and this one has [[modules]]. Leave them out."
+            )
         return simulate_modules(plan)
     if durations:
         return simulate_recorded(plan, durations)

@@ -1,9 +1,11 @@
-"""fp8 by delayed scaling: what it takes that ranks agree on the largest magnitudes of operands after every pass of a stage.
+"""fp8 by delayed scaling: what it takes that ranks agree on the largest magnitudes of operands
+after every pass of a stage.
 
-Transformer Engine joins the magnitudes of all layers that a device holds, whichever of its stages ran, takes their maxima over a group
-by one all-reduce that nothing runs beside, and moves histories and scales on by one kernel: when a stage's forward ends, and again when
-its backward does (pytorch/fp8.py at v1.13, `fp8_autocast_exit` and `reduce_and_update_fp8_tensors`). The group is Megatron-Core's
-(parallel_state.py, `get_amax_reduction_group`): all replicas of a pipeline rank, or with `tp_only_amax_red` one.
+Transformer Engine joins the magnitudes of all layers that a device holds, whichever of its stages ran, takes their
+maxima over a group by one all-reduce that nothing runs beside, and moves histories and scales on by one kernel: when a
+stage's forward ends, and again when its backward does (pytorch/fp8.py at v1.13, `fp8_autocast_exit` and
+`reduce_and_update_fp8_tensors`). The group is Megatron-Core's (parallel_state.py, `get_amax_reduction_group`): all
+replicas of a pipeline rank, or with `tp_only_amax_red` one.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ PRODUCTS_OF_LAYER = 4
 """Linear layers of a transformer layer, beside further experts, whose few bytes change nothing."""
 
 AMAXES = {True: 2, False: 3}
-"""Magnitudes kept for one of them, backward (the output's gradient, the input's) and forward (input, weight, output), fp32 each
-(pytorch/constants.py and csrc/common.h, `FP8FwdTensors` and `FP8BwdTensors`)."""
+"""Magnitudes kept for one of them, backward (the output's gradient, the input's) and forward (input, weight, output),
+fp32 each (pytorch/constants.py and csrc/common.h, `FP8FwdTensors` and `FP8BwdTensors`)."""
 
 AMAX_BYTES = 4
 UPDATE_KERNELS = 2
-"""One that joins magnitudes to a buffer, one that updates histories and scales (common/recipe/delayed_scaling.cu, `kernel_bulk`)."""
+"""One that joins magnitudes to a buffer, one that updates histories and scales
+(common/recipe/delayed_scaling.cu, `kernel_bulk`)."""
 
 AMAX_CALLS = 3
 """Calls of the host for them: the join, the all-reduce, the update, each with lists of all the device's tensors."""

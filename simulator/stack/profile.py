@@ -12,79 +12,80 @@ from .casts import TRANSFORMER_ENGINE_CASTS, Casts
 from .delayed_scaling import AmaxRanks
 
 TensorOverlap = Literal["none", "backward", "forward", "all"]
-"""Which tensor-parallel collectives run beside products: none; those of the backward, launched beside the weight-gradient product
-(Megatron's asynchronous all-reduce); those of the forward, cut into chunks (async TP: 20% less time for the forward of Llama 3 70B and
-8% for all of the step; discuss.pytorch.org/t/209487); or both (Transformer Engine's userbuffers)."""
+"""Which tensor-parallel collectives run beside products: none; those of the backward, launched beside the
+weight-gradient product (Megatron's asynchronous all-reduce); those of the forward, cut into chunks (async TP: 20% less
+time for the forward of Llama 3 70B and 8% for all of the step; discuss.pytorch.org/t/209487); or both (Transformer
+Engine's userbuffers)."""
 
 
 AttentionKernel = Literal["best", "flash-2", "flash-1", "triton"]
-"""Which fused attention: the best for the device (what its efficiencies are of), FlashAttention-2, the first FlashAttention, or that in
-Triton."""
+"""Which fused attention: the best for the device (what its efficiencies are of), FlashAttention-2, the first
+FlashAttention, or that in Triton."""
 
 FLASH_ATTENTION_1_SHARE = 0.53
 """Rate of FlashAttention as a share of FlashAttention-2: 25-40% against 50-73% of the peak (Dao 2023, abstract)."""
 
 TRITON_SHARES = {False: 0.62, True: 0.56}
-"""Rates of the first FlashAttention in Triton, forward and backward, as shares of FlashAttention-2. Measured: 0.358 and 0.243 of an A100's
-peak in bf16 with 4,096 tokens and heads of 64 (triton-lang/triton, python/test/regression/test_performance.py of 2023), where
-FlashAttention-2 reaches 0.579 and 0.431 (`compute.attention_s`). Dao 2023, section 4.1, finds FlashAttention-2 1.3 to 1.5 times as fast
-forward and about twice backward as a later one, which is faster forward (0.47) and slower backward (0.23)."""
+"""Rates of the first FlashAttention in Triton, forward and backward, as shares of FlashAttention-2. Measured: 0.358 and
+0.243 of an A100's peak in bf16 with 4,096 tokens and heads of 64 (triton-lang/triton,
+python/test/regression/test_performance.py of 2023), where FlashAttention-2 reaches 0.579 and 0.431
+(`compute.attention_s`). Dao 2023, section 4.1, finds FlashAttention-2 1.3 to 1.5 times as fast forward and about twice
+backward as a later one, which is faster forward (0.47) and slower backward (0.23)."""
 
 
 ADAMW_BYTES = 42.0
-"""Traffic per parameter of a fused AdamW with clipping, fp32 gradients and 16-bit weights: gradient read for the norm (4), gradient,
-master weight and two moments read (16), the latter three and the weight written (14), the gradient cleared (4), and 4 for its
-scaling by the clipping coefficient."""
+"""Traffic per parameter of a fused AdamW with clipping, fp32 gradients and 16-bit weights: gradient read for the norm
+(4), gradient, master weight and two moments read (16), the latter three and the weight written (14), the gradient
+cleared (4), and 4 for its scaling by the clipping coefficient."""
 
 
 @dataclass(frozen=True)
 class Profile:
     """A software stack. Sizes in bytes.
 
-    `sends`, `recv_buffers`: what ends a send, and how many receives are posted ahead. `p2p_overlap`: messages travel beside compute;
-    without it sender and receiver stand still meanwhile. `scatter_gather`: without sequence parallelism a message crosses nodes in
-    tp parts and is gathered on the links of the receiving node (Narayanan et al. 2021, section 4.1).
-    `tensor_overlap`: see `TensorOverlap`; `tensor_overlap_asked` is what `runtime.tp_comm_overlap = true` makes of it.
-    `overlap_grad_reduce`, `overlap_param_gather`: gradients are reduced beside the last backward, weights gathered beside the first
-    forward, both by buckets of about `bucket_elements` parameters, or `bucket_elements_per_copy` times the copies if that is more.
-    `check_gradients`, `optimizer_by_tensor`: the host waits for each bucket to be looked through for NaN; ZeRO 1 copies gradients and
-    weights tensor by tensor (`simulator.cost.once_a_step`). `fp8_tables_last`: with fp8 weights tables are reduced last and gathered first.
-    `reduces_last`: without that overlap, gradients of all stages are reduced when a rank has finished its last microbatch.
-    `fused_attention`: one kernel that keeps scores out of memory and skips the masked half; `attention_kernel`: which.
-    `fused_elementwise`: norms, rotation and gated activations are one kernel each; without, each of their steps is one.
-    `fused_squared_relu`: that activation is one kernel too, not one for its maximum and one for its square.
-    `scaled_rotation_in_steps`: where rotation also scales queries and keys (YaRN) each of its steps is a kernel all the same.
-    `expert_bias_in_steps`: biases of the experts' results are added expert by expert, in kernels of their own.
-    `fused_loss`: the cross-entropy runs in few passes over the logits. `fused_gradients`: weight-gradient products add to the sum over
-    microbatches themselves. `context_overlap`: keys and values travel while attention works on those that are there.
-    `tables_together`: under ZeRO-3 embedding and head are gathered and reduced as one unit, before the first layer and after the last.
-    `gathers_by_tensor`: ZeRO-3 gathers weights and scatters gradients tensor by tensor, each in a list with a part for every rank, and
-    nothing runs beside it.
-    `gather_ahead_elements`: ZeRO-3 starts gathers, a block's dense weights and its experts apart, until so many parameters are under way,
-    and lets as many gradients wait for their reduction; `one_queue`: with sequence parallelism all kernels reach the device through one
-    queue, where what adds up reduced gradients holds back the kernels behind it, so that nothing runs beside a reduction.
-    `gather_copy_bytes`, `reduce_copy_bytes`: what a device moves per parameter to unpack gathered weights, and to pack and scale 16-bit
-    gradients before they are reduced and scattered; `reduce_cast_bytes` more where they are reduced in fp32.
-    `dropout`: residuals and attention probabilities pass a dropout. `gradient_dtype`: what gradients are added up and reduced in;
-    "fp32-of-bf16" is fp16 for fp16 weights and fp32 for others (accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, v2.5 as
-    later; DeepSpeed's BF16_Optimizer).
+    `sends`, `recv_buffers`: what ends a send, and how many receives are posted ahead. `p2p_overlap`: messages travel
+    beside compute; without it sender and receiver stand still meanwhile. `scatter_gather`: without sequence parallelism
+    a message crosses nodes in tp parts and is gathered on the links of the receiving node (Narayanan et al. 2021,
+    section 4.1). `tensor_overlap`: see `TensorOverlap`; `tensor_overlap_asked` is what `runtime.tp_comm_overlap = true`
+    makes of it. `overlap_grad_reduce`, `overlap_param_gather`: gradients are reduced beside the last backward, weights
+    gathered beside the first forward, both by buckets of about `bucket_elements` parameters, or
+    `bucket_elements_per_copy` times the copies if that is more. `check_gradients`, `optimizer_by_tensor`: the host
+    waits for each bucket to be looked through for NaN; ZeRO 1 copies gradients and weights tensor by tensor
+    (`simulator.cost.once_a_step`). `fp8_tables_last`: with fp8 weights tables are reduced last and gathered first.
+    `reduces_last`: without that overlap, gradients of all stages are reduced when a rank has finished its last
+    microbatch. `fused_attention`: one kernel that keeps scores out of memory and skips the masked half;
+    `attention_kernel`: which. `fused_elementwise`: norms, rotation and gated activations are one kernel each; without,
+    each of their steps is one. `fused_squared_relu`: that activation is one kernel too, not one for its maximum and one
+    for its square. `scaled_rotation_in_steps`: where rotation also scales queries and keys (YaRN) each of its steps is
+    a kernel all the same. `expert_bias_in_steps`: biases of the experts' results are added expert by expert, in kernels
+    of their own. `fused_loss`: the cross-entropy runs in few passes over the logits. `fused_gradients`: weight-gradient
+    products add to the sum over microbatches themselves. `context_overlap`: keys and values travel while attention
+    works on those that are there. `tables_together`: under ZeRO-3 embedding and head are gathered and reduced as one
+    unit, before the first layer and after the last. `gathers_by_tensor`: ZeRO-3 gathers weights and scatters gradients
+    tensor by tensor, each in a list with a part for every rank, and nothing runs beside it. `gather_ahead_elements`:
+    ZeRO-3 starts gathers, a block's dense weights and its experts apart, until so many parameters are under way, and
+    lets as many gradients wait for their reduction; `one_queue`: with sequence parallelism all kernels reach the device
+    through one queue, where what adds up reduced gradients holds back the kernels behind it, so that nothing runs
+    beside a reduction. `gather_copy_bytes`, `reduce_copy_bytes`: what a device moves per parameter to unpack gathered
+    weights, and to pack and scale 16-bit gradients before they are reduced and scattered; `reduce_cast_bytes` more
+    where they are reduced in fp32. `dropout`: residuals and attention probabilities pass a dropout. `gradient_dtype`:
+    what gradients are added up and reduced in; "fp32-of-bf16" is fp16 for fp16 weights and fp32 for others
+    (accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, v2.5 as later; DeepSpeed's BF16_Optimizer).
     `optimizer_bytes`: memory traffic of the step per parameter. `cuda_graphs`: launches cost the host nothing.
-    `launch_blocking`: the host launches nothing before the last kernel has ended.
-    `expert_overlap`: a forward's exchanges of tokens between experts run beside the backward of another microbatch, and the reverse.
-    `overlaps_in_pairs`: "always" where a pair of a schedule does so unasked; "asked" where pairs alone do so, with `expert_overlap`.
-    `dispatch_once`: a token is sent once to each node that has some of its experts (inside a node: to each device), not to each expert.
-    `amax_reduction`: with fp8, the ranks that agree on the largest magnitudes of operands after every pass (`delayed_scaling`); none
-    where scales are those of the tensors at hand.
-    `router_dtype`: number format of the operands of routers' products; scores are fp32 in either case.
-    `separate_projections`: queries, keys, values, gate and up are products of their own, whose input gradients are added up.
-    `selective_operators`: selective recomputation keeps the results of every second product, and of attention unless the plan's modules
-    name its core, and repeats all else. `recomputation_stops_early`: repeating a layer or module ends when all that gradients need is
-    there again. `keeps_gathered`: tokens gathered for a forward are kept, or repeated with it, not gathered once more for the weight
-    gradient.
-    `casts`: how operands of products come to 8 bits.
-    `engine_share`: what the runtime takes beside, as a share of the seconds of a stage.
-    `host_calls`: host time per kernel in units of the cluster's `host_dispatch_s`: Python modules, autograd nodes, views and small
-    kernels not counted.
+    `launch_blocking`: the host launches nothing before the last kernel has ended. `expert_overlap`: a forward's
+    exchanges of tokens between experts run beside the backward of another microbatch, and the reverse.
+    `overlaps_in_pairs`: "always" where a pair of a schedule does so unasked; "asked" where pairs alone do so, with
+    `expert_overlap`. `dispatch_once`: a token is sent once to each node that has some of its experts (inside a node: to
+    each device), not to each expert. `amax_reduction`: with fp8, the ranks that agree on the largest magnitudes of
+    operands after every pass (`delayed_scaling`); none where scales are those of the tensors at hand. `router_dtype`:
+    number format of the operands of routers' products; scores are fp32 in either case. `separate_projections`: queries,
+    keys, values, gate and up are products of their own, whose input gradients are added up. `selective_operators`:
+    selective recomputation keeps the results of every second product, and of attention unless the plan's modules name
+    its core, and repeats all else. `recomputation_stops_early`: repeating a layer or module ends when all that
+    gradients need is there again. `keeps_gathered`: tokens gathered for a forward are kept, or repeated with it, not
+    gathered once more for the weight gradient. `casts`: how operands of products come to 8 bits. `engine_share`: what
+    the runtime takes beside, as a share of the seconds of a stage. `host_calls`: host time per kernel in units of the
+    cluster's `host_dispatch_s`: Python modules, autograd nodes, views and small kernels not counted.
     """
 
     name: str
@@ -149,7 +150,8 @@ class Profile:
                 return cluster.flash_attention_2_share * TRITON_SHARES[backward]
 
     def reduce_copies(self, dtype: str) -> float:
-        """Bytes per parameter that a device moves to get gradients ready to be reduced, for weights of a number format."""
+        """Bytes per parameter that a device moves to get gradients ready to be reduced, for
+        weights of a number format."""
         return self.reduce_copy_bytes + (self.reduce_cast_bytes if self.gradient_bytes(dtype) == 4 else 0.0)
 
     @property

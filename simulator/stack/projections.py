@@ -1,4 +1,5 @@
-"""Products of linear layers that a stack runs one by one where others put their weights together: queries, keys and values, gate and up."""
+"""Products of linear layers that a stack runs one by one where others put their weights together: queries, keys
+and values, gate and up."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def widths(model: ModelSpec, product: Product, width: int) -> tuple[int, ...]:
 
 
 def separate(model: ModelSpec, product: Product, of: Literal["forward", "input", "weight"]) -> tuple[Product, ...]:
-    """A product as the stack runs it: forward and weight gradient each with a part of the output features, and as many input gradients
-    that are added up."""
+    """A product as the stack runs it: forward and weight gradient each with a part of the output features, and as many
+    input gradients that are added up."""
     match of:
         case "forward":
             return tuple(replace(product, n=width) for width in widths(model, product, product.n))
@@ -35,19 +36,22 @@ def separate(model: ModelSpec, product: Product, of: Literal["forward", "input",
 
 
 def sum_bytes(product: Product, parts: int, *, compiled: bool, reduced: bool) -> float:
-    """Bytes that adding up the input gradients of so many products moves. Compiled it is part of the kernel that follows, unless ranks
-    reduce the sum before; otherwise autograd adds one at a time."""
+    """Bytes that adding up the input gradients of so many products moves. Compiled it is part of the kernel that
+    follows, unless ranks reduce the sum before; otherwise autograd adds one at a time."""
     passes = 3 * (parts - 1) if not compiled else parts + 1 if reduced else parts - 1
     return SUM_OPERANDS_BYTES * passes * product.m * product.n if parts > 1 else 0.0
 
 
 def second_products(model: ModelSpec, works: tuple[LayerWork, ...]) -> tuple[tuple[str, Operations], ...]:
-    """Layer -> what selective recomputation by operations repeats of it: every second product in the order of the forward, without the
-    last layer's, whose result no gradient needs (torchtitan, distributed/activation_checkpoint.py: `_save_list`, and every second
-    `aten.mm` is not saved), and the gathers of tokens, which are not saved; sums over ranks are."""
+    """Layer -> what selective recomputation by operations repeats of it: every second product in the order of the
+    forward, without the last layer's, whose result no gradient needs (torchtitan,
+    distributed/activation_checkpoint.py: `_save_list`, and every second `aten.mm` is not saved), and the gathers of
+    tokens, which are not saved; sums over ranks are."""
     found, count = [], 0
     for work in works:
-        again: list[Collective | Product] = [op for op in work.forward if isinstance(op, Collective) and op.op == "all_gather"]
+        again: list[Collective | Product] = [
+            op for op in work.forward if isinstance(op, Collective) and op.op == "all_gather"
+        ]
         for product in (op for op in work.forward if isinstance(op, Product)):
             if work.layer.endswith("attention.core") or product.dtype is not None:
                 continue

@@ -17,7 +17,8 @@ class Origin(TypedDict):
 
 
 def report_provenance(cluster: ClusterSpec, profile: Profile) -> dict[str, Origin]:
-    """Class of numbers -> origin, for `provenance` of the reports; `cluster.*` repeats the sources of the cluster's own fields."""
+    """Class of numbers -> origin, for `provenance` of the reports; `cluster.*` repeats the sources of the
+    cluster's own fields."""
     return dict(_origins(cluster, profile))
 
 
@@ -25,22 +26,42 @@ def report_provenance(cluster: ClusterSpec, profile: Profile) -> dict[str, Origi
 def _origins(cluster: ClusterSpec, profile: Profile) -> dict[str, Origin]:
     origins: dict[str, Origin] = {
         "num_parameters": _origin("exact", "core.model.parameters: sum over all tensors, tied ones once"),
-        "communication_bytes": _origin("exact", "core.program, which the backend's recorded operations are tested against"),
+        "communication_bytes": _origin(
+            "exact", ("core.program, which the backend's recorded operations are tested against")
+        ),
         "order_of_actions": _origin("exact", "the lowered schedule, which the backend executes"),
         "model_flops": _origin("exact", "Korthikanti et al. 2022, appendix A, for the plan's own shapes"),
-        "compute": _origin("modelled", "simulator.compute: products by tiles and waves, the rest by memory traffic (simulator.cost.traffic)"),
-        "attention": _origin("modelled", "simulator.compute: one fused causal kernel, or products with all scores in memory"),
-        "overlap": _origin("modelled", f"what the stack {profile.name} runs at the same time (simulator.stack.profiles)"),
-        "communication_s": _origin("modelled", "simulator.network: latency and bandwidth by algorithm and protocol of the library"),
-        "optimizer": _origin("modelled", f"memory traffic of the step, {profile.optimizer_bytes:g} bytes per parameter"),
+        "compute": _origin(
+            "modelled",
+            ("simulator.compute: products by tiles and waves, the rest by memory traffic (simulator.cost.traffic)"),
+        ),
+        "attention": _origin(
+            "modelled", ("simulator.compute: one fused causal kernel, or products with all scores in memory")
+        ),
+        "overlap": _origin(
+            "modelled", (f"what the stack {profile.name} runs at the same time (simulator.stack.profiles)")
+        ),
+        "communication_s": _origin(
+            "modelled", ("simulator.network: latency and bandwidth by algorithm and protocol of the library")
+        ),
+        "optimizer": _origin(
+            "modelled", (f"memory traffic of the step, {profile.optimizer_bytes:g} bytes per parameter")
+        ),
         "other": _origin("modelled", "what devices wait for their hosts to launch kernels"),
         "bubble": _origin("exact", "longest path of the schedule, given the modelled durations"),
         "memory.weights": _origin("exact", "shapes and number formats"),
         "memory.gradients": _origin("exact", "fp32 accumulation"),
         "memory.optimizer": _origin("exact", "two fp32 moments, fp32 master weights beside 16-bit weights"),
-        "memory.activations": _origin("modelled", "Korthikanti et al. 2022, table 2, with fused attention and without dropout"),
-        "memory.buffers": _origin("modelled", "messages under way, gathered layers, one layer's working set; no fragmentation"),
-        "capacity": _origin("modelled", "simulator.memory.capacity: the device's total less context, libraries, fragmentation and headroom"),
+        "memory.activations": _origin(
+            "modelled", ("Korthikanti et al. 2022, table 2, with fused attention and without dropout")
+        ),
+        "memory.buffers": _origin(
+            "modelled", ("messages under way, gathered layers, one layer's working set; no fragmentation")
+        ),
+        "capacity": _origin(
+            "modelled",
+            ("simulator.memory.capacity: the device's total less context, libraries, fragmentation and headroom"),
+        ),
     }
     for field, source in cluster.sources.items():
         origins[f"cluster.{field}"] = _origin(_kind_of(source), source)

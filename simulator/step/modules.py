@@ -1,8 +1,9 @@
 """`simulate` of a plan of several modules: every module is priced by its own plan, and all run as one schedule.
 
-Modelled assumptions beside those of `pricing`: a module's groups lie over nodes as if its first rank began one; a message over a bridge
-takes as long as that rank of either side needs which has most to send or receive, one part after the other; sends are buffered where
-modules join; where modules cut the batch differently, the microbatches of each are as many, and so much larger, as those of the last.
+Modelled assumptions beside those of `pricing`: a module's groups lie over nodes as if its first rank began one; a
+message over a bridge takes as long as that rank of either side needs which has most to send or receive, one part after
+the other; sends are buffered where modules join; where modules cut the batch differently, the microbatches of each are
+as many, and so much larger, as those of the last.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ MOST_INPUTS = NUM_WAITS - 1
 
 @dataclass(frozen=True, eq=False)
 class ModularSimulation:
-    """One predicted step of a plan of modules: what `simulate.Simulation` has, over the pipeline ranks of all modules."""
+    """One predicted step of a plan of modules: what `simulate.Simulation` has, over the pipeline
+    ranks of all modules."""
 
     plan: ModularPlan
     run: Run
@@ -58,8 +60,12 @@ class ModularSimulation:
     def timeline(self) -> Timeline:
         """The spans of one representative rank per pipeline rank, with memory over time."""
         plan = self.plan
-        title = f"{plan.title} on {plan.world_size} devices of {plan.cluster.name}: {plan.degrees}, {plan.schedule.name}"
-        return Timeline(self.run.timeline(global_ranks=self.global_ranks).spans, "predicted", self.memory_samples, title)
+        title = (
+            f"{plan.title} on {plan.world_size} devices of {plan.cluster.name}: {plan.degrees}, {plan.schedule.name}"
+        )
+        return Timeline(
+            self.run.timeline(global_ranks=self.global_ranks).spans, "predicted", self.memory_samples, title
+        )
 
     @cached_property
     def memory_samples(self) -> tuple[MemorySample, ...]:
@@ -68,12 +74,15 @@ class ModularSimulation:
 
 
 def simulate_modules(plan: ModularPlan) -> ModularSimulation:
-    """The predicted step of a plan of modules. Raises `PlanError` for more than `MOST_INPUTS` inputs of a module, and for a `variation`."""
+    """The predicted step of a plan of modules. Raises `PlanError` for more than `MOST_INPUTS` inputs of a module,
+    and for a `variation`."""
     if not plan.variation.is_nothing:
         raise PlanError("[variation] is not simulated with [[modules]] yet. Leave it out.")
     for module in plan.modules:
         if len(module.inputs) > MOST_INPUTS:
-            raise PlanError(f'module "{module.name}" has {len(module.inputs)} inputs, and simulate joins at most {MOST_INPUTS}.')
+            raise PlanError(
+                f'module "{module.name}" has {len(module.inputs)} inputs, and simulate joins at most {MOST_INPUTS}.'
+            )
     graph = _graph(plan)
     sorts, pricings = sorts_of(graph), tuple(Pricing(part) for part in plan.parts)
     prices, overlaps = zip(*(_priced(plan, pricings, sort) for sort in sorts.sorts), strict=True)
@@ -88,8 +97,11 @@ def simulate_modules(plan: ModularPlan) -> ModularSimulation:
     return ModularSimulation(plan, run, memory, _report(plan, run, prices, memory), prices)
 
 
-def bridge_bytes(plan: ModularPlan, source: ModulePlan, target: ModulePlan, *, backward: bool) -> dict[tuple[int, int], int]:
-    """`(from rank, to rank)` -> bytes of a whole step that pass between two modules: hidden states, or their gradients."""
+def bridge_bytes(
+    plan: ModularPlan, source: ModulePlan, target: ModulePlan, *, backward: bool
+) -> dict[tuple[int, int], int]:
+    """`(from rank, to rank)` -> bytes of a whole step that pass between two modules: hidden
+    states, or their gradients."""
     grids = [
         stage_grid(part, samples=[(part.samples_of(dp),) for dp in range(part.layout.dp)], pp_rank=pp_rank)
         for part, pp_rank in ((source, source.layout.pp - 1), (target, 0))
@@ -113,13 +125,22 @@ def _priced(plan: ModularPlan, pricings: Sequence[Pricing], sort: Sort) -> tuple
     number = _place(plan, sort.stage)
     part, pricing = plan.parts[number], pricings[number]
     own = sort._replace(stage=sort.stage - part.first_stage, pp_rank=sort.pp_rank - part.first_stage)
-    outside = (sort.kind is Kind.SEND_F and own.stage == part.layout.pp - 1) or (sort.kind is Kind.SEND_B and own.stage == 0)
+    outside = (sort.kind is Kind.SEND_F and own.stage == part.layout.pp - 1) or (
+        sort.kind is Kind.SEND_B and own.stage == 0
+    )
     if outside:
-        joins = [(source, target) for source, target in plan.joins if (source if sort.kind is Kind.SEND_F else target) is part]
-        price = Seconds(pp_comm=on_grid(max(_bridge_s(plan, *join, backward=sort.kind is Kind.SEND_B) for join in joins)))
+        joins = [
+            (source, target)
+            for source, target in plan.joins
+            if (source if sort.kind is Kind.SEND_F else target) is part
+        ]
+        price = Seconds(
+            pp_comm=on_grid(max(_bridge_s(plan, *join, backward=sort.kind is Kind.SEND_B) for join in joins))
+        )
     else:
         price = pricing.price(own)
-    if sort.kind in COMPUTE | SENDS:  # where modules cut the batch differently, all run as many microbatches as the last one here
+    # where modules cut the batch differently, all run as many microbatches as the last one here
+    if sort.kind in COMPUTE | SENDS:
         price = price.times(part.num_microbatches / plan.parts[-1].num_microbatches).on_grid()
     reduces = sort.kind is Kind.REDUCE_GRAD and pricing.profile.overlap_grad_reduce
     return price, pricing.reduction_overlap(own) if reduces else (0.0, 0.0)
@@ -130,7 +151,9 @@ def _bridge_s(plan: ModularPlan, source: ModulePlan, target: ModulePlan, *, back
     giving = target if backward else source
     busy: dict[tuple[bool, int], float] = {}
     for (sender, receiver), num_bytes in bridge_bytes(plan, source, target, backward=backward).items():
-        seconds = giving.num_microbatches * message_s(plan.cluster, sender, receiver, -(-num_bytes // giving.num_microbatches), ranks=2)
+        seconds = giving.num_microbatches * message_s(
+            plan.cluster, sender, receiver, -(-num_bytes // giving.num_microbatches), ranks=2
+        )
         for end in ((True, sender), (False, receiver)):
             busy[end] = busy.get(end, 0.0) + seconds
     return max(busy.values()) / giving.num_microbatches
@@ -145,7 +168,8 @@ def _graph(plan: ModularPlan) -> Graph:
 
 
 def joined_graph(schedule: Schedule) -> Graph:
-    """The waits of a lowered schedule whose branches join, sends buffered. A receive ends with the last send that feeds it listed."""
+    """The waits of a lowered schedule whose branches join, sends buffered. A receive ends with the last send
+    that feeds it listed."""
     placement, size = schedule.placement, len(schedule)
     at = {(action.kind, action.stage, action.microbatch): index for index, action in enumerate(schedule.actions)}
     waits, partner = np.full((NUM_WAITS, size), -1, dtype=np.int64), np.full(size, -1, dtype=np.int64)
@@ -181,7 +205,9 @@ def _memories(plan: ModularPlan) -> Iterator[RankMemory]:
     for part in plan.parts:
         schedule = part_schedule(plan, part, part.num_microbatches)
         for memory in rank_memories(part, schedule, profile_of(part).recv_buffers):
-            yield replace(memory, pp_rank=memory.pp_rank + part.first_stage, peak_action=_in_whole(part, memory.peak_action))
+            yield replace(
+                memory, pp_rank=memory.pp_rank + part.first_stage, peak_action=_in_whole(part, memory.peak_action)
+            )
 
 
 def _in_whole(part: ModulePlan, token: str) -> str:
@@ -192,7 +218,9 @@ def _in_whole(part: ModulePlan, token: str) -> str:
     return str(replace(action, stage=action.stage + part.first_stage))
 
 
-def _samples(plan: ModularPlan, run: Run, memory: Sequence[RankMemory], global_ranks: Sequence[int]) -> Iterator[MemorySample]:
+def _samples(
+    plan: ModularPlan, run: Run, memory: Sequence[RankMemory], global_ranks: Sequence[int]
+) -> Iterator[MemorySample]:
     """Samples module by module, each from its part of the run."""
     for part in plan.parts:
         first, last = part.first_stage, part.first_stage + part.layout.pp
@@ -213,7 +241,9 @@ def _report(plan: ModularPlan, run: Run, prices: Sequence[Seconds], memory: tupl
     model_flops, causal_flops, hardware_flops = (sum(each) for each in zip(*map(_flops, plan.parts), strict=True))
     peak_flops = step_s * plan.world_size * plan.cluster.peak_flops_per_s[plan.precision.dtype]
     heaviest = max(memory, key=lambda each: (each.peak_bytes, -each.pp_rank))
-    capacity = next(capacity_of(part).usable_bytes for part in plan.parts if heaviest.pp_rank < part.first_stage + part.layout.pp)
+    capacity = next(
+        capacity_of(part).usable_bytes for part in plan.parts if heaviest.pp_rank < part.first_stage + part.layout.pp
+    )
     return {
         "step_time_s": step_s,
         "tokens_per_s": tokens / step_s,
@@ -238,7 +268,8 @@ def _report(plan: ModularPlan, run: Run, prices: Sequence[Seconds], memory: tupl
 
 
 def _module_report(plan: ModularPlan, part: ModulePlan, memory: Sequence[RankMemory]) -> dict[str, Any]:
-    """What the report says of one module: its ranks, its heaviest one's bytes, and the bytes that go to the next module in a step."""
+    """What the report says of one module: its ranks, its heaviest one's bytes, and the bytes that go to the
+    next module in a step."""
     own = memory[part.first_stage : part.first_stage + part.layout.pp]
     sent = [bridge_bytes(plan, *join, backward=False) for join in plan.joins if join[0] is part]
     return {

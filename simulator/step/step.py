@@ -1,4 +1,5 @@
-"""`Simulation`: one predicted step, and how the step of equal replicas is put together: graph, prices, run, memory, report."""
+"""`Simulation`: one predicted step, and how the step of equal replicas is put together: graph,
+prices, run, memory, report."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ from ..stack.provenance import report_provenance
 class Simulation:
     """One predicted step. `memory` holds the peak of every pipeline rank; `report` has the JSON keys of the interface.
 
-    `prices` are those of the sorts of action of the run's graph. `dp_rank` is the data-parallel rank that was simulated: 0, or the
-    slowest where replicas differ. `recorded`: its durations are those of recorded steps, and `prices` their means.
+    `prices` are those of the sorts of action of the run's graph. `dp_rank` is the data-parallel rank that was
+    simulated: 0, or the slowest where replicas differ. `recorded`: its durations are those of recorded steps,
+    and `prices` their means.
     """
 
     plan: Plan
@@ -53,8 +55,9 @@ class Simulation:
 
     @cached_property
     def period_s(self) -> float:
-        """Seconds from one step to the next when steps follow each other: the step's, or, where no rank waits for a global norm, those
-        from the first to the last action of the rank that is occupied longest (Qi et al. 2024, section 4: post-validation)."""
+        """Seconds from one step to the next when steps follow each other: the step's, or, where no rank waits for a
+        global norm, those from the first to the last action of the rank that is occupied longest (Qi et al. 2024,
+        section 4: post-validation)."""
         if self.plan.optimizer.clip_grad_norm:
             return float(self.report["step_time_s"])
         lanes = self.run.graph.schedule.offsets[:-1]
@@ -76,7 +79,8 @@ class Simulation:
 
 
 def simulate_first(plan: Plan) -> Simulation:
-    """The step of data-parallel rank 0, which stands for all where replicas are alike; what `variation` says is not read."""
+    """The step of data-parallel rank 0, which stands for all where replicas are alike; what
+    `variation` says is not read."""
     graph = plan_graph(plan)
     pricing = Pricing(plan, gathers_scheduled=any(sort.kind is Kind.UNSHARD for sort in sorts_of(graph).sorts))
     run = run_plan(graph, pricing)
@@ -104,7 +108,9 @@ def lowered_schedule(plan: Plan) -> Schedule:
     """The schedule of a plan with its communication, reductions and optimizer step."""
     if plan.schedule.file is not None:
         return lower(schedule_for(plan))
-    return named_schedule(plan.schedule.name, plan.layout.pp, plan.layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages)
+    return named_schedule(
+        plan.schedule.name, plan.layout.pp, plan.layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages
+    )
 
 
 @lru_cache(maxsize=64)
@@ -116,14 +122,18 @@ def named_schedule(name: str, pp: int, vpp: int, num_microbatches: int, max_acti
 def run_plan(graph: Graph, pricing: Pricing) -> Run:
     """The run of a plan's schedule with a plan's prices."""
     _, duration_s, overlap, links = pricing.of_graph(sorts_of(graph))
-    run = execute(graph, duration_s, **overlap) if links is None else execute_shared(graph, duration_s, links, **overlap)
+    run = (
+        execute(graph, duration_s, **overlap) if links is None else execute_shared(graph, duration_s, links, **overlap)
+    )
     return _steps_together(run, duration_s) if pricing.plan.optimizer.clip_grad_norm else run
 
 
 def _steps_together(run: Run, duration: np.ndarray) -> Run:
-    """With clipping no rank may step before the global norm is known, hence before the last rank's gradients are reduced."""
+    """With clipping no rank may step before the global norm is known, hence before the last rank's
+    gradients are reduced."""
     steps = np.flatnonzero(run.graph.schedule.actions.kind == Kind.STEP)
-    run.start_s[steps] = run.start_s[steps].max(initial=0.0)  # in place: nobody else has seen this run, and copies are large
+    # in place: nobody else has seen this run, and copies are large
+    run.start_s[steps] = run.start_s[steps].max(initial=0.0)
     run.end_s[steps] = run.start_s[steps] + duration[steps]
     return run
 
@@ -144,7 +154,9 @@ def _num_parameters(model: ModelSpec) -> int:
     return count_parameters(model)
 
 
-def report_of(plan: Plan, run: Run, prices: Sequence[Seconds], memory: tuple[RankMemory, ...], dp_rank: int = 0) -> dict[str, Any]:
+def report_of(
+    plan: Plan, run: Run, prices: Sequence[Seconds], memory: tuple[RankMemory, ...], dp_rank: int = 0
+) -> dict[str, Any]:
     """The JSON keys of a run of one data-parallel rank's pipeline, whose sorts of action have the given prices."""
     ranks = representatives(plan, dp_rank)
     step_s = float(run.end_s.max())

@@ -1,7 +1,9 @@
-"""Data-parallel ranks that differ: the price of every action on each of them, given slow devices, other devices, slow links and nodes.
+"""Data-parallel ranks that differ: the price of every action on each of them, given slow devices, other
+devices, slow links and nodes.
 
-A column is one data-parallel rank's pipeline. Tensor- and context-parallel ranks of a column and a pipeline rank wait for each other in
-every layer, so together they are as slow as the slowest. Columns that differ in nothing share their prices.
+A column is one data-parallel rank's pipeline. Tensor- and context-parallel ranks of a column and a pipeline
+rank wait for each other in every layer, so together they are as slow as the slowest. Columns that differ in
+nothing share their prices.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ SHARED_BY_EXPERTS = (Kind.F, Kind.B, Kind.I, Kind.OVERLAP_F_B)
 class Columns:
     """Prices of a graph's sorts of action on every data-parallel rank: `prices[of_column[d]]` for rank d.
 
-    `order` lists the data-parallel ranks so that those which run a kind of action together are neighbours, `couplings[kind]` says how
-    many that are.
+    `order` lists the data-parallel ranks so that those which run a kind of action together are neighbours,
+    `couplings[kind]` says how many that are.
     """
 
     prices: tuple[tuple[Seconds, ...], ...]
@@ -92,7 +94,9 @@ class _Conditions:
         found = []
         for sort in self._sorts.sorts:
             kinds = np.flatnonzero(self._present[dp_rank, sort.pp_rank]).tolist()
-            slowest = max((self._pricing(kind, dp_rank).price(sort) for kind in kinds), key=lambda seconds: seconds.total_s)
+            slowest = max(
+                (self._pricing(kind, dp_rank).price(sort) for kind in kinds), key=lambda seconds: seconds.total_s
+            )
             found.append(slower(slowest, float(self._factor[dp_rank, sort.pp_rank])))
         return tuple(found)
 
@@ -106,7 +110,9 @@ class _Conditions:
                 spreads = DegradedSpreads(plan, self._links, dp_rank)
             elif not self._lies_alike:
                 spreads = Spreads(plan, dp_rank)
-            self._pricings[key] = Pricing(plan, gathers_scheduled=self._gathers_scheduled, spreads=spreads, expert_load=self._load)
+            self._pricings[key] = Pricing(
+                plan, gathers_scheduled=self._gathers_scheduled, spreads=spreads, expert_load=self._load
+            )
         return self._pricings[key]
 
 
@@ -119,11 +125,12 @@ def slower(seconds: Seconds, factor: float) -> Seconds:
 
 
 def couplings_of(plan: Plan) -> tuple[dict[Kind, int], np.ndarray]:
-    """How many data-parallel ranks run a kind of action together, and an order of the ranks in which those are neighbours.
+    """How many data-parallel ranks run a kind of action together, and an order of the ranks in
+    which those are neighbours.
 
-    All reduce gradients together. Experts tie the forwards and backwards of the ranks that an ep group spans, ZeRO-3 those of the ranks
-    that hold one copy of the weights, which are gathered layer by layer; ZeRO-2 reduces inside every backward. With a global gradient
-    norm or sharded weights the step is taken together.
+    All reduce gradients together. Experts tie the forwards and backwards of the ranks that an ep group spans, ZeRO-3
+    those of the ranks that hold one copy of the weights, which are gathered layer by layer; ZeRO-2 reduces inside every
+    backward. With a global gradient norm or sharded weights the step is taken together.
     """
     layout, dp = plan.layout, plan.layout.dp
     order, together = _expert_blocks(plan)
@@ -143,7 +150,8 @@ def couplings_of(plan: Plan) -> tuple[dict[Kind, int], np.ndarray]:
 
 
 def _expert_blocks(plan: Plan) -> tuple[np.ndarray, int]:
-    """The data-parallel ranks in an order in which those that an ep group spans are neighbours, and how many those are."""
+    """The data-parallel ranks in an order in which those that an ep group spans are neighbours,
+    and how many those are."""
     layout = plan.layout
     if not plan.model.is_moe or layout.ep * layout.expert_tp <= 1:
         return np.arange(layout.dp), 1

@@ -1,7 +1,8 @@
 """Random slow-downs: the largest of several equal draws at the cost of one, and rare long pauses.
 
-Devices of a tensor- and context-parallel group wait for each other, so an action of the group takes as long as on its slowest device.
-The largest of n draws from a distribution F has the distribution F^n: it is F's quantile at u^(1/n) for a uniform u. All draws have mean 1.
+Devices of a tensor- and context-parallel group wait for each other, so an action of the group takes as long as on its
+slowest device. The largest of n draws from a distribution F has the distribution F^n: it is F's quantile at u^(1/n) for
+a uniform u. All draws have mean 1.
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ _FAR = (
         2.04426310338993978564e-15,
     ),
 )
-"""Coefficients of numerator and denominator, lowest power first (Wichura 1988, algorithm AS 241, PPND16), as in Python's `statistics`."""
+"""Coefficients of numerator and denominator, lowest power first (Wichura 1988, algorithm AS 241, PPND16), as in
+Python's `statistics`."""
 
 
 def upper_quantile(tail: np.ndarray) -> np.ndarray:
-    """The standard normal number that is exceeded with probability `tail`, to about 16 digits (Wichura 1988, AS 241)."""
+    """The standard normal number that is exceeded with probability `tail`, to about 16 digits
+    (Wichura 1988, AS 241)."""
     q = 0.5 - tail
     found = np.empty_like(q)
     near = np.abs(q) <= 0.425
@@ -97,7 +100,9 @@ def _ratio(coefficients: tuple[tuple[float, ...], tuple[float, ...]], r: np.ndar
     return top / bottom
 
 
-def slowest(rng: np.random.Generator, shape: tuple[int, ...], *, spread: float, distribution: str, devices: int) -> np.ndarray:
+def slowest(
+    rng: np.random.Generator, shape: tuple[int, ...], *, spread: float, distribution: str, devices: int
+) -> np.ndarray:
     """The largest of `devices` draws of mean 1 and relative standard deviation `spread`, in an array of `shape`.
 
     A normal draw is cut off at 0, which lifts its mean by less than 1% for spreads up to 0.5.
@@ -128,9 +133,11 @@ def _tail(rng: np.random.Generator, shape: tuple[int, ...], devices: int) -> np.
     return np.maximum(-np.expm1(-rng.standard_exponential(shape) / devices), np.finfo(float).tiny)
 
 
-def add_pauses(rng: np.random.Generator, duration_s: np.ndarray, *, per_s: float, least_s: float, exponent: float, devices: int) -> None:
-    """Adds pauses to actions of shape [actions, columns], in place: on each of `devices` devices they come `per_s` times a second while
-    an action runs (Poisson), each lasting `least_s` or longer (Pareto)."""
+def add_pauses(
+    rng: np.random.Generator, duration_s: np.ndarray, *, per_s: float, least_s: float, exponent: float, devices: int
+) -> None:
+    """Adds pauses to actions of shape [actions, columns], in place: on each of `devices` devices they come `per_s`
+    times a second while an action runs (Poisson), each lasting `least_s` or longer (Pareto)."""
     ends = np.cumsum(duration_s.ravel())
     if not len(ends):
         return

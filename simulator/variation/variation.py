@@ -1,8 +1,10 @@
-"""A step on machines that differ: slow devices and links as they are known, and steps drawn at random from seeded distributions.
+"""A step on machines that differ: slow devices and links as they are known, and steps drawn at random
+from seeded distributions.
 
-Known differences give every data-parallel rank a pipeline of its own (`columns`), coupled where ranks wait for each other (`replicas`);
-the report is then that of the slowest replica. Random ones are drawn `samples` times, each sample from a generator of its own, so that
-sample i is the same whatever is drawn beside it. Contention between transfers is that of the plan without differences.
+Known differences give every data-parallel rank a pipeline of its own (`columns`), coupled where ranks wait for each
+other (`replicas`); the report is then that of the slowest replica. Random ones are drawn `samples` times, each sample
+from a generator of its own, so that sample i is the same whatever is drawn beside it. Contention between transfers is
+that of the plan without differences.
 """
 
 from __future__ import annotations
@@ -35,14 +37,22 @@ LARGEST_BLOCK = 1 << 21
 """Actions times columns that are drawn and run at a time."""
 
 PRICED_LOADS = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
-"""Loads of the busiest experts at which actions are priced, where they occur; between them seconds are taken to be straight."""
+"""Loads of the busiest experts at which actions are priced, where they occur; between them seconds are
+taken to be straight."""
 
 TRANSFERS = (Kind.REDUCE_GRAD, Kind.UNSHARD)
-"""Collectives whose time `comm_jitter` spreads beside that of messages, once for all their members; `jitter` spreads computing."""
+"""Collectives whose time `comm_jitter` spreads beside that of messages, once for all their members;
+`jitter` spreads computing."""
 
 ORIGINS: dict[str, Origin] = {
-    "variation": {"kind": "modelled", "source": "simulator.variation.variation: every replica simulated with the differences that the plan gives"},
-    "goodput": {"kind": "modelled", "source": "Daly 2006 (FGCS 22), for failures at a constant rate that the plan gives"},
+    "variation": {
+        "kind": "modelled",
+        "source": ("simulator.variation.variation: every replica simulated with the differences that the plan gives"),
+    },
+    "goodput": {
+        "kind": "modelled",
+        "source": ("Daly 2006 (FGCS 22), for failures at a constant rate that the plan gives"),
+    },
 }
 """Where the keys come from that plans with a variation add to the report."""
 
@@ -52,8 +62,8 @@ PERCENTILES = (5, 25, 50, 75, 95, 99)
 def simulate_varied(plan: Plan) -> Simulation:
     """`simulate` for a plan whose replicas lie differently over nodes, or whose `variation` says something.
 
-    The report is that of the slowest replica; its entry `variation` compares it with the plan without differences and tells the
-    percentiles of the drawn steps, `goodput` what failures leave of them.
+    The report is that of the slowest replica; its entry `variation` compares it with the plan without differences and
+    tells the percentiles of the drawn steps, `goodput` what failures leave of them.
     """
     if plan.variation.is_nothing:
         return _with_differences(plan)
@@ -72,7 +82,10 @@ def simulate_varied(plan: Plan) -> Simulation:
         found.report["variation"] = told
     if plan.variation.device_mtbf_s is not None:
         found.report["goodput"] = goodput_of(plan, step_s).report()
-    found.report["provenance"] = {**found.report["provenance"], **{name: ORIGINS[name] for name in ORIGINS if name in found.report}}
+    found.report["provenance"] = {
+        **found.report["provenance"],
+        **{name: ORIGINS[name] for name in ORIGINS if name in found.report},
+    }
     return found
 
 
@@ -87,10 +100,12 @@ def _again(plan: Plan, nominal: Simulation) -> Simulation:
 
 
 def _with_differences(plan: Plan) -> Simulation:
-    """The slowest replica of the run in which devices and links differ as the plan says, and nodes as its layout has it."""
+    """The slowest replica of the run in which devices and links differ as the plan says, and nodes
+    as its layout has it."""
     base = _Base(plan)
     columns = columns_of(plan, base.sorts)
-    if all(size == plan.layout.dp for size in columns.couplings.values()):  # equal columns need no more than one of them each
+    # equal columns need no more than one of them each
+    if all(size == plan.layout.dp for size in columns.couplings.values()):
         some = np.unique(columns.of_column, return_index=True)[1]
         columns = replace(columns, order=some, couplings=dict.fromkeys(columns.couplings, len(some)))
     duration_s = base.durations_s(columns)
@@ -111,7 +126,9 @@ def _coupled_prices(columns: Columns, base: _Base, column: int) -> tuple[Seconds
         size = columns.couplings.get(sort.kind, 1)
         group = columns.order[column // size * size : column // size * size + size]
         numbers = set(columns.of_column[group].tolist())
-        found.append(max((columns.prices[number][i] for number in sorted(numbers)), key=lambda seconds: seconds.total_s))
+        found.append(
+            max((columns.prices[number][i] for number in sorted(numbers)), key=lambda seconds: seconds.total_s)
+        )
     return tuple(found)
 
 
@@ -139,7 +156,9 @@ class Sampled:
         step_s = self.step_s
         told: dict[str, Any] = {"samples": len(step_s), "seed": plan.variation.seed}
         summary = {"mean": step_s.mean(), "std": step_s.std(), "min": step_s.min()}
-        summary |= {f"p{percent}": value for percent, value in zip(PERCENTILES, np.percentile(step_s, PERCENTILES), strict=True)}
+        summary |= {
+            f"p{percent}": value for percent, value in zip(PERCENTILES, np.percentile(step_s, PERCENTILES), strict=True)
+        }
         told["sampled_step_time_s"] = {name: float(value) for name, value in (summary | {"max": step_s.max()}).items()}
         told["tokens_per_s"] = plan.batch.global_size * plan.batch.sequence / float(step_s.mean())
         if self.loads is not None:
@@ -173,9 +192,13 @@ def _load_tables(plan: Plan, base: _Base) -> tuple[Loads | None, list[tuple[floa
     if variation.expert_imbalance is None:
         return None, [(1.0, columns_of(plan, base.sorts))]
     num_layers = sum(map(len, _moe_layers(plan)))
-    loads = joined([draw_loads(plan, num_layers, np.random.default_rng([variation.seed, i, 1])) for i in range(variation.samples)])
+    loads = joined(
+        [draw_loads(plan, num_layers, np.random.default_rng([variation.seed, i, 1])) for i in range(variation.samples)]
+    )
     per_stage = np.stack([_stage_load(plan, loads, i) for i in range(variation.samples)])
-    first, last = (int(np.searchsorted(PRICED_LOADS, load, side="right")) for load in (per_stage.min(), per_stage.max()))
+    first, last = (
+        int(np.searchsorted(PRICED_LOADS, load, side="right")) for load in (per_stage.min(), per_stage.max())
+    )
     points = PRICED_LOADS[first - 1 : last + 1]
     return loads, [(load, columns_of(plan, base.sorts, expert_load=load)) for load in points]
 
@@ -240,7 +263,11 @@ def _drawn(plan: Plan, base: _Base, seconds: _Seconds, columns: Columns, sample:
         duration_s[base.collectives] *= slowest(rng, (len(base.collectives), 1), spread=variation.comm_jitter, **kind)
     if variation.hiccups_per_s:
         paused = duration_s[rows]
-        rate: dict[str, Any] = {"per_s": variation.hiccups_per_s, "least_s": variation.hiccup_s, "exponent": variation.hiccup_shape}
+        rate: dict[str, Any] = {
+            "per_s": variation.hiccups_per_s,
+            "least_s": variation.hiccup_s,
+            "exponent": variation.hiccup_shape,
+        }
         add_pauses(rng, paused, devices=devices, **rate)
         duration_s[rows] = paused
     return duration_s
@@ -269,7 +296,9 @@ class _Base:
     def seconds(self, columns: Columns) -> _Seconds:
         """The prices of columns as arrays."""
         totals = [[price.total_s for price in prices] for prices in columns.prices]
-        computing = [[price.compute + price.recompute + price.optimizer for price in prices] for prices in columns.prices]
+        computing = [
+            [price.compute + price.recompute + price.optimizer for price in prices] for prices in columns.prices
+        ]
         return _Seconds(np.array(totals), np.array(computing))
 
     def durations_s(self, columns: Columns) -> np.ndarray:
@@ -277,7 +306,8 @@ class _Base:
         return columns.durations_s(self.sorts) + self.stretched_s[:, None]
 
     def run(self, duration_s: np.ndarray, columns: Columns, *, samples: int) -> ReplicaRun:
-        """The run of the columns of some samples side by side. With clipping no rank steps before all of its sample can."""
+        """The run of the columns of some samples side by side. With clipping no rank steps before
+        all of its sample can."""
         run = execute_replicas(self.graph, duration_s, columns.couplings, **self.overlap)
         if self.plan.optimizer.clip_grad_norm:
             width = duration_s.shape[1] // samples

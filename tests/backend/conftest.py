@@ -34,7 +34,8 @@ class StepGradients:
 
 
 def fp32_plan(model: ModelSpec, *, tp=1, dp=1, micro=1, samples=6, sequence=18, mode="exact", **numerics) -> Plan:
-    """A plan that only this part of the product reads; blocks of 8 and 4 tokens, so that 18 tokens have short last blocks."""
+    """A plan that only this part of the product reads; blocks of 8 and 4 tokens, so that 18 tokens
+    have short last blocks."""
     return product_plan(
         model=model,
         samples=samples,
@@ -68,7 +69,9 @@ def stage_rank(transport, plan: Plan):
         losses.append(output.detach())
     gradients = stage.gradients.reduce(groups["dp"], plan.samples_of)
     if plan.model.tied_embeddings:
-        gradients[TOKEN_TABLE] = finish_tied(gradients.pop(f"{TOKEN_TABLE}@embedding"), gradients.pop(f"{TOKEN_TABLE}@output"))
+        gradients[TOKEN_TABLE] = finish_tied(
+            gradients.pop(f"{TOKEN_TABLE}@embedding"), gradients.pop(f"{TOKEN_TABLE}@output")
+        )
     slices = {name: stage.shards[name].slices for name in gradients}
     return float(numerics.sum(losses).over(groups["dp"])), torch.cat(losses), gradients, slices
 
@@ -82,7 +85,8 @@ def assemble(plan: Plan, results) -> StepGradients:
 
 @pytest.fixture(scope="session")
 def run_stage() -> Callable[..., StepGradients]:
-    """`run_stage(model, tp=..., dp=..., micro=..., samples=..., sequence=..., mode=...)`, each distinct call computed once."""
+    """`run_stage(model, tp=..., dp=..., micro=..., samples=..., sequence=..., mode=...)`, each
+    distinct call computed once."""
     cache: dict[tuple, StepGradients] = {}
 
     def run(model: ModelSpec, **choices) -> StepGradients:

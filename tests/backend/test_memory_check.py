@@ -41,7 +41,9 @@ def test_what_is_certain_is_every_state_and_one_rest(layout):
     rest = max(row["peak_memory_bytes"] - sum(row["memory_bytes"][name] for name in states) for row in rows)
     assert need.num_ranks == layout.world_size
     assert need.certain == pytest.approx(CERTAIN_SHARE * (held + rest) + FORKED_BYTES * layout.world_size)
-    assert need.peaks == pytest.approx(each * sum(row["peak_memory_bytes"] for row in rows) + FORKED_BYTES * layout.world_size)
+    assert need.peaks == pytest.approx(
+        each * sum(row["peak_memory_bytes"] for row in rows) + FORKED_BYTES * layout.world_size
+    )
     assert need_of(plan, "memory").certain == pytest.approx(CERTAIN_SHARE * (held + rest) + TORCH_BYTES)
 
 

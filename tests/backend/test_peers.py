@@ -1,4 +1,5 @@
-"""`benchmarks/peers.py`: torch's parallelism trains as ours does, and what is said of the rounds. Nothing depends on time."""
+"""`benchmarks/peers.py`: torch's parallelism trains as ours does, and what is said of the rounds.
+Nothing depends on time."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def small(name):
 
 @pytest.mark.parametrize(("name", "bound"), [("ddp", 0.1), ("pp_zbv", 0.1)])
 def test_a_peer_trains_as_ours_does_and_ours_holds_what_is_predicted(name, bound):
-    """Copies of buckets that are reduced early meet the activations of the last backward or come after them, as it happens."""
+    """Copies of buckets that are reduced early meet the activations of the last backward or come
+    after them, as it happens."""
     preload("torch.distributed.pipelining", "torch.distributed.fsdp", "torch._dynamo")
     row = peers.measure(small(name), rounds=1)
     assert row.apart <= peers.AGREEMENT
@@ -70,7 +72,8 @@ def test_a_round_takes_as_long_as_its_slowest_rank_and_processor_seconds_add_up(
 
 @pytest.mark.parametrize(("count", "lowest"), [(5, 0), (6, 0), (8, 0), (9, 1), (12, 2), (20, 5)])
 def test_the_interval_of_a_median_is_that_of_the_sign_test(count, lowest):
-    """The ranks of tables of the sign test at 5%: with 12 values the third and the tenth, with 20 the sixth and the fifteenth."""
+    """The ranks of tables of the sign test at 5%: with 12 values the third and the tenth, with 20 the
+    sixth and the fifteenth."""
     assert peers.interval_of_median(range(count)) == (lowest, count - 1 - lowest)
 
 
@@ -84,7 +87,20 @@ def test_the_update_is_torchs_single_operations_however_a_gradient_is_laid_out()
     for _ in range(2):
         optimizer.step([gradient.clone()], 0.5)
         rates = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        adamw([start], [gradient * 0.5], [state[0]], [state[1]], [], [state[2]], foreach=False, amsgrad=False, maximize=False, **rates)
+        adamw(
+            [start],
+            [gradient * 0.5],
+            [state[0]],
+            [state[1]],
+            [],
+            [state[2]],
+            foreach=False,
+            amsgrad=False,
+            maximize=False,
+            **rates,
+        )
     torch.testing.assert_close(weight, start, rtol=1e-6, atol=1e-7)
     for name, value in optimizer.saved_state(optimizer.held[0]).items():
-        torch.testing.assert_close(value, dict(zip(("exp_avg", "exp_avg_sq", "step"), state, strict=True))[name], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            value, dict(zip(("exp_avg", "exp_avg_sq", "step"), state, strict=True))[name], rtol=1e-6, atol=1e-7
+        )

@@ -30,7 +30,12 @@ def test_json_has_the_keys_of_the_interface_and_the_timeline_is_written(tmp_path
     file = tmp_path / "run.timeline.json"
     assert main(["train", *PIPELINE, "--transport", "memory", "--set", "train.steps=3", "--json", "-o", str(file)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["steps"] == 3 and len(report["losses"]) == 3 and report["world_size"] == 2 and report["checkpoint"] is None
+    assert (
+        report["steps"] == 3
+        and len(report["losses"]) == 3
+        and report["world_size"] == 2
+        and report["checkpoint"] is None
+    )
     assert report["tokens_per_s"] > 0 and len(report["validation_losses"]) == 4
     timeline = Timeline.load(file)
     assert timeline.source == "measured" and timeline.global_ranks == (0, 1)
@@ -101,7 +106,10 @@ def test_a_schedule_with_a_missing_receive_is_refused_before_anything_starts(tmp
 
 
 def test_who_starts_ranks_reads_their_results_without_torch():
-    code = "import sys, shardproof.backend.cli, shardproof.backend.base.step_result, shardproof.backend.trainer; print('torch' in sys.modules)"
+    code = (
+        "import sys, shardproof.backend.cli, shardproof.backend.base.step_result, shardproof.backend.trainer; "
+        "print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
@@ -162,7 +170,9 @@ def test_a_defect_in_a_rank_ends_the_command_with_3_and_names_rank_action_and_la
     assert main(["train", *PIPELINE, "--transport", "memory", "--json", "--failure-report", str(why)]) == 3
     captured = capfd.readouterr()
     words = "shardproof train: rank 1 failed: IndexError: pop from empty list, in 1F1 (step 1, microbatch 1) at layers."
-    assert captured.out == "" and words in captured.err and "This is a defect of shardproof" in captured.err, captured.err
+    assert captured.out == "" and words in captured.err and ("This is a defect of shardproof") in captured.err, (
+        captured.err
+    )
     assert json.loads(why.read_text())["holders"] == [1]
     monkeypatch.setenv("SHARDPROOF_TRACEBACK", "1")
     assert main(["train", *PIPELINE, "--transport", "memory", "--json", "--failure-report", str(why)]) == 3
@@ -171,7 +181,16 @@ def test_a_defect_in_a_rank_ends_the_command_with_3_and_names_rank_action_and_la
 
 def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports_the_losses_of_ranks_that_are_threads(capsys):
     options = ["train", *PIPELINE, "--set", "train.steps=2", "--json"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "shardproof",
+    ]
     done = subprocess.run([*torchrun, *options], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -1,4 +1,5 @@
-"""Training on real ranks: every layout gives the losses and weights of one device, and a rank that dies ends the others."""
+"""Training on real ranks: every layout gives the losses and weights of one device, and a rank that
+dies ends the others."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def tiny(layout: Layout = ONE, *, global_size=6, micro_size=1, **options) -> Pla
 
 @pytest.fixture(scope="module")
 def one_device(workers):
-    """`one_device(plan)`: scalars and whole tensors of the same problem on one device, microbatches of one sample. Computed once each."""
+    """`one_device(plan)`: scalars and whole tensors of the same problem on one device, microbatches of one
+    sample. Computed once each."""
     known = {}
 
     def run(plan):
@@ -104,7 +106,9 @@ VEE = """0F0,3F0,3B0,0F1,0B0,3F1,3B1,0F2,0B1,3F2,3B2,0B2
 """
 
 
-@pytest.mark.parametrize(("text", "vpp"), [(SPLIT, 1), (PAIRS, 1), (VEE, 2)], ids=["split backward", "overlapped pairs", "vee"])
+@pytest.mark.parametrize(
+    ("text", "vpp"), [(SPLIT, 1), (PAIRS, 1), (VEE, 2)], ids=["split backward", "overlapped pairs", "vee"]
+)
 def test_schedules_from_files_train_to_the_bits_of_one_device(text, vpp, tmp_path, workers, one_device):
     file = tmp_path / "schedule.csv"
     file.write_text(text)
@@ -127,7 +131,9 @@ def test_measured_order_per_lane_is_the_simulators_on_every_rank(name, workers):
     for global_rank in measured.global_ranks:
         pp_rank = plan.layout.coordinates(global_rank)["pp"]
         for lane in predicted.spans.lanes:
-            assert [span.action for span in measured.select(global_rank, lane)] == [span.action for span in predicted.select(pp_rank, lane)]
+            assert [span.action for span in measured.select(global_rank, lane)] == [
+                span.action for span in predicted.select(pp_rank, lane)
+            ]
         samples = [sample.num_bytes for sample in measured.memory if sample.global_rank == global_rank]
         assert len(samples) > plan.num_microbatches and max(samples) > min(samples)
 
@@ -173,7 +179,11 @@ def recorded(transport, plan):
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_computes_and_sends_what_the_program_says_to_the_byte(mode, tied, workers):
-    plan = tiny(Layout(tp=2, pp=2, dp=2), global_size=8, numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4))
+    plan = tiny(
+        Layout(tp=2, pp=2, dp=2),
+        global_size=8,
+        numerics=Numerics(mode, gradient_token_block=8, reduction_token_block=4),
+    )
     plan = replace(plan, model=replace(plan.model, tied_embeddings=tied))
     schedule = lower(schedule_for(plan))
     for global_rank, found in enumerate(workers(8, "memory").run(recorded, plan)):
@@ -184,13 +194,17 @@ def test_a_step_computes_and_sends_what_the_program_says_to_the_byte(mode, tied,
 
 
 class PlainGPT(torch.nn.Module):
-    """The same decoder in ordinary torch: autograd, F.linear, F.cross_entropy; our canonical qkv rows are cut per head."""
+    """The same decoder in ordinary torch: autograd, F.linear, F.cross_entropy; our canonical qkv
+    rows are cut per head."""
 
     def __init__(self, spec, weights):
         super().__init__()
         self.spec = spec
         self.weights = torch.nn.ParameterDict(
-            {name.replace(".", "/"): torch.nn.Parameter(torch.from_numpy(value.copy())) for name, value in weights.items()}
+            {
+                name.replace(".", "/"): torch.nn.Parameter(torch.from_numpy(value.copy()))
+                for name, value in weights.items()
+            }
         )
 
     def weight(self, name):
@@ -201,7 +215,9 @@ class PlainGPT(torch.nn.Module):
 
     def norm(self, name, x):
         shape = (self.spec.hidden_size,)
-        return torch.nn.functional.layer_norm(x, shape, self.weight(f"{name}.weight"), self.weight(f"{name}.bias"), self.spec.norm_eps)
+        return torch.nn.functional.layer_norm(
+            x, shape, self.weight(f"{name}.weight"), self.weight(f"{name}.bias"), self.spec.norm_eps
+        )
 
     def forward(self, tokens, targets):
         spec = self.spec
@@ -209,12 +225,18 @@ class PlainGPT(torch.nn.Module):
         x = self.weight("embedding.tokens.weight")[tokens] + self.weight("embedding.positions.weight")[:s]
         for layer in range(spec.num_layers):
             name = f"layers.{layer}"
-            qkv = self.linear(f"{name}.attention.qkv", self.norm(f"{name}.attention.norm", x)).view(b, s, spec.num_heads, 3, spec.head_dim)
+            qkv = self.linear(f"{name}.attention.qkv", self.norm(f"{name}.attention.norm", x)).view(
+                b, s, spec.num_heads, 3, spec.head_dim
+            )
             q, k, v = qkv.permute(3, 0, 2, 1, 4)
-            scores = (q @ k.transpose(-1, -2) / spec.head_dim**0.5).masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
+            scores = (q @ k.transpose(-1, -2) / spec.head_dim**0.5).masked_fill(
+                torch.ones(s, s).triu(1).bool(), -torch.inf
+            )
             attention = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1)
             x = x + self.linear(f"{name}.attention.output", attention)
-            up = torch.nn.functional.gelu(self.linear(f"{name}.mlp.up", self.norm(f"{name}.mlp.norm", x)), approximate="tanh")
+            up = torch.nn.functional.gelu(
+                self.linear(f"{name}.mlp.up", self.norm(f"{name}.mlp.norm", x)), approximate="tanh"
+            )
             x = x + self.linear(f"{name}.mlp.down", up)
         logits = self.norm("head.norm", x) @ self.weight("embedding.tokens.weight").T
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -222,8 +244,9 @@ class PlainGPT(torch.nn.Module):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_three_steps_agree_with_plain_torch_within_2e_5(mode, workers):
-    """From the same weights: mean cross-entropy, clip_grad_norm_, torch.optim.AdamW. Losses and norms to 2e-5 relative (fp32 has 6e-8;
-    products of 256 terms and three updates of 1e-2 amplify it), weights to 2e-4 of a step that moves them by up to 1e-2 each."""
+    """From the same weights: mean cross-entropy, clip_grad_norm_, torch.optim.AdamW. Losses and norms to 2e-5 relative
+    (fp32 has 6e-8; products of 256 terms and three updates of 1e-2 amplify it), weights to 2e-4 of a step that moves
+    them by up to 1e-2 each."""
     from shardproof.backend.data.corpus import Corpus
 
     numerics = Numerics(mode, gradient_token_block=8, reduction_token_block=4)
@@ -256,7 +279,9 @@ def test_three_steps_agree_with_plain_torch_within_2e_5(mode, workers):
         expected += [("loss", loss.item()), ("grad_norm", norm.item())]
     assert [name for name, _ in scalars] == [name for name, _ in expected]
     np.testing.assert_allclose([value for _, value in scalars], [value for _, value in expected], rtol=2e-5)
-    assert all(norm > plan.optimizer.clip_grad_norm for name, norm in expected if name == "grad_norm"), "clipping is active"
+    assert all(norm > plan.optimizer.clip_grad_norm for name, norm in expected if name == "grad_norm"), (
+        "clipping is active"
+    )
     for name in initial:
         np.testing.assert_allclose(whole[prefix + name], plain.weight(name).detach().numpy(), atol=2e-4, err_msg=name)
 
@@ -305,7 +330,9 @@ def test_what_the_backend_does_not_run_is_said_with_one_sentence_each():
     plan = replace(plan, data_parallel=DataParallel(shard=3))
     problems = unsupported(plan)
     assert len(problems) == 3
-    for problem, key in zip(problems, ("data_parallel.shard=3", "layer by layer", "runtime.cuda_graphs=true"), strict=True):
+    for problem, key in zip(
+        problems, ("data_parallel.shard=3", "layer by layer", "runtime.cuda_graphs=true"), strict=True
+    ):
         assert key in problem and "Use " in problem
     with pytest.raises(PlanError, match=r"layer by layer yet"):
         Trainer(plan)
@@ -364,7 +391,10 @@ def test_adamw_gives_the_same_bits_however_a_tensor_is_cut():
 
     def train(cuts):
         whole = start.clone()
-        held = [Held(Parameter(f"part{i}", (b - a, 37)), (slice(a, b),), whole[a:b].clone(), True) for i, (a, b) in enumerate(cuts)]
+        held = [
+            Held(Parameter(f"part{i}", (b - a, 37)), (slice(a, b),), whole[a:b].clone(), True)
+            for i, (a, b) in enumerate(cuts)
+        ]
         optimizer = ShardedAdamW(held, Optimizer(), 1e-2)
         for gradient in gradients:
             optimizer.step([gradient[a:b].clone() for a, b in cuts], 0.5)

@@ -1,7 +1,7 @@
 """Predictions against published steps that come with the repository, so that CI sees it when a change costs accuracy.
 
-`tests/data/published_sample.jsonl` holds 44 published rows with their sources: SC21 table 1, Korthikanti table 5, MLPerf Training v4.1 and
-v5.0, SimuMax on 8 B200. `python benchmarks/validate.py` judges all published rows.
+`tests/data/published_sample.jsonl` holds 44 published rows with their sources: SC21 table 1, Korthikanti table 5,
+MLPerf Training v4.1 and v5.0, SimuMax on 8 B200. `python benchmarks/validate.py` judges all published rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def test_every_row_of_the_sample_is_predicted_and_none_runs_out_of_memory(predic
     assert [one.row.id for one in predictions if one.refused or one.error is None] == []
 
 
-@pytest.mark.parametrize("name", ["SC21 Table 1", "Korthikanti Table 5", "SimuMax B200, time", "SimuMax B200, allocated memory"])
+@pytest.mark.parametrize(
+    "name", ["SC21 Table 1", "Korthikanti Table 5", "SimuMax B200, time", "SimuMax B200, allocated memory"]
+)
 def test_the_mean_error_is_within_what_is_asked(predictions, name):
     (target,) = [target for target in TARGETS if target.name == name]
     errors = target.errors(predictions)

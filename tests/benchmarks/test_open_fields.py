@@ -1,4 +1,5 @@
-"""Fields that a source leaves open: predicted with every value, and what that says of its bias; on a row typed in here."""
+"""Fields that a source leaves open: predicted with every value, and what that says of its bias;
+on a row typed in here."""
 
 from __future__ import annotations
 
@@ -55,9 +56,12 @@ def test_a_bias_that_another_value_would_explain_is_open():
     rows = [nemotron(slow_s), nemotron(slow_s)]
     sources, opened, _ = bias_tables(rows, [predict_row(row) for row in rows])
     assert [cells[-1] for cells in sources.rows] == ["open"] and len(opened.rows) == 1
-    between = [nemotron(predict_row(nemotron(), {"batch.micro": 1}).predicted_s * 0.93)] * 2  # 5% to 10% away from either value
+    # 5% to 10% away from either value
+    between = [nemotron(predict_row(nemotron(), {"batch.micro": 1}).predicted_s * 0.93)] * 2
     sources, _, _ = bias_tables(between, [predict_row(row) for row in between])
     assert [cells[-1] for cells in sources.rows] == ["open"]
     settled = [nemotron(slow_s, micro=2), nemotron(slow_s, micro=2)]
-    sources, opened, _ = bias_tables(settled, [Prediction(row, measured_of(row), predicted_s=0.8 * slow_s) for row in settled])
+    sources, opened, _ = bias_tables(
+        settled, [Prediction(row, measured_of(row), predicted_s=0.8 * slow_s) for row in settled]
+    )
     assert [cells[-1] for cells in sources.rows] == ["no"] and opened.rows == ()

@@ -124,25 +124,67 @@ def test_layers_and_two_that_divide_the_stages_leave_the_ends_one_short():
 def test_a_module_for_another_token_counts_as_a_layer_of_the_last_stage():
     # NeMo, scripts/performance/llm/pretrain_deepseek_v3.py: one short on the first stage, two on the last.
     moe = {"experts": 256, "topk": 8, "moe_ffn": 2048, "shared": 1, "dense_layers": 3, "attention": "MLA"}
-    model = {"name": "deepseek-v3", "layers": 61, "hidden": 7168, "ffn": 18432, "heads": 128, "vocab": 129280, "seq": 4096, "moe": moe}
-    parallel = {"tp": 2, "pp": 4, "vpp": 1, "dp": 16, "cp": 1, "ep": 32, "etp": 1, "sp": True, "sharding": "distributed optimizer"}
-    changes = {"model": model, "parallel": parallel, "hardware__gpu": "GB200", "hardware__count": 128, "schedule": "1F1B"}
-    row = published(source="dgxc-benchmarking", family="dgxc_dsv3_gb200", precision="bf16", recompute="selective", **changes)
+    model = {
+        "name": "deepseek-v3",
+        "layers": 61,
+        "hidden": 7168,
+        "ffn": 18432,
+        "heads": 128,
+        "vocab": 129280,
+        "seq": 4096,
+        "moe": moe,
+    }
+    parallel = {
+        "tp": 2,
+        "pp": 4,
+        "vpp": 1,
+        "dp": 16,
+        "cp": 1,
+        "ep": 32,
+        "etp": 1,
+        "sp": True,
+        "sharding": "distributed optimizer",
+    }
+    changes = {
+        "model": model,
+        "parallel": parallel,
+        "hardware__gpu": "GB200",
+        "hardware__count": 128,
+        "schedule": "1F1B",
+    }
+    row = published(
+        source="dgxc-benchmarking", family="dgxc_dsv3_gb200", precision="bf16", recompute="selective", **changes
+    )
     plan = plan_of(row).plan
     assert plan.model.num_mtp_layers == 1 and plan.runtime.attention == "unfused"
     assert [len(stage.layers) for stage in plan.stages] == [15, 16, 16, 14]
 
 
 def test_redistributed_layers_leave_the_stage_of_a_heavy_head_fewest():
-    # Vocabulary Parallelism, Redis: 32 layers of hidden 3072 on 8 stages, 262,144 tokens: the head is as heavy as six layers.
-    changes = {"model__layers": 32, "model__hidden": 3072, "model__heads": 24, "model__kv_heads": 24, "model__vocab": 262144}
-    row = published(**changes, parallel__pp=8, parallel__tp=1, parallel__dp=32, flags={"vocab_method": "Redis"}, schedule="1F1B")
+    # Vocabulary Parallelism, Redis: 32 layers of hidden 3072 on 8 stages, 262,144 tokens: the head
+    # is as heavy as six layers.
+    changes = {
+        "model__layers": 32,
+        "model__hidden": 3072,
+        "model__heads": 24,
+        "model__kv_heads": 24,
+        "model__vocab": 262144,
+    }
+    row = published(
+        **changes, parallel__pp=8, parallel__tp=1, parallel__dp=32, flags={"vocab_method": "Redis"}, schedule="1F1B"
+    )
     counts = [len(stage.layers) for stage in plan_of(row).plan.stages]
     assert sum(counts) == 32 and counts[-1] == min(counts) and max(counts) == 5
 
 
 def test_chunks_follow_from_two_layers_each_where_the_table_leaves_them_out():
-    changes = {"model__layers": 96, "parallel__pp": 8, "parallel__dp": 4, "parallel__vpp": None, "schedule": "interleaved 1F1B"}
+    changes = {
+        "model__layers": 96,
+        "parallel__pp": 8,
+        "parallel__dp": 4,
+        "parallel__vpp": None,
+        "schedule": "interleaved 1F1B",
+    }
     found = plan_of(published(**changes))
     assert found.plan.layout.vpp == 6 and found.assumed == ("layers_per_chunk=2",)
 
@@ -150,12 +192,23 @@ def test_chunks_follow_from_two_layers_each_where_the_table_leaves_them_out():
 def test_zero_bubble_steps_wait_for_no_norm_unless_they_are_said_to():
     changes = {"model__layers": 40, "parallel__pp": 8, "parallel__dp": 4}
     assert plan_of(published(**changes, schedule="ZB-2p")).plan.optimizer.clip_grad_norm == 0
-    assert plan_of(published(**changes, schedule="ZB-2p, all-reduce synchronised optimizer step")).plan.optimizer.clip_grad_norm > 0
+    assert (
+        plan_of(
+            published(**changes, schedule=("ZB-2p, all-reduce synchronised optimizer step"))
+        ).plan.optimizer.clip_grad_norm
+        > 0
+    )
 
 
 def test_the_nemotron_report_leaves_its_microbatch_to_nvidias_configuration_of_the_model():
-    found = plan_of(published(source="Nemotron-4 15B report", family="nemotron15_report", batch__micro=None, parallel__sp=None))
-    assert (found.plan.batch.micro_size, found.plan.layout.sequence_parallel, found.plan.runtime.profile) == (2, True, "nemo-24.05")
+    found = plan_of(
+        published(source="Nemotron-4 15B report", family="nemotron15_report", batch__micro=None, parallel__sp=None)
+    )
+    assert (found.plan.batch.micro_size, found.plan.layout.sequence_parallel, found.plan.runtime.profile) == (
+        2,
+        True,
+        "nemo-24.05",
+    )
     assert set(found.assumed) == {"batch.micro=2", "parallel.sp=True"}
 
 
@@ -212,7 +265,10 @@ def test_every_training_row_has_a_plan_or_a_reason_and_three_in_four_a_plan():
 def test_every_described_stack_belongs_to_a_source_or_series():
     rows = read_rows()
     families, sources = {row.family for row in rows}, {row.source for row in rows}
-    assert all(name.partition(", ")[0] in sources or any(f"{one}_".startswith(f"{name}_") for one in families) for name in STACKS)
+    assert all(
+        name.partition(", ")[0] in sources or any(f"{one}_".startswith(f"{name}_") for one in families)
+        for name in STACKS
+    )
 
 
 def test_a_series_without_a_stack_of_its_own_has_that_of_its_release():
@@ -226,17 +282,26 @@ def test_a_series_without_a_stack_of_its_own_has_that_of_its_release():
 
 
 def test_seconds_derived_here_agree_with_those_of_the_collection():
-    rows = [row for row in read_rows() if row["measured.derived_step_s"] and not (row["measured.step_s"] or row["measured.step_ms"])]
+    rows = [
+        row
+        for row in read_rows()
+        if row["measured.derived_step_s"] and not (row["measured.step_s"] or row["measured.step_ms"])
+    ]
     pairs = []
     for row in rows:
-        data = {**row.data, "measured": {name: value for name, value in row["measured"].items() if name != "derived_step_s"}}
+        data = {
+            **row.data,
+            "measured": {name: value for name, value in row["measured"].items() if name != "derived_step_s"},
+        }
         if (seconds := measured_of(Row(data)).step_s) is not None:
             pairs.append((seconds, row["measured.derived_step_s"]))
     assert len(pairs) > 300
     assert all(mine == pytest.approx(theirs, rel=0.01) for mine, theirs in pairs)
 
 
-@pytest.mark.parametrize(("said", "scaling"), [("fp8 rowwise", "row"), ("mxfp8 cublas", "block"), ("fp8 tensorwise", None), ("bf16", None)])
+@pytest.mark.parametrize(
+    ("said", "scaling"), [("fp8 rowwise", "row"), ("mxfp8 cublas", "block"), ("fp8 tensorwise", None), ("bf16", None)]
+)
 def test_torchtitan_says_how_far_a_scale_reaches(said, scaling):
     titan = {"source": "torchtitan async-TP", "family": "torchtitan_async", "hardware": {"gpu": "H100", "count": 256}}
     assert plan_of(published(**titan, precision=said)).plan.precision.scaling == scaling
@@ -244,7 +309,9 @@ def test_torchtitan_says_how_far_a_scale_reaches(said, scaling):
 
 def test_tables_of_composer_in_pure_precision_are_of_an_older_torch():
     tables = {"source": "llm-foundry (MosaicML)", "family": "llmfoundry_A100_80GB", "precision": "bf16"}
-    profiles = [plan_of(published(**tables, flags={"mp_mode": mode})).plan.runtime.profile for mode in ("PURE", "DEFAULT")]
+    profiles = [
+        plan_of(published(**tables, flags={"mp_mode": mode})).plan.runtime.profile for mode in ("PURE", "DEFAULT")
+    ]
     assert profiles == ["fsdp-1.13", "fsdp"]
 
 
@@ -287,19 +354,32 @@ def test_sizes_of_a_model_that_a_table_only_names_come_from_its_public_configura
     named = {"name": "GPT OSS 120B", "seq": 4096}
     parallel = {"tp": 1, "pp": 1, "dp": 64, "ep": 16, "sharding": "distributed optimizer (ZeRO-1)"}
     row = published(
-        source="Megatron-Bridge perf summary", family="mbridge_26.06 NeMo Container_GPT OSS 120B", model=named, parallel=parallel,
+        source="Megatron-Bridge perf summary", family=(
+            "mbridge_26.06 NeMo Container_GPT OSS "
+            "120B"
+        ), model=named, parallel=parallel,
         hardware={"gpu": "DGX-GB300", "count": 64}, batch={"micro": 4, "global": 1280}, precision="mxfp8", recompute=None,
     )  # fmt: skip
     plan = plan_of(row).plan
     assert count_parameters(plan.model) == pytest.approx(116.8e9, rel=0.002)  # arXiv 2508.10925, table 1
-    assert count_active_parameters(plan.model) == pytest.approx(5.7e9, rel=0.01)  # without the token table of 0.6B: 5.1B, as there
+    # without the token table of 0.6B: 5.1B, as there
+    assert count_active_parameters(plan.model) == pytest.approx(5.7e9, rel=0.01)
     assert plan.runtime.cuda_graphs and plan.runtime.ep_comm_overlap
 
 
 def test_stages_hold_the_layers_that_a_row_lists():
-    listed = "layers_per_stage=[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18], [19, 20, 21, 22, 23, 24, 25]]"
+    listed = (
+        "layers_per_stage=[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18], [19, 20, 21, "
+        "22, 23, 24, 25]]"
+    )
     row = published(
-        source="Sailor (SOSP25)", precision=None, notes=listed, model__layers=24, parallel__pp=4, parallel__dp=8, schedule="1F1B"
+        source="Sailor (SOSP25)",
+        precision=None,
+        notes=listed,
+        model__layers=24,
+        parallel__pp=4,
+        parallel__dp=8,
+        schedule="1F1B",
     )
     plan = plan_of(row).plan
     assert [len(stage.layers) for stage in plan.stages] == [4, 7, 7, 6]
@@ -308,21 +388,30 @@ def test_stages_hold_the_layers_that_a_row_lists():
 
 def test_a_microbatch_is_all_of_a_replicas_batch_where_the_software_knows_no_accumulation():
     found = plan_of(
-        published(source="Megatron-LM README 2020", family="megatron2020", batch={"micro": None, "global": 512}, recompute=None)
+        published(
+            source="Megatron-LM README 2020",
+            family="megatron2020",
+            batch={"micro": None, "global": 512},
+            recompute=None,
+        )
     )
     assert (found.plan.batch.micro_size, found.plan.num_microbatches) == (16, 1)
     assert found.assumed == ("batch.num_microbatches=1", "recompute=full")
 
 
 def test_a_v_has_two_stages_a_rank():
-    assert plan_of(published(parallel__vpp=None, parallel__pp=4, parallel__dp=8, schedule="V-Half")).plan.layout.vpp == 2
+    assert (
+        plan_of(published(parallel__vpp=None, parallel__pp=4, parallel__dp=8, schedule="V-Half")).plan.layout.vpp == 2
+    )
 
 
 def test_whole_experts_where_cut_ones_do_not_lie_on_a_stages_ranks():
     experts = {"name": "Mixtral", "moe": {"experts": 8, "topk": 2}}
     changes = {"model__" + name: value for name, value in experts.items()}
     cut = plan_of(published(**changes, parallel__ep=4))
-    whole = plan_of(published(**changes, parallel__ep=8, parallel__pp=16, parallel__dp=2, model__layers=48, schedule="1F1B"))
+    whole = plan_of(
+        published(**changes, parallel__ep=8, parallel__pp=16, parallel__dp=2, model__layers=48, schedule="1F1B")
+    )
     assert cut.plan.layout.etp is None and "parallel.etp=1" not in cut.assumed
     assert whole.plan.layout.etp == 1 and "parallel.etp=1" in whole.assumed
 
@@ -352,7 +441,10 @@ def test_llama_3_scatters_summed_gradients_and_leaves_the_ends_without_a_layer()
     row = published(
         source="Llama 3 herd", family="llama3_t4", model=model, hardware={"gpu": "H100-80GB HBM3 700W", "count": 8192},
         parallel={"tp": 8, "pp": 16, "dp": 64, "cp": 1, "sharding": "FSDP (parameters not resharded after forward)"},
-        batch={"global": 2048}, precision="bf16", recompute=None, schedule="interleaved 1F1B variant (tunable N), uneven stages",
+        batch={"global": 2048}, precision="bf16", recompute=None, schedule=(
+            "interleaved 1F1B variant (tunable N), "
+            "uneven stages"
+        ),
     )  # fmt: skip
     plan = plan_of(row).plan
     assert (plan.layout.zero, plan.layout.vpp, plan.layout.order) == (1, 8, "tp-cp-ep-pp-dp")
@@ -369,5 +461,13 @@ def test_fine_tuning_of_all_weights_is_a_training_step_and_that_of_added_ones_is
 def test_a_submitter_that_changed_the_software_has_a_stack_of_its_own():
     fields = {"source": "MLPerf Training v5.1", "family": "mlperf_v5.1_llama3-8b", "flags__tp_comm_overlap": True}
     cisco, nvidia = (plan_of(published(**fields, source_ref=f"{who}/results/x")).plan for who in ("Cisco", "NVIDIA"))
-    assert (cisco.runtime.tp_comm_overlap, cisco.data_parallel.bucket_bytes, cisco.data_parallel.check_gradients) == (False, 256, None)
-    assert (nvidia.runtime.tp_comm_overlap, nvidia.data_parallel.bucket_bytes, nvidia.data_parallel.check_gradients) == (True, 2**29, False)
+    assert (cisco.runtime.tp_comm_overlap, cisco.data_parallel.bucket_bytes, cisco.data_parallel.check_gradients) == (
+        False,
+        256,
+        None,
+    )
+    assert (
+        nvidia.runtime.tp_comm_overlap,
+        nvidia.data_parallel.bucket_bytes,
+        nvidia.data_parallel.check_gradients,
+    ) == (True, 2**29, False)

@@ -1,4 +1,5 @@
-"""The validation command: errors in groups, parts of a step, tables, refits; on rows typed in here and on the published ones."""
+"""The validation command: errors in groups, parts of a step, tables, refits; on rows typed in here and
+on the published ones."""
 
 from __future__ import annotations
 
@@ -33,7 +34,16 @@ ROW = {
     "family": "korthikanti_t5",
     "kind": "train_step",
     "tier": "A",
-    "model": {"name": "GPT 22B", "layers": 48, "hidden": 6144, "ffn": 24576, "heads": 64, "kv_heads": 64, "vocab": 51200, "seq": 2048},
+    "model": {
+        "name": "GPT 22B",
+        "layers": 48,
+        "hidden": 6144,
+        "ffn": 24576,
+        "heads": 64,
+        "kv_heads": 64,
+        "vocab": 51200,
+        "seq": 2048,
+    },
     "hardware": {"gpu": "A100-80GB SXM", "count": 8, "inter": "8x200 Gb/s HDR InfiniBand per node"},
     "parallel": {"tp": 8, "pp": 1, "vpp": 1, "dp": 1, "cp": 1, "sp": False, "sharding": "none"},
     "batch": {"micro": 4, "num_microbatches": 1, "global": 4},
@@ -92,18 +102,24 @@ def test_spread_of_minus_10_and_plus_20_percent_is_15_percent_with_bias_5():
 
 
 def test_near_duplicates_fall_into_one_half():
-    rows = [Row({**ROW, "parallel": {**ROW["parallel"], "dp": dp}, "batch": {**ROW["batch"], "global": 4 * dp}}) for dp in (1, 2, 4, 8)]
+    rows = [
+        Row({**ROW, "parallel": {**ROW["parallel"], "dp": dp}, "batch": {**ROW["batch"], "global": 4 * dp}})
+        for dp in (1, 2, 4, 8)
+    ]
     assert len({is_calibration(row) for row in rows}) == 1
 
 
 def test_noise_is_the_spread_of_rows_that_are_alike_in_every_published_field():
-    rows = [Row({**ROW, "measured": {"step_s": seconds}}) for seconds in (1.0, 1.06, 1.02)] + [Row({**ROW, "precision": "bf16"})]
+    rows = [Row({**ROW, "measured": {"step_s": seconds}}) for seconds in (1.0, 1.06, 1.02)] + [
+        Row({**ROW, "precision": "bf16"})
+    ]
     floors = noise_floors(rows, lambda row: row["measured.step_s"])
     assert floors == {"Korthikanti 2022": (1, pytest.approx(0.06), pytest.approx(0.06))}
 
 
 def test_a_model_left_out_is_scaled_by_the_others_only():
-    # Model a is predicted 10% too fast twice, model b right: a scaled by b's 1 stays at -10%, b scaled by 1/0.9 becomes +11%.
+    # Model a is predicted 10% too fast twice, model b right: a scaled by b's 1 stays at -10%, b
+    # scaled by 1/0.9 becomes +11%.
     a, b = {"model": {**ROW["model"], "name": "a"}}, {"model": {**ROW["model"], "name": "b"}}
     found = leave_one_model_out([predicted(1.0, 0.9, **a), predicted(2.0, 1.8, **a), predicted(1.0, 1.0, **b)])
     assert found.models == 2 and found.factors == (1.0, pytest.approx(1 / 0.9))
@@ -136,8 +152,13 @@ def part(kind: str, **fields) -> Row:
 
 def test_bubbles_of_the_handcrafted_zero_bubble_schedules_equal_the_authors_to_a_tenth_of_a_point():
     # Qi et al. 2024, tables 5 and 6: 1.5B on 8 stages, 24 microbatches.
-    shape = {"parallel": {**ROW["parallel"], "tp": 1, "pp": 8}, "batch": {"micro": 6, "num_microbatches": 24, "global": 144}}
-    times = part("stage_time", **shape, measured={"T_F_ms": 18.522, "T_B_ms": 18.086, "T_W_ms": 9.337, "T_comm_ms": 0.601})
+    shape = {
+        "parallel": {**ROW["parallel"], "tp": 1, "pp": 8},
+        "batch": {"micro": 6, "num_microbatches": 24, "global": 144},
+    }
+    times = part(
+        "stage_time", **shape, measured={"T_F_ms": 18.522, "T_B_ms": 18.086, "T_W_ms": 9.337, "T_comm_ms": 0.601}
+    )
     rates = {"1F1B": 0.2431, "ZB-H1": 0.1585, "ZB-H2": 0.1083, "ZB-1p": 0.1585, "ZB-2p": 0.0433}
     rows = [part("bubble", **shape, schedule=name, measured={"bubble_rate": rate}) for name, rate in rates.items()]
     found = [one for one in predict_parts([times, *rows]) if one.section == "bubbles"]
@@ -146,7 +167,8 @@ def test_bubbles_of_the_handcrafted_zero_bubble_schedules_equal_the_authors_to_a
 
 
 @pytest.mark.parametrize(
-    ("recompute", "sp", "fwd", "bwd"), [("none", False, 7.7, 11.9), ("full", False, 7.7, 19.5), ("none", True, 7.2, 11.8)]
+    ("recompute", "sp", "fwd", "bwd"),
+    [("none", False, 7.7, 11.9), ("full", False, 7.7, 19.5), ("none", True, 7.2, 11.8)],
 )
 def test_a_layer_of_22b_takes_what_korthikanti_table_4_says_within_6_percent(recompute, sp, fwd, bwd):
     row = part(
@@ -180,7 +202,11 @@ def rows_file(tmp_path, *rows):
 def test_command_prints_tables_and_rows(tmp_path, capsys):
     assert main([*rows_file(tmp_path, ROW, {**ROW, "id": "y", "precision": None}), "--rows"]) == 0
     text = capsys.readouterr().out
-    assert "Korthikanti Table 5" in text and "  x [tp8, micro 4 x 1] 1.42 s -> " in text and "y: precision is not published" in text
+    assert (
+        "Korthikanti Table 5" in text
+        and "  x [tp8, micro 4 x 1] 1.42 s -> " in text
+        and ("y: precision is not published") in text
+    )
 
 
 def test_command_writes_the_page_and_one_json_object(tmp_path, capsys):
@@ -191,7 +217,9 @@ def test_command_writes_the_page_and_one_json_object(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["predictions"][0]["id"] == "x"
 
 
-@pytest.mark.parametrize(("arguments", "what"), [([], "holds no published rows"), (["--source", "nobody"], "holds no published rows")])
+@pytest.mark.parametrize(
+    ("arguments", "what"), [([], "holds no published rows"), (["--source", "nobody"], "holds no published rows")]
+)
 def test_command_without_rows_says_so_with_code_2(tmp_path, capsys, arguments, what):
     assert main(["--data", str(tmp_path), *arguments]) == 2
     assert what in capsys.readouterr().err
@@ -231,7 +259,13 @@ def test_refit_finds_the_host_time_that_made_the_data():
             "seq": 1024,
         }
         batch = {"micro": 1, "num_microbatches": 4, "global": 4}
-        more = {"source": "vTrain (MICRO24)", "family": "vtrain_single", "model": model, "batch": batch, "recompute": "none"}
+        more = {
+            "source": "vTrain (MICRO24)",
+            "family": "vtrain_single",
+            "model": model,
+            "batch": batch,
+            "recompute": "none",
+        }
         row = Row({**ROW, **more, "hardware": {"gpu": "A100-80GB SXM", "count": 8}})
         seconds = predict_row(row).predicted_s
         rows.append(Row({**row.data, "measured": {"step_s": seconds * 1.0816}}))
@@ -250,7 +284,9 @@ def test_layout_groups_hold_one_model_on_one_machine():
         groups = {}
         for row in read_rows():
             if row["kind"] == "train_step" and row.source.startswith(source) and (found := key(row)) is not None:
-                groups.setdefault(tuple(found.values()), set()).add((row["model.hidden"], row["model.layers"], row["hardware.count"]))
+                groups.setdefault(tuple(found.values()), set()).add(
+                    (row["model.hidden"], row["model.layers"], row["hardware.count"])
+                )
         assert len(groups) > 5 and all(len(members) == 1 for members in groups.values())
 
 

@@ -15,12 +15,15 @@ from shardproof.benchmarks.published.validation.kernels import (
 
 def row(gpu, op, shape, efficiency, peak=312):
     measured = {"op": op, "shape": shape, "efficiency": efficiency, "op_peak_tflops": peak}
-    return Row({"id": "x", "source": "s", "family": "f", "hardware": {"gpu": gpu}, "precision": "bf16", "measured": measured})
+    return Row(
+        {"id": "x", "source": "s", "family": "f", "hardware": {"gpu": gpu}, "precision": "bf16", "measured": measured}
+    )
 
 
 PRODUCT = "b=1, m=4096, k=5120, n=1536, layout=TN, accumulate=False, out_dtype=bf16"
 GROUPED = (
-    "ng=20, M=1232, N=3072, K=5120, dtype=bf16, out_dtype=bf16, main_grad_dtype=fp32, stage={}, grad=False, accumulate={}, "
+    "ng=20, M=1232, N=3072, K=5120, dtype=bf16, out_dtype=bf16, main_grad_dtype=fp32, stage={}, grad=False, "
+    "accumulate={}, "
     "use_split_accumulator=False, single_output=True"
 )
 ATTENTION = "batch=1, seq_len=4096, head_num={}, kv_head_num=8, qk_head_dim=128, v_head_dim=128, qkv_contiguous=True"
@@ -73,8 +76,12 @@ def test_errors_are_summed_up_by_device_and_kernel():
 
 
 def test_all_published_kernels_together_stay_within_their_bounds():
-    """Products of a B200 repeat within 20% only: the same shape runs at full clock or at the sustained one, as its run found the device."""
-    found = {(e.device, e.kernel): e for e in kernel_errors(predict_kernel(row) for row in read_rows() if row["kind"] in KERNELS)}
+    """Products of a B200 repeat within 20% only: the same shape runs at full clock or at the sustained one, as its
+    run found the device."""
+    found = {
+        (e.device, e.kernel): e
+        for e in kernel_errors(predict_kernel(row) for row in read_rows() if row["kind"] in KERNELS)
+    }
     most = {"matmul": (0.05, 0.11), "group_matmul": (0.06, 0.12), "sdp_fwd": (0.07, 0.09), "sdp_bwd": (0.04, 0.07)}
     for kernel, bounds in most.items():
         for device, bound in zip(("A100-PCIe", "B200"), bounds, strict=True):
@@ -87,7 +94,10 @@ def test_all_published_kernels_together_stay_within_their_bounds():
     [
         (row("A100-PCIe", "matmul", PRODUCT, 0.5, peak=None), "the rate is not published"),
         (row("A100-PCIe", "matmul", "4096x5120x1536", 0.5), "shape '4096x5120x1536' is no list of name=value"),
-        (Row({**row("A100-PCIe", "matmul", PRODUCT, 0.5).data, "precision": "nvfp4"}), "precision 'nvfp4' is not modelled on dgx-a100-80g"),
+        (
+            Row({**row("A100-PCIe", "matmul", PRODUCT, 0.5).data, "precision": "nvfp4"}),
+            ("precision 'nvfp4' is not modelled on dgx-a100-80g"),
+        ),
     ],
 )
 def test_a_row_that_cannot_be_read_is_refused_with_a_reason(published, said):

@@ -1,4 +1,5 @@
-"""Noise of the data from the data alone, coefficients held at other values, and what `--refit` finds; rows typed in here."""
+"""Noise of the data from the data alone, coefficients held at other values, and what `--refit`
+finds; rows typed in here."""
 
 from __future__ import annotations
 
@@ -30,10 +31,27 @@ from shardproof.simulator.stack.profiles import PROFILES, profile_of
 
 
 def row(
-    source="SC21 Narayanan", family="sc21_t1", *, seconds=1.0, layers=24, hidden=1024, micro=2, count=8, precision="fp16", **parallel
+    source="SC21 Narayanan",
+    family="sc21_t1",
+    *,
+    seconds=1.0,
+    layers=24,
+    hidden=1024,
+    micro=2,
+    count=8,
+    precision="fp16",
+    **parallel,
 ) -> Row:
     cut = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "cp": 1, "sp": False, "sharding": "none", **parallel}
-    sizes = {"layers": layers, "hidden": hidden, "ffn": 4 * hidden, "heads": 16, "kv_heads": 16, "vocab": 51200, "seq": 1024}
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "ffn": 4 * hidden,
+        "heads": 16,
+        "kv_heads": 16,
+        "vocab": 51200,
+        "seq": 1024,
+    }
     return Row(
         {
             "id": "x",
@@ -42,7 +60,11 @@ def row(
             "kind": "train_step",
             "tier": "A",
             "model": {"name": f"GPT h{hidden} L{layers}", **sizes},
-            "hardware": {"gpu": "A100-80GB SXM", "count": cut["tp"] * cut["pp"] * cut["dp"], "inter": "8x200 Gb/s HDR InfiniBand per node"},
+            "hardware": {
+                "gpu": "A100-80GB SXM",
+                "count": cut["tp"] * cut["pp"] * cut["dp"],
+                "inter": "8x200 Gb/s HDR InfiniBand per node",
+            },
             "parallel": cut,
             "batch": {"micro": micro, "num_microbatches": count, "global": micro * count * cut["dp"]},
             "precision": precision,
@@ -73,9 +95,19 @@ def composed(layer_s, *, rest_s=0.010, tp=2, micro=1, hidden=1024) -> list[Row]:
 
 
 def test_one_model_in_one_cut_in_two_publications_is_10_percent_apart_whatever_the_replicas():
-    rows = [row(seconds=1.1, dp=9), row("Korthikanti 2022", "korthikanti_t5", seconds=1.0), row("Other", "other", seconds=3.0, tp=2)]
+    rows = [
+        row(seconds=1.1, dp=9),
+        row("Korthikanti 2022", "korthikanti_t5", seconds=1.0),
+        row("Other", "other", seconds=3.0, tp=2),
+    ]
     assert across_publications(rows) == [
-        Floor("Korthikanti 2022 and SC21 Narayanan", "step of one model and cut", 1, pytest.approx(0.1), pytest.approx(0.1))
+        Floor(
+            "Korthikanti 2022 and SC21 Narayanan",
+            "step of one model and cut",
+            1,
+            pytest.approx(0.1),
+            pytest.approx(0.1),
+        )
     ]
 
 
@@ -92,7 +124,10 @@ def test_equal_work_in_4_and_8_stages_shows_how_far_it_is_apart():
     def seconds(pp, per_layer):
         return per_layer * (8 + pp - 1) * 2 * 24 / pp
 
-    rows = [row("vTrain (MICRO24)", "vtrain_multi", seconds=seconds(pp, per), pp=pp, tp=4) for pp, per in ((4, 0.010), (8, 0.013))]
+    rows = [
+        row("vTrain (MICRO24)", "vtrain_multi", seconds=seconds(pp, per), pp=pp, tp=4)
+        for pp, per in ((4, 0.010), (8, 0.013))
+    ]
     whole, of_tp = across_stages(rows)
     assert (whole.source, of_tp.source, whole.groups) == ("vTrain multi-node", "vTrain multi-node, tp=4", 1)
     assert whole.largest == of_tp.median == pytest.approx(0.3)
@@ -101,7 +136,11 @@ def test_equal_work_in_4_and_8_stages_shows_how_far_it_is_apart():
 def test_layer_times_are_taken_out_of_composed_rows():
     rows = composed(0.003) + composed(0.004, tp=4, micro=2) + composed(0.005, hidden=2048)
     found = layer_seconds(rows)
-    assert found == {(1024, 2, 1): pytest.approx(0.003), (1024, 4, 2): pytest.approx(0.004), (2048, 2, 1): pytest.approx(0.005)}
+    assert found == {
+        (1024, 2, 1): pytest.approx(0.003),
+        (1024, 4, 2): pytest.approx(0.004),
+        (2048, 2, 1): pytest.approx(0.005),
+    }
     assert host_bound_layers(rows) == [pytest.approx(0.003), pytest.approx(0.004)]
     scatter = scatter_of_layers(rows)
     assert (scatter.groups, scatter.median, scatter.largest) == (2, pytest.approx(0.5 / 3.5), pytest.approx(1 / 3))
@@ -132,17 +171,25 @@ def test_a_source_without_repetitions_is_held_to_what_publications_differ_by():
     assert between_publications([*rows, *alone]).median == pytest.approx(0.1)
     predictions = [Prediction(one, measured_of(one), predicted_s=1.05) for one in alone]
     sources, _, series = bias_tables([*rows, *alone], predictions)
-    assert [cells[2:] for cells in sources.rows] == [("+5.0%", "+5.0%", "10.0% (step of one model and cut)", "within noise")]
+    assert [cells[2:] for cells in sources.rows] == [
+        ("+5.0%", "+5.0%", ("10.0% (step of one model and cut)"), "within noise")
+    ]
     assert [cells[3:] for cells in series.rows] == [("+5.0%", "+5.0%", "not known", "no")]
 
 
 def test_no_coefficient_is_fitted_to_vtrains_rows_of_several_nodes():
     assert not is_fitted_to(row("vTrain (MICRO24)", "vtrain_multi"))
-    assert is_fitted_to(row("vTrain (MICRO24)", "vtrain_single")) and is_fitted_to(row("Korthikanti 2022", "korthikanti_t5"))
+    assert is_fitted_to(row("vTrain (MICRO24)", "vtrain_single")) and is_fitted_to(
+        row("Korthikanti 2022", "korthikanti_t5")
+    )
 
 
 def test_a_source_is_held_to_its_own_repetitions_before_those_it_shares():
-    own, shared, other = Floor("A", "", 1, 0.02, 0.02), Floor("A and B", "", 1, 0.1, 0.1), Floor("vTrain multi-node", "", 1, 0.05, 0.05)
+    own, shared, other = (
+        Floor("A", "", 1, 0.02, 0.02),
+        Floor("A and B", "", 1, 0.1, 0.1),
+        Floor("vTrain multi-node", "", 1, 0.05, 0.05),
+    )
     assert floor_of([own, shared, other], "A", "a") == own
     assert floor_of([own, shared, other], "B", "b") == shared
     assert floor_of([own, shared, other], "vTrain (MICRO24)", "vtrain_multi") == other
@@ -182,12 +229,17 @@ def test_device_fields_are_held_up_to_1_in_a_format_of_their_own():
     today, hold = held.device_field("sustained_share", "fp8")
     assert today(plan) == plan.cluster.sustained_share
     with hold(plan, 1.2) as changed:
-        assert changed.cluster.sustained_share_by_dtype["fp8"] == 1.0 and changed.cluster.sustained_share == plan.cluster.sustained_share
+        assert (
+            changed.cluster.sustained_share_by_dtype["fp8"] == 1.0
+            and changed.cluster.sustained_share == plan.cluster.sustained_share
+        )
 
 
 def test_aligned_shares_are_straight_between_two_fitted_ones_and_the_whole():
     assert compute.aligned_shares(0.4, 0.7) == pytest.approx((0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0))
-    whole, odd = (compute.product_s(plan_of(row()).plan.cluster, "fp16", Product("", 8192, n, 8192)) for n in (8192, 8191))
+    whole, odd = (
+        compute.product_s(plan_of(row()).plan.cluster, "fp16", Product("", 8192, n, 8192)) for n in (8192, 8191)
+    )
     assert odd / whole == pytest.approx(1 / compute.ALIGNED_AT_2_BYTES, rel=0.15)
 
 

@@ -1,4 +1,5 @@
-"""Hypothesis without deadlines: the machines that run these tests are shared, so the time of one example means nothing."""
+"""Hypothesis without deadlines: the machines that run these tests are shared, so the time of one
+example means nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ settings.load_profile("shared-machine")
 def bubble() -> Callable[..., float]:
     """`bubble(schedule, F, I, W, send)`: the most that a rank idles between its first and last action."""
 
-    def bubble_of(built: Schedule, forward: float = 1, backward_input: float = 1, backward_weight: float = 1, send: float = 0) -> float:
+    def bubble_of(
+        built: Schedule, forward: float = 1, backward_input: float = 1, backward_weight: float = 1, send: float = 0
+    ) -> float:
         timeline = run_schedule(built, forward, backward_input, backward_weight, send)
         return max(timeline.idle_inside_s(rank) for rank in range(built.num_ranks))
 

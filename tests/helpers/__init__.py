@@ -1,1 +1,2 @@
-"""What tests of several folders share and ranks can load by name; `pythonpath` in pyproject.toml makes it importable as `helpers`."""
+"""What tests of several folders share and ranks can load by name; `pythonpath` in pyproject.toml makes it
+importable as `helpers`."""

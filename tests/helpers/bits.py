@@ -53,16 +53,22 @@ def on_one_device(plan: Plan) -> Plan:
 
 
 def whole_tensors(plan: Plan, ranks) -> dict[str, np.ndarray]:
-    """Whole tensors by name, of what `collect` found on all ranks; every rank that holds an element must hold the same bits."""
+    """Whole tensors by name, of what `collect` found on all ranks; every rank that holds an element
+    must hold the same bits."""
     shapes = {parameter.name: parameter.shape for parameter in parameters(plan.model)}
     whole, seen = {}, {}
     for _, pieces, _ in ranks:
         for name, slices, values in pieces:
             shape = shapes[name.split()[1]]
-            full, known = whole.setdefault(name, np.zeros(shape, np.float32)), seen.setdefault(name, np.zeros(shape, bool))
+            full, known = (
+                whole.setdefault(name, np.zeros(shape, np.float32)),
+                seen.setdefault(name, np.zeros(shape, bool)),
+            )
             before, known_before = full[slices], known[slices]
             assert before.shape == values.shape, (name, before.shape, values.shape)
-            assert np.array_equal(before[known_before].view(np.int32), values[known_before].view(np.int32)), f"replicas of {name} differ"
+            assert np.array_equal(before[known_before].view(np.int32), values[known_before].view(np.int32)), (
+                f"replicas of {name} differ"
+            )
             full[slices], known[slices] = values, True
     assert all(known.all() for known in seen.values())
     return whole

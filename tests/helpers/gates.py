@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 
-def sampled(names: str | tuple[str, ...], cases: Iterable[Any], *, on_push: int, **keywords: Any) -> pytest.MarkDecorator:
+def sampled(
+    names: str | tuple[str, ...], cases: Iterable[Any], *, on_push: int, **keywords: Any
+) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize`, of whose cases only the first `on_push` run on every push.
 
-    For tests that go through many layouts or models by the way that the matrix goes too. `pytest --full` runs all cases.
+    For tests that go through many layouts or models by the way that the matrix goes too.
+    `pytest --full` runs all cases.
     """
     single = isinstance(names, str) and "," not in names
     return pytest.mark.parametrize(names, sample(cases, on_push=on_push, single=single), **keywords)

@@ -14,21 +14,30 @@ from shardproof.core.plan.module import Module
 from shardproof.core.plan.plan import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
 
 
-def module(name: str, inputs: Sequence[str] = (), model: str | ModelSpec = "tiny-llama", **degrees: Any) -> dict[str, Any]:
+def module(
+    name: str, inputs: Sequence[str] = (), model: str | ModelSpec = "tiny-llama", **degrees: Any
+) -> dict[str, Any]:
     """A module of as many layers as it has stages, for `modular`."""
     spec = model_preset(model) if isinstance(model, str) else model
     return {"name": name, "inputs": tuple(inputs), "model": spec, "layout": Layout(**degrees)}
 
 
 def modular(
-    *given: dict[str, Any], samples: int, schedule: str = "1F1B", dtype: str = "fp32", micro: int = 1, mode: str = "exact"
+    *given: dict[str, Any],
+    samples: int,
+    schedule: str = "1F1B",
+    dtype: str = "fp32",
+    micro: int = 1,
+    mode: str = "exact",
 ) -> ModularPlan:
     """Modules on ranks that follow each other. Clipping is active; sums have several leaves."""
     modules: list[Module] = []
     for each in given:
         first = modules[-1].last_rank + 1 if modules else 0
         model = replace(each["model"], num_layers=max(1, each["layout"].pp))
-        modules.append(Module(**{**each, "model": model}, first_rank=first, last_rank=first + each["layout"].world_size - 1))
+        modules.append(
+            Module(**{**each, "model": model}, first_rank=first, last_rank=first + each["layout"].world_size - 1)
+        )
     return ModularPlan(
         tuple(modules),
         cluster_preset("this-host", modules[-1].last_rank + 1),

@@ -1,4 +1,5 @@
-"""One builder of the plans that tests run, simulate and prove: a test names what matters to it, the rest is a tiny model's run."""
+"""One builder of the plans that tests run, simulate and prove: a test names what matters to it, the
+rest is a tiny model's run."""
 
 from __future__ import annotations
 
@@ -37,8 +38,11 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": Checkpoint(),
     "variation": Variation(),
 }
-# Whose each field is; of a name that several sections have, the first has it. `samples` is the batch's, so `Variation` is given whole.
-OWNERS = {entry.name: name for name, section in reversed(SECTIONS.items()) if name != "variation" for entry in fields(section)}
+# Whose each field is; of a name that several sections have, the first has it. `samples` is the batch's, so
+# `Variation` is given whole.
+OWNERS = {
+    entry.name: name for name, section in reversed(SECTIONS.items()) if name != "variation" for entry in fields(section)
+}
 OWNERS |= {entry.name: owner for owner, noun in (("model", ModelSpec), ("layout", Layout)) for entry in fields(noun)}
 del OWNERS["name"]
 
@@ -60,15 +64,15 @@ def plan(
 
     An option is a field of a section by its name in a plan file (`tp=2`, `dtype="bf16"`, `clip_grad_norm=0.1`,
     `num_heads=6`), or a whole section (`train=Train(...)`), in which given fields then change. Of names that several
-    sections have, `mode` is that of numerics, `num_layers` the model's and `seed` the training's. What `Variation` has is
-    given as that section only.
+    sections have, `mode` is that of numerics, `num_layers` the model's and `seed` the training's. What `Variation` has
+    is given as that section only.
 
-    The default is tiny-gpt (4 heads, hidden size 64, biases, learned positions): a step takes milliseconds. A tiny preset
-    given by its name has two layers, or one per stage where there are more. Any other model keeps its layers, and gets one
-    per stage where it has fewer and `stages` does not cut it. Sums are exact, in fp32, over blocks of 8 and 4 tokens: a
-    sequence of 24 has several of both. A batch has `samples` sequences, `micro` in a microbatch; by default `microbatches`
-    for each data-parallel copy. The cluster has as many devices as the layout. The schedule is 1F1B, or Interleaved1F1B
-    where ranks have several stages.
+    The default is tiny-gpt (4 heads, hidden size 64, biases, learned positions): a step takes milliseconds. A tiny
+    preset given by its name has two layers, or one per stage where there are more. Any other model keeps its layers,
+    and gets one per stage where it has fewer and `stages` does not cut it. Sums are exact, in fp32, over blocks of 8
+    and 4 tokens: a sequence of 24 has several of both. A batch has `samples` sequences, `micro` in a microbatch; by
+    default `microbatches` for each data-parallel copy. The cluster has as many devices as the layout. The schedule is
+    1F1B, or Interleaved1F1B where ranks have several stages.
 
     Raises `TypeError` where no section has an option, and `PlanError` as `Plan` does.
     """
@@ -80,7 +84,9 @@ def plan(
     layout = replace(layout or Layout(), **changes.pop("layout", {}))
     given = {name: options.get(name, section) for name, section in SECTIONS.items()}
     given["recompute"] = Recompute(recompute) if isinstance(recompute, str) else recompute or Recompute()
-    schedule = schedule or ("Interleaved1F1B" if layout.vpp > 1 and "file" not in changes.get("schedule", {}) else "1F1B")
+    schedule = schedule or (
+        "Interleaved1F1B" if layout.vpp > 1 and "file" not in changes.get("schedule", {}) else "1F1B"
+    )
     given["schedule"] = ScheduleChoice(schedule) if isinstance(schedule, str) else schedule
     spec = model_for(model, layout, **changes.pop("model", {}))
     return Plan(

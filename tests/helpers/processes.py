@@ -40,7 +40,9 @@ class Started:
         self.temporary.mkdir(parents=True)
         self._errors = self.folder / "errors.txt"
         # a job started in the background (`pytest &`) inherits SIGINT ignored
-        start = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+        start = (
+            "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+        )
         with self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", start, sys.executable, "-m", *self.arguments],
@@ -67,7 +69,8 @@ class Started:
         return self.process.wait(WAIT_S)
 
     def left(self) -> list[str]:
-        """What has outlived it when nothing more is on the way out: processes, then files; not the folder that torchrun itself leaves."""
+        """What has outlived it when nothing more is on the way out: processes, then files; not the folder that
+        torchrun itself leaves."""
 
         def files() -> list[str]:
             return [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchelastic_")]

@@ -27,8 +27,11 @@ def spread_weights(model: ModelSpec) -> dict[str, Tensor]:
     }
 
 
-def whole_gradients(model: ModelSpec, ranks: Iterable[tuple[Mapping[str, Tensor], Mapping[str, tuple[slice, ...]]]]) -> dict[str, Tensor]:
-    """Full gradients by name from every rank's own and where they lie; what several ranks hold must be equal to the bit."""
+def whole_gradients(
+    model: ModelSpec, ranks: Iterable[tuple[Mapping[str, Tensor], Mapping[str, tuple[slice, ...]]]]
+) -> dict[str, Tensor]:
+    """Full gradients by name from every rank's own and where they lie; what several ranks hold
+    must be equal to the bit."""
     shapes = {p.name: p.shape for p in parameters(model)}
     full: dict[str, Tensor] = {}
     for gradients, slices in ranks:

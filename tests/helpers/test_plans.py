@@ -29,11 +29,28 @@ def test_layers_devices_samples_and_schedule_follow_the_layout():
 
 def test_fields_go_to_their_sections_and_change_a_section_that_is_given_whole():
     found = plan(
-        tp=2, num_heads=8, num_kv_heads=8, head_dim=8, dtype="bf16", mode="fast", train=Train(steps=9), seed=7, every=3, folder="c"
+        tp=2,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=8,
+        dtype="bf16",
+        mode="fast",
+        train=Train(steps=9),
+        seed=7,
+        every=3,
+        folder="c",
     )
-    assert (found.layout.tp, found.model.num_heads, found.precision.dtype, found.numerics.mode) == (2, 8, "bf16", "fast")
+    assert (found.layout.tp, found.model.num_heads, found.precision.dtype, found.numerics.mode) == (
+        2,
+        8,
+        "bf16",
+        "fast",
+    )
     assert (found.train, found.checkpoint.every) == (Train(steps=9, seed=7), 3)
-    assert (training_plan().optimizer.clip_grad_norm, training_plan(steps=5).train) == (0.1, Train(steps=5, learning_rate=1e-2))
+    assert (training_plan().optimizer.clip_grad_norm, training_plan(steps=5).train) == (
+        0.1,
+        Train(steps=5, learning_rate=1e-2),
+    )
     assert (product_plan().precision, product_plan(mode="exact").numerics) == (Precision(), Numerics("exact"))
 
 

@@ -44,16 +44,30 @@ KERNELS = [
 
 
 def rows() -> list[Row]:
-    """A machine of 40 GFLOP/s, 10 GB/s and messages of 50 us and 2 GB/s, whose two cores keep 0.9 of their rate together."""
-    found = [Row("product", v, (m, n, k), 1, 2 * m * n * k / 40e9) for v in VARIANTS for m in SIZES for n in SIZES for k in SIZES]
+    """A machine of 40 GFLOP/s, 10 GB/s and messages of 50 us and 2 GB/s, whose two cores keep 0.9
+    of their rate together."""
+    found = [
+        Row("product", v, (m, n, k), 1, 2 * m * n * k / 40e9)
+        for v in VARIANTS
+        for m in SIZES
+        for n in SIZES
+        for k in SIZES
+    ]
     found += [Row("kernel", name, (size,), 1, 12 * size / 10e9) for name in KERNELS for size in (1000, 1000000)]
     found += [Row("kernel", f"{name}_16", (64,), 1, 1e-5) for name in ("attention", "attention_backward")]
     for number, plan in enumerate(PROBES):
         found.append(Row("step", plan.model.name, (), 1, 0.1))
-        found += [Row("alone", plan.model.name, (), 2, 0.18 * number), Row("together", plan.model.name, (), 2, 0.2 * number)]
+        found += [
+            Row("alone", plan.model.name, (), 2, 0.18 * number),
+            Row("together", plan.model.name, (), 2, 0.2 * number),
+        ]
     found += [Row("message", "message", (size,), 2, 50e-6 + size / 2e9) for size in (0 + 8, 1 << 20)]
     found += [Row("message", "message_work", (size,), 2, 1e-4) for size in (8, 1 << 20)]
-    return found + [Row("collective", op, (size,), 2, 2e-4) for op in ("all_reduce", "all_gather", "all_to_all") for size in (64, 1 << 20)]
+    return found + [
+        Row("collective", op, (size,), 2, 2e-4)
+        for op in ("all_reduce", "all_gather", "all_to_all")
+        for size in (64, 1 << 20)
+    ]
 
 
 def cluster():
@@ -88,7 +102,8 @@ def test_waits_for_the_slower_rank_grow_with_the_root_of_the_work_and_are_no_par
     waited = sum(root * math.sqrt(3 * seconds) / 3 for seconds in alone)
     assert found.busy_core_share == pytest.approx(sum(alone) / (sum(alone) / 0.9 - waited))
     same = [replace(row, seconds=1e-3) if row.name == "long_work" else row for row in slow]
-    assert calibrated(same, name="here", num_cores=2, memory_bytes=8e9, when="now").rank_skew_root_s == 0.0  # nothing can be told
+    # nothing can be told
+    assert calibrated(same, name="here", num_cores=2, memory_bytes=8e9, when="now").rank_skew_root_s == 0.0
     # Four ranks have no core each: they wait for cores, which is simulated, and their collectives stay as measured.
     crowded = [replace(row, ranks=4) if row.kind in ("turn", "collective") else row for row in slow]
     found = calibrated(crowded, name="here", num_cores=2, memory_bytes=8e9, when="now")
@@ -96,7 +111,8 @@ def test_waits_for_the_slower_rank_grow_with_the_root_of_the_work_and_are_no_par
 
 
 @pytest.mark.parametrize(
-    ("layout", "meetings"), [(Layout(dp=2), 1), (Layout(pp=2), 1), (Layout(), 0), (Layout(tp=2), None), (Layout(dp=4), 0)]
+    ("layout", "meetings"),
+    [(Layout(dp=2), 1), (Layout(pp=2), 1), (Layout(), 0), (Layout(tp=2), None), (Layout(dp=4), 0)],
 )
 def test_ranks_that_meet_once_a_step_wait_by_its_root_and_those_that_meet_often_longer(layout, meetings):
     def report(skew):
@@ -124,14 +140,19 @@ def test_a_step_that_takes_longer_than_its_kernels_do_one_by_one_makes_every_act
 
 def test_no_collective_takes_less_than_a_smaller_one():
     found = [row for row in rows() if row.kind != "collective"]
-    found += [Row("collective", "all_reduce", (size,), 2, seconds) for size, seconds in ((8, 3e-3), (64, 1e-3), (512, 2e-3), (4096, 5e-3))]
+    found += [
+        Row("collective", "all_reduce", (size,), 2, seconds)
+        for size, seconds in ((8, 3e-3), (64, 1e-3), (512, 2e-3), (4096, 5e-3))
+    ]
     curve = calibrated(found, name="here", num_cores=2, memory_bytes=8e9, when="now").collective_curve
     means = {8: 2e-3, 64: 2e-3, 512: 2e-3, 4096: 5e-3}
     assert {size: curve[f"all_reduce-2-{size}"] for size in means} == pytest.approx(means)
 
 
 def test_messages_that_take_no_longer_when_they_are_larger_give_the_rate_of_their_whole_time():
-    noisy = [row for row in rows() if row.kind != "message"] + [Row("message", "message", (size,), 2, 2e-3) for size in (4096, 524288)]
+    noisy = [row for row in rows() if row.kind != "message"] + [
+        Row("message", "message", (size,), 2, 2e-3) for size in (4096, 524288)
+    ]
     found = calibrated(noisy, name="here", num_cores=2, memory_bytes=8e9, when="now")
     assert found.node_link_bytes_per_s == pytest.approx(524288 / 2e-3)
 
@@ -157,7 +178,13 @@ def test_measured_collectives_replace_the_ring():
 
 def test_measurements_without_a_kind_are_refused():
     with pytest.raises(PlanError, match="no collective and no message"):
-        calibrated([row for row in rows() if row.kind not in ("collective", "message")], name="x", num_cores=1, memory_bytes=1e9, when="")
+        calibrated(
+            [row for row in rows() if row.kind not in ("collective", "message")],
+            name="x",
+            num_cores=1,
+            memory_bytes=1e9,
+            when="",
+        )
 
 
 def test_the_verb_writes_a_cluster_file_and_json(tmp_path, monkeypatch, capsys):

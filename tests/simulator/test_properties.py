@@ -1,4 +1,5 @@
-"""What must hold for every plan, whatever its numbers: monotony, lower bounds, symmetry, and closed forms where communication is free."""
+"""What must hold for every plan, whatever its numbers: monotony, lower bounds, symmetry, and closed forms where
+communication is free."""
 
 from __future__ import annotations
 
@@ -38,11 +39,16 @@ EXPERTS = replace(model_preset("mixtral-8x7b"), num_layers=12)
 LATENT = replace(model_preset("deepseek-v2-lite"), num_layers=12)
 RATES = ("node_link_bytes_per_s", "node_network_bytes_per_s", "device_memory_bytes_per_s", "channel_bytes_per_s")
 LINK_ANOMALY = 2e-3
-"""Where messages and overlapped reductions share links, one that ends earlier may make another meet a busier link (Graham 1966, bounds
-for certain multiprocessing anomalies); 0.08% was seen, a mixture of experts over pp2 vpp2 dp4 ep2 with faster links inside a node."""
+"""Where messages and overlapped reductions share links, one that ends earlier may make another meet a busier link
+(Graham 1966, bounds for certain multiprocessing anomalies); 0.08% was seen, a mixture of experts over pp2 vpp2 dp4 ep2
+with faster links inside a node."""
 
-many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
-few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+many = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
+few = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
 
 
 @st.composite
@@ -130,11 +136,15 @@ def test_no_step_is_shorter_than_the_work_of_a_rank_or_than_arithmetic_at_the_pe
 @many
 @given(plans())
 def test_no_step_is_shorter_than_its_critical_path(plan):
-    """One microbatch through all stages and back, its messages included, and then the step of the rank of the first stage."""
+    """One microbatch through all stages and back, its messages included, and then the step of the
+    rank of the first stage."""
     pricing, placement = Pricing(plan), plan.placement
     stages = range(placement.num_stages)
     forward_s = sum(pricing.seconds(Kind.F, s).total_s - pricing.seconds(Kind.F, s).ep_comm for s in stages)
-    inward_s = sum(min(each.total_s - each.ep_comm for each in (pricing.seconds(Kind.B, s), pricing.seconds(Kind.I, s))) for s in stages)
+    inward_s = sum(
+        min(each.total_s - each.ep_comm for each in (pricing.seconds(Kind.B, s), pricing.seconds(Kind.I, s)))
+        for s in stages
+    )
     sent_s = sum(pricing.seconds(kind, s).total_s for kind in (Kind.SEND_F, Kind.SEND_B) for s in stages)
     if len(placement.ranks[0]) == 1:
         assert step_s(plan) >= forward_s + inward_s + sent_s + pricing.seconds(Kind.STEP, 0).total_s - 1e-9
@@ -159,7 +169,8 @@ def test_no_step_is_shorter_than_the_load_of_its_busiest_link(plan):
 def test_on_one_node_the_order_of_ranks_changes_nothing(plan, order):
     cluster = replace(plan.cluster, devices_per_node=plan.layout.world_size, nics_per_node=0)
     one, other = (
-        simulate(replace(plan, cluster=cluster, layout=replace(plan.layout, order=order))) for order in (plan.layout.order, "-".join(order))
+        simulate(replace(plan, cluster=cluster, layout=replace(plan.layout, order=order)))
+        for order in (plan.layout.order, "-".join(order))
     )
     ranked = ("bubble_rank", "critical_rank", "peak_memory_rank")
     assert {key: value for key, value in one.report.items() if key not in ranked} == {
@@ -174,7 +185,9 @@ def test_as_many_more_replicas_with_as_many_more_sequences_compute_as_long(plan,
     """Equal replicas do equal work: only what they say to each other may take longer."""
     layout = replace(plan.layout, dp=plan.layout.dp * times)
     batch = replace(plan.batch, global_size=plan.batch.global_size * times)
-    wider = replace(plan, layout=layout, batch=batch, cluster=replace(plan.cluster, num_devices=plan.cluster.num_devices * times))
+    wider = replace(
+        plan, layout=layout, batch=batch, cluster=replace(plan.cluster, num_devices=plan.cluster.num_devices * times)
+    )
     assume(plan.layout.world_size >= plan.cluster.devices_per_node)
     one, other = Pricing(plan), Pricing(wider)
     for kind, stage in itertools.product((Kind.F, Kind.B), range(plan.layout.num_stages)):
@@ -193,12 +206,16 @@ def free(plan: Plan) -> Plan:
 
 @many
 @given(st.integers(1, 6), st.integers(1, 16), st.sampled_from(("1F1B", "GPipe")), st.sampled_from(PROFILES))
-def test_with_free_communication_a_step_is_the_ramp_of_the_pipeline_and_the_work_of_its_last_stage(pp, m, name, profile):
+def test_with_free_communication_a_step_is_the_ramp_of_the_pipeline_and_the_work_of_its_last_stage(
+    pp, m, name, profile
+):
     """The last stage, with the head, is the slowest: p-1 stages up, m microbatches there, p-1 stages down."""
     model = replace(DENSE, num_layers=pp * 2, vocab_size=512)
     cluster = replace(cluster_preset("dgx-h100", pp), devices_per_node=pp)
     choice = ScheduleChoice(name if pp > 1 else "1F1B")
-    plan = free(Plan(model, cluster, Layout(pp=pp), Batch(m, 1, 2048), Runtime(profile, cuda_graphs=True), schedule=choice))
+    plan = free(
+        Plan(model, cluster, Layout(pp=pp), Batch(m, 1, 2048), Runtime(profile, cuda_graphs=True), schedule=choice)
+    )
     pricing = Pricing(plan)
     stage_s = [pricing.seconds(Kind.F, s).total_s + pricing.seconds(Kind.B, s).total_s for s in range(pp)]
     expected = sum(stage_s[:-1]) + m * stage_s[-1]
@@ -210,8 +227,8 @@ def test_with_free_communication_a_step_is_the_ramp_of_the_pipeline_and_the_work
 @many
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
 def test_unit_costs_reproduce_the_closed_forms(p, rounds, v, f, b, w):
-    """Bubbles of GPipe and 1F1B (p-1)(F+B), interleaved divided by v (Narayanan et al. 2021), ZB-H1 (p-1)(F+I-W) where F=I=W
-    (Qi et al. 2024, table 1)."""
+    """Bubbles of GPipe and 1F1B (p-1)(F+B), interleaved divided by v (Narayanan et al. 2021), ZB-H1 (p-1)(F+I-W) where
+    F=I=W (Qi et al. 2024, table 1)."""
     m = p * rounds * 2
     for name in ("GPipe", "1F1B"):
         end = max(span.end_s for span in run_schedule(build(name, pp=p, num_microbatches=m), f, b, w).spans)
@@ -224,12 +241,19 @@ def test_unit_costs_reproduce_the_closed_forms(p, rounds, v, f, b, w):
 
 
 @few
-@given(st.sampled_from((DENSE, EXPERTS)), st.sampled_from((4, 6)), st.sampled_from(RATES[:3]), st.sampled_from((1.2, 4.0)))
+@given(
+    st.sampled_from((DENSE, EXPERTS)), st.sampled_from((4, 6)), st.sampled_from(RATES[:3]), st.sampled_from((1.2, 4.0))
+)
 def test_a_search_on_a_better_machine_never_finds_a_slower_best(model, devices, rate, factor):
     cluster = replace(cluster_preset("dgx-h100", devices), devices_per_node=2)
     batch, pinned = Batch(12, 1, 2048), {"batch.micro": 1, "recompute.mode": "none", "layout.zero": 1, "layout.tp": 1}
-    machines = (cluster, *(replace(cluster, **{name: getattr(cluster, name) * factor}) for name in (rate, "device_memory_bytes")))
-    base, faster, larger = (search(SearchSpace(model, machine, batch, pinned=pinned)).report["candidates"] for machine in machines)
+    machines = (
+        cluster,
+        *(replace(cluster, **{name: getattr(cluster, name) * factor}) for name in (rate, "device_memory_bytes")),
+    )
+    base, faster, larger = (
+        search(SearchSpace(model, machine, batch, pinned=pinned)).report["candidates"] for machine in machines
+    )
     assume(base)
     assert faster[0]["step_time_s"] <= base[0]["step_time_s"] * (1 + 1e-9)
     assert larger[0]["step_time_s"] <= base[0]["step_time_s"]
@@ -244,7 +268,9 @@ def test_which_of_equal_ranks_is_slow_changes_nothing(plan, times, data):
     cluster = replace(plan.cluster, devices_per_node=layout.world_size, nics_per_node=0)
     pp = data.draw(st.integers(0, layout.pp - 1))
     slow = [layout.global_rank(tp=data.draw(st.integers(0, layout.tp - 1)), dp=dp, pp=pp) for dp in range(layout.dp)]
-    varied = (replace(plan, cluster=cluster, variation=Variation(stragglers={f"device-{rank}": times})) for rank in slow)
+    varied = (
+        replace(plan, cluster=cluster, variation=Variation(stragglers={f"device-{rank}": times})) for rank in slow
+    )
     found = {step_s(each) for each in varied}
     assert len(found) == 1
     assert found.pop() >= step_s(replace(plan, cluster=cluster))

@@ -32,7 +32,10 @@ def test_simulate_says_when_the_step_does_not_fit(capsys):
 def test_fit_exits_with_1_when_it_does_not_fit(capsys, model, code, verdict):
     assert main(["fit", "--model", model, "--cluster", "dgx-h100", "--devices", "8", "--tp", "4", "--pp", "2"]) == code
     assert verdict in capsys.readouterr().out
-    assert main(["fit", "--model", model, "--cluster", "dgx-h100", "--devices", "8", "--tp", "4", "--pp", "2", "--json"]) == code
+    assert (
+        main(["fit", "--model", model, "--cluster", "dgx-h100", "--devices", "8", "--tp", "4", "--pp", "2", "--json"])
+        == code
+    )
     report = json.loads(capsys.readouterr().out)
     assert report["fits"] is (code == 0)
     assert [entry["pp_rank"] for entry in report["per_rank"]] == [0, 1]

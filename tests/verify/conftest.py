@@ -1,4 +1,5 @@
-"""Small plans for the verifier: every schedule of the catalog, with a tied table; and Hypothesis without deadlines, as in `tests/core`."""
+"""Small plans for the verifier: every schedule of the catalog, with a tied table; and Hypothesis without
+deadlines, as in `tests/core`."""
 
 from __future__ import annotations
 
@@ -45,7 +46,17 @@ mode = "{mode}"
 """
 
 
-def _plan_of(name: str, *, tp: int = 2, pp: int = 3, dp: int = 2, zero: int = 0, sp: bool = False, mode: str = "exact", m: int = 6) -> Plan:
+def _plan_of(
+    name: str,
+    *,
+    tp: int = 2,
+    pp: int = 3,
+    dp: int = 2,
+    zero: int = 0,
+    sp: bool = False,
+    mode: str = "exact",
+    m: int = 6,
+) -> Plan:
     vpp = CATALOG[name].nearest_vpp(2)
     if CATALOG[name].problem(pp=pp, vpp=vpp, num_microbatches=m) is not None:
         pp, m = 4, 8
@@ -57,5 +68,6 @@ def _plan_of(name: str, *, tp: int = 2, pp: int = 3, dp: int = 2, zero: int = 0,
 
 @pytest.fixture
 def plan_of() -> Callable[..., Plan]:
-    """`plan_of(schedule name, tp=..., pp=..., dp=..., zero=..., sp=..., mode=..., m=...)`; sizes move to the nearest that are legal."""
+    """`plan_of(schedule name, tp=..., pp=..., dp=..., zero=..., sp=..., mode=..., m=...)`; sizes move to the
+    nearest that are legal."""
     return _plan_of

@@ -53,7 +53,11 @@ def test_right_ones_pass_in_every_form(tmp_path: Path) -> None:
 
 def test_a_schedule_that_leaves_out_a_backward_fails_at_its_row(tmp_path: Path) -> None:
     path = written(tmp_path / "wrong.csv", WITHOUT_BACKWARD)
-    for form, spot in ((path, Spot(str(path), 2)), (WITHOUT_BACKWARD, Spot()), (Schedule.from_csv(WITHOUT_BACKWARD), Spot())):
+    for form, spot in (
+        (path, Spot(str(path), 2)),
+        (WITHOUT_BACKWARD, Spot()),
+        (Schedule.from_csv(WITHOUT_BACKWARD), Spot()),
+    ):
         with pytest.raises(ProofFailed, match="missing-backward at rank 1") as caught:
             assert_schedule(form)
         ((finding, place),) = caught.value.findings
@@ -73,7 +77,12 @@ def test_the_schedule_file_of_a_plan_is_named_and_no_rank_is_started_for_it(tmp_
 
 def test_a_plan_that_does_not_fit_fails_at_the_memory_of_its_device(tmp_path: Path) -> None:
     with pytest.raises(ProofFailed, match=r"rank 0, .* it needs .* and 0 B of the device are usable") as caught:
-        assert_fits(written(tmp_path / "plan.toml", TEXT.replace("num_devices = 6", "num_devices = 6\ndevice_memory_bytes = 1048576")))
+        assert_fits(
+            written(
+                tmp_path / "plan.toml",
+                TEXT.replace("num_devices = 6", "num_devices = 6\ndevice_memory_bytes = 1048576"),
+            )
+        )
     ((finding, spot),) = caught.value.findings
     assert (finding.rule, spot.line) == ("out-of-memory", 7)
 

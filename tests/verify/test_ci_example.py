@@ -1,4 +1,5 @@
-"""`examples/ci`: a project with folders called `backend` and `viz`, tested as its own workflow tests it, right and broken."""
+"""`examples/ci`: a project with folders called `backend` and `viz`, tested as its own workflow tests
+it, right and broken."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ import shardproof
 EXAMPLE = Path(shardproof.__file__).parent / "examples" / "ci"
 COMMANDS = re.findall(r"- run: (.*)", (EXAMPLE / ".github" / "workflows" / "proofs.yml").read_text())
 PYTEST_OPTIONS = "-p no:cacheprovider -p no:hypothesispytest -p no:anyio -p no:timeout --assert=plain"
-"""Without the plugins that this environment has and the workflow's has not, and without values in messages of `assert`, for which pytest
-would compile all of this package anew."""
+"""Without the plugins that this environment has and the workflow's has not, and without values in messages of `assert`,
+for which pytest would compile all of this package anew."""
 PROGRAMS = {"shardproof": (sys.executable, "-m", "shardproof"), "python": (sys.executable,)}
 
 
@@ -28,7 +29,13 @@ def run(command: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GITHUB_"))}
     environment = {**clean, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": PYTEST_OPTIONS, **variables}
     return subprocess.run(
-        [*PROGRAMS[program], *rest], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600
+        [*PROGRAMS[program], *rest],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
 
 
@@ -56,15 +63,24 @@ def test_our_other_schedule():
 
 
 def test_a_broken_layer_and_broken_schedules_are_annotated_where_they_are(project: Path) -> None:
-    """The layer takes a mean over the features of its own rank only; schedules leave a backward out. The tests run in a worker."""
-    block, schedule, tests = project / "backend" / "block.py", project / "schedule.csv", project / "tests" / "test_training.py"
-    block.write_text(block.read_text().replace("self.up(normed))", "(up := self.up(normed)) - up.mean(-1, keepdim=True))"))
+    """The layer takes a mean over the features of its own rank only; schedules leave a backward out. The
+    tests run in a worker."""
+    block, schedule, tests = (
+        project / "backend" / "block.py",
+        project / "schedule.csv",
+        project / "tests" / "test_training.py",
+    )
+    block.write_text(
+        block.read_text().replace("self.up(normed))", ("(up := self.up(normed)) - up.mean(-1, keepdim=True))"))
+    )
     broken = schedule.read_text().replace("1B2,", "")
     (project / "other.csv").write_text(broken)
     tests.write_text(tests.read_text() + OTHER_SCHEDULE)
     failed = run(f"{COMMANDS[2]} -n 1", project, GITHUB_ACTIONS="true", GITHUB_WORKSPACE=str(project.parent))
     assert failed.returncode == 1 and "2 failed, 3 passed" in failed.stdout, failed.stdout + failed.stderr
-    layer, other = sorted((line for line in failed.stdout.splitlines() if line.startswith("::error")), key=lambda line: "other" in line)
+    layer, other = sorted(
+        (line for line in failed.stdout.splitlines() if line.startswith("::error")), key=lambda line: "other" in line
+    )
     assert layer.startswith("::error file=project/plan.toml,line=10,title=shardproof%3A bits-differ::step 1, rank")
     assert "layers.0.output" in layer
     assert other.startswith("::error file=project/other.csv,line=2,title=shardproof%3A missing-backward::rank 1")

@@ -17,7 +17,20 @@ from shardproof.verify.schedule.rules import RULES
 
 RIGHT = "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0STEP\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1STEP\n"
 WITHOUT_RECEIVE = RIGHT.replace("1RECV_F0,", "")
-SMALL = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--pp", "4", "--tp", "2", "--global-batch", "8"]
+SMALL = [
+    "--model",
+    "llama3-8b",
+    "--cluster",
+    "dgx-h100",
+    "--devices",
+    "8",
+    "--pp",
+    "4",
+    "--tp",
+    "2",
+    "--global-batch",
+    "8",
+]
 
 
 def written(folder: Path, text: str) -> str:
@@ -26,7 +39,9 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_right_schedule_says_what_was_checked_and_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_schedule_says_what_was_checked_and_ends_with_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", written(tmp_path, RIGHT)]) == 0
     text = capsys.readouterr().out
     assert "12 actions on 2 pipeline ranks, 2 stages, 1 microbatches" in text
@@ -65,7 +80,8 @@ def test_json_is_one_object_with_the_promised_keys(tmp_path: Path, capsys: pytes
 
 
 def test_a_plan_is_checked_from_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """8 microbatches on 4 ranks: 64 compute actions; 3 hops x 8 x 2 directions of send and receive, 4 reductions and 4 steps."""
+    """8 microbatches on 4 ranks: 64 compute actions; 3 hops x 8 x 2 directions of send and receive, 4
+    reductions and 4 steps."""
     assert main(["verify", *SMALL]) == 0
     assert "1F1B: 168 actions (64 given, 104 added by lowering) on 4 pipeline ranks" in capsys.readouterr().out
 
@@ -77,7 +93,9 @@ def test_a_plan_with_a_schedule_file_checks_the_file(tmp_path: Path, capsys: pyt
     assert "3SEND_B5" in capsys.readouterr().out
 
 
-def test_a_schedule_file_of_another_size_than_the_plan_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_file_of_another_size_than_the_plan_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = written(tmp_path, build("GPipe", pp=3, num_microbatches=6).to_csv())
     assert main(["verify", *SMALL, "--schedule", path]) == 2
     error = capsys.readouterr().err
@@ -90,7 +108,9 @@ def test_list_prints_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(rule.name in text and rule.doc in text for rule in RULES)
 
 
-@pytest.mark.parametrize("options", [["--dynamic"], ["--inject", "drop-reduction:1:x"], ["--tp", "2"], ["--set", "layout.tp=2"]])
+@pytest.mark.parametrize(
+    "options", [["--dynamic"], ["--inject", "drop-reduction:1:x"], ["--tp", "2"], ["--set", "layout.tp=2"]]
+)
 def test_options_that_a_schedule_alone_cannot_use_are_refused(tmp_path: Path, options: list[str]) -> None:
     assert main(["verify", written(tmp_path, RIGHT), *options]) == 2
 

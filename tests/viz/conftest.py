@@ -10,7 +10,9 @@ GIB = 2**30
 
 def spans_of(rows):
     """Spans from `(rank, lane, action, start, end)`."""
-    return [Span(rank, lane, Action.from_str(action), float(start), float(end)) for rank, lane, action, start, end in rows]
+    return [
+        Span(rank, lane, Action.from_str(action), float(start), float(end)) for rank, lane, action, start, end in rows
+    ]
 
 
 TWO_RANKS = [
@@ -23,7 +25,8 @@ TWO_RANKS = [
     (1, "compute", "1F1", 4, 5),
     (1, "compute", "1B1", 5, 7),
 ]
-"""1F1B with p = 2, m = 2, a forward of one second and a backward of two: the step takes 9 s and each rank idles 3 s of them."""
+"""1F1B with p = 2, m = 2, a forward of one second and a backward of two: the step takes 9 s and each
+rank idles 3 s of them."""
 
 MESSAGES = [
     (0, "F>1", "0SEND_F0", 1, 1.5),
@@ -53,8 +56,14 @@ def tiny(make_timeline):
 
 @pytest.fixture
 def full(make_timeline):
-    """Compute, messages, one reduction and memory: rank 0 holds 1, then 3, then 2 GiB, rank 1 holds 2 GiB all the time."""
-    memory = [MemorySample(0, 0.0, GIB), MemorySample(0, 2.0, 3 * GIB), MemorySample(0, 6.0, 2 * GIB), MemorySample(1, 0.0, 2 * GIB)]
+    """Compute, messages, one reduction and memory: rank 0 holds 1, then 3, then 2 GiB, rank 1
+    holds 2 GiB all the time."""
+    memory = [
+        MemorySample(0, 0.0, GIB),
+        MemorySample(0, 2.0, 3 * GIB),
+        MemorySample(0, 6.0, 2 * GIB),
+        MemorySample(1, 0.0, 2 * GIB),
+    ]
     return make_timeline(TWO_RANKS + MESSAGES, memory=memory)
 
 
@@ -64,5 +73,8 @@ def long(make_timeline):
     rows = []
     for rank in range(3):
         for i in range(1000):
-            rows += [(rank, "compute", f"{rank}F{i}", 3 * i, 3 * i + 1), (rank, "compute", f"{rank}B{i}", 3 * i + 1, 3 * i + 3)]
+            rows += [
+                (rank, "compute", f"{rank}F{i}", 3 * i, 3 * i + 1),
+                (rank, "compute", f"{rank}B{i}", 3 * i + 1, 3 * i + 3),
+            ]
     return make_timeline(rows, title="long")

@@ -24,7 +24,9 @@ def test_time_axis_has_about_eight_round_ticks(end_s, unit, expected):
 
 
 def test_tick_values_are_in_seconds_whatever_the_unit():
-    assert [tick.value for tick in time_axis(0.05, num_ticks=5).ticks] == pytest.approx([0, 0.01, 0.02, 0.03, 0.04, 0.05])
+    assert [tick.value for tick in time_axis(0.05, num_ticks=5).ticks] == pytest.approx(
+        [0, 0.01, 0.02, 0.03, 0.04, 0.05]
+    )
 
 
 def test_made_up_durations_are_units_and_not_seconds():

@@ -125,7 +125,9 @@ def on_a_terminal(folder, **environment):
     """What `draw two.csv` prints to a pseudo-terminal."""
     ours, theirs = pty.openpty()
     variables = {**os.environ, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment}
-    process = subprocess.Popen([sys.executable, "-m", "shardproof", "draw", "two.csv"], cwd=folder, env=variables, stdout=theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardproof", "draw", "two.csv"], cwd=folder, env=variables, stdout=theirs
+    )
     os.close(theirs)
     printed = b""
     while True:

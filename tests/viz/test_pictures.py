@@ -86,7 +86,8 @@ def test_matplotlib_is_loaded_only_for_png(tmp_path):
         "t = Timeline.from_spans([Span(0, 'compute', Action.from_str('0F0'), 0.0, 1.0)], 'predicted')\n"
         f"draw(t); draw(t, {str(tmp_path / 'x.svg')!r}); draw(t, {str(tmp_path / 'x.json')!r})\n"
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules\n"
-        f"draw(t, {str(tmp_path / 'x.png')!r}); assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
+        f"draw(t, {str(tmp_path / 'x.png')!r}); assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in "
+        "sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -114,7 +115,9 @@ def test_texts_do_not_overlap_and_stay_on_the_paper(request, name, width):
 def test_labels_stay_inside_their_boxes(full):
     picture = lay_out(build_scene(full, Resolution(900)), 1100)
     rects = [mark for mark in picture.marks if isinstance(mark, Rect) and mark.title]
-    for label in [mark for mark in picture.marks if isinstance(mark, Text) and mark.anchor == "middle" and mark.fill == "#ffffff"]:
+    for label in [
+        mark for mark in picture.marks if isinstance(mark, Text) and mark.anchor == "middle" and mark.fill == "#ffffff"
+    ]:
         left, top, right, bottom = text_extent(label)
         assert any(r.x <= left and right <= r.x + r.width and r.y <= top and bottom <= r.y + r.height for r in rects)
 
@@ -136,6 +139,8 @@ def test_chunks_get_lighter_and_labels_keep_their_contrast():
 
 def test_a_second_makespan_is_marked_by_a_dashed_line(tiny, make_timeline):
     rows = [(s.global_rank, s.lane, str(s.action), 2 * s.start_s, 2 * s.end_s) for s in tiny.spans]
-    picture = lay_out(build_scene(tiny, Resolution(900), compare=make_timeline(rows, source="measured"), by="timeline"), 1100)
+    picture = lay_out(
+        build_scene(tiny, Resolution(900), compare=make_timeline(rows, source="measured"), by="timeline"), 1100
+    )
     dashed = [mark.points[0][0] for mark in picture.marks if isinstance(mark, Line) and mark.dashed]
     assert dashed == pytest.approx([LEFT + plot_width(1100) / 2])

@@ -36,7 +36,10 @@ def test_worst_rank_is_named_where_ranks_differ(make_timeline):
 
 def test_message_lanes_lie_under_compute_forward_first_and_receives_before_sends(full):
     rows = build_scene(full, PAPER).panels[0].rows
-    assert [[track.name for track in row.tracks] for row in rows] == [["compute", "F>1", "B<1"], ["compute", "F<0", "B>0", "dp"]]
+    assert [[track.name for track in row.tracks] for row in rows] == [
+        ["compute", "F>1", "B<1"],
+        ["compute", "F<0", "B>0", "dp"],
+    ]
     assert [track.role for track in rows[1].tracks] == ["compute", "receive", "send", "collective"]
 
 
@@ -108,7 +111,10 @@ def test_more_ranks_than_rows_share_rows(make_timeline):
 
 
 def test_many_rows_leave_out_receives_and_then_sends(full):
-    few, many = Resolution(1000, max_rows_with_receives=1), Resolution(1000, max_rows_with_receives=1, max_rows_with_sends=1)
+    few, many = (
+        Resolution(1000, max_rows_with_receives=1),
+        Resolution(1000, max_rows_with_receives=1, max_rows_with_sends=1),
+    )
     first, second = build_scene(full, few).panels[0], build_scene(full, many).panels[0]
     assert [track.name for track in first.rows[1].tracks] == ["compute", "B>0", "dp"]
     assert [track.name for track in second.rows[1].tracks] == ["compute", "dp"]
@@ -116,7 +122,11 @@ def test_many_rows_leave_out_receives_and_then_sends(full):
 
 
 def slower(timeline, factor, make_timeline, ranks=(0, 1)):
-    rows = [(s.global_rank, s.lane, str(s.action), s.start_s * factor, s.end_s * factor) for s in timeline.spans if s.global_rank in ranks]
+    rows = [
+        (s.global_rank, s.lane, str(s.action), s.start_s * factor, s.end_s * factor)
+        for s in timeline.spans
+        if s.global_rank in ranks
+    ]
     return make_timeline(rows, source="measured")
 
 
@@ -128,7 +138,8 @@ def test_compared_timelines_share_the_longer_time_axis(tiny, make_timeline):
 
 
 @pytest.mark.parametrize(
-    ("factor", "scale", "ends"), [(4, "auto", [9, 36]), (4, "time", [36, 36]), (2, "own", [9, 18]), (3, "auto", [27, 27])]
+    ("factor", "scale", "ends"),
+    [(4, "auto", [9, 36]), (4, "time", [36, 36]), (2, "own", [9, 18]), (3, "auto", [27, 27])],
 )
 def test_own_scales_from_a_factor_of_three_on(tiny, make_timeline, factor, scale, ends):
     scene = build_scene(tiny, PAPER, compare=slower(tiny, factor, make_timeline), scale=scale, by="timeline")

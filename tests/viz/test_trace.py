@@ -14,7 +14,10 @@ SCHEMA = {
 
 def check(text):
     document = json.loads(text)
-    assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"} and document["displayTimeUnit"] in ("ms", "ns")
+    assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"} and document["displayTimeUnit"] in (
+        "ms",
+        "ns",
+    )
     for event in document["traceEvents"]:
         fields = SCHEMA[event["ph"]]
         assert set(event) == {"ph", *fields}
@@ -60,5 +63,7 @@ def test_two_timelines_have_processes_of_their_own(tiny, full):
 
 
 def test_lanes_are_threads_with_compute_first(full):
-    names = [(e["tid"], e["args"]["name"]) for e in check(to_trace([full])) if e["name"] == "thread_name" and e["pid"] == 1]
+    names = [
+        (e["tid"], e["args"]["name"]) for e in check(to_trace([full])) if e["name"] == "thread_name" and e["pid"] == 1
+    ]
     assert names == [(0, "compute"), (1, "B<1"), (2, "B>0"), (3, "F<0"), (4, "F>1"), (5, "dp")]

@@ -1,7 +1,9 @@
-"""Compares two saved ledgers: any two layouts of one problem, after the fact. Names the first tensor that differs, where, and how.
+"""Compares two saved ledgers: any two layouts of one problem, after the fact. Names the first tensor that
+differs, where, and how.
 
-Runs in exact numerics on one kind of machine have equal bits, so every difference is a fault. Between other runs rounding differs; what a
-difference may then be is bounded (`bounds`) in the first step, before which both have the same weights.
+Runs in exact numerics on one kind of machine have equal bits, so every difference is a fault. Between other
+runs rounding differs; what a difference may then be is bounded (`bounds`) in the first step, before which
+both have the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from .axes import likely_axes, wrong_gradients
 from .closer import closer, with_flip
 from .describe import differing_words, divergence, later, problem_words, where_words
 
-HOW_KEYS = frozenset({"batch.micro_size", "numerics.mode", "precision.gradient_dtype", "train.timeout_s", "train.steps"})
+HOW_KEYS = frozenset(
+    {"batch.micro_size", "numerics.mode", "precision.gradient_dtype", "train.timeout_s", "train.steps"}
+)
 """Fields that do not change what exact numerics compute."""
 
 OF_THE_PROBLEM = ("batch", "precision", "numerics", "optimizer", "train")
@@ -49,7 +53,8 @@ class Comparison:
 
 
 def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
-    """Every tensor of `run` against that of `reference`; of a run that was resumed from the state on that it began with."""
+    """Every tensor of `run` against that of `reference`; of a run that was resumed from the state
+    on that it began with."""
     reference = replace(reference, run=reference.run.as_far_as(run.run))
     differences = compare(reference.run, run.run, run.plan.model if isinstance(run.plan, Plan) else run.plan)
     if not run.exact:  # the library may compute again with other bits
@@ -61,7 +66,10 @@ def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
     findings = [*judge.premises, *(finding for _, finding in wrong[:1])]
     findings += later([difference.key for difference, _ in wrong[1:]])
     if explained:
-        what = f"{differing_words(len(explained))} as other orders of the same sums do. First, {explained[0].where}: {explained[0].what}"
+        what = (
+            f"{differing_words(len(explained))} as other orders of the same sums do. First, {explained[0].where}: "
+            f"{explained[0].what}"
+        )
         findings.append(Finding("order-of-sums", "info", "all steps", what))
     report = {
         "ok": not any(finding.severity == "error" for finding in findings),
@@ -78,8 +86,8 @@ def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
 
 
 class _Judge:
-    """What a difference between two runs means: `premises` are findings about the runs themselves, `bitwise` says whether equal bits are
-    promised. The tensors `differing` are not right."""
+    """What a difference between two runs means: `premises` are findings about the runs themselves, `bitwise` says
+    whether equal bits are promised. The tensors `differing` are not right."""
 
     def __init__(self, run: SavedLedger, reference: SavedLedger, differing: frozenset[Key]):
         self.run, self.reference, self._differing = run, reference, differing
@@ -106,42 +114,60 @@ class _Judge:
         bound = self._bounds.of(key, self._largest) * math.sqrt(math.prod(self.reference.run.pieces[key][0].shape))
         share = relation.distance / bound if bound else math.inf
         if share <= 1:
-            return Finding("order-of-sums", "info", where, f"{relation.words}, {share:.2g} of what other orders of the same sums may give.")
+            return Finding(
+                "order-of-sums",
+                "info",
+                where,
+                (f"{relation.words}, {share:.2g} of what other orders of the same sums may give."),
+            )
         what = f"{relation.words}, {share:.3g} times what other orders of the same sums may give."
         return Finding("not-explained", "error", where, what, HINTS[relation.kind])
 
     def related(self, difference: Difference) -> Difference:
-        """The difference with the relation of its tensor to the right one: of a piece that both have, else of the whole tensor."""
+        """The difference with the relation of its tensor to the right one: of a piece that both have,
+        else of the whole tensor."""
         if difference.problem != "differs":
             return difference
         key, rank = difference.key, difference.global_ranks[0]
         expected, found = self._right(key, rank), self.run.run.pieces[key]
-        wrong = [each for each in found if each.global_rank == rank and each.digest not in _digests(expected, each.region)]
-        piece = next((each for each in wrong if _digests(expected, each.region)), wrong[0])  # those of other regions may be right
+        wrong = [
+            each for each in found if each.global_rank == rank and each.digest not in _digests(expected, each.region)
+        ]
+        # those of other regions may be right
+        piece = next((each for each in wrong if _digests(expected, each.region)), wrong[0])
         right = next((each for each in expected if each.region == piece.region), None)
         plan, holders = plan_of_rank(self.run.plan, rank), [each.global_rank for each in found]
         if key.step not in self._gradients:
             self._gradients[key.step] = wrong_gradients(self.run.plan, key.step, self._differing)
-        axes = likely_axes(plan, own_key(self.run.plan, key), difference.global_ranks, holders, self._gradients[key.step])
+        axes = likely_axes(
+            plan, own_key(self.run.plan, key), difference.global_ranks, holders, self._gradients[key.step]
+        )
         around = Around(layout=plan.layout, axes=axes)
         if right is None:
             whole, of_run = whole_summary(expected), whole_summary(found, piece)
             relation = relate(whole, of_run, around)
-            return replace(difference, relation=self._with_flip(key, relation, whole, of_run, piece, full_region(piece.shape)))
+            return replace(
+                difference, relation=self._with_flip(key, relation, whole, of_run, piece, full_region(piece.shape))
+            )
         around = replace(around, before=earlier(key, piece, self.run.run), others=self._others(key, piece))
         relation = relate(right.summary, piece.summary, around)
         relation = self._with_flip(key, relation, right.summary, piece.summary, piece, piece.region)
         copies = [each for each in found if each.region == piece.region]
-        return replace(difference, relation=closer(relation, right.summary, piece.summary, piece, copies, ROUNDING[around.dtype]))
+        return replace(
+            difference, relation=closer(relation, right.summary, piece.summary, piece, copies, ROUNDING[around.dtype])
+        )
 
-    def _with_flip(self, key: Key, relation: Relation, right: Summary, wrong: Summary, of: Piece, region: Region) -> Relation:
+    def _with_flip(
+        self, key: Key, relation: Relation, right: Summary, wrong: Summary, of: Piece, region: Region
+    ) -> Relation:
         if not self.bitwise or key.phase == SCALAR:
             return relation
         dtype = plan_of_rank(self.run.plan, of.global_rank).precision.dtype if key.sample is not None else "fp32"
         return with_flip(relation, right, wrong, of.shape, region, dtype)
 
     def _right(self, key: Key, rank: int) -> Sequence[Piece]:
-        """The pieces that are right: those of the reference, or of what the run has twice the first; of recomputed ones a rank's own."""
+        """The pieces that are right: those of the reference, or of what the run has twice the first; of
+        recomputed ones a rank's own."""
         if key.phase == GATHERED:
             return self.run.run.pieces[key._replace(phase=BROUGHT)]
         if key.phase == RECOMPUTED:
@@ -175,7 +201,8 @@ def _other_problem(plan: AnyPlan, reference: AnyPlan) -> Iterator[Finding]:
     """What the two runs were to compute otherwise, as one finding."""
     told = []
     models = [
-        [(part.name, part.model) for part in each.parts] if isinstance(each, ModularPlan) else each.model for each in (plan, reference)
+        [(part.name, part.model) for part in each.parts] if isinstance(each, ModularPlan) else each.model
+        for each in (plan, reference)
     ]
     if models[0] != models[1]:
         told.append("the models are others")
@@ -195,9 +222,18 @@ def other_machines(run: SavedLedger | RecordedLedger, reference: SavedLedger | R
     """Differences of machine and libraries, across which bits are not promised."""
     kinds = [tuple(sorted(each.items())) for each in (*run.environments, *reference.environments)]
     if len(set(kinds)) > 1:
-        names = sorted({name for kind in kinds for name, value in kind if any((name, value) not in other for other in kinds)})
-        values = "; ".join(f"{name}: {', '.join(sorted({dict(kind).get(name, 'none') for kind in kinds}))}" for name in names)
-        yield Finding("other-machine", "info", "the ranks", f"bits are promised on one kind of machine, and these differ in {values}.")
+        names = sorted(
+            {name for kind in kinds for name, value in kind if any((name, value) not in other for other in kinds)}
+        )
+        values = "; ".join(
+            f"{name}: {', '.join(sorted({dict(kind).get(name, 'none') for kind in kinds}))}" for name in names
+        )
+        yield Finding(
+            "other-machine",
+            "info",
+            "the ranks",
+            (f"bits are promised on one kind of machine, and these differ in {values}."),
+        )
 
 
 def _text(run: SavedLedger, reference: SavedLedger, report: dict[str, Any], findings: Sequence[Finding]) -> str:

@@ -1,5 +1,5 @@
-"""Which axis a wrong multiple of a tensor comes from, where several have its degree: told by what ranks bring to the tensor, by the ranks
-that hold it wrongly, and by the other gradients that are wrong."""
+"""Which axis a wrong multiple of a tensor comes from, where several have its degree: told by what ranks bring to the
+tensor, by the ranks that hold it wrongly, and by the other gradients that are wrong."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ OF_EXPERTS = frozenset({"ep", "etp"})
 OF_STATE = (".exp_avg_sq", ".exp_avg")
 
 
-def likely_axes(plan: Plan, key: Key, wrong: Collection[int], holders: Collection[int], gradients: Collection[str]) -> tuple[str, ...]:
+def likely_axes(
+    plan: Plan, key: Key, wrong: Collection[int], holders: Collection[int], gradients: Collection[str]
+) -> tuple[str, ...]:
     """The axes over which a tensor may have been averaged or added once too often. `key` has the name in its own model.
 
-    `wrong` are the ranks that hold it wrongly, of `holders`; `gradients` are all parameters whose gradients are wrong in the same step.
-    More than one of equal degree are left only where nothing of this tells them apart; all axes where none fits.
+    `wrong` are the ranks that hold it wrongly, of `holders`; `gradients` are all parameters whose gradients are
+    wrong in the same step. More than one of equal degree are left only where nothing of this tells them apart;
+    all axes where none fits.
     """
     cut = [axis for axis in AXES if degree_of(plan.layout, axis) > 1]
     found = [axis for axis in cut if axis in axes_of(plan, key)]
@@ -47,7 +50,8 @@ def axes_of(plan: Plan, key: Key) -> frozenset[str]:
 
 
 def _of_parameter(plan: Plan, name: str) -> frozenset[str]:
-    """Of a gradient: samples over dp, tokens over cp; over tp only what it does not cut, and two ends of a table over pp."""
+    """Of a gradient: samples over dp, tokens over cp; over tp only what it does not cut, and two
+    ends of a table over pp."""
     parameter = next((each for each in parameters(plan.model) if each.name == name), None)
     if parameter is None:  # biases of experts, by the counts of all tokens
         return frozenset(("dp", "cp", "tp"))
@@ -60,10 +64,16 @@ def _of_parameter(plan: Plan, name: str) -> frozenset[str]:
 
 
 def _of_activation(plan: Plan, key: Key) -> frozenset[str]:
-    """Of what a layer gives forward, features over tp and experts over ep and etp; the gradients of losses are means over all tokens."""
+    """Of what a layer gives forward, features over tp and experts over ep and etp; the gradients of losses are
+    means over all tokens."""
     words = key.tensor.split(".")
     part = ".".join(words[2:]) if words[0] == "layers" else key.tensor
-    if part.startswith("mlp") and part != "mlp.router" and words[0] == "layers" and plan.model.layer_is_moe(int(words[1])):
+    if (
+        part.startswith("mlp")
+        and part != "mlp.router"
+        and words[0] == "layers"
+        and plan.model.layer_is_moe(int(words[1]))
+    ):
         shared = {"tp"} if plan.model.num_shared_experts else set()
         return OF_EXPERTS | frozenset(shared)
     own = {"tp", "cp"} if part.startswith("attention") else {"tp"}
@@ -73,7 +83,8 @@ def _of_activation(plan: Plan, key: Key) -> frozenset[str]:
 
 
 def _of_whole_groups(layout: Layout, axes: Iterable[str], wrong: set[int], holders: set[int]) -> list[str]:
-    """The axes all of whose groups are wrong or right in whole, where some ranks are right: a sum over a group is one value for it."""
+    """The axes all of whose groups are wrong or right in whole, where some ranks are right: a sum over a
+    group is one value for it."""
     if wrong == holders:
         return []
     found = []

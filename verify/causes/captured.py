@@ -1,4 +1,5 @@
-"""How the first difference relates to what is right, from the values that two more runs have kept of it and of what it is made from."""
+"""How the first difference relates to what is right, from the values that two more runs have kept of it and of
+what it is made from."""
 
 from __future__ import annotations
 
@@ -43,18 +44,29 @@ LOSSES = "head.losses"
 
 
 def context_of(key: Key, reference: RunLedger) -> list[Key]:
-    """The tensors whose values tell about one that differs: itself in the steps around and for other samples, and what it is made from."""
+    """The tensors whose values tell about one that differs: itself in the steps around and for other samples, and
+    what it is made from."""
     if key.phase == SCALAR:
         phase, tensor = (
-            (GRADIENT, None) if key.tensor == "grad_norm" else (HELD_OUT if key.tensor == "validation_loss" else ACTIVATION, LOSSES)
+            (GRADIENT, None)
+            if key.tensor == "grad_norm"
+            else (HELD_OUT if key.tensor == "validation_loss" else ACTIVATION, LOSSES)
         )
-        return [each for each in reference.pieces if (each.step, each.phase) == (key.step, phase) and tensor in (None, each.tensor)]
+        return [
+            each
+            for each in reference.pieces
+            if (each.step, each.phase) == (key.step, phase) and tensor in (None, each.tensor)
+        ]
     before, after = key._replace(step=key.step - 1), key._replace(step=key.step + 1)
     older = [key._replace(step=step) for step in range(key.step - 2, NO_STEP - 1, -1)] if key.sample is None else []
-    others = [each for each in reference.pieces if each._replace(sample=key.sample) in (key, before) and each != key][:MOST_SAMPLES]
+    others = [each for each in reference.pieces if each._replace(sample=key.sample) in (key, before) and each != key][
+        :MOST_SAMPLES
+    ]
     through = [key._replace(tensor=each) for each in _operands(key)]
     losses = _losses(key, reference) if key.phase in (GRADIENT, ACTIVATION_GRADIENT) else []
-    return [each for each in dict.fromkeys((before, after, *older, *others, *through, *losses)) if each in reference.pieces]
+    return [
+        each for each in dict.fromkeys((before, after, *older, *others, *through, *losses)) if each in reference.pieces
+    ]
 
 
 def _losses(key: Key, reference: RunLedger) -> list[Key]:
@@ -68,7 +80,11 @@ def _operands(key: Key) -> list[str]:
     if key.phase != ACTIVATION or words[0] != "layers" or words[-1] != "output":
         return []
     layer = int(words[1])
-    return ["embedding.output" if layer == 0 else f"layers.{layer - 1}.output", f"layers.{layer}.attention", f"layers.{layer}.mlp"]
+    return [
+        "embedding.output" if layer == 0 else f"layers.{layer - 1}.output",
+        f"layers.{layer}.attention",
+        f"layers.{layer}.mlp",
+    ]
 
 
 def part_of(whole: np.ndarray, region: Region) -> np.ndarray:
@@ -78,8 +94,9 @@ def part_of(whole: np.ndarray, region: Region) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Captured:
-    """Two runs that kept values: `right`, of one device, and `wrong`, of the ranks of `plan`. `first_run` is another run of these, in which
-    the tensors `differing` were not right; `parts` is the file of what the first of them is the sum of, if there is one."""
+    """Two runs that kept values: `right`, of one device, and `wrong`, of the ranks of `plan`. `first_run` is another
+    run of these, in which the tensors `differing` were not right; `parts` is the file of what the first of them is the
+    sum of, if there is one."""
 
     plan: AnyPlan
     right: RunLedger
@@ -173,11 +190,19 @@ class Captured:
         yield Known("permuted", "the right ones of other places", self._whole(key), piece.region)
         for other in context_of(key, self.right):
             same = (other.phase, other.tensor) == (key.phase, key.tensor)
-            if not same or self.right.pieces[other][0].kept is None or len(self.right.pieces[other][0].shape) != len(piece.shape):
+            if (
+                not same
+                or self.right.pieces[other][0].kept is None
+                or len(self.right.pieces[other][0].shape) != len(piece.shape)
+            ):
                 continue
             stale = other.step != key.step
             words = f"those of step {other.step + 1}" if other.step != NO_STEP else "those before the first step"
-            words = words if other.sample in (None, key.sample) else f"{words if stale else 'those'} of sample {other.sample}"
+            words = (
+                words
+                if other.sample in (None, key.sample)
+                else (f"{words if stale else 'those'} of sample {other.sample}")
+            )
             yield Known("stale" if stale else "permuted", words, self._whole(other), piece.region)
 
     # One tensor by what it is made from
@@ -194,7 +219,8 @@ class Captured:
         return told_by_counts(plan, parts, values, np.atleast_1d(found - expected), counted, _dtype(plan, key))
 
     def _parts_of_mean(self, key: Key, piece: Piece) -> tuple[list[Part], np.ndarray]:
-        """What of a tensor has tokens of its own: samples and tokens of a gradient or a loss; the tensor of a sample is one part."""
+        """What of a tensor has tokens of its own: samples and tokens of a gradient or a loss; the tensor of
+        a sample is one part."""
         if key.phase == SCALAR:
             if not (losses := self._token_losses(key)) or key.tensor == "grad_norm":
                 return [], np.empty(0)
@@ -212,7 +238,9 @@ class Captured:
         """The losses of a step's tokens; those that do not count are 0."""
         phase = HELD_OUT if (key.phase, key.tensor) == (SCALAR, "validation_loss") else ACTIVATION
         wanted = key.step, phase, LOSSES
-        losses = [each for each in self.right.pieces if (each.step, each.phase, each.tensor) == wanted and self._has(each)]
+        losses = [
+            each for each in self.right.pieces if (each.step, each.phase, each.tensor) == wanted and self._has(each)
+        ]
         values = ((each.sample, at, float(value)) for each in losses for at, value in enumerate(self._whole(each)))
         return [(Part(sample, (at, at + 1)), value) for sample, at, value in values]
 
@@ -281,18 +309,23 @@ class Captured:
         if key.tensor == "grad_norm":
             held = {each.tensor: each for each in context_of(key, self.right) if self._has(each)}
             elements = {name: np.square(self._whole(each).astype(np.float64)) for name, each in held.items()}
-            squares = Squares.of_values(elements, {name: self.wrong.pieces.get(each, ()) for name, each in held.items()})
+            squares = Squares.of_values(
+                elements, {name: self.wrong.pieces.get(each, ()) for name, each in held.items()}
+            )
             return told_by_squares(right, found, squares, Suspects.of_plan(plan, squares))
         if not (parts := self._token_losses(key)):
             return None
         labels, values = zip(*parts, strict=True)
         own = Contributions(labels, np.array(values)[:, None])
         scale = _scale(own.values.sum(0), np.array([right]))
-        return told_by_parts(plan, piece.global_rank, np.array([right]), np.array([found]), own, scale=scale, dtype="fp32")
+        return told_by_parts(
+            plan, piece.global_rank, np.array([right]), np.array([found]), own, scale=scale, dtype="fp32"
+        )
 
 
 def _rows(plan: Plan, key: Key, piece: Piece) -> dict[str, slice]:
-    """The rows of a piece of an activation by the tensor-parallel rank that works on their tokens, where such ranks cut them."""
+    """The rows of a piece of an activation by the tensor-parallel rank that works on their tokens,
+    where such ranks cut them."""
     if key.sample is None or plan.layout.tp == 1:
         return {}
     first, last = piece.region[0]
@@ -317,4 +350,8 @@ def _decay(plan: Plan, old: np.ndarray) -> np.ndarray:
 
 
 def _dtype(plan: Plan, key: Key) -> str:
-    return plan.precision.dtype if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT, RECOMPUTED, GATHERED) else "fp32"
+    return (
+        plan.precision.dtype
+        if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT, RECOMPUTED, GATHERED)
+        else "fp32"
+    )

@@ -34,7 +34,10 @@ _PROBLEMS: Mapping[Problem, str] = {
 }
 
 _TWICE: Mapping[str, str] = {
-    GATHERED: "What ranks bring together is right: look at the gather, at what it waits for, and at who writes into its buffer.",
+    GATHERED: (
+        "What ranks bring together is right: look at the gather, at what it waits for, and at who writes into "
+        "its buffer."
+    ),
     RECOMPUTED: "The rank had other values forward: look at what its recomputation reads (weights, buffers, random numbers), and at the "
     "groups that it gathers from.",
 }
@@ -52,7 +55,8 @@ def count_words(number: int, what: str) -> str:
 
 
 def divergence(plan: Plan | ModularPlan, difference: Difference) -> dict[str, Any]:
-    """The JSON form of the first divergence. Steps are counted from 1; 0 is before the first. Numbers that are not known are null."""
+    """The JSON form of the first divergence. Steps are counted from 1; 0 is before the first. Numbers that
+    are not known are null."""
     key, values, relation = difference.key, difference.values, difference.relation
     rank = difference.global_ranks[0] if difference.global_ranks else None
     action = None if rank is None else action_of(plan, key, rank)
@@ -81,7 +85,9 @@ def differing_words(number: int) -> str:
     return f"{count_words(number, 'tensor')} differ{'s' if number == 1 else ''}"
 
 
-def later(keys: Sequence[Key], rule: str = "bits-differ-later", *, order: str = "dataflow", what: str = "differ") -> list[Finding]:
+def later(
+    keys: Sequence[Key], rule: str = "bits-differ-later", *, order: str = "dataflow", what: str = "differ"
+) -> list[Finding]:
     """One line about the tensors after the first that is wrong; none where there are none."""
     if not keys:
         return []
@@ -94,21 +100,34 @@ def fast_words(fast: Mapping[str, Any]) -> str:
     """The verdict on fast numerics (`FastCheck.report`)."""
     compared, nearest = count_words(fast["tensors"], "tensor"), fast["nearest"]
     if fast["tensors_outside"]:
-        return f"Fast numerics LEAVE THE BOUND: {fast['tensors_outside']} of {compared} are farther from exact ones than rounding allows."
+        return (
+            f"Fast numerics LEAVE THE BOUND: {fast['tensors_outside']} of {compared} are farther from exact ones "
+            "than rounding allows."
+        )
     classes = len(fast["classes"])
     if fast["classes_scaled"]:
-        return f"Fast numerics HAVE A COMMON FACTOR: {fast['classes_scaled']} of {classes} classes of tensors are not once exact ones."
+        return (
+            f"Fast numerics HAVE A COMMON FACTOR: {fast['classes_scaled']} of {classes} classes of tensors are "
+            "not once exact ones."
+        )
     place = f"{nearest['phase']} {nearest['tensor']} of step {nearest['step']}"
-    verdict = f"Fast numerics, {compared}: all within the bound derived from their terms; {place} uses most of it, {nearest['share']:.2%}."
+    verdict = (
+        f"Fast numerics, {compared}: all within the bound derived from their terms; {place} uses most of it, "
+        f"{nearest['share']:.2%}."
+    )
     if not classes:
         return verdict
     first = fast["classes"][0]
     times = _times(first["coefficient"], (first["interval"][1] - first["interval"][0]) / 2)
-    return f"{verdict} None of {classes} classes has a common factor; {first['phase']} {first['class']} is nearest to one, with {times}."
+    return (
+        f"{verdict} None of {classes} classes has a common factor; {first['phase']} {first['class']} is nearest "
+        f"to one, with {times}."
+    )
 
 
 def fast_findings(plan: Plan, check: FastCheck) -> list[Finding]:
-    """The first tensor that leaves its bound, the first class that has a common factor, and one line each about the rest."""
+    """The first tensor that leaves its bound, the first class that has a common factor, and one
+    line each about the rest."""
     return [*_bound_findings(plan, check), *_factor_findings(check.scaled)]
 
 
@@ -117,11 +136,19 @@ def _bound_findings(plan: Plan, check: FastCheck) -> list[Finding]:
         return []
     key, far = check.wrong[0], check.distances[check.wrong[0]]
     where = where_words(plan, key, (far.global_rank,))
-    what = f"fast numerics are {far.distance:.3g} from exact ones, where {check.terms(key)} bound the distance by {far.bound:.3g}."
+    what = (
+        f"fast numerics are {far.distance:.3g} from exact ones, where {check.terms(key)} bound the distance by "
+        f"{far.bound:.3g}."
+    )
     hint = "Orders of sums cannot explain it: look at what is summed over ranks here, and how often."
     if plan.model.is_moe:
-        hint += " With experts also at the router: rounding may have decided which of two equal experts a token goes to."
-    return [Finding("bound-left", "error", where, what, hint), *later(check.wrong[1:], "bound-left-later", what="leave theirs")]
+        hint += (
+            " With experts also at the router: rounding may have decided which of two equal experts a token goes to."
+        )
+    return [
+        Finding("bound-left", "error", where, what, hint),
+        *later(check.wrong[1:], "bound-left-later", what="leave theirs"),
+    ]
 
 
 def _factor_findings(scaled: Sequence[Coefficient]) -> list[Finding]:
@@ -133,13 +160,16 @@ def _factor_findings(scaled: Sequence[Coefficient]) -> list[Finding]:
     times, observations = _times(first.factor, first.half_width), count_words(first.num_observations, "observation")
     what = f"scaled by {times}: fast numerics are so many times exact ones in {observations} of all steps."
     hint = (
-        "Rounding has no common factor: look at what these tensors are multiplied or divided by in fast numerics, such as a mean over "
+        "Rounding has no common factor: look at what these tensors are multiplied or divided by in fast numerics, "
+        "such as a mean over "
         "ranks, a number of tokens or microbatches, or the scale of the loss."
     )
     found = [Finding("common-factor", "error", where, what, hint)]
     if others:
         named = ", ".join(f"{each.phase} {each.group} by {_times(each.factor, each.half_width)}" for each in others[:3])
-        found.append(Finding("common-factor-later", "info", "later in dataflow order", f"{len(others)} more, first {named}."))
+        found.append(
+            Finding("common-factor-later", "info", "later in dataflow order", (f"{len(others)} more, first {named}."))
+        )
     return found
 
 
@@ -162,7 +192,11 @@ def describe(plan: Plan | ModularPlan, run: RunLedger, differences: Sequence[Dif
 
 def problem_words(problem: Problem) -> tuple[str, str]:
     """What and hint of a difference that is not one of values."""
-    held = "Find what is wrong in the reference first." if problem == "unclear" else "Look at which layers and leaves each rank holds."
+    held = (
+        "Find what is wrong in the reference first."
+        if problem == "unclear"
+        else ("Look at which layers and leaves each rank holds.")
+    )
     return f"{_PROBLEMS[problem]}.", held
 
 
@@ -172,7 +206,9 @@ def where_words(plan: Plan | ModularPlan, key: Key, ranks: Sequence[int]) -> str
     return ", ".join([when, *places(plan, key, ranks), name_of(key)])
 
 
-def _first_words(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> tuple[str, Literal["error"], str, str, str]:
+def _first_words(
+    plan: Plan | ModularPlan, run: RunLedger, first: Difference
+) -> tuple[str, Literal["error"], str, str, str]:
     """Rule, severity, where, what and hint of the first divergence."""
     key, values, ranks, relation = first.key, first.values, first.global_ranks, first.relation
     where = where_words(plan, key, ranks)
@@ -183,9 +219,16 @@ def _first_words(plan: Plan | ModularPlan, run: RunLedger, first: Difference) ->
     right = "it was" if key.phase == RECOMPUTED else "one device has"
     what = (
         f"{relation.kind}: {relation.words}. {values.elements_different} of {values.num_elements} elements differ "
-        f"({values.bits_different} bits); at {list(values.index)} {right} {values.expected!r}, rank {ranks[0]} has {values.found!r}."
+        f"({values.bits_different} bits); at {list(values.index)} {right} {values.expected!r}, rank {ranks[0]} has "
+        f"{values.found!r}."
     )
-    return "run-dependent" if relation.kind == "run-dependent" else "bits-differ", "error", where, what, _hint(plan, run, first)
+    return (
+        "run-dependent" if relation.kind == "run-dependent" else "bits-differ",
+        "error",
+        where,
+        what,
+        _hint(plan, run, first),
+    )
 
 
 def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
@@ -202,12 +245,15 @@ def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
     if first.key.phase not in (ACTIVATION, HELD_OUT, ACTIVATION_GRADIENT, GRADIENT):
         what = "step of"
     plural = len(right) > 1
-    replicas = f"{'Replicas' if plural else 'The replica'} on {ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
+    replicas = (
+        f"{'Replicas' if plural else 'The replica'} on {ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
+    )
     return f"{replicas}: look at the {axis} {what} {first.key.tensor} on rank {min(wrong)}."
 
 
 def _axis_between(plan: Plan, wrong: set[int], right: set[int], phase: str) -> str:
-    """The kind of reduction that tells wrong ranks from right ones: over tensor or data parallelism, or over replicas of a stage."""
+    """The kind of reduction that tells wrong ranks from right ones: over tensor or data parallelism, or
+    over replicas of a stage."""
 
     def separates(axis: str) -> bool:
         places = [{plan.layout.coordinates(rank)[axis] for rank in ranks} for ranks in (wrong, right)]

@@ -1,4 +1,5 @@
-"""The first tensor of a run that is not right, and what happened to it: both programs run again and keep the values that tell."""
+"""The first tensor of a run that is not right, and what happened to it: both programs run again and keep
+the values that tell."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Progress = Callable[[str], None]
 def run_against(
     reference: RunLedger, job: ProofJob, transport: TransportName, *, progress: Progress = lambda line: None
 ) -> tuple[RunLedger, list[Difference]]:
-    """What the ranks of a job's plan computed, and every tensor of it that is not that of the reference, `one_device` of the same plan.
+    """What the ranks of a job's plan computed, and every tensor of it that is not that of the reference,
+    `one_device` of the same plan.
 
     The reference is finite, so a run that is not has a first tensor that differs, as any other wrong run.
     """
@@ -48,10 +50,15 @@ def run_against(
 
 
 def _look_closer(
-    differences: Sequence[Difference], reference: RunLedger, run: RunLedger, one: ProofJob, many: ProofJob, transport: TransportName
+    differences: Sequence[Difference],
+    reference: RunLedger,
+    run: RunLedger,
+    one: ProofJob,
+    many: ProofJob,
+    transport: TransportName,
 ) -> list[Difference]:
-    """The differences with their values, as far as the capture budget reaches, and the relation of the first. The folder of values is
-    removed in any case."""
+    """The differences with their values, as far as the capture budget reaches, and the relation of the first. The
+    folder of values is removed in any case."""
     chosen = _within_budget(differences, reference, run, many.plan.world_size)
     with scratch_folder("proof-") as parent:
         folders = parent / "one", parent / "many"
@@ -67,21 +74,27 @@ def _look_closer(
         kept = {each.key for each in differences if each.key in chosen and each.key in right.pieces}
         first, *rest = [explain(each, right, wrong) if each.key in kept else each for each in differences]
         if first.values is not None:
-            captured = Captured(many.plan, right, wrong, run, frozenset(each.key for each in differences), folders[0] / PARTS_FILE)
+            captured = Captured(
+                many.plan, right, wrong, run, frozenset(each.key for each in differences), folders[0] / PARTS_FILE
+            )
             first = replace(first, relation=captured.relation(first))
         return [first, *rest]
 
 
 def _summed(key: Key, reference: RunLedger, run: RunLedger) -> Key | None:
-    """The tensor that one device records as a sum; what was computed again is the sum that it was forward, if the device shows it."""
+    """The tensor that one device records as a sum; what was computed again is the sum that it was forward,
+    if the device shows it."""
     if key.phase != RECOMPUTED:
         return key
     forward = key._replace(phase=ACTIVATION)
     return forward if is_of_all(reference.pieces.get(forward, ()), run.pieces[key]) else None
 
 
-def _within_budget(differences: Sequence[Difference], reference: RunLedger, run: RunLedger, world_size: int) -> frozenset[Key]:
-    """The tensors to keep: the first that differs, what tells about it, and as many of the others as there is room for."""
+def _within_budget(
+    differences: Sequence[Difference], reference: RunLedger, run: RunLedger, world_size: int
+) -> frozenset[Key]:
+    """The tensors to keep: the first that differs, what tells about it, and as many of the others
+    as there is room for."""
     first = differences[0].key
     sources = [*sources_of(first), *context_of(_summed(first, reference, run) or first, reference)]
     wanted = [first, *sources] if differences[0].problem == "differs" else []
@@ -99,7 +112,8 @@ def _within_budget(differences: Sequence[Difference], reference: RunLedger, run:
 
 
 def explain(difference: Difference, reference: RunLedger, run: RunLedger) -> Difference:
-    """The same difference with the ranks that really hold other bits and where values differ. Both ledgers captured this tensor.
+    """The same difference with the ranks that really hold other bits and where values differ. Both
+    ledgers captured this tensor.
 
     Ranks are left empty when the second run has the right bits: then the result depends on the run.
     """

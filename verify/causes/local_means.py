@@ -1,4 +1,5 @@
-"""Means that ranks, microbatches or samples took over their own tokens, told by the numbers of these where they are unequal.
+"""Means that ranks, microbatches or samples took over their own tokens, told by the numbers of
+these where they are unequal.
 
 A mean over N tokens is a sum of parts divided by N. Who divides by the n tokens of a part alone makes N/n of it.
 """
@@ -26,9 +27,9 @@ Multiples = tuple[dict[Label, float], str]
 def told_by_counts(
     plan: Plan, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray, counted: Sequence[Part], dtype: str
 ) -> tuple[Class, str] | None:
-    """Kind and words of a sum of `values` [parts, ...] that is off by `difference` [...] because parts of it were divided by their own
-    number of tokens; `counted` are all tokens that count in the loss. None of all others, and where all groups count equally: that is a
-    simple multiple."""
+    """Kind and words of a sum of `values` [parts, ...] that is off by `difference` [...] because parts of it were
+    divided by their own number of tokens; `counted` are all tokens that count in the loss. None of all others, and
+    where all groups count equally: that is a simple multiple."""
     values, difference = values.reshape(len(parts), -1), difference.reshape(-1)
     slack = slack_of(values, dtype) if len(difference) > 1 else ONE_NUMBER * float(np.abs(values.sum(0))[0])
     for labels in groupings(plan, [*parts, *counted]):
@@ -55,10 +56,15 @@ def _suspects(plan: Plan, counts: Mapping[Label, int]) -> Iterator[Multiples]:
     for label, count in counts.items():
         words = f"{count} tokens of {named(plan, [label])}"
         yield dict.fromkeys(counts, total / count), f"the whole sum is divided by the {words}, and not by all {total}"
-        yield {each: own[each] * (each == label) for each in counts}, f"the mean over the {words} alone, and not over all {total}"
+        yield (
+            {each: own[each] * (each == label) for each in counts},
+            (f"the mean over the {words} alone, and not over all {total}"),
+        )
 
 
 def _is_simple(factors: Sequence[float]) -> bool:
     """Whether the whole was multiplied or divided by a whole number, which says nothing of counts."""
     factor = factors[0]
-    return len(set(factors)) == 1 and any(abs(each - round(each)) < 1e-9 * each for each in (factor, 1 / factor if factor else 1.0))
+    return len(set(factors)) == 1 and any(
+        abs(each - round(each)) < 1e-9 * each for each in (factor, 1 / factor if factor else 1.0)
+    )

@@ -1,4 +1,5 @@
-"""Groups of the parts of a sum, by the ranks that bring them, by microbatches, sequences and what else tells them apart; in words."""
+"""Groups of the parts of a sum, by the ranks that bring them, by microbatches, sequences and what else tells
+them apart; in words."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def groupings(plan: Plan, parts: Sequence[Part]) -> Iterator[list[Label]]:
     uses = list(dict.fromkeys(part.use or "" for part in parts))
     if len(uses) > 1:
         yield [((f"use {part.use}", uses.index(part.use or "")),) for part in parts]
-    yield [_label(part, microbatch=None if part.sample is None else part.sample // plan.batch.micro_size) for part in parts]
+    yield [
+        _label(part, microbatch=None if part.sample is None else part.sample // plan.batch.micro_size) for part in parts
+    ]
     yield [_label(part, sample=part.sample) for part in parts]
     yield [_label(part, tokens=_first_token(part)) for part in parts]
     yield [_label(part, leaf=part.leaf, expert=part.expert) for part in parts]
@@ -63,7 +66,8 @@ def _owner(number: int, degree: int, item: int) -> int:
 
 
 def rank_of_token(plan: Plan, axis: str, token: int) -> int:
-    """The rank that has a token of a sequence: of context parallelism, or of the ranks that cut tokens further over tensor parallelism."""
+    """The rank that has a token of a sequence: of context parallelism, or of the ranks that cut tokens further
+    over tensor parallelism."""
     layout, sequence = plan.layout, plan.batch.sequence
     for cp_rank in range(layout.cp):
         own = Chunks(sequence, layout.cp, cp_rank)
@@ -87,7 +91,10 @@ def in_words(plan: Plan, global_rank: int, factors: Mapping[Label, Fraction], ax
     odd = {label: factor for label, factor in factors.items() if factor not in (0, 1)}
     if lost and not odd:
         return "missing", f"only {named(plan, list(kept))}" if len(kept) < len(lost) else f"without {named(plan, lost)}"
-    times = "; ".join(f"{named(plan, [label])} {'twice' if factor == 2 else f'times {factor}'}" for label, factor in list(odd.items())[:4])
+    times = "; ".join(
+        (f"{named(plan, [label])} {'twice' if factor == 2 else f'times {factor}'}")
+        for label, factor in list(odd.items())[:4]
+    )
     if lost:
         own = plan.layout.coordinates(global_rank)
         is_own = all(dict(label).get(axis, rank) == rank for label in kept for axis, rank in own.items())
@@ -99,7 +106,9 @@ def in_words(plan: Plan, global_rank: int, factors: Mapping[Label, Fraction], ax
 
 def named(plan: Plan, labels: Sequence[Label]) -> str:
     """Groups in words: `the parts of dp rank 1 (samples 2-3), tp rank 0`, of many only the first."""
-    words = [", ".join(_word(plan, name, value) for name, value in label) or "what no rank has alone" for label in labels]
+    words = [
+        ", ".join(_word(plan, name, value) for name, value in label) or ("what no rank has alone") for label in labels
+    ]
     shown = "; ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
     return f"the part{'s' if len(words) > 1 else ''} of {shown}"
 

@@ -1,7 +1,7 @@
 """A wrong sum told by its parts: which of them are missing, come twice or are scaled, found by least squares in fp64.
 
-Parts are put into groups, those that one rank of an axis brings first, then microbatches, sequences and single parts; the first grouping
-of which simple multiples make up the wrong values to rounding is the answer.
+Parts are put into groups, those that one rank of an axis brings first, then microbatches, sequences and single parts;
+the first grouping of which simple multiples make up the wrong values to rounding is the answer.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ def told_by_parts(
     dtype: str = "fp32",
     axes: Sequence[str] = AXES,
 ) -> tuple[Class, str] | None:
-    """Kind and words of `found`, of which `expected` is the right one and `scale` times the sum of the contributions; all are those of one
-    rank's region. Where the whole has no such multiples, the elements that differ may have, or `rows` that have names, each its own. None
-    where no multiples of the parts make it up. `axes` may have made a multiple of the whole."""
+    """Kind and words of `found`, of which `expected` is the right one and `scale` times the sum of the contributions;
+    all are those of one rank's region. Where the whole has no such multiples, the elements that differ may have, or
+    `rows` that have names, each its own. None where no multiples of the parts make it up. `axes` may have made a
+    multiple of the whole."""
     parts, difference = contributions.parts, found.astype(np.float64) - expected
     values = contributions.values * scale
-    if (told := _fitted(plan, global_rank, parts, values.reshape(len(parts), -1), difference.reshape(-1), dtype, axes)) is not None:
+    if (
+        told := _fitted(plan, global_rank, parts, values.reshape(len(parts), -1), difference.reshape(-1), dtype, axes)
+    ) is not None:
         return told
     differ = difference != 0
-    if not differ.all() and (told := _fitted(plan, global_rank, parts, values[:, differ], difference[differ], dtype, axes)) is not None:
+    if (
+        not differ.all()
+        and (told := _fitted(plan, global_rank, parts, values[:, differ], difference[differ], dtype, axes)) is not None
+    ):
         return told
     if (
         difference.size > 1
@@ -60,13 +66,22 @@ def told_by_parts(
     kinds = {told and told[0] for _, told in by_rows}
     if len(by_rows) < 2 or len(kinds) > 1 or None in kinds:
         return None
-    return next((told[0], "; ".join(f"{name} {told[1]}" for name, told in by_rows if told)) for _, told in by_rows if told)
+    return next(
+        (told[0], "; ".join(f"{name} {told[1]}" for name, told in by_rows if told)) for _, told in by_rows if told
+    )
 
 
 def _fitted(
-    plan: Plan, global_rank: int, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray, dtype: str, axes: Sequence[str]
+    plan: Plan,
+    global_rank: int,
+    parts: Sequence[Part],
+    values: np.ndarray,
+    difference: np.ndarray,
+    dtype: str,
+    axes: Sequence[str],
 ) -> tuple[Class, str] | None:
-    """Kind and words of a sum of `values` [parts, n] that is off by `difference` [n], by the first grouping that fits."""
+    """Kind and words of a sum of `values` [parts, n] that is off by `difference` [n], by the
+    first grouping that fits."""
     slack = slack_of(values, dtype)
     for labels in groupings(plan, parts):
         groups = list(dict.fromkeys(labels))
@@ -86,17 +101,23 @@ def told_by_columns(
     *,
     dtype: str,
 ) -> tuple[Class, str] | None:
-    """Kind and words of `found` by what the right values are the sum of, in words, and by what else may have been added to them, with the
-    kind of difference that this is. Multiples may be any."""
+    """Kind and words of `found` by what the right values are the sum of, in words, and by what else may have been added
+    to them, with the kind of difference that this is. Multiples may be any."""
     difference = (found.astype(np.float64) - expected).reshape(-1)
     added = [{words: values} for words, (_, values) in extra.items()]
-    for chosen in (columns, *({**columns, **each} for each in added), *({"the right values": expected, **each} for each in added)):
+    for chosen in (
+        columns,
+        *({**columns, **each} for each in added),
+        *({"the right values": expected, **each} for each in added),
+    ):
         used = {words: values.astype(np.float64).reshape(-1) for words, values in chosen.items() if values.any()}
         if not used or len(difference) < 2 * len(used):
             continue
         stacked = np.stack(list(used.values()))
         slack = slack_of(stacked, dtype)
-        if (off := _least_squares(stacked, difference, slack)) is None or not explains(off @ stacked, difference, slack):
+        if (off := _least_squares(stacked, difference, slack)) is None or not explains(
+            off @ stacked, difference, slack
+        ):
             continue
         factors = {words: each + (words not in extra) for words, each in zip(used, off, strict=True)}
         return _columns_in_words(factors, extra)
@@ -110,7 +131,9 @@ def _columns_in_words(factors: Mapping[str, float], extra: Mapping[str, tuple[Cl
     if lost := [words for words, factor in factors.items() if abs(factor) < 1e-3]:
         return "missing", f"without {' and '.join(lost)}"
     odd = {words: factor for words, factor in factors.items() if abs(factor - 1) > 1e-5}
-    told = " and ".join(f"{words} {'twice' if abs(factor - 2) < 1e-3 else f'times {factor:.4g}'}" for words, factor in odd.items())
+    told = " and ".join(
+        f"{words} {'twice' if abs(factor - 2) < 1e-3 else f'times {factor:.4g}'}" for words, factor in odd.items()
+    )
     return ("doubled" if all(abs(factor - 2) < 1e-3 for factor in odd.values()) else "scaled"), told
 
 
@@ -120,8 +143,13 @@ def slack_of(values: np.ndarray, dtype: str) -> float:
 
 
 def solved(columns: np.ndarray, difference: np.ndarray, slack: float) -> list[Fraction] | None:
-    """How often each column [m, n] is in a sum that is off by `difference` [n], once being right; None where no simple multiples fit."""
-    off = _of_one_number(columns[:, 0], float(difference[0])) if len(difference) == 1 else _least_squares(columns, difference, slack)
+    """How often each column [m, n] is in a sum that is off by `difference` [n], once being right; None where no
+    simple multiples fit."""
+    off = (
+        _of_one_number(columns[:, 0], float(difference[0]))
+        if len(difference) == 1
+        else _least_squares(columns, difference, slack)
+    )
     if off is None:
         return None
     simple = [Fraction(1 + each).limit_denominator(LARGEST_DENOMINATOR) for each in off]
@@ -130,7 +158,8 @@ def solved(columns: np.ndarray, difference: np.ndarray, slack: float) -> list[Fr
 
 
 def _least_squares(columns: np.ndarray, difference: np.ndarray, slack: float) -> np.ndarray | None:
-    """The multiples of columns that come nearest to a difference; 0 of those that rounding hides. None where they are not unique."""
+    """The multiples of columns that come nearest to a difference; 0 of those that rounding hides. None
+    where they are not unique."""
     size = np.linalg.norm(columns, axis=1)
     used = size > 5 * slack
     if not used.any():
@@ -144,7 +173,8 @@ def _least_squares(columns: np.ndarray, difference: np.ndarray, slack: float) ->
 
 
 def _of_one_number(parts: np.ndarray, difference: float) -> np.ndarray | None:
-    """Multiples of the parts of one number by which it is off: one is missing or comes twice, or all others are missing."""
+    """Multiples of the parts of one number by which it is off: one is missing or comes twice, or
+    all others are missing."""
     total, found = parts.sum(), parts.sum() + difference
     for at, part in enumerate(parts):
         only = np.full(len(parts), -1.0)
@@ -164,8 +194,11 @@ def explains(fit: np.ndarray, difference: np.ndarray, slack: float) -> bool:
     return left <= slack and left <= EXPLAINED * float(np.linalg.norm(difference))
 
 
-def _rounded_parts(plan: Plan, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray) -> tuple[Class, str] | None:
-    """Whether a difference is mostly what comes of rounding every rank's part to bf16, or the sums of some of them too."""
+def _rounded_parts(
+    plan: Plan, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray
+) -> tuple[Class, str] | None:
+    """Whether a difference is mostly what comes of rounding every rank's part to bf16, or the
+    sums of some of them too."""
     difference, values = difference.reshape(-1), values.reshape(len(parts), -1)
     right = values.sum(0)
     for labels in groupings(plan, parts):
@@ -202,8 +235,8 @@ def told_by_narrow_operands(expected: np.ndarray, found: np.ndarray, narrow: np.
 def told_by_moved_use(
     expected: np.ndarray, found: np.ndarray, whole: Contributions, box: tuple[slice, ...], scale: float
 ) -> tuple[Class, str] | None:
-    """Whether `found`, the part `box` of a gradient, has one use of its parameter in other places: what is left without the others are
-    values of that use, from elsewhere in the tensor. `whole` are the contributions to all of it."""
+    """Whether `found`, the part `box` of a gradient, has one use of its parameter in other places: what is left without
+    the others are values of that use, from elsewhere in the tensor. `whole` are the contributions to all of it."""
     for use in sorted({part.use for part in whole.parts if part.use}):
         own = whole.values[[part.use == use for part in whole.parts]].sum(0) * scale
         left = found.astype(np.float64) - (expected - own[box])

@@ -1,8 +1,9 @@
-"""`prove`: every floor of proof for a plan. The static ones come first, then the dynamic one: the plan on the real backend against the
-same steps on one device, every canonical tensor, bit for bit.
+"""`prove`: every floor of proof for a plan. The static ones come first, then the dynamic one: the plan on the real
+backend against the same steps on one device, every canonical tensor, bit for bit.
 
-The first runs keep digests only. Where digests differ both programs run once more and keep the values of those tensors, so a proof
-that succeeds stores nothing and one that fails can say which elements differ, and how. This process needs numpy only.
+The first runs keep digests only. Where digests differ both programs run once more and keep the values of those
+tensors, so a proof that succeeds stores nothing and one that fails can say which elements differ, and how. This
+process needs numpy only.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Proof:
-    """What a proof found. `report` has the JSON keys of `verify --json`, `findings` are those of the last floor that was asked, `changes`
-    say how the twin differs from the plan. `static` are the floors before the dynamic one."""
+    """What a proof found. `report` has the JSON keys of `verify --json`, `findings` are those of the last floor that
+    was asked, `changes` say how the twin differs from the plan. `static` are the floors before the dynamic one."""
 
     report: dict[str, Any]
     findings: tuple[Finding, ...]
@@ -102,7 +103,10 @@ class Proof:
         held = [name for name, holds in report["assumptions"].items() if holds]
         lines.append(f"Assumptions about the library measured here, with these shapes: {', '.join(held)} hold.")
         losses = " ".join(f"{loss:.6f}" for loss in report["losses"])
-        ranks, devices = f"{report['world_size']} ranks over {report['transport']}", devices_words(report["num_modules"])
+        ranks, devices = (
+            f"{report['world_size']} ranks over {report['transport']}",
+            devices_words(report["num_modules"]),
+        )
         lines.append(f"{ranks} against {devices}, {count_words(report['steps'], 'step')}, loss {losses}.")
         if report["reference"] is not None:
             lines.append(reference_words(report["reference"]))
@@ -110,7 +114,10 @@ class Proof:
         if report["tensors_different"]:
             lines.append(f"NOT EQUAL: {report['tensors_different']} of {compared} differ.")
         else:
-            what = "activations and their gradients, loss, parameter gradients, gradient norm, optimizer state and weights of every rank"
+            what = (
+                "activations and their gradients, loss, parameter gradients, gradient norm, optimizer state and "
+                "weights of every rank"
+            )
             lines.append(f"0 different bits in {compared}: {what}. Fingerprint {report['fingerprint']}.")
         if report["fast"] is not None:
             lines.append(fast_words(report["fast"]))
@@ -131,20 +138,21 @@ def prove(
     most_ranks: int | None = None,
     progress: Progress = lambda line: None,
 ) -> Proof:
-    """Asks the static floors (`prove_static`), and where they hold runs `steps` steps of the plan (or of its twin) and of one device,
-    compares every tensor of every rank, and checks the one device itself by formulas (`reference`).
+    """Asks the static floors (`prove_static`), and where they hold runs `steps` steps of the plan (or of its twin) and
+    of one device, compares every tensor of every rank, and checks the one device itself by formulas (`reference`).
 
-    A plan in fast numerics is proved in exact ones first, and then run as it is, by torch's `fully_shard` where it says so and ranks are
-    processes, and held to the derived bounds (`bounds`) and to having no common factor (`regression`); not in fp16, because bounds of
-    rounding say nothing where numbers leave its range.
+    A plan in fast numerics is proved in exact ones first, and then run as it is, by torch's `fully_shard` where it says
+    so and ranks are processes, and held to the derived bounds (`bounds`) and to having no common factor (`regression`);
+    not in fp16, because bounds of rounding say nothing where numbers leave its range.
 
-    `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for `Trainer`.
-    `transport` is gloo unless the plan has more ranks than a twin, and no more than run as threads: then ranks are threads.
-    `fault` is injected into the sharded run only. `facts` are more for the rules to check. `scenario` is what ranks do beside training;
-    `references` keep what one device computes for the next plan of the same problem. Plans of more than `most_ranks` are shrunk to a
-    twin; without, as many processes or threads run as one host has time for.
-    Raises `PlanError` for a fault that the run cannot have, and for a block that cannot be trained; `RankFailure` when a rank dies, or
-    when no rank comes further for `train.timeout_s`; `MissingExtraError` without torch.
+    `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as
+    for `Trainer`. `transport` is gloo unless the plan has more ranks than a twin, and no more than run as threads:
+    then ranks are threads. `fault` is injected into the sharded run only. `facts` are more for the rules to check.
+    `scenario` is what ranks do beside training; `references` keep what one device computes for the next plan of the
+    same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many processes or threads run as
+    one host has time for. Raises `PlanError` for a fault that the run cannot have, and for a block that cannot be
+    trained; `RankFailure` when a rank dies, or when no rank comes further for `train.timeout_s`;
+    `MissingExtraError` without torch.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.")
@@ -171,8 +179,13 @@ def prove(
     proof = _proof(static, small, steps, transport, changes, reference, checked, run, differences, assumptions)
     if plan.numerics.mode == "exact" or not proof.ok or small.precision.dtype == "fp16" or not isinstance(small, Plan):
         return proof
-    progress(f"{small.layout.world_size} ranks over {transport} in fast numerics: {steps} steps, each from the weights of one device")
-    fast = replace(small, numerics=replace(small.numerics, mode="fast"), precision=replace(small.precision, gradient_dtype=None))
+    progress(
+        f"{small.layout.world_size} ranks over {transport} in fast numerics: {steps} steps, each from the "
+        "weights of one device"
+    )
+    fast = replace(
+        small, numerics=replace(small.numerics, mode="fast"), precision=replace(small.precision, gradient_dtype=None)
+    )
     if isinstance(plan, Plan) and plan.data_parallel.library == "torch" and transport != "memory":
         own = replace(fast, data_parallel=plan.data_parallel, schedule=replace(fast.schedule, max_active_stages=None))
         fast = fast if unsupported(own) else own
@@ -192,17 +205,20 @@ def _listed(static: StaticProof, findings: Sequence[Finding]) -> list[dict[str, 
 
 
 def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
-    """A job of a plan in fast numerics against one device in exact ones, which keep all values: every step starts from the weights and
-    moments of one device, so that errors are those of one step."""
+    """A job of a plan in fast numerics against one device in exact ones, which keep all values: every step starts from
+    the weights and moments of one device, so that errors are those of one step."""
     assert isinstance(job.plan, Plan), "modules are not proved in fast numerics"
-    exact = one_device(replace(job.plan, numerics=replace(job.plan.numerics, mode="exact"), data_parallel=DataParallel()))
+    exact = one_device(
+        replace(job.plan, numerics=replace(job.plan.numerics, mode="exact"), data_parallel=DataParallel())
+    )
     with scratch_folder("fast-") as parent:
         one, many = parent / "one", parent / "many"
         for folder in (one, many):
             folder.mkdir()
         reference = run_ledger(replace(job, plan=exact, folder=one, fault=None, around=None), "memory")
         run = run_ledger(replace(job, folder=many, start=states(reference), skips_not_finite=True), transport)
-        shown = {key: pieces for key, pieces in reference.pieces.items() if key in run.pieces}  # a skipped step has no moments
+        # a skipped step has no moments
+        shown = {key: pieces for key, pieces in reference.pieces.items() if key in run.pieces}
         return check_fast(job.plan, RunLedger(shown), run)
 
 

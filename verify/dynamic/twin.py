@@ -1,7 +1,8 @@
-"""The twin of a plan: what `verify --dynamic` runs when the plan itself is too large for one host or asks for what the backend lacks.
+"""The twin of a plan: what `verify --dynamic` runs when the plan itself is too large for one host or asks
+for what the backend lacks.
 
-A twin keeps what the proof is about (every axis above 1 stays above 1, virtual stages, schedule, whether cuts are even) and shrinks
-what only costs time (width, depth, vocabulary, sequence, batch). Each change is said.
+A twin keeps what the proof is about (every axis above 1 stays above 1, virtual stages, schedule, whether cuts are even)
+and shrinks what only costs time (width, depth, vocabulary, sequence, batch). Each change is said.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ MAX_PARAMETERS = 20_000_000
 """Above this many parameters the model is shrunk."""
 
 MAX_STEP_FLOPS = 2e11
-"""Above this much work in a step (6 per parameter and token) model and batch are shrunk: about a minute per step on two cores."""
+"""Above this much work in a step (6 per parameter and token) model and batch are shrunk: about a minute
+per step on two cores."""
 
 NUM_BYTES = 256
 """The smallest vocabulary: training data are bytes."""
@@ -81,7 +83,8 @@ def usual_transport(plan: Plan | ModularPlan) -> Literal["gloo", "memory"]:
 
 
 def twin(plan: Plan, most_ranks: int = MAX_WORLD_SIZE) -> tuple[Plan, list[str]]:
-    """A plan that this host can run and that proves the same thing, and one sentence per change; the plan itself and [] if it can run.
+    """A plan that this host can run and that proves the same thing, and one sentence per change; the plan
+    itself and [] if it can run.
 
     Layouts of more than `most_ranks` ranks shrink to `MAX_WORLD_SIZE`; others stay, whatever becomes of the model.
     """
@@ -103,31 +106,51 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
     cluster = plan.cluster
     layout = _supported_layout(plan)
     if plan.numerics.mode != "exact":
-        only = ", and bounds for fast ones do not hold where numbers leave the range of fp16" if plan.precision.dtype == "fp16" else ""
+        only = (
+            (", and bounds for fast ones do not hold where numbers leave the range of fp16")
+            if plan.precision.dtype == "fp16"
+            else ""
+        )
         changes.append(f"numerics.mode fast -> exact: only exact numerics promise bits{only}.")
     dtype = "bf16" if plan.precision.dtype == "fp8" else plan.precision.dtype
     if plan.precision.dtype != dtype:
-        changes.append(f"precision.dtype {plan.precision.dtype} -> {dtype}: the backend computes in fp32, bf16 and fp16.")
+        changes.append(
+            f"precision.dtype {plan.precision.dtype} -> {dtype}: the backend computes in fp32, bf16 and fp16."
+        )
     if plan.precision.gradient_dtype == "bf16" and plan.numerics.mode == "fast":
-        changes.append("precision.gradient_dtype bf16 -> none in the run in fast numerics: bounds are those of sums in fp32.")
+        changes.append(
+            "precision.gradient_dtype bf16 -> none in the run in fast numerics: bounds are those of sums in fp32."
+        )
     schedule = plan.schedule
     if layout.zero == 3 and schedule.max_active_stages is None and schedule.file is None:
         schedule = replace(schedule, max_active_stages=MAX_ACTIVE_STAGES)
-        changes.append(f"schedule.max_active_stages none -> {MAX_ACTIVE_STAGES}: the backend gathers whole stages, not layer by layer.")
+        changes.append(
+            f"schedule.max_active_stages none -> {MAX_ACTIVE_STAGES}: the backend gathers whole stages, "
+            "not layer by layer."
+        )
     bucket_bytes = plan.data_parallel.bucket_bytes if layout.cp == 1 else None
     early = plan.data_parallel.overlap_grad_reduce if bucket_bytes is not None else None
     data_parallel = replace(plan.data_parallel, bucket_bytes=bucket_bytes, overlap_grad_reduce=early)
     if (shard := data_parallel.shard) is not None and shard % layout.cp:
         data_parallel = replace(data_parallel, shard=layout.cp)
-        changes.append(f"data_parallel.shard {shard} -> {layout.cp}: exact numerics keep the cp={layout.cp} parts of a sequence together.")
+        changes.append(
+            f"data_parallel.shard {shard} -> {layout.cp}: exact numerics keep the cp={layout.cp} parts of "
+            "a sequence together."
+        )
     if plan.data_parallel != replace(data_parallel, shard=plan.data_parallel.shard):
-        changes.append("[data_parallel] -> no buckets with cp, and no overlap without buckets: that is what the backend runs.")
+        changes.append(
+            "[data_parallel] -> no buckets with cp, and no overlap without buckets: that is what the backend runs."
+        )
     if data_parallel.library != "shardproof":
         data_parallel = replace(data_parallel, library="shardproof")
-        changes.append("data_parallel.library torch -> shardproof in exact numerics: fully_shard adds in its collectives' order.")
+        changes.append(
+            "data_parallel.library torch -> shardproof in exact numerics: fully_shard adds in its collectives' order."
+        )
     runtime = plan.runtime
     if runtime.cuda_graphs or runtime.compile or runtime.launch_blocking or runtime.fused_loss or runtime.dropout:
-        changes.append("[runtime] graphs and compile -> none: the backend launches every kernel itself, one after another.")
+        changes.append(
+            "[runtime] graphs and compile -> none: the backend launches every kernel itself, one after another."
+        )
     if dtype not in cluster.peak_flops_per_s:
         changes.append(f"cluster {cluster.name} -> this-host: it has no rate for {dtype}.")
         cluster = cluster_preset("this-host", layout.world_size)
@@ -136,7 +159,9 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
             plan,
             cluster=cluster,
             layout=layout,
-            runtime=replace(plan.runtime, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None, dropout=None),
+            runtime=replace(
+                plan.runtime, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None, dropout=None
+            ),
             data_parallel=data_parallel,
             schedule=schedule,
             precision=replace(plan.precision, dtype=dtype),
@@ -152,30 +177,40 @@ def _exact(plan: Plan, layout: Layout, changes: list[str]) -> Numerics:
     cp, tp, block = plan.layout.cp, plan.layout.tp, plan.leaf_sizes.reduction_token_block
     sequence, numerics = plan.batch.sequence // cp, replace(plan.numerics, mode="exact")
     if cp > 1:
-        gradient, reduction = (_dividing(plan, name, sequence // 2, changes) for name in ("gradient_token_block", "reduction_token_block"))
+        gradient, reduction = (
+            _dividing(plan, name, sequence // 2, changes) for name in ("gradient_token_block", "reduction_token_block")
+        )
         numerics = replace(numerics, gradient_token_block=gradient, reduction_token_block=reduction)
     block = numerics.reduction_token_block or block
     if (plan.layout.sequence_parallel or _tokens_part(plan)) and plan.leaf_sizes.tokens(sequence).num_leaves < tp:
         finer = max(1, sequence // tp)
         finer = finer if cp == 1 else max(size for size in divisors(sequence // 2) if size <= finer)
-        changes.append(f"numerics.reduction_token_block {block} -> {finer}: {tp} ranks cut sums over tokens between blocks.")
+        changes.append(
+            f"numerics.reduction_token_block {block} -> {finer}: {tp} ranks cut sums over tokens between blocks."
+        )
         numerics = replace(numerics, reduction_token_block=finer)
     if _splits_blocks(plan, layout, numerics):
         finer, block = numerics.reduction_token_block or block, plan.leaf_sizes.gradient_token_block
         if block != finer:
-            changes.append(f"numerics.gradient_token_block {block} -> {finer}: tensor-parallel ranks use different copies of the experts.")
+            changes.append(
+                f"numerics.gradient_token_block {block} -> {finer}: tensor-parallel ranks use different "
+                "copies of the experts."
+            )
         numerics = replace(numerics, gradient_token_block=finer, reduction_token_block=finer)
     return numerics
 
 
 def _dividing(plan: Plan, name: str, chunk: int, changes: list[str]) -> int | None:
-    """A size of blocks of tokens that divides the chunks of context parallelism: the plan's own, or one that is finer."""
+    """A size of blocks of tokens that divides the chunks of context parallelism: the plan's
+    own, or one that is finer."""
     current: int = getattr(plan.leaf_sizes, name)
     finer = max(size for size in divisors(chunk) if size <= current)
     if finer == current:
         given: int | None = getattr(plan.numerics, name)
         return given
-    changes.append(f"numerics.{name} {current} -> {finer}: context parallelism cuts sequences into chunks of {chunk} tokens.")
+    changes.append(
+        f"numerics.{name} {current} -> {finer}: context parallelism cuts sequences into chunks of {chunk} tokens."
+    )
     return finer
 
 
@@ -215,15 +250,17 @@ def _shrink(plan: Plan, most_ranks: int) -> Plan:
         layout=layout,
         batch=Batch(global_size=micro * num_microbatches * layout.dp, micro_size=micro, sequence=sequence),
         data_parallel=replace(plan.data_parallel, shard=_small_shard(plan, layout)),
-        numerics=Numerics("exact", gradient_token_block=TOKEN_BLOCK // (2 if parts else 1), reduction_token_block=TOKEN_BLOCK // 2),
+        numerics=Numerics(
+            "exact", gradient_token_block=TOKEN_BLOCK // (2 if parts else 1), reduction_token_block=TOKEN_BLOCK // 2
+        ),
         recompute=replace(plan.recompute, layers=_small_layers(plan.recompute.layers, model)),
         train=replace(plan.train, load=None),
     )
 
 
 def _small_shard(plan: Plan, layout: Layout) -> int | None:
-    """The size of groups that shard together: the largest that is no larger than the plan's, and of which there are several where the plan
-    has several."""
+    """The size of groups that shard together: the largest that is no larger than the plan's, and of which there are
+    several where the plan has several."""
     if (shard := plan.data_parallel.shard) is None:
         return None
     several = shard < plan.layout.dp * plan.layout.cp
@@ -239,7 +276,8 @@ def _small_layers(layers: tuple[int, ...] | None, model: ModelSpec) -> tuple[int
 
 
 def _kept_layout(plan: Plan) -> Layout:
-    """The layout with the layers of a small model; a smaller one where a twin's sequence has no tokens for every tensor-parallel rank."""
+    """The layout with the layers of a small model; a smaller one where a twin's sequence has no tokens for every
+    tensor-parallel rank."""
     layout = plan.layout
     if layout.tp > SEQUENCE // TOKEN_BLOCK * 2:
         return _small_layout(plan)
@@ -247,22 +285,29 @@ def _kept_layout(plan: Plan) -> Layout:
 
 
 def _small_layout(plan: Plan) -> Layout:
-    """Degrees with a product of at most 8: above 1 where they were, powers of two where they were, as large as fits, pp first."""
+    """Degrees with a product of at most 8: above 1 where they were, powers of two where they were, as
+    large as fits, pp first."""
     layout = plan.layout
     shortest = layout.pp if plan.schedule.file is not None and layout.world_size > MAX_WORLD_SIZE else min(2, layout.pp)
     pipelines = [pp for pp in range(shortest, layout.pp + 1) if pp == layout.pp or _can_be_built(plan, pp)]
     wanted = (layout.pp, layout.tp, layout.cp, layout.dp)
-    choices: list[Sequence[int]] = [pipelines, *(range(min(2, degree), min(degree, MAX_WORLD_SIZE) + 1) for degree in wanted[1:])]
+    choices: list[Sequence[int]] = [
+        pipelines,
+        *(range(min(2, degree), min(degree, MAX_WORLD_SIZE) + 1) for degree in wanted[1:]),
+    ]
     size = max(MAX_WORLD_SIZE, math.prod(min(2, degree) for degree in wanted))
     legal = [degrees for degrees in itertools.product(*choices) if math.prod(degrees) <= size]
     if not legal:
         raise PlanError(
-            f"schedule.file={plan.schedule.file!r} fixes pp={layout.pp}, which leaves no layout of at most {MAX_WORLD_SIZE} ranks with "
+            f"schedule.file={plan.schedule.file!r} fixes pp={layout.pp}, which leaves no layout of at most "
+            f"{MAX_WORLD_SIZE} ranks with "
             f"tp and dp above 1 as in the plan. Verify it with a smaller tp or dp, or statically (without --dynamic)."
         )
 
     def merit(degrees: tuple[int, ...]) -> tuple:
-        same_parity = sum(_is_power_of_two(small) == _is_power_of_two(large) for small, large in zip(degrees, wanted, strict=True))
+        same_parity = sum(
+            _is_power_of_two(small) == _is_power_of_two(large) for small, large in zip(degrees, wanted, strict=True)
+        )
         return same_parity, math.prod(degrees), degrees
 
     pp, tp, cp, dp = max(legal, key=merit)
@@ -274,7 +319,8 @@ def _small_layout(plan: Plan) -> Layout:
 
 
 def _small_stages(plan: Plan, num_stages: int) -> str:
-    """A layout string of `num_stages` whose stages are sampled from the plan's: empty stays empty, short stays short, long is one more."""
+    """A layout string of `num_stages` whose stages are sampled from the plan's: empty stays empty, short stays
+    short, long is one more."""
     counts = [len(stage.layers) for stage in plan.stages]
     shortest = min(count for count in counts if count) if any(counts) else 0
     picked = [counts[round(i * (len(counts) - 1) / max(1, num_stages - 1))] for i in range(num_stages)]
@@ -287,12 +333,15 @@ def _small_stages(plan: Plan, num_stages: int) -> str:
 
 
 def _small_model(plan: Plan, layout: Layout) -> ModelSpec:
-    """The same family with one or two layers per stage, a few narrow heads, and ffn and vocabulary cuts that are even where they were."""
+    """The same family with one or two layers per stage, a few narrow heads, and ffn and vocabulary cuts that are
+    even where they were."""
     model, tp, small_tp = plan.model, plan.layout.tp, layout.tp
     if layout.stages is not None:
         num_layers = sum(part.count("t") for part in layout.stages.split("|"))
     else:
-        num_layers = layout.num_stages * min(2 if layout.num_stages <= 2 else 1, -(-model.num_layers // plan.layout.num_stages))
+        num_layers = layout.num_stages * min(
+            2 if layout.num_stages <= 2 else 1, -(-model.num_layers // plan.layout.num_stages)
+        )
     groups = small_tp * (2 if model.num_kv_heads > tp else 1)
     per_group = min(model.query_heads_per_group, 2)
     heads = groups * per_group
@@ -318,11 +367,14 @@ def _small_model(plan: Plan, layout: Layout) -> ModelSpec:
 
 def _num_ids(plan: Plan) -> int:
     """The smallest vocabulary of a twin: all bytes, and what sequences are filled up with."""
-    return max(NUM_BYTES, plan.train.ignore_token + 1 if plan.train.padded and plan.train.ignore_token is not None else 0)
+    return max(
+        NUM_BYTES, plan.train.ignore_token + 1 if plan.train.padded and plan.train.ignore_token is not None else 0
+    )
 
 
 def _small_latent(model: ModelSpec) -> dict[str, Any]:
-    """Low ranks that are neither the hidden size nor a head's, and values as wide as a query or narrower, as they were."""
+    """Low ranks that are neither the hidden size nor a head's, and values as wide as a query or
+    narrower, as they were."""
     turned = HEAD_DIM // 2
     return {
         "q_lora_rank": min(model.q_lora_rank, HEAD_DIM + 4),
@@ -334,7 +386,8 @@ def _small_latent(model: ModelSpec) -> dict[str, Any]:
 
 
 def _small_experts(model: ModelSpec, num_layers: int, layout: Layout) -> dict[str, Any]:
-    """A few narrow experts, in two groups where there were groups; dense layers, grouped choice and shared experts stay."""
+    """A few narrow experts, in two groups where there were groups; dense layers, grouped choice
+    and shared experts stay."""
     grouped = model.num_router_groups > 0
     return {
         "num_experts": layout.ep * (4 if layout.ep <= 2 else 2),
@@ -348,7 +401,8 @@ def _small_experts(model: ModelSpec, num_layers: int, layout: Layout) -> dict[st
 
 
 def _like(size: int, degree: int, small_degree: int, *, at_least: int) -> int:
-    """The smallest size >= `at_least` that `small_degree` divides exactly if `degree` divides `size`, and holds that many parts."""
+    """The smallest size >= `at_least` that `small_degree` divides exactly if `degree` divides `size`, and
+    holds that many parts."""
     even = size % degree == 0
     candidate = max(at_least, small_degree)
     while small_degree > 1 and (candidate % small_degree == 0) != even:
@@ -371,7 +425,8 @@ def _small_microbatches(plan: Plan, layout: Layout) -> int:
 
 
 def _few_microbatches(plan: Plan, layout: Layout) -> int:
-    """Fewer microbatches than ranks if it was so, else twice the ranks; one more where they were no multiple of the ranks."""
+    """Fewer microbatches than ranks if it was so, else twice the ranks; one more where they were no
+    multiple of the ranks."""
     num_microbatches, pp = plan.num_microbatches, plan.layout.pp
     if num_microbatches < pp:
         return max(1, min(num_microbatches, layout.pp - 1))
@@ -385,7 +440,11 @@ def _few_microbatches(plan: Plan, layout: Layout) -> int:
 def _sentences(before: Plan, after: Plan) -> list[str]:
     """What shrank, with both numbers."""
     pairs = [
-        ("cluster", f"{before.cluster.num_devices} devices of {before.cluster.name}", f"{after.cluster.num_devices} ranks of this-host"),
+        (
+            "cluster",
+            f"{before.cluster.num_devices} devices of {before.cluster.name}",
+            (f"{after.cluster.num_devices} ranks of this-host"),
+        ),
         *((f"layout.{name}", getattr(before.layout, name), getattr(after.layout, name)) for name in DEGREES),
         *((f"model.{name}", getattr(before.model, name), getattr(after.model, name)) for name in SHRUNK_MODEL_FIELDS),
         ("batch.global", before.batch.global_size, after.batch.global_size),
@@ -401,7 +460,10 @@ def _sentences(before: Plan, after: Plan) -> list[str]:
 
 def _blocks(plan: Plan) -> str:
     sizes = plan.leaf_sizes
-    return f"{sizes.gradient_token_block}/{sizes.reduction_token_block} tokens, {sizes.ffn.block} ffn, {sizes.vocab.block} vocabulary"
+    return (
+        f"{sizes.gradient_token_block}/{sizes.reduction_token_block} tokens, {sizes.ffn.block} ffn, "
+        f"{sizes.vocab.block} vocabulary"
+    )
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -409,13 +471,17 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def provable(plan: ModularPlan, unsupported: list[str]) -> tuple[ModularPlan, list[str]]:
-    """What of a plan of modules is run, and how it differs from the plan. Raises `PlanError` for one that the backend, for the reasons
-    given, or this host does not run: modules are not shrunk."""
+    """What of a plan of modules is run, and how it differs from the plan. Raises `PlanError` for one that the backend,
+    for the reasons given, or this host does not run: modules are not shrunk."""
     problems = list(unsupported)
-    for what, size, most in (("ranks", plan.world_size, 2 * MAX_WORLD_SIZE), ("parameters", plan.num_parameters, MAX_PARAMETERS)):
+    for what, size, most in (
+        ("ranks", plan.world_size, 2 * MAX_WORLD_SIZE),
+        ("parameters", plan.num_parameters, MAX_PARAMETERS),
+    ):
         if size > most:
             problems.append(
-                f"the modules have {size} {what}, and the dynamic proof runs at most {most}. Prove smaller modules of the same cuts."
+                f"the modules have {size} {what}, and the dynamic proof runs at most {most}. Prove smaller modules "
+                "of the same cuts."
             )
     if problems:
         raise PlanError(problems)

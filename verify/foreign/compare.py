@@ -1,4 +1,5 @@
-"""Compares ledgers of which one at least is of another stack (`Recorder`): without a plan, by the order in which tensors were recorded."""
+"""Compares ledgers of which one at least is of another stack (`Recorder`): without a plan, by the order in which
+tensors were recorded."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from .relations import related_norm, related_number
 from .tolerances import RELATIVE, ROUNDOFF, Tolerances, format_of
 
 MUST_BE = frozenset({GRADIENT, WEIGHT})
-"""Kinds of which both runs have every tensor. Modules and state of an optimizer may be called otherwise in another stack."""
+"""Kinds of which both runs have every tensor. Modules and state of an optimizer may be called
+otherwise in another stack."""
 
 ACTIONS = {
     ACTIVATION: "forward",
@@ -53,7 +55,8 @@ Ledger = SavedLedger | RecordedLedger
 
 
 def compare_recorded(run: Ledger, reference: Ledger) -> Comparison:
-    """Every tensor that both ledgers have. Differences are faults where both claim bits, else where they leave the tolerance."""
+    """Every tensor that both ledgers have. Differences are faults where both claim bits, else where
+    they leave the tolerance."""
     premises = list(other_machines(run, reference))
     bitwise = run.exact and reference.exact and not premises
     expected, found, alone = _common(reference.run, run.run)
@@ -69,7 +72,10 @@ def compare_recorded(run: Ledger, reference: Ledger) -> Comparison:
     findings += later([each.difference.key for each in wrong[1:]], "differs-later", order="recorded")
     if near := [each for each in judged if each.explained]:
         most = max(near, key=lambda each: each.share)
-        what = f"{differing_words(len(near))} within {judge.tolerance_words}; most of it, {most.share:.2g}, uses {_where(most.difference)}."
+        what = (
+            f"{differing_words(len(near))} within {judge.tolerance_words}; most of it, {most.share:.2g}, uses "
+            f"{_where(most.difference)}."
+        )
         findings.append(Finding("within-tolerance", "info", "all steps", what))
     findings += alone
     report = {
@@ -116,11 +122,16 @@ class _Judge:
     def judged(self, difference: Difference) -> _Judged:
         """A difference with the ranks that are at fault."""
         key = difference.key
-        if difference.problem == "unclear" and not self.bitwise and self._agrees(key):  # replicas of the reference, but for rounding
+        # replicas of the reference, but for rounding
+        if difference.problem == "unclear" and not self.bitwise and self._agrees(key):
             difference = replace(difference, problem="differs", global_ranks=())
         if difference.problem != "differs":
             return _Judged(difference, False, math.inf)
-        pieces = [each for each in self.run.pieces[key] if not difference.global_ranks or each.global_rank in difference.global_ranks]
+        pieces = [
+            each
+            for each in self.run.pieces[key]
+            if not difference.global_ranks or each.global_rank in difference.global_ranks
+        ]
         shares = {each.global_rank: 0.0 for each in pieces}
         for piece in pieces:
             shares[piece.global_rank] = max(shares[piece.global_rank], self._share(key, piece))
@@ -138,7 +149,9 @@ class _Judge:
         piece = max(pieces, key=lambda each: self._share(difference.key, each))
         relation = self._relation(difference.key, piece)
         if len(pieces) > 1 and any(self._share(difference.key, each) <= 1 for each in pieces):
-            relation = replace(relation, words=f"{relation.words}, when it was computed again; the rank had it right before")
+            relation = replace(
+                relation, words=(f"{relation.words}, when it was computed again; the rank had it right before")
+            )
         return replace(first, difference=replace(difference, relation=relation))
 
     def finding(self, judged: _Judged) -> Finding:
@@ -150,10 +163,17 @@ class _Judge:
                 hint = "Tell the recorder what part of it each rank holds (`cuts`), or leave it out (`names`)."
             return Finding(f"tensor-{difference.problem}", "error", _where(difference), what, hint)
         far = "" if self.bitwise or not math.isfinite(judged.share) else f", {judged.share:.3g} times what is allowed"
-        return Finding("differs", "error", _where(difference), f"{relation.kind}: {relation.words}{far}.", self._hint(difference, relation))
+        return Finding(
+            "differs",
+            "error",
+            _where(difference),
+            (f"{relation.kind}: {relation.words}{far}."),
+            self._hint(difference, relation),
+        )
 
     def _share(self, key: Key, piece: Piece) -> float:
-        """How much of its tolerance a piece uses; of two that promise bits, infinitely much as soon as one is different."""
+        """How much of its tolerance a piece uses; of two that promise bits, infinitely much as
+        soon as one is different."""
         expected, found, size = self._sides(key, piece)
         if expected.digest == found.digest:
             return 0.0
@@ -164,7 +184,8 @@ class _Judge:
         return distance / allowed if allowed else math.inf
 
     def _sides(self, key: Key, piece: Piece) -> tuple[Summary, Summary, int]:
-        """The right summary and the piece's, of its region if the reference has the same, else of the whole tensor; and the size."""
+        """The right summary and the piece's, of its region if the reference has the same, else of the whole
+        tensor; and the size."""
         expected = self.reference.pieces[key]
         right = next((each for each in expected if each.region == piece.region), None)
         if right is not None:
@@ -172,7 +193,8 @@ class _Judge:
         return whole_summary(expected), self._whole(key, piece), math.prod(piece.shape)
 
     def _whole(self, key: Key, piece: Piece) -> Summary:
-        """The summary of the whole tensor with a rank's piece; one for all ranks where none has the piece of another."""
+        """The summary of the whole tensor with a rank's piece; one for all ranks where none has
+        the piece of another."""
         pieces = self.run.pieces[key]
         if len({each.region for each in pieces}) < len(pieces):
             return whole_summary(pieces, piece)
@@ -187,7 +209,8 @@ class _Judge:
         if sum(map(region_size, by_region)) != math.prod(pieces[0].shape):
             return False
         return all(
-            each.summary.distance(by_region[each.region]) <= self._tolerances.of(key, by_region[each.region].norm, region_size(each.region))
+            each.summary.distance(by_region[each.region])
+            <= self._tolerances.of(key, by_region[each.region].norm, region_size(each.region))
             for each in pieces
         )
 
@@ -212,7 +235,10 @@ class _Judge:
         """Other samples of the tensor in the same step, and its other parts, by digest."""
         same = (other for other in self.reference.pieces if other != key and other[:3] == key[:3])
         found: dict[Any, str] = {
-            each.digest: f"sample {other.sample}" for other in same for each in self.reference.pieces[other] if each.region == piece.region
+            each.digest: f"sample {other.sample}"
+            for other in same
+            for each in self.reference.pieces[other]
+            if each.region == piece.region
         }
         parts = [each for each in self.reference.pieces[key] if each.region != piece.region]
         return found | {each.summary.alike: f"rank {each.global_rank} of the reference" for each in parts}
@@ -222,7 +248,11 @@ class _Judge:
         regions = {each.region for each in pieces if each.global_rank in difference.global_ranks}
         right = sorted({each.global_rank for each in pieces if each.region in regions} - set(difference.global_ranks))
         if right:
-            words = f"Replicas on {ranks_listed(right)} are" if len(right) > 1 else f"The replica on {ranks_listed(right)} is"
+            words = (
+                f"Replicas on {ranks_listed(right)} are"
+                if len(right) > 1
+                else (f"The replica on {ranks_listed(right)} is")
+            )
             return f"{words} right. {HINTS[relation.kind]}"
         return HINTS[relation.kind]
 
@@ -256,14 +286,17 @@ def _same_shape(pieces: Sequence[Piece], others: Sequence[Piece]) -> bool:
 
 
 def _position(reference: RunLedger) -> Callable[[Difference], tuple[Any, ...]]:
-    """A sort key: forward as recorded, losses and other numbers, backward, parameter gradients and their norm, the optimizer, weights."""
+    """A sort key: forward as recorded, losses and other numbers, backward, parameter gradients and their norm,
+    the optimizer, weights."""
     place = {name: i for i, name in enumerate(dict.fromkeys((key.phase, key.tensor) for key in reference.pieces))}
     forward = {name: i for i, (phase, name) in enumerate(place) if phase in (ACTIVATION, HELD_OUT)}
 
     def position(difference: Difference) -> tuple[Any, ...]:
         step, phase, tensor, sample = difference.key
         late = {"grad_norm": 4}.get(tensor, 5 if tensor.startswith("learning_rate") else 1)
-        kind = {ACTIVATION: 0, SCALAR: late, ACTIVATION_GRADIENT: 2, GRADIENT: 3, OPTIMIZER: 6, WEIGHT: 7, HELD_OUT: 8}[phase]
+        kind = {ACTIVATION: 0, SCALAR: late, ACTIVATION_GRADIENT: 2, GRADIENT: 3, OPTIMIZER: 6, WEIGHT: 7, HELD_OUT: 8}[
+            phase
+        ]
         where = -forward.get(tensor, 0) if phase == ACTIVATION_GRADIENT else place.get((phase, tensor), len(place))
         return step, kind, where, -1 if sample is None else sample
 
@@ -303,7 +336,10 @@ def _text(run: Ledger, reference: Ledger, report: Mapping[str, Any], findings: S
     promise = (
         "both claim their bits, which are compared"
         if report["bitwise"]
-        else f"bits are not claimed by both: differences are held to {judge.tolerance_words}, which is a convention and no bound"
+        else (
+            f"bits are not claimed by both: differences are held to {judge.tolerance_words}, which is a convention "
+            "and no bound"
+        )
     )
     lines = [f"{' against '.join(sides)}: {promise}."]
     compared = f"{report['tensors_compared']:,}"

@@ -1,4 +1,5 @@
-"""Where the tensors of other stacks lie: what a rank holds of them, read from a DTensor's placements or as the user says."""
+"""Where the tensors of other stacks lie: what a rank holds of them, read from a DTensor's
+placements or as the user says."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from ...core.base.digest import Region, full_region
 from ...core.base.errors import PlanError
 
 Cuts = Mapping[str, Sequence["Slice"]]
-"""Pattern of names (`layers.*.attention`) -> what this rank holds of such a tensor; the first pattern that fits counts."""
+"""Pattern of names (`layers.*.attention`) -> what this rank holds of such a tensor; the first
+pattern that fits counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What a rank holds of dimension `dim` of a tensor: it begins at element `first` of `size`, and ends where the rank's tensor ends."""
+    """What a rank holds of dimension `dim` of a tensor: it begins at element `first` of `size`, and ends where
+    the rank's tensor ends."""
 
     dim: int
     first: int
@@ -57,7 +60,11 @@ def place(tensor: Any, name: str, slices: Sequence[Slice] = ()) -> Placed | None
     if is_dtensor(tensor):
         if is_partial(tensor) or tensor.device_mesh.get_coordinate() is None:
             return None
-        local, shape, region = tensor.to_local(), tuple(tensor.shape), _region(tensor.shape, tensor.device_mesh, tensor.placements)
+        local, shape, region = (
+            tensor.to_local(),
+            tuple(tensor.shape),
+            _region(tensor.shape, tensor.device_mesh, tensor.placements),
+        )
     else:
         local, shape, region = tensor, tuple(tensor.shape), full_region(tensor.shape)
     if not local.numel():
@@ -66,16 +73,20 @@ def place(tensor: Any, name: str, slices: Sequence[Slice] = ()) -> Placed | None
     for each in slices:
         dim = each.dim if each.dim >= 0 else each.dim + len(sizes)
         if not 0 <= dim < len(sizes) or each.first < 0 or each.first + sizes[dim] > each.size:
-            raise PlanError(f"{each} does not fit {name}, of which this rank has {list(shape)}. Mend `cuts` of the recorder.")
+            raise PlanError(
+                f"{each} does not fit {name}, of which this rank has {list(shape)}. Mend `cuts` of the recorder."
+            )
         lo, hi = spans[dim]
         spans[dim], sizes[dim] = (lo + each.first, hi + each.first), each.size
     return Placed(local, tuple(sizes), tuple(spans))
 
 
 def place_as(tensor: Any, raw: Any) -> Placed | None:
-    """Where a plain tensor lies into which a parallel style turned a DTensor: the part `raw` was, or a part in one dimension more.
+    """Where a plain tensor lies into which a parallel style turned a DTensor: the part `raw` was, or a
+    part in one dimension more.
 
-    None where neither fits. A style that ends a module (`RowwiseParallel(output_layouts=Shard(1))`) leaves only sizes to tell by.
+    None where neither fits. A style that ends a module (`RowwiseParallel(output_layouts=Shard(1))`)
+    leaves only sizes to tell by.
     """
     from torch.distributed.tensor import Replicate, Shard
 

@@ -1,6 +1,8 @@
-"""`Recorder`: writes the ledger of a training loop that is not ours, from hooks on its modules, gradients and optimizer. Needs torch.
+"""`Recorder`: writes the ledger of a training loop that is not ours, from hooks on its modules, gradients
+and optimizer. Needs torch.
 
-Nothing of the loop changes: a call of the model begins a microbatch, and the first call after a step of the optimizer the next step.
+Nothing of the loop changes: a call of the model begins a microbatch, and the first call after a step of the
+optimizer the next step.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ Names = Callable[[str], str | None]
 
 @dataclass
 class _Root:
-    """A model, or one part of it: `microbatches` of this step, each (first sample, number of samples), and the calls of its modules
-    in the last one; `trains` while it is called to train."""
+    """A model, or one part of it: `microbatches` of this step, each (first sample, number of samples), and the calls of
+    its modules in the last one; `trains` while it is called to train."""
 
     module: Any
     next_sample: int
@@ -55,21 +57,22 @@ class _Root:
 
 
 class Recorder:
-    """Writes one rank's file of a ledger into `folder`, which `shardproof verify RUN --against RIGHT` reads. A context manager.
+    """Writes one rank's file of a ledger into `folder`, which `shardproof verify RUN --against RIGHT`
+    reads. A context manager.
 
-    `model` is a module, a `PipelineStage` of torch, or the several of them that this rank holds; make the recorder after they are sharded
-    and after the optimizer.
-    Each module's floating-point outputs are seen by sample, and their gradients; parameters' gradients as the optimizer gets them (or as
-    they are when `gradients()` is called: call it before you clip); the learning rates, the optimizer's state, and the weights it finds and
-    leaves.
-    Calls of the model in evaluation mode or without gradients are not.
+    `model` is a module, a `PipelineStage` of torch, or the several of them that this rank holds; make the recorder
+    after they are sharded and after the optimizer. Each module's floating-point outputs are seen by sample, and their
+    gradients; parameters' gradients as the optimizer gets them (or as they are when `gradients()` is called: call it
+    before you clip); the learning rates, the optimizer's state, and the weights it finds and leaves. Calls of the model
+    in evaluation mode or without gradients are not.
 
-    `first_sample` is the place of this rank's first sample in the global batch: each call of the model has those that follow the call
-    before (`samples` says otherwise). `sample_dim` is the dimension of samples. `loss_scale` is what multiple of the mean over the global
-    batch the loss is that backward starts from, as that over a rank's or a microbatch's samples often is: gradients of activations are
-    divided by it. `names` turns a name here into the name that both runs share, or None to leave it out. `cuts` says of plain tensors what
-    part of them this rank holds, by pattern of such names; DTensors say it themselves. `exact=True` claims that the run has the bits of
-    every other run that claims it, on one kind of machine.
+    `first_sample` is the place of this rank's first sample in the global batch: each call of the model has those that
+    follow the call before (`samples` says otherwise). `sample_dim` is the dimension of samples. `loss_scale` is what
+    multiple of the mean over the global batch the loss is that backward starts from, as that over a rank's or a
+    microbatch's samples often is: gradients of activations are divided by it. `names` turns a name here into the name
+    that both runs share, or None to leave it out. `cuts` says of plain tensors what part of them this rank holds, by
+    pattern of such names; DTensors say it themselves. `exact=True` claims that the run has the bits of every other run
+    that claims it, on one kind of machine.
     """
 
     def __init__(
@@ -92,13 +95,18 @@ class Recorder:
         self._step, self._stepped, self._gradients_of = 0, False, -1
         self._has_begun, self._roundoff = False, 0.0
         self._roots = [_root(module, first_sample) for module in modules]
-        self._parameters = {name: held for root in self._roots for name, held in self._named(root.module.named_parameters())}
+        self._parameters = {
+            name: held for root in self._roots for name, held in self._named(root.module.named_parameters())
+        }
         self._name_of = {id(held): name for name, held in self._parameters.items()}
         self._file = _new_file(Path(folder), self._parameters, exact)
         self._hooks = [hook for root in self._roots for hook in self._watch(root)]
         self._hooks += [root.stage for root in self._roots if root.stage is not None]
         for each in optimizers:
-            self._hooks += [each.register_step_pre_hook(self._before_step), each.register_step_post_hook(self._after_step)]
+            self._hooks += [
+                each.register_step_pre_hook(self._before_step),
+                each.register_step_post_hook(self._after_step),
+            ]
 
     # what a loop may say
 
@@ -109,18 +117,23 @@ class Recorder:
             root.next_sample = first
 
     def scalar(self, name: str, value: Any) -> None:
-        """A number of this step that is the same on every rank that gives it, such as `loss` over the global batch, or `grad_norm`."""
+        """A number of this step that is the same on every rank that gives it, such as `loss` over the global
+        batch, or `grad_norm`."""
         self._keep_scalar(name, float(getattr(value, "detach", lambda: value)()))
 
     def activation(self, name: str, tensor: Any) -> None:
-        """A tensor [samples, ...] of the microbatch of the last call, and its gradient: for what no module gives back."""
+        """A tensor [samples, ...] of the microbatch of the last call, and its gradient: for
+        what no module gives back."""
         root = next((root for root in self._roots if root.microbatches), None)
         if root is None:
-            raise PlanError(f"activation {name!r} belongs to no microbatch: the model was not called in this step. Call it before.")
+            raise PlanError(
+                f"activation {name!r} belongs to no microbatch: the model was not called in this step. Call it before."
+            )
         self._see(name, root.microbatches[-1], tensor, partial(place, name=name, slices=cuts_of(name, self._cuts)))
 
     def gradients(self) -> None:
-        """Records the gradients as they are now, last parameter first. Without this call: as the optimizer gets them."""
+        """Records the gradients as they are now, last parameter first. Without this call: as
+        the optimizer gets them."""
         if self._gradients_of == self._step:
             return
         self._gradients_of = self._step
@@ -133,7 +146,10 @@ class Recorder:
                 self._keep(Key(self._step, GRADIENT, name), placed)
                 if placed is not None:
                     square = summary_of_scalar(float(placed.local.detach().double().square().sum()))
-                    self._file.keep(Key(self._step, SQUARE, name), Piece(self._file.global_rank, placed.shape, placed.region, square))
+                    self._file.keep(
+                        Key(self._step, SQUARE, name),
+                        Piece(self._file.global_rank, placed.shape, placed.region, square),
+                    )
 
     def close(self) -> None:
         """Takes the hooks away and ends the file."""
@@ -181,10 +197,15 @@ class Recorder:
         root.calls.clear()
 
     def _watch(self, root: _Root) -> Iterator[Any]:
-        yield root.module.register_forward_pre_hook(partial(self._begin_microbatch, root), prepend=True, with_kwargs=True)
+        yield root.module.register_forward_pre_hook(
+            partial(self._begin_microbatch, root), prepend=True, with_kwargs=True
+        )
         for name, module in self._named(root.module.named_modules()):
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-                raise PlanError(f"module {name} is compiled, and hooks see nothing in compiled modules. Record it without torch.compile.")
+                raise PlanError(
+                    f"module {name} is compiled, and hooks see nothing in compiled modules. Record it "
+                    "without torch.compile."
+                )
             raw: list[Any] = []
             yield module.register_forward_hook(partial(_remember, raw), prepend=True)
             yield module.register_forward_hook(partial(self._after_module, root, name, raw))
@@ -217,10 +238,13 @@ class Recorder:
         self._samples(ACTIVATION, name, microbatch, where(tensor))
         if tensor.requires_grad:
             unscaled = 1.0 / self._loss_scale
-            tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, where(gradient * unscaled)))
+            tensor.register_hook(
+                lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, where(gradient * unscaled))
+            )
 
     def _samples(self, phase: str, name: str, microbatch: tuple[int, int], placed: Placed | None) -> None:
-        """Each sample of a tensor; a tensor that has no samples, such as a loss, in whole, under the microbatch's first."""
+        """Each sample of a tensor; a tensor that has no samples, such as a loss, in whole, under
+        the microbatch's first."""
         if placed is None:
             return
         (first, num_samples), dim = microbatch, self._sample_dim
@@ -264,13 +288,17 @@ class Recorder:
                 seen.add(shared)
                 yield shared, value
             elif not hasattr(value, "forward"):
-                raise PlanError(f"{name} and another parameter are both called {shared!r}. Tell them apart with `names`.")
+                raise PlanError(
+                    f"{name} and another parameter are both called {shared!r}. Tell them apart with `names`."
+                )
 
     def _place(self, tensor: Any, name: str) -> Placed | None:
         return place(tensor, name, cuts_of(name, self._cuts))
 
     def _keep_scalar(self, name: str, value: float) -> None:
-        self._file.keep(Key(self._step, SCALAR, name), Piece(self._file.global_rank, (), (), summary_of_scalar(value), value))
+        self._file.keep(
+            Key(self._step, SCALAR, name), Piece(self._file.global_rank, (), (), summary_of_scalar(value), value)
+        )
 
     def _keep(self, key: Key, placed: Placed | None) -> None:
         if placed is None:
@@ -331,7 +359,8 @@ def _in_backward() -> bool:
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors in a module's output, with what tells them from each other: nothing for a tensor alone, `.0`, `.1` or a key in others."""
+    """The tensors in a module's output, with what tells them from each other: nothing for a tensor alone, `.0`,
+    `.1` or a key in others."""
     import torch
 
     if isinstance(value, torch.Tensor):

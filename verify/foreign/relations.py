@@ -10,7 +10,8 @@ from ..ledger.relations import Class, Relation
 from ..ledger.summary import Summary
 
 LARGEST_FACTOR = 8
-"""Numerators and denominators up to which a ratio of two numbers is taken for what it looks like: any two have some ratio."""
+"""Numerators and denominators up to which a ratio of two numbers is taken for what it looks like:
+any two have some ratio."""
 
 
 def related_number(expected: Summary, found: Summary) -> Relation:
@@ -24,12 +25,20 @@ def related_number(expected: Summary, found: Summary) -> Relation:
     if right:
         simple = Fraction(wrong / right).limit_denominator(LARGEST_FACTOR)
         if simple not in (0, 1) and simple.numerator <= LARGEST_FACTOR and abs(wrong / right / simple - 1) < 1e-5:
-            return Relation("doubled" if simple == 2 else "scaled", f"{wrong!r}, which is {simple} of {right!r}", distance, abs(right))
-    return Relation("other values", f"{wrong!r}, and should be {right!r} (off by {wrong - right:.6g})", distance, abs(right))
+            return Relation(
+                "doubled" if simple == 2 else "scaled",
+                (f"{wrong!r}, which is {simple} of {right!r}"),
+                distance,
+                abs(right),
+            )
+    return Relation(
+        "other values", (f"{wrong!r}, and should be {right!r} (off by {wrong - right:.6g})"), distance, abs(right)
+    )
 
 
 def related_norm(expected: Summary, found: Summary, told: tuple[Class, str] | None) -> Relation:
-    """How a wrong norm relates to the right one where all gradients are right; `told` says what is counted otherwise, if that is known."""
+    """How a wrong norm relates to the right one where all gradients are right; `told` says what is counted
+    otherwise, if that is known."""
     right, wrong = expected.sums[0], found.sums[0]
     number = related_number(expected, found)
     if not (math.isfinite(wrong) and right):

@@ -1,4 +1,5 @@
-"""Which microbatch a stage of torch.distributed.pipelining works on, which the order of its calls does not always tell."""
+"""Which microbatch a stage of torch.distributed.pipelining works on, which the order of its calls
+does not always tell."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from typing import Any
 
 
 class StageHook:
-    """Notes the microbatch of every forward of a stage in `microbatch`; None between them, where torch may call the module for shapes."""
+    """Notes the microbatch of every forward of a stage in `microbatch`; None between them, where torch may call
+    the module for shapes."""
 
     def __init__(self, stage: Any):
         self.stage = stage

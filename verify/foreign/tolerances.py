@@ -1,8 +1,10 @@
-"""How far two runs of layers that are not ours may be apart where bits are not promised: a convention by format, and no bound.
+"""How far two runs of layers that are not ours may be apart where bits are not promised: a convention
+by format, and no bound.
 
-A bound follows from the number of terms of every sum (`verify.run.bounds`), which of foreign layers is not known. What other orders of the same
-sums do to a tensor of transformer size is some ten to a hundred roundings; `RELATIVE` allows a thousand in fp32 and ten in bf16, of the
-norm of the tensor. Two runs drift apart from step to step: what is allowed grows with the steps, and by what the weights are apart.
+A bound follows from the number of terms of every sum (`verify.run.bounds`), which of foreign layers is not known. What
+other orders of the same sums do to a tensor of transformer size is some ten to a hundred roundings; `RELATIVE` allows a
+thousand in fp32 and ten in bf16, of the norm of the tensor. Two runs drift apart from step to step: what is allowed
+grows with the steps, and by what the weights are apart.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ RELATIVE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 4e-2}
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 NOISE = 8
-"""Roundings of the largest tensor of a kind (gradients, activations) that any tensor of that kind may be off by: a gradient that is zero
-but for rounding, such as that of the bias of attention's keys, is nothing but them."""
+"""Roundings of the largest tensor of a kind (gradients, activations) that any tensor of that kind may be off by: a
+gradient that is zero but for rounding, such as that of the bias of attention's keys, is nothing but them."""
 
 
 def format_of(*ledgers: RunLedger) -> str:
@@ -45,8 +47,9 @@ class Tolerances:
     def of(self, key: Key, norm: float, num_elements: int) -> float:
         """What a piece of a tensor may be off by, from its right norm and size.
 
-        State of the optimizer follows the gradient, whose share of rounding it has. An adaptive optimizer moves an element whose gradient
-        is rounding alone by up to the learning rate either way, and the share of rounding is about the share of such elements.
+        State of the optimizer follows the gradient, whose share of rounding it has. An adaptive optimizer moves an
+        element whose gradient is rounding alone by up to the learning rate either way, and the share of rounding is
+        about the share of such elements.
         """
         match key.phase:
             case phase if phase == SCALAR and key.tensor == "grad_norm":
@@ -57,16 +60,24 @@ class Tolerances:
                 share = self._rounding_share(key, key.tensor.rpartition(".")[0])
                 return (self._relative(key.step) + (2 + share) * share) * norm  # of a square, too
             case phase if phase == WEIGHT:
-                moved = 2 * self._rates[key.step] * math.sqrt(num_elements * min(1.0, self._rounding_share(key, key.tensor)))
+                moved = (
+                    2
+                    * self._rates[key.step]
+                    * math.sqrt(num_elements * min(1.0, self._rounding_share(key, key.tensor)))
+                )
                 return self._relative(key.step) * norm + (key.step + 1) * moved
             case _:
                 return self._relative(key.step) * norm + self._noise(key)
 
     def _of_norm(self, step: int, norm: float) -> float:
-        """The norm of all gradients is off by no more than the norm of what they are off by, which the ledgers tell by signed sums with a
-        standard deviation of a half, and by the rounding of its own sum."""
-        distances = [(off, right) for key, (off, right) in self._apart.items() if (key.step, key.phase) == (step, GRADIENT)]
-        off, right = (math.sqrt(math.fsum(each**2 for each in column)) for column in zip((0.0, 0.0), *distances, strict=True))
+        """The norm of all gradients is off by no more than the norm of what they are off by, which the ledgers tell by
+        signed sums with a standard deviation of a half, and by the rounding of its own sum."""
+        distances = [
+            (off, right) for key, (off, right) in self._apart.items() if (key.step, key.phase) == (step, GRADIENT)
+        ]
+        off, right = (
+            math.sqrt(math.fsum(each**2 for each in column)) for column in zip((0.0, 0.0), *distances, strict=True)
+        )
         return (4 * off / right if right else 0.0) * norm + NOISE * UNIT_ROUNDOFF[self.dtype] * norm
 
     def _relative(self, step: int) -> float:
@@ -85,7 +96,9 @@ class Tolerances:
 
     @cached_property
     def _norms(self) -> dict[Key, float]:
-        norms = {key: whole_summary(pieces).norm for key, pieces in self.reference.pieces.items() if key.phase != SCALAR}
+        norms = {
+            key: whole_summary(pieces).norm for key, pieces in self.reference.pieces.items() if key.phase != SCALAR
+        }
         return {key: norm if math.isfinite(norm) else 0.0 for key, norm in norms.items()}
 
     @cached_property
@@ -100,7 +113,9 @@ class Tolerances:
     def _apart(self) -> dict[Key, tuple[float, float]]:
         """Of gradients and weights, how far they are from the right ones, and the norm of these."""
         both = [key for key in self._norms if key.phase in (GRADIENT, WEIGHT) and key in self.run.pieces]
-        apart = {key: whole_summary(self.run.pieces[key]).distance(whole_summary(self.reference.pieces[key])) for key in both}
+        apart = {
+            key: whole_summary(self.run.pieces[key]).distance(whole_summary(self.reference.pieces[key])) for key in both
+        }
         return {key: (off, self._norms[key]) for key, off in apart.items() if math.isfinite(off)}
 
     @cached_property

@@ -37,8 +37,8 @@ from .summary import Summary, add_summaries
 from .twice import PHASES, same_twice
 
 Problem = Literal["differs", "missing", "extra", "incomplete", "unclear"]
-"""`missing`: no rank has the tensor, `extra`: the reference has not, `incomplete`: the ranks' pieces are not the whole tensor once,
-`unclear`: those of the reference are not, or its own copies differ, on the ranks that are named."""
+"""`missing`: no rank has the tensor, `extra`: the reference has not, `incomplete`: the ranks' pieces are not the whole
+tensor once, `unclear`: those of the reference are not, or its own copies differ, on the ranks that are named."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Values:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not what one device computes. `global_ranks` hold it wrongly; before values are looked at they may be suspects.
+    """One tensor that is not what one device computes. `global_ranks` hold it wrongly; before values are looked
+    at they may be suspects.
 
     `relation` says how it differs, as far as that was asked: of the first difference only.
     """
@@ -77,11 +78,12 @@ class Difference:
 
 
 def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan | None) -> list[Difference]:
-    """Every tensor of which any rank's piece differs from the reference, in dataflow order: the first is the nearest to the cause.
+    """Every tensor of which any rank's piece differs from the reference, in dataflow order: the first is
+    the nearest to the cause.
 
-    Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are assembled, on both sides.
-    What a run has twice (`twice`) is compared with itself.
-    Without a model (another stack, whose names say nothing of the order) differences stand as the reference recorded their tensors.
+    Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are
+    assembled, on both sides. What a run has twice (`twice`) is compared with itself. Without a model (another stack,
+    whose names say nothing of the order) differences stand as the reference recorded their tensors.
     """
     found = []
     for key, expected in reference.pieces.items():
@@ -136,7 +138,9 @@ def _by_region(pieces: Sequence[Piece]) -> dict[Region, list[Piece]]:
 
 def _is_whole(pieces: Sequence[Piece], by_region: Mapping[Region, list[Piece]], shape: tuple[int, ...]) -> bool:
     """Whether pieces make up tensors of a shape, each element once."""
-    return all(piece.shape == shape for piece in pieces) and all(_partitions(cover, shape) for cover in _covers(sorted(by_region)))
+    return all(piece.shape == shape for piece in pieces) and all(
+        _partitions(cover, shape) for cover in _covers(sorted(by_region))
+    )
 
 
 def _unequal(by_region: Mapping[Region, list[Piece]]) -> list[Piece]:
@@ -149,7 +153,8 @@ def _digest_of(cover: Sequence[Region], by_region: Mapping[Region, list[Piece]])
 
 
 def whole_summary(pieces: Sequence[Piece], one: Piece | None = None) -> Summary:
-    """The summary of a whole tensor from its pieces, of replicas the first; with `one` from a set of pieces that it is in."""
+    """The summary of a whole tensor from its pieces, of replicas the first; with `one` from a set of
+    pieces that it is in."""
     by_region = _by_region(pieces) if one is None else {**_by_region(pieces), one.region: [one]}
     covers = _covers(sorted(by_region))
     cover = covers[0] if one is None else next(cover for cover in covers if one.region in cover)
@@ -157,8 +162,8 @@ def whole_summary(pieces: Sequence[Piece], one: Piece | None = None) -> Summary:
 
 
 def _covers(regions: Sequence[Region]) -> list[list[Region]]:
-    """Sets of regions that do not overlap, such that every region is in one: ranks that hold a tensor alike may cut it otherwise among
-    their copies (ZeRO). A set takes what no other has before what others have."""
+    """Sets of regions that do not overlap, such that every region is in one: ranks that hold a tensor alike may cut it
+    otherwise among their copies (ZeRO). A set takes what no other has before what others have."""
     covers: list[list[Region]] = []
     left = list(regions)
     while left:
@@ -184,9 +189,11 @@ def ranks_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
 # Dataflow order
 
 
-def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Sequence[Difference]) -> Callable[[Difference], tuple]:
-    """A sort key: gathered weights, activations forward, loss, those computed again, their gradients backward, parameter gradients
-    backward, norm, optimizer, weights."""
+def _position(
+    reference: RunLedger, model: ModelSpec | ModularPlan, found: Sequence[Difference]
+) -> Callable[[Difference], tuple]:
+    """A sort key: gathered weights, activations forward, loss, those computed again, their gradients backward,
+    parameter gradients backward, norm, optimizer, weights."""
     names = model_shapes(model) if isinstance(model, ModelSpec) else tensor_shapes(model)
     parameter_position = {name: i for i, name in enumerate(names)}
     last = len(names)  # of a tensor that this model has not, in the ledger of another
@@ -201,7 +208,8 @@ def _position(reference: RunLedger, model: ModelSpec | ModularPlan, found: Seque
             where: tuple = (-1, parameter_position.get(tensor, last))
         elif phase == ACTIVATION:
             where = (0, forward[tensor], sample)
-        elif phase == RECOMPUTED:  # before all gradients, none of which they are made from: layers backward, each of them forward
+        # before all gradients, none of which they are made from: layers backward, each of them forward
+        elif phase == RECOMPUTED:
             where = (1.5, -forward.get(f"{_layer_of(tensor)}.output", 0), sample, forward.get(tensor, len(forward)))
         elif phase == HELD_OUT:
             where = (7, forward[tensor], sample)
@@ -226,7 +234,8 @@ def _layer_of(tensor: str) -> str:
 
 
 def action_of(plan: Plan | ModularPlan, key: Key, global_rank: int) -> Action:
-    """The action in which a rank computes a tensor: its F or B, the gradient reduction of its stage, or the optimizer step."""
+    """The action in which a rank computes a tensor: its F or B, the gradient reduction of its
+    stage, or the optimizer step."""
     part = plan_of_rank(plan, global_rank)
     return in_whole(part, _own_action(part, own_key(plan, key), global_rank))
 
@@ -234,7 +243,9 @@ def action_of(plan: Plan | ModularPlan, key: Key, global_rank: int) -> Action:
 def _own_action(plan: Plan, key: Key, global_rank: int) -> Action:
     block = key.tensor.split(".")
     if block[0] == "layers":
-        stage = next((content.stage for content in plan.stages if int(block[1]) in content.layers), len(plan.stages) - 1)
+        stage = next(
+            (content.stage for content in plan.stages if int(block[1]) in content.layers), len(plan.stages) - 1
+        )
     else:
         stage = 0 if block[0] == "embedding" else len(plan.stages) - 1
     if key.sample is not None:

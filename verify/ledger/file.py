@@ -1,7 +1,8 @@
-"""Ledgers on disk: a folder with one file per rank, JSON lines, the first of them about the run. A run that ends early leaves what it saw,
-one that is killed all but the last few dozen lines.
+"""Ledgers on disk: a folder with one file per rank, JSON lines, the first of them about the run. A run that ends early
+leaves what it saw, one that is killed all but the last few dozen lines.
 
-A line is one tensor: step, phase, name, sample, shape, region, digest, digest without places, largest magnitude, signed sums (`summary`).
+A line is one tensor: step, phase, name, sample, shape, region, digest, digest without places, largest magnitude,
+signed sums (`summary`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedge
 from .modules import AnyPlan
 
 _TOGETHER = 64
-"""Lines written at once: half a megabyte of values empties the caches, and then a line alone costs the interpreter five times as much."""
+"""Lines written at once: half a megabyte of values empties the caches, and then a line alone costs the
+interpreter five times as much."""
 
 
 @dataclass
 class FileLedger(LedgerWriter, AbstractContextManager["FileLedger"]):
-    """A `LedgerWriter` that writes its entries to `rank-N.jsonl` in `target`, and keeps none. A context manager that closes the file.
+    """A `LedgerWriter` that writes its entries to `rank-N.jsonl` in `target`, and keeps none. A context
+    manager that closes the file.
 
     What a step or a held-out pass ends with, weights and scalars, is written at once, with all before it.
     """
@@ -72,7 +75,8 @@ class FileLedger(LedgerWriter, AbstractContextManager["FileLedger"]):
 
 @dataclass(frozen=True)
 class SavedLedger:
-    """A ledger read back: all entries of all ranks, the plan that was run, and where it ran (`environment`, by rank)."""
+    """A ledger read back: all entries of all ranks, the plan that was run, and where it ran
+    (`environment`, by rank)."""
 
     path: Path
     run: RunLedger
@@ -87,7 +91,8 @@ class SavedLedger:
 
 @dataclass(frozen=True)
 class RecordedLedger:
-    """A ledger of another stack (`foreign.Recorder`) read back; there is no plan, and `exact` is what the run claims of its bits."""
+    """A ledger of another stack (`foreign.Recorder`) read back; there is no plan, and `exact` is what the
+    run claims of its bits."""
 
     path: Path
     run: RunLedger
@@ -108,17 +113,22 @@ def is_ledger(path: str) -> bool:
 
 
 def read_ledger(path: str | Path) -> SavedLedger | RecordedLedger:
-    """The ledger in a folder. Raises `PlanError` for a folder that has none, whose ranks are not complete, or that is broken."""
+    """The ledger in a folder. Raises `PlanError` for a folder that has none, whose ranks are not
+    complete, or that is broken."""
     folder = Path(path)
     files = sorted((file for file in folder.glob("rank-*.jsonl") if _FILE.fullmatch(file.name)), key=_rank_of)
     if not files:
-        raise PlanError(f"{folder} has no ledger: there is no rank-0.jsonl. Write one with: shardproof train PLAN --ledger {folder}")
+        raise PlanError(
+            f"{folder} has no ledger: there is no rank-0.jsonl. Write one with: shardproof train PLAN --ledger {folder}"
+        )
     headers, ledgers = zip(*map(_read_file, files), strict=True)
     first = headers[0]
     for file, header in zip(files, headers, strict=True):
         if (header["world_size"], "plan" in header) != (first["world_size"], "plan" in first):
             raise _broken(file, f"it is of another run than {files[0].name}")
-    missing = next((rank for rank in range(first["world_size"]) if rank >= len(files) or _rank_of(files[rank]) != rank), None)
+    missing = next(
+        (rank for rank in range(first["world_size"]) if rank >= len(files) or _rank_of(files[rank]) != rank), None
+    )
     if missing is not None:
         ran = f"{first['world_size']} ranks ran"
         raise PlanError(f"{folder}: {ran}, but {_file_name(missing)} is not there. Gather the files of all hosts.")
@@ -168,7 +178,9 @@ def _line(key: Key, piece: Piece) -> str:
     summary, sample = piece.summary, "null" if key.sample is None else key.sample
     shape, region = ",".join(map(str, piece.shape)), ",".join(f"[{lo},{hi}]" for lo, hi in piece.region)
     numbers = [summary.largest, *summary.sums]
-    largest, *sums = map(repr, numbers) if math.isfinite(sum(numbers)) else (json.dumps(_written(each)) for each in numbers)
+    largest, *sums = (
+        map(repr, numbers) if math.isfinite(sum(numbers)) else (json.dumps(_written(each)) for each in numbers)
+    )
     return (
         f'[{key.step},"{key.phase}",{json.dumps(key.tensor)},{sample},[{shape}],[{region}],"{to_hex(summary.digest)}","{summary.alike:016x}",'
         f"{largest},[{','.join(sums)}]]\n"

@@ -1,4 +1,5 @@
-"""Flipped bits: elements of which each differs from the right one in a single bit, told by values, or of one element by two digests."""
+"""Flipped bits: elements of which each differs from the right one in a single bit, told by values, or of one
+element by two digests."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .summary import Summary
 FEW = 16
 """Of so many elements at most one may differ: what changes more of a tensor is no memory that lost a bit."""
 FEW_AMBIGUOUS = 256
-"""The same where the last place has changed, as by rounding, or the bits of small multiples, which hardly ever happen to one in so many."""
+"""The same where the last place has changed, as by rounding, or the bits of small multiples, which hardly ever
+happen to one in so many."""
 MULTIPLES = {"fp32": {23, 24, 31}, "bf16": {7, 8, 15}, "fp16": {10, 11, 15}}
 """Bits of a format that make twice or four times a number of it, a half or a quarter, or change its sign."""
 LAST_PLACE = {"fp32": 0, "bf16": 16, "fp16": 13}
@@ -22,7 +24,8 @@ LAST_PLACE = {"fp32": 0, "bf16": 16, "fp16": 13}
 def flipped_bits(expected: np.ndarray, found: np.ndarray, region: Region, dtype: str) -> str | None:
     """What is said of fp32 values of a region of which few differ, each in one bit of its format; None of all others.
 
-    `dtype` is the format that the values were computed in: of numbers that have one in fewer bits its bits are counted, from 0, the last.
+    `dtype` is the format that the values were computed in: of numbers that have one in fewer bits its bits are
+    counted, from 0, the last.
     """
     narrow = dtype if dtype != "fp32" and all(_are_in(values, dtype) for values in (expected, found)) else "fp32"
     words = _words_in(expected, narrow) ^ _words_in(found, narrow)
@@ -31,7 +34,8 @@ def flipped_bits(expected: np.ndarray, found: np.ndarray, region: Region, dtype:
     if not len(flips) or (flips & (flips - 1)).any():
         return None
     bits = sorted({int(each).bit_length() - 1 for each in flips})
-    if 0 in bits and (len(flips) > 1 or narrow != "fp32"):  # sums that were rounded to few bits often differ in one element's last place
+    # sums that were rounded to few bits often differ in one element's last place
+    if 0 in bits and (len(flips) > 1 or narrow != "fp32"):
         return None
     if len(flips) * _least_elements(bits, narrow) > words.size:
         return None
@@ -39,12 +43,18 @@ def flipped_bits(expected: np.ndarray, found: np.ndarray, region: Region, dtype:
 
 
 def flipped_bit(expected: Summary, found: Summary, shape: Sequence[int], region: Region, dtype: str) -> str | None:
-    """The same of two summaries of a region of a tensor, where one element differs: its key, which no other has, is in both digests."""
+    """The same of two summaries of a region of a tensor, where one element differs: its key, which no other
+    has, is in both digests."""
     off = np.abs(np.subtract(found.sums, expected.sums))
-    if region_size(region) < FEW or np.ptp(off) > 1e-3 * off.max() + 1e-12 * expected.norm:  # one element enters all sums alike
+    # one element enters all sums alike
+    if region_size(region) < FEW or np.ptp(off) > 1e-3 * off.max() + 1e-12 * expected.norm:
         return None
     at = _one_bit_apart(expected.digest, found.digest, shape, region)
-    if at is None or at[1] <= LAST_PLACE[dtype] - (dtype == "fp32") or region_size(region) < _least_elements([at[1]], "fp32"):
+    if (
+        at is None
+        or at[1] <= LAST_PLACE[dtype] - (dtype == "fp32")
+        or region_size(region) < _least_elements([at[1]], "fp32")
+    ):
         return None
     return _in_words(1, [at[1]], "fp32", [int(each) for each in np.unravel_index(at[0], tuple(shape))])
 
@@ -55,7 +65,8 @@ def _least_elements(bits: Sequence[int], dtype: str) -> int:
 
 
 def _one_bit_apart(expected: Digest, found: Digest, shape: Sequence[int], region: Region) -> tuple[int, int] | None:
-    """Index in the whole tensor and bit of the one word by which two digests differ: its key times a power of two, in both lanes."""
+    """Index in the whole tensor and bit of the one word by which two digests differ: its key times a power
+    of two, in both lanes."""
     lanes = [(a - b) % 2**64 for a, b in zip(found, expected, strict=True)]
     bits = {(lane & -lane).bit_length() - 1 for lane in lanes}  # keys are odd
     bit = bits.pop()

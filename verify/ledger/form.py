@@ -30,7 +30,19 @@ from .summary import NUM_SUMS, Summary
 FORMAT = 3
 """Of the lines of a file; files of another one are refused."""
 
-KINDS = (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT, GRADIENT, SQUARE, OPTIMIZER, WEIGHT, RECOMPUTED, BROUGHT, GATHERED, SCALAR)
+KINDS = (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    HELD_OUT,
+    GRADIENT,
+    SQUARE,
+    OPTIMIZER,
+    WEIGHT,
+    RECOMPUTED,
+    BROUGHT,
+    GATHERED,
+    SCALAR,
+)
 """Of tensors that a line may be about."""
 
 MOST_RANKS = 2**20
@@ -55,7 +67,9 @@ def header_problem(header: Any) -> str:
         return f"world_size is {_short(ranks)}, not a number of ranks from 1 to {MOST_RANKS:,}"
     if not _is_count(rank) or rank >= ranks:
         return f"rank is {_short(rank)}, not one of 0 to {ranks - 1}"
-    if not isinstance(environment, Mapping) or not all(isinstance(each, str) and is_plain(each) for each in environment.values()):
+    if not isinstance(environment, Mapping) or not all(
+        isinstance(each, str) and is_plain(each) for each in environment.values()
+    ):
         return f"environment is {_short(environment)}, not a table of texts"
     if "plan" in header:
         return "" if isinstance(header["plan"], str) else f"plan is {_short(header['plan'])}, not the text of a plan"
@@ -80,7 +94,12 @@ def entry_of(global_rank: int, line: Any) -> tuple[Key, Piece]:
     if not isinstance(shape, list) or not all(map(_is_count, shape)) or math.prod(shape) > LARGEST_COUNT:
         raise ValueError(f"shape {_short(shape)} is no list of sizes")
     spans = _region(region, shape)
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or not isinstance(alike, str) or not _ALIKE.fullmatch(alike):
+    if (
+        not isinstance(digest, str)
+        or not _DIGEST.fullmatch(digest)
+        or not isinstance(alike, str)
+        or not _ALIKE.fullmatch(alike)
+    ):
         raise ValueError(f"digests {_short([digest, alike])} have not 32 and 16 hexadecimal digits")
     if not isinstance(sums, list) or len(sums) != NUM_SUMS:
         raise ValueError(f"sums {_short(sums)} are not {NUM_SUMS} numbers")
@@ -94,7 +113,12 @@ def _region(region: Any, shape: list[int]) -> Region:
     if not isinstance(region, list) or len(region) != len(shape):
         raise ValueError(f"region {_short(region)} has not a part for each dimension of {shape}")
     for span, size in zip(region, shape, strict=True):
-        if not isinstance(span, list) or len(span) != 2 or not all(map(_is_count, span)) or not span[0] <= span[1] <= size:
+        if (
+            not isinstance(span, list)
+            or len(span) != 2
+            or not all(map(_is_count, span))
+            or not span[0] <= span[1] <= size
+        ):
             raise ValueError(f"part {_short(span)} of a region is not within 0 and {size}")
     return tuple((lo, hi) for lo, hi in region)
 

@@ -1,8 +1,8 @@
 """The ledger: what one run computed, as summaries under names that no layout changes. numpy only.
 
-Each rank keeps a `LedgerWriter`, which the trainer calls as its observer, and hands back a `RankLedger` of small numbers, or writes them
-to a file as they come (`ledger_file`).
-Values themselves are kept only when asked for (`capture`), in one file per rank (`kept`) in a folder that the caller owns.
+Each rank keeps a `LedgerWriter`, which the trainer calls as its observer, and hands back a `RankLedger` of small
+numbers, or writes them to a file as they come (`ledger_file`). Values themselves are kept only when asked for
+(`capture`), in one file per rank (`kept`) in a folder that the caller owns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ GRADIENT = "gradient"
 OPTIMIZER = "optimizer state"
 WEIGHT = "weight"
 RECOMPUTED = "recomputed activation"
-"""What a backward has computed again: of an activation that a rank has shown, or of a tensor of its own that it shows forward, too."""
+"""What a backward has computed again: of an activation that a rank has shown, or of a tensor of its own
+that it shows forward, too."""
 BROUGHT = "weight to gather"
 GATHERED = "gathered weight"
 """What ranks bring to an UNSHARD of a step, and what each has got."""
@@ -34,13 +35,15 @@ SCALAR = "scalar"
 
 
 SQUARE = "square of gradient"
-"""The kind of a ledger's entries in which each rank gives the squared norm of its part of a gradient, in the largest magnitude."""
+"""The kind of a ledger's entries in which each rank gives the squared norm of its part of a gradient, in
+the largest magnitude."""
 
 NO_STEP = -1
 
 
 class Key(NamedTuple):
-    """One canonical tensor of one step. `sample` is the global index of a sequence in the step's batch, for activations."""
+    """One canonical tensor of one step. `sample` is the global index of a sequence in the step's
+    batch, for activations."""
 
     step: int
     phase: str
@@ -95,29 +98,34 @@ class RunLedger:
         return cls({key: tuple(found) for key, found in pieces.items()})
 
     def as_far_as(self, resumed: RunLedger) -> RunLedger:
-        """What a run that goes on from a checkpoint can have of this ledger: the state that it begins with, and what came after that; all
-        of it where the other run is not such a one."""
+        """What a run that goes on from a checkpoint can have of this ledger: the state that it begins with, and what
+        came after that; all of it where the other run is not such a one."""
         first = min((key.step for key in resumed.pieces), default=NO_STEP)
         computed = (ACTIVATION, ACTIVATION_GRADIENT, GRADIENT)
         if first == NO_STEP or any(key.step == first and key.phase in computed for key in resumed.pieces):
             return self
 
         def is_due(key: Key) -> bool:
-            return key.step > first or (key.step == first and (key.phase in (OPTIMIZER, WEIGHT) or key in resumed.pieces))
+            return key.step > first or (
+                key.step == first and (key.phase in (OPTIMIZER, WEIGHT) or key in resumed.pieces)
+            )
 
         return RunLedger({key: pieces for key, pieces in self.pieces.items() if is_due(key)})
 
     def scalars(self, name: str) -> list[float]:
         """One value per step, as the lowest rank saw it."""
-        return [float(found[0].load()) for key, found in self.pieces.items() if key.phase == SCALAR and key.tensor == name]
+        return [
+            float(found[0].load()) for key, found in self.pieces.items() if key.phase == SCALAR and key.tensor == name
+        ]
 
 
 @dataclass
 class LedgerWriter:
-    """The observer of one rank (the protocol of `backend.base.observe`). Tensors come as torch tensors; only their numpy view is used.
+    """The observer of one rank (the protocol of `backend.base.observe`). Tensors come as torch tensors; only
+    their numpy view is used.
 
-    `shapes` maps each parameter to its full shape. `capture` names the tensors whose values are written into `folder`. Sequences are
-    `cp` times as long as what a microbatch has of them (context parallelism).
+    `shapes` maps each parameter to its full shape. `capture` names the tensors whose values are written into `folder`.
+    Sequences are `cp` times as long as what a microbatch has of them (context parallelism).
     """
 
     global_rank: int
@@ -136,7 +144,9 @@ class LedgerWriter:
         """A tensor [samples, tokens, ...] of one microbatch, and, once backward reaches it, its gradient."""
         self._samples(HELD_OUT if microbatch.step is None else ACTIVATION, name, microbatch, tokens, tensor)
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient))
+            tensor.register_hook(
+                lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient)
+            )
 
     def gradient(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
         """The reduced gradient of a parameter's shard."""
@@ -152,15 +162,22 @@ class LedgerWriter:
         self._shard(WEIGHT, name, self.shapes[name], slices, tensor, step)
 
     def recomputed(self, name: str, microbatch: Any, tokens: Sequence[slice] | None, tensor: Any) -> None:
-        """What a backward has computed again, with its gradient once backward reaches it; without `tokens` a tensor of this rank alone,
-        under the microbatch's first sample."""
+        """What a backward has computed again, with its gradient once backward reaches it; without `tokens` a tensor of
+        this rank alone, under the microbatch's first sample."""
         if tokens is None:
             values = _values(tensor)
-            self._enter(Key(self.step, RECOMPUTED, name, microbatch.first_sample), values, values.shape, full_region(values.shape))
+            self._enter(
+                Key(self.step, RECOMPUTED, name, microbatch.first_sample),
+                values,
+                values.shape,
+                full_region(values.shape),
+            )
             return
         self._samples(RECOMPUTED, name, microbatch, tokens, tensor)
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient))
+            tensor.register_hook(
+                lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient)
+            )
 
     def brought(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
         """What this rank brings to UNSHARD of a parameter."""
@@ -204,7 +221,15 @@ class LedgerWriter:
                     self._enter(key, part, (length, *values.shape[1:]), ((lo, hi), *full_region(values.shape[1:])))
                 first += run.stop - run.start
 
-    def _shard(self, phase: str, name: str, shape: tuple[int, ...], slices: Sequence[slice], tensor: Any, step: int | None = None) -> None:
+    def _shard(
+        self,
+        phase: str,
+        name: str,
+        shape: tuple[int, ...],
+        slices: Sequence[slice],
+        tensor: Any,
+        step: int | None = None,
+    ) -> None:
         region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))
         self._enter(Key(self.step if step is None else step, phase, name), _values(tensor), shape, region)
 

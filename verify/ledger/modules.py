@@ -56,14 +56,21 @@ def model_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def leaf_sizes(plan: AnyPlan) -> dict[str, Any]:
     """The leaf sizes of a plan's sums, or of each module's."""
-    return asdict(plan.leaf_sizes) if isinstance(plan, Plan) else {part.name: asdict(part.leaf_sizes) for part in plan.parts}
+    return (
+        asdict(plan.leaf_sizes)
+        if isinstance(plan, Plan)
+        else {part.name: asdict(part.leaf_sizes) for part in plan.parts}
+    )
 
 
 def uncut(plan: ModularPlan) -> ModularPlan:
-    """The same problem with no module cut: a rank for each, one sample per microbatch, one after the other, every activation kept."""
+    """The same problem with no module cut: a rank for each, one sample per microbatch, one after the other,
+    every activation kept."""
     numbers = {module.name: number for number, module in enumerate(plan.modules)}
     return plan.replaced(
-        lambda module: replace(module, first_rank=numbers[module.name], last_rank=numbers[module.name], layout=Layout()),
+        lambda module: replace(
+            module, first_rank=numbers[module.name], last_rank=numbers[module.name], layout=Layout()
+        ),
         cluster=replace(plan.cluster, num_devices=len(numbers)),
         batch=replace(plan.batch, micro_size=1),
         runtime=replace(plan.runtime, tp_comm_overlap=None),

@@ -1,7 +1,8 @@
-"""`relate`: how the wrong values of a tensor relate to the right ones, from their summaries, or closer where the values were kept.
+"""`relate`: how the wrong values of a tensor relate to the right ones, from their summaries, or closer
+where the values were kept.
 
-One table of kinds for proofs and for ledgers of runs that are over. A kind is named only where it follows from the numbers; what follows
-from nothing is `other values`.
+One table of kinds for proofs and for ledgers of runs that are over. A kind is named only where it follows from the
+numbers; what follows from nothing is `other values`.
 """
 
 from __future__ import annotations
@@ -36,15 +37,26 @@ Class = Literal[
 
 HINTS: Mapping[Class, str] = {
     "missing": "A contribution was dropped or a buffer was zeroed: look at the reduction of this tensor.",
-    "doubled": "Something was added twice: look at reductions over replicas, and at contributions that are counted on two ranks.",
+    "doubled": (
+        "Something was added twice: look at reductions over replicas, and at contributions that are counted "
+        "on two ranks."
+    ),
     "scaled": "A sum was divided or multiplied once too often: look at where the axis of this ratio is averaged.",
-    "local mean": "A sum was divided by what one rank, microbatch or sample counts: add the counts of all before dividing.",
-    "permuted": "Shards, samples or chunks were put together in another order: look at gathers and at the order of ranks.",
+    "local mean": (
+        "A sum was divided by what one rank, microbatch or sample counts: add the counts of all before dividing."
+    ),
+    "permuted": (
+        "Shards, samples or chunks were put together in another order: look at gathers and at the order of ranks."
+    ),
     "stale": "Something was not refreshed in this step: look at what copies it, and at waits that are missing.",
-    "bit flip": "Memory, a cache or a link has changed a bit, or code that writes single bits: run again, and test that device.",
+    "bit flip": (
+        "Memory, a cache or a link has changed a bit, or code that writes single bits: run again, and test that device."
+    ),
     "order only": "Another order or precision of the same sums: look for a reduction that is not exact.",
     "not finite": "Look at what feeds it: the last tensor before it was right.",
-    "run-dependent": "Something depends on time: an unordered reduction, a buffer reused too early, or memory never written.",
+    "run-dependent": (
+        "Something depends on time: an unordered reduction, a buffer reused too early, or memory never written."
+    ),
     "other values": "Look at what feeds it: the last tensor before it was right.",
 }
 """Where to look, by kind of relation."""
@@ -53,7 +65,8 @@ AXES = ("tp", "cp", "dp", "ep", "etp", "pp")
 LARGEST_RATIO = 64
 LARGEST_POWER = 32
 MOST_LEVELS = 64
-"""Whole multiples of one number, up to so many times it, are made of counts: two tensors of such often have the same values by chance."""
+"""Whole multiples of one number, up to so many times it, are made of counts: two tensors of such often have the
+same values by chance."""
 CHANCE = 10**9
 """Of so many choices of such values one is found by chance."""
 ROUNDING = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
@@ -64,8 +77,8 @@ SAME_RATIO = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 8e-3}
 
 @dataclass(frozen=True)
 class Relation:
-    """How the wrong values of a tensor relate to the right ones: `kind` for machines, `words` for people; the distance and the norm of the
-    right ones are Euclidean."""
+    """How the wrong values of a tensor relate to the right ones: `kind` for machines, `words` for people; the distance
+    and the norm of the right ones are Euclidean."""
 
     kind: Class
     words: str
@@ -77,8 +90,8 @@ class Relation:
 
 @dataclass(frozen=True)
 class Known:
-    """A whole tensor of which wrong values may be found to be: then they are of `kind`, and are `words`. `region` is the part of it that
-    takes the place of the wrong one."""
+    """A whole tensor of which wrong values may be found to be: then they are of `kind`, and are `words`. `region` is
+    the part of it that takes the place of the wrong one."""
 
     kind: Class
     words: str
@@ -88,9 +101,10 @@ class Known:
 
 @dataclass(frozen=True)
 class Around:
-    """What else was computed, among which wrong values may be found again: `before` are the same tensor's summaries in earlier steps,
-    `others` names other tensors of the step by digest, or by `Summary.alike` where they may be in other places. `layout` has the degrees
-    of ratios, of the `axes` that may have made them; `dtype` is the format of the tensor. `known` are tensors whose values were kept."""
+    """What else was computed, among which wrong values may be found again: `before` are the same tensor's summaries in
+    earlier steps, `others` names other tensors of the step by digest, or by `Summary.alike` where they may be in other
+    places. `layout` has the degrees of ratios, of the `axes` that may have made them; `dtype` is the format of the
+    tensor. `known` are tensors whose values were kept."""
 
     before: Sequence[Summary] = ()
     others: Mapping[Digest | int, str] = field(default_factory=dict)
@@ -101,7 +115,8 @@ class Around:
     shards: Mapping[int, Sequence[Region]] = field(default_factory=dict)
     """The parts of the tensor that ranks keep, where one that is brought together holds those of several."""
     of_counts: bool = False
-    """Whether the tensor is made of counts, so that a few elements are zero, exchanged or of the other sign by chance."""
+    """Whether the tensor is made of counts, so that a few elements are zero, exchanged or of the
+    other sign by chance."""
 
 
 def earlier(key: Key, piece: Piece, run: RunLedger) -> list[Summary]:
@@ -139,13 +154,20 @@ def relate(expected: Summary, found: Summary, around: Around | None = None) -> R
     return replace(relation(*told), is_rough=True)
 
 
-def relate_values(expected: np.ndarray, found: np.ndarray, shape: Sequence[int], region: Region, around: Around | None = None) -> Relation:
-    """How the values of `region` of a tensor of `shape` relate to the right ones: of all its elements, or of those that differ."""
+def relate_values(
+    expected: np.ndarray, found: np.ndarray, shape: Sequence[int], region: Region, around: Around | None = None
+) -> Relation:
+    """How the values of `region` of a tensor of `shape` relate to the right ones: of all its elements, or
+    of those that differ."""
     around = around or Around()
     whole = relate(summarize(expected, shape, region), summarize(found, shape, region), around)
     right, wrong = expected.astype(np.float64), found.astype(np.float64)
     differ = right != wrong
-    if whole.kind != "stale" and differ.any() and (flipped := flipped_bits(expected, found, region, around.dtype)) is not None:
+    if (
+        whole.kind != "stale"
+        and differ.any()
+        and (flipped := flipped_bits(expected, found, region, around.dtype)) is not None
+    ):
         return replace(whole, kind="bit flip", words=flipped, is_rough=False)
     if whole.kind in ("not finite", "stale"):
         return whole
@@ -169,7 +191,11 @@ def _of_elements(expected: np.ndarray, found: np.ndarray, around: Around) -> tup
     if around.dtype == "fp32" and np.array_equal(found, in_bf16(expected)):
         return "order only", "rounded to bf16", False
     unit = unit_of(np.concatenate([expected, found]))
-    if len(found) > 1 and np.array_equal(np.sort(expected), np.sort(found)) and (unit is None or _is_no_chance(expected)):
+    if (
+        len(found) > 1
+        and np.array_equal(np.sort(expected), np.sort(found))
+        and (unit is None or _is_no_chance(expected))
+    ):
         return "permuted", "the right values in other places", False
     ratio = None if around.of_counts else ratio_of(expected, found, around.dtype)
     if ratio is not None and (len(found) > 2 or isinstance(ratio, Fraction)):
@@ -178,10 +204,18 @@ def _of_elements(expected: np.ndarray, found: np.ndarray, around: Around) -> tup
     if around.dtype == "fp32" and np.array_equal(found, in_bf16(found)) and distance <= norm * 2.0**-8:
         return "order only", f"rounded to bf16: off by {distance / norm:.1e} of their norm", False
     kind, words = apart(distance, norm, around.dtype)
-    return kind, words if unit is None else f"{words}; the right and the wrong ones are whole multiples of {unit:.6g}, as counts give", True
+    return (
+        kind,
+        words
+        if unit is None
+        else (f"{words}; the right and the wrong ones are whole multiples of {unit:.6g}, as counts give"),
+        True,
+    )
 
 
-def _same_as_known(found: np.ndarray, differ: np.ndarray, region: Region, known: Sequence[Known]) -> tuple[Class, str] | None:
+def _same_as_known(
+    found: np.ndarray, differ: np.ndarray, region: Region, known: Sequence[Known]
+) -> tuple[Class, str] | None:
     """Kind and words of wrong elements that are those of known tensors: in their places, or in rows that were moved."""
     for each in known:
         if np.array_equal(found[differ], each.values[_box(each.region)][differ]):
@@ -192,7 +226,9 @@ def _same_as_known(found: np.ndarray, differ: np.ndarray, region: Region, known:
     return None
 
 
-def _moved_rows(found: np.ndarray, differ: np.ndarray, region: Region, dim: int, known: Sequence[Known]) -> tuple[Class, str] | None:
+def _moved_rows(
+    found: np.ndarray, differ: np.ndarray, region: Region, dim: int, known: Sequence[Known]
+) -> tuple[Class, str] | None:
     """Kind and words where every wrong row along a dimension is a row of a known tensor, or zero."""
     places: dict[bytes, tuple[Known, int]] = {}
     for each in known:
@@ -217,7 +253,8 @@ def _box(region: Region) -> tuple[slice, ...]:
 
 
 def unit_of(values: np.ndarray) -> float | None:
-    """The number of which all values are whole multiples, if there is one that none is more than `MOST_LEVELS` times; None of zeros.
+    """The number of which all values are whole multiples, if there is one that none is more than
+    `MOST_LEVELS` times; None of zeros.
 
     >>> unit_of(np.array([0.02, -0.01, 0.0, 0.05])), unit_of(np.array([0.02, 0.0141, 0.3]))
     (0.01, None)
@@ -240,8 +277,11 @@ def _is_no_chance(values: np.ndarray) -> bool:
     return math.comb(len(values) + levels - 1, levels - 1) > CHANCE
 
 
-def ratio_of(expected: Sequence[float] | np.ndarray, found: Sequence[float] | np.ndarray, dtype: str) -> Fraction | float | None:
-    """The ratio of two tensors that are multiples of each other, simple where it may be; None of all others, and 1 is none."""
+def ratio_of(
+    expected: Sequence[float] | np.ndarray, found: Sequence[float] | np.ndarray, dtype: str
+) -> Fraction | float | None:
+    """The ratio of two tensors that are multiples of each other, simple where it may be; None of all
+    others, and 1 is none."""
     right, wrong = np.asarray(expected, dtype=np.float64).reshape(-1), np.asarray(found, dtype=np.float64).reshape(-1)
     size = float(right @ right)
     if not size or not math.isfinite(size):
@@ -255,8 +295,8 @@ def ratio_of(expected: Sequence[float] | np.ndarray, found: Sequence[float] | np
 
 
 def _simple_near(ratio: float, dtype: str) -> Iterator[Fraction]:
-    """Simple ratios near one: numerator and denominator up to 64, or where rounding hides such up to 8 and whole multiples and parts; and
-    powers of two, as losses are scaled by."""
+    """Simple ratios near one: numerator and denominator up to 64, or where rounding hides such up to 8 and whole
+    multiples and parts; and powers of two, as losses are scaled by."""
     most = LARGEST_RATIO if dtype == "fp32" else 8
     near = [Fraction(ratio).limit_denominator(most), Fraction(round(ratio))]
     if 1 / LARGEST_RATIO < abs(ratio) < 1:

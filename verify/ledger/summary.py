@@ -1,12 +1,14 @@
-"""`Summary`: what a ledger keeps of a tensor instead of its values. Summaries of pieces add up to that of the whole, wherever it was cut.
+"""`Summary`: what a ledger keeps of a tensor instead of its values. Summaries of pieces add up to that of the
+whole, wherever it was cut.
 
-Equal digests are equal bits. Where they differ, the rest says how, long after the values are gone. `alike` is a digest without places:
-equal in two tensors that hold the same values in other places. `sums` are eight sums of all elements with signs that their places draw:
-they are linear, so those of a multiple are that multiple, and the mean square of the differences of two tensors' sums is, on average
-over signs, the squared distance of the tensors (Alon, Matias & Szegedy 1996, The space complexity of approximating the frequency moments,
-section 2.2; with eight sums its standard deviation is half of it). Signs are those of a place in one of eight groups times the group's in
-a row of Hadamard's matrix, so that each element is added once, to its group (Charikar, Chen & Farach-Colton 2002, Finding frequent items
-in data streams, section 3), and the groups at the end.
+Equal digests are equal bits. Where they differ, the rest says how, long after the values are gone. `alike` is a digest
+without places: equal in two tensors that hold the same values in other places. `sums` are eight sums of all elements
+with signs that their places draw: they are linear, so those of a multiple are that multiple, and the mean square of the
+differences of two tensors' sums is, on average over signs, the squared distance of the tensors (Alon, Matias & Szegedy
+1996, The space complexity of approximating the frequency moments, section 2.2; with eight sums its standard deviation
+is half of it). Signs are those of a place in one of eight groups times the group's in a row of Hadamard's matrix, so
+that each element is added once, to its group (Charikar, Chen & Farach-Colton 2002, Finding frequent items in data
+streams, section 3), and the groups at the end.
 """
 
 from __future__ import annotations
@@ -39,13 +41,17 @@ NUM_SUMS = 8
 _ALIKE_SEED = np.uint64(0xA4093822299F31D0)
 _ALIKE_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SIGN_SEED = np.uint64(0xA458FEA3F4933D7E)
-"""Sixteen digits of pi, chosen so that signs of equal numbers do not cancel in small tensors (its test says in which)."""
-_HADAMARD = np.array([[1 - 2 * ((row & column).bit_count() % 2) for column in range(NUM_SUMS)] for row in range(NUM_SUMS)])
+"""Sixteen digits of pi, chosen so that signs of equal numbers do not cancel in small tensors
+(its test says in which)."""
+_HADAMARD = np.array(
+    [[1 - 2 * ((row & column).bit_count() % 2) for column in range(NUM_SUMS)] for row in range(NUM_SUMS)]
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`digest` sees every bit and its place, `alike` every bit; `largest` is the largest magnitude (NaN if there is one)."""
+    """`digest` sees every bit and its place, `alike` every bit; `largest` is the largest magnitude
+    (NaN if there is one)."""
 
     digest: Digest = EMPTY
     alike: int = 0
@@ -53,8 +59,9 @@ class Summary:
     sums: tuple[float, ...] = (0.0,) * NUM_SUMS
 
     def distance(self, other: Summary) -> float:
-        """About the Euclidean distance of two tensors of one shape: the root of the mean square that their sums differ by, and no less than
-        their largest magnitudes differ by, which the distance is at least: signs may cancel, as those of a few equal numbers can."""
+        """About the Euclidean distance of two tensors of one shape: the root of the mean square that their sums differ
+        by, and no less than their largest magnitudes differ by, which the distance is at least: signs may cancel, as
+        those of a few equal numbers can."""
         root = math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(self.sums, other.sums, strict=True)) / NUM_SUMS)
         return max(root, abs(self.largest - other.largest))
 
@@ -86,7 +93,8 @@ def summarize_plainly(words: np.ndarray, index: np.ndarray) -> Summary:
     """The summary of fp32 words `[n]` that are the elements `index` (uint64) of their tensor, by numpy."""
     values = words.view(np.float32).astype(np.float64)
     eight, place = np.divmod(index, np.uint64(NUM_SUMS))
-    signs = mix(eight * GOLDEN + _SIGN_SEED)  # of eight elements in its lowest bits, and in its highest how far their places are turned
+    # of eight elements in its lowest bits, and in its highest how far their places are turned
+    signs = mix(eight * GOLDEN + _SIGN_SEED)
     signed = np.where(signs >> place & np.uint64(1), -values, values)
     group = (place + (signs >> np.uint64(61))) % np.uint64(NUM_SUMS)
     sums = _HADAMARD @ np.array([signed[group == each].sum() for each in range(NUM_SUMS)])

@@ -1,4 +1,5 @@
-"""What a run has twice and must have equal: weights before UNSHARD has gathered them and after, activations forward and computed again.
+"""What a run has twice and must have equal: weights before UNSHARD has gathered them and after, activations
+forward and computed again.
 
 No other run is needed to compare these. A layout alone says which of them there are, so a reference need not have them.
 """
@@ -21,7 +22,8 @@ PHASES = frozenset({BROUGHT, GATHERED, RECOMPUTED})
 
 
 def same_twice(run: RunLedger) -> Iterator[tuple[Key, Sequence[Piece], Sequence[Piece]]]:
-    """What has to be equal, with its name: the first and the second, as pieces of one tensor. Recomputed ones come rank by rank."""
+    """What has to be equal, with its name: the first and the second, as pieces of one tensor. Recomputed
+    ones come rank by rank."""
     for key, pieces in run.pieces.items():
         if key.phase == GATHERED:
             yield key, run.pieces.get(key._replace(phase=BROUGHT), ()), pieces
@@ -50,20 +52,30 @@ def sources_of(key: Key) -> list[Key]:
     return [key._replace(phase=ACTIVATION)] if key.phase == RECOMPUTED else []
 
 
-def as_two_runs(key: Key, right: RunLedger, wrong: RunLedger, rank: int, *, dtype: str, folder: Path) -> tuple[RunLedger, RunLedger]:
-    """Two ledgers of captured values in which a tensor that `wrong` has twice stands as one that two runs have: `right` has what it should
-    be, among other steps and samples of it, in `wrong` is what it became. Of a rank's own tensors these are of `rank`. Values in `dtype`
-    are written into `folder`."""
+def as_two_runs(
+    key: Key, right: RunLedger, wrong: RunLedger, rank: int, *, dtype: str, folder: Path
+) -> tuple[RunLedger, RunLedger]:
+    """Two ledgers of captured values in which a tensor that `wrong` has twice stands as one that two runs have: `right`
+    has what it should be, among other steps and samples of it, in `wrong` is what it became. Of a rank's own tensors
+    these are of `rank`. Values in `dtype` are written into `folder`."""
     if key.phase == GATHERED:
         return _with(right, _weights_before(key, right, dtype, folder)), wrong
     if key.phase != RECOMPUTED:
         return right, wrong
     forward = right.pieces.get(key._replace(phase=ACTIVATION), ())
     if is_of_all(forward, wrong.pieces[key]) and forward[0].kept is not None:
-        same = {each: pieces for each, pieces in right.pieces.items() if (each.phase, each.tensor) == (ACTIVATION, key.tensor)}
+        same = {
+            each: pieces
+            for each, pieces in right.pieces.items()
+            if (each.phase, each.tensor) == (ACTIVATION, key.tensor)
+        }
         return _with(right, {each._replace(phase=RECOMPUTED): pieces for each, pieces in same.items()}), wrong
     first = next(each for each in firsts(wrong, key) if each.global_rank == rank)
-    again = [each for each in wrong.pieces[key] if (each.global_rank, each.region) == (rank, first.region) and each is not first]
+    again = [
+        each
+        for each in wrong.pieces[key]
+        if (each.global_rank, each.region) == (rank, first.region) and each is not first
+    ]
     return _with(right, {key: (first,)}), _with(wrong, {key: tuple(again)})
 
 
@@ -78,7 +90,9 @@ def _weights_before(key: Key, right: RunLedger, dtype: str, folder: Path) -> dic
         if source in right.pieces and (piece := right.pieces[source][0]).kept is not None:
             values = _in(piece.load(), dtype)
             kept = keep_values(folder / "gathered.values", values)
-            found[key._replace(step=source.step + 1)] = [replace(piece, summary=summarize(values, piece.shape, piece.region), kept=kept)]
+            found[key._replace(step=source.step + 1)] = [
+                replace(piece, summary=summarize(values, piece.shape, piece.region), kept=kept)
+            ]
     return found
 
 

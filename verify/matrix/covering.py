@@ -1,8 +1,9 @@
 """Which combinations of values to try so that every pair of values occurs together: a deterministic pairwise covering.
 
-Most faults of combined features need two of them (Kuhn, Wallace & Gallo 2004, IEEE TSE 30(6)), and pairs take dozens of rows where all
-combinations take millions. Rows are built one by one, each around a pair that has not occurred yet, other values chosen for the new
-pairs they bring (the greedy of AETG: Cohen, Dalal, Fredman & Patton 1997, IEEE TSE 23(7)). A caller says which rows are possible.
+Most faults of combined features need two of them (Kuhn, Wallace & Gallo 2004, IEEE TSE 30(6)), and pairs take dozens of
+rows where all combinations take millions. Rows are built one by one, each around a pair that has not occurred yet,
+other values chosen for the new pairs they bring (the greedy of AETG: Cohen, Dalal, Fredman & Patton 1997, IEEE TSE
+23(7)). A caller says which rows are possible.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ NUM_DRAWN = 2000
 
 @dataclass(frozen=True)
 class Space:
-    """What rows are made of. `factors` maps names to values; `plain` are rows to start from, which have every kind of feature.
+    """What rows are made of. `factors` maps names to values; `plain` are rows to start from, which
+    have every kind of feature.
 
-    `features(row)` are the properties whose pairs count. `admits(row)` says whether the row is possible, `too_large(row)` that it is not
-    and larger values would not help. Rows are chosen by new pairs per `cost(row, alone)`, where `alone` is true for the first row of its
-    `group(row)`. Where no value of a factor brings a new pair, those of `varied` are drawn.
+    `features(row)` are the properties whose pairs count. `admits(row)` says whether the row is possible,
+    `too_large(row)` that it is not and larger values would not help. Rows are chosen by new pairs per `cost(row,
+    alone)`, where `alone` is true for the first row of its `group(row)`. Where no value of a factor brings a new pair,
+    those of `varied` are drawn.
     """
 
     factors: Mapping[str, Sequence[Value]]
@@ -49,8 +52,8 @@ class Space:
 
 @dataclass(frozen=True)
 class Covering:
-    """Possible rows that hold every pair of `covered`, and what no possible row was found for, with the plainest row that would have it:
-    single features, and pairs of features that are possible alone."""
+    """Possible rows that hold every pair of `covered`, and what no possible row was found for, with the plainest row
+    that would have it: single features, and pairs of features that are possible alone."""
 
     rows: tuple[Row, ...]
     covered: frozenset[Pair]
@@ -86,11 +89,15 @@ def cover(space: Space, *, candidates: int = 4, seed: int = 0) -> Covering:
             left.append((pair, plain))
             continue
         found = [_grown(space, start, pair, missing, draw) for _ in range(candidates)]
-        best = max(found, key=lambda row: missing.number(space.features(row)) / space.cost(row, space.group(row) not in groups))
+        best = max(
+            found, key=lambda row: missing.number(space.features(row)) / space.cost(row, space.group(row) not in groups)
+        )
         rows.append(best)
         groups.add(space.group(best))
         missing.remove(space.features(best))
-    return Covering(tuple(rows), frozenset(wanted.keys() - {pair for pair, _ in left}), tuple(impossible.items()), tuple(left))
+    return Covering(
+        tuple(rows), frozenset(wanted.keys() - {pair for pair, _ in left}), tuple(impossible.items()), tuple(left)
+    )
 
 
 class _Missing:
@@ -134,8 +141,11 @@ def _impossible(space: Space) -> Iterator[tuple[Feature, Row]]:
 
 
 def first_possible(space: Space, plain: Row, kept: Sequence[Feature]) -> Row | None:
-    """The first possible row with some features: `plain`, one with one or two other values, or one that is drawn; None without any."""
-    return next((row for row in _nearby(space, plain) if set(kept) <= set(space.features(row)) and space.admits(row)), None)
+    """The first possible row with some features: `plain`, one with one or two other values, or one that is
+    drawn; None without any."""
+    return next(
+        (row for row in _nearby(space, plain) if set(kept) <= set(space.features(row)) and space.admits(row)), None
+    )
 
 
 def _nearby(space: Space, plain: Row) -> Iterator[Row]:
@@ -149,7 +159,8 @@ def _nearby(space: Space, plain: Row) -> Iterator[Row]:
 
 
 def _grown(space: Space, start: Row, kept: Sequence[Feature], missing: _Missing, draw: random.Random) -> Row:
-    """A possible row with the features `kept` whose other values were chosen, one factor after another, by missing pairs."""
+    """A possible row with the features `kept` whose other values were chosen, one factor after
+    another, by missing pairs."""
     row = start
     for name in draw.sample(list(space.factors), len(space.factors)):
         values = draw.sample(list(space.factors[name]), len(space.factors[name]))

@@ -1,4 +1,5 @@
-"""Kinds of features: what the values of an axis of the matrix have in common, for a sample in which every pair of kinds meets."""
+"""Kinds of features: what the values of an axis of the matrix have in common, for a sample in which
+every pair of kinds meets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The layouts of the matrix: every pair of degrees, schedules, precisions, kinds of layers and modes of recomputation that can be run."""
+"""The layouts of the matrix: every pair of degrees, schedules, precisions, kinds of layers and modes of
+recomputation that can be run."""
 
 from __future__ import annotations
 
@@ -69,7 +70,11 @@ RECOMPUTE: Mapping[str, Recompute] = {
 }
 """Modes of recomputation; of `modules` those that a problem's model has."""
 
-MESSAGES: Mapping[str, tuple[bool | None, bool | None]] = {"beside": (None, None), "together": (False, None), "in order": (False, False)}
+MESSAGES: Mapping[str, tuple[bool | None, bool | None]] = {
+    "beside": (None, None),
+    "together": (False, None),
+    "in order": (False, False),
+}
 """How messages between stages are sent: `p2p_overlap` and `p2p_batched`."""
 
 CUT_BY_TOKENS = ("batch", "numerics")
@@ -128,7 +133,19 @@ def matrix_space(max_ranks: int = MAX_RANKS) -> Space:
         cost=_cost,
         group=reference_of,
         varied=frozenset(
-            {"problem", "sequence", "micro", "recompute", "order", "overlap", "ep_comm_overlap", "keys", "messages", "split", "buckets"}
+            {
+                "problem",
+                "sequence",
+                "micro",
+                "recompute",
+                "order",
+                "overlap",
+                "ep_comm_overlap",
+                "keys",
+                "messages",
+                "split",
+                "buckets",
+            }
         ),
     )
 
@@ -152,8 +169,8 @@ def refusals() -> tuple[tuple[tuple[Feature, ...], Refusal], ...]:
 
 
 def features(row: Row) -> tuple[Feature, ...]:
-    """What a row combines. Degrees of experts count where there are experts, the way of keys where they travel, the split of
-    the batch where it is split."""
+    """What a row combines. Degrees of experts count where there are experts, the way of keys where they travel, the
+    split of the batch where it is split."""
     return _features(_chosen(_values(row)))
 
 
@@ -162,15 +179,18 @@ def _features(values: tuple[str | int, ...]) -> tuple[Feature, ...]:
     row = dict(zip(FACTORS, values, strict=True))
     problem = PROBLEMS[str(row["problem"])]
     schedule, pp, _ = PIPELINES[str(row["pipeline"])]
-    idle = _idle(str(row["pipeline"]), dp=int(row["dp"]), cp=int(row["cp"]), zero=int(row["zero"])) | {"problem", "pipeline"}
+    idle = _idle(str(row["pipeline"]), dp=int(row["dp"]), cp=int(row["cp"]), zero=int(row["zero"])) | {
+        "problem",
+        "pipeline",
+    }
     idle |= (set() if problem.is_moe else {"ep", "etp"}) | (set() if row["dp"] != 1 or row["cp"] != 1 else {"zero"})
     named = [item for item in row.items() if item[0] not in idle]
     return (("schedule", schedule), ("pp", pp), *named, ("cuts", _cuts(row)), *problem.features)
 
 
 def _cuts(row: Row) -> str:
-    """What tensor and context parallelism cut between them: a tensor-parallel rank has all tokens or its own, of a sequence or a part of
-    one. What two of these meet is not shown by pairs of degrees alone."""
+    """What tensor and context parallelism cut between them: a tensor-parallel rank has all tokens or its own, of a
+    sequence or a part of one. What two of these meet is not shown by pairs of degrees alone."""
     tokens = "own tokens" if row["sequence"] == "cut" else "all tokens"
     return f"{tokens if row['tp'] != 1 else 'no tp'} of {'a part' if row['cp'] != 1 else 'a sequence'}"
 
@@ -205,7 +225,8 @@ def num_ranks(row: Row) -> int:
 
 
 def plan_of(row: Row, max_ranks: int = MAX_RANKS) -> Plan | Refusal | None:
-    """The plan of a row with the plainest sizes that admit it, or why there is none; None for more ranks than `max_ranks`."""
+    """The plan of a row with the plainest sizes that admit it, or why there is none; None for more
+    ranks than `max_ranks`."""
     if num_ranks(row) > max_ranks:
         return None
     return _plan_of(_chosen(_values(row)))
@@ -249,7 +270,8 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
 
 
 def data_parallel_of(row: Row) -> DataParallel:
-    """How copies share gradients and weights: `some` shards over the largest part of the data-parallel ranks that is not all of them."""
+    """How copies share gradients and weights: `some` shards over the largest part of the data-parallel ranks
+    that is not all of them."""
     dp, cp, is_sharded, buckets = int(row["dp"]), int(row["cp"]), row["zero"] != 0, row["buckets"]
     buckets = "one" if dp == 1 or cp > 1 else buckets
     late = buckets == "overlapped"
@@ -272,16 +294,20 @@ def recompute_of(problem: Problem, name: str) -> Recompute:
     return replace(chosen, modules=tuple(module for module in chosen.modules if module not in lacks))
 
 
-def _first_plan(problem: Problem, layout: Layout, *, samples: int, micro: int, choices: Mapping[str, Any]) -> Plan | Refusal:
-    """The plan with the first of `TOKENS` that a layout can cut. Otherwise what a layout breaks however tokens are cut, or the shortest
-    refusal where there is no such thing."""
+def _first_plan(
+    problem: Problem, layout: Layout, *, samples: int, micro: int, choices: Mapping[str, Any]
+) -> Plan | Refusal:
+    """The plan with the first of `TOKENS` that a layout can cut. Otherwise what a layout breaks however tokens are cut,
+    or the shortest refusal where there is no such thing."""
     refusals: list[Refusal] = []
     for tokens in TOKENS:
         sections = {**problem.sections(layout, tokens, Batch(samples, micro, tokens.sequence)), **choices}
         try:
             plan = Plan(**sections)
         except PlanError as error:
-            if not refusals and (broken := broken_rules({name: noun for name, noun in sections.items() if name not in CUT_BY_TOKENS})):
+            if not refusals and (
+                broken := broken_rules({name: noun for name, noun in sections.items() if name not in CUT_BY_TOKENS})
+            ):
                 return Refusal(tuple(each.sentence for each in broken))
             refusals.append(Refusal(error.problems))
             continue
@@ -311,7 +337,8 @@ def reference_of(row: Row) -> tuple[Any, ...]:
 
 
 def stages(num_stages: int) -> str | None:
-    """The layers of the matrix' models over stages as evenly as possible, the last stages without any where there are too few.
+    """The layers of the matrix' models over stages as evenly as possible, the last stages without any
+    where there are too few.
 
     >>> stages(3), stages(2), stages(5)
     (None, 'Ett|tL', 'Et|t|t||L')
@@ -323,8 +350,9 @@ def stages(num_stages: int) -> str | None:
 
 
 def _microbatches(schedule: str, *, pp: int, dp: int, micro: int, short: bool) -> int:
-    """The fewest microbatches of a step for which the schedule exists: six samples at least, and in a pipeline two rounds unless they are
-    long. With `short` the last data-parallel rank has fewer than the others, and the rounds are two or more."""
+    """The fewest microbatches of a step for which the schedule exists: six samples at least, and in a pipeline
+    two rounds unless they are long. With `short` the last data-parallel rank has fewer than the others, and the
+    rounds are two or more."""
     least = max(-(-6 // (dp * micro)), 2 if short or (pp > 1 and dp * micro <= 6) else 1)
     exists, together = CATALOG[schedule].condition, CATALOG[schedule].together
     counts = range(least, least + 4 * pp)

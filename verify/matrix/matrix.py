@@ -1,9 +1,9 @@
-"""Runs the matrix: layouts in which every pair of features meets, each through all floors of `prove`: refused by no rule, the mathematics
-of one device on symbols, and 0 different bits against one device that follows its formulas.
+"""Runs the matrix: layouts in which every pair of features meets, each through all floors of `prove`: refused by no
+rule, the mathematics of one device on symbols, and 0 different bits against one device that follows its formulas.
 
 `python -m shardproof.verify.matrix` runs all of it; `--only tp=3` what has that feature, `--sample` the few in which
-every pair of kinds of features meets (`kinds`), `--part 1/3` the first of three parts. Layouts whose problem and sizes are the same
-share one reference, which is run once. Exit code 1 when a bit differs or a rank fails.
+every pair of kinds of features meets (`kinds`), `--part 1/3` the first of three parts. Layouts whose problem and sizes
+are the same share one reference, which is run once. Exit code 1 when a bit differs or a rank fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one layout showed. `clipped` says that every step was; `elapsed_s` counts the reference where this layout is its first."""
+    """What one layout showed. `clipped` says that every step was; `elapsed_s` counts the reference where
+    this layout is its first."""
 
     row: Row
     world_size: int
@@ -54,9 +55,15 @@ class Outcome:
     @property
     def line(self) -> str:
         """One line for people."""
-        bits = f"{self.tensors_different} of {self.tensors_compared} tensors DIFFER" if self.tensors_different else "0 different bits"
+        bits = (
+            f"{self.tensors_different} of {self.tensors_compared} tensors DIFFER"
+            if self.tensors_different
+            else "0 different bits"
+        )
         verdict = "ok    " if self.ok else "FAILED"
-        words = f"{verdict} {label(self.row):<78} {self.world_size:>2} ranks  {self.tensors_compared:>6} tensors  {bits}"
+        words = (
+            f"{verdict} {label(self.row):<78} {self.world_size:>2} ranks  {self.tensors_compared:>6} tensors  {bits}"
+        )
         if not self.clipped and not self.findings:
             words += "  (a step was not clipped)"
         return "\n".join([f"{words}  {self.elapsed_s:.1f} s", *(f"    {finding}" for finding in self.findings)])
@@ -92,7 +99,11 @@ def label(row: Row) -> str:
     words += [f"messages {row['messages']}"] if row.get("messages", "beside") != "beside" else []
     words += [f"zero{row['zero']}"] if row.get("zero", 0) != 0 else []
     words += ["hybrid"] if row.get("shard") == "some" and row["dp"] != 1 and row.get("zero", 0) != 0 else []
-    words += [f"buckets {row['buckets']}"] if row.get("buckets", "one") != "one" and row["dp"] != 1 and row["cp"] == 1 else []
+    words += (
+        [f"buckets {row['buckets']}"]
+        if row.get("buckets", "one") != "one" and row["dp"] != 1 and row["cp"] == 1
+        else []
+    )
     words += ["ring"] if row.get("keys") == "ring" and row["cp"] != 1 else []
     return ", ".join([*words, *(["pp fastest"] if str(row.get("order")).startswith("pp") else [])])
 
@@ -105,7 +116,12 @@ def run_row(row: Row, references: References, *, steps: int = STEPS, transport: 
 
 
 def prove_plan(
-    plan: Plan | ModularPlan, row: Row, references: References, *, steps: int = STEPS, transport: TransportName = "memory"
+    plan: Plan | ModularPlan,
+    row: Row,
+    references: References,
+    *,
+    steps: int = STEPS,
+    transport: TransportName = "memory",
 ) -> Outcome:
     """The same for any plan that the backend runs; `row` only names it."""
     outcome = Outcome(row, plan.world_size, 0, 0, True, (), 0.0)
@@ -129,7 +145,9 @@ def prove_plan(
     )
 
 
-def run_rows(rows: Sequence[Row], *, steps: int, transport: TransportName, jobs: int, show: Callable[[Outcome], None]) -> list[Outcome]:
+def run_rows(
+    rows: Sequence[Row], *, steps: int, transport: TransportName, jobs: int, show: Callable[[Outcome], None]
+) -> list[Outcome]:
     """Every row's outcome, `jobs` of them at a time, shown in the order of the rows."""
     references = References(most=len(rows))
     outcomes = []
@@ -148,9 +166,11 @@ def run_rows(rows: Sequence[Row], *, steps: int, transport: TransportName, jobs:
 # Choosing rows
 
 
-def chosen_rows(rows: Sequence[Row], only: Iterable[str] = (), *, sampled: bool = False, part: Part = WHOLE) -> list[Row]:
-    """The rows that have every feature of `only` (`tp=3`, `schedule=DualPipe`), of them the sample of kinds where one is asked for, and of
-    that a part. Rows with one reference are in one part.
+def chosen_rows(
+    rows: Sequence[Row], only: Iterable[str] = (), *, sampled: bool = False, part: Part = WHOLE
+) -> list[Row]:
+    """The rows that have every feature of `only` (`tp=3`, `schedule=DualPipe`), of them the sample of kinds where one
+    is asked for, and of that a part. Rows with one reference are in one part.
 
     Raises `PlanError` for a feature that no row has.
     """
@@ -171,9 +191,15 @@ def _feature(rows: Sequence[Row], text: str) -> tuple[str, str]:
         for key, found in _named_features(row):
             known.setdefault(key, set()).add(found)
     if name not in known:
-        raise PlanError(f"--only {text}: {name!r} is no axis of the matrix{did_you_mean(name, known)} Axes: {', '.join(sorted(known))}.")
+        raise PlanError(
+            f"--only {text}: {name!r} is no axis of the matrix{did_you_mean(name, known)} Axes: "
+            f"{', '.join(sorted(known))}."
+        )
     if value not in known[name]:
-        raise PlanError(f"--only {text}: no layout has that{did_you_mean(value, known[name])} Use one of {', '.join(sorted(known[name]))}.")
+        raise PlanError(
+            f"--only {text}: no layout has that{did_you_mean(value, known[name])} Use one of "
+            f"{', '.join(sorted(known[name]))}."
+        )
     return name, value
 
 
@@ -186,9 +212,13 @@ def coverage_text(rows: Sequence[Row], covering: Covering) -> str:
     names = dict.fromkeys(name for name, _ in counts)
     lines = ["Layouts with each value:"]
     for name in names:
-        values = ", ".join(f"{value} {counts[name, value]}" for value in _sorted(value for other, value in counts if other == name))
+        values = ", ".join(
+            f"{value} {counts[name, value]}" for value in _sorted(value for other, value in counts if other == name)
+        )
         lines.append(f"  {name:<10} {values}")
-    lines.append(f"All {len(covering.covered):,} pairs of values that can be combined meet in {len(covering.rows)} layouts.")
+    lines.append(
+        f"All {len(covering.covered):,} pairs of values that can be combined meet in {len(covering.rows)} layouts."
+    )
     return "\n".join(lines)
 
 
@@ -202,7 +232,9 @@ def refusals_text(covering: Covering) -> str:
     for kept, refusal in refusals():
         grouped.setdefault(refusal.problems, []).append(_words(kept))
     too_large = len(covering.impossible) + len(covering.left) - len(refusals())
-    lines = [f"Refused: {len(refusals())} values or pairs of values. {too_large} pairs need more than {MAX_RANKS} ranks."]
+    lines = [
+        (f"Refused: {len(refusals())} values or pairs of values. {too_large} pairs need more than {MAX_RANKS} ranks.")
+    ]
     for problems, whats in grouped.items():
         lines.append(f"  {'; '.join(whats[:4])}{f'; {len(whats) - 4} more' if len(whats) > 4 else ''}")
         lines += [f"    {problem}" for problem in problems]
@@ -218,7 +250,8 @@ def _words(kept: Iterable[Feature]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the options choose. 0 when every layout has the bits of one device, 1 when one differs, else as the command line ends."""
+    """Runs what the options choose. 0 when every layout has the bits of one device, 1 when one differs, else as
+    the command line ends."""
     args = _parser().parse_args(arguments)
 
     def run() -> int:
@@ -230,13 +263,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m shardproof.verify.matrix", description="Layouts against one device, bit for bit.")
-    parser.add_argument("--only", action="append", default=[], metavar="AXIS=VALUE", help="layouts that have this, as tp=3 (repeatable)")
+    parser = argparse.ArgumentParser(
+        prog="python -m shardproof.verify.matrix", description=("Layouts against one device, bit for bit.")
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="AXIS=VALUE",
+        help=("layouts that have this, as tp=3 (repeatable)"),
+    )
     add_portions(parser, "layouts", "every pair of kinds of features")
-    parser.add_argument("--list", action="store_true", help="print the layouts, their coverage and what is refused, and run nothing")
-    parser.add_argument("--transport", choices=("gloo", "memory"), default="memory", help="how ranks talk (default: memory)")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"optimizer steps to compare (default: {STEPS})")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="layouts at a time (default: the cores)")
+    parser.add_argument(
+        "--list", action="store_true", help=("print the layouts, their coverage and what is refused, and run nothing")
+    )
+    parser.add_argument(
+        "--transport", choices=("gloo", "memory"), default="memory", help=("how ranks talk (default: memory)")
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=(f"optimizer steps to compare (default: {STEPS})")
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=("layouts at a time (default: the cores)")
+    )
     add_output(parser)
     return parser
 
@@ -263,7 +312,9 @@ def _run(args: argparse.Namespace) -> int:
     outcomes = run_rows(rows, steps=args.steps, transport=args.transport, jobs=max(1, args.jobs), show=show)
     failed = [outcome for outcome in outcomes if not outcome.ok]
     seconds = f"{time.perf_counter() - start_s:.0f} s"
-    words.append(f"{len(outcomes) - len(failed)} of {len(outcomes)} layouts at 0 different bits, {args.steps} steps, {seconds}.")
+    words.append(
+        f"{len(outcomes) - len(failed)} of {len(outcomes)} layouts at 0 different bits, {args.steps} steps, {seconds}."
+    )
     report |= {"ok": not failed, "steps": args.steps, "transport": args.transport}
     emit(args, "\n".join(words), {**report, "layouts": [outcome.report for outcome in outcomes]})
     return 0 if report["ok"] else 1

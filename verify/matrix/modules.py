@@ -1,9 +1,9 @@
-"""The matrix of modules: every pair of layouts joined by a bridge, and branches that join, each at 0 different bits against modules that
-are not cut.
+"""The matrix of modules: every pair of layouts joined by a bridge, and branches that join, each at 0 different bits
+against modules that are not cut.
 
-`python -m shardproof.verify.matrix_modules` runs all of it, `--only tp4` what has that layout, `--sample` the few that show every layout
-before and after a bridge, `--part 1/3` the first of three parts. Exit code 1 when a bit differs or a rank fails. All pairs have one
-problem, hence one reference.
+`python -m shardproof.verify.matrix_modules` runs all of it, `--only tp4` what has that layout, `--sample` the few that
+show every layout before and after a bridge, `--part 1/3` the first of three parts. Exit code 1 when a bit differs or a
+rank fails. All pairs have one problem, hence one reference.
 """
 
 from __future__ import annotations
@@ -49,9 +49,14 @@ LAYOUTS: Mapping[str, Layout] = {
     "dp2-tp2-sp": Layout(dp=2, tp=2, sequence_parallel=True),
     "dp3-zero1": Layout(dp=3, zero=1),
 }
-"""Cuts of tensors (unevenly: 6 heads), sequences, the batch (unevenly: 7 samples) and layers, on at most eight ranks."""
+"""Cuts of tensors (unevenly: 6 heads), sequences, the batch (unevenly: 7 samples) and layers,
+on at most eight ranks."""
 
-JOINED: Sequence[tuple[str, str, str]] = (("tp2", "pp2", "tp3-sp"), ("dp2", "dp3", "cp2"), ("cp3-tp2-sp", "one", "dp2-tp2-sp"))
+JOINED: Sequence[tuple[str, str, str]] = (
+    ("tp2", "pp2", "tp3-sp"),
+    ("dp2", "dp3", "cp2"),
+    ("cp3-tp2-sp", "one", "dp2-tp2-sp"),
+)
 """Layouts of two branches and of the module where they join."""
 
 
@@ -84,7 +89,9 @@ def modular(given: Sequence[tuple[str, str, tuple[str, ...]]]) -> ModularPlan:
     )
 
 
-def chosen_plans(only: str | None = None, *, sampled: bool = False, part: Part = WHOLE) -> list[tuple[str, ModularPlan]]:
+def chosen_plans(
+    only: str | None = None, *, sampled: bool = False, part: Part = WHOLE
+) -> list[tuple[str, ModularPlan]]:
     """The plans with a layout, of them the sample where one is asked for, and of that a part."""
     found = [(name, plan) for name, plan in plans() if only is None or only in name.replace("+", "->").split(" -> ")]
 
@@ -105,15 +112,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m shardproof.verify.matrix_modules", description="Modules against uncut ones, bit for bit."
     )
-    parser.add_argument("--only", metavar="LAYOUT", choices=tuple(LAYOUTS), help=f"plans with this layout: {', '.join(LAYOUTS)}")
+    parser.add_argument(
+        "--only", metavar="LAYOUT", choices=tuple(LAYOUTS), help=(f"plans with this layout: {', '.join(LAYOUTS)}")
+    )
     add_portions(parser, "plans", "every layout before a bridge and after one, and every join")
-    parser.add_argument("--transport", choices=("gloo", "memory"), default="memory", help="how ranks talk (default: memory)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="plans at a time (default: the cores)")
+    parser.add_argument(
+        "--transport", choices=("gloo", "memory"), default="memory", help=("how ranks talk (default: memory)")
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=("plans at a time (default: the cores)")
+    )
     args = parser.parse_args(arguments)
     chosen = chosen_plans(args.only, sampled=args.sample, part=parse_part(args.part))
     references = References(most=len(chosen))
     with ThreadPoolExecutor(args.jobs) as pool:
-        runs = [pool.submit(prove_plan, plan, {"modules": name}, references, steps=2, transport=args.transport) for name, plan in chosen]
+        runs = [
+            pool.submit(prove_plan, plan, {"modules": name}, references, steps=2, transport=args.transport)
+            for name, plan in chosen
+        ]
         outcomes: list[Outcome] = []
         for run in runs:
             outcomes.append(run.result())

@@ -1,8 +1,8 @@
 """A part of a long list of checks, and a sample of it that still shows everything: what the gates of the project run.
 
-`--part i/n` cuts a list into parts of about equal cost (longest first, each to the part with the least so far: Graham 1969, SIAM J. Appl.
-Math. 17(2)). `--sample` keeps the fewest entries that a greedy set cover (Chvatal 1979, Math. of OR 4(3)) needs to show all features.
-Both are deterministic: the same list gives the same entries.
+`--part i/n` cuts a list into parts of about equal cost (longest first, each to the part with the least so far: Graham
+1969, SIAM J. Appl. Math. 17(2)). `--sample` keeps the fewest entries that a greedy set cover (Chvatal 1979, Math. of OR
+4(3)) needs to show all features. Both are deterministic: the same list gives the same entries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ WHOLE = Part(1, 1)
 def add_portions(parser: argparse.ArgumentParser | argparse._ArgumentGroup, what: str, shows: str) -> None:
     """The options `--sample` and `--part` for a list of `what`."""
     parser.add_argument("--sample", action="store_true", help=f"the fewest {what} that show {shows}")
-    parser.add_argument("--part", metavar="I/N", help=f"part I of N of the chosen {what}, cut by expected cost; 1/1 is all of them")
+    parser.add_argument(
+        "--part", metavar="I/N", help=(f"part I of N of the chosen {what}, cut by expected cost; 1/1 is all of them")
+    )
 
 
 def parse_part(text: str | None) -> Part:
@@ -41,12 +43,17 @@ def parse_part(text: str | None) -> Part:
         return WHOLE
     found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise PlanError(f"--part {text}: a part is I/N with whole numbers and 1 <= I <= N. Use 1/3, 2/3 and 3/3 for three parts.")
+        raise PlanError(
+            f"--part {text}: a part is I/N with whole numbers and 1 <= I <= N. Use 1/3, 2/3 and 3/3 for three parts."
+        )
     return Part(int(found[1]), int(found[2]))
 
 
-def part_of(items: Sequence[Item], part: Part, cost: Callable[[Item], float], group: Callable[[Item], Hashable]) -> list[Item]:
-    """The items of a part, in their order. Items of one `group` share work and stay together; groups are cut by the sum of `cost`.
+def part_of(
+    items: Sequence[Item], part: Part, cost: Callable[[Item], float], group: Callable[[Item], Hashable]
+) -> list[Item]:
+    """The items of a part, in their order. Items of one `group` share work and stay together; groups are
+    cut by the sum of `cost`.
 
     >>> [part_of([5, 4, 3, 3, 3], Part(i, 2), cost=float, group=id) for i in (1, 2)]
     [[5, 3], [4, 3, 3]]
@@ -64,8 +71,11 @@ def part_of(items: Sequence[Item], part: Part, cost: Callable[[Item], float], gr
     return [item for item in items if group(item) in chosen]
 
 
-def smallest_cover(items: Sequence[Item], shows: Callable[[Item], Collection[Hashable]], cost: Callable[[Item], float]) -> list[Item]:
-    """A few items, in their order, that show all that all items show; each is needed for something. Cheaper ones come first.
+def smallest_cover(
+    items: Sequence[Item], shows: Callable[[Item], Collection[Hashable]], cost: Callable[[Item], float]
+) -> list[Item]:
+    """A few items, in their order, that show all that all items show; each is needed for something.
+    Cheaper ones come first.
 
     >>> smallest_cover(["ab", "bc", "cd", "bcd"], shows=set, cost=lambda word: 1.0)
     ['ab', 'bcd']

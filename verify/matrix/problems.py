@@ -1,7 +1,7 @@
 """The problems of the matrix: small models of every kind, each with the smallest sizes that a layout can cut.
 
-Heads, experts, blocks of tokens and samples follow from the degrees of a layout (no model of six heads can be cut for tp=5), so a problem
-has one reference per set of sizes, which all layouts of those sizes share.
+Heads, experts, blocks of tokens and samples follow from the degrees of a layout (no model of six heads can be cut for
+tp=5), so a problem has one reference per set of sizes, which all layouts of those sizes share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NUM_LAYERS = 3
 """Odd, so that pipelines cut them unevenly; one dense and two with experts in a mixture."""
 
 HEADS = (6, 8, 5, 7)
-"""Key/value heads, the first number that tp divides, else the first of all; 2 and 3 cut them at odd places of the canonical tree."""
+"""Key/value heads, the first number that tp divides, else the first of all; 2 and 3 cut them at odd places
+of the canonical tree."""
 
 EXPERTS = (6, 4)
 """Experts, the first number that ep divides."""
@@ -46,15 +47,27 @@ TOKENS = (Tokens(15, 8, 2), Tokens(15, 2, 2), Tokens(16, 4, 2), Tokens(16, 2, 1)
 """The first that a layout can cut: between blocks of which the last is shorter, or over 2*cp chunks of whole blocks."""
 
 BIASED: Mapping[str, Any] = {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True}
-LATENT: Mapping[str, Any] = {"kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "head_dim": 6}
+LATENT: Mapping[str, Any] = {
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "head_dim": 6,
+}
 MIXTURE: Mapping[str, Any] = {"experts_per_token": 2, "first_dense_layers": 1}
 GROUPS: Mapping[str, Any] = {"num_router_groups": 2, "router_groups_per_token": 1}
-DEEPSEEK: Mapping[str, Any] = {"router_scores": "sigmoid", "router_group_scores": "top_two", "router_scaling": 2.5, "expert_bias": True}
+DEEPSEEK: Mapping[str, Any] = {
+    "router_scores": "sigmoid",
+    "router_group_scores": "top_two",
+    "router_scaling": 2.5,
+    "expert_bias": True,
+}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained, whatever the layout. `model` holds fields of `ModelSpec` but for the counts that follow from a layout.
+    """What is trained, whatever the layout. `model` holds fields of `ModelSpec` but for the counts
+    that follow from a layout.
 
     `attention` is `mha`, `gqa` (two query heads share one of key and value) or `mla`.
     """
@@ -124,7 +137,8 @@ class Problem:
         return {"num_experts": number, "expert_ffn_hidden_size": width}
 
     def plan(self, layout: Layout, tokens: Tokens, batch: Batch, **choices: Any) -> Plan:
-        """The plan of a layout; `choices` are further sections of a plan. Raises `PlanError` with every rule that it breaks."""
+        """The plan of a layout; `choices` are further sections of a plan. Raises `PlanError` with
+        every rule that it breaks."""
         return Plan(**self.sections(layout, tokens, batch), **choices)
 
     def sections(self, layout: Layout, tokens: Tokens, batch: Batch) -> dict[str, Any]:
@@ -196,8 +210,18 @@ PROBLEMS: Mapping[str, Problem] = {
             dtype="bf16",
             train={"router_aux_loss": 0.01},
         ),
-        Problem("mla-experts", "mla", {**LATENT, **MIXTURE, **GROUPS, **DEEPSEEK, "q_lora_rank": 8, "num_shared_experts": 1}, dtype="bf16"),
-        Problem("deepseek", "mla", {**LATENT, **MIXTURE, **GROUPS, "tied_embeddings": True, "num_mtp_layers": 1}, dropout=0.1),
+        Problem(
+            "mla-experts",
+            "mla",
+            {**LATENT, **MIXTURE, **GROUPS, **DEEPSEEK, "q_lora_rank": 8, "num_shared_experts": 1},
+            dtype="bf16",
+        ),
+        Problem(
+            "deepseek",
+            "mla",
+            {**LATENT, **MIXTURE, **GROUPS, "tied_embeddings": True, "num_mtp_layers": 1},
+            dropout=0.1,
+        ),
         Problem("gpt-mtp", "mha", {**BIASED, "tied_embeddings": True, "num_mtp_layers": 2}),
     )
 }

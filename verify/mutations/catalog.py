@@ -41,9 +41,9 @@ MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in tab
 
 
 def chosen(only: str | None, *, sampled: bool = False, part: Part = WHOLE) -> tuple[Mutant, ...]:
-    """The mutants that `--only ID,ID` names, an entry of the catalog with all its forms, without it all; of them the sample where one is
-    asked for, and of that a part. Mutants of one plan are in one part, because they share its right run and its reference. Raises
-    `PlanError` for an id that there is not."""
+    """The mutants that `--only ID,ID` names, an entry of the catalog with all its forms, without it all; of them the
+    sample where one is asked for, and of that a part. Mutants of one plan are in one part, because they share its right
+    run and its reference. Raises `PlanError` for an id that there is not."""
     found = _named(only)
     if sampled:
         found = tuple(smallest_cover(found, shows, _cost))
@@ -52,11 +52,13 @@ def chosen(only: str | None, *, sampled: bool = False, part: Part = WHOLE) -> tu
 
 
 def shows(mutant: Mutant) -> frozenset[tuple[str, object]]:
-    """What a sample has to show of every fault: the subject that is broken, the class that the verifier names and the phase in which it
-    is first seen (or that the run stops), and what the ranks do meanwhile."""
+    """What a sample has to show of every fault: the subject that is broken, the class that the verifier names and the
+    phase in which it is first seen (or that the run stops), and what the ranks do meanwhile."""
     expected = mutant.expected
     seen = ("stops", "stops") if isinstance(expected, Stops) else (expected.kinds[0], expected.phase)
-    return frozenset({("subject", _SUBJECT_OF[mutant.id]), ("class", seen[0]), ("phase", seen[1]), ("scenario", mutant.scenario)})
+    return frozenset(
+        {("subject", _SUBJECT_OF[mutant.id]), ("class", seen[0]), ("phase", seen[1]), ("scenario", mutant.scenario)}
+    )
 
 
 def _cost(mutant: Mutant) -> float:

@@ -19,9 +19,9 @@ from .patches import Patches
 class Expected:
     """The first difference that a bug makes, known from its nature: where it is, and what it is called.
 
-    `tensor` is a pattern (`fnmatch`) of a canonical name, `kinds` are the kinds of difference that are right, `actions` the names of
-    `core.schedule.action.Kind` in which the tensor is computed. `ranks` hold it wrongly; None where the bug does not decide that. `step` counts
-    from 1.
+    `tensor` is a pattern (`fnmatch`) of a canonical name, `kinds` are the kinds of difference that are right, `actions`
+    the names of `core.schedule.action.Kind` in which the tensor is computed. `ranks` hold it wrongly; None where the
+    bug does not decide that. `step` counts from 1.
     """
 
     phase: str
@@ -46,8 +46,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class Stops:
-    """The end of a run that a bug stops: an error whose message has `words` (a regular expression), such as the rank and the action that
-    hold up the others, or the file that cannot be read; where `ranks` are given a `RankFailure` of one of them."""
+    """The end of a run that a bug stops: an error whose message has `words` (a regular expression), such as the
+    rank and the action that hold up the others, or the file that cannot be read; where `ranks` are given a
+    `RankFailure` of one of them."""
 
     words: str
     ranks: tuple[int, ...] | None = None
@@ -62,9 +63,10 @@ class Stops:
 class Mutant:
     """One bug of the catalog `id` (`MR01`; further forms of it `MR01-b`).
 
-    `title` says in a few words what is wrong, `source` where it was a real bug. `breaks` puts the mistake into the backend; it is a
-    function of a module, or a `functools.partial` of one, because the ranks get it by name. `plan` makes the smallest plan that has the
-    mechanism. `scenario` is what every rank does, and one device too, for `steps` steps.
+    `title` says in a few words what is wrong, `source` where it was a real bug. `breaks` puts the mistake into
+    the backend; it is a function of a module, or a `functools.partial` of one, because the ranks get it by
+    name. `plan` makes the smallest plan that has the mechanism. `scenario` is what every rank does, and one
+    device too, for `steps` steps.
     """
 
     id: str

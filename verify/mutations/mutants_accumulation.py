@@ -85,7 +85,10 @@ def adds_the_last_after_the_reduction(patches: Patches) -> None:
     def reduce(original: Function) -> Function:
         def reduced(self: Any, gradients: Any, copies: Any, samples_of: Any) -> Tensor:
             late = torch.cat([value.reshape(-1) for each in gradients.values() for value in aside.pop(id(each))])
-            return original(self, gradients, copies, samples_of) + late[slice(*cut(len(late), copies.shard.size, copies.shard.rank))]
+            return (
+                original(self, gradients, copies, samples_of)
+                + late[slice(*cut(len(late), copies.shard.size, copies.shard.rank))]
+            )
 
         return reduced
 
@@ -94,7 +97,8 @@ def adds_the_last_after_the_reduction(patches: Patches) -> None:
 
 
 def adds_a_shared_dummy(patches: Patches) -> None:
-    """The gradient of one weight is a placeholder that is never cleared, and is added: it still holds the other layer's."""
+    """The gradient of one weight is a placeholder that is never cleared, and is added: it still
+    holds the other layer's."""
     name, other = "layers.0.mlp.up.weight", "layers.1.mlp.up.weight"
 
     def add(original: Function) -> Function:

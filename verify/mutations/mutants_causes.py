@@ -1,4 +1,5 @@
-"""Bugs of which the first cause is easily given a wrong name: small numbers, parts of tensors, and what is made a second time."""
+"""Bugs of which the first cause is easily given a wrong name: small numbers, parts of tensors, and what
+is made a second time."""
 
 from __future__ import annotations
 
@@ -91,7 +92,10 @@ def averages_means(patches: Patches) -> None:
         def averaged(self: Any, token_losses: Any, num_counted: int) -> float:
             own = sum(int((losses != 0).sum()) for losses in token_losses.values())
             means = {microbatch: losses.double() / own for microbatch, losses in token_losses.items()}
-            return float(sum(self._mesh.dp.all_gather(sum(losses.sum() for losses in means.values()).reshape(1)))) / self._mesh.dp.size
+            return (
+                float(sum(self._mesh.dp.all_gather(sum(losses.sum() for losses in means.values()).reshape(1))))
+                / self._mesh.dp.size
+            )
 
         return averaged
 
@@ -145,7 +149,8 @@ def is_any(parameter: Any) -> bool:
 
 
 def halves_own_layer(patches: Patches) -> None:
-    """On the first data-parallel rank the output of each MLP is averaged over its tensor-parallel ranks, and not added up."""
+    """On the first data-parallel rank the output of each MLP is averaged over its tensor-parallel
+    ranks, and not added up."""
 
     def forward(original: Function) -> Function:
         def averaged(self: Any, x_BSH: Tensor) -> Tensor:

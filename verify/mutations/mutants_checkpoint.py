@@ -40,11 +40,15 @@ def writes(change: Callable[[Sequence[Piece]], Sequence[Piece]], patches: Patche
 
 def empty_state(pieces: Sequence[Piece]) -> list[Piece]:
     """The getter leaves early while there are gradients, and what it gives was never filled."""
-    return [replace(piece, tensor=torch.zeros_like(piece.tensor)) if piece.name.startswith(STATE) else piece for piece in pieces]
+    return [
+        replace(piece, tensor=torch.zeros_like(piece.tensor)) if piece.name.startswith(STATE) else piece
+        for piece in pieces
+    ]
 
 
 def one_flat_buffer(pieces: Sequence[Piece]) -> list[Piece]:
-    """The moments of all buckets are cut from one flat buffer as if nothing lay between buckets: behind the first, two elements early."""
+    """The moments of all buckets are cut from one flat buffer as if nothing lay between buckets: behind the
+    first, two elements early."""
     moments = [piece for piece in pieces if piece.name.startswith(STATE) and piece.tensor.ndim]
     flat = torch.cat([piece.tensor.reshape(-1) for piece in moments])
     first, changed = 0, {}
@@ -70,7 +74,8 @@ def saves_after(act: Callable[[TrainingRank, int], None], patches: Patches) -> N
 
 
 def next_step(rank: TrainingRank, steps: int) -> None:
-    """Training goes on while a lane writes: it was given the live tensors, and they are those of the next step when it comes to them."""
+    """Training goes on while a lane writes: it was given the live tensors, and they are those of the next step
+    when it comes to them."""
     rank.step(steps)
 
 
@@ -99,7 +104,11 @@ def only_the_first_writes(patches: Patches) -> None:
 
 def every_replica_writes(patches: Patches) -> None:
     """What several ranks hold alike is not told apart: each of them writes it."""
-    patches.replace(tensors, "dealt_out", lambda _: lambda wanted: [[(piece[0], tuple(piece[3])) for piece in own] for own in wanted])
+    patches.replace(
+        tensors,
+        "dealt_out",
+        lambda _: lambda wanted: [[(piece[0], tuple(piece[3])) for piece in own] for own in wanted],
+    )
 
 
 FIRST_MOMENT = "embedding.tokens.weight.exp_avg"
@@ -111,7 +120,9 @@ MUTANTS = (
         "NVIDIA/Megatron-LM@de29065b88",
         plan=lambda: tiny(cp=2, dp=2),
         breaks=every_replica_writes,
-        expected=Stops(r"ValueError: embedding\.tokens\.weight has \d+ elements, and ranks 0, 1, 2, 3 are to write \d+ of it"),
+        expected=Stops(
+            r"ValueError: embedding\.tokens\.weight has \d+ elements, and ranks 0, 1, 2, 3 are to write \d+ of it"
+        ),
         scenario=Resumed(),
     ),
     Mutant(

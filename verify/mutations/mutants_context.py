@@ -120,7 +120,8 @@ def does_not_transpose_heads(patches: Patches) -> None:
 
 
 def forgets_where_documents_begin(patches: Patches) -> None:
-    """The positions of the later one of a rank's two chunks of packed documents count from the beginning of the sequence."""
+    """The positions of the later one of a rank's two chunks of packed documents count from the
+    beginning of the sequence."""
 
     def positions(original: Function) -> Function:
         def counted(context: Any, microbatch: Any) -> Any:

@@ -49,7 +49,10 @@ def reduces_over_data_parallel_ranks_only(patches: Patches) -> None:
         def reduced(self: Any, copies: Any, *given: Any) -> dict[str, Tensor]:
             whole, sums = original(self, copies, *given), own.pop(id(self))
             alike = slice(self.cp.rank, None, self.cp.size)  # the copies that have the same tokens of their sequences
-            return {**whole, **{key: torch.stack(copies.all_gather(value)[alike]).sum(0) for key, value in sums.items()}}
+            return {
+                **whole,
+                **{key: torch.stack(copies.all_gather(value)[alike]).sum(0) for key, value in sums.items()},
+            }
 
         return reduced
 
@@ -79,7 +82,10 @@ def leaves_tables_apart(patches: Patches) -> None:
     def tied(original: Function) -> Function:
         def own(plan: Plan, mesh: Any, reduced: Any, recorder: Any) -> dict[int, Tensor]:
             found = original(plan, mesh, reduced, recorder)
-            return {stage: next(total for key, total in reduced[stage].items() if key.startswith(TOKEN_TABLE)) for stage in found}
+            return {
+                stage: next(total for key, total in reduced[stage].items() if key.startswith(TOKEN_TABLE))
+                for stage in found
+            }
 
         return own
 
@@ -87,7 +93,8 @@ def leaves_tables_apart(patches: Patches) -> None:
 
 
 def adds_other_parts_of_tables(patches: Patches) -> None:
-    """Both ends of a tied table are cut over their copies first, and on the last stage another rank keeps each part than on the first."""
+    """Both ends of a tied table are cut over their copies first, and on the last stage another rank keeps each
+    part than on the first."""
 
     def tied(original: Function) -> Function:
         def crossed(plan: Plan, mesh: Any, reduced: Any, recorder: Any) -> dict[int, Tensor]:

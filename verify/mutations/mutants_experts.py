@@ -50,8 +50,8 @@ class _Summed(torch.autograd.Function):
 
 
 def keeps_own_gradients(patches: Patches, *, of: str) -> None:
-    """Where ranks take their own tokens (`dispatch`) or weights (`combine`) of what all hold, the backward does not bring the gradients of
-    all together."""
+    """Where ranks take their own tokens (`dispatch`) or weights (`combine`) of what all hold, the backward does not
+    bring the gradients of all together."""
 
     def scatter(original: Function) -> Function:
         def own(x: Any, group: Any, *, dim: int, sizes: Any) -> Any:
@@ -72,7 +72,9 @@ def does_not_sum_expert_inputs(patches: Patches, *, layer: str) -> None:
             total = original(linear, x_NC, exchange, of)
             if linear.name != layer:
                 return total
-            products = linear.context.numerics.contract_experts(x_NC, linear.shard.operand, exchange.rows, linear.leaves)
+            products = linear.context.numerics.contract_experts(
+                x_NC, linear.shard.operand, exchange.rows, linear.leaves
+            )
             return products.sum(0)[exchange.inverse].split(list(exchange.member_rows))[exchange.groups.etp.rank]
 
         return own
@@ -86,7 +88,8 @@ def swaps_gate_and_up(patches: Patches) -> None:
 
 
 def adds_bias_on_every_rank(patches: Patches, *, layer: str) -> None:
-    """Before the sum over the ranks that cut experts every rank adds their bias; the layer itself adds that of the first."""
+    """Before the sum over the ranks that cut experts every rank adds their bias; the layer itself
+    adds that of the first."""
 
     def contract(original: Function) -> Function:
         def with_bias(linear: Any, x_NC: Any, exchange: Any, of: str) -> Any:
@@ -135,13 +138,16 @@ def reads_features_as_rows(patches: Patches) -> None:
 
 
 def supposes_even_parts(patches: Patches) -> None:
-    """Results of ranks are put together as if each had its even share of the tokens, rounded up; rows that lack are zero."""
+    """Results of ranks are put together as if each had its even share of the tokens, rounded up;
+    rows that lack are zero."""
 
     def gather(original: Function) -> Function:
         def even(x_BSH: Any, group: Any, *, dim: int, sizes: Any) -> Any:
             whole, slots = original(x_BSH, group, dim=dim, sizes=sizes), -(-sum(sizes) // group.size)
             parts = whole.split(list(sizes), dim)
-            filled = [torch.nn.functional.pad(part[:, :slots], (0, 0, 0, slots - part[:, :slots].shape[1])) for part in parts]
+            filled = [
+                torch.nn.functional.pad(part[:, :slots], (0, 0, 0, slots - part[:, :slots].shape[1])) for part in parts
+            ]
             return torch.cat(filled, dim)[:, : sum(sizes)]
 
         return even
@@ -176,7 +182,8 @@ MUTANTS = (
         "pytorch/torchtitan#4245",
         plan=lambda: tiny(model={**EXPERTS, "bias": True}, tp=3),
         breaks=partial(adds_bias_on_every_rank, layer="layers.0.mlp.experts.down"),
-        expected=Expected(HELD_OUT, "layers.0.mlp", ("scaled",), ("F",), ranks=(0, 1, 2), step=1),  # the first forward with biases
+        # the first forward with biases
+        expected=Expected(HELD_OUT, "layers.0.mlp", ("scaled",), ("F",), ranks=(0, 1, 2), step=1),
     ),
     Mutant(
         "MR12",

@@ -53,7 +53,9 @@ def reduces_by_own_size(patches: Patches) -> None:
 
     def make(mean_aux_loss: Callable[..., float]) -> Callable[..., float]:
         def mean(totals: Totals) -> float:
-            losses = [float(loss) for stage in totals._stages for router in stage.routers for loss in router.take_losses()]
+            losses = [
+                float(loss) for stage in totals._stages for router in stage.routers for loss in router.take_losses()
+            ]
             return float(totals._mesh.model.all_reduce(torch.tensor(losses), "sum").sum())
 
         return mean
@@ -87,7 +89,8 @@ def waits_in_the_warm_up(patches: Patches) -> None:
 
 
 def sends_the_last_first(patches: Patches) -> None:
-    """Lanes send microbatches in the wrong order: the last one first, which is not there before the first has come back."""
+    """Lanes send microbatches in the wrong order: the last one first, which is not there before
+    the first has come back."""
 
     def make_init(init: Callable[..., None]) -> Callable[..., None]:
         def initialised(lane: Lane, name: str, actions: Sequence[Action], **rest: Any) -> None:
@@ -123,7 +126,9 @@ MUTANTS = (
         "NVIDIA/Megatron-LM@90f39a3bfa",
         plan=lambda: tiny(dp=4, zero=1, sections={"data_parallel": DataParallel(shard=2)}),
         breaks=partial(skips_the_norm, counts_nothing),
-        expected=Stops(r"rank 0 is at 0STEP .* in all_gather, call \d+ of group 'dp/0' over ranks 0, 1, 2, 3: .*rank 2 has not come"),
+        expected=Stops(
+            r"rank 0 is at 0STEP .* in all_gather, call \d+ of group 'dp/0' over ranks 0, 1, 2, 3: .*rank 2 has not come"
+        ),
         steps=1,  # in further steps other calls of the group take the place of those that are left out
     ),
     Mutant(
@@ -140,7 +145,9 @@ MUTANTS = (
         "NVIDIA/Megatron-LM@e675940967",
         plan=lambda: tiny(pp=2, model={**MIXED, "num_layers": 2}),
         breaks=partial(skips_the_norm, has_no_experts),
-        expected=Stops(r"rank 1 is at 1STEP .* in all_gather, call \d+ of group 'model/0' over ranks 0, 1: rank 0 has not come"),
+        expected=Stops(
+            r"rank 1 is at 1STEP .* in all_gather, call \d+ of group 'model/0' over ranks 0, 1: rank 0 has not come"
+        ),
     ),
     Mutant(
         "HA06",
@@ -148,7 +155,9 @@ MUTANTS = (
         "NVIDIA/Megatron-LM@08ddde0c3b",
         plan=lambda: tiny(pp=3, samples=2),
         breaks=waits_in_the_warm_up,
-        expected=Stops(r"rank 0 is at 0F0 .* in barrier, call 1 of group 'model/0' over ranks 0, 1, 2: .*rank 2 has not come"),
+        expected=Stops(
+            r"rank 0 is at 0F0 .* in barrier, call 1 of group 'model/0' over ranks 0, 1, 2: .*rank 2 has not come"
+        ),
     ),
     Mutant(
         "HA07",

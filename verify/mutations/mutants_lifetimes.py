@@ -74,7 +74,8 @@ def refills_the_bucket(patches: Patches) -> None:
 
 
 def frees_the_buffer(becomes: float, first_call: int, patches: Patches) -> None:
-    """A rank lets go of the buffer of the first bucket as soon as it was handed over, and from some call on others write into it."""
+    """A rank lets go of the buffer of the first bucket as soon as it was handed over, and from some call on
+    others write into it."""
     calls: list[int] = []
 
     def make(over_samples: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +121,8 @@ def exchanges_slots(patches: Patches) -> None:
 
 
 def sends_freed_memory(patches: Patches) -> None:
-    """The output of the second microbatch is let go of before its send has ended, and the third microbatch's is written there."""
+    """The output of the second microbatch is let go of before its send has ended, and the third
+    microbatch's is written there."""
     outputs: dict[int, Tensor] = {}
     written = threading.Event()
     sent: list[int] = []

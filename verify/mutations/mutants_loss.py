@@ -77,7 +77,11 @@ def divides_on_every_stage(patches: Patches) -> None:
     def input_of(original: Function) -> Function:
         def taken(self: Any, action: Any, current: Any) -> Tensor | None:
             arrived = original(self, action, current)
-            return arrived / len(current.microbatches) if action.kind in (Kind.B, Kind.I) and arrived is not None else arrived
+            return (
+                arrived / len(current.microbatches)
+                if action.kind in (Kind.B, Kind.I) and arrived is not None
+                else arrived
+            )
 
         return taken
 
@@ -102,7 +106,8 @@ def divides_held_out_losses(patches: Patches) -> None:
 
 
 def multiplies_by_context_ranks(patches: Patches) -> None:
-    """The loss of a token is multiplied by the number of context-parallel ranks although it is not averaged over them."""
+    """The loss of a token is multiplied by the number of context-parallel ranks although it is
+    not averaged over them."""
 
     def microbatches(original: Function) -> Function:
         def read(self: Any, *given: Any) -> Any:

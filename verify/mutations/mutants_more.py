@@ -1,4 +1,5 @@
-"""Bugs of the same kinds that are in no list: what goes wrong between gradients and weights when ranks share the work."""
+"""Bugs of the same kinds that are in no list: what goes wrong between gradients and weights when
+ranks share the work."""
 
 from __future__ import annotations
 
@@ -242,7 +243,9 @@ def averages_means(patches: Patches) -> None:
 
     def microbatches(original: Function) -> Function:
         def read(self: Any, *given: Any) -> Any:
-            return [replace(each, loss_scale=each.loss_scale * global_over_own(each)) for each in original(self, *given)]
+            return [
+                replace(each, loss_scale=each.loss_scale * global_over_own(each)) for each in original(self, *given)
+            ]
 
         return read
 
@@ -273,7 +276,12 @@ def starts_apart(patches: Patches) -> None:
 
     def init(original: Function) -> Function:
         def made(self: Any, transport: Any, plan: Plan, **how: Any) -> None:
-            original(self, transport, replace(plan, train=replace(plan.train, seed=plan.train.seed + transport.global_rank)), **how)
+            original(
+                self,
+                transport,
+                replace(plan, train=replace(plan.train, seed=plan.train.seed + transport.global_rank)),
+                **how,
+            )
 
         return made
 
@@ -281,9 +289,25 @@ def starts_apart(patches: Patches) -> None:
 
 
 MUTANTS = (
-    Mutant("XX01", "sums of gradients are averaged, too", OURS, five_plan, scales_sums, of_the_head("scaled", 0, 1, 2, 3, 4)),
-    Mutant("XX02", "a rank adds its own gradients once more", OURS, five_plan, adds_own_twice, of_the_head("doubled", 2)),
-    Mutant("XX03", "a rank comes without its gradients", OURS, five_plan, comes_without_gradients, of_the_head("missing", 0, 1, 2, 3, 4)),
+    Mutant(
+        "XX01",
+        "sums of gradients are averaged, too",
+        OURS,
+        five_plan,
+        scales_sums,
+        of_the_head("scaled", 0, 1, 2, 3, 4),
+    ),
+    Mutant(
+        "XX02", "a rank adds its own gradients once more", OURS, five_plan, adds_own_twice, of_the_head("doubled", 2)
+    ),
+    Mutant(
+        "XX03",
+        "a rank comes without its gradients",
+        OURS,
+        five_plan,
+        comes_without_gradients,
+        of_the_head("missing", 0, 1, 2, 3, 4),
+    ),
     Mutant(
         "XX04",
         "a microbatch enters twice, in place of another",
@@ -292,7 +316,14 @@ MUTANTS = (
         takes_a_microbatch_twice,
         Expected(GRADIENT, "head.output.weight", ("doubled", "missing", "permuted"), ("REDUCE_GRAD",), ranks=(0, 1, 2)),
     ),
-    Mutant("XX05", "the norm is that of one rank's parts", OURS, zero_plan, norm_of_one_rank, norm_is("missing", ranks=(0, 1, 2))),
+    Mutant(
+        "XX05",
+        "the norm is that of one rank's parts",
+        OURS,
+        zero_plan,
+        norm_of_one_rank,
+        norm_is("missing", ranks=(0, 1, 2)),
+    ),
     Mutant(
         "XX06",
         "a tied table counts twice in the norm",
@@ -301,7 +332,14 @@ MUTANTS = (
         counts_tables_twice,
         norm_is("doubled", ranks=(0, 1)),
     ),
-    Mutant("XX07", "gradients are clipped twice", OURS, whole_plan, clips_twice, Expected(OPTIMIZER, MOMENT, ("scaled",), ("STEP",))),
+    Mutant(
+        "XX07",
+        "gradients are clipped twice",
+        OURS,
+        whole_plan,
+        clips_twice,
+        Expected(OPTIMIZER, MOMENT, ("scaled",), ("STEP",)),
+    ),
     Mutant(
         "XX08",
         "ranks report the loss of their own samples",
@@ -366,7 +404,14 @@ MUTANTS = (
         averages_means,
         Expected(ACTIVATION_GRADIENT, "head.losses", ("local mean",), ("B",)),
     ),
-    Mutant("XX16", "gradients travel in bfloat16", OURS, whole_plan, rounds_before_adding, of_the_head("order only", 0, 1, 2)),
+    Mutant(
+        "XX16",
+        "gradients travel in bfloat16",
+        OURS,
+        whole_plan,
+        rounds_before_adding,
+        of_the_head("order only", 0, 1, 2),
+    ),
     Mutant(
         "XX17",
         "copies start from other weights",

@@ -19,7 +19,8 @@ from .plans import EXPERTS, tiny
 Function = Callable[..., Any]
 
 MOMENT = "embedding.tokens.weight.exp_avg"
-"""Gradients and norm are right, the update is wrong: what the optimizer makes of the first parameter is the first to differ."""
+"""Gradients and norm are right, the update is wrong: what the optimizer makes of the first
+parameter is the first to differ."""
 
 
 def norm_is(*kinds: str, step: int = 1, ranks: tuple[int, ...]) -> Expected:
@@ -28,7 +29,8 @@ def norm_is(*kinds: str, step: int = 1, ranks: tuple[int, ...]) -> Expected:
 
 
 def leaves_out(patches: Patches, *, left_out: Callable[[Parameter], bool]) -> None:
-    """Parameters that are cut count as if every tensor-parallel rank had them whole: what ranks but the first have does not count."""
+    """Parameters that are cut count as if every tensor-parallel rank had them whole: what ranks but the
+    first have does not count."""
 
     def counts(original: Function) -> Function:
         def counted(self: Any, stage: int, parameter: Parameter) -> bool:

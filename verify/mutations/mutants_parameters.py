@@ -1,4 +1,5 @@
-"""Weights and gradient buffers that are not what they should be when they are read: not gathered yet, gathered askew, or not cleared."""
+"""Weights and gradient buffers that are not what they should be when they are read: not gathered yet, gathered
+askew, or not cleared."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from .plans import tiny
 
 
 def evaluates_before_the_gather(patches: Patches) -> None:
-    """Updated weights come together beside the next training step, and nobody waits for them before the held-out pass in between."""
+    """Updated weights come together beside the next training step, and nobody waits for them before the
+    held-out pass in between."""
     held: dict[int, list[FlatBucket]] = {}
 
     def make_start(start: Callable[..., None]) -> Callable[..., None]:
@@ -48,8 +50,8 @@ def evaluates_before_the_gather(patches: Patches) -> None:
 
 
 def trains_before_the_gather(forgotten: Sequence[str], patches: Patches) -> None:
-    """A training forward does not wait for the updated weights of some parts. They come when somebody does: another part that has
-    weights in their bucket, a held-out pass, the next update, the end of training."""
+    """A training forward does not wait for the updated weights of some parts. They come when somebody does: another
+    part that has weights in their bucket, a held-out pass, the next update, the end of training."""
     held: dict[int, list[FlatBucket]] = {}
 
     def make_start(start: Callable[..., None]) -> Callable[..., None]:
@@ -85,7 +87,8 @@ def trains_before_the_gather(forgotten: Sequence[str], patches: Patches) -> None
 
 
 def walks_past_the_padding(patches: Patches) -> None:
-    """Parts arrive padded to one length, and the buffer is walked by the lengths without: behind the first shorter part all is early."""
+    """Parts arrive padded to one length, and the buffer is walked by the lengths without: behind the first
+    shorter part all is early."""
 
     def make(bring: Callable[..., None]) -> Callable[..., None]:
         def brought(bucket: FlatBucket) -> None:
@@ -100,13 +103,16 @@ def walks_past_the_padding(patches: Patches) -> None:
 
 
 def gathers_into_gradients(patches: Patches) -> None:
-    """Weights come together in the buffer that gradients are added up in, which is not cleared before the next step's first is."""
+    """Weights come together in the buffer that gradients are added up in, which is not cleared before the
+    next step's first is."""
     left: dict[int, dict[str, Any]] = {}
 
     def make_step(step: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(rank: TrainingRank, number: int, **rest: Any) -> Any:
             for stage in rank.stages.values():
-                left[id(stage.gradients)] = {name: shard.storage.clone() for name, shard in stage.trained.items()} if number else {}
+                left[id(stage.gradients)] = (
+                    {name: shard.storage.clone() for name, shard in stage.trained.items()} if number else {}
+                )
             return step(rank, number, **rest)
 
         return stepped
@@ -130,7 +136,12 @@ def zero3() -> Plan:
 
 def late_plan(bucket_bytes: int | None = None) -> Plan:
     """Updated weights come together beside the next forward."""
-    return tiny(dp=3, samples=3, zero=1, sections={"data_parallel": DataParallel(overlap_param_gather=True, bucket_bytes=bucket_bytes)})
+    return tiny(
+        dp=3,
+        samples=3,
+        zero=1,
+        sections={"data_parallel": DataParallel(overlap_param_gather=True, bucket_bytes=bucket_bytes)},
+    )
 
 
 MUTANTS = (
@@ -156,7 +167,9 @@ MUTANTS = (
         "deepspeedai/DeepSpeed#8158",
         plan=zero3,
         breaks=walks_past_the_padding,
-        expected=Expected(GATHERED, "embedding.tokens.weight", ("other values", "permuted"), ("UNSHARD",), ranks=(0, 1, 2, 3, 4)),
+        expected=Expected(
+            GATHERED, "embedding.tokens.weight", ("other values", "permuted"), ("UNSHARD",), ranks=(0, 1, 2, 3, 4)
+        ),
     ),
     Mutant(
         "XX32",

@@ -64,7 +64,9 @@ def divides_no_mean(patches: Patches) -> None:
     def forward(original: Function) -> Function:
         def normed(ctx: Any, x_BSH: Any, layer: Any) -> Any:
             ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-            rstd = layer.context.numerics.elementwise(lambda x: x.rsqrt(), x_BSH.square().sum(-1, keepdim=True) + layer.eps)
+            rstd = layer.context.numerics.elementwise(
+                lambda x: x.rsqrt(), x_BSH.square().sum(-1, keepdim=True) + layer.eps
+            )
             ctx.save_for_backward(x_BSH, rstd)
             return (x_BSH * rstd).mul_(layer.weight.operand)
 

@@ -39,7 +39,9 @@ def counts_samples_of_its_own(patches: Patches) -> None:
         def mask(context: Any, operation: str, microbatch: Any, x_BSH: Any) -> Any:
             here = context.plan.layout.coordinates(context.tp.ranks[context.tp.rank])
             first, _ = context.plan.samples_of(here["dp"])
-            return original(context, operation, replace(microbatch, first_sample=microbatch.first_sample - first), x_BSH)
+            return original(
+                context, operation, replace(microbatch, first_sample=microbatch.first_sample - first), x_BSH
+            )
 
         return mask
 
@@ -48,7 +50,9 @@ def counts_samples_of_its_own(patches: Patches) -> None:
 
 def counts_tokens_of_its_own(patches: Patches) -> None:
     """Masks go by the token among those that this rank holds."""
-    patches.replace(LayerContext, "own_places", lambda original: lambda context: context.places()[: len(original(context))])
+    patches.replace(
+        LayerContext, "own_places", lambda original: lambda context: context.places()[: len(original(context))]
+    )
 
 
 def drops_nothing_after_validation(patches: Patches) -> None:

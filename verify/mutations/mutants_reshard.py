@@ -1,4 +1,5 @@
-"""What is loaded is not what was saved: parts that are lost, exchanged or put in other places, mostly where the layout has changed."""
+"""What is loaded is not what was saved: parts that are lost, exchanged or put in other places, mostly where
+the layout has changed."""
 
 from __future__ import annotations
 
@@ -39,17 +40,21 @@ def reads(then: Callable[[Sequence[Piece]], None], patches: Patches) -> None:
 
 
 def loses_whole_states(pieces: Sequence[Piece]) -> None:
-    """Only moments that ranks hold in parts are merged; those of parameters that each has whole are left as they start."""
+    """Only moments that ranks hold in parts are merged; those of parameters that each has whole
+    are left as they start."""
     for piece in pieces:
         if piece.name.startswith(STATE) and piece.shape and tuple(piece.tensor.shape) == piece.shape:
             piece.tensor.zero_()
 
 
 def exchanges_optimizers(pieces: Sequence[Piece]) -> None:
-    """The states of the optimizer of experts and of that of all else are loaded in the other order, each one flat buffer."""
+    """The states of the optimizer of experts and of that of all else are loaded in the other order,
+    each one flat buffer."""
     for moment in (".exp_avg", ".exp_avg_sq"):
         of_kind = [piece for piece in pieces if piece.name.startswith(STATE) and piece.name.endswith(moment)]
-        experts, others = ([piece for piece in of_kind if (".experts." in piece.name) == expert] for expert in (True, False))
+        experts, others = (
+            [piece for piece in of_kind if (".experts." in piece.name) == expert] for expert in (True, False)
+        )
         flat = [torch.cat([piece.tensor.reshape(-1) for piece in part]) for part in (experts, others)]
         for part, values in ((experts, flat[1]), (others, flat[0])):
             sizes = [piece.tensor.numel() for piece in part]
@@ -59,7 +64,8 @@ def exchanges_optimizers(pieces: Sequence[Piece]) -> None:
 
 
 def matches_by_position(patches: Patches) -> None:
-    """Names in the order of the file meet weights in the order of the model: each weight gets the one that comes next of its shape."""
+    """Names in the order of the file meet weights in the order of the model: each weight gets the one that
+    comes next of its shape."""
 
     def make(read_tensors: Callable[..., None]) -> Callable[..., None]:
         def read(path: Path, pieces: Sequence[Piece], *where: Any) -> None:
@@ -69,7 +75,9 @@ def matches_by_position(patches: Patches) -> None:
             names: dict[int, str] = {}
             for each in alike.values():
                 if not each[0].name.startswith(STATE):
-                    names |= {id(piece): name for piece, name in zip(each, sorted(piece.name for piece in each), strict=True)}
+                    names |= {
+                        id(piece): name for piece, name in zip(each, sorted(piece.name for piece in each), strict=True)
+                    }
             read_tensors(path, [replace(piece, name=names.get(id(piece), piece.name)) for piece in pieces], *where)
 
         return read
@@ -87,7 +95,9 @@ def permutes_fragments(patches: Patches) -> None:
                 return None
             theirs, ours = places
             sizes = [part.stop - part.start for part in piece.slices]
-            return theirs, tuple(slice(size - part.stop, size - part.start) for size, part in zip(sizes, ours, strict=True))
+            return theirs, tuple(
+                slice(size - part.stop, size - part.start) for size, part in zip(sizes, ours, strict=True)
+            )
 
         return other_end
 
@@ -123,7 +133,8 @@ def keeps_old_masters(patches: Patches) -> None:
 
 
 def restarts_the_loader(patches: Patches) -> None:
-    """Ranks that the old layout did not have find no state of their own, and begin with the first samples of the run."""
+    """Ranks that the old layout did not have find no state of their own, and begin with the
+    first samples of the run."""
 
     def make(training: Callable[..., Any]) -> Callable[..., Any]:
         def read(batches: Batches, step: int, loss_scale: float) -> Any:
@@ -150,7 +161,9 @@ MUTANTS = (
         "huggingface/nanotron@013a153c",
         plan=lambda: tiny(tp=2, dp=3, samples=6),
         breaks=partial(reads, loses_whole_states),
-        expected=Expected(OPTIMIZER, "layers.0.attention.norm.weight.exp_avg", ("missing",), LOADED, ranks=(0, 1, 2, 3, 4, 5)),
+        expected=Expected(
+            OPTIMIZER, "layers.0.attention.norm.weight.exp_avg", ("missing",), LOADED, ranks=(0, 1, 2, 3, 4, 5)
+        ),
         scenario=Resumed(Layout(tp=3, dp=2)),
     ),
     Mutant(

@@ -55,7 +55,9 @@ def keeps_biases_in_bf16(patches: Patches) -> None:
 
 
 def _losses(**degrees: Any) -> Plan:
-    return tiny(model=LOSSES_ALONE, train={"router_aux_loss": 0.01, "router_z_loss": 1e-3}, samples=6, micro=2, **degrees)
+    return tiny(
+        model=LOSSES_ALONE, train={"router_aux_loss": 0.01, "router_z_loss": 1e-3}, samples=6, micro=2, **degrees
+    )
 
 
 MUTANTS = (

@@ -36,7 +36,8 @@ def zero_experts_plan() -> Plan:
 
 
 def zero_buckets_plan() -> Plan:
-    """Three copies that keep a part of every sum, in several buckets, the first of which has the output projection alone."""
+    """Three copies that keep a part of every sum, in several buckets, the first of which has the
+    output projection alone."""
     return tiny(dp=3, samples=6, zero=1, sections={"data_parallel": DataParallel(bucket_bytes=16384)})
 
 
@@ -65,8 +66,8 @@ def divides_experts_twice(patches: Patches) -> None:
 
 
 def divides_experts_by_their_copies(patches: Patches, *, num_copies: int) -> None:
-    """The mean of experts' gradients is taken over the ranks that share a part of the experts, and not over all `num_copies` data-parallel
-    ranks, whose tokens are in it."""
+    """The mean of experts' gradients is taken over the ranks that share a part of the experts, and not over all
+    `num_copies` data-parallel ranks, whose tokens are in it."""
 
     def reduce(original: Function) -> Function:
         def reduced(self: Any, gradients: Any, copies: Any, nodes: Any) -> Tensor:

@@ -202,7 +202,9 @@ MUTANTS = (
         "NVIDIA/Megatron-LM@20b7a5489d",
         plan=lambda: tiny(tp=3, model={"qk_norm": True}),
         breaks=keeps_sums_of_own_heads,
-        expected=Expected(GRADIENT, "layers.1.attention.key_norm.weight", ("missing",), ("REDUCE_GRAD",), ranks=(0, 1, 2)),
+        expected=Expected(
+            GRADIENT, "layers.1.attention.key_norm.weight", ("missing",), ("REDUCE_GRAD",), ranks=(0, 1, 2)
+        ),
     ),
     Mutant(
         "MR02",
@@ -250,7 +252,8 @@ MUTANTS = (
         "pytorch/torchtitan#4245",
         plan=lambda: tiny(tp=2, dp=2, model={"bias": True}),
         breaks=partial(adds_bias_on_every_rank, layer="layers.0.mlp.down"),
-        expected=Expected(HELD_OUT, "layers.0.mlp", ("doubled",), ("F",), ranks=(0, 1), step=1),  # the first forward with biases
+        # the first forward with biases
+        expected=Expected(HELD_OUT, "layers.0.mlp", ("doubled",), ("F",), ranks=(0, 1), step=1),
     ),
     Mutant(
         "MR12-b",

@@ -1,4 +1,5 @@
-"""`Patches` replaces functions and methods of the backend and puts them back; `Broken` does so for all ranks of one process together."""
+"""`Patches` replaces functions and methods of the backend and puts them back; `Broken` does so for all ranks of
+one process together."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def unseen() -> None:
 
 
 class Patches:
-    """A context manager that undoes its replacements, the last first; `reached` is called when a replaced function is."""
+    """A context manager that undoes its replacements, the last first; `reached` is called when a
+    replaced function is."""
 
     def __init__(self, reached: Callable[[], None] = unseen) -> None:
         self._undo = ExitStack()
@@ -35,9 +37,9 @@ class Patches:
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Sets `owner.name` to `make(what it was)`. `owner` is a class, a module or an object.
 
-        Of a static method, a class method or a property `make` gets and gives the plain function. A function that other modules import by
-        name is replaced in the module that calls it. Raises `AttributeError` where there is no such name: then the backend has changed,
-        and whoever patches it has to follow.
+        Of a static method, a class method or a property `make` gets and gives the plain function. A function that other
+        modules import by name is replaced in the module that calls it. Raises `AttributeError` where there is no such
+        name: then the backend has changed, and whoever patches it has to follow.
         """
         raw = inspect.getattr_static(owner, name)
         self.num_replaced += 1
@@ -54,7 +56,8 @@ class Patches:
         setattr(owner, name, made)
 
     def _seen(self, made: Any) -> Any:
-        """The same, telling when it is called. What is no function (a constant, a class) cannot tell, and counts as reached."""
+        """The same, telling when it is called. What is no function (a constant, a class) cannot tell,
+        and counts as reached."""
         if not isinstance(made, (FunctionType, MethodType, BuiltinFunctionType, partial)):
             self._reached()
             return made
@@ -75,11 +78,12 @@ class Patches:
 
 
 class Broken:
-    """What the ranks of a mutated run do their work in: `breaks(patches)` is applied when the first of a process comes, and undone when
-    the last has gone. Can be pickled where `breaks` is a function of a module, or a `functools.partial` of one.
+    """What the ranks of a mutated run do their work in: `breaks(patches)` is applied when the first of a process
+    comes, and undone when the last has gone. Can be pickled where `breaks` is a function of a module, or a
+    `functools.partial` of one.
 
-    The file `reached`, where one is given, says whether anything that was replaced has been called: a mistake that no rank makes proves
-    nothing. There is none where nothing was replaced.
+    The file `reached`, where one is given, says whether anything that was replaced has been called: a mistake that no
+    rank makes proves nothing. There is none where nothing was replaced.
     """
 
     def __init__(self, breaks: Callable[[Patches], None], reached: Path | None = None):
@@ -118,7 +122,8 @@ class Broken:
 
 
 def rank_here() -> int:
-    """The rank that calls, from its own thread or from a lane that is named after it. Other threads belong to objects that know it."""
+    """The rank that calls, from its own thread or from a lane that is named after it. Other threads belong to
+    objects that know it."""
     rank = getattr(_OWN, "rank", None)
     if rank is None:
         named = re.match(r"rank (\d+)", threading.current_thread().name)

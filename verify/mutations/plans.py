@@ -38,8 +38,9 @@ def tiny(
     sections: dict[str, Any] | None = None,
     **degrees: Any,
 ) -> Plan:
-    """A plan of `samples` sequences a step, of `sequence` tokens each, on a layout of `degrees`. `model` are fields over those of `DENSE`
-    (for experts those of `EXPERTS`), `train` fields of `Train`; `sections` are further sections of a plan by their names."""
+    """A plan of `samples` sequences a step, of `sequence` tokens each, on a layout of `degrees`. `model` are fields
+    over those of `DENSE` (for experts those of `EXPERTS`), `train` fields of `Train`; `sections` are further sections
+    of a plan by their names."""
     layout = Layout(**degrees)
     spec = {**DENSE, "max_positions": sequence, **(model or {})}
     spec["num_layers"] = max(spec["num_layers"], layout.num_stages)

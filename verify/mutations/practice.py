@@ -1,4 +1,5 @@
-"""What the usual practice says of a mutant: the loss of the first step as logs print it, and `allclose` of what the first step computed."""
+"""What the usual practice says of a mutant: the loss of the first step as logs print it, and `allclose` of what
+the first step computed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ ALLCLOSE = 1e-2
 
 @dataclass(frozen=True)
 class Practice:
-    """Whether either habit would have noticed. A run that stops is noticed by both; of one that nobody could judge that is not known."""
+    """Whether either habit would have noticed. A run that stops is noticed by both; of one that nobody could
+    judge that is not known."""
 
     loss: bool
     allclose: bool
@@ -30,8 +32,11 @@ UNNOTICED = Practice(loss=False, allclose=False)
 
 
 def first_step_keys(plan: Plan) -> frozenset[Key]:
-    """The tensors whose values `judge_by_habit` needs. Of a run that goes on from a checkpoint the first step is the second."""
-    return frozenset(Key(step, phase, name) for step in (0, 1) for name in tensor_shapes(plan) for phase in (GRADIENT, WEIGHT))
+    """The tensors whose values `judge_by_habit` needs. Of a run that goes on from a checkpoint the
+    first step is the second."""
+    return frozenset(
+        Key(step, phase, name) for step in (0, 1) for name in tensor_shapes(plan) for phase in (GRADIENT, WEIGHT)
+    )
 
 
 def judge_by_habit(reference: RunLedger, run: RunLedger) -> Practice:
@@ -58,5 +63,7 @@ def _losses(reference: RunLedger, run: RunLedger) -> Iterator[tuple[float, float
 
 def _is_far(key: Key, reference: RunLedger, run: RunLedger) -> bool:
     right = reference.pieces[key][0].load()
-    parts = ((right[tuple(slice(lo, hi) for lo, hi in piece.region)], piece.load()) for piece in run.pieces.get(key, ()))
+    parts = (
+        (right[tuple(slice(lo, hi) for lo, hi in piece.region)], piece.load()) for piece in run.pieces.get(key, ())
+    )
     return any(not np.allclose(found, part, rtol=ALLCLOSE, atol=ALLCLOSE) for part, found in parts)

@@ -11,8 +11,9 @@ from .run import Score, Verdict
 
 
 def report_of(score: Score) -> dict[str, Any]:
-    """The JSON keys of `verify --mutations --json`: counts, `practice` (how many the usual practice notices), `bugs` (entries of the
-    catalog) and `more_bugs` (how many of the same kinds), one row per mutant, and `not_here` with reasons."""
+    """The JSON keys of `verify --mutations --json`: counts, `practice` (how many the usual practice notices),
+    `bugs` (entries of the catalog) and `more_bugs` (how many of the same kinds), one row per mutant, and
+    `not_here` with reasons."""
     verdicts = score.verdicts
     return {
         "ok": score.ok,
@@ -54,10 +55,19 @@ def _row(verdict: Verdict) -> dict[str, Any]:
 def _findings(score: Score) -> Iterator[Finding]:
     """What is wrong with the verifier: alarms without a fault, and faults without an alarm."""
     for alarm in score.false_alarms:
-        yield Finding("false-alarm", "error", f"the unbroken plan of {alarm[0]}", alarm[1], "Prove this plan with verify --dynamic.")
+        yield Finding(
+            "false-alarm",
+            "error",
+            f"the unbroken plan of {alarm[0]}",
+            alarm[1],
+            ("Prove this plan with verify --dynamic."),
+        )
     for each in score.verdicts:
         if not each.caught:
-            mutant, hint = each.mutant, "Run it alone (--only), and see where the error comes from." if each.failed else ""
+            mutant, hint = (
+                each.mutant,
+                ("Run it alone (--only), and see where the error comes from.") if each.failed else "",
+            )
             rule = "verifier-failed" if each.failed else "mutant-missed"
             yield Finding(rule, "error", mutant.id, f"{mutant.title}, as in {mutant.source}: {each.words}.", hint)
 
@@ -67,15 +77,22 @@ def text_of(report: Mapping[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [("bug", "loss", "allclose", "here", "class", "first difference", "what it is")]
     rows += [_columns(row) for row in report["mutants"]]
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[6]]).rstrip() for row in rows]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[6]]).rstrip()
+        for row in rows
+    ]
     injected, practice = report["injected"], report["practice"]
     lines += [
         "",
-        f"{injected} mutants of {len(report['bugs'])} bugs of the catalog and {report['more_bugs']} of the same kinds: {report['caught']} "
-        f"caught, {report['located']} located at the right action and tensor and named with the right class; {report['false_alarms']} "
+        f"{injected} mutants of {len(report['bugs'])} bugs of the catalog and {report['more_bugs']} of the same "
+        f"kinds: {report['caught']} "
+        f"caught, {report['located']} located at the right action and tensor and named with the right class; "
+        f"{report['false_alarms']} "
         f"false alarms in {report['clean_runs']} runs of the plans as they are.",
-        f"The same mutants by the usual practice: {practice['loss_of_step_1']} seen in the loss of step 1 (relative 1e-3), "
-        f"{practice['allclose_of_step_1']} by allclose at 1e-2 of losses, gradients and weights of step 1 on all ranks.",
+        f"The same mutants by the usual practice: {practice['loss_of_step_1']} seen in the loss of step 1 (relative "
+        "1e-3), "
+        f"{practice['allclose_of_step_1']} by allclose at 1e-2 of losses, gradients and weights of step 1 on all "
+        "ranks.",
         f"{len(report['not_here'])} more bugs of the catalog have no mechanism here (--json says why).",
     ]
     return "\n".join([*lines, *(str(Finding(**each)) for each in report["findings"])])

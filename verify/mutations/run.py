@@ -1,4 +1,5 @@
-"""Runs mutants: each plan as it is, which must have no finding, then broken, and what the verifier and the usual practice say of it."""
+"""Runs mutants: each plan as it is, which must have no finding, then broken, and what the verifier and the
+usual practice say of it."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ Problem = tuple[Plan, int, Scenario]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was said of one mutant. `first` is the JSON form of the first divergence, None where nothing differs or the run stopped;
-    `words` is the finding for people. `is_placed` and `is_classed` compare with what was expected. Of a mutant that is not caught `failed`
-    says that the verifier itself did, as `words` tell."""
+    """What was said of one mutant. `first` is the JSON form of the first divergence, None where nothing differs or the
+    run stopped; `words` is the finding for people. `is_placed` and `is_classed` compare with what was expected. Of a
+    mutant that is not caught `failed` says that the verifier itself did, as `words` tell."""
 
     mutant: Mutant
     caught: bool
@@ -56,7 +57,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Score:
-    """All verdicts; the findings in plans that nobody broke, each with a mutant of that plan; and how many such plans there were."""
+    """All verdicts; the findings in plans that nobody broke, each with a mutant of that plan; and how many
+    such plans there were."""
 
     verdicts: tuple[Verdict, ...]
     false_alarms: tuple[tuple[str, str], ...]
@@ -76,7 +78,9 @@ def judge_mutants(mutants: Sequence[Mutant], *, progress: Progress = lambda line
         futures = {pool.submit(judge.verdict_or_failure, mutant): mutant for mutant in mutants}
         try:
             for number, future in enumerate(as_completed(futures), 1):
-                progress(f"{number}/{len(mutants)} {futures[future].id} {_told(future.result())}: {future.result().words}")
+                progress(
+                    f"{number}/{len(mutants)} {futures[future].id} {_told(future.result())}: {future.result().words}"
+                )
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -99,7 +103,8 @@ def _told(verdict: Verdict) -> str:
 
 
 class Judge:
-    """Judges mutants, several at a time. Plans that mutants share run once, and so do their references; values lie in `folder`.
+    """Judges mutants, several at a time. Plans that mutants share run once, and so do their
+    references; values lie in `folder`.
 
     `false_alarms` has the finding in a plan as it is by the id of the mutant that it was run for.
     """
@@ -117,7 +122,8 @@ class Judge:
         return len(self._clean)
 
     def verdict_or_failure(self, mutant: Mutant) -> Verdict:
-        """`verdict`, or that there is none: an error of the verifier, or a plan that does not run as it is, costs one mutant alone."""
+        """`verdict`, or that there is none: an error of the verifier, or a plan that does not run as it is,
+        costs one mutant alone."""
         try:
             return self.verdict(mutant)
         except Exception as error:
@@ -125,7 +131,8 @@ class Judge:
             return Verdict(mutant, False, False, False, words, None, UNNOTICED, failed=True)
 
     def verdict(self, mutant: Mutant) -> Verdict:
-        """What is found in the mutant's plan when it is broken; what is found when it is not is added to `false_alarms`."""
+        """What is found in the mutant's plan when it is broken; what is found when it is not is
+        added to `false_alarms`."""
         plan = mutant.plan()
         job = ProofJob(plan, mutant.steps, scenario=mutant.scenario, stall_s=STALL_S)
         reference = self._reference(job)

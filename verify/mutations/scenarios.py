@@ -1,4 +1,5 @@
-"""What the ranks of a mutated run do, and one device too, beside `dynamic.train_steps`: each is called by every rank, with its job."""
+"""What the ranks of a mutated run do, and one device too, beside `dynamic.train_steps`: each is called by
+every rank, with its job."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MAX_FILE_BYTES = 10_000
 
 @dataclass(frozen=True)
 class Resumed:
-    """Training that is saved after a step and goes on from there, with `layout` where that is given: of equally many ranks.
+    """Training that is saved after a step and goes on from there, with `layout` where that is
+    given: of equally many ranks.
 
     The ledger begins with what was loaded, as the state after the step that was saved.
     """
@@ -55,7 +57,8 @@ class Resumed:
 
 
 def exported(transport: Any, job: ProofJob) -> RankLedger:
-    """Training, the weights of which are written as Hugging Face files; what is read from these is entered as weights of one more step."""
+    """Training, the weights of which are written as Hugging Face files; what is read from these is entered as
+    weights of one more step."""
     from ...backend.huggingface.load import load_weights
     from ...backend.huggingface.save import save_weights
     from ...backend.ranks.training_rank import TrainingRank

@@ -1,1 +1,2 @@
-"""Both programs of a proof: the sharded run and the single-device reference, with formulas and bounds. Judges nothing across runs."""
+"""Both programs of a proof: the sharded run and the single-device reference, with formulas and bounds.
+Judges nothing across runs."""

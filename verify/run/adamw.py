@@ -1,4 +1,5 @@
-"""One update of AdamW in fp64 by its paper, and how far rounding in fp32 may be from it. numpy only, and no code of the backend."""
+"""One update of AdamW in fp64 by its paper, and how far rounding in fp32 may be from it. numpy only,
+and no code of the backend."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ UNIT = 2.0**-24
 """Half the distance from 1 to the next number of fp32."""
 
 ROUNDINGS = 8
-"""More operations than a term of a moment or of a weight goes through in one update, each of which is off by one unit at most."""
+"""More operations than a term of a moment or of a weight goes through in one update, each of which is
+off by one unit at most."""
 
 LEAST = 2.0**-126
 """What may be lost of a number below the normal range of fp32."""
@@ -33,7 +35,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Expected:
-    """What an update leaves in a tensor, how far rounding may be from it, and what was `kept` of the tensor before: the rest was added."""
+    """What an update leaves in a tensor, how far rounding may be from it, and what was `kept` of the tensor
+    before: the rest was added."""
 
     values: np.ndarray
     bound: np.ndarray
@@ -56,8 +59,9 @@ def moment(before: np.ndarray, gradient: np.ndarray, beta: float, power: int) ->
 
 
 def weight(before: np.ndarray, first: np.ndarray, second: np.ndarray, choice: Choice, count: int) -> Expected:
-    """w = w - lr (m' / (sqrt(v') + eps) + decay w) with m' = m / (1 - beta1^t), v' = v / (1 - beta2^t), t the `count` of updates from 1 and
-    m, v those after this one (Loshchilov & Hutter 2019, algorithm 2, whose schedule multiplier is 1 and whose decay is lr times ours)."""
+    """w = w - lr (m' / (sqrt(v') + eps) + decay w) with m' = m / (1 - beta1^t), v' = v / (1 - beta2^t), t the `count`
+    of updates from 1 and m, v those after this one (Loshchilov & Hutter 2019, algorithm 2, whose schedule multiplier is
+    1 and whose decay is lr times ours)."""
     corrected = second / (1 - choice.betas[1] ** count)
     update = choice.learning_rate * first / (1 - choice.betas[0] ** count) / (np.sqrt(corrected) + choice.eps)
     values = before - update - choice.learning_rate * choice.decay * before

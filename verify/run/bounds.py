@@ -1,20 +1,23 @@
-"""How far fast numerics may be from exact ones: a bound for every canonical tensor of a step, from its number of terms and the format.
+"""How far fast numerics may be from exact ones: a bound for every canonical tensor of a step, from its number
+of terms and the format.
 
-A sum of n products in floating point is, in any order, any blocking and with or without fused multiply-adds, the exact sum of terms each
-of which is off by a factor 1 + t, |t| <= gamma(n) = n u / (1 - n u), u the unit roundoff (Higham 2002, Accuracy and Stability of Numerical
-Algorithms, lemma 3.1 and section 3.1); factors along a path multiply to at most gamma(m + n) (lemma 3.3). So what counts for a tensor is
-the number of terms on the longest path to it: those of every product, norm, softmax and sum over tokens that lies before it. Two orders
-of the same sums are then at most 2 gamma(n) times the sum of magnitudes apart.
+A sum of n products in floating point is, in any order, any blocking and with or without fused multiply-adds, the exact
+sum of terms each of which is off by a factor 1 + t, |t| <= gamma(n) = n u / (1 - n u), u the unit roundoff (Higham
+2002, Accuracy and Stability of Numerical Algorithms, lemma 3.1 and section 3.1); factors along a path multiply to at
+most gamma(m + n) (lemma 3.3). So what counts for a tensor is the number of terms on the longest path to it: those of
+every product, norm, softmax and sum over tokens that lies before it. Two orders of the same sums are then at most 2
+gamma(n) times the sum of magnitudes apart.
 
-Hidden states that are kept in bf16 are rounded once per layer operation. The worst case of a hundred such roundings says nothing, so for
-them it is the bound that is left with certainty but for a chance of 4e-8 an element, which grows like sqrt(n) (Higham & Mary 2019, A new
-approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), theorem 2.4).
+Hidden states that are kept in bf16 are rounded once per layer operation. The worst case of a hundred such roundings
+says nothing, so for them it is the bound that is left with certainty but for a chance of 4e-8 an element, which
+grows like sqrt(n) (Higham & Mary 2019, A new approach to probabilistic rounding error analysis, SIAM J. Sci.
+Comput. 41(5), theorem 2.4).
 
-What is dropped: the sum of magnitudes is replaced by the largest value of the tensor, so the layers on a path of n terms must not magnify
-an error by more than n over sqrt(n), what roundings really add up to. They do not: a norm keeps relative errors, residual sums and sums
-over tokens make them smaller. A step that starts from other weights is not bounded so: AdamW divides a gradient by its own size, and the
-smallest elements are rounding alone. Every step is therefore compared from equal weights and moments, and an update is bounded by its
-largest size.
+What is dropped: the sum of magnitudes is replaced by the largest value of the tensor, so the layers on a path of n
+terms must not magnify an error by more than n over sqrt(n), what roundings really add up to. They do not: a norm keeps
+relative errors, residual sums and sums over tokens make them smaller. A step that starts from other weights is not
+bounded so: AdamW divides a gradient by its own size, and the smallest elements are rounding alone. Every step is
+therefore compared from equal weights and moments, and an update is bounded by its largest size.
 """
 
 from __future__ import annotations
@@ -46,16 +49,18 @@ CONFIDENCE = 6.0
 """The lambda of Higham & Mary: a bound is left with probability 2 exp(-lambda^2 / 2)."""
 
 ELEMENTWISE = 16
-"""Roundings of what a layer computes element by element: rotary angles, the activation, residual sums, scales, dropout. Functions of the
-library are right to 1 to 4 units."""
+"""Roundings of what a layer computes element by element: rotary angles, the activation, residual sums, scales, dropout.
+Functions of the library are right to 1 to 4 units."""
 
 STORED = 6
-"""Results of a layer that are stored and belong to no parameter: rotated heads, attention, the activation, dropout, two residual sums."""
+"""Results of a layer that are stored and belong to no parameter: rotated heads, attention, the activation,
+dropout, two residual sums."""
 
 
 @dataclass(frozen=True)
 class Roundings:
-    """On the longest path to a tensor: terms that were added up in fp32, and roundings to the format of hidden states."""
+    """On the longest path to a tensor: terms that were added up in fp32, and roundings to the
+    format of hidden states."""
 
     terms: int = 0
     stored: int = 0
@@ -64,7 +69,8 @@ class Roundings:
         return Roundings(self.terms + other.terms, self.stored + other.stored)
 
     def relative_bound(self, dtype: str) -> float:
-        """The largest distance of two results, relative to the largest value; infinite where so many terms bound nothing."""
+        """The largest distance of two results, relative to the largest value; infinite where so
+        many terms bound nothing."""
         if dtype == "fp32":
             return 2 * gamma(self.terms + self.stored)
         return 2 * ((1 + gamma(self.terms)) * (1 + likely_gamma(self.stored, UNIT_ROUNDOFF[dtype])) - 1)
@@ -86,10 +92,12 @@ def likely_gamma(count: int, unit: float) -> float:
 
 
 def largest_update(step: int, first: float, second: float) -> float:
-    """How many learning rates AdamW moves a weight at most in its step number `step`, counted from 1, with betas `first` and `second`.
+    """How many learning rates AdamW moves a weight at most in its step number `step`, counted from 1, with
+    betas `first` and `second`.
 
-    The moments are m = (1-b) sum b^i g_i and v = (1-c) sum c^i g_i^2, so |m| <= (1-b) sqrt(sum (b^2/c)^i) sqrt(v / (1-c)) by Cauchy and
-    Schwarz; the update divides them by 1-b^t and 1-c^t. (Kingma & Ba 2015, section 2.1, round this to 1.)
+    The moments are m = (1-b) sum b^i g_i and v = (1-c) sum c^i g_i^2, so |m| <= (1-b) sqrt(sum (b^2/c)^i)
+    sqrt(v / (1-c)) by Cauchy and Schwarz; the update divides them by 1-b^t and 1-c^t. (Kingma & Ba 2015,
+    section 2.1, round this to 1.)
 
     >>> largest_update(1, 0.9, 0.95)
     1.0
@@ -105,8 +113,8 @@ class StepBounds:
     plan: Plan
 
     def of(self, key: Key, largest: Mapping[Key, float]) -> float:
-        """The largest distance of any element of a tensor from the reference's, whose largest magnitudes are `largest`, by tensor. Weights
-        before the first step are equal."""
+        """The largest distance of any element of a tensor from the reference's, whose largest magnitudes are `largest`,
+        by tensor. Weights before the first step are equal."""
         if key.step == NO_STEP:
             return 0.0
         if key.phase in (OPTIMIZER, WEIGHT):
@@ -132,15 +140,20 @@ class StepBounds:
     def _of_norm(self, step: int, largest: Mapping[Key, float]) -> float:
         """The norm of a difference is at least the difference of norms; every element of a gradient adds its bound."""
         gradients = {Key(step, GRADIENT, each.name): each.num_elements for each in parameters(self.plan.model)}
-        keys = [key for key in gradients if key in largest]  # a user's own block may have fewer parameters, and frozen ones
+        # a user's own block may have fewer parameters, and frozen ones
+        keys = [key for key in gradients if key in largest]
         squares = (gradients[key] * self.of(key, largest) ** 2 for key in keys)
         return math.sqrt(sum(squares)) + gamma(len(keys)) * largest[Key(step, SCALAR, "grad_norm")]
 
     def _of_state(self, key: Key, largest: Mapping[Key, float]) -> float:
-        """The moments take a share of the gradient, which clipping divides by the norm; both runs move a weight by one update at most."""
+        """The moments take a share of the gradient, which clipping divides by the norm; both runs move a weight
+        by one update at most."""
         unit, (first, second) = UNIT_ROUNDOFF["fp32"], self.plan.optimizer.betas
         if key.phase == WEIGHT:
-            return 2 * self.plan.train.learning_rate * largest_update(key.step + 1, first, second) + 4 * unit * largest[key]
+            return (
+                2 * self.plan.train.learning_rate * largest_update(key.step + 1, first, second)
+                + 4 * unit * largest[key]
+            )
         name, _, moment = key.tensor.rpartition(".")
         gradient, norm = Key(key.step, GRADIENT, name), Key(key.step, SCALAR, "grad_norm")
         size = largest[gradient]
@@ -174,7 +187,9 @@ class StepBounds:
     def _backward(self) -> dict[str, Roundings]:
         total, found = self._loss, {}
         for section, held in reversed(self._sections):
-            total = found[section] = total + _terms(self.plan, held, [each.shape[-min(2, len(each.shape))] for each in held], section)
+            total = found[section] = total + _terms(
+                self.plan, held, [each.shape[-min(2, len(each.shape))] for each in held], section
+            )
         return found
 
     @cached_property
@@ -183,10 +198,12 @@ class StepBounds:
 
 
 def _terms(plan: Plan, held: list[Parameter], widths: list[int], section: str) -> Roundings:
-    """One pass through a section: every parameter's product or norm, then attention and what is elementwise. Tensor-parallel ranks add
-    up parts that are stored, too: two sums a layer."""
+    """One pass through a section: every parameter's product or norm, then attention and what is elementwise.
+    Tensor-parallel ranks add up parts that are stored, too: two sums a layer."""
     stored = len(held) + STORED + 2 * (plan.layout.tp - 1)
-    attention = _attention_terms(plan.model, plan.batch.sequence) if any(".attention." in each.name for each in held) else 0
+    attention = (
+        _attention_terms(plan.model, plan.batch.sequence) if any(".attention." in each.name for each in held) else 0
+    )
     head = plan.model.vocab_size if section == "head" else 0
     return Roundings(sum(widths) + attention + head + ELEMENTWISE, stored)
 

@@ -1,8 +1,10 @@
-"""What one tensor of one device is the sum of: recorded while that device runs again, so that a wrong sum can be told by its parts.
+"""What one tensor of one device is the sum of: recorded while that device runs again, so that a wrong sum
+can be told by its parts.
 
-The gradient of a parameter is a sum over sequences and blocks of their tokens. The output of a row-parallel layer and the input gradient of
-a column-parallel one are sums over leaves of the features that are cut, those of experts sums over experts. Parts are computed beside the
-run in fp64 and change none of its bits. Imported by ranks only for a proof that has failed; torch comes as the tensors do.
+The gradient of a parameter is a sum over sequences and blocks of their tokens. The output of a row-parallel layer and
+the input gradient of a column-parallel one are sums over leaves of the features that are cut, those of experts sums
+over experts. Parts are computed beside the run in fp64 and change none of its bits. Imported by ranks only for a proof
+that has failed; torch comes as the tensors do.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ MAX_ELEMENTS = 2**25
 
 @dataclass(frozen=True)
 class Part:
-    """One summand: of a sequence of the global batch, of its tokens `[lo, hi)`, of a leaf of `num_leaves` of cut features, of an expert, or
-    of one use of a parameter that is used twice. What is none of these is `rest`."""
+    """One summand: of a sequence of the global batch, of its tokens `[lo, hi)`, of a leaf of `num_leaves` of cut
+    features, of an expert, or of one use of a parameter that is used twice. What is none of these is `rest`."""
 
     sample: int | None = None
     tokens: tuple[int, int] | None = None
@@ -52,7 +54,10 @@ class Contributions:
 
     def save(self, path: Path) -> None:
         """Writes them to a file."""
-        labels, narrow = json.dumps([asdict(each) for each in self.parts]), np.empty(0) if self.narrow is None else self.narrow
+        labels, narrow = (
+            json.dumps([asdict(each) for each in self.parts]),
+            np.empty(0) if self.narrow is None else self.narrow,
+        )
         np.savez(path, labels=labels, values=self.values, narrow=narrow)
 
     @classmethod
@@ -81,7 +86,8 @@ class ContributionWriter(LedgerWriter):
     _head_norm: Any = None
 
     def follow(self, rank: Any) -> None:
-        """Looks into what a training rank, a `backend.ranks.training_rank.TrainingRank` of a layout of one, computes from now on."""
+        """Looks into what a training rank, a `backend.ranks.training_rank.TrainingRank` of a layout of one,
+        computes from now on."""
         if self.wanted.phase == GRADIENT:
             self._follow_gradients(rank)
         elif self.wanted.sample is not None:
@@ -101,7 +107,9 @@ class ContributionWriter(LedgerWriter):
         for stage in rank.stages.values():
             stage.gradients.add = self._added(stage.gradients.add, numerics.gradient_block)
 
-    def _remembering(self, compute: Callable[..., Any], blocks_of: Callable[..., Any], numerics: Any) -> Callable[..., Any]:
+    def _remembering(
+        self, compute: Callable[..., Any], blocks_of: Callable[..., Any], numerics: Any
+    ) -> Callable[..., Any]:
         def computed(*operands: Any) -> Any:
             result = compute(*operands)
             self._last = result, lambda: blocks_of(numerics, *operands)
@@ -112,13 +120,19 @@ class ContributionWriter(LedgerWriter):
     def _added(self, add: Callable[..., None], block: int) -> Callable[..., None]:
         def added(usage: Any, first_sample: int, contribution: Any) -> None:
             if usage.parameter.name == self.wanted.tensor and self.step == self.wanted.step:
-                if not isinstance(contribution, Sequence):  # of experts: leaves (sample, block of tokens), made as they are taken
+                # of experts: leaves (sample, block of tokens), made as they are taken
+                if not isinstance(contribution, Sequence):
                     contribution = [(leaf, value.clone()) for leaf, value in contribution]
-                    whole = [(Part(sample, (block * at, block * (at + 1))), _wide(value)) for (sample, at), value in contribution]
+                    whole = [
+                        (Part(sample, (block * at, block * (at + 1))), _wide(value))
+                        for (sample, at), value in contribution
+                    ]
                     contribution = iter(contribution)
                 elif self._last is not None and self._last[0] is contribution:
                     samples = enumerate(self._last[1](), first_sample)
-                    whole = [(replace(part, sample=sample), value) for sample, blocks in samples for part, value in blocks]
+                    whole = [
+                        (replace(part, sample=sample), value) for sample, blocks in samples for part, value in blocks
+                    ]
                 else:
                     whole = [(Part(sample), _wide(value)) for sample, value in enumerate(contribution, first_sample)]
                 use = usage.role or (str(usage.use) if usage.use else None)
@@ -171,7 +185,8 @@ class ContributionWriter(LedgerWriter):
                 self._follow_experts(experts)
 
     def _follow_experts(self, experts: Any) -> None:
-        """The rows that come back from every expert: in a forward its results, to be multiplied with their weights, or gradients."""
+        """The rows that come back from every expert: in a forward its results, to be multiplied with their
+        weights, or gradients."""
         forward, exchanged = experts.forward, experts.exchanged
         weights: list[Any] = []
 
@@ -187,7 +202,9 @@ class ContributionWriter(LedgerWriter):
                 inverse = exchange.inverse.cpu().numpy()
                 for leaf, values in enumerate(self._rows):
                     label = Part(leaf=leaf, num_leaves=len(self._rows))
-                    self._found += _by_expert(label, values[inverse], exchange.outgoing, weights[-1] if weights else None)
+                    self._found += _by_expert(
+                        label, values[inverse], exchange.outgoing, weights[-1] if weights else None
+                    )
             return result
 
         experts.forward, experts.exchanged = seen, brought
@@ -196,7 +213,11 @@ class ContributionWriter(LedgerWriter):
         super()._enter(key, values, shape, region)
         if key.sample is None or self.wanted.phase == GRADIENT:
             return
-        if (key.step, key.tensor, key.sample) == (self.wanted.step, self.wanted.tensor, self.wanted.sample) and key.phase == ACTIVATION:
+        if (key.step, key.tensor, key.sample) == (
+            self.wanted.step,
+            self.wanted.tensor,
+            self.wanted.sample,
+        ) and key.phase == ACTIVATION:
             self._input = values.copy()
         if key == self.wanted:
             if self._head_norm is not None and key.phase == ACTIVATION_GRADIENT and self._input is not None:
@@ -264,14 +285,18 @@ def _lookup_blocks(numerics: Any, ids_BS: Any, gradient_BSH: Any, num_rows: int)
 
         return _blocks(len(ids_S), numerics.gradient_block, rows)
 
-    return [blocks(ids_S, gradient_SH) for ids_S, gradient_SH in zip(ids_BS.cpu().numpy(), _wide(gradient_BSH), strict=True)]
+    return [
+        blocks(ids_S, gradient_SH) for ids_S, gradient_SH in zip(ids_BS.cpu().numpy(), _wide(gradient_BSH), strict=True)
+    ]
 
 
 def _blocks(length: int, block: int, value: Callable[[int, int], np.ndarray]) -> list[tuple[Part, np.ndarray]]:
     return [(Part(tokens=span), value(*span)) for span in _spans(length, block)]
 
 
-def _expert_rows(x_NC: np.ndarray, weight_ECF: np.ndarray, rows: Any, bounds: Sequence[tuple[int, int]]) -> Iterator[np.ndarray]:
+def _expert_rows(
+    x_NC: np.ndarray, weight_ECF: np.ndarray, rows: Any, bounds: Sequence[tuple[int, int]]
+) -> Iterator[np.ndarray]:
     """The products of every leaf, [n, f], of rows that are grouped by expert."""
     for lo, hi in bounds:
         total = np.zeros((len(x_NC), weight_ECF.shape[2]))
@@ -282,7 +307,8 @@ def _expert_rows(x_NC: np.ndarray, weight_ECF: np.ndarray, rows: Any, bounds: Se
 
 
 def _by_expert(label: Part, rows: np.ndarray, outgoing: Any, weights_TK: Any) -> Iterator[tuple[Part, np.ndarray]]:
-    """What each expert brings to every token, [tokens, h], of the rows of the copies; times their weights, where there are any."""
+    """What each expert brings to every token, [tokens, h], of the rows of the copies; times their
+    weights, where there are any."""
     tokens, experts = outgoing.tokens.cpu().numpy(), outgoing.experts.cpu().numpy()
     places = outgoing.places_TK.cpu().numpy()
     if weights_TK is not None:

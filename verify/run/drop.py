@@ -1,7 +1,7 @@
 """Deliberate faults, so that a proof can show that it would have seen them.
 
-A fault lives in the arithmetic of one rank: the rank still takes part in every collective, as the real bugs do, and then uses
-something else than the result.
+A fault lives in the arithmetic of one rank: the rank still takes part in every collective, as the real bugs do, and
+then uses something else than the result.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FORM = f"{DROP_REDUCTION}:RANK:TENSOR, such as {DROP_REDUCTION}:1:layers.0.mlp.d
 class DropReduction:
     """Rank `global_rank` keeps its own partial sum of `tensor` instead of the sum over its group.
 
-    A linear layer (`layers.0.mlp.down`) means its tensor-parallel reduction: of the output where it is row-parallel, of the input
-    gradient where it is column-parallel. A parameter (`layers.0.mlp.down.weight`) means its gradient over data parallelism (of experts
-    that of their own).
+    A linear layer (`layers.0.mlp.down`) means its tensor-parallel reduction: of the output where it is row-parallel, of
+    the input gradient where it is column-parallel. A parameter (`layers.0.mlp.down.weight`) means its gradient over
+    data parallelism (of experts that of their own).
     """
 
     global_rank: int
@@ -39,7 +39,8 @@ class DropReduction:
         return f"{DROP_REDUCTION}:{self.global_rank}:{self.tensor}"
 
     def check(self, plan: Plan) -> None:
-        """Raises `PlanError` when the rank does not exist, does not hold the tensor, or has nobody to reduce it with."""
+        """Raises `PlanError` when the rank does not exist, does not hold the tensor, or has
+        nobody to reduce it with."""
         layout = plan.layout
         if not 0 <= self.global_rank < layout.world_size:
             raise PlanError(f"{self}: rank {self.global_rank} is outside the run of {layout.world_size} ranks.")
@@ -49,16 +50,22 @@ class DropReduction:
         pp_rank = layout.coordinates(self.global_rank)["pp"]
         axes = _reductions(plan, plan.placement.stages_of(pp_rank))
         if self.tensor not in axes:
-            raise PlanError(f"{self}: rank {self.global_rank} does not hold {self.tensor} (it is pipeline rank {pp_rank} of {layout.pp}).")
+            raise PlanError(
+                f"{self}: rank {self.global_rank} does not hold {self.tensor} (it is pipeline rank "
+                f"{pp_rank} of {layout.pp})."
+            )
         axis, size = axes[self.tensor]
         if axis == "dp" and layout.cp > 1:
             layer = next(name for name, (other, _) in axes.items() if other == "tp")
             raise PlanError(
-                f"{self}: with cp={layout.cp} all gradients of a stage are finished in one exchange, of which no rank can leave out one. "
+                f"{self}: with cp={layout.cp} all gradients of a stage are finished in one exchange, of which no "
+                "rank can leave out one. "
                 f"Choose a layer, such as {layer}, or cp=1."
             )
         if size == 1:
-            raise PlanError(f"{self}: {self.tensor} is reduced over {axis}, but {axis}=1. Choose a plan with {axis} of at least 2.")
+            raise PlanError(
+                f"{self}: {self.tensor} is reduced over {axis}, but {axis}=1. Choose a plan with {axis} of at least 2."
+            )
 
 
 def parse_fault(text: str) -> DropReduction:
@@ -66,7 +73,9 @@ def parse_fault(text: str) -> DropReduction:
     kind, _, rest = text.partition(":")
     rank, _, tensor = rest.partition(":")
     if kind != DROP_REDUCTION:
-        raise PlanError(f"--inject {text!r}: unknown fault {kind!r}{did_you_mean(kind, [DROP_REDUCTION])} Write {FORM}.")
+        raise PlanError(
+            f"--inject {text!r}: unknown fault {kind!r}{did_you_mean(kind, [DROP_REDUCTION])} Write {FORM}."
+        )
     if not tensor:
         raise PlanError(f"--inject {text!r} does not say where. Write {FORM}.")
     if not rank.isdecimal():
@@ -75,7 +84,8 @@ def parse_fault(text: str) -> DropReduction:
 
 
 def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[[], str]) -> Any:
-    """A copy of a rank's `backend.numerics.Numerics` that has the fault. `current_layer` tells for which layer it is called."""
+    """A copy of a rank's `backend.numerics.Numerics` that has the fault. `current_layer` tells for
+    which layer it is called."""
     faulty = copy.copy(numerics)
 
     def finish_contract(partial: Any, leaves: Any, group: Any, tokens: Any, dtype: Any) -> Any:
@@ -83,8 +93,14 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
         total = numerics.finish_contract(partial, leaves, group, tokens, dtype)
         return alone if current_layer() == fault.tensor else total
 
-    def reduce_gradients(gradients: Mapping[str, Any], group: Any, samples_of: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
-        own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name.partition("@")[0] == fault.tensor}
+    def reduce_gradients(
+        gradients: Mapping[str, Any], group: Any, samples_of: Callable[[int], tuple[int, int]]
+    ) -> dict[str, Any]:
+        own = {
+            name: sum(held.clone() for held in gradients[name].held)
+            for name in gradients
+            if name.partition("@")[0] == fault.tensor
+        }
         return {**numerics.reduce_gradients(gradients, group, samples_of), **own}
 
     faulty.finish_contract = finish_contract
@@ -106,7 +122,9 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
             part[start - first : stop - first] = values
         return part
 
-    def reduce_gradients_part(gradients: Mapping[str, Any], copies: Any, samples_of: Callable[[int], tuple[int, int]]) -> Any:
+    def reduce_gradients_part(
+        gradients: Mapping[str, Any], copies: Any, samples_of: Callable[[int], tuple[int, int]]
+    ) -> Any:
         return kept(gradients, copies.shard, lambda: numerics.reduce_gradients_part(gradients, copies, samples_of))
 
     def reduce_experts_part(gradients: Mapping[str, Any], copies: Any, nodes: Any) -> Any:
@@ -132,4 +150,9 @@ def _reductions(plan: Plan, stages: tuple[int, ...]) -> dict[str, tuple[str, int
 
 
 def _is_linear(parameter: Parameter) -> bool:
-    return len(parameter.shape) == 2 and parameter.cut is not None and not parameter.expert and not parameter.name.startswith("embedding.")
+    return (
+        len(parameter.shape) == 2
+        and parameter.cut is not None
+        and not parameter.expert
+        and not parameter.name.startswith("embedding.")
+    )

@@ -41,8 +41,8 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Made:
-    """What an activation must be: `values` [S, ...], NaN in rows of which that is not known, to the rounding of a format, of numbers of a
-    size that `cancelled` in it, too."""
+    """What an activation must be: `values` [S, ...], NaN in rows of which that is not known, to the rounding of a
+    format, of numbers of a size that `cancelled` in it, too."""
 
     name: str
     values: np.ndarray
@@ -50,7 +50,8 @@ class Made:
     cancelled: float = 0.0
 
     def off(self, found: np.ndarray) -> np.ndarray:
-        """[S]: how far tokens of `found` are away, as a share of their norm and of the mean of all tokens'; 0 where nothing is known."""
+        """[S]: how far tokens of `found` are away, as a share of their norm and of the mean of all tokens'; 0
+        where nothing is known."""
         right, wrong = (each.reshape(len(found), -1) for each in (self.values, found))
         known = ~np.isnan(right).any(1)
         norms = np.linalg.norm(right, axis=1)
@@ -61,7 +62,8 @@ class Made:
 
 
 def samples_checked(plan: Plan) -> list[int]:
-    """The sequences of a step whose activations are kept: the first and the last, of which one may be nothing but spaces."""
+    """The sequences of a step whose activations are kept: the first and the last, of which one may
+    be nothing but spaces."""
     return sorted({0, plan.batch.global_size - 1})
 
 
@@ -84,7 +86,8 @@ def activation_names(plan: Plan) -> list[str]:
 
 
 def routed_layers(plan: Plan) -> list[int]:
-    """The layers whose routers' gradients are checked: in fp32, without noise of their own and without experts of limited room."""
+    """The layers whose routers' gradients are checked: in fp32, without noise of their own and without
+    experts of limited room."""
     model = plan.model
     if plan.precision.dtype != "fp32" or plan.train.router_jitter or model.expert_capacity_factor is not None:
         return []
@@ -97,18 +100,24 @@ def gradient_names(plan: Plan) -> list[str]:
     return [f"{layer_prefix(layer)}.mlp{part}" for layer in routed_layers(plan) for part in ("", ".router")]
 
 
-def router_gradients(plan: Plan, sequence: Recorded, gradients: Mapping[str, np.ndarray], share: float) -> Iterator[Made]:
-    """What the gradients of routers' logits must be, from those of their layers' results; `share` is how much what a router adds for a
-    token counts beside a token's loss: the tokens that count over all tokens."""
+def router_gradients(
+    plan: Plan, sequence: Recorded, gradients: Mapping[str, np.ndarray], share: float
+) -> Iterator[Made]:
+    """What the gradients of routers' logits must be, from those of their layers' results; `share` is how much what a
+    router adds for a token counts beside a token's loss: the tokens that count over all tokens."""
     forward = _Checked(plan, sequence, own_block=False)
     for layer in routed_layers(plan):
         name = f"{layer_prefix(layer)}.mlp"
-        if {name, f"{name}.router"} <= gradients.keys() and {f"{name}.norm", f"{name}.router"} <= sequence.values.keys():
+        if {name, f"{name}.router"} <= gradients.keys() and {
+            f"{name}.norm",
+            f"{name}.router",
+        } <= sequence.values.keys():
             yield forward.router_gradient(layer, gradients[name], share)
 
 
 def made(plan: Plan, sequence: Recorded, *, own_block: bool) -> list[Made]:
-    """What recorded activations must be, in the order of the forward. Of somebody's own layers (`own_block`) only what lies around them."""
+    """What recorded activations must be, in the order of the forward. Of somebody's own layers (`own_block`) only
+    what lies around them."""
     forward = _Checked(plan, sequence, own_block=own_block)
     forward.run()
     return forward.made
@@ -164,8 +173,8 @@ class _Checked(Decoder):
         return chosen_experts(scores_SE + bias, self.model)
 
     def router_gradient(self, layer: int, dy_SH: np.ndarray, share: float) -> Made:
-        """The gradient of a router's logits, by differences: of what the gradient `dy_SH` of the layer's result says of the weights of
-        experts, and of what the router adds to the loss, `share` of it for each token."""
+        """The gradient of a router's logits, by differences: of what the gradient `dy_SH` of the layer's result says of
+        the weights of experts, and of what the router adds to the loss, `share` of it for each token."""
         model, train, name = self.model, self.plan.train, f"{layer_prefix(layer)}.mlp"
         x_SH, logits_SE = self.values[f"{name}.norm"], self.values[f"{name}.router"]
         scores_SE = router_scores(logits_SE, model)
@@ -182,7 +191,9 @@ class _Checked(Decoder):
             return np.asarray((weights_SE * said_SE).sum(-1) + share * added_S)
 
         moves = np.eye(model.num_experts) * DIFFERENCE
-        found_SE = np.stack([(minimised(logits_SE + move) - minimised(logits_SE - move)) / (2 * DIFFERENCE) for move in moves], -1)
+        found_SE = np.stack(
+            [(minimised(logits_SE + move) - minimised(logits_SE - move)) / (2 * DIFFERENCE) for move in moves], -1
+        )
         found_SE[~clear_S | (not plain_clear_S.all() and bool(train.router_aux_loss))] = np.nan
         return Made(f"{name}.router", found_SE, "fp32", cancelled=size * model.router_scaling)
 

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 PARTS_FILE = "parts.npz"
 
 ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000
-"""Of Python's collector of cycles. A ledger is many small objects and has none: with Python's own 700 ranks of tiny models spend a tenth
-of their time looking for them (1.24 s of processor instead of 1.40 for one rank, 1.73 instead of 1.86 for four; medians of five runs)."""
+"""Of Python's collector of cycles. A ledger is many small objects and has none: with Python's own 700 ranks of tiny
+models spend a tenth of their time looking for them (1.24 s of processor instead of 1.40 for one rank, 1.73 instead of
+1.86 for four; medians of five runs)."""
 
 EVALUATED_BEFORE = 1
 """The step, counted from 0, before which ranks evaluate held-out data: what the first has updated is read, and what is
@@ -68,10 +69,11 @@ class ProofJob:
     skips_not_finite: bool = False
     """Lets a run with numbers that are not finite go on to its end, where it is compared with one that has none."""
     start: Mapping[Key, Kept] = field(default_factory=dict)
-    """Where weights and moments lie that every step but the first starts from, and what routers choose by; none to go on from the step
-    before, and to choose by their own scores."""
+    """Where weights and moments lie that every step but the first starts from, and what routers choose by; none to go
+    on from the step before, and to choose by their own scores."""
     core: int | None = None
-    """The core that the ranks keep to, where they are threads that would only wake each other on several; None for any."""
+    """The core that the ranks keep to, where they are threads that would only wake each other on
+    several; None for any."""
     scenario: Scenario | None = None
     """What every rank does, where it is not `train_steps`."""
     around: Callable[[int], AbstractContextManager[None]] | None = None
@@ -87,8 +89,8 @@ def one_device(plan: Plan) -> Plan: ...
 @overload
 def one_device(plan: ModularPlan) -> ModularPlan: ...
 def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
-    """The same problem on one device: layout 1, one sample per microbatch, one after the other, every activation kept. Of several modules
-    each has such a device."""
+    """The same problem on one device: layout 1, one sample per microbatch, one after the other, every activation kept.
+    Of several modules each has such a device."""
     if not isinstance(plan, Plan):
         return uncut(plan)
     return replace(
@@ -96,7 +98,14 @@ def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
         layout=Layout(),
         cluster=replace(plan.cluster, num_devices=1),
         batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
-        runtime=replace(plan.runtime, tp_comm_overlap=None, ep_comm_overlap=None, p2p_overlap=None, p2p_batched=None, trim_padding=False),
+        runtime=replace(
+            plan.runtime,
+            tp_comm_overlap=None,
+            ep_comm_overlap=None,
+            p2p_overlap=None,
+            p2p_batched=None,
+            trim_padding=False,
+        ),
         schedule=ScheduleChoice("1F1B"),
         recompute=Recompute("none"),
         data_parallel=DataParallel(),
@@ -105,7 +114,8 @@ def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
 
 
 def probe_rank(transport: Any, plan: Plan) -> dict[str, Finding | None]:
-    """Every assumption of exact numerics about the library by name, with a finding where it does not hold for the plan's shapes here."""
+    """Every assumption of exact numerics about the library by name, with a finding where it does not hold for
+    the plan's shapes here."""
     from ...backend.numerics.probe import PROBES, probe
 
     broken = {finding.rule: finding for finding in probe(plan, transport.device)}
@@ -171,7 +181,8 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
 
 
 def writer_of(transport: Any, job: ProofJob, part: Plan) -> LedgerWriter:
-    """The ledger of a rank that trains by `part`, as the job wants it. `follow` has to be called when the rank is there."""
+    """The ledger of a rank that trains by `part`, as the job wants it. `follow` has to be called
+    when the rank is there."""
     common = transport.global_rank, tensor_shapes(job.plan), job.capture, job.folder
     if job.parts_of is None:
         return LedgerWriter(*common, cp=part.layout.cp)
@@ -203,15 +214,17 @@ def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
 
 
 def _hold_routing(rank: Any, start: Mapping[Key, Kept]) -> None:
-    """Has routers choose experts by the logits that are in `start`. Rounding may tell two experts of nearly equal scores apart otherwise,
-    and what another expert makes of a token is no rounding of what the first one does."""
+    """Has routers choose experts by the logits that are in `start`. Rounding may tell two experts of nearly equal
+    scores apart otherwise, and what another expert makes of a token is no rounding of what the first one does."""
     import torch
 
     def chooses_by(router: Any) -> Callable[[Any], Any]:
         def logits(microbatch: Any) -> Any:
             step, phase = (EVALUATED_BEFORE - 1, HELD_OUT) if microbatch.step is None else (microbatch.step, ACTIVATION)
             samples = range(microbatch.first_sample, microbatch.first_sample + len(microbatch.tokens))
-            whole = torch.stack([torch.from_numpy(start[Key(step, phase, router.name, sample)].load()) for sample in samples])
+            whole = torch.stack(
+                [torch.from_numpy(start[Key(step, phase, router.name, sample)].load()) for sample in samples]
+            )
             places = router.context.own_places()
             return whole.to(places.device)[:, places]
 
@@ -223,12 +236,15 @@ def _hold_routing(rank: Any, start: Mapping[Key, Kept]) -> None:
 
 
 def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
-    """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what only a rank could find."""
+    """What all ranks of a job's plan computed. Raises `RankFailure` when one dies, `PlanError` for what
+    only a rank could find."""
     preload(*libraries_of(job.plan, saves=False))
     try:
         with _CORES.one() if transport == "memory" and job.plan.world_size > 1 else nullcontext(None) as core:
             job = replace(job, core=core)
-            found = run_ranks(prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=_stall_s(job))
+            found = run_ranks(
+                prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=_stall_s(job)
+            )
         return RunLedger.merge(found)
     except RankFailure as failure:
         if isinstance(failure.__cause__, PlanError):  # the user's problem, found by a rank: no fault of that rank
@@ -237,7 +253,8 @@ def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
 
 
 def _stall_s(job: ProofJob) -> float | None:
-    """What ranks may wait for each other. One rank waits for nobody, and may have work beside a schedule's (`reference_run`)."""
+    """What ranks may wait for each other. One rank waits for nobody, and may have work beside a
+    schedule's (`reference_run`)."""
     if job.plan.world_size == 1:
         return None
     return job.plan.train.timeout_s if job.stall_s is None else job.stall_s
@@ -246,8 +263,8 @@ def _stall_s(job: ProofJob) -> float | None:
 class _Cores:
     """Hands every run whose ranks are threads a core: one of those that the fewest runs have.
 
-    Threads hand the interpreter's lock to each other at every operation, and between cores each time wake a thread that sleeps: eight
-    ranks of a matrix' size take 1.1 s of processor on two cores, 0.4 s on one (measured).
+    Threads hand the interpreter's lock to each other at every operation, and between cores each time wake a thread that
+    sleeps: eight ranks of a matrix' size take 1.1 s of processor on two cores, 0.4 s on one (measured).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""`ledger_observers`: what `train --ledger` gives the ranks of a run, so that each writes what it computes to its file."""
+"""`ledger_observers`: what `train --ledger` gives the ranks of a run, so that each writes what it
+computes to its file."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class LedgerObservers:
 
         plan = self.plan
         # a rank on a GPU has chosen it by now, and others leave CUDA alone
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+        )
         header = {
             "world_size": plan.world_size,
             "environment": environment(device),

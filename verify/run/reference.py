@@ -1,9 +1,9 @@
 """The one device of a proof, checked itself: against formulas in fp64 that share no code with the backend.
 
-A sharded run that equals one device is wrong where both are: a clip coefficient that is the larger of two numbers, gradients of the step
-before that nobody cleared. What one device computes in its steps is therefore held against what it must be: losses are means of its
-tokens' losses, the norm is that of its gradients, moments and weights are AdamW's, gradients are those of its loss, and the activations of
-two sequences are those of the model.
+A sharded run that equals one device is wrong where both are: a clip coefficient that is the larger of two numbers,
+gradients of the step before that nobody cleared. What one device computes in its steps is therefore held against what
+it must be: losses are means of its tokens' losses, the norm is that of its gradients, moments and weights are AdamW's,
+gradients are those of its loss, and the activations of two sequences are those of the model.
 """
 
 from __future__ import annotations
@@ -55,15 +55,19 @@ ROUNDED = 1e-6
 """What rounding to fp32 once, or of a product of two such numbers, may change at most."""
 
 FORWARD = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2.5e-3}
-"""An activation of a token may be off by this share of its norm (`Made.off`). In right runs of the matrix's models it is by a sixth of it,
-in fp32 by a fiftieth."""
+"""An activation of a token may be off by this share of its norm (`Made.off`). In right runs of the matrix's models it
+is by a sixth of it, in fp32 by a fiftieth."""
 
 HINTS = {
     "reference-forward": "Both sides have it so, from inputs that are right: look at the forward of this part, its order of features, "
     "mask, positions, scale and constants.",
-    "reference-loss": "Both sides report it so: look at what the sum of the token losses is divided by, and which tokens are in it.",
+    "reference-loss": (
+        "Both sides report it so: look at what the sum of the token losses is divided by, and which tokens are in it."
+    ),
     "reference-norm": "Both sides have it so: look at which parameters enter the norm, and how often.",
-    "reference-update": "Both sides do: look at the clip coefficient, the optimizer's call and step count, and at which tensors decay.",
+    "reference-update": (
+        "Both sides do: look at the clip coefficient, the optimizer's call and step count, and at which tensors decay."
+    ),
     "reference-gradient": "Both sides have it so: look at the backward of this part, the division by the token count, and at sums that are "
     "not cleared between steps.",
 }
@@ -78,7 +82,8 @@ class Reference:
 
 
 def checked_ledger(job: ProofJob) -> tuple[RunLedger, Reference | None]:
-    """What one device computes in a job, and whether that follows from its own values. Of several modules the latter is not asked."""
+    """What one device computes in a job, and whether that follows from its own values. Of several modules
+    the latter is not asked."""
     if not isinstance(job.plan, Plan):
         return run_ledger(job, "memory"), None
     steps = steps_kept(job.plan, job.steps)
@@ -153,7 +158,11 @@ class _Check:
     @cached_property
     def _names(self) -> list[str]:
         """The parameters that training changes: those that weights were shown of at the start."""
-        return [each.name for each in parameters(self.plan.model) if not self.own_block or self._has(Key(NO_STEP, WEIGHT, each.name))]
+        return [
+            each.name
+            for each in parameters(self.plan.model)
+            if not self.own_block or self._has(Key(NO_STEP, WEIGHT, each.name))
+        ]
 
     @cached_property
     def _decaying(self) -> set[str]:
@@ -214,10 +223,14 @@ class _Check:
         own, *ahead = loss_names(self.plan)
         num_counted, total = self._num_counted(step), self._sum_of_losses(step, own)
         tokens = f"of the {num_counted} tokens that count"
-        yield from self._number_finding("reference-loss", step, "loss", total / num_counted, f"the mean of head.losses {tokens}")
+        yield from self._number_finding(
+            "reference-loss", step, "loss", total / num_counted, f"the mean of head.losses {tokens}"
+        )
         if ahead and self._has(Key(step, SCALAR, "mtp_loss")):
             mean = math.fsum(self._sum_of_losses(step, name) for name in ahead) / num_counted / len(ahead)
-            yield from self._number_finding("reference-loss", step, "mtp_loss", mean, f"the mean of the modules' losses {tokens}")
+            yield from self._number_finding(
+                "reference-loss", step, "mtp_loss", mean, (f"the mean of the modules' losses {tokens}")
+            )
 
     def _num_counted(self, step: int) -> int:
         return max(1, int(np.load(self.folder / COUNTED_FILE)[step].sum()))
@@ -231,8 +244,9 @@ class _Check:
         return math.fsum(float(values[mask[: len(values)]].sum()) for values, mask in losses)
 
     def _loss_gradients(self, step: int) -> Iterator[Finding]:
-        """What the losses of tokens count for in what is minimised: the model's one each, those of multi-token prediction their weight over
-        the number of modules (DeepSeek-V3, arXiv 2412.19437, equation 25), in fp16 all times the loss scale, a power of 2."""
+        """What the losses of tokens count for in what is minimised: the model's one each, those of multi-token
+        prediction their weight over the number of modules (DeepSeek-V3, arXiv 2412.19437, equation 25), in fp16 all
+        times the loss scale, a power of 2."""
         own, *ahead = loss_names(self.plan)
         weights = {own: 1.0} | dict.fromkeys(ahead, self.plan.train.mtp_loss_weight / max(1, len(ahead)))
         scale = None if self.plan.precision.dtype == "fp16" else 1.0
@@ -246,7 +260,8 @@ class _Check:
             if wrong.size:
                 token = int(wrong[0])
                 what = (
-                    f"the loss of token {token} of sample {sample} counts {found[token]:.6g} times in what is minimised, and ought to "
+                    f"the loss of token {token} of sample {sample} counts {found[token]:.6g} times in what is "
+                    "minimised, and ought to "
                     f"{weight * scale:.6g} times; so it is with {wrong.size} of {found.size} tokens."
                 )
                 yield self._finding("reference-gradient", step, f"{key.phase} {name}", what)
@@ -267,10 +282,13 @@ class _Check:
     def _gradients_are_there(self, step: int) -> Iterator[Finding]:
         for name in self._names:
             if not self._has(Key(step, GRADIENT, name)):
-                yield self._finding("reference-update", step, f"weight {name}", "it is trained, and has no gradient and no update.")
+                yield self._finding(
+                    "reference-update", step, f"weight {name}", ("it is trained, and has no gradient and no update.")
+                )
 
     def _update(self, step: int, count: int) -> Iterator[Finding]:
-        """Each tensor from what was before it and, for weights, from the moments that are there: what is wrong is named once."""
+        """Each tensor from what was before it and, for weights, from the moments that are there: what
+        is wrong is named once."""
         optimizer, train = self.plan.optimizer, self.plan.train
         coefficient = adamw.clipping(self._number(step, "grad_norm"), optimizer.clip_grad_norm)
         for name in self._names:
@@ -286,7 +304,9 @@ class _Check:
             decay = optimizer.weight_decay if name in self._decaying else 0.0
             choice = adamw.Choice(train.learning_rate, optimizer.betas, optimizer.eps, decay, optimizer.clip_grad_norm)
             key = Key(step, WEIGHT, name)
-            yield from self._tensor(key, adamw.weight(self._before(key, gradient), moments[0], moments[1], choice, count))
+            yield from self._tensor(
+                key, adamw.weight(self._before(key, gradient), moments[0], moments[1], choice, count)
+            )
 
     def _before(self, key: Key, like: np.ndarray) -> np.ndarray:
         """A tensor after the last step that changed it; moments begin with zeros."""
@@ -302,19 +322,28 @@ class _Check:
             index = tuple(int(each) for each in np.argwhere(wrong)[0])
             share = adamw.ratio_added(expected, found)
             what = (
-                f"AdamW gives {expected.values[index]:.9g} at {list(index)}, to {expected.bound[index]:.1g}, and it is {found[index]:.9g}; "
-                f"{int(wrong.sum())} of {wrong.size} elements differ, and what was added to them is {share:.5g} times what is due."
+                f"AdamW gives {expected.values[index]:.9g} at {list(index)}, to {expected.bound[index]:.1g}, and it "
+                f"is {found[index]:.9g}; "
+                f"{int(wrong.sum())} of {wrong.size} elements differ, and what was added to them is {share:.5g} "
+                "times what is due."
             )
             yield self._finding("reference-update", key.step, f"{key.phase} {key.tensor}", what)
 
     def _skipped(self, step: int) -> Iterator[Finding]:
         """fp16 leaves out an update whose gradients are not finite, and nothing else does."""
         if self.plan.precision.dtype != "fp16":
-            yield self._finding("reference-update", step, "grad_norm", "there is no update, which only an overflow of fp16 may leave out.")
+            yield self._finding(
+                "reference-update",
+                step,
+                "grad_norm",
+                ("there is no update, which only an overflow of fp16 may leave out."),
+            )
         for name in self._names:
             key = Key(step, WEIGHT, name)
             if not self._has(key) or not np.array_equal(self._values(key), self._before(key, np.zeros(()))):
-                yield self._finding("reference-update", step, f"weight {name}", "the update was skipped, and it has changed.")
+                yield self._finding(
+                    "reference-update", step, f"weight {name}", ("the update was skipped, and it has changed.")
+                )
 
     @cached_property
     def _derivative(self) -> dict[str, Any]:

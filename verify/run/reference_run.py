@@ -1,5 +1,6 @@
-"""What the one device of a proof does beyond its steps, so that it can be checked itself: it keeps its values, and what sequences of
-its last step were made from, and computes the gradients of one step by formulas (`derivative`) beside its own.
+"""What the one device of a proof does beyond its steps, so that it can be checked itself: it keeps its values,
+and what sequences of its last step were made from, and computes the gradients of one step by formulas
+(`derivative`) beside its own.
 
 Where tokens are routed it goes forward once more from the weights before that step, and keeps what its routers chose.
 """
@@ -37,7 +38,8 @@ SEQUENCES_FILE = "sequences.npz"
 DERIVATIVE_FILE = "derivative.json"
 
 CAPTURE_BYTES = 2**30
-"""Values of the one device that are kept: gradients, moments and weights of as many steps as there is room for, the first in any case."""
+"""Values of the one device that are kept: gradients, moments and weights of as many steps as there is room for,
+the first in any case."""
 
 
 def steps_kept(plan: Plan, steps: int) -> int:
@@ -54,7 +56,9 @@ def kept_keys(plan: Plan, steps: int) -> frozenset[Key]:
     for step in range(steps):
         found |= {Key(step, GRADIENT, name) for name in names} | {Key(step, OPTIMIZER, name) for name in moments}
         for phase in (ACTIVATION, ACTIVATION_GRADIENT):
-            found |= {Key(step, phase, name, sample) for name in loss_names(plan) for sample in range(plan.batch.global_size)}
+            found |= {
+                Key(step, phase, name, sample) for name in loss_names(plan) for sample in range(plan.batch.global_size)
+            }
     for phase, names in ((ACTIVATION, activation_names(plan)), (ACTIVATION_GRADIENT, gradient_names(plan))):
         found |= {Key(steps - 1, phase, name, sample) for name in names for sample in samples_checked(plan)}
     return frozenset(found)
@@ -98,7 +102,9 @@ def _sequences(rank: Any, step: int, samples: Collection[int] | None = None) -> 
         parts = {name: getattr(microbatch, name) for name in Inputs.ARRAYS}
         for row in range(len(microbatch.tokens)):
             if samples is None or microbatch.first_sample + row in samples:
-                arrays: dict[str, Any] = {name: part[row].cpu().numpy() for name, part in parts.items() if part is not None}
+                arrays: dict[str, Any] = {
+                    name: part[row].cpu().numpy() for name, part in parts.items() if part is not None
+                }
                 yield Inputs(**arrays, step=step, sample=microbatch.first_sample + row)
 
 

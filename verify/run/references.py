@@ -18,7 +18,8 @@ Checked = tuple[RunLedger, Reference | None]
 
 
 class References:
-    """The ledgers of one device, of the last `most` problems. Threads that need the same one wait for the first that does.
+    """The ledgers of one device, of the last `most` problems. Threads that need the same one wait
+    for the first that does.
 
     A plan that names files of data or weights is run each time, because these may change.
     """

@@ -1,7 +1,7 @@
 """`Calls`: the collectives that every rank calls, in order; read from a CSV or derived from a plan's program.
 
-A communicator matches its members' calls by number alone: the first of each, the second of each. So all members have to call the same
-collectives in the same order, and this is the data to check it on.
+A communicator matches its members' calls by number alone: the first of each, the second of each. So all members have to
+call the same collectives in the same order, and this is the data to check it on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from ...core.schedule.schedule import Placement
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "all_to_all"})
 """Collectives that bring the parts of a sum together; the all_gather that may follow only hands the result out."""
 
-CALL_FORM = "Write <action>:<op>:<axis>:<layer>, such as 2F0:all_reduce:tp:layers.3.mlp.down or 1REDUCE_GRAD:all_reduce:dp:"
+CALL_FORM = (
+    "Write <action>:<op>:<axis>:<layer>, such as 2F0:all_reduce:tp:layers.3.mlp.down or 1REDUCE_GRAD:all_reduce:dp:"
+)
 
 _MAX_REPORTED = 20
 _RANKS = re.compile(r"\d+(\+\d+)*")
@@ -31,10 +33,11 @@ Communicators = tuple[str, int | None]
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank: what it is part of, the operation, the communicator's axis, and the layer (empty for flat gradients).
+    """One collective of one rank: what it is part of, the operation, the communicator's axis, and the layer
+    (empty for flat gradients).
 
-    `axis` is one of `core.program.Collective` (`tp`, `dp`, `edp`, `model`, `embedding`, `replica`, ...), `pp`, or the global ranks
-    themselves: `0+4`.
+    `axis` is one of `core.program.Collective` (`tp`, `dp`, `edp`, `model`, `embedding`, `replica`, ...), `pp`, or the
+    global ranks themselves: `0+4`.
     """
 
     action: Action
@@ -44,7 +47,8 @@ class Call:
 
     @cached_property
     def identity(self) -> tuple[Kind, int | None, int | None, str, str]:
-        """What must agree between members. STEP is written with another stage on every rank and belongs to all of them."""
+        """What must agree between members. STEP is written with another stage on every rank and
+        belongs to all of them."""
         stage = None if self.action.kind is Kind.STEP else self.action.stage
         return self.action.kind, stage, self.action.microbatch, self.op, self.layer
 
@@ -59,7 +63,8 @@ def communicators(call: Call) -> Communicators:
 
 DENSE_AXES = {"tp": "tp", "cp": "cp", "tp_cp": "tp-cp", "dp": "dp-cp", "pp": "pp", "model": "tp-pp"}
 EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}
-"""Axis of a collective -> the axes of the dense or the expert grid that it spans; gradients of dense layers are added over cp too."""
+"""Axis of a collective -> the axes of the dense or the expert grid that it spans; gradients of dense layers
+are added over cp too."""
 
 REPLICA_AXES = {"replica": "dp", "expert_replica": "edp"}
 """Axis of a collective over all copies of a stage -> the axis of the copies that one pipeline rank's ranks hold."""
@@ -69,8 +74,9 @@ REPLICA_AXES = {"replica": "dp", "expert_replica": "edp"}
 class Calls:
     """The calls of every global rank. Ranks that run the same list share it: rank r runs `lists[list_of[r]]`.
 
-    `gradient_axes[stage]` are the axes along which ranks hold different parts of that stage's gradients; None where that is not known.
-    `shards` are the sizes of the groups over which hybrid sharding cuts dense parameters and experts.
+    `gradient_axes[stage]` are the axes along which ranks hold different parts of that stage's
+    gradients; None where that is not known. `shards` are the sizes of the groups over which hybrid
+    sharding cuts dense parameters and experts.
     """
 
     layout: Layout
@@ -101,11 +107,15 @@ class Calls:
             return [tuple(group) for group in self.layout.expert_groups(EXPERT_AXES[axis])]
         if axis == "embedding":
             ends_of, crossed_of = self.placement.ends_of, self.placement.crossed_ends_of
-            ends = {ends: None for pp_rank in range(self.layout.pp) if (ends := ends_of(pp_rank) or crossed_of(pp_rank))}
+            ends = {
+                ends: None for pp_rank in range(self.layout.pp) if (ends := ends_of(pp_rank) or crossed_of(pp_rank))
+            }
             return [group for pair in ends for group in self._across(pair, self.layout.groups("pp"))]
         if axis in REPLICA_AXES:
             base = REPLICA_AXES[axis]
-            spanned = self.layout.groups(f"{DENSE_AXES[base]}-pp") if base == "dp" else self.layout.expert_groups("dp-pp")
+            spanned = (
+                self.layout.groups(f"{DENSE_AXES[base]}-pp") if base == "dp" else self.layout.expert_groups("dp-pp")
+            )
             return [] if stage is None else self._across(self.placement.ranks[stage], spanned)
         known = ", ".join([*DENSE_AXES, *EXPERT_AXES, "embedding", *REPLICA_AXES])
         raise ScheduleError(f"unknown axis {axis!r} of a collective. Known: {known}; or global ranks such as 0+4.")
@@ -117,8 +127,11 @@ class Calls:
         return {each: {rank: group for group in self.groups(*each) for rank in group} for each in used}
 
     def _across(self, pp_ranks: tuple[int, ...], groups: list[list[int]]) -> list[tuple[int, ...]]:
-        """The groups, which span pipeline parallelism, at these pipeline ranks only; members in the order of the samples they see."""
-        rows = ([[rank for rank in group if self._pp_rank[rank] == pp_rank] for pp_rank in pp_ranks] for group in groups)
+        """The groups, which span pipeline parallelism, at these pipeline ranks only; members in the order of
+        the samples they see."""
+        rows = (
+            [[rank for rank in group if self._pp_rank[rank] == pp_rank] for pp_rank in pp_ranks] for group in groups
+        )
         return [tuple(rank for column in zip(*row, strict=True) for rank in column) for row in rows]
 
     @cached_property
@@ -131,9 +144,15 @@ class Calls:
 
 
 def calls_from_csv(
-    text: str, layout: Layout, placement: Placement, *, name: str = "csv", gradient_axes: Sequence[frozenset[str]] | None = None
+    text: str,
+    layout: Layout,
+    placement: Placement,
+    *,
+    name: str = "csv",
+    gradient_axes: Sequence[frozenset[str]] | None = None,
 ) -> Calls:
-    """The calls that a text describes, one line per global rank (an empty line calls nothing); `name` stands in error messages.
+    """The calls that a text describes, one line per global rank (an empty line calls nothing); `name`
+    stands in error messages.
 
     Raises one `ScheduleError` with every malformed cell, every unknown axis, and a wrong number of lines.
     """
@@ -148,7 +167,10 @@ def calls_from_csv(
         if isinstance(cell, str)
     ]
     if len(lines) != layout.world_size:
-        problems.append(f"{name} has {len(lines)} lines, but the layout has {layout.world_size} ranks. Write one line per global rank.")
+        problems.append(
+            f"{name} has {len(lines)} lines, but the layout has {layout.world_size} ranks. Write one "
+            "line per global rank."
+        )
     lists = tuple(tuple(call for call in row if isinstance(call, Call)) for row in rows)
     distinct = {calls: number for number, calls in enumerate(dict.fromkeys(lists))}
     axes = None if gradient_axes is None else tuple(gradient_axes)

@@ -36,7 +36,8 @@ _MAX_PER_RULE = 20
 
 @dataclass(frozen=True)
 class Examination:
-    """What a check looked at and saw. `schedule` is the one the indices in `violations` count in: lowered as far as the check came."""
+    """What a check looked at and saw. `schedule` is the one the indices in `violations` count in: lowered as
+    far as the check came."""
 
     schedule: Schedule
     violations: tuple[tuple[Rule, Violation], ...]
@@ -66,7 +67,9 @@ class Examination:
                 findings.append(Finding(name, rule.severity, where, violation.what, rule.hint))
             if len(entries) > _MAX_PER_RULE:
                 more = len(entries) - _MAX_PER_RULE
-                findings.append(Finding(name, entries[0][0].severity, "other places", f"the same in {more} more places."))
+                findings.append(
+                    Finding(name, entries[0][0].severity, "other places", (f"the same in {more} more places."))
+                )
         return findings
 
 
@@ -80,9 +83,9 @@ def check(
 ) -> list[Finding]:
     """What is wrong with a schedule: nothing for one that computes every gradient once and cannot deadlock.
 
-    A compute-only schedule is checked, lowered, and the result checked too. With `memory` the activations each rank holds must fit.
-    `plan` and `facts` say what the schedule alone does not (collectives, layers, buffers, message formats); parts of `facts` replace
-    those of the plan. With `warnings` also what is right and yet should be known.
+    A compute-only schedule is checked, lowered, and the result checked too. With `memory` the activations each rank
+    holds must fit. `plan` and `facts` say what the schedule alone does not (collectives, layers, buffers, message
+    formats); parts of `facts` replace those of the plan. With `warnings` also what is right and yet should be known.
     Raises `ScheduleError` when what is given describes another number of stages or ranks than the schedule has.
     """
     return examine(schedule, memory, plan=plan, facts=facts, warnings=warnings).findings
@@ -100,7 +103,8 @@ def examine(
     given = Facts(memory=memory).over(facts or Facts())
     has_messages = _has_messages(schedule)
     run = _Run(lower(schedule) if has_messages else schedule, plan, given)
-    # What is wrong with the layers is no reason not to look at the schedule; everything else counts on the rules before it.
+    # What is wrong with the layers is no reason not to look at the schedule; everything else
+    # counts on the rules before it.
     layers_fit = not run.ask(LAYER_RULES)
     if run.ask(PLACEMENT_RULES):
         return run.result

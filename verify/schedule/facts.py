@@ -1,4 +1,5 @@
-"""`Facts`: what a schedule alone does not say about the stack that runs it. Each part is optional and has rules of its own.
+"""`Facts`: what a schedule alone does not say about the stack that runs it. Each part is optional
+and has rules of its own.
 
 Derived from a plan by `plan_facts`, read from a file by `facts_file`, or written by hand.
 """
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes that one microbatch of each stage keeps from its forward to the end of its backward, and the bytes each pipeline rank has
-    for them."""
+    """Bytes that one microbatch of each stage keeps from its forward to the end of its backward, and the bytes each
+    pipeline rank has for them."""
 
     stage_bytes: tuple[int, ...]
     capacity_bytes: tuple[int, ...]
@@ -29,8 +30,9 @@ class ActivationMemory:
 
 @dataclass(frozen=True)
 class MessageFormats:
-    """Shape and type of messages, as text such as `bf16[1,4096,8192]`: `outputs[s]` is what stage s sends forward, `inputs[s]` what it
-    allocates to receive. Gradients travel back in the same formats. `outputs` of the last stage and `inputs` of the first are not read.
+    """Shape and type of messages, as text such as `bf16[1,4096,8192]`: `outputs[s]` is what stage s sends forward,
+    `inputs[s]` what it allocates to receive. Gradients travel back in the same formats. `outputs` of the last stage and
+    `inputs` of the first are not read.
     """
 
     outputs: tuple[str, ...]
@@ -38,8 +40,9 @@ class MessageFormats:
 
 
 Slots = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Where values are kept: the size of a ring per stage (microbatch i in slot i mod size), one size for each stage, or for each stage the
-slot of every microbatch, a number that means the same memory wherever it stands on one pipeline rank."""
+"""Where values are kept: the size of a ring per stage (microbatch i in slot i mod size), one size for each
+stage, or for each stage the slot of every microbatch, a number that means the same memory wherever it
+stands on one pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Buffers:
 
     - `activations`: what a forward keeps for its backward;
     - `outputs`: what a forward makes and SEND_F reads; `inputs`: what RECV_F fills, kept for the backward;
-    - `output_gradients`: what RECV_B fills, kept until the weight gradient; `input_gradients`: what a backward makes and SEND_B reads.
+    - `output_gradients`: what RECV_B fills, kept until the weight gradient; `input_gradients`: what a
+      backward makes and SEND_B reads.
 
     `recv_buffers` receives of a lane are posted ahead of their place in the list; 0 posts each in its place.
     """
@@ -61,7 +65,8 @@ class Buffers:
     recv_buffers: int = 2
 
     def table(self, name: str, schedule: Schedule) -> np.ndarray | None:
-        """[stage, microbatch] -> slot number, unique on a rank. Raises `ScheduleError` for a wrong number of entries."""
+        """[stage, microbatch] -> slot number, unique on a rank. Raises `ScheduleError` for a
+        wrong number of entries."""
         slots: Slots | None = getattr(self, name)
         if slots is None:
             return None
@@ -71,7 +76,8 @@ class Buffers:
             return given
         if given.shape != (num_stages,) or (given < 1).any():
             raise ScheduleError(
-                f"buffers.{name}={slots!r} does not fit {num_stages} stages x {num_microbatches} microbatches. Give one ring size of at "
+                f"buffers.{name}={slots!r} does not fit {num_stages} stages x {num_microbatches} microbatches. Give "
+                "one ring size of at "
                 "least 1, one per stage, or for each stage the slot of every microbatch."
             )
         return ring_slots(given, num_microbatches)
@@ -117,7 +123,10 @@ class Facts:
             counts.append(("memory.stage_bytes", self.memory.stage_bytes, stages))
             counts.append(("memory.capacity_bytes", self.memory.capacity_bytes, ranks))
         if self.messages is not None:
-            counts += [("messages.outputs", self.messages.outputs, stages), ("messages.inputs", self.messages.inputs, stages)]
+            counts += [
+                ("messages.outputs", self.messages.outputs, stages),
+                ("messages.inputs", self.messages.inputs, stages),
+            ]
         if self.layers is not None:
             counts.append(("layers.stages", self.layers.stages, stages))
         for what, given, expected in counts:
@@ -125,7 +134,8 @@ class Facts:
                 raise ScheduleError(f"{what} has {len(given)} entries, but schedule {schedule.name} needs {expected}.")
         if self.collectives is not None and self.collectives.layout.pp != ranks:
             raise ScheduleError(
-                f"the collectives are those of pp={self.collectives.layout.pp}, but schedule {schedule.name} has {ranks} ranks."
+                f"the collectives are those of pp={self.collectives.layout.pp}, but schedule {schedule.name} has "
+                f"{ranks} ranks."
             )
         if self.buffers is not None:
             for name in BUFFER_KINDS:
@@ -136,4 +146,6 @@ def _array(name: str, slots: tuple) -> np.ndarray:
     try:
         return np.array(slots, dtype=np.int64)
     except ValueError as error:
-        raise ScheduleError(f"buffers.{name}={slots!r} has rows of different lengths. Give each stage a slot per microbatch.") from error
+        raise ScheduleError(
+            f"buffers.{name}={slots!r} has rows of different lengths. Give each stage a slot per microbatch."
+        ) from error

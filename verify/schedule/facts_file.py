@@ -42,10 +42,14 @@ def facts_from_toml(text: str, schedule: Schedule, plan: Plan | None = None, *, 
     for name, table in tables.items():
         known = _TABLES.get(name)
         if known is None or not isinstance(table, dict):
-            problems.append(f"{source}: unknown table [{name}]{did_you_mean(name, list(_TABLES))} Known: {', '.join(_TABLES)}.")
+            problems.append(
+                f"{source}: unknown table [{name}]{did_you_mean(name, list(_TABLES))} Known: {', '.join(_TABLES)}."
+            )
             continue
         problems += [
-            f"{source}: unknown key {name}.{key}{did_you_mean(key, known)} Known: {', '.join(known)}." for key in table if key not in known
+            f"{source}: unknown key {name}.{key}{did_you_mean(key, known)} Known: {', '.join(known)}."
+            for key in table
+            if key not in known
         ]
         required = () if name == "buffers" else known
         problems += [f"{source}: [{name}] lacks {key}." for key in required if key not in table]
@@ -74,10 +78,14 @@ def _layers(table: dict[str, Any]) -> LayerHoldings:
 
 def _calls(file: str, schedule: Schedule, plan: Plan | None, source: str) -> Calls:
     if plan is None:
-        raise ScheduleError(f"{source}: [collectives] needs a plan, whose layout says who calls together. Verify a plan.toml.")
+        raise ScheduleError(
+            f"{source}: [collectives] needs a plan, whose layout says who calls together. Verify a plan.toml."
+        )
     path = Path(source).parent / file
     axes = [gradient_axes(plan, stage) for stage in range(schedule.num_stages)]
-    return calls_from_csv(read_text(path, most_bytes=TABLE_BYTES), plan.layout, schedule.placement, name=str(path), gradient_axes=axes)
+    return calls_from_csv(
+        read_text(path, most_bytes=TABLE_BYTES), plan.layout, schedule.placement, name=str(path), gradient_axes=axes
+    )
 
 
 def _is_int(value: object) -> bool:
@@ -120,7 +128,10 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "buffers.recv_buffers": ("a whole number of at least 0", _is_count),
     "layers": ("a list of layers for each stage", lambda value: _is_list(value, _is_texts)),
-    "layers.model": ("a number of transformer layers or a list of names", lambda value: _is_count(value) or _is_texts(value)),
+    "layers.model": (
+        "a number of transformer layers or a list of names",
+        lambda value: _is_count(value) or _is_texts(value),
+    ),
     "collectives": ("the name of a CSV file", _is_text),
 }
 

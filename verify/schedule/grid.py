@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ...core.schedule.schedule import Schedule
 
 MAX_STEPS, MAX_RANKS = 32, 6
-"""A schedule larger than this is shown as a window of this size around the first marked cell: it fits a terminal of 80 columns."""
+"""A schedule larger than this is shown as a window of this size around the first marked cell: it fits a
+terminal of 80 columns."""
 
 
 def grid(schedule: Schedule, marked: Sequence[int]) -> str:
@@ -29,7 +30,9 @@ def grid(schedule: Schedule, marked: Sequence[int]) -> str:
     widths = [max(map(len, column)) for column in columns]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
     if len(ranks) < schedule.num_ranks or len(steps) < longest:
-        lines.append(f"(ranks {ranks[0]}-{ranks[-1]} of {schedule.num_ranks}, steps {steps[0]}-{steps[-1]} of {longest})")
+        lines.append(
+            f"(ranks {ranks[0]}-{ranks[-1]} of {schedule.num_ranks}, steps {steps[0]}-{steps[-1]} of {longest})"
+        )
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
-"""The static proof of a plan of several modules: the rules over every way through it, and the whole run blocking, in list order.
+"""The static proof of a plan of several modules: the rules over every way through it, and the whole run
+blocking, in list order.
 
-A way leads from a module that reads tokens to the last one; its stages make a line, about which the rules speak. Where branches join, a
-stage receives once for all its sources: that the whole cannot halt is seen by running its lists. Of every module the collectives are
-checked by its own plan, and that the bridges bring every rank what it needs.
+A way leads from a module that reads tokens to the last one; its stages make a line, about which the rules speak. Where
+branches join, a stage receives once for all its sources: that the whole cannot halt is seen by running its lists. Of
+every module the collectives are checked by its own plan, and that the bridges bring every rank what it needs.
 """
 
 from __future__ import annotations
@@ -67,12 +68,15 @@ class ModulesProof:
         schedule = self.schedule
         ways = "one way" if self.num_ways == 1 else f"{self.num_ways} ways"
         head = (
-            f"{schedule.name} over {len(self.plan.modules)} modules ({self.plan.degrees}): {len(schedule)} actions on {schedule.num_ranks} "
-            f"pipeline ranks, {schedule.num_microbatches} microbatches; {len(self.rules)} rules checked on {ways} from tokens to loss."
+            f"{schedule.name} over {len(self.plan.modules)} modules ({self.plan.degrees}): {len(schedule)} actions "
+            f"on {schedule.num_ranks} "
+            f"pipeline ranks, {schedule.num_microbatches} microbatches; {len(self.rules)} rules checked on {ways} "
+            "from tokens to loss."
         )
         if self.ok:
             return (
-                f"{head}\nThe schedule is right: no rule is broken, and no rank waits in a circle. Bridges bring every rank all it needs."
+                f"{head}\nThe schedule is right: no rule is broken, and no rank waits in a circle. Bridges bring "
+                "every rank all it needs."
             )
         return "\n".join([head, *map(str, self.findings)])
 
@@ -111,10 +115,12 @@ def ways(plan: ModularPlan) -> Iterator[tuple[int, ...]]:
 
 
 def halts(schedule: Schedule) -> list[Finding]:
-    """Runs all rows in list order with sends that wait for their receive: a finding for every rank that does not come to its end."""
+    """Runs all rows in list order with sends that wait for their receive: a finding for every rank that
+    does not come to its end."""
     placement, rows = schedule.placement, [list(row) for row in schedule.rows()]
     at = [0] * len(rows)
-    delivered: set[tuple[Kind, int, int, int | None]] = set()  # what went from one stage to another: kind of send, ends, microbatch
+    # what went from one stage to another: kind of send, ends, microbatch
+    delivered: set[tuple[Kind, int, int, int | None]] = set()
 
     def heads(stage: int) -> tuple[Kind, int | None] | None:
         row = rows[stage]
@@ -133,7 +139,9 @@ def halts(schedule: Schedule) -> list[Finding]:
                 if kind in (Kind.SEND_F, Kind.SEND_B):
                     receive = Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B
                     others = ends_of(kind, stage)
-                    delivered |= {(kind, stage, other, microbatch) for other in others if heads(other) == (receive, microbatch)}
+                    delivered |= {
+                        (kind, stage, other, microbatch) for other in others if heads(other) == (receive, microbatch)
+                    }
                     done = all((kind, stage, other, microbatch) in delivered for other in others)
                 elif kind in (Kind.RECV_F, Kind.RECV_B):
                     send = Kind.SEND_F if kind is Kind.RECV_F else Kind.SEND_B
@@ -146,7 +154,13 @@ def halts(schedule: Schedule) -> list[Finding]:
                 moved = True
     hint = "List the receive before what waits for it, in the order in which its sources send."
     return [
-        Finding(HALTS, "error", f"rank {stage}, {rows[stage][place]}", "it waits for other ranks, which wait for it.", hint)
+        Finding(
+            HALTS,
+            "error",
+            f"rank {stage}, {rows[stage][place]}",
+            ("it waits for other ranks, which wait for it."),
+            hint,
+        )
         for stage, place in enumerate(at)
         if place < len(rows[stage])
     ]
@@ -167,7 +181,10 @@ def _of_module(part: ModulePlan, rules: dict[str, None]) -> list[Finding]:
     schedule = lower(schedule_for(alone))
     examination = examine(schedule, facts=Facts(collectives=plan_calls(alone, schedule, per_microbatch=False)))
     rules.update((rule.name, None) for rule in examination.rules)
-    return [Finding(each.rule, each.severity, f"module {part.name}, {each.where}", each.what, each.hint) for each in examination.findings]
+    return [
+        Finding(each.rule, each.severity, f"module {part.name}, {each.where}", each.what, each.hint)
+        for each in examination.findings
+    ]
 
 
 def _of_bridge(source: ModulePlan, target: ModulePlan) -> list[Finding]:
@@ -181,5 +198,9 @@ def _of_bridge(source: ModulePlan, target: ModulePlan) -> list[Finding]:
         messages(*reversed(grids))
     except ValueError as error:
         where = f"bridge {source.name} -> {target.name}"
-        return [Finding("bridge-incomplete", "error", where, str(error), "Cut the same batch and sequence in both modules.")]
+        return [
+            Finding(
+                "bridge-incomplete", "error", where, str(error), ("Cut the same batch and sequence in both modules.")
+            )
+        ]
     return []

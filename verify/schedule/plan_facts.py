@@ -1,4 +1,5 @@
-"""`plan_facts`: what a plan says beside its schedule: layers of the stages, formats of messages, collectives of every rank."""
+"""`plan_facts`: what a plan says beside its schedule: layers of the stages, formats of messages,
+collectives of every rank."""
 
 from __future__ import annotations
 
@@ -32,14 +33,15 @@ _PER_MICROBATCH = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 def plan_facts(plan: Plan, schedule: Schedule) -> Facts:
     """The facts that follow from a plan for a schedule of it.
 
-    Of the collectives those of REDUCE_GRAD, UNSHARD and STEP: forwards and backwards communicate inside one pipeline rank only, whose
-    ranks all run one row, so that their order agrees by construction.
-    Raises `ScheduleError` when the schedule has other numbers of ranks or stages than the plan.
+    Of the collectives those of REDUCE_GRAD, UNSHARD and STEP: forwards and backwards communicate inside one pipeline
+    rank only, whose ranks all run one row, so that their order agrees by construction. Raises `ScheduleError` when the
+    schedule has other numbers of ranks or stages than the plan.
     """
     layout = plan.layout
     if (schedule.num_ranks, schedule.num_stages) != (layout.pp, layout.num_stages):
         raise ScheduleError(
-            f"schedule {schedule.name} has {schedule.num_ranks} ranks and {schedule.num_stages} stages, but the plan has pp={layout.pp} "
+            f"schedule {schedule.name} has {schedule.num_ranks} ranks and {schedule.num_stages} stages, but the plan "
+            f"has pp={layout.pp} "
             f"and {layout.num_stages} stages. Check it with its own plan, or without one."
         )
     calls = plan_calls(plan, schedule, per_microbatch=False)
@@ -47,7 +49,8 @@ def plan_facts(plan: Plan, schedule: Schedule) -> Facts:
 
 
 def message_formats(plan: Plan) -> MessageFormats:
-    """Hidden states of one microbatch on rank 0 of tensor and context parallelism: its own tokens with sequence parallelism."""
+    """Hidden states of one microbatch on rank 0 of tensor and context parallelism: its own tokens with
+    sequence parallelism."""
     lo, hi = plan.tokens_of(0)
     dtype = "bf16" if plan.precision.dtype == "fp8" else plan.precision.dtype
     text = f"{dtype}[{plan.batch.micro_size},{hi - lo},{plan.model.hidden_size}]"
@@ -61,7 +64,8 @@ def layer_holdings(plan: Plan) -> LayerHoldings:
 
 
 def plan_calls(plan: Plan, schedule: Schedule, *, per_microbatch: bool = True) -> Calls:
-    """The collectives of every rank of a plan that runs `schedule`, in list order; with `per_microbatch` those of F, B, I and W too."""
+    """The collectives of every rank of a plan that runs `schedule`, in list order; with `per_microbatch` those
+    of F, B, I and W too."""
     layout, kinds = plan.layout, _PER_STEP | (_PER_MICROBATCH if per_microbatch else frozenset())
     lists = [tuple(_calls_of(plan, schedule, pp_rank, kinds)) for pp_rank in range(schedule.num_ranks)]
     list_of = np.empty(layout.world_size, dtype=np.int64)
@@ -75,12 +79,13 @@ def plan_calls(plan: Plan, schedule: Schedule, *, per_microbatch: bool = True) -
 def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
     """The axes along which ranks hold different parts of a stage's gradients.
 
-    Tokens are spread over `dp` (context parallelism included), and over the copies of a stage that two pipeline ranks hold (`replica`,
-    which covers dp); those of experts over `edp`. Hybrid sharding adds first inside its groups, then over them. With sequence
-    parallelism every tensor-parallel rank knows the gradients of whole norms, biases, routers and low-rank projections for its own
-    tokens only; those of the norms of query and key heads, without it too, for its own heads. A stage without layers has no gradients,
-    hence no axes; what is reduced after every microbatch is complete before REDUCE_GRAD. So are, in exact numerics, the sums over the
-    sequences that context parallelism cuts: ranks that differ only in their part of a sequence have finished other elements.
+    Tokens are spread over `dp` (context parallelism included), and over the copies of a stage that two pipeline ranks
+    hold (`replica`, which covers dp); those of experts over `edp`. Hybrid sharding adds first inside its groups, then
+    over them. With sequence parallelism every tensor-parallel rank knows the gradients of whole norms, biases, routers
+    and low-rank projections for its own tokens only; those of the norms of query and key heads, without it too, for its
+    own heads. A stage without layers has no gradients, hence no axes; what is reduced after every microbatch is
+    complete before REDUCE_GRAD. So are, in exact numerics, the sums over the sequences that context parallelism cuts:
+    ranks that differ only in their part of a sequence have finished other elements.
     """
     layout, held = plan.layout, stage_parameters(plan.model, plan.stages[stage])
     replicated = len(plan.placement.ranks[stage]) > 1
@@ -97,12 +102,17 @@ def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
         whole = (parameter for parameter in held if parameter.cut is None and not parameter.expert)
         by_tokens = (parameter for parameter in whole if not parameter.name.startswith("embedding."))
         axis = "tp_cp" if sequences_are_cut(plan) else "tp"
-        axes |= {axis} if any(layout.sequence_parallel or ".attention." in parameter.name for parameter in by_tokens) else set()
+        axes |= (
+            {axis}
+            if any(layout.sequence_parallel or ".attention." in parameter.name for parameter in by_tokens)
+            else set()
+        )
     return frozenset(axes)
 
 
 def _split(axis: str, *, copies: int, shards: int, finished: int) -> set[str]:
-    """The axis over so many copies, or the two that hybrid sharding makes of it; `finished` neighbours hold parts of no common sum"""
+    """The axis over so many copies, or the two that hybrid sharding makes of it; `finished` neighbours hold
+    parts of no common sum"""
     if shards == copies:
         return {axis} if copies > finished else set()
     return {f"{axis}_replicate"} | ({f"{axis}_shard"} if shards > finished else set())

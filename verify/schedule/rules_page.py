@@ -1,4 +1,5 @@
-"""The page `docs/rules.md`, made from the table of rules: `python -m shardproof.verify.schedule.rules_page > docs/rules.md`."""
+"""The page `docs/rules.md`, made from the table of rules: `python -m
+shardproof.verify.schedule.rules_page > docs/rules.md`."""
 
 from __future__ import annotations
 
@@ -54,12 +55,19 @@ def rules_page() -> str:
 
 def _section(rule: Rule) -> str:
     examination = examine(Schedule.from_csv(rule.example), facts=rule.example_facts, warnings=True)
-    marked = [index for _, violation in examination.violations for index in (violation.index, *violation.related) if index is not None]
+    marked = [
+        index
+        for _, violation in examination.violations
+        for index in (violation.index, *violation.related)
+        if index is not None
+    ]
     needs = [f"Needs `[{rule.needs}]`{_given(rule.example_facts)}.", ""] if rule.needs is not None else []
     severity = ["A warning: the schedule is right all the same.", ""] if rule.severity == "warning" else []
     found = str(examination.findings[0]).splitlines()[0]
     picture = grid(examination.schedule, marked)
-    return "\n".join([f"## {rule.name}", "", f"{rule.doc} {rule.hint}", "", *severity, *needs, "```", picture, "", found, "```", ""])
+    return "\n".join(
+        [f"## {rule.name}", "", f"{rule.doc} {rule.hint}", "", *severity, *needs, "```", picture, "", found, "```", ""]
+    )
 
 
 def _given(facts: Facts | None) -> str:
@@ -67,7 +75,10 @@ def _given(facts: Facts | None) -> str:
     if facts is None:
         return ""
     if facts.memory is not None:
-        return f", here stage_bytes = {list(facts.memory.stage_bytes)}, capacity_bytes = {list(facts.memory.capacity_bytes)}"
+        return (
+            f", here stage_bytes = {list(facts.memory.stage_bytes)}, capacity_bytes = "
+            f"{list(facts.memory.capacity_bytes)}"
+        )
     if facts.messages is not None:
         return f", here outputs = {list(facts.messages.outputs)}, inputs = {list(facts.messages.inputs)}"
     if facts.layers is not None:
@@ -76,7 +87,9 @@ def _given(facts: Facts | None) -> str:
         given = {name: getattr(facts.buffers, name) for name in BUFFER_KINDS}
         return ", here " + ", ".join(f"{name} = {list(slots)}" for name, slots in given.items() if slots is not None)
     assert facts.collectives is not None
-    lines = "; ".join(f"rank {rank} calls `{line}`" for rank, line in enumerate(facts.collectives.to_csv().splitlines()))
+    lines = "; ".join(
+        f"rank {rank} calls `{line}`" for rank, line in enumerate(facts.collectives.to_csv().splitlines())
+    )
     return f", here {lines}"
 
 

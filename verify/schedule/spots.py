@@ -1,4 +1,5 @@
-"""Where a finding belongs in the files that the user wrote: the line of the plan's key that it is about, or the row of a schedule."""
+"""Where a finding belongs in the files that the user wrote: the line of the plan's key that it is about, or
+the row of a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The attention of one layer on expressions: grouped heads or latent attention, forward and backward; see `symbolic_layers`."""
+"""The attention of one layer on expressions: grouped heads or latent attention, forward and backward;
+see `symbolic_layers`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Attention(LayerHalf):
         return layer.forward(self._operations(name, phase), x, phase)
 
     def _back(self, name: str, layer: Linear | WholeLinear, dy: list[Part], x: list[Part]) -> list[Part]:
-        dx, own = layer.backward(self.operations(name, "input_gradient"), self.operations(name, "weight_gradient"), dy, x)
+        dx, own = layer.backward(
+            self.operations(name, "input_gradient"), self.operations(name, "weight_gradient"), dy, x
+        )
         self.gradients.update(own)
         return dx
 
@@ -48,7 +51,9 @@ class Attention(LayerHalf):
         """Scores and their product with the values."""
         s, model = self.ranks.keys, self.ranks.plan.model
         sizes = [("scores", s, model.head_dim, 1), ("values", model.value_head_dim, s, 1)]
-        return self._core_products(self.operations("attention.core", "forward" if phase == "forward" else "recomputed"), qkv, sizes, phase)
+        return self._core_products(
+            self.operations("attention.core", "forward" if phase == "forward" else "recomputed"), qkv, sizes, phase
+        )
 
     def _core_backward(self, dy: list[Part], qkv: list[Part]) -> list[Part]:
         s, d, v = self.ranks.keys, self.ranks.plan.model.head_dim, self.ranks.plan.model.value_head_dim
@@ -63,8 +68,8 @@ class Attention(LayerHalf):
     def _core_products(
         self, operations: Sequence[Operations], x: list[Part], sizes: Sequence[tuple[str, int, int, int]], phase: Phase
     ) -> list[Part]:
-        """Products [s, k] x [k, n], `times` for every head, one after the other: `sizes` are their (name, n, k, times). Of keys and values
-        those of the whole sample are needed, and their gradients are sums over all queries of it."""
+        """Products [s, k] x [k, n], `times` for every head, one after the other: `sizes` are their (name, n, k, times).
+        Of keys and values those of the whole sample are needed, and their gradients are sums over all queries of it."""
         plan, wanted = self.ranks.plan, self._heads()
         whole, last, cp = (0, self.ranks.keys), sizes[-1][0], self.ranks.plan.layout.cp
 

@@ -1,4 +1,5 @@
-"""Embedding, transformer layer and head as sequences of layers, forward and backward, on expressions; see `symbolic_layers`."""
+"""Embedding, transformer layer and head as sequences of layers, forward and backward, on expressions;
+see `symbolic_layers`."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ Works = Sequence[Sequence[LayerWork]]
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a stage: its name as findings show it, the prefix of its layers' names, and the index of a transformer layer, or of a
-    module of multi-token prediction."""
+    """A part of a stage: its name as findings show it, the prefix of its layers' names, and the index of a transformer
+    layer, or of a module of multi-token prediction."""
 
     name: str
     prefix: str
@@ -49,8 +50,11 @@ def blocks_of(model: ModelSpec, stage: StageLayers) -> Iterator[Block]:
         yield HEAD
 
 
-def run_block(plan: Plan, block: Block, works: Works, reference: dict[tuple[Phase, str], Expression] | None) -> tuple[Ranks, Gradients]:
-    """Forward and backward of a block on all tensor-parallel ranks. Without a reference this is the one device, and makes it."""
+def run_block(
+    plan: Plan, block: Block, works: Works, reference: dict[tuple[Phase, str], Expression] | None
+) -> tuple[Ranks, Gradients]:
+    """Forward and backward of a block on all tensor-parallel ranks. Without a reference this is the one
+    device, and makes it."""
     ranks = Ranks(plan, reference)
     if block is EMBEDDING:
         return ranks, embedding(ranks, works)
@@ -76,7 +80,10 @@ class _TransformerLayer:
         self.ranks = ranks
         self.prefix = f"{layer_prefix(layer)}."
         self.recomputed_whole = recomputes_whole(ranks.plan, layer)
-        self.parameters = {parameter.name.removeprefix(self.prefix): parameter for parameter in layer_parameters(ranks.plan.model, layer)}
+        self.parameters = {
+            parameter.name.removeprefix(self.prefix): parameter
+            for parameter in layer_parameters(ranks.plan.model, layer)
+        }
         self.forward_of, self.back_of, self.weight_of, self.again_of = (
             named(self.prefix, works, what) for what in ("forward", "input_gradient", "weight_gradient", "recomputed")
         )
@@ -111,7 +118,12 @@ class _TransformerLayer:
         return (*self.attention.layers, *self.mlp.layers)
 
     def _phase_operations(self, name: str, what: str) -> list[Operations]:
-        names = {"forward": self.forward_of, "recomputed": self.again_of, "input_gradient": self.back_of, "weight_gradient": self.weight_of}
+        names = {
+            "forward": self.forward_of,
+            "recomputed": self.again_of,
+            "input_gradient": self.back_of,
+            "weight_gradient": self.weight_of,
+        }
         return names[what](name)
 
     def _forward(self, x: list[Part], phase: Phase) -> dict[str, list[Part]]:
@@ -132,4 +144,6 @@ class _TransformerLayer:
         return gradients
 
     def _norm(self, half: str) -> list[Parameter]:
-        return [self.parameters[name] for name in (f"{half}.norm.weight", f"{half}.norm.bias") if name in self.parameters]
+        return [
+            self.parameters[name] for name in (f"{half}.norm.weight", f"{half}.norm.bias") if name in self.parameters
+        ]

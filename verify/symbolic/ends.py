@@ -1,4 +1,5 @@
-"""Both ends of the model and multi-token prediction on expressions: token lookup, logits and losses; see `symbolic_layers`."""
+"""Both ends of the model and multi-token prediction on expressions: token lookup, logits and losses;
+see `symbolic_layers`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def embedding(ranks: Ranks, works: Works) -> Gradients:
     gradients = {usage.key: gradient}
     for parameter in positions:
         own = Usage(parameter)
-        gradients[own.key] = ranks.settle_gradient(own, [replace(p, value=apply("position rows", p.value, own.key)) for p in dy])
+        gradients[own.key] = ranks.settle_gradient(
+            own, [replace(p, value=apply("position rows", p.value, own.key)) for p in dy]
+        )
     return gradients
 
 
@@ -44,7 +47,8 @@ def head(ranks: Ranks, works: Works) -> Gradients:
 
 
 def multi_token(ranks: Ranks, works: Works, depth: int, prefix: str) -> Gradients:
-    """A module of multi-token prediction but for its transformer layer: lookup, norms, projection, and its own use of the head."""
+    """A module of multi-token prediction but for its transformer layer: lookup, norms, projection, and
+    its own use of the head."""
     parameters = list(mtp_parameters(ranks.plan.model, depth))
 
     def norm(name: str) -> list[Parameter]:
@@ -76,7 +80,9 @@ def lookup(ranks: Ranks, name: str, works: Works) -> list[Part]:
     return ranks.settle("forward", name, x, ranks.hidden(symbol("x")))
 
 
-def lookup_gradient(ranks: Ranks, name: str, works: Works, usage: Usage, dy: list[Part]) -> tuple[list[Part], list[Part]]:
+def lookup_gradient(
+    ranks: Ranks, name: str, works: Works, usage: Usage, dy: list[Part]
+) -> tuple[list[Part], list[Part]]:
     """(gradient of the table, the output's gradient of all tokens)."""
     operations, whole = named("", works, "input_gradient")(name), (0, ranks.sequence)
     if sequences_are_cut(ranks.plan):  # the last collective is for the tokens' ids
@@ -108,9 +114,11 @@ def _renamed(usage: Usage, prefix: str) -> Usage:
     return replace(usage, parameter=replace(usage.parameter, name=f"{prefix}{usage.parameter.name}"))
 
 
-def _predicted(ranks: Ranks, prefix: str, works: Works, norm: Sequence[Parameter], usage: Usage, *, key: str, ahead: bool) -> Gradients:
-    """A norm, logits, the loss of every token, and back. `key` is that of the output table's gradient; with `ahead` a module of
-    multi-token prediction uses the normed state too."""
+def _predicted(
+    ranks: Ranks, prefix: str, works: Works, norm: Sequence[Parameter], usage: Usage, *, key: str, ahead: bool
+) -> Gradients:
+    """A norm, logits, the loss of every token, and back. `key` is that of the output table's gradient; with `ahead` a
+    module of multi-token prediction uses the normed state too."""
     forward, back, weight = (named(prefix, works, what) for what in ("forward", "input_gradient", "weight_gradient"))
     output, x = Linear(ranks, f"{prefix}output", usage, None), ranks.hidden(symbol("hidden"))
     hidden = normed(norm, x)
@@ -124,8 +132,8 @@ def _predicted(ranks: Ranks, prefix: str, works: Works, norm: Sequence[Parameter
 
 
 def _loss(ranks: Ranks, name: str, operations: Sequence[Operations], logits: list[Part]) -> list[Expression]:
-    """The first collective completes the maximum, the others the sum of exponentials (with label smoothing of logits too) together with
-    the target's logit."""
+    """The first collective completes the maximum, the others the sum of exponentials (with label smoothing of logits
+    too) together with the target's logit."""
     num_leaves = ranks.plan.leaf_sizes.vocab.num_leaves
     first = [[each for each in own if isinstance(each, Collective)][:1] for own in operations]
     rest = [own[len(head) :] for own, head in zip(operations, first, strict=True)]

@@ -1,7 +1,8 @@
-"""Experts in gradient reductions and the optimizer step on expressions: the same ranks on the expert grid; see `symbolic_reduction`.
+"""Experts in gradient reductions and the optimizer step on expressions: the same ranks on the expert grid;
+see `symbolic_reduction`.
 
-Arrays are [tp, dp, ...] as there. A *copy* of the experts is the ranks of one etp x ep grid: a rank's expert gradients are of the tokens of
-all ranks of its copy.
+Arrays are [tp, dp, ...] as there. A *copy* of the experts is the ranks of one etp x ep grid: a rank's expert gradients
+are of the tokens of all ranks of its copy.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class ExpertGrid:
         return result
 
     def contributions(self, name: tuple[object, ...], num_replicas: int, *, cut: bool, part: Digest) -> np.ndarray:
-        """[tp, dp, replica] what each rank has of a gradient of its experts: that of the tokens of all ranks of its copy."""
+        """[tp, dp, replica] what each rank has of a gradient of its experts: that of the tokens of
+        all ranks of its copy."""
         members: dict[int, list[tuple[int, int]]] = {}
         for cell, (copy, _, _) in self.places.items():
             members.setdefault(copy, []).append(cell)
@@ -70,7 +72,9 @@ class ExpertGrid:
                 own[(*cell, r)] = sum(part((*here, d, r), t) for t, d in members[copy]) % MODULUS
         return own
 
-    def wanted(self, name: tuple[object, ...], replicas: Sequence[int], shape: tuple[int, ...], *, cut: bool, whole: Digest) -> np.ndarray:
+    def wanted(
+        self, name: tuple[object, ...], replicas: Sequence[int], shape: tuple[int, ...], *, cut: bool, whole: Digest
+    ) -> np.ndarray:
         """[tp, dp, replica] the sum over all tokens of all samples."""
         totals: dict[tuple[object, ...], int] = {}
         found = np.zeros(shape, dtype=np.uint64)
@@ -85,7 +89,9 @@ class ExpertGrid:
         """The sum over the copies of each rank's experts."""
         replicas = own.shape[2] if operation.axis == "expert_replica" else 1
         if operation.group_size != (size := self.layout.expert_dp * replicas):
-            raise MisfitError(f"{operation.op} over {operation.axis} names {operation.group_size} ranks, but there are {size}")
+            raise MisfitError(
+                f"{operation.op} over {operation.axis} names {operation.group_size} ranks, but there are {size}"
+            )
         total = self.summed(own, (1, 2))
         return np.broadcast_to(total.sum(2, keepdims=True, dtype=np.uint64), own.shape) if replicas > 1 else total
 
@@ -97,12 +103,15 @@ class ExpertGrid:
     def with_squares(
         self, calls: Sequence[Collective], own: np.ndarray, wanted: np.uint64, stages: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.uint64]:
-        """The sums of squares [pipeline rank, tp, dp] of all other gradients with those of experts, which are first added over their grid
-        by `calls`; the first tensor-parallel rank counts them. `stages` are those with experts, and the place of their pipeline rank."""
+        """The sums of squares [pipeline rank, tp, dp] of all other gradients with those of experts, which are first
+        added over their grid by `calls`; the first tensor-parallel rank counts them. `stages` are those with experts,
+        and the place of their pipeline rank."""
         own = own.copy()
         for stage, rank in stages:
             squares = np.zeros(own.shape[1:], dtype=np.uint64)
-            parts = {place[1:]: np.uint64(digest("expert squares", stage, *place[1:])) for place in self.places.values()}
+            parts = {
+                place[1:]: np.uint64(digest("expert squares", stage, *place[1:])) for place in self.places.values()
+            }
             for cell, place in self.places.items():
                 squares[cell] = parts[place[1:]]
             for call in calls:

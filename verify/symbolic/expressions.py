@@ -1,13 +1,14 @@
 """`Expression`: a number of a program as the way it is computed, kept as two digests of 64 bits.
 
 - `ordered` changes with everything: functions, arguments, and the order and grouping of every sum;
-- `unordered` does not see the order of sums: a sum's digest is the sum of its terms' digests modulo 2^64, that of any other function a
-  hash of the function's name and its arguments' digests.
+- `unordered` does not see the order of sums: a sum's digest is the sum of its terms' digests modulo 2^64, that of any
+  other function a hash of the function's name and its arguments' digests.
 
-So two expressions with equal `unordered` are the same mathematics, with equal `ordered` too the same bits. Terms are counted: one that
-is missing or there twice changes the sum. (Sums of hashes modulo a number as fingerprints of multisets: Clarke et al. 2003,
-"Incremental Multiset Hash Functions and Their Application to Memory Integrity Checking", section 5, MSet-Add-Hash.) Unequal mathematics
-have equal digests by accident only, with probability 2^-64 for each comparison.
+So two expressions with equal `unordered` are the same mathematics, with equal `ordered` too the same bits. Terms
+are counted: one that is missing or there twice changes the sum. (Sums of hashes modulo a number as fingerprints of
+multisets: Clarke et al. 2003, "Incremental Multiset Hash Functions and Their Application to Memory Integrity
+Checking", section 5, MSet-Add-Hash.) Unequal mathematics have equal digests by accident only, with probability
+2^-64 for each comparison.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def digest(*parts: object) -> int:
 
 
 def digests(shape: Sequence[int], *name: object) -> np.ndarray:
-    """One digest for every cell of a grid (uint64), of the name and the cell's place: the numbers that splitmix64 draws from the name's."""
+    """One digest for every cell of a grid (uint64), of the name and the cell's place: the numbers that splitmix64
+    draws from the name's."""
     return mix(np.uint64(digest("cells", *name)) + np.arange(math.prod(shape), dtype=np.uint64).reshape(shape) * GOLDEN)
 
 
@@ -64,7 +66,8 @@ def add(left: Expression, right: Expression) -> Expression:
 
 
 def summed(how: str, terms: Iterable[Expression]) -> Expression:
-    """A sum in an order that `how` names: whose result is another one for other terms, or for the same in another grouping."""
+    """A sum in an order that `how` names: whose result is another one for other terms, or for the
+    same in another grouping."""
     terms = tuple(terms)
     return Expression(digest(how, *(term.ordered for term in terms)), sum(term.unordered for term in terms) % MODULUS)
 
@@ -76,7 +79,8 @@ def exactly_summed(terms: Iterable[Expression]) -> Expression:
 
 
 def interval(term: Expression, lo: int, hi: int) -> Expression:
-    """The part of a sum over positions that comes from `[lo, hi)`. Parts that tile an interval add up to that interval's."""
+    """The part of a sum over positions that comes from `[lo, hi)`. Parts that tile an interval add
+    up to that interval's."""
     if lo == hi:
         return Expression(digest("nothing"), 0)
     unordered = (_prefix(term, hi) - _prefix(term, lo)) % MODULUS

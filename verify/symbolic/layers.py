@@ -1,9 +1,9 @@
-"""The layers of a stage run on expressions: each tensor-parallel rank does what `core.program` lists, and every result is compared with
-one device.
+"""The layers of a stage run on expressions: each tensor-parallel rank does what `core.program` lists, and every result
+is compared with one device.
 
-A layer is judged on its own: after a difference is noted, the right value takes its place, so each finding is a cause and none a
-consequence. Blocks (embedding, transformer layer, head) take and give hidden states that are complete, so a stage of right blocks is
-right, for every microbatch, since its samples are symbols.
+A layer is judged on its own: after a difference is noted, the right value takes its place, so each finding is a cause
+and none a consequence. Blocks (embedding, transformer layer, head) take and give hidden states that are complete, so a
+stage of right blocks is right, for every microbatch, since its samples are symbols.
 """
 
 from __future__ import annotations
@@ -41,16 +41,20 @@ Phase = Literal["forward", "recomputation", "input gradient", "weight gradient"]
 class Program:
     """What ranks do: `core.program`, or in tests something else.
 
-    `works` are a stage's layers on a tensor-parallel rank, the same for every microbatch and on every data-parallel rank; `actions` the
-    operations of REDUCE_GRAD and STEP; `own_tokens` the parameters that the tensor-parallel sum of REDUCE_GRAD is for.
+    `works` are a stage's layers on a tensor-parallel rank, the same for every microbatch and on every
+    data-parallel rank; `actions` the operations of REDUCE_GRAD and STEP; `own_tokens` the parameters that the
+    tensor-parallel sum of REDUCE_GRAD is for.
     """
 
     works: Callable[[Plan, int, int], Sequence[LayerWork]] = stage_work
     actions: Callable[..., Operations] = operations
     own_tokens: Callable[[Plan, int], Sequence[Parameter]] = own_token_parameters
 
-    def of_copies(self, plan: Plan, kind: Kind, stage: int, tp_rank: int, replica: int = 0) -> list[tuple[int, Operations]]:
-        """What the data-parallel ranks of a stage do in an action, without repeating: (the first rank that does it, its operations)."""
+    def of_copies(
+        self, plan: Plan, kind: Kind, stage: int, tp_rank: int, replica: int = 0
+    ) -> list[tuple[int, Operations]]:
+        """What the data-parallel ranks of a stage do in an action, without repeating: (the first rank that
+        does it, its operations)."""
         alike = self.actions is operations and are_alike(plan, kind, plan.placement.ranks[stage][replica])
         found: dict[int, tuple[int, Operations]] = {}
         for dp_rank in range(1 if alike else plan.layout.dp):
@@ -61,7 +65,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Difference:
-    """One place where ranks and one device part: in what is computed (`value`) or only in which order sums are made (`order`)."""
+    """One place where ranks and one device part: in what is computed (`value`) or only in which order
+    sums are made (`order`)."""
 
     phase: Phase
     layer: str
@@ -74,7 +79,8 @@ class Difference:
 class Ranks:
     """The tensor-parallel ranks of one block in lock-step.
 
-    `reference` holds one device's values by (phase, layer); while it is None this is the one device, and fills `values`.
+    `reference` holds one device's values by (phase, layer); while it is None this is the one
+    device, and fills `values`.
     """
 
     plan: Plan
@@ -95,8 +101,8 @@ class Ranks:
 
     @property
     def sequence(self) -> int:
-        """Tokens of a sample that a context-parallel rank has. All have equally many, and do the same with theirs: what runs here is the
-        first of them, whose tokens count from 0; what it gets of others counts on."""
+        """Tokens of a sample that a context-parallel rank has. All have equally many, and do the same with theirs: what
+        runs here is the first of them, whose tokens count from 0; what it gets of others counts on."""
         return self.plan.batch.sequence // self.plan.layout.cp
 
     @property
@@ -149,7 +155,10 @@ class Ranks:
         return results
 
     def walk(
-        self, operations: Sequence[Operations], parts: list[Part], products: Sequence[Callable[[int, Part, Product], Part]]
+        self,
+        operations: Sequence[Operations],
+        parts: list[Part],
+        products: Sequence[Callable[[int, Part, Product], Part]],
     ) -> tuple[list[Part], list[Part]]:
         """The ranks' operations one after the other; returns (parts before the last product, parts at the end).
 
@@ -158,7 +167,9 @@ class Ranks:
         before, done = parts, 0
         there = min(sum(isinstance(operation, Product) for operation in own) for own in operations)
         if there < len(products):
-            self._note = self._note or f"the layer has {_count(len(products), 'product')}, and the program lists {there}"
+            self._note = self._note or (
+                f"the layer has {_count(len(products), 'product')}, and the program lists {there}"
+            )
         for row in zip_longest(*operations):
             kinds = {_kind_of(operation) for operation in row}
             if len(kinds) > 1 or isinstance(row[0], Message):
@@ -175,7 +186,9 @@ class Ranks:
             parts = self._spoiled(parts, f"only {_count(done, 'product')} of {len(products)} are computed")
         return before, parts
 
-    def _multiplied(self, compute: Callable[[int, Part, Product], Part], row: Sequence[Any], parts: list[Part]) -> list[Part]:
+    def _multiplied(
+        self, compute: Callable[[int, Part, Product], Part], row: Sequence[Any], parts: list[Part]
+    ) -> list[Part]:
         def one(tp_rank: int, part: Part) -> Part:
             return compute(tp_rank, part, row[tp_rank])
 
@@ -194,13 +207,17 @@ class Ranks:
                 return collective(operation.op, parts, self.token_cut(len(parts)), by_tokens=by_tokens)
             groups = [[part, *(on_another_copy(part, axis, index) for index in range(1, size))] for part in parts]
             cuts = self.token_cut(size)
-            return [collective(operation.op, group, cuts, by_tokens=by_tokens)[0] for group in groups if len(group) > 1] or parts
+            return [
+                collective(operation.op, group, cuts, by_tokens=by_tokens)[0] for group in groups if len(group) > 1
+            ] or parts
         except MisfitError as error:
             return self._spoiled(parts, str(error))
 
     def _spoiled(self, parts: Sequence[Part], note: str) -> list[Part]:
         self._note = self._note or note
-        return [Part(symbol("spoiled", tp_rank, note), part.tokens, part.features) for tp_rank, part in enumerate(parts)]
+        return [
+            Part(symbol("spoiled", tp_rank, note), part.tokens, part.features) for tp_rank, part in enumerate(parts)
+        ]
 
     def settle(self, phase: Phase, layer: str, parts: Sequence[Part], wanted: Sequence[Part]) -> list[Part]:
         """Compares what the ranks hold after a layer with one device, and goes on with what they should hold.
@@ -213,11 +230,17 @@ class Ranks:
             self.values[key] = parts[0].value
             return list(parts)
         right = self.reference[key]
-        self._compare(key, [(part.value, right, _unfit(part, want)) for part, want in zip(parts, wanted, strict=True)], parts, note)
+        self._compare(
+            key,
+            [(part.value, right, _unfit(part, want)) for part, want in zip(parts, wanted, strict=True)],
+            parts,
+            note,
+        )
         return [replace(want, value=right) for want in wanted]
 
     def settle_gradient(self, usage: Usage, parts: Sequence[Part]) -> list[Part]:
-        """The same for a weight gradient, which may cover a rank's own tokens only; `parts` hold the whole sum's term as value."""
+        """The same for a weight gradient, which may cover a rank's own tokens only; `parts` hold the
+        whole sum's term as value."""
         note, self._note = self._note, ""
         key: tuple[Phase, str] = ("weight gradient", usage.key)
         if self.reference is None:
@@ -233,24 +256,39 @@ class Ranks:
         return [replace(part, value=right) for part in parts]
 
     def _compare(
-        self, key: tuple[Phase, str], triples: Sequence[tuple[Expression, Expression, str]], parts: Sequence[Part], note: str
+        self,
+        key: tuple[Phase, str],
+        triples: Sequence[tuple[Expression, Expression, str]],
+        parts: Sequence[Part],
+        note: str,
     ) -> None:
-        wrong = [rank for rank, (value, right, unfit) in enumerate(triples) if value.unordered != right.unordered or unfit]
+        wrong = [
+            rank for rank, (value, right, unfit) in enumerate(triples) if value.unordered != right.unordered or unfit
+        ]
         if wrong:
             rank = wrong[0]
             value, right, unfit = triples[rank]
             what = note or _how(value, right, parts[rank]) or unfit or "it is another expression than on one device"
             self.differences.append(Difference(*key, "value", rank, what))
         elif reordered := [rank for rank, (value, right, _) in enumerate(triples) if value.ordered != right.ordered]:
-            self.differences.append(Difference(*key, "order", reordered[0], "the same sum in another order than on one device"))
+            self.differences.append(
+                Difference(*key, "order", reordered[0], ("the same sum in another order than on one device"))
+            )
 
 
 def _unfit(part: Part, want: Part) -> str:
     if part.extents == want.extents:
         return ""
     lo, hi = part.tokens
-    held = "only a part of the elements" if part.elements is not None else f"tokens [{lo}, {hi}) of {part.features or 'all features'}"
-    return f"it holds {held} where tokens [{want.tokens[0]}, {want.tokens[1]}) of {want.features or 'all features'} are needed"
+    held = (
+        "only a part of the elements"
+        if part.elements is not None
+        else (f"tokens [{lo}, {hi}) of {part.features or 'all features'}")
+    )
+    return (
+        f"it holds {held} where tokens [{want.tokens[0]}, {want.tokens[1]}) of {want.features or 'all features'} "
+        "are needed"
+    )
 
 
 def _how(value: Expression, right: Expression, part: Part) -> str:
@@ -285,15 +323,18 @@ def check_shape(product: Product, m: int, n: int, k: int, count: int = 1) -> Non
     """Raises `MisfitError` when a product's sizes are not those of the parts at hand."""
     if (product.m, product.n, product.k, product.count) != (m, n, k, count):
         raise MisfitError(
-            f"the product {product.count} x [{product.m}, {product.k}] x [{product.k}, {product.n}] does not fit the tensors held, "
+            f"the product {product.count} x [{product.m}, {product.k}] x [{product.k}, {product.n}] does not fit the "
+            "tensors held, "
             f"{count} x [{m}, {k}] x [{k}, {n}]"
         )
 
 
 class Linear:
-    """A linear layer cut by its output (column) or input (row) features, as `core.model.parameters` says; `weight` is its parameter.
+    """A linear layer cut by its output (column) or input (row) features, as `core.model.parameters` says;
+    `weight` is its parameter.
 
-    `project` goes from whole features to cut ones, `contract` back, which sums over the cut ones (`backend.numerics.base`).
+    `project` goes from whole features to cut ones, `contract` back, which sums over the cut ones
+    (`backend.numerics.base`).
     """
 
     def __init__(self, ranks: Ranks, name: str, usage: Usage, bias: Usage | None):
@@ -307,7 +348,11 @@ class Linear:
         """The layer's output, and its bias where it has one."""
         _, y = self.ranks.walk(operations, x, [self._project if self.column else self._contract])
         y = self.ranks.settle(phase, self.name, y, self.cut_parts() if self.column else self._whole_parts())
-        return y if self.bias is None else [replace(part, value=apply("bias", part.value, self.bias.parameter.name)) for part in y]
+        return (
+            y
+            if self.bias is None
+            else [replace(part, value=apply("bias", part.value, self.bias.parameter.name)) for part in y]
+        )
 
     def backward(
         self, operations: Sequence[Operations], weight_operations: Sequence[Operations], dy: list[Part], x: list[Part]
@@ -315,7 +360,9 @@ class Linear:
         """(gradient of the input, gradients of weight and bias by `Usage.key`)."""
         arrived = dy
         dy, dx = self.ranks.walk(operations, dy, [self._contract if self.column else self._project])
-        dx = self.ranks.settle("input gradient", self.name, dx, self._whole_parts() if self.column else self.cut_parts())
+        dx = self.ranks.settle(
+            "input gradient", self.name, dx, self._whole_parts() if self.column else self.cut_parts()
+        )
 
         def outer(tp_rank: int, x_part: Part, product: Product) -> Part:
             return self._outer(tp_rank, x_part, dy[tp_rank], product)
@@ -362,7 +409,9 @@ class Linear:
 
     def _outer(self, tp_rank: int, x: Part, dy: Part, product: Product) -> Part:
         if x.tokens != dy.tokens or dy.leaves is not None or x.leaves is not None:
-            raise MisfitError(f"a weight gradient is given tokens {x.tokens} of the input and {dy.tokens} of the output's gradient")
+            raise MisfitError(
+                f"a weight gradient is given tokens {x.tokens} of the input and {dy.tokens} of the output's gradient"
+            )
         shape = self._cut_size(tp_rank), self.whole_size, self._tokens(x)
         check_shape(product, *shape)
         value = self.ranks.in_order_of(apply("outer", x.value, dy.value, self.usage.key), *shape)
@@ -372,7 +421,9 @@ class Linear:
 _NOTHING = symbol("nothing")
 
 
-def summed_leaves(ranks: Ranks, tokens: tuple[int, int], terms: dict[int, Expression], num_leaves: int, shape: tuple[int, ...]) -> Part:
+def summed_leaves(
+    ranks: Ranks, tokens: tuple[int, int], terms: dict[int, Expression], num_leaves: int, shape: tuple[int, ...]
+) -> Part:
     """A rank's sum over its own leaves, kept as tree nodes by exact numerics."""
     lo, hi = min(terms), max(terms) + 1
     unfinished = None if hi - lo == num_leaves else (lo, hi, num_leaves)
@@ -387,7 +438,9 @@ def summed_leaves(ranks: Ranks, tokens: tuple[int, int], terms: dict[int, Expres
 def _node_value(node: tuple[int, int], own: dict[tuple[int, int], Expression]) -> Expression:
     """A node of the canonical tree; the tree over a node's own length splits as the whole tree does below it."""
     first, last = node
-    value = tree(last - first, {(lo - first, hi - first): term for (lo, hi), term in own.items() if first <= lo and hi <= last})
+    value = tree(
+        last - first, {(lo - first, hi - first): term for (lo, hi), term in own.items() if first <= lo and hi <= last}
+    )
     assert value is not None
     return value
 
@@ -398,7 +451,9 @@ def vector_gradient(ranks: Ranks, usage: Usage, dy: list[Part], x: list[Part]) -
     def gradient(_: int, part: Part, other: Part) -> Part:
         if part.elements is not None or part.tokens != other.tokens:
             raise MisfitError("a sum over tokens is given parts that do not match")
-        value = ranks.in_order_of(apply("token sums", part.value, other.value, usage.key), part.tokens[1] - part.tokens[0])
+        value = ranks.in_order_of(
+            apply("token sums", part.value, other.value, usage.key), part.tokens[1] - part.tokens[0]
+        )
         return Part(value, part.tokens, part.features)
 
     return ranks.settle_gradient(usage, ranks.each(lambda tp_rank, part: gradient(tp_rank, part, x[tp_rank]), dy))

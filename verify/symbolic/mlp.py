@@ -1,7 +1,9 @@
-"""The MLP half of a transformer layer on expressions: dense, or a router with experts and shared experts; see `symbolic_layers`.
+"""The MLP half of a transformer layer on expressions: dense, or a router with experts and shared
+experts; see `symbolic_layers`.
 
-Where a token goes is one symbol, the routing, that its scores decide. What is proved is that copies reach their experts and come back: that
-every expert gets the copies of all tokens that the ranks of its copy hold, and every token the finished sums over an expert's width.
+Where a token goes is one symbol, the routing, that its scores decide. What is proved is that copies reach their experts
+and come back: that every expert gets the copies of all tokens that the ranks of its copy hold, and every token the
+finished sums over an expert's width.
 """
 
 from __future__ import annotations
@@ -55,11 +57,15 @@ class DenseMlp(LayerHalf):
             self.forward(self.saved["x"], "recomputation")
 
     def backward(self, dy: list[Part]) -> list[Part]:
-        dup = mapped("activation gradient", self._back(self.layers[1], self.down, dy, self.saved["activation"]), self.saved["up"])
+        dup = mapped(
+            "activation gradient", self._back(self.layers[1], self.down, dy, self.saved["activation"]), self.saved["up"]
+        )
         return self._back(self.layers[0], self.up, dup, self.saved["x"])
 
     def _back(self, name: str, layer: Linear, dy: list[Part], x: list[Part]) -> list[Part]:
-        dx, own = layer.backward(self.operations(name, "input_gradient"), self.operations(name, "weight_gradient"), dy, x)
+        dx, own = layer.backward(
+            self.operations(name, "input_gradient"), self.operations(name, "weight_gradient"), dy, x
+        )
         self.gradients.update(own)
         return dx
 
@@ -68,8 +74,9 @@ class DenseMlp(LayerHalf):
 class _Copies:
     """Copies of tokens, or what experts make of them, by the tensor-parallel rank that holds the tokens.
 
-    `told` are the axes over which counts have gone ahead, `spread` says that copies are with their experts' ranks, `together` that those
-    of all members of `etp` are. While a sum over an expert's width waits for these, `members` are what each of them has, by rank.
+    `told` are the axes over which counts have gone ahead, `spread` says that copies are with their experts' ranks,
+    `together` that those of all members of `etp` are. While a sum over an expert's width waits for these, `members` are
+    what each of them has, by rank.
     """
 
     parts: list[Part]
@@ -137,13 +144,17 @@ class SparseMlp(LayerHalf):
         self._weight_gradients("mlp.experts.down", dactivation, saved["activation"], rows.parts)
         dup = mapped("activation gradient", dactivation, saved["up"])
         self._weight_gradients("mlp.experts.up", dup, dup, saved["rows"])
-        sums = self._contract(self.operations("mlp.experts.up", "input_gradient"), "mlp.experts.up", replace(rows, parts=dup))
+        sums = self._contract(
+            self.operations("mlp.experts.up", "input_gradient"), "mlp.experts.up", replace(rows, parts=dup)
+        )
         travel, gather = _apart(self.operations("mlp.dispatch", "input_gradient"))
         rows = self._settled(phase, "mlp.dispatch", self._travel(travel, sums), own_dy, home=True)
         dx = self._gathered(gather, mapped("sum of copies", rows.parts))
         dx = self.ranks.settle(phase, f"{self.prefix}mlp.dispatch tokens", dx, dy)
         operations = self.operations("mlp.router", "input_gradient"), self.operations("mlp.router", "weight_gradient")
-        drouted, own = self.router.backward(*operations, mapped("routing gradient", weights, saved["routing"]), saved["x"])
+        drouted, own = self.router.backward(
+            *operations, mapped("routing gradient", weights, saved["routing"]), saved["x"]
+        )
         self.gradients.update(own)
         uses = [drouted, dx]
         if self.shared is not None:
@@ -152,8 +163,9 @@ class SparseMlp(LayerHalf):
         return mapped("uses", *uses)
 
     def _scores(self, x: list[Part], phase: Phase) -> list[Part]:
-        """What the router says of a rank's tokens. Where it compares the tokens of a sequence, the ranks that hold others of that sequence
-        then tell each other theirs: those of tensor parallelism first, then those of context parallelism."""
+        """What the router says of a rank's tokens. Where it compares the tokens of a sequence, the ranks that
+        hold others of that sequence then tell each other theirs: those of tensor parallelism first, then those
+        of context parallelism."""
         operations = [_until_product(own) for own in self._operations("mlp.router", phase)]
         scores = self.router.forward([product for product, _ in operations], x, phase)
         axes = (self.ranks.tp > 1 and self.layout.sequence_parallel) + (self.layout.cp > 1)
@@ -161,7 +173,9 @@ class SparseMlp(LayerHalf):
         needed = axes * compared
         told = [rest for _, rest in operations]
         if any(len(own) != needed or not all(isinstance(each, Collective) for each in own) for own in told):
-            what = f"{len(told[0])} operations follow the scores, and ranks tell each other of their tokens {needed} times"
+            what = (
+                f"{len(told[0])} operations follow the scores, and ranks tell each other of their tokens {needed} times"
+            )
             self.ranks.note(what)
             untold = [replace(part, value=symbol("untold", what)) for part in scores]
             return self.ranks.settle(phase, f"{self.prefix}mlp.router", untold, x)
@@ -184,7 +198,9 @@ class SparseMlp(LayerHalf):
                 rows = self._moved(row, rows)
             except MisfitError as error:
                 self.ranks.note(str(error))
-                spoiled = [replace(part, value=symbol("spoiled", str(error)), leaves=None, nodes=()) for part in rows.parts]
+                spoiled = [
+                    replace(part, value=symbol("spoiled", str(error)), leaves=None, nodes=()) for part in rows.parts
+                ]
                 rows = replace(rows, parts=spoiled, members=())
         return rows
 
@@ -208,12 +224,18 @@ class SparseMlp(LayerHalf):
             return replace(rows, together=True)
         if not rows.members:
             raise MisfitError(f"{op} over etp is given rows that are no partial sums")
-        finished = [replace(members[0], value=_finished(op, members), leaves=None, nodes=()) for members in rows.members]
+        finished = [
+            replace(members[0], value=_finished(op, members), leaves=None, nodes=()) for members in rows.members
+        ]
         return replace(rows, parts=finished, together=False, members=())
 
     def _settled(self, phase: Phase, layer: str, rows: _Copies, wanted: list[Part], *, home: bool = False) -> _Copies:
         """The rows where they are needed, with their experts or at home."""
-        apart = [axis for axis, there in (("ep", rows.spread), ("etp", rows.together)) if self.axes[axis] > 1 and there == home]
+        apart = [
+            axis
+            for axis, there in (("ep", rows.spread), ("etp", rows.together))
+            if self.axes[axis] > 1 and there == home
+        ]
         if rows.members and self.axes["etp"] > 1:
             self.ranks.note("the sum over an expert's width is not finished")
         elif apart:
@@ -276,7 +298,8 @@ class SparseMlp(LayerHalf):
         return replace(rows, parts=mine, members=tuple(members) if etp > 1 else ())
 
     def _weight_gradients(self, name: str, cut: list[Part], cut_input: list[Part], whole: list[Part]) -> None:
-        """Of the copies of a rank's own tokens: REDUCE_GRAD counts the tokens of all ranks whose copies meet at an expert."""
+        """Of the copies of a rank's own tokens: REDUCE_GRAD counts the tokens of all ranks whose
+        copies meet at an expert."""
         weight, bias = self._usages(name)
 
         def outer(tp_rank: int, part: Part, product: Product) -> Part:
@@ -293,7 +316,9 @@ class SparseMlp(LayerHalf):
 
     def _biased(self, y: list[Part], name: str) -> list[Part]:
         _, bias = self._usages(name)
-        return y if bias is None else [replace(part, value=apply("bias", part.value, bias.parameter.name)) for part in y]
+        return (
+            y if bias is None else [replace(part, value=apply("bias", part.value, bias.parameter.name)) for part in y]
+        )
 
     def _settle_cut(self, phase: Phase, name: str, parts: list[Part]) -> list[Part]:
         weight = self.parameters[f"{name}.weight"]
@@ -307,7 +332,9 @@ class SparseMlp(LayerHalf):
     @property
     def _mean_rows(self) -> int:
         """Rows of an expert, of equal shares."""
-        copies = self.ranks.sequence * self.ranks.plan.batch.micro_size * self.model.experts_per_token * self.axes["etp"]
+        copies = (
+            self.ranks.sequence * self.ranks.plan.batch.micro_size * self.model.experts_per_token * self.axes["etp"]
+        )
         return -(-copies // (self.ranks.tp * self._count))
 
     def _cut_size(self, weight: Parameter, tp_rank: int) -> int:

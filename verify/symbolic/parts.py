@@ -17,7 +17,8 @@ Gradients = dict[str, list[Part]]
 """Weight gradients by `Usage.key`, one part per tensor-parallel rank."""
 
 OperationsOf = Callable[[str, str], list[Operations]]
-"""Every rank's operations of a layer, by its name in the transformer layer and the phase (`forward`, `recomputed`, ...)."""
+"""Every rank's operations of a layer, by its name in the transformer layer and the phase
+(`forward`, `recomputed`, ...)."""
 
 
 class LayerHalf(ABC):
@@ -57,7 +58,8 @@ class LayerHalf(ABC):
 
 
 class WholeLinear:
-    """A linear layer that no rank cuts, on the tokens that a rank holds; exact numerics gather them for its weight gradient."""
+    """A linear layer that no rank cuts, on the tokens that a rank holds; exact numerics gather them
+    for its weight gradient."""
 
     def __init__(self, ranks: Ranks, name: str, usage: Usage, bias: Usage | None):
         self.ranks, self.name, self.usage, self.bias = ranks, name, usage, bias
@@ -65,21 +67,32 @@ class WholeLinear:
 
     def forward(self, operations: Sequence[Operations], x: list[Part], phase: Phase = "forward") -> list[Part]:
         """The layer's output, and its bias where it has one."""
-        _, y = self.ranks.walk(operations, x, [lambda _, part, product: self._multiplied("linear", part, product, self.shape)])
+        _, y = self.ranks.walk(
+            operations, x, [lambda _, part, product: self._multiplied("linear", part, product, self.shape)]
+        )
         y = self.ranks.settle(phase, self.name, y, self.ranks.hidden(symbol("nothing")))
-        return y if self.bias is None else [replace(part, value=apply("bias", part.value, self.bias.parameter.name)) for part in y]
+        return (
+            y
+            if self.bias is None
+            else [replace(part, value=apply("bias", part.value, self.bias.parameter.name)) for part in y]
+        )
 
     def backward(
         self, operations: Sequence[Operations], weight_operations: Sequence[Operations], dy: list[Part], x: list[Part]
     ) -> tuple[list[Part], Gradients]:
-        """(gradient of the input, gradients of weight and bias by `Usage.key`). Of two gathers the first is for the output's gradient."""
+        """(gradient of the input, gradients of weight and bias by `Usage.key`). Of two gathers the first is for
+        the output's gradient."""
         n, k = self.shape
-        _, dx = self.ranks.walk(operations, dy, [lambda _, part, product: self._multiplied("transposed", part, product, (k, n))])
+        _, dx = self.ranks.walk(
+            operations, dy, [lambda _, part, product: self._multiplied("transposed", part, product, (k, n))]
+        )
         dx = self.ranks.settle("input gradient", self.name, dx, self.ranks.hidden(symbol("nothing")))
         first = [own[: sum(isinstance(each, Collective) for each in own) // 2] for own in weight_operations]
         _, all_dy = self.ranks.walk(first, dy, [])
         rest = [own[len(head) :] for own, head in zip(weight_operations, first, strict=True)]
-        _, gradient = self.ranks.walk(rest, x, [lambda tp_rank, part, product: self._outer(part, all_dy[tp_rank], product)])
+        _, gradient = self.ranks.walk(
+            rest, x, [lambda tp_rank, part, product: self._outer(part, all_dy[tp_rank], product)]
+        )
         gradients = {self.usage.key: self.ranks.settle_gradient(self.usage, gradient)}
         if self.bias is not None:
             gradients[self.bias.key] = vector_gradient(self.ranks, self.bias, dy, dy)
@@ -88,14 +101,20 @@ class WholeLinear:
     def _multiplied(self, function: str, x: Part, product: Product, shape: tuple[int, ...]) -> Part:
         n, k = shape
         check_shape(product, self._tokens(x), n, k)
-        return replace(x, value=self.ranks.in_order_of(apply(function, x.value, self.usage.parameter.name), self._tokens(x), n, k))
+        return replace(
+            x, value=self.ranks.in_order_of(apply(function, x.value, self.usage.parameter.name), self._tokens(x), n, k)
+        )
 
     def _outer(self, x: Part, dy: Part, product: Product) -> Part:
         if x.tokens != dy.tokens:
-            raise MisfitError(f"a weight gradient is given tokens {x.tokens} of the input and {dy.tokens} of the output's gradient")
+            raise MisfitError(
+                f"a weight gradient is given tokens {x.tokens} of the input and {dy.tokens} of the output's gradient"
+            )
         n, k = self.shape
         check_shape(product, n, k, self._tokens(x))
-        return Part(self.ranks.in_order_of(apply("outer", x.value, dy.value, self.usage.key), n, k, self._tokens(x)), x.tokens)
+        return Part(
+            self.ranks.in_order_of(apply("outer", x.value, dy.value, self.usage.key), n, k, self._tokens(x)), x.tokens
+        )
 
     def _tokens(self, part: Part) -> int:
         if part.elements is not None or part.leaves is not None or part.features is not None:
@@ -104,7 +123,8 @@ class WholeLinear:
 
 
 def head_gradient(ranks: Ranks, usage: Usage, dy: list[Part], x: list[Part]) -> list[Part]:
-    """The gradient of the norm of every head: a sum over the heads that a rank holds, which take the place of tokens here."""
+    """The gradient of the norm of every head: a sum over the heads that a rank holds, which take the
+    place of tokens here."""
     parts = []
     for part, other in zip(dy, x, strict=True):
         assert part.features is not None, "heads are cut"

@@ -1,9 +1,10 @@
-"""Gradient reductions on expressions, over the grid of all tensor-parallel ranks and all copies of a stage. What follows: `symbolic_step`.
+"""Gradient reductions on expressions, over the grid of all tensor-parallel ranks and all copies of a stage. What
+follows: `symbolic_step`.
 
-A gradient on one rank is the sum of what its microbatches gave; here it is a digest that names the stage, the rank's cut, and the copy
-(which samples). Sums of digests modulo 2^64 are sums of gradients: see `expressions`. Exact numerics put every sample into its place
-of the batch tree, in whatever order it comes (`core.base.reduction.CarryTree`), so an all_to_all of tree nodes keeps the order, and a library's
-all_reduce does not.
+A gradient on one rank is the sum of what its microbatches gave; here it is a digest that names the stage, the rank's
+cut, and the copy (which samples). Sums of digests modulo 2^64 are sums of gradients: see `expressions`. Exact numerics
+put every sample into its place of the batch tree, in whatever order it comes (`core.base.reduction.CarryTree`), so an
+all_to_all of tree nodes keeps the order, and a library's all_reduce does not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ States = Mapping[str, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True)
 class StepDifference:
-    """Something that REDUCE_GRAD or STEP makes otherwise than one device; an `order` one is the same sum in another order."""
+    """Something that REDUCE_GRAD or STEP makes otherwise than one device; an `order` one is the same
+    sum in another order."""
 
     kind: str
     where: str
@@ -48,10 +50,12 @@ class StepDifference:
 
 @dataclass
 class StageGradients:
-    """The gradients of one stage: arrays [tp, dp, replica] of digests by usage, alike for usages that are treated alike.
+    """The gradients of one stage: arrays [tp, dp, replica] of digests by usage, alike for
+    usages that are treated alike.
 
-    `is_part` says that each copy has finished a part of the elements only (ZeRO), `in_turn` that these are parts of a sum over tensor- and
-    context-parallel ranks, which have to come together first, `divided` that they are parts of what a rank is to keep.
+    `is_part` says that each copy has finished a part of the elements only (ZeRO), `in_turn` that these are parts of
+    a sum over tensor- and context-parallel ranks, which have to come together first, `divided` that they are parts
+    of what a rank is to keep.
     """
 
     plan: Plan
@@ -66,7 +70,8 @@ class StageGradients:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[tp, dp, replica], of which dp counts the context-parallel ranks of every data-parallel rank too, as its fastest axis."""
+        """[tp, dp, replica], of which dp counts the context-parallel ranks of every data-parallel rank
+        too, as its fastest axis."""
         layout = self.plan.layout
         return layout.tp, layout.dp * layout.cp, len(self.placement.ranks[self.stage])
 
@@ -103,7 +108,10 @@ def reduced_gradients(
     per_holder = [num_reductions.get((rank, stage), ()) for rank in placement.ranks[stage]]
     for usage in representatives.values():
         try:
-            given = [_operations_for(plan, usage, each, covered, buckets.get(usage.key, "")) for each in (after_each, operations)]
+            given = [
+                _operations_for(plan, usage, each, covered, buckets.get(usage.key, ""))
+                for each in (after_each, operations)
+            ]
             covering = usage.parameter.name in covered
             total = _reduce_usage(gradients, usage, states[usage.key], given, per_holder, covering)
         except MisfitError as error:
@@ -111,14 +119,20 @@ def reduced_gradients(
             continue
         wanted = gradients.wanted[usage.key]
         if not np.array_equal(total, wanted):
-            alike = len([each for each in usages if _treatment(each, states, covered) == _treatment(usage, states, covered)])
-            what = _how(total, wanted, per_holder, operations) + (f" (and {alike - 1} more gradients alike)" if alike > 1 else "")
+            alike = len(
+                [each for each in usages if _treatment(each, states, covered) == _treatment(usage, states, covered)]
+            )
+            what = _how(total, wanted, per_holder, operations) + (
+                (f" (and {alike - 1} more gradients alike)") if alike > 1 else ""
+            )
             differences.append(StepDifference("value", f"{stage}REDUCE_GRAD, {usage.key}", what))
         gradients.values[usage.key] = wanted  # what follows is judged on its own
     in_parts = plan.layout.zero > 0 and num_shards(plan, stage).dense > 1
     if usages and gradients.is_part != in_parts and not any(difference.kind == "value" for difference in differences):
         what = "every copy keeps whole gradients" if in_parts else "every copy keeps a part of the gradients only"
-        differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", f"{what}, and zero={plan.layout.zero} wants it otherwise"))
+        differences.append(
+            StepDifference("value", f"{stage}REDUCE_GRAD", (f"{what}, and zero={plan.layout.zero} wants it otherwise"))
+        )
     gradients.is_part = in_parts and bool(usages)  # a stage without layers has no parts
     by_tokens = [usage for usage in usages if usage.parameter.name in covered and not knows_heads(usage.parameter)]
     if split := _split_blocks(plan, [tokens for usage in by_tokens for tokens in states[usage.key]]):
@@ -130,9 +144,12 @@ def reduced_gradients(
 
 
 def _counts_difference(gradients: StageGradients, operations: Sequence[Collective]) -> Iterator[StepDifference]:
-    """What is wrong with the counts of the experts that the step's tokens chose: every rank needs them over all tokens, once."""
+    """What is wrong with the counts of the experts that the step's tokens chose: every rank needs them
+    over all tokens, once."""
     plan, stage, shape = gradients.plan, gradients.stage, gradients.shape
-    if not plan.model.expert_bias or not any(usage.parameter.expert for usage in stage_usages(plan.model, plan.stages[stage])):
+    if not plan.model.expert_bias or not any(
+        usage.parameter.expert for usage in stage_usages(plan.model, plan.stages[stage])
+    ):
         return
     own, wanted = np.zeros(shape, dtype=np.uint64), 0
     for t, d, r in np.ndindex(shape):
@@ -162,9 +179,11 @@ def _treatment(usage: Usage, states: States, covered: set[str]) -> tuple[object,
     return usage.role, cut, expert, states[usage.key], usage.parameter.name in covered, knows_heads(usage.parameter)
 
 
-def _operations_for(plan: Plan, usage: Usage, operations: Sequence[Collective], covered: set[str], bucket: str) -> list[Collective]:
-    """The collectives that a gradient goes through: over tensor parallelism only where a rank knows a part of it, of tokens or of heads,
-    which exact numerics exchange apart."""
+def _operations_for(
+    plan: Plan, usage: Usage, operations: Sequence[Collective], covered: set[str], bucket: str
+) -> list[Collective]:
+    """The collectives that a gradient goes through: over tensor parallelism only where a rank knows a part of it, of
+    tokens or of heads, which exact numerics exchange apart."""
     kind: KnownPart = "heads" if knows_heads(usage.parameter) and plan.numerics.mode == "exact" else "tokens"
     layer = PART_LAYERS[kind] if usage.parameter.name in covered else None
     theirs = [each for each in operations if (split_axis(each.axis)[0] in EXPERT_AXES) == usage.parameter.expert]
@@ -172,14 +191,18 @@ def _operations_for(plan: Plan, usage: Usage, operations: Sequence[Collective], 
 
 
 def _after_each_microbatch(plan: Plan, program: Program, stage: int) -> tuple[list[Collective], str]:
-    """The collectives over copies that follow the weight gradients of every microbatch, and what is wrong with them: they are part of B and
-    of W, and not of I."""
+    """The collectives over copies that follow the weight gradients of every microbatch, and what is wrong with them:
+    they are part of B and of W, and not of I."""
     if not sums_are_sharded(plan):
         return [], ""
     calls, note = [], ""
     for tp_rank in range(plan.layout.tp):
         by_kind = [
-            [each for each in program.actions(plan, kind, stage, tp_rank) if isinstance(each, Collective) and _is_over_copies(each)]
+            [
+                each
+                for each in program.actions(plan, kind, stage, tp_rank)
+                if isinstance(each, Collective) and _is_over_copies(each)
+            ]
             for kind in (Kind.B, Kind.W, Kind.I)
         ]
         if by_kind[0] != by_kind[1] or by_kind[2]:
@@ -201,10 +224,11 @@ def _reduce_usage(
     per_holder: Sequence[tuple[int, ...]],
     covered: bool,
 ) -> np.ndarray:
-    """The sum over all groups of contributions, each reduced by what is `given` after its microbatch, and then by what is given at
-    REDUCE_GRAD as often as the schedule does it.
+    """The sum over all groups of contributions, each reduced by what is `given` after its microbatch, and then by what
+    is given at REDUCE_GRAD as often as the schedule does it.
 
-    Where context-parallel ranks finish sequences after every microbatch (`exchange_difference`), each then has a part of the elements.
+    Where context-parallel ranks finish sequences after every microbatch (`exchange_difference`), each then
+    has a part of the elements.
     """
     if usage.parameter.expert:
         return _reduce_experts(gradients, usage, tokens, given, per_holder)
@@ -230,7 +254,9 @@ def _reduce_usage(
         for operation in after_each:
             own = _collective(gradients, operation, own)
         for _ in range(times):
-            over_tokens = [operation for operation in operations if split_axis(operation.axis)[0] not in ("dp", "replica")]
+            over_tokens = [
+                operation for operation in operations if split_axis(operation.axis)[0] not in ("dp", "replica")
+            ]
             for operation in over_tokens:
                 own = _collective(gradients, operation, own)
             gradients.is_part |= by_parts  # of what has come together each takes its part again
@@ -280,7 +306,9 @@ def _reduce_experts(
     _check_together(gradients)
     in_parts = plan.layout.zero > 0 and num_shards(plan, gradients.stage).expert > 1
     if gradients.is_part != in_parts and per_holder:
-        raise MisfitError(f"zero={plan.layout.zero}, and every copy keeps {'a part' if gradients.is_part else 'all'} of it")
+        raise MisfitError(
+            f"zero={plan.layout.zero}, and every copy keeps {'a part' if gradients.is_part else 'all'} of it"
+        )
     gradients.is_part = of_dense
     return total
 
@@ -297,8 +325,8 @@ def _tokens_digests(name: tuple[object, ...], end: int, shape: tuple[int, ...]) 
 
 
 def _over_level(gradients: StageGradients, operation: Collective, own: np.ndarray) -> np.ndarray:
-    """A collective of hybrid sharding: a reduction over those that keep a part each, then one over those that keep equal parts, which exact
-    numerics make of parts of these parts, that have to come together again."""
+    """A collective of hybrid sharding: a reduction over those that keep a part each, then one over those that keep
+    equal parts, which exact numerics make of parts of these parts, that have to come together again."""
     plan, (base, level), replicas = gradients.plan, split_axis(operation.axis), own.shape[2]
     is_expert = base in EXPERT_AXES
     parts, size = num_shards(plan, gradients.stage)[is_expert], num_copies(plan, gradients.stage)[is_expert]
@@ -330,9 +358,13 @@ def _collective(gradients: StageGradients, operation: Collective, own: np.ndarra
     size = operation.group_size if not axes else int(np.prod([own.shape[axis] for axis in axes]))
     size *= layout.cp if operation.axis == "tp_cp" else 1
     if operation.group_size != size:
-        raise MisfitError(f"{operation.op} over {operation.axis} names {operation.group_size} ranks, but there are {size}")
+        raise MisfitError(
+            f"{operation.op} over {operation.axis} names {operation.group_size} ranks, but there are {size}"
+        )
     if by_parts and gradients.in_turn:
-        raise MisfitError(f"{operation.op} over {operation.axis} is given parts of a sum over tokens that has not come together")
+        raise MisfitError(
+            f"{operation.op} over {operation.axis} is given parts of a sum over tokens that has not come together"
+        )
     if by_parts and operation.op == "all_to_all":  # between the ranks that have the same part
         gradients.is_part = True
         apart = own.reshape(own.shape[0], -1, layout.cp, own.shape[2])
@@ -357,12 +389,18 @@ def _collective(gradients: StageGradients, operation: Collective, own: np.ndarra
 def of_ranks(program: Program, plan: Plan, kind: Kind, stage: int, num_replicas: int) -> list[Operations]:
     """What all ranks of a stage do in an action; data-parallel ranks that do the same stand there once."""
     tp_ranks, replicas = range(plan.layout.tp), range(num_replicas)
-    return [own for tp_rank in tp_ranks for replica in replicas for _, own in program.of_copies(plan, kind, stage, tp_rank, replica)]
+    return [
+        own
+        for tp_rank in tp_ranks
+        for replica in replicas
+        for _, own in program.of_copies(plan, kind, stage, tp_rank, replica)
+    ]
 
 
 def in_step(sequences: Sequence[Sequence[object]]) -> tuple[list[Collective], str]:
     """The collectives that all ranks call in one order, and a note when they do not."""
-    distinct = {id(sequence): sequence for sequence in sequences}.values()  # ranks that do the same may share one sequence
+    # ranks that do the same may share one sequence
+    distinct = {id(sequence): sequence for sequence in sequences}.values()
     calls = [[each for each in sequence if isinstance(each, Collective)] for sequence in distinct]
     kinds = [[(call.op, call.axis, call.layer) for call in own] for own in calls]
     for own in kinds:
@@ -376,7 +414,9 @@ def calls_text(kinds: Sequence[tuple[str, str, str]]) -> str:
     return ", ".join(f"{op} over {axis}" for op, axis, _ in kinds) or "none"
 
 
-def _how(total: np.ndarray, wanted: np.ndarray, per_holder: Sequence[tuple[int, ...]], operations: Sequence[Collective]) -> str:
+def _how(
+    total: np.ndarray, wanted: np.ndarray, per_holder: Sequence[tuple[int, ...]], operations: Sequence[Collective]
+) -> str:
     for times in range(2, 1025):
         if np.array_equal(total, wanted * np.uint64(times)):
             return f"it is {times} times the sum over the global batch"
@@ -390,14 +430,23 @@ def _how(total: np.ndarray, wanted: np.ndarray, per_holder: Sequence[tuple[int, 
 
 def exchange_difference(plan: Plan, program: Program, stage: int) -> StepDifference | None:
     """What is wrong with the end of a microbatch's backward: there context-parallel ranks finish sequences, once."""
-    due = [("all_to_all", "cp", plan.layout.cp)] * (sequences_are_cut(plan) and bool(stage_parameters(plan.model, plan.stages[stage])))
+    due = [("all_to_all", "cp", plan.layout.cp)] * (
+        sequences_are_cut(plan) and bool(stage_parameters(plan.model, plan.stages[stage]))
+    )
     for kind, wanted in ((Kind.B, due), (Kind.W, due), (Kind.I, [])):
         for tp_rank in range(plan.layout.tp):
             operations = program.actions(plan, kind, stage, tp_rank)
-            sent = (each for each in operations if not each.layer and isinstance(each, Collective) and not _is_over_copies(each))
+            sent = (
+                each
+                for each in operations
+                if not each.layer and isinstance(each, Collective) and not _is_over_copies(each)
+            )
             calls = [(each.op, each.axis, each.group_size) for each in sent]
             if calls != wanted:
                 called = ", ".join(f"{op} over {axis} of {size}" for op, axis, size in calls) or "none"
-                what = f"{len(wanted)} exchanges over context-parallel ranks are due after the last weight gradient, and {called} is called"
+                what = (
+                    f"{len(wanted)} exchanges over context-parallel ranks are due after the last weight gradient, "
+                    f"and {called} is called"
+                )
                 return StepDifference("value", f"{stage}{kind.name}, tp rank {tp_rank}", what)
     return None

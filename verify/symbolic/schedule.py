@@ -1,11 +1,13 @@
-"""A lowered schedule run on values: what every action really reads, and what every stage's gradient is really the sum of.
+"""A lowered schedule run on values: what every action really reads, and what every stage's
+gradient is really the sum of.
 
-Each pipeline rank walks its list. A value is a digest of 64 bits; F, B, I and W are functions of what lies in their rank's memory when
-they run, and messages are delivered as a wire does it: first in, first out between two ranks in one direction, whatever their labels.
-One device computes the same functions on the right values, stage by stage.
+Each pipeline rank walks its list. A value is a digest of 64 bits; F, B, I and W are functions of what lies in their
+rank's memory when they run, and messages are delivered as a wire does it: first in, first out between two ranks in one
+direction, whatever their labels. One device computes the same functions on the right values, stage by stage.
 
-Rows of a schedule are the same on all tensor- and data-parallel ranks and no action names such a rank, so what holds for one
-microbatch index holds for the samples that each of them has there. Everything is arrays: one step of the interpreter is a stage.
+Rows of a schedule are the same on all tensor- and data-parallel ranks and no action names such a rank, so what
+holds for one microbatch index holds for the samples that each of them has there. Everything is arrays: one step of
+the interpreter is a stage.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ _FORWARD, _GRADIENT, _WEIGHT, _TOKENS, _TARGETS, _SHARD = (np.uint64(each) for e
 
 
 def mixed(tag: np.uint64, *values: np.ndarray) -> np.ndarray:
-    """A hash of arrays of digests, element by element: rounds of the splitmix64 finalizer (Steele, Lea & Flood 2014, figure 17)."""
-    state = np.full(np.broadcast_shapes(*(value.shape for value in values)), tag * np.uint64(0x9E3779B1), dtype=np.uint64)
+    """A hash of arrays of digests, element by element: rounds of the splitmix64 finalizer (Steele, Lea &
+    Flood 2014, figure 17)."""
+    state = np.full(
+        np.broadcast_shapes(*(value.shape for value in values)), tag * np.uint64(0x9E3779B1), dtype=np.uint64
+    )
     for value in values:
         state = (state + np.uint64(0x9E3779B97F4A7C15)) ^ value
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -38,7 +43,8 @@ def mixed(tag: np.uint64, *values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Place:
-    """One thing that a schedule computes otherwise than one device; `index` is the action's, None where there is none."""
+    """One thing that a schedule computes otherwise than one device; `index` is the action's,
+    None where there is none."""
 
     index: int | None
     pp_rank: int
@@ -47,7 +53,8 @@ class Place:
 
 @dataclass(frozen=True)
 class OneDevice:
-    """Digests that are right: of every stage's output, the gradient of its input and of its weights, all `[stage, microbatch]`."""
+    """Digests that are right: of every stage's output, the gradient of its input and of its weights, all
+    `[stage, microbatch]`."""
 
     forward: np.ndarray
     gradient: np.ndarray
@@ -78,7 +85,8 @@ def _of_stage(stage: int) -> np.ndarray:
 
 
 class ScheduleRun:
-    """The interpreter's tables over the *rows* of a schedule: its actions with overlapped pairs taken apart (`View.parts`)."""
+    """The interpreter's tables over the *rows* of a schedule: its actions with overlapped pairs taken
+    apart (`View.parts`)."""
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
@@ -97,7 +105,9 @@ class ScheduleRun:
         stages, microbatches = self.schedule.num_stages, self.schedule.num_microbatches
         return (self.rank[rows] * stages + self.stage[rows] + stage_step) * microbatches + self.microbatch[rows]
 
-    def last_before(self, writers: np.ndarray, written: np.ndarray, readers: np.ndarray, read: np.ndarray) -> np.ndarray:
+    def last_before(
+        self, writers: np.ndarray, written: np.ndarray, readers: np.ndarray, read: np.ndarray
+    ) -> np.ndarray:
         """[row] -> for each reader the writer of the cell it reads that ran last before it, else ABSENT."""
         length = len(self.schedule) + 1
         times = written * length + self.index[writers]
@@ -111,7 +121,8 @@ class ScheduleRun:
 
     @cached_property
     def delivered(self) -> np.ndarray:
-        """[row] -> for each receive the send whose message arrives, else ABSENT: the k-th of one is the k-th of the other."""
+        """[row] -> for each receive the send whose message arrives, else ABSENT: the k-th of one is
+        the k-th of the other."""
         result = np.full(len(self.kind), ABSENT)
         for send, receive, step in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
             sends, sent = self._numbered(self.rows(send), step, sending=True)
@@ -149,7 +160,10 @@ class ScheduleRun:
         sends, receives = self.rows(messages[0]), self.rows(messages[1])
         carried = self.last_before(makers, self.cell(makers), sends, self.cell(sends))
         passes = (self.stage[makers] + step >= 0) & (self.stage[makers] + step < self.schedule.num_stages)
-        passes[passes] = self.view.owner(self.stage[makers[passes]] + step, self.microbatch[makers[passes]]) == self.rank[makers[passes]]
+        passes[passes] = (
+            self.view.owner(self.stage[makers[passes]] + step, self.microbatch[makers[passes]])
+            == self.rank[makers[passes]]
+        )
         local = makers[passes]
         writers = np.concatenate([receives, local])
         written = np.concatenate([self.cell(receives), self.cell(local, step)])
@@ -173,7 +187,8 @@ class ScheduleRun:
 
     @cached_property
     def has_weights(self) -> np.ndarray:
-        """[row] -> False for forwards and backwards of a stage whose parameters lie apart (RESHARD, no UNSHARD since)."""
+        """[row] -> False for forwards and backwards of a stage whose parameters lie apart
+        (RESHARD, no UNSHARD since)."""
         result = np.ones(len(self.kind), dtype=bool)
         changes, users = self.rows(Kind.UNSHARD, Kind.RESHARD), self.rows(Kind.F, Kind.B, Kind.I)
         if len(changes):
@@ -188,10 +203,14 @@ class ScheduleRun:
         """[row] -> the digest that each F (output), B and I (gradient of the input) makes; what was never made is 0."""
         values = np.zeros(len(self.kind) + 1, dtype=np.uint64)  # the last one stands for ABSENT
         for stage, rows in self._by_stage(self.rows(Kind.F)):
-            arrived = microbatch_symbols(_TOKENS, self.microbatch[rows]) if stage == 0 else values[self.forward_inputs[rows]]
+            arrived = (
+                microbatch_symbols(_TOKENS, self.microbatch[rows]) if stage == 0 else values[self.forward_inputs[rows]]
+            )
             values[rows] = self._computed(_FORWARD, stage, rows, arrived)
         for stage, rows in reversed(list(self._by_stage(self.rows(Kind.B, Kind.I)))):
-            values[rows] = self._computed(_GRADIENT, stage, rows, values[self.saved[rows]], self._arrived_gradient(stage, rows, values))
+            values[rows] = self._computed(
+                _GRADIENT, stage, rows, values[self.saved[rows]], self._arrived_gradient(stage, rows, values)
+            )
         return values
 
     @cached_property
@@ -206,7 +225,8 @@ class ScheduleRun:
         return made
 
     def _arrived_gradient(self, stage: int, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """The gradient of a stage's output: for the last stage it comes from the targets of the microbatch that the action names."""
+        """The gradient of a stage's output: for the last stage it comes from the targets of the microbatch
+        that the action names."""
         if stage == self.schedule.num_stages - 1:
             return microbatch_symbols(_TARGETS, self.microbatch[rows])
         return values[self.gradient_inputs[rows]]

@@ -1,4 +1,5 @@
-"""Hybrid sharding on expressions: sums over some copies of a stage that keep a part each, and over those that keep equal parts.
+"""Hybrid sharding on expressions: sums over some copies of a stage that keep a part each, and over
+those that keep equal parts.
 
 Arrays are [tp, dp, replica] as in `symbolic_reduction`.
 """
@@ -53,12 +54,17 @@ def dense_members(plan: Plan, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(members, shape)
 
 
-def summed(operation: Collective, level: Level, own: np.ndarray, place: Place, *, size: int, parts: int, apart: int = 1) -> np.ndarray:
-    """The sums over the groups of a level. There are `size` copies, of which `parts` keep a part each; of these every `apart`-th have parts
-    of the same elements to begin with (context parallelism). Raises `MisfitError` where the operation joins other groups."""
+def summed(
+    operation: Collective, level: Level, own: np.ndarray, place: Place, *, size: int, parts: int, apart: int = 1
+) -> np.ndarray:
+    """The sums over the groups of a level. There are `size` copies, of which `parts` keep a part each; of these every
+    `apart`-th have parts of the same elements to begin with (context parallelism). Raises `MisfitError` where the
+    operation joins other groups."""
     wanted = parts if level == "shard" else size // parts
     if operation.group_size != wanted:
-        raise MisfitError(f"{operation.op} over {operation.axis} names {operation.group_size} ranks, but there are {wanted}")
+        raise MisfitError(
+            f"{operation.op} over {operation.axis} names {operation.group_size} ranks, but there are {wanted}"
+        )
     groups: dict[tuple[int, ...], list[Cell]] = {}
     for cell in np.ndindex(own.shape):
         group, member = place(cell)

@@ -1,6 +1,7 @@
 """The floors of proof that need no torch: the rules over a plan's schedule, and its lowered program on symbols.
 
-`prove_static` is what every door asks first: `verify`, `prove` and the assertions, both matrices and the mutation command.
+`prove_static` is what every door asks first: `verify`, `prove` and the assertions, both matrices
+and the mutation command.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .symbolic import prove as prove_symbolically
 
 @dataclass(frozen=True)
 class StaticProof:
-    """What the rules and the symbols found. `report` has the JSON keys of `verify`; `findings` are all of it, warnings too."""
+    """What the rules and the symbols found. `report` has the JSON keys of `verify`; `findings` are
+    all of it, warnings too."""
 
     report: dict[str, Any]
     findings: tuple[Finding, ...]
@@ -42,8 +44,8 @@ class StaticProof:
 
 
 def prove_static(plan: Plan | ModularPlan, facts: Facts | None = None) -> StaticProof:
-    """The rules over every schedule that ranks of the plan run, and where they hold its program on symbols against one device. `facts`
-    say what more is to be checked about the plan of one model."""
+    """The rules over every schedule that ranks of the plan run, and where they hold its program on symbols against one
+    device. `facts` say what more is to be checked about the plan of one model."""
     if isinstance(plan, ModularPlan):
         modules = prove_modules(plan)
         return StaticProof(modules.report, modules.findings, modules.text)
@@ -113,9 +115,14 @@ def _report(examination: Examination) -> dict[str, Any]:
 def _text(given: Schedule, examination: Examination) -> str:
     """What was checked and the result; with findings, the grid of steps and ranks with their cells marked."""
     schedule = examination.schedule
-    lowered = "" if len(schedule) == len(given) else f" ({len(given)} given, {len(schedule) - len(given)} added by lowering)"
+    lowered = (
+        ""
+        if len(schedule) == len(given)
+        else (f" ({len(given)} given, {len(schedule) - len(given)} added by lowering)")
+    )
     checked = (
-        f"{schedule.name}: {len(schedule)} actions{lowered} on {schedule.num_ranks} pipeline ranks, {schedule.num_stages} stages, "
+        f"{schedule.name}: {len(schedule)} actions{lowered} on {schedule.num_ranks} pipeline ranks, "
+        f"{schedule.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches; {len(examination.rules)} rules checked"
     )
     listed = "\n".join(str(finding) for finding in examination.findings)
@@ -123,7 +130,9 @@ def _text(given: Schedule, examination: Examination) -> str:
         peak = peak_in_flight(View(schedule))
         held = f"Most microbatches in flight: {max(peak)} (rank {peak.index(max(peak))})."
         sends = "It runs with rendezvous, buffered and stream-ordered sends."
-        return f"{checked}.\nThe schedule is right: no rule is broken. {sends} {held}" + (f"\n{listed}" if listed else "")
+        return f"{checked}.\nThe schedule is right: no rule is broken. {sends} {held}" + (
+            f"\n{listed}" if listed else ""
+        )
     because = "" if examination.is_complete else ", the others when these findings are gone"
     picture = f"\n\n{grid(schedule, marked)}" if (marked := _marked(examination)) else ""
     return f"{checked}{because}.\n{listed}{picture}"
@@ -131,7 +140,9 @@ def _text(given: Schedule, examination: Examination) -> str:
 
 def _marked(examination: Examination) -> list[int]:
     """Indices of all actions that take part in a violation, the first violation's first."""
-    places = ((violation.index, *violation.related) for rule, violation in examination.violations if rule.severity == "error")
+    places = (
+        (violation.index, *violation.related) for rule, violation in examination.violations if rule.severity == "error"
+    )
     return [index for place in places for index in place if index is not None]
 
 

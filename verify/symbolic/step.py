@@ -1,4 +1,5 @@
-"""The optimizer step, and the gathers of ZeRO-3, on expressions: norm, losses, tied tables, and the parameters that come together again."""
+"""The optimizer step, and the gathers of ZeRO-3, on expressions: norm, losses, tied tables, and the parameters
+that come together again."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def unshard_difference(plan: Plan, placement: Placement, program: Program, stage
     if note or [(call.op, call.axis, call.group_size) for call in calls] != wanted:
         called = calls_text([(call.op, call.axis, call.layer) for call in calls])
         return StepDifference(
-            "value", f"{stage}UNSHARD", note or f"{len(wanted)} all_gather over copies are due, and the program calls {called}"
+            "value",
+            f"{stage}UNSHARD",
+            note or (f"{len(wanted)} all_gather over copies are due, and the program calls {called}"),
         )
     return None
 
@@ -65,7 +68,8 @@ class Step:
         yield from self._parameters()
 
     def _different(self, rank: int) -> list[tuple[tuple[int, int], Operations]]:
-        """The operations of a pipeline rank's tensor-parallel and data-parallel ranks; of those that do the same, the first."""
+        """The operations of a pipeline rank's tensor-parallel and data-parallel ranks; of those
+        that do the same, the first."""
         return [((t, d), own) for t in range(self.shape[1]) for d, own in self.operations[rank, t]]
 
     def _of_layer(self, layer: str) -> tuple[list[Collective], str]:
@@ -73,8 +77,9 @@ class Step:
         return in_step([[each for each in own if each.layer == layer] for own in distinct])
 
     def _squares(self) -> tuple[np.ndarray, np.uint64]:
-        """Each rank's sum of squares, every element of the model counted once: on a stage's first replica, or every copy's own part. What
-        tensor parallelism does not cut is counted by its first rank, and goes with that rank's slices here."""
+        """Each rank's sum of squares, every element of the model counted once: on a stage's first replica, or
+        every copy's own part. What tensor parallelism does not cut is counted by its first rank, and goes with
+        that rank's slices here."""
         own, total = np.zeros(self.shape, dtype=np.uint64), np.uint64(0)
         for gradients in self.stages:
             if not gradients.values:  # a stage without layers
@@ -92,11 +97,14 @@ class Step:
         return own, total
 
     def _with_experts(self, own: np.ndarray, wanted: np.uint64) -> tuple[np.ndarray, np.uint64]:
-        """The squares of experts, which lie on another grid, beside the others; with ZeRO every copy's own part counts them."""
+        """The squares of experts, which lie on another grid, beside the others; with ZeRO every copy's
+        own part counts them."""
         if not self.plan.model.is_moe or self.plan.layout.zero:
             return own, wanted
         calls = [call for call in self._of_layer("grad_norm")[0] if call.axis in ("ep", "etp")]
-        with_experts = [each for each in self.stages if any(usage.parameter.expert for usage in self._usages(each.stage))]
+        with_experts = [
+            each for each in self.stages if any(usage.parameter.expert for usage in self._usages(each.stage))
+        ]
         stages = [(each.stage, self.ranks.index(self.placement.ranks[each.stage][0])) for each in with_experts]
         return ExpertGrid(self.plan.layout).with_squares(calls, own, wanted, stages)
 
@@ -114,8 +122,8 @@ class Step:
         return own, np.uint64(total % 2**64)
 
     def _aux_losses(self) -> tuple[np.ndarray, np.uint64]:
-        """What routers add to the loss, on the ranks of their stages: of each rank's own tokens, or counted by the first tensor-parallel
-        rank where all have the same."""
+        """What routers add to the loss, on the ranks of their stages: of each rank's own tokens, or counted by the
+        first tensor-parallel rank where all have the same."""
         own, total = np.zeros(self.shape, dtype=np.uint64), 0
         for stage, ranks in enumerate(self.placement.ranks):
             for replica, pp_rank in enumerate(ranks):
@@ -158,8 +166,15 @@ class Step:
                 calls = [each for each in own if isinstance(each, Collective) and each.axis == "embedding"]
                 if len(calls) != needed:
                     where = f"STEP, embedding.tokens.weight on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
-                    uses = "without the other end's use" if len(calls) < needed else "with a sum that is added more than once"
-                    what = f"the tied table is updated {uses}: {needed} collectives over embedding are due, {len(calls)} called"
+                    uses = (
+                        "without the other end's use"
+                        if len(calls) < needed
+                        else ("with a sum that is added more than once")
+                    )
+                    what = (
+                        f"the tied table is updated {uses}: {needed} collectives over embedding are due, "
+                        f"{len(calls)} called"
+                    )
                     yield StepDifference("value", where, what)
                     return
 
@@ -167,7 +182,11 @@ class Step:
         """Of every stage of a pipeline rank whose experts are updated in parts the number of copies that hold these."""
         if not self.plan.layout.zero:
             return []
-        stages = [stage for stage in self.placement.stages_of(pp_rank) if any(usage.parameter.expert for usage in self._usages(stage))]
+        stages = [
+            stage
+            for stage in self.placement.stages_of(pp_rank)
+            if any(usage.parameter.expert for usage in self._usages(stage))
+        ]
         copies = [num_shards(self.plan, stage).expert for stage in stages]
         return [size for size in copies if size > 1]
 
@@ -181,13 +200,25 @@ class Step:
             expert_copies = self._expert_copies(pp_rank)
             for (t, d), own in self._different(rank):
                 buckets = {size.layer for stage in apart for size in gathered_sizes(self.plan, stage, t)} | {""}
-                gathers = [each for each in own if isinstance(each, Collective) and each.layer in buckets and each.op == "all_gather"]
+                gathers = [
+                    each
+                    for each in own
+                    if isinstance(each, Collective) and each.layer in buckets and each.op == "all_gather"
+                ]
                 sizes = [each.group_size for each in gathers if split_axis(each.axis)[0] in ("dp", "replica")]
                 of_experts = [each.group_size for each in gathers if split_axis(each.axis)[0] in EXPERT_AXES]
-                dense = [(stage, size) for stage in apart for size in gathered_sizes(self.plan, stage, t) if not size.is_expert]
+                dense = [
+                    (stage, size)
+                    for stage in apart
+                    for size in gathered_sizes(self.plan, stage, t)
+                    if not size.is_expert
+                ]
                 wanted = [num_shards(self.plan, stage).dense for stage, _ in dense]
                 if sizes != wanted or of_experts != expert_copies:
                     where = f"STEP on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
-                    what = f"stages {apart} are updated in parts, which {len(gathers)} all_gather over their copies bring together"
+                    what = (
+                        f"stages {apart} are updated in parts, which {len(gathers)} all_gather over their copies "
+                        "bring together"
+                    )
                     yield StepDifference("value", where, what)
                     return

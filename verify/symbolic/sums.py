@@ -20,8 +20,8 @@ _NEVER = np.iinfo(np.int64).max
 class Judgement:
     """`places` are first causes; `same_sums` tells that all gradients and losses are the same sums all the same.
 
-    `num_reductions[pp_rank, stage]` are the numbers of REDUCE_GRAD that contributions of a stage go through before STEP: (1,) is right.
-    `unordered_stages` are those whose microbatches are not added in ascending order.
+    `num_reductions[pp_rank, stage]` are the numbers of REDUCE_GRAD that contributions of a stage go through before
+    STEP: (1,) is right. `unordered_stages` are those whose microbatches are not added in ascending order.
     """
 
     places: tuple[Place, ...]
@@ -78,14 +78,18 @@ class _Judge:
         wanted = f"the {value} of stage {run.stage[row] + step} for microbatch {run.microbatch[row]}"
         if source == ABSENT:
             return f"it never gets {wanted}"
-        return f"it gets the {value} of stage {run.stage[source]} for microbatch {run.microbatch[source]} instead of {wanted}"
+        return (
+            f"it gets the {value} of stage {run.stage[source]} for microbatch {run.microbatch[source]} instead of "
+            f"{wanted}"
+        )
 
     def _place(self, row: int, what: str) -> Place:
         return Place(int(self.run.index[row]), int(self.run.rank[row]), what)
 
     @cached_property
     def is_right(self) -> np.ndarray:
-        """[row] -> whether F, B and I make what their names say; True for all others. The last entry stands for ABSENT."""
+        """[row] -> whether F, B and I make what their names say; True for all others. The last
+        entry stands for ABSENT."""
         run = self.run
         right = np.ones(len(run.kind) + 1, dtype=bool)
         for kinds, table in (((Kind.F,), run.right.forward), ((Kind.B, Kind.I), run.right.gradient)):
@@ -113,7 +117,9 @@ class _Judge:
         for stage, microbatch, count in _not_once(self._counts(self._adding)):
             owner = self.schedule.placement.rank_of(stage, microbatch)
             times = "missing from" if count == 0 else f"{count} times in"
-            yield Place(None, owner, f"microbatch {microbatch} is {times} the gradient of stage {stage} that STEP applies")
+            yield Place(
+                None, owner, (f"microbatch {microbatch} is {times} the gradient of stage {stage} that STEP applies")
+            )
 
     def _loss_places(self) -> Iterator[Place]:
         run, last = self.run, self.schedule.num_stages - 1
@@ -131,7 +137,8 @@ class _Judge:
         return counts
 
     def _same_gradients(self) -> bool:
-        """Every stage's sum of contributions is one device's, whatever the labels; and every loss is of its own targets."""
+        """Every stage's sum of contributions is one device's, whatever the labels; and every loss
+        is of its own targets."""
         sums = np.zeros(self.schedule.num_stages, dtype=np.uint64)
         np.add.at(sums, self.run.stage[self._adding], self.run.contributions[self._adding])
         losses = self.run.rows(Kind.F)

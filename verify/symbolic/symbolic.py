@@ -2,13 +2,15 @@
 
 The proof is put together from three parts, each of which asks nothing of the others but what they show:
 
-- *layers*: in every block of a stage all tensor-parallel ranks make what one device makes, from complete inputs (`symbolic_layers`);
-- *schedule*: with stages as functions, every action reads the values it should, and every gradient and loss is the sum over its
-  microbatches (`symbolic_schedule`, `symbolic_sums`);
+- *layers*: in every block of a stage all tensor-parallel ranks make what one device makes, from complete
+  inputs (`symbolic_layers`);
+- *schedule*: with stages as functions, every action reads the values it should, and every gradient and loss is the sum
+  over its microbatches (`symbolic_schedule`, `symbolic_sums`);
 - *step*: REDUCE_GRAD and STEP finish these sums over all ranks (`symbolic_reduction`, `symbolic_step`).
 
-One device is the same plan with every degree 1, described by `core.program` itself. What is assumed: ranks do what the program says (a
-test holds the backend to it), and in a step all tensor- and data-parallel ranks walk the same rows, which is how a schedule is written.
+One device is the same plan with every degree 1, described by `core.program` itself. What is assumed: ranks do what the
+program says (a test holds the backend to it), and in a step all tensor- and data-parallel ranks walk the same rows,
+which is how a schedule is written.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from .sums import Judgement, judge
 VALUE_RULE, ORDER_RULE, SCOPE_RULE = "other-mathematics", "other-order", "not-proved"
 _HINTS = {
     VALUE_RULE: "The plan does not compute what one device computes. Mend the program or the schedule at this place.",
-    ORDER_RULE: "The same mathematics in another order: results agree to rounding. numerics.mode = exact keeps the order.",
+    ORDER_RULE: (
+        "The same mathematics in another order: results agree to rounding. numerics.mode = exact keeps the order."
+    ),
     SCOPE_RULE: "The schedule and its collectives were checked; --dynamic proves the plan without what is not known.",
 }
 _EXACT_HINT = "Exact numerics promise one device's bits, so this sum needs its canonical order."
@@ -49,9 +53,9 @@ _MAX_PLACES = 20
 class SymbolicProof:
     """What was compared and what was found.
 
-    `num_values` counts the comparisons of digests; `findings` are errors for other mathematics (and, in exact numerics, another order),
-    infos for another order in fast numerics. `beyond` names what of the plan the proof does not know; then nothing was compared, and a
-    warning says so.
+    `num_values` counts the comparisons of digests; `findings` are errors for other mathematics (and, in exact numerics,
+    another order), infos for another order in fast numerics. `beyond` names what of the plan the proof does not know;
+    then nothing was compared, and a warning says so.
     """
 
     findings: tuple[Finding, ...]
@@ -97,17 +101,27 @@ class SymbolicProof:
         if self.same_order:
             return f"Symbolic proof: {looked}, the same mathematics in the same order."
         count = sum(finding.rule == ORDER_RULE for finding in self.findings)
-        return f"Symbolic proof: {looked}, the same mathematics; {count} kind{'s' if count > 1 else ''} of sums made in another order."
+        return (
+            f"Symbolic proof: {looked}, the same mathematics; {count} kind{'s' if count > 1 else ''} of sums made "
+            "in another order."
+        )
 
 
 def prove(plan: Plan, schedule: Schedule, program: Program | None = None) -> SymbolicProof:
     """Runs the plan's program over its schedule, lowered first if it is not, on expressions.
 
-    `program` replaces `core.program` on the ranks, not on the one device. Raises `ScheduleError` for a schedule that cannot be lowered.
+    `program` replaces `core.program` on the ranks, not on the one device. Raises `ScheduleError` for a
+    schedule that cannot be lowered.
     """
     if beyond := beyond_proof(plan):
         where = f"the plan for {plan.model.name}"
-        finding = Finding(SCOPE_RULE, "warning", where, f"the symbolic proof does not know {', '.join(beyond)} yet.", _HINTS[SCOPE_RULE])
+        finding = Finding(
+            SCOPE_RULE,
+            "warning",
+            where,
+            (f"the symbolic proof does not know {', '.join(beyond)} yet."),
+            _HINTS[SCOPE_RULE],
+        )
         return SymbolicProof((finding,), 0, plan.layout.world_size, plan.numerics.mode == "exact", beyond)
     lowered = schedule if schedule.is_lowered else lower(schedule, max_active_stages=plan.schedule.max_active_stages)
     return _Prover(plan, lowered, program or Program()).proof()
@@ -117,7 +131,12 @@ def beyond_proof(plan: Plan) -> tuple[str, ...]:
     """What of a plan the proof has no expressions for; empty when it knows all of it."""
     shard, cp = plan.data_parallel.shard, plan.layout.cp
     if shard is not None and sequences_are_cut(plan) and shard % cp:
-        return (f"hybrid sharding (data_parallel.shard={shard}) that keeps the cp={cp} parts of a sequence apart in exact numerics",)
+        return (
+            (
+                f"hybrid sharding (data_parallel.shard={shard}) that keeps the cp={cp} parts of a sequence apart in "
+                "exact numerics"
+            ),
+        )
     return ()
 
 
@@ -163,7 +182,10 @@ class _Prover:
                     reference, _ = run_block(one, block, [one_works[block]], None)
                     ranks, gradients = run_block(self.plan, block, own, reference.values)
                     self.num_values += len(reference.values) * self.plan.layout.tp
-                    states = {name.removeprefix(block.prefix): tuple(part.tokens for part in parts) for name, parts in gradients.items()}
+                    states = {
+                        name.removeprefix(block.prefix): tuple(part.tokens for part in parts)
+                        for name, parts in gradients.items()
+                    }
                     proved[key] = block, ranks.differences, states
                 first, _, states = proved[key]
                 alike.setdefault(first, []).append(content.stage)
@@ -177,11 +199,22 @@ class _Prover:
         orders = [difference for difference in differences if difference.kind == "order"]
         for difference in differences:
             if difference.kind == "value":
-                where = f"pipeline rank {self._pp_rank(stages[0])}, tp rank {difference.tp_rank}, {stages[0]}{token[difference.phase]}"
-                yield self._finding("value", f"{where}, {difference.layer} ({difference.phase})", f"{difference.what}{more}")
+                where = (
+                    f"pipeline rank {self._pp_rank(stages[0])}, tp rank {difference.tp_rank}, "
+                    f"{stages[0]}{token[difference.phase]}"
+                )
+                yield self._finding(
+                    "value", (f"{where}, {difference.layer} ({difference.phase})"), f"{difference.what}{more}"
+                )
         if orders:
-            names = ", ".join(dict.fromkeys(f"{difference.layer.removeprefix(block.prefix)} ({difference.phase})" for difference in orders))
-            yield self._finding("order", f"{block.name}{more}", f"sums are made in another order than on one device: {names}")
+            names = ", ".join(
+                dict.fromkeys(
+                    (f"{difference.layer.removeprefix(block.prefix)} ({difference.phase})") for difference in orders
+                )
+            )
+            yield self._finding(
+                "order", f"{block.name}{more}", (f"sums are made in another order than on one device: {names}")
+            )
 
     def _pp_rank(self, stage: int) -> int:
         return self.schedule.placement.ranks[stage][0]
@@ -195,8 +228,12 @@ class _Prover:
         if len(judgement.places) > _MAX_PLACES:
             yield self._finding(kind, "other places", f"the same in {len(judgement.places) - _MAX_PLACES} more places")
         if judgement.unordered_stages and not self.exact:
-            stages = ", ".join(map(str, judgement.unordered_stages[:8])) + (", ..." if len(judgement.unordered_stages) > 8 else "")
-            yield self._finding("order", f"the gradients of stages {stages}", "microbatches are not added in ascending order")
+            stages = ", ".join(map(str, judgement.unordered_stages[:8])) + (
+                ", ..." if len(judgement.unordered_stages) > 8 else ""
+            )
+            yield self._finding(
+                "order", f"the gradients of stages {stages}", ("microbatches are not added in ascending order")
+            )
 
     def _step(self, judgement: Judgement) -> Iterator[Finding]:
         stages: list[StageGradients] = []
@@ -205,9 +242,15 @@ class _Prover:
         found += self._samples()
         for content in self.plan.stages:
             states = self.states[content.stage]
-            gradients, differences = reduced_gradients(self.plan, placement, self.program, content.stage, states, judgement.num_reductions)
+            gradients, differences = reduced_gradients(
+                self.plan, placement, self.program, content.stage, states, judgement.num_reductions
+            )
             self.num_values += (
-                len(states) * self.plan.layout.tp * self.plan.layout.dp * self.plan.layout.cp * len(placement.ranks[content.stage])
+                len(states)
+                * self.plan.layout.tp
+                * self.plan.layout.dp
+                * self.plan.layout.cp
+                * len(placement.ranks[content.stage])
             )
             stages.append(gradients)
             found += differences
@@ -224,14 +267,19 @@ class _Prover:
             if each.kind == "order":
                 orders.setdefault(each.what, []).append(each.where)
         for what, places in orders.items():
-            yield self._finding("order", places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more", what)
+            yield self._finding(
+                "order", places[0] if len(places) == 1 else (f"{places[0]} and {len(places) - 1} more"), what
+            )
 
     def _samples(self) -> Iterator[StepDifference]:
         """The copies of a stage must see every sample of the global batch once: what follows counts copies."""
         size = self.plan.batch.global_size
         by_replicas = {len(ranks): stage for stage, ranks in enumerate(self.schedule.placement.ranks)}
         for stage in by_replicas.values():
-            spans = sorted(self.plan.copy_samples(stage, copy) for copy in range(0, self.plan.num_copies(stage), self.plan.layout.cp))
+            spans = sorted(
+                self.plan.copy_samples(stage, copy)
+                for copy in range(0, self.plan.num_copies(stage), self.plan.layout.cp)
+            )
             ends = [0, *(hi for _, hi in spans)]
             if [lo for lo, _ in spans] != ends[:-1] or ends[-1] != size:
                 what = f"its copies see the samples {spans[:8]}, which are not every one of {size} samples once"
@@ -239,7 +287,8 @@ class _Prover:
 
 
 def _one_device(plan: Plan) -> Plan:
-    """The same problem with every degree 1: model, batch, microbatch size and numerics stay; what a layer recomputes, all layers do."""
+    """The same problem with every degree 1: model, batch, microbatch size and numerics stay; what a layer
+    recomputes, all layers do."""
     cluster: ClusterSpec = replace(plan.cluster, num_devices=1)
     recompute = replace(plan.recompute, num_layers=None, layers=None)
     return replace(
@@ -254,7 +303,8 @@ def _one_device(plan: Plan) -> Plan:
 
 
 def _by_block(works: Any, blocks: list[Block]) -> dict[Block, list[LayerWork]]:
-    """A rank's works by the block their names belong to. Works of no block here go to the first, where they are a difference."""
+    """A rank's works by the block their names belong to. Works of no block here go to the first, where
+    they are a difference."""
     tables: dict[Block, list[LayerWork]] = {block: [] for block in blocks}
     by_prefix = {block.prefix: block for block in blocks}
     for work in works:
@@ -265,13 +315,16 @@ def _by_block(works: Any, blocks: list[Block]) -> dict[Block, list[LayerWork]]:
 
 
 def _usage_key(block: Block, name: str) -> str:
-    """The whole key of a gradient from its name inside a block; a table belongs to the embedding, or the head, wherever it is used."""
+    """The whole key of a gradient from its name inside a block; a table belongs to the embedding, or the
+    head, wherever it is used."""
     return name if name.startswith((EMBEDDING.prefix, HEAD.prefix)) else f"{block.prefix}{name}"
 
 
 def _signature(block: Block, works: list[LayerWork]) -> tuple[object, ...]:
     """Equal for blocks whose operations are equal but for the layer's number."""
-    return tuple((work.layer.removeprefix(block.prefix), *(tuple(map(_plain, part)) for part in _phases(work))) for work in works)
+    return tuple(
+        (work.layer.removeprefix(block.prefix), *(tuple(map(_plain, part)) for part in _phases(work))) for work in works
+    )
 
 
 def _phases(work: LayerWork) -> tuple[Any, ...]:

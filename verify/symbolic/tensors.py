@@ -1,4 +1,5 @@
-"""`Part`: what one tensor-parallel rank holds of a tensor of one microbatch, and what a collective makes of the parts of a group."""
+"""`Part`: what one tensor-parallel rank holds of a tensor of one microbatch, and what a collective makes of
+the parts of a group."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ class MisfitError(Exception):
 class Part:
     """`value` is the expression of the whole tensor's elements; the other fields say which of them are here.
 
-    `tokens` is the interval of each sample's tokens, `features` the leaves `(axis, lo, hi)` of a cut feature dimension (None: whole),
-    `elements` a part `(member, size)` of the flat tensor between the two halves of an exact reduction. While a sum over leaves waits
-    for the other ranks, `value` is what this rank has added up, `leaves` the interval `(lo, hi, num_leaves)` it covers, and `nodes` the
-    tree nodes it keeps apart (exact numerics). `exactly` marks a sum that cannot round, and `maximum` a maximum by the leaves it has seen.
-    `per_token` marks one number per token: so small that ranks gather all summands and add for themselves.
+    `tokens` is the interval of each sample's tokens, `features` the leaves `(axis, lo, hi)` of a cut feature dimension
+    (None: whole), `elements` a part `(member, size)` of the flat tensor between the two halves of an exact reduction.
+    While a sum over leaves waits for the other ranks, `value` is what this rank has added up, `leaves` the interval
+    `(lo, hi, num_leaves)` it covers, and `nodes` the tree nodes it keeps apart (exact numerics). `exactly` marks a sum
+    that cannot round, and `maximum` a maximum by the leaves it has seen. `per_token` marks one number per token: so
+    small that ranks gather all summands and add for themselves.
     """
 
     value: Expression
@@ -43,8 +45,8 @@ class Part:
 def collective(op: str, members: Sequence[Part], cuts: Sequence[tuple[int, int]], *, by_tokens: bool) -> list[Part]:
     """What every member of a group holds after one collective over `members`, in the group's order.
 
-    `cuts` are the tokens of each member where tokens are cut. An all_to_all cuts them with `by_tokens` (sequence parallelism), else the
-    flat elements. Raises `MisfitError` where the parts cannot be added or put together.
+    `cuts` are the tokens of each member where tokens are cut. An all_to_all cuts them with `by_tokens` (sequence
+    parallelism), else the flat elements. Raises `MisfitError` where the parts cannot be added or put together.
     """
     match op:
         case "all_reduce":
@@ -58,14 +60,19 @@ def collective(op: str, members: Sequence[Part], cuts: Sequence[tuple[int, int]]
 
 
 def open_over_context(part: Part, cp: int) -> Part:
-    """A sum over the queries of all context-parallel ranks on the first of them, which has added up those of its own."""
-    return replace(part, value=apply("own queries", part.value), leaves=(0, 1, cp), nodes=(((0, cp), part.value),)) if cp > 1 else part
+    """A sum over the queries of all context-parallel ranks on the first of them, which has
+    added up those of its own."""
+    return (
+        replace(part, value=apply("own queries", part.value), leaves=(0, 1, cp), nodes=(((0, cp), part.value),))
+        if cp > 1
+        else part
+    )
 
 
 def over_context(op: str, part: Part, own: int, cp: int) -> Part:
-    """What the first context-parallel rank holds after one collective over all of them, which have `own` tokens of each sample: tokens of
-    the others as well, from all (all_gather) or from a neighbour (all_to_all); or a finished sum over the queries of all, of its tokens.
-    Exact numerics finish it as a tree (all_to_all)."""
+    """What the first context-parallel rank holds after one collective over all of them, which have `own` tokens of each
+    sample: tokens of the others as well, from all (all_gather) or from a neighbour (all_to_all); or a finished sum over
+    the queries of all, of its tokens. Exact numerics finish it as a tree (all_to_all)."""
     lo, hi = part.tokens
     if part.leaves == (0, 1, cp):
         if op not in ("reduce_scatter", "all_to_all"):
@@ -88,7 +95,9 @@ def on_another_copy(part: Part, axis: str, index: int) -> Part:
 
 def _added(members: Sequence[Part], how: str) -> Part:
     if len({member.extents for member in members}) > 1:
-        raise MisfitError(f"{how} adds tensors of which the ranks hold different parts ({_extents_text(members[0])} on the first)")
+        raise MisfitError(
+            f"{how} adds tensors of which the ranks hold different parts ({_extents_text(members[0])} on the first)"
+        )
     first = members[0]
     return Part(_sum_of(members, how), first.tokens, first.features, first.elements, maximum=_union(members))
 
@@ -98,7 +107,11 @@ def _sum_of(members: Sequence[Part], how: str) -> Expression:
     if all(member.exactly for member in members):
         return exactly_summed(values)
     nodes = {node: value for member in members for node, value in member.nodes}
-    finished = tree(members[0].leaves[2], nodes) if members[0].leaves and nodes and how in ("all_to_all", "all_gather") else None
+    finished = (
+        tree(members[0].leaves[2], nodes)
+        if members[0].leaves and nodes and how in ("all_to_all", "all_gather")
+        else None
+    )
     total = summed(how, values)
     return total if finished is None else Expression(finished.ordered, total.unordered)
 
@@ -142,6 +155,8 @@ def _gathered(members: Sequence[Part], cuts: Sequence[tuple[int, int]]) -> Part:
 
 
 def _extents_text(part: Part) -> str:
-    features = "" if part.features is None else f", leaves [{part.features[1]}, {part.features[2]}) of {part.features[0]}"
+    features = (
+        "" if part.features is None else (f", leaves [{part.features[1]}, {part.features[2]}) of {part.features[0]}")
+    )
     elements = "" if part.elements is None else f", part {part.elements[0]} of {part.elements[1]} of the elements"
     return f"tokens [{part.tokens[0]}, {part.tokens[1]}){features}{elements}"

@@ -27,7 +27,9 @@ def series_of(row: Row) -> str:
 def between_publications(rows: Iterable[Row]) -> Floor | None:
     """What two publications of one model and cut differ by, over all pairs of publications that have one in common."""
     spreads = [floor.median for floor in across_publications(rows)]
-    return Floor("two publications", BETWEEN, len(spreads), statistics.median(spreads), max(spreads)) if spreads else None
+    return (
+        Floor("two publications", BETWEEN, len(spreads), statistics.median(spreads), max(spreads)) if spreads else None
+    )
 
 
 def bias_tables(rows: Sequence[Row], predictions: list[Prediction]) -> list[Table]:
@@ -37,7 +39,11 @@ def bias_tables(rows: Sequence[Row], predictions: list[Prediction]) -> list[Tabl
     opened = open_fields(training)
     by_source = []
     for source, members in grouped(predictions, lambda row: row.source).items():
-        own = [floor for name in {one.row.family for one in members} if (floor := floor_of(found, str(source), name)) is not None]
+        own = [
+            floor
+            for name in {one.row.family for one in members}
+            if (floor := floor_of(found, str(source), name)) is not None
+        ]
         floor = max(own, key=lambda one: one.median, default=between)
         others = [bias for one in opened if one.source == source for _, bias in one.biases]
         by_source += [(str(source), *cells) for cells in _cells(members, floor, others)]
@@ -48,12 +54,18 @@ def bias_tables(rows: Sequence[Row], predictions: list[Prediction]) -> list[Tabl
         by_series += [(str(key[0]), str(key[1]), *cells) for cells in _cells(members, floor)]
     header = ("count", "bias", "middle", "noise", "met")
     note = (
-        f"Asked: no bias beyond {ALLOWED_BIAS:.0%} or the noise of the source, whichever is larger. Noise is the median spread of readings "
-        "that ought to be equal (table Noise of the data); of a source that publishes nothing twice, what two publications of one model "
-        "and cut differ by. Open: within that with another value of a field that was not published, or between two (next table). "
+        f"Asked: no bias beyond {ALLOWED_BIAS:.0%} or the noise of the source, whichever is larger. Noise is the "
+        "median spread of readings "
+        "that ought to be equal (table Noise of the data); of a source that publishes nothing twice, what two "
+        "publications of one model "
+        "and cut differ by. Open: within that with another value of a field that was not published, or between two "
+        "(next table). "
         "`middle` is the median error: rows that are slow by chance do not move it."
     )
-    finer = "The same by series, which is finer than what is asked; a series whose source publishes nothing twice has no noise of its own."
+    finer = (
+        "The same by series, which is finer than what is asked; a series whose source publishes nothing twice "
+        "has no noise of its own."
+    )
     return [
         Table("Bias of sources", note, ("source", *header), tuple(by_source)),
         open_table(opened),
@@ -62,8 +74,8 @@ def bias_tables(rows: Sequence[Row], predictions: list[Prediction]) -> list[Tabl
 
 
 def _cells(members: Iterable[Prediction], floor: Floor | None, others: Iterable[float] = ()) -> list[tuple[str, ...]]:
-    """Count, bias, median error, noise and verdict; nothing for fewer than `MIN_BIAS_ROWS`. `others`: biases with other values of fields
-    that were not published."""
+    """Count, bias, median error, noise and verdict; nothing for fewer than `MIN_BIAS_ROWS`. `others`: biases with other
+    values of fields that were not published."""
     members = list(members)
     spread = time_spread(members)
     if spread is None or spread.count < MIN_BIAS_ROWS:

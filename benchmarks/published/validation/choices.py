@@ -1,4 +1,5 @@
-"""What choosing the layout that is predicted to be best costs, and what choosing by the measured times of another day would."""
+"""What choosing the layout that is predicted to be best costs, and what choosing by the measured times
+of another day would."""
 
 from __future__ import annotations
 
@@ -25,8 +26,14 @@ def vtrain_group(row: Row) -> Mapping[str, object] | None:
 
 
 def bloom_group(row: Row) -> Mapping[str, object] | None:
-    """Layouts of one model on one machine on one day (the machine was tuned meanwhile); global batches differ by up to 2%."""
-    if not row.source.startswith("BLOOM") or row["flags.suspect"] or (row["batch.global"] or 0) < 2000 or not row["model.layers"]:
+    """Layouts of one model on one machine on one day (the machine was tuned meanwhile); global
+    batches differ by up to 2%."""
+    if (
+        not row.source.startswith("BLOOM")
+        or row["flags.suspect"]
+        or (row["batch.global"] or 0) < 2000
+        or not row["model.layers"]
+    ):
         return None
     names = ("source_ref", "model.layers", "model.hidden", "model.heads", "hardware.count")
     return {name: row[name] for name in names}
@@ -48,7 +55,8 @@ class Regret:
 
 
 def regrets(predictions: Iterable[Prediction], key: Callable[[Row], Mapping[str, object] | None]) -> list[Regret]:
-    """Regret of every group of two layouts or more that answer one question: same model, machine and batch (`key`; None: no group).
+    """Regret of every group of two layouts or more that answer one question: same model, machine and batch
+    (`key`; None: no group).
 
     Layouts of a group whose global batch differs slightly are compared by seconds per sequence.
     """
@@ -97,15 +105,16 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class AnotherDay:
-    """What choosing by the measured times of another day costs over all groups: the mean cost, the worst, and how many groups cost at
-    most `CHOICE_COST`."""
+    """What choosing by the measured times of another day costs over all groups: the mean cost, the worst, and how many
+    groups cost at most `CHOICE_COST`."""
 
     mean: Quantiles
     worst: Quantiles
     met: Quantiles
 
     def explains(self, costs: Sequence[float]) -> bool:
-        """True when choices as bad as these are to be expected of a predictor that is as good as measuring on another day."""
+        """True when choices as bad as these are to be expected of a predictor that is as good as
+        measuring on another day."""
         met = sum(cost <= CHOICE_COST for cost in costs)
         return statistics.fmean(costs) <= self.mean.high and max(costs) <= self.worst.high and met >= self.met.low
 
@@ -114,8 +123,9 @@ DAYS = 400
 
 
 def another_day(rows: Iterable[Row]) -> AnotherDay | None:
-    """vTrain's single-node groups on `DAYS` other days. On each, the time of every hidden size, tp and microbatch, which is what these
-    rows are put together from, is scaled by a draw of the scatter of `noise.host_bound_layers`. None without such layers."""
+    """vTrain's single-node groups on `DAYS` other days. On each, the time of every hidden size, tp and microbatch,
+    which is what these rows are put together from, is scaled by a draw of the scatter of `noise.host_bound_layers`.
+    None without such layers."""
     rows = [row for row in rows if row.family == "vtrain_single" and measured_of(row).step_s]
     layers = host_bound_layers(rows)
     if len(layers) < 2:
@@ -134,7 +144,9 @@ def another_day(rows: Iterable[Row]) -> AnotherDay | None:
     return AnotherDay(_quantiles(map(statistics.fmean, days)), _quantiles(map(max, days)), _quantiles(met))
 
 
-def _costs(groups: Iterable[Sequence[tuple[float, tuple[int, ...]]]], factors: Mapping[tuple[int, ...], float]) -> list[float]:
+def _costs(
+    groups: Iterable[Sequence[tuple[float, tuple[int, ...]]]], factors: Mapping[tuple[int, ...], float]
+) -> list[float]:
     chosen = ((min(members, key=lambda one: one[0] * factors[one[1]])[0], min(members)[0]) for members in groups)
     return [seconds / best - 1 for seconds, best in chosen]
 
@@ -164,7 +176,18 @@ def choice_targets(rows: Sequence[Row], predictions: list[Prediction]) -> list[t
             peers = f"by times of another day {percent(day.mean.low)} to {percent(day.mean.high)}"
         groups = f"{len(costs)} groups, {within} met"
         worst = percent(max(costs))
-        cells.append((f"{name}, cost of the choice", groups, percent(statistics.fmean(costs)), percent(CHOICE_COST), met, "", worst, peers))
+        cells.append(
+            (
+                f"{name}, cost of the choice",
+                groups,
+                percent(statistics.fmean(costs)),
+                percent(CHOICE_COST),
+                met,
+                "",
+                worst,
+                peers,
+            )
+        )
     return cells
 
 
@@ -179,10 +202,30 @@ def choice_table(rows: Sequence[Row], predictions: list[Prediction]) -> Table:
     ]
     if single:
         worst = max(single, key=lambda one: one.regret)
-        mean, tau = (statistics.fmean(values) for values in ([one.regret for one in single], [one.agreement for one in single]))
+        mean, tau = (
+            statistics.fmean(values) for values in ([one.regret for one in single], [one.agreement for one in single])
+        )
         met = sum(one.regret <= CHOICE_COST for one in single)
-        cells.append((f"vTrain single-node, mean of {len(single)} groups, {met} of them met", "", percent(mean), f"{tau:.2f}", "", ""))
-        cells.append((f"worst: {worst.group}", str(worst.count), percent(worst.regret), f"{worst.agreement:.2f}", worst.chosen, worst.best))
+        cells.append(
+            (
+                (f"vTrain single-node, mean of {len(single)} groups, {met} of them met"),
+                "",
+                percent(mean),
+                f"{tau:.2f}",
+                "",
+                "",
+            )
+        )
+        cells.append(
+            (
+                f"worst: {worst.group}",
+                str(worst.count),
+                percent(worst.regret),
+                f"{worst.agreement:.2f}",
+                worst.chosen,
+                worst.best,
+            )
+        )
     if (day := another_day(rows)) is not None:
         named = {"mean": day.mean, "worst": day.worst}
         for name, cost in named.items():
@@ -191,8 +234,15 @@ def choice_table(rows: Sequence[Row], predictions: list[Prediction]) -> Table:
         met_of_days = f"{day.met.low:.0f}, {day.met.middle:.0f}, {day.met.high:.0f}"
         cells.append(("vTrain single-node by times of another day: groups met", met_of_days, "", "", "", ""))
     note = (
-        "Time of the layout predicted to be best, over that of the best measured one, less 1; `order` is Kendall's tau-b. Another day: "
-        "the measured times themselves, those of each hidden size, tp and microbatch scaled at random as much as layers of equal kernels "
+        "Time of the layout predicted to be best, over that of the best measured one, less 1; `order` is Kendall's "
+        "tau-b. Another day: "
+        "the measured times themselves, those of each hidden size, tp and microbatch scaled at random as much as "
+        "layers of equal kernels "
         f"scatter there; 5%, 50% and 95% of {DAYS} such days."
     )
-    return Table("What a wrong choice costs", note, ("group", "layouts", "cost", "order", "chosen", "best measured"), tuple(cells))
+    return Table(
+        "What a wrong choice costs",
+        note,
+        ("group", "layouts", "cost", "order", "chosen", "best measured"),
+        tuple(cells),
+    )

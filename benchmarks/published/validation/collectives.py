@@ -11,7 +11,13 @@ from ....simulator.network.nccl import LINK_RING_S, NETWORK_RING_S
 from ....simulator.network.network import Spread, best_algorithm
 from ..row import Row, RowError
 
-PRESETS = (("A100", "dgx-a100-80g"), ("H100", "dgx-h100"), ("H200", "dgx-h200"), ("H800", "h800-pod"), ("B200", "dgx-b200"))
+PRESETS = (
+    ("A100", "dgx-a100-80g"),
+    ("H100", "dgx-h100"),
+    ("H200", "dgx-h200"),
+    ("H800", "h800-pod"),
+    ("B200", "dgx-b200"),
+)
 """Word in the name of a device -> the preset that describes its network."""
 
 PEAK_BYTES = 2**33
@@ -89,8 +95,8 @@ def _measured_s(row: Row, operation: Collective) -> float:
 
 
 def _hop(row: Row) -> CollectivePrediction:
-    """One small message without a library around it: the hop of the cheapest protocol over the network, of the dearest over links
-    (a message through NVLink waits for its flag)."""
+    """One small message without a library around it: the hop of the cheapest protocol over the network, of the dearest
+    over links (a message through NVLink waits for its flag)."""
     cluster, wire = cluster_of(row), str(row["measured.algorithm"])
     if wire == "NVLink":
         hop_s = LINK_RING_S["Simple"]

@@ -19,10 +19,19 @@ def fitting_table(predictions: Sequence[Prediction]) -> Table:
         if any(ran_out_of_memory(one) or refused_though_it_ran(one) for one in members):
             rows.append((str(source), *_counts(members)))
     note = (
-        "Peaks against what is usable of a device (`simulator.memory.capacity`): the total that its runtime reports less context, libraries and "
+        "Peaks against what is usable of a device (`simulator.memory.capacity`): the total that its runtime reports "
+        "less context, libraries and "
         "fragmentation. Open: what was not published, or only in words, of the runs that ran and are refused."
     )
-    header = ("source", "ran", "refused", "ran out of memory", "refused", "without a plan", "open where refused though it ran")
+    header = (
+        "source",
+        "ran",
+        "refused",
+        "ran out of memory",
+        "refused",
+        "without a plan",
+        ("open where refused though it ran"),
+    )
     return Table("What fits", note, header, (*rows, ("all", *_counts(predictions))) if rows else ())
 
 
@@ -37,7 +46,8 @@ def ran_out_of_memory(one: Prediction) -> bool:
 
 
 def open_fields(one: Prediction) -> list[str]:
-    """Fields that decide how much a run held and that its row leaves open: null, or filled from its software's defaults."""
+    """Fields that decide how much a run held and that its row leaves open: null, or filled from
+    its software's defaults."""
     assumed = {text.partition("=")[0] for text in one.assumed}
     return [name for name in HELD if name in assumed or one.row[name] is None]
 
@@ -46,6 +56,12 @@ def _counts(members: Sequence[Prediction]) -> tuple[str, ...]:
     ran = [one for one in members if one.fits is not None and not ran_out_of_memory(one)]
     ran_out = [one for one in members if ran_out_of_memory(one)]
     wrong = [one for one in ran if not one.fits]
-    counts = (len(ran), len(wrong), len(ran_out), sum(one.fits is False for one in ran_out), sum(one.fits is None for one in ran_out))
+    counts = (
+        len(ran),
+        len(wrong),
+        len(ran_out),
+        sum(one.fits is False for one in ran_out),
+        sum(one.fits is None for one in ran_out),
+    )
     named = sorted({name for one in wrong for name in open_fields(one)})
     return (*map(str, counts), ", ".join(named))

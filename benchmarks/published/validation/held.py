@@ -1,6 +1,7 @@
 """Coefficients held at other values for the time of a prediction: of a device, of a software stack, of products.
 
-Each function returns a pair: what reads the coefficient's value of today for a plan, and a context in which it has another.
+Each function returns a pair: what reads the coefficient's value of today for a plan, and a context
+in which it has another.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Published measurements of single kernels predicted again: products by shape, grouped products, fused attention.
 
-A kernel repeated alone differs from the same kernel in training in two ways that are modelled here. The clock falls only as far as
-this kernel's own power demands: an inefficient shape runs at full clock, an efficient one at the sustained rate. And a short kernel
-takes as long as the host needs to issue the next one.
+A kernel repeated alone differs from the same kernel in training in two ways that are modelled here. The clock falls
+only as far as this kernel's own power demands: an inefficient shape runs at full clock, an efficient one at the
+sustained rate. And a short kernel takes as long as the host needs to issue the next one.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ PRESETS = {
 """Device of a row -> the preset that describes it."""
 
 PCIE_SHARE, PCIE_MEMORY_BYTES_PER_S = 0.80, 1.935e12
-"""An A100 on a PCIe card has the same chip, 300 W rather than 400, and slower memory (A100 80GB PCIe product brief). Its sustained
-share is fitted to its own rows: long products stay at 0.74 of the peak."""
+"""An A100 on a PCIe card has the same chip, 300 W rather than 400, and slower memory (A100 80GB PCIe product brief).
+Its sustained share is fitted to its own rows: long products stay at 0.74 of the peak."""
 
 B200_ALONE_SHARE = 0.56
-"""Sustained share of a B200 that runs one product over and over: long ones stay at 0.49 of the peak. In training, where memory and links
-draw power too, the device is given less."""
+"""Sustained share of a B200 that runs one product over and over: long ones stay at 0.49 of the peak. In training, where
+memory and links draw power too, the device is given less."""
 
 PRODUCT_CALL_S, GROUPED_CALL_S, ATTENTION_CALL_S = 15e-6, 8.8e-6, 95e-6
-"""Least time between two calls from the host: one GEMM of Transformer Engine, one expert's product inside its grouped GEMM, and one
-forward of flash-attn from Python. Read off the smallest kernels of the B200 rows, whose times stop falling with their size."""
+"""Least time between two calls from the host: one GEMM of Transformer Engine, one expert's product inside its grouped
+GEMM, and one forward of flash-attn from Python. Read off the smallest kernels of the B200 rows, whose times stop
+falling with their size."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class KernelPrediction:
 
 @dataclass(frozen=True)
 class KernelErrors:
-    """Errors of one kind of kernel on one device: mean absolute, mean, median absolute, nine tenths stay below, and worst."""
+    """Errors of one kind of kernel on one device: mean absolute, mean, median absolute, nine tenths
+    stay below, and worst."""
 
     device: str
     kernel: str
@@ -81,12 +83,15 @@ class KernelErrors:
 
     def __str__(self) -> str:
         return (
-            f"{self.device:12s} {self.kernel:14s} {self.count:4d} {self.mape:7.1%} {self.bias:+7.1%} {self.median:7.1%} "
+            f"{self.device:12s} {self.kernel:14s} {self.count:4d} {self.mape:7.1%} {self.bias:+7.1%} "
+            f"{self.median:7.1%} "
             f"{self.ninth_decile:7.1%} {self.worst:+8.1%}"
         )
 
 
-HEADER = f"{'device':12s} {'kernel':14s} {'rows':>4s} {'MAPE':>7s} {'bias':>7s} {'median':>7s} {'9 of 10':>7s} {'worst':>8s}"
+HEADER = (
+    f"{'device':12s} {'kernel':14s} {'rows':>4s} {'MAPE':>7s} {'bias':>7s} {'median':>7s} {'9 of 10':>7s} {'worst':>8s}"
+)
 """What the columns of `KernelErrors` as text are."""
 
 
@@ -98,7 +103,10 @@ def predict_kernel(row: Row) -> KernelPrediction:
         if device not in PRESETS:
             raise RowError(f"no preset describes a {device}")
         flops, predicted_s = _predicted(device_of(device), row, kernel)
-        if not (peak_tflops := row["measured.op_peak_tflops"] or row["measured.peak_tflops"]) or not row["measured.efficiency"]:
+        if (
+            not (peak_tflops := row["measured.op_peak_tflops"] or row["measured.peak_tflops"])
+            or not row["measured.efficiency"]
+        ):
             raise RowError("the rate is not published")
         return KernelPrediction(row, kernel, predicted_s, flops / (row["measured.efficiency"] * peak_tflops * 1e12))
     except RowError as error:
@@ -146,7 +154,8 @@ def _predicted(cluster: ClusterSpec, row: Row, kernel: str) -> tuple[float, floa
     if kernel == "best matmul":
         m, n, k = (int(size) for size in row.need("measured.shape_mnk").split("x"))
         product = Product("", m, n, k)
-        return product.flops, product_s(full_clock, dtype, product)  # the best of a search: too short to meet the power limit
+        # the best of a search: too short to meet the power limit
+        return product.flops, product_s(full_clock, dtype, product)
     shape = _shape(str(row.need("measured.shape")))
     if kernel == "matmul":
         product = Product("", int(shape["m"]), int(shape["n"]), int(shape["k"]), int(shape["b"]))
@@ -190,9 +199,12 @@ def _attention(
     core = AttentionShape(batch, heads, kv_heads, tokens, tokens, qk_head_dim, v_head_dim)
     counted = core.scores * (core.qk_head_dim + core.v_head_dim) * (5 if backward else 2)
     alone_s = attention_s(full_clock, dtype, core, backward=backward)
-    return counted, _alone(cluster, dtype, core.flops(backward=backward), alone_s, 0.0 if backward else ATTENTION_CALL_S)
+    return counted, _alone(
+        cluster, dtype, core.flops(backward=backward), alone_s, 0.0 if backward else ATTENTION_CALL_S
+    )
 
 
 def _alone(cluster: ClusterSpec, dtype: str, flops: float, full_clock_s: float, call_s: float) -> float:
-    """Seconds of a kernel repeated alone: at full clock, at the rate that power sustains, or as fast as the host issues it."""
+    """Seconds of a kernel repeated alone: at full clock, at the rate that power sustains, or as
+    fast as the host issues it."""
     return max(full_clock_s, flops / sustained_rate(cluster, dtype), call_s)

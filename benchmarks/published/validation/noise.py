@@ -1,4 +1,5 @@
-"""How noisy the data are, from the data alone: one configuration published twice, equal work in different cuts, equal layers.
+"""How noisy the data are, from the data alone: one configuration published twice, equal work in
+different cuts, equal layers.
 
 No prediction enters here, so that an error can be held against what no model could do better.
 """
@@ -15,8 +16,8 @@ from .statistics import noise_floors
 
 @dataclass(frozen=True)
 class Floor:
-    """Readings that ought to be equal: what they have in common, how many groups of them there are, and the median and largest spread of
-    a group, (largest - smallest) / smallest."""
+    """Readings that ought to be equal: what they have in common, how many groups of them there are, and the median and
+    largest spread of a group, (largest - smallest) / smallest."""
 
     source: str
     reading: str
@@ -46,9 +47,9 @@ BETWEEN = "step of one model and cut"
 
 
 def across_publications(rows: Iterable[Row]) -> list[Floor]:
-    """Steps of one model in one cut, with the same microbatches on the same kind of device, in different publications. Replicas may
-    differ: they add a few percent at most where their gradients are reduced over the network. A publication with several such rows
-    counts with their median."""
+    """Steps of one model in one cut, with the same microbatches on the same kind of device, in different publications.
+    Replicas may differ: they add a few percent at most where their gradients are reduced over the network. A
+    publication with several such rows counts with their median."""
 
     def alike(row: Row) -> Hashable:
         width = str(row["precision"]).lower().replace("bf16", "16").replace("fp16", "16").replace("None", "16")
@@ -64,7 +65,9 @@ def across_publications(rows: Iterable[Row]) -> list[Floor]:
             continue
         for one in range(len(names)):
             for other in range(one):
-                pairs.setdefault((names[other], names[one]), []).append((by_source[names[other]], by_source[names[one]]))
+                pairs.setdefault((names[other], names[one]), []).append(
+                    (by_source[names[other]], by_source[names[one]])
+                )
     found = (_floor(f"{one} and {other}", BETWEEN, values) for (one, other), values in pairs.items())
     return [floor for floor in found if floor is not None]
 
@@ -74,7 +77,8 @@ def _median_s(rows: Iterable[Row]) -> float:
 
 
 def sequence_layer_s(row: Row) -> float:
-    """Seconds of one sequence in one layer, from a step under 1F1B: microbatches and bubbles are (m + p - 1) times a stage."""
+    """Seconds of one sequence in one layer, from a step under 1F1B: microbatches and bubbles are (m
+    + p - 1) times a stage."""
     seconds = measured_of(row).step_s
     assert seconds is not None
     pp, count = row["parallel.pp"], row["batch.num_microbatches"]
@@ -82,20 +86,24 @@ def sequence_layer_s(row: Row) -> float:
 
 
 def across_stages(rows: Iterable[Row]) -> list[Floor]:
-    """vTrain's multi-node rows: seconds of a sequence in a layer for one model, tp and microbatch, from 2, 4, 8 and 16 stages. The layer
-    is the same; what a step costs once differs by a few percent."""
+    """vTrain's multi-node rows: seconds of a sequence in a layer for one model, tp and microbatch, from 2, 4, 8 and 16
+    stages. The layer is the same; what a step costs once differs by a few percent."""
     multi = [row for row in rows if row.family == "vtrain_multi" and row["parallel.pp"] > 1]
     alike = _grouped(multi, lambda row: (row["parallel.tp"], row["model.name"], row["batch.micro"]))
     times = [(found[0]["parallel.tp"], [sequence_layer_s(row) for row in found]) for found in alike.values()]
     named = [("vTrain multi-node", [values for _, values in times])]
-    named += [(f"vTrain multi-node, tp={tp}", [values for other, values in times if other == tp]) for tp in sorted({tp for tp, _ in times})]
+    named += [
+        (f"vTrain multi-node, tp={tp}", [values for other, values in times if other == tp])
+        for tp in sorted({tp for tp, _ in times})
+    ]
     found = (_floor(name, "layer of one microbatch, over pp", values) for name, values in named)
     return [floor for floor in found if floor is not None]
 
 
 def layer_seconds(rows: Iterable[Row]) -> dict[tuple[int, int, int], float]:
-    """The times of a layer, forward and backward of one microbatch, that vTrain's single-node rows are put together from, by hidden size,
-    tp and microbatch: a step is affine in its microbatches, and the slope affine in the layers."""
+    """The times of a layer, forward and backward of one microbatch, that vTrain's single-node rows are put
+    together from, by hidden size, tp and microbatch: a step is affine in its microbatches, and the slope
+    affine in the layers."""
     steps: dict[tuple[int, int, int], dict[tuple[int, int], dict[int, dict[int, float]]]] = {}
     for row in rows:
         if row.family == "vtrain_single" and (seconds := measured_of(row).step_s):
@@ -119,13 +127,15 @@ def _slope(series: Mapping[int, float]) -> float:
 
 
 HOST_BOUND_HIDDEN = 1024
-"""Hidden size at which a layer cut over devices is too small to keep them busy: its time is that of launching its kernels, which are as
-many whatever tp and the microbatch."""
+"""Hidden size at which a layer cut over devices is too small to keep them busy: its time is that of launching its
+kernels, which are as many whatever tp and the microbatch."""
 
 
 def host_bound_layers(rows: Iterable[Row]) -> list[float]:
     """Times of layers that launch equal kernels and wait for nothing else."""
-    return [seconds for (hidden, tp, _), seconds in layer_seconds(rows).items() if hidden == HOST_BOUND_HIDDEN and tp > 1]
+    return [
+        seconds for (hidden, tp, _), seconds in layer_seconds(rows).items() if hidden == HOST_BOUND_HIDDEN and tp > 1
+    ]
 
 
 def scatter_of_layers(rows: Iterable[Row]) -> Floor | None:
@@ -134,7 +144,9 @@ def scatter_of_layers(rows: Iterable[Row]) -> Floor | None:
         return None
     middle = statistics.median(layers)
     off = statistics.fmean(abs(layer / middle - 1) for layer in layers)
-    return Floor("vTrain single-node", "layers of equal kernels, host-bound", len(layers), off, max(layers) / min(layers) - 1)
+    return Floor(
+        "vTrain single-node", "layers of equal kernels, host-bound", len(layers), off, max(layers) / min(layers) - 1
+    )
 
 
 def repetitions(rows: Iterable[Row], reading: Callable[[Row], float | None], name: str) -> list[Floor]:
@@ -154,7 +166,8 @@ _SERIES = {"vtrain_multi": "vTrain multi-node", "vtrain_single": "vTrain single-
 
 
 def floor_of(found: Iterable[Floor], source: str, series: str) -> Floor | None:
-    """The floor of a series: of its source's own repetitions, or else the widest among those it shares with other publications."""
+    """The floor of a series: of its source's own repetitions, or else the widest among those it shares
+    with other publications."""
     own = [floor for floor in found if floor.source == _SERIES.get(series, source)]
     shared = [floor for floor in found if series not in _SERIES and source in floor.source]
     return max(own or shared, key=lambda floor: floor.median, default=None)

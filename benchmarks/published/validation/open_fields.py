@@ -1,4 +1,5 @@
-"""Fields that a source does not publish and public evidence leaves open: what the bias of the source is with each value."""
+"""Fields that a source does not publish and public evidence leaves open: what the bias of the
+source is with each value."""
 
 from __future__ import annotations
 
@@ -45,8 +46,16 @@ def _biases(rows: list[Row], name: str, values: tuple[Any, ...]) -> tuple[tuple[
 def open_table(found: Iterable[OpenField]) -> Table:
     """Sources with their open fields, and the bias with each value."""
     rows = tuple(
-        (one.source, one.name, str(one.default), ", ".join(f"{value}: {percent(bias, True)}" for value, bias in one.biases))
+        (
+            one.source,
+            one.name,
+            str(one.default),
+            ", ".join(f"{value}: {percent(bias, True)}" for value, bias in one.biases),
+        )
         for one in found
     )
-    note = "Bias of a source with each value of a field that it does not publish, where public evidence admits more than one."
+    note = (
+        "Bias of a source with each value of a field that it does not publish, where public evidence admits more "
+        "than one."
+    )
     return Table("What unpublished fields leave open", note, ("source", "field", "predicted with", "bias with"), rows)

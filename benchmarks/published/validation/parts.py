@@ -1,4 +1,5 @@
-"""Published measurements of parts of a step: bubbles, layers, stages, products, kernels, collectives; predicted by the same functions."""
+"""Published measurements of parts of a step: bubbles, layers, stages, products, kernels, collectives; predicted
+by the same functions."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from .collectives import SIZES, predict_collective
 from .kernels import predict_kernel
 
 ZB_2P_LIMIT = 3
-"""Activations per pipeline rank that stand for the authors' limit of twice 1F1B's memory: they count only what the weight gradient
-needs, 0.37 to 0.5 of an activation for these models, once its input gradient is done (section 4.1); `ZBAuto` counts all of it."""
+"""Activations per pipeline rank that stand for the authors' limit of twice 1F1B's memory: they count only what the
+weight gradient needs, 0.37 to 0.5 of an activation for these models, once its input gradient is done (section 4.1);
+`ZBAuto` counts all of it."""
 
 
 @dataclass(frozen=True)
 class PartPrediction:
-    """One part: the section it belongs to, what was measured and predicted, in one unit. `absolute` errors are differences."""
+    """One part: the section it belongs to, what was measured and predicted, in one unit. `absolute`
+    errors are differences."""
 
     row: Row
     section: str
@@ -61,12 +64,15 @@ def predict_parts(rows: Iterable[Row]) -> list[PartPrediction]:
 
 
 def _bubble(row: Row, rows: Iterable[Row]) -> Iterator[PartPrediction]:
-    """A bubble rate from published stage times: the schedule runs with them, and the idle share of the rank that is busy longest, from
-    its first to its last action, is compared (the authors' cost: Qi et al. 2024, section 5.3)."""
+    """A bubble rate from published stage times: the schedule runs with them, and the idle share of the rank that is
+    busy longest, from its first to its last action, is compared (the authors' cost: Qi et al. 2024, section 5.3)."""
     if row["measured.bubble_rate"] is None:
         return
     alike = ("source", "model.name", "parallel.pp", "batch.num_microbatches")
-    times = next((other for other in rows if other["kind"] == "stage_time" and all(other[name] == row[name] for name in alike)), None)
+    times = next(
+        (other for other in rows if other["kind"] == "stage_time" and all(other[name] == row[name] for name in alike)),
+        None,
+    )
     said = str(row["schedule"])
     name = {"ZB-H1": "ZBH1", "ZB-H2": "ZBH2", **SCHEDULES, "ZB-1p": "ZBAuto", "ZB-2p": "ZBAuto"}.get(said)
     if times is None or name is None:
@@ -76,7 +82,13 @@ def _bubble(row: Row, rows: Iterable[Row]) -> Iterator[PartPrediction]:
     options: dict[str, float] = {}
     if name == "ZBAuto":
         limit = ZB_2P_LIMIT * pp if said == "ZB-2p" else pp
-        options = {"memory_limit": limit, "forward_s": forward, "backward_input_s": backward, "backward_weight_s": weight, "send_s": send}
+        options = {
+            "memory_limit": limit,
+            "forward_s": forward,
+            "backward_input_s": backward,
+            "backward_weight_s": weight,
+            "send_s": send,
+        }
     schedule = build(name, pp=pp, vpp=chunks, num_microbatches=count, **options)
     spans = run_schedule(schedule, forward / chunks, backward / chunks, weight / chunks, send).spans
     first, last = dict.fromkeys(range(pp), math.inf), dict.fromkeys(range(pp), 0.0)
@@ -86,7 +98,13 @@ def _bubble(row: Row, rows: Iterable[Row]) -> Iterator[PartPrediction]:
     cost = max(last[rank] - first[rank] for rank in range(pp))
     work = count * (forward + backward + weight)
     yield PartPrediction(
-        row, "bubbles", f"{row['model.name']} {row['schedule']} m={count}", row["measured.bubble_rate"], 1 - work / cost, "", True
+        row,
+        "bubbles",
+        f"{row['model.name']} {row['schedule']} m={count}",
+        row["measured.bubble_rate"],
+        1 - work / cost,
+        "",
+        True,
     )
 
 
@@ -122,13 +140,19 @@ def _stage_time(row: Row) -> Iterator[PartPrediction]:
 
 
 def _kernel(row: Row) -> Iterator[PartPrediction]:
-    """Achieved FLOP/s of one product, of grouped ones, or of fused attention, as shares of the peak counted as the source counts."""
+    """Achieved FLOP/s of one product, of grouped ones, or of fused attention, as shares of the peak counted
+    as the source counts."""
     prediction = predict_kernel(row)
     if prediction.predicted_s is None or prediction.measured_s is None:
         return
     share = row.need("measured.efficiency")
     section = f"{_KERNELS.get(prediction.kernel, 'best products')}, {row['hardware.gpu']}"
-    what = str(row["measured.shape_mnk"] or row["measured.shape"]).split(", layout")[0].split(", dtype")[0].split(", qkv")[0]
+    what = (
+        str(row["measured.shape_mnk"] or row["measured.shape"])
+        .split(", layout")[0]
+        .split(", dtype")[0]
+        .split(", qkv")[0]
+    )
     yield PartPrediction(row, section, what, share, share * prediction.measured_s / prediction.predicted_s, "of peak")
 
 

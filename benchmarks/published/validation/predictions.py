@@ -1,4 +1,5 @@
-"""A published training row -> its prediction: seconds and bytes beside what was measured, or the reason why there is none."""
+"""A published training row -> its prediction: seconds and bytes beside what was measured, or the
+reason why there is none."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ TRAINING = ("train_step", "finetune_step")
 
 @dataclass(frozen=True)
 class Prediction:
-    """One training row predicted. `refused` says why there is no prediction; `assumed` lists the fields that were not published."""
+    """One training row predicted. `refused` says why there is no prediction; `assumed` lists the fields
+    that were not published."""
 
     row: Row
     measured: Measured
@@ -38,7 +40,11 @@ class Prediction:
     @property
     def memory_error(self) -> float | None:
         """Relative error of the peak memory; positive is too much."""
-        return self.predicted_bytes / self.measured.memory_bytes - 1 if self.predicted_bytes and self.measured.memory_bytes else None
+        return (
+            self.predicted_bytes / self.measured.memory_bytes - 1
+            if self.predicted_bytes and self.measured.memory_bytes
+            else None
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain values."""
@@ -62,8 +68,8 @@ class Prediction:
 
 
 def predict_row(row: Row, instead: Mapping[str, Any] | None = None) -> Prediction:
-    """The prediction of one training row, with `instead` for fields that were not published; a row that no plan describes says why in
-    `refused`."""
+    """The prediction of one training row, with `instead` for fields that were not published; a row that no plan
+    describes says why in `refused`."""
     measured = Measured(None, "", None, "", oom=False)
     try:
         for name in ("experts", "topk") if row["model.moe"] else ():

@@ -1,4 +1,5 @@
-"""Fitted coefficients fitted again: on the calibration half of their rows, one at a time, with the spread over resampled families."""
+"""Fitted coefficients fitted again: on the calibration half of their rows, one at a time, with the spread
+over resampled families."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ DIFFERENCES = tuple(step / 100 for step in range(-6, 7))
 class Coefficient:
     """One fitted number of a device or a stack, and the rows that it is fitted to.
 
-    `field` is where it stands, `today` reads it for a plan, and within `held(plan, value)` the plan that it gives has it at that value.
+    `field` is where it stands, `today` reads it for a plan, and within `held(plan, value)` the plan that it
+    gives has it at that value.
     """
 
     name: str
@@ -58,25 +60,43 @@ _OF_2022 = ("Korthikanti",)
 _NVIDIA = ("dgxc2504_8b", "dgxc2504_70b", "dgxc2504_nem15", "dgxc2502", "dgxc_gb200_405b", "MLPerf")
 
 COEFFICIENTS: tuple[Coefficient, ...] = (
-    Coefficient("A100, sustained share", "sustained_share", _rows(*_OF_2022, gpu="A100"), *device_field("sustained_share")),
-    Coefficient("A100, memory efficiency", "memory_efficiency", _rows(*_OF_2022, gpu="A100"), *device_field("memory_efficiency")),
+    Coefficient(
+        "A100, sustained share", "sustained_share", _rows(*_OF_2022, gpu="A100"), *device_field("sustained_share")
+    ),
+    Coefficient(
+        "A100, memory efficiency", "memory_efficiency", _rows(*_OF_2022, gpu="A100"), *device_field("memory_efficiency")
+    ),
     Coefficient("A100, megatron-2021", "host_calls", _rows("vtrain_single"), *host_calls()),
     Coefficient("A100, megatron-2021", "engine_share", _rows("sc21_t1", "sc21_fig18"), *engine_share(), additive=True),
     Coefficient("A100, megatron-deepspeed", "engine_share", _rows("BLOOM"), *engine_share(), additive=True),
     Coefficient("A100, zero-bubble", "engine_share", _rows("Zero Bubble"), *engine_share(), additive=True),
     Coefficient("A100, zero-bubble-te", "engine_share", _rows("vocabpar_1f1b"), *engine_share(), additive=True),
-    Coefficient("all, torchtitan", "engine_share", _rows("torchtitan benchmarks", "torchtitan docs"), *engine_share(), additive=True),
+    Coefficient(
+        "all, torchtitan",
+        "engine_share",
+        _rows("torchtitan benchmarks", "torchtitan docs"),
+        *engine_share(),
+        additive=True,
+    ),
     Coefficient("all, fsdp", "engine_share", _rows("llm-foundry"), *engine_share(), additive=True),
     Coefficient("products, rows at 16 bytes", "ALIGNED_AT_16_BYTES", _rows("BLOOM"), *aligned(3)),
     Coefficient("products, rows at 2 bytes", "ALIGNED_AT_2_BYTES", _rows("vtrain_single"), *aligned(0)),
     Coefficient("H100 and GB200, megatron-te", "host_calls", _rows(*_NVIDIA, "SimuMax"), *host_calls()),
     Coefficient(
-        "H100, sustained share, bf16", "sustained_share", _rows(*_NVIDIA, gpu="H100", dtype="bf16"), *device_field("sustained_share")
+        "H100, sustained share, bf16",
+        "sustained_share",
+        _rows(*_NVIDIA, gpu="H100", dtype="bf16"),
+        *device_field("sustained_share"),
     ),
     Coefficient(
-        "H100, sustained share, fp8", "sustained_share", _rows(*_NVIDIA, gpu="H100", dtype="fp8"), *device_field("sustained_share", "fp8")
+        "H100, sustained share, fp8",
+        "sustained_share",
+        _rows(*_NVIDIA, gpu="H100", dtype="fp8"),
+        *device_field("sustained_share", "fp8"),
     ),
-    Coefficient("B200, sustained share, bf16", "sustained_share", _rows("SimuMax", gpu="B200"), *device_field("sustained_share")),
+    Coefficient(
+        "B200, sustained share, bf16", "sustained_share", _rows("SimuMax", gpu="B200"), *device_field("sustained_share")
+    ),
     Coefficient(
         "GB200, sustained share, fp8",
         "sustained_share",
@@ -116,7 +136,9 @@ def refit(rows: Iterable[Row]) -> list[Fit]:
     """Every coefficient that has rows."""
     rows = [row for row in rows if row["kind"] == "train_step" and is_calibration(row) and not row["flags.suspect"]]
     return [
-        fit for coefficient in COEFFICIENTS if (fit := _refit(coefficient, [row for row in rows if coefficient.holds(row)])) is not None
+        fit
+        for coefficient in COEFFICIENTS
+        if (fit := _refit(coefficient, [row for row in rows if coefficient.holds(row)])) is not None
     ]
 
 
@@ -136,7 +158,9 @@ def _refit(coefficient: Coefficient, rows: Sequence[Row]) -> Fit | None:
         families.setdefault(row.likeness, []).append(_log_errors(coefficient, plan, value, seconds))
     if len(families) < 2:
         return None
-    means = [tuple(statistics.fmean(map(abs, column)) for column in zip(*found, strict=True)) for found in families.values()]
+    means = [
+        tuple(statistics.fmean(map(abs, column)) for column in zip(*found, strict=True)) for found in families.values()
+    ]
     draw = random.Random(2022)
     tried = coefficient.tried(value)
     resampled = [tried[_best(draw.choices(means, k=len(means)))] for _ in range(RESAMPLES)]
@@ -158,7 +182,13 @@ def _log_errors(coefficient: Coefficient, plan: Plan, value: float, seconds: flo
 def _best(columns: Sequence[tuple[float, ...]]) -> int:
     """Index of the value with the smallest mean error, of equal ones the nearest to today's."""
     indices = range(len(columns[0]))
-    return min(indices, key=lambda index: (round(statistics.fmean(column[index] for column in columns), 9), abs(index - len(indices) // 2)))
+    return min(
+        indices,
+        key=lambda index: (
+            round(statistics.fmean(column[index] for column in columns), 9),
+            abs(index - len(indices) // 2),
+        ),
+    )
 
 
 def refit_table(fits: Iterable[Fit]) -> Table:
@@ -177,8 +207,10 @@ def refit_table(fits: Iterable[Fit]) -> Table:
         for fit in fits
     )
     note = (
-        "Each coefficient alone, the others as they are, on the calibration half; families of near-duplicates count once. The spread is "
-        f"the standard deviation over {RESAMPLES} resamples of the families. Errors are mean absolute logarithms. Sustained share and "
+        "Each coefficient alone, the others as they are, on the calibration half; families of near-duplicates count "
+        "once. The spread is "
+        f"the standard deviation over {RESAMPLES} resamples of the families. Errors are mean absolute logarithms. "
+        "Sustained share and "
         "memory efficiency of the A100 are measured elsewhere and not fitted; on these rows the second weighs little."
     )
     header = ("coefficient", "field", "rows", "families", "today", "fitted", "error today", "fitted error")

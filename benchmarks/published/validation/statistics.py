@@ -49,14 +49,15 @@ def grouped(predictions: Iterable[Prediction], key: Callable[[Row], Hashable]) -
 
 
 def is_calibration(row: Row) -> bool:
-    """True for the half of the rows that coefficients may be fitted to: by a hash of what near-duplicates share, so that they stay
-    together."""
+    """True for the half of the rows that coefficients may be fitted to: by a hash of what near-duplicates share, so
+    that they stay together."""
     digest = hashlib.blake2b(repr(row.likeness).encode(), digest_size=1).digest()
     return digest[0] % 2 == 0
 
 
 def noise_floors(rows: Iterable[Row], reading: Callable[[Row], float | None]) -> dict[str, tuple[int, float, float]]:
-    """Source -> (configurations published more than once, median and largest spread of their readings, (max - min) / min)."""
+    """Source -> (configurations published more than once, median and largest spread of their
+    readings, (max - min) / min)."""
     repeats: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if (value := reading(row)) is not None:
@@ -80,7 +81,8 @@ class LeftOut:
 
 
 def leave_one_model_out(predictions: Sequence[Prediction]) -> LeftOut | None:
-    """The errors that remain when each model's times are scaled by the median ratio of the other models; None for fewer than two."""
+    """The errors that remain when each model's times are scaled by the median ratio of the other models;
+    None for fewer than two."""
     by_model = {
         model: [prediction.error for prediction in members if prediction.error is not None]
         for model, members in grouped(predictions, lambda row: row["model.name"]).items()
@@ -90,7 +92,9 @@ def leave_one_model_out(predictions: Sequence[Prediction]) -> LeftOut | None:
         return None
     errors, factors = [], []
     for model, own in by_model.items():
-        factor = 1 / statistics.median(1 + error for other, found in by_model.items() if other != model for error in found)
+        factor = 1 / statistics.median(
+            1 + error for other, found in by_model.items() if other != model for error in found
+        )
         factors.append(factor)
         errors += [(1 + error) * factor - 1 for error in own]
     spread = spread_of_errors(errors)

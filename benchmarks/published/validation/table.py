@@ -24,10 +24,17 @@ def percent(value: float, signed: bool = False) -> str:
 
 def to_text(table: Table, width: int | None = None) -> str:
     """A table for a terminal of `width` columns."""
-    return "\n".join([table.title, *([table.note] if table.note else []), *terminal.table([table.header, *table.rows], width)])
+    return "\n".join(
+        [table.title, *([table.note] if table.note else []), *terminal.table([table.header, *table.rows], width)]
+    )
 
 
 def to_markdown(table: Table) -> str:
     """A table for the documentation."""
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (table.header, ("---",) * len(table.header), *table.rows)]
-    return "\n".join([f"## {table.title}", "", *([table.note, ""] if table.note else []), *(f"| {line} |" for line in lines)])
+    lines = [
+        " | ".join(cell.replace("|", "\\|") for cell in row)
+        for row in (table.header, ("---",) * len(table.header), *table.rows)
+    ]
+    return "\n".join(
+        [f"## {table.title}", "", *([table.note, ""] if table.note else []), *(f"| {line} |" for line in lines)]
+    )

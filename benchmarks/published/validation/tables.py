@@ -53,7 +53,10 @@ def _targets(rows_read: Sequence[Row], predictions: list[Prediction]) -> Table:
             asked = f"{target.mape:.1%}"
             rows.append((*cells[:3], asked, met, percent(spread.bias, True), percent(spread.worst, True), target.peers))
     rows += [*_left_out_target(predictions), *choice_targets(rows_read, predictions)]
-    note = "Mean absolute relative error against what is asked; bias is the mean error (above zero: predicted too slow or too large)."
+    note = (
+        "Mean absolute relative error against what is asked; bias is the mean error (above zero: predicted too "
+        "slow or too large)."
+    )
     return Table("Targets", note, ("rows of", "count", "error", "asked", "met", "bias", "worst", "others"), tuple(rows))
 
 
@@ -65,7 +68,14 @@ def _left_out_target(predictions: list[Prediction]) -> list[tuple[str, ...]]:
     factor = leave_one_model_out(unseen)
     peers = f"Calculon 8.6% (tp to 8); a factor from the other model {percent(factor.spread.mape)}" if factor else ""
     met = "yes" if spread.mape <= LEFT_OUT_ERROR else "no"
-    cells = (str(spread.count), percent(spread.mape), percent(LEFT_OUT_ERROR), met, percent(spread.bias, True), percent(spread.worst, True))
+    cells = (
+        str(spread.count),
+        percent(spread.mape),
+        percent(LEFT_OUT_ERROR),
+        met,
+        percent(spread.bias, True),
+        percent(spread.worst, True),
+    )
     return [("vTrain multi-node, models that no fit has seen", *cells, peers)]
 
 
@@ -75,10 +85,24 @@ def _sources(predictions: list[Prediction]) -> Table:
         assert isinstance(key, tuple)
         if (spread := time_spread(members)) is not None:
             assumed = sum(bool(one.assumed) for one in members)
-            cells = (str(spread.count), percent(spread.mape), percent(spread.bias, True), percent(spread.worst, True), str(assumed))
+            cells = (
+                str(spread.count),
+                percent(spread.mape),
+                percent(spread.bias, True),
+                percent(spread.worst, True),
+                str(assumed),
+            )
             rows.append((str(key[0]), str(key[1]), *cells))
-    note = "`assumed` counts rows in which a field that was not published is filled with the default of the source's software."
-    return Table("Step time by source and series", note, ("source", "series", "count", "error", "bias", "worst", "assumed"), tuple(rows))
+    note = (
+        "`assumed` counts rows in which a field that was not published is filled with the default of the source's "
+        "software."
+    )
+    return Table(
+        "Step time by source and series",
+        note,
+        ("source", "series", "count", "error", "bias", "worst", "assumed"),
+        tuple(rows),
+    )
 
 
 def _memory(predictions: list[Prediction]) -> Table:
@@ -88,7 +112,10 @@ def _memory(predictions: list[Prediction]) -> Table:
         if (spread := memory_spread(members)) is not None:
             cells = (str(spread.count), f"{spread.mape:.2%}", f"{spread.bias:+.2%}", percent(spread.worst, True))
             rows.append((str(key[0]), str(key[1]), *cells))
-    note = "Worst rank's peak. `allocated` is live tensors, `reserved` the allocator's, `nvidia-smi` also the CUDA context."
+    note = (
+        "Worst rank's peak. `allocated` is live tensors, `reserved` the allocator's, `nvidia-smi` also the CUDA "
+        "context."
+    )
     return Table("Peak memory by source", note, ("source", "reading", "count", "error", "bias", "worst"), tuple(rows))
 
 
@@ -98,7 +125,10 @@ def _split(predictions: list[Prediction]) -> Table:
         halves = [time_spread(one for one in members if is_calibration(one.row) == wanted) for wanted in (True, False)]
         if all(half is not None for half in halves):
             cells = [
-                cell for half in halves if half is not None for cell in (str(half.count), percent(half.mape), percent(half.bias, True))
+                cell
+                for half in halves
+                if half is not None
+                for cell in (str(half.count), percent(half.mape), percent(half.bias, True))
             ]
             rows.append((str(key), *cells))
     note = (
@@ -117,10 +147,20 @@ def _left_out(predictions: list[Prediction]) -> Table:
         assert isinstance(key, tuple)
         if (found := leave_one_model_out(members)) is not None:
             low, high = found.factors
-            cells = (str(found.models), f"{low:.3f} to {high:.3f}", percent(found.spread.mape), percent(found.spread.worst, True))
+            cells = (
+                str(found.models),
+                f"{low:.3f} to {high:.3f}",
+                percent(found.spread.mape),
+                percent(found.spread.worst, True),
+            )
             rows.append((str(key[0]), str(key[1]), *cells))
-    note = "One factor on all seconds, the median ratio of the other models of the series; the model that is predicted has no part in it."
-    return Table("A whole model left out", note, ("source", "series", "models", "factor", "error", "worst"), tuple(rows))
+    note = (
+        "One factor on all seconds, the median ratio of the other models of the series; the model that is "
+        "predicted has no part in it."
+    )
+    return Table(
+        "A whole model left out", note, ("source", "series", "models", "factor", "error", "worst"), tuple(rows)
+    )
 
 
 def _parts(parts: list[PartPrediction]) -> Table:
@@ -132,21 +172,39 @@ def _parts(parts: list[PartPrediction]) -> Table:
         spread = spread_of_errors([part.error for part in members])
         assert spread is not None
         worst = max(members, key=lambda part: abs(part.error))
-        rows.append((section, str(spread.count), percent(spread.mape), percent(spread.bias, True), percent(spread.worst, True), worst.what))
-    note = "Relative errors; of bubbles the difference in points. Products and attention: share of the peak; the rest: seconds."
+        rows.append(
+            (
+                section,
+                str(spread.count),
+                percent(spread.mape),
+                percent(spread.bias, True),
+                percent(spread.worst, True),
+                worst.what,
+            )
+        )
+    note = (
+        "Relative errors; of bubbles the difference in points. Products and attention: share of the peak; the "
+        "rest: seconds."
+    )
     return Table("Parts of a step", note, ("part", "count", "error", "bias", "worst", "which"), tuple(rows))
 
 
 def _noise(rows: Iterable[Row]) -> Table:
     rows = list(rows)
     training = [row for row in rows if row["kind"] == "train_step"]
-    found: list[Floor] = [*floors(rows), *repetitions(training, lambda row: measured_of(row).memory_bytes, "memory, repeated")]
+    found: list[Floor] = [
+        *floors(rows),
+        *repetitions(training, lambda row: measured_of(row).memory_bytes, "memory, repeated"),
+    ]
     cells = [(one.source, one.reading, str(one.groups), percent(one.median), percent(one.largest)) for one in found]
     note = (
-        "Readings that ought to be equal, from the data alone: (largest - smallest) / smallest. Repeated: every published field equal. "
-        "One model and cut: two publications, replicas may differ. Over pp: seconds of a sequence in a layer by the closed form of 1F1B, "
+        "Readings that ought to be equal, from the data alone: (largest - smallest) / smallest. Repeated: every "
+        "published field equal. "
+        "One model and cut: two publications, replicas may differ. Over pp: seconds of a sequence in a layer by the "
+        "closed form of 1F1B, "
         "for one tp and microbatch. Layers of equal kernels: mean distance from their median, and largest over "
-        "smallest. Between publications of one configuration NVIDIA's own figures differ by 4% (Llama 70B, FP8) to 13% (Llama 405B, FP8; "
+        "smallest. Between publications of one configuration NVIDIA's own figures differ by 4% (Llama 70B, FP8) to "
+        "13% (Llama 405B, FP8; "
         "README of the rows, section 2)."
     )
     return Table("Noise of the data", note, ("source", "reading", "groups", "median", "largest"), tuple(cells))
@@ -173,7 +231,16 @@ def _outliers(predictions: list[Prediction]) -> Table:
     for one in far[:MOST_OUTLIERS]:
         assert one.error is not None
         names = ", ".join(cause.name for cause in causes_of(one)) or "none"
-        rows.append((one.row.id, one.layout, _seconds(one.measured.step_s), _seconds(one.predicted_s), percent(one.error, True), names))
+        rows.append(
+            (
+                one.row.id,
+                one.layout,
+                _seconds(one.measured.step_s),
+                _seconds(one.predicted_s),
+                percent(one.error, True),
+                names,
+            )
+        )
     note = f"The {len(rows)} worst of {len(far)}."
     return Table("Outliers", note, ("row", "layout", "measured", "predicted", "error", "causes"), tuple(rows))
 
@@ -188,5 +255,7 @@ def _refused(predictions: list[Prediction]) -> Table:
         if one.refused:
             key = (one.row.source, one.refused[:120])
             counts[key] = counts.get(key, 0) + 1
-    rows = [(source, str(count), reason) for (source, reason), count in sorted(counts.items(), key=lambda item: -item[1])]
+    rows = [
+        (source, str(count), reason) for (source, reason), count in sorted(counts.items(), key=lambda item: -item[1])
+    ]
     return Table("Rows without a prediction", "", ("source", "rows", "why"), tuple(rows))

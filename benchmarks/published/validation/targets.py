@@ -11,7 +11,8 @@ from .predictions import Prediction
 
 @dataclass(frozen=True)
 class Target:
-    """A group of rows and the largest mean absolute error asked for; `peers` is what others reach (see `simulator_anchors`)."""
+    """A group of rows and the largest mean absolute error asked for; `peers` is what others reach (see
+    `simulator_anchors`)."""
 
     name: str
     holds: Callable[[Row], bool]

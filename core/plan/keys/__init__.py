@@ -1,4 +1,5 @@
-"""The keys of a plan file as a table: section, name, type, legal values, meaning, and the module that reads the value."""
+"""The keys of a plan file as a table: section, name, type, legal values, meaning, and the module
+that reads the value."""
 
 from .key import NOUNS, Key
 from .table import KEYS, key_named, keys_of

@@ -12,10 +12,31 @@ from ...machine.cluster import ClusterSpec
 from ...machine.variation import Variation
 from ...model.model import ModelSpec
 from ..module import Module
-from ..sections import Batch, Checkpoint, DataParallel, Numerics, Optimizer, Precision, Recompute, Runtime, ScheduleChoice, Train
+from ..sections import (
+    Batch,
+    Checkpoint,
+    DataParallel,
+    Numerics,
+    Optimizer,
+    Precision,
+    Recompute,
+    Runtime,
+    ScheduleChoice,
+    Train,
+)
 
 KeyType = Literal[
-    "int", "float", "size", "bool", "str", "path", "two floats", "list of ints", "list of texts", "table of rates", "table of texts"
+    "int",
+    "float",
+    "size",
+    "bool",
+    "str",
+    "path",
+    "two floats",
+    "list of ints",
+    "list of texts",
+    "table of rates",
+    "table of texts",
 ]
 
 NOUNS: Mapping[str, type] = {
@@ -41,10 +62,10 @@ NOUNS: Mapping[str, type] = {
 class Key:
     """One key. `choices`, `minimum` and `maximum` limit its value; `above` and `below` are exclusive bounds.
 
-    `attribute` is the field of the section's noun that holds the value; None for keys that only choose where the other values
-    come from. `read_by` names the module (below `shardproof`) whose behaviour the value changes; a test holds that it reads it.
-    `default_note` describes a default that depends on other keys; plain defaults are those of the noun. Many choices are `listed`, each
-    with what it is, by `shardproof presets LISTED`.
+    `attribute` is the field of the section's noun that holds the value; None for keys that only choose where the other
+    values come from. `read_by` names the module (below `shardproof`) whose behaviour the value changes; a test holds
+    that it reads it. `default_note` describes a default that depends on other keys; plain defaults are those of the
+    noun. Many choices are `listed`, each with what it is, by `shardproof presets LISTED`.
     """
 
     section: str

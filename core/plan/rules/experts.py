@@ -18,7 +18,8 @@ MAX_NAMED_DEGREE = 64
 
 
 def experts_divide(layout: Layout, model: ModelSpec) -> Iterator[str]:
-    """ep divides the experts, etp the width of one, tp that of the shared ones; experts lie on the pipeline ranks of their attention."""
+    """ep divides the experts, etp the width of one, tp that of the shared ones; experts lie on the pipeline
+    ranks of their attention."""
     if not model.is_moe:
         if layout.ep > 1:
             yield f"ep={layout.ep} spreads experts, but model {model.name} has none (num_experts=0). Use ep=1."
@@ -27,18 +28,26 @@ def experts_divide(layout: Layout, model: ModelSpec) -> Iterator[str]:
         return
     if model.num_experts % layout.ep:
         legal = divisors(model.num_experts)
-        yield f"ep={layout.ep} does not divide num_experts={model.num_experts} (model {model.name}). Use ep among {legal}."
+        yield (
+            f"ep={layout.ep} does not divide num_experts={model.num_experts} (model {model.name}). Use ep among "
+            f"{legal}."
+        )
     if model.expert_width % layout.expert_tp:
         name = "etp" if layout.etp is not None else "tp"
         yield (
-            f"{name}={layout.expert_tp} does not divide expert_ffn_hidden_size={model.expert_width} (model {model.name}). "
+            f"{name}={layout.expert_tp} does not divide expert_ffn_hidden_size={model.expert_width} (model "
+            f"{model.name}). "
             f"Use etp among {[degree for degree in divisors(model.expert_width) if degree <= MAX_NAMED_DEGREE]}."
         )
     if model.shared_expert_width % layout.tp:
-        yield f"tp={layout.tp} does not divide the shared experts' width {model.shared_expert_width} (model {model.name}). Use another tp."
+        yield (
+            f"tp={layout.tp} does not divide the shared experts' width {model.shared_expert_width} (model "
+            f"{model.name}). Use another tp."
+        )
     if _pp_stride(layout, layout.sizes) != _pp_stride(layout, layout.expert_sizes):
         yield (
-            f"order={layout.order!r} puts pp before axes that experts cut otherwise, so experts of one layer would lie on other pipeline "
+            f"order={layout.order!r} puts pp before axes that experts cut otherwise, so experts of one layer would "
+            "lie on other pipeline "
             f"ranks than its attention. Use order={DEFAULT_ORDER!r}."
         )
 
@@ -56,12 +65,17 @@ def experts_see_whole_blocks(numerics: Numerics, layout: Layout, model: ModelSpe
         return
 
     def cut_with(block: int | None) -> RoutedTokens:
-        sizes = leaf_sizes(model, batch.sequence, gradient_token_block=block, reduction_token_block=numerics.reduction_token_block)
-        return RoutedTokens(batch.sequence, layout.tp, layout.cp, True, sizes.gradient_token_block, sizes.reduction_token_block)
+        sizes = leaf_sizes(
+            model, batch.sequence, gradient_token_block=block, reduction_token_block=numerics.reduction_token_block
+        )
+        return RoutedTokens(
+            batch.sequence, layout.tp, layout.cp, True, sizes.gradient_token_block, sizes.reduction_token_block
+        )
 
     tokens = cut_with(numerics.gradient_token_block)
     cut_experts = (
-        f"etp*ep={layout.expert_tp * layout.ep} gives the tp={layout.tp} ranks that share a sequence different copies of the experts"
+        f"etp*ep={layout.expert_tp * layout.ep} gives the tp={layout.tp} ranks that share a sequence different "
+        "copies of the experts"
     )
     idle = [tp_rank for tp_rank in range(layout.tp) if len({*tokens.own(tp_rank)}) == 1]
     if idle and layout.expert_tp * layout.ep % layout.tp:
@@ -74,7 +88,8 @@ def experts_see_whole_blocks(numerics: Numerics, layout: Layout, model: ModelSpe
         finer = range(tokens.gradient_block, 0, -1)
         admitted = next((block for block in finer if cut_with(block).split_piece(layout) is None), 1)
         yield (
-            f"{cut_experts}, cut at token {end} inside a block of gradient_token_block={tokens.gradient_block}, a leaf of their exact "
+            f"{cut_experts}, cut at token {end} inside a block of gradient_token_block={tokens.gradient_block}, a "
+            "leaf of their exact "
             f"gradients. Use an etp*ep that tp divides, or numerics.gradient_token_block = {admitted}."
         )
 
@@ -87,7 +102,8 @@ def expert_leaves_admit_etp(numerics: Numerics, layout: Layout, model: ModelSpec
     if leaves.num_leaves < layout.expert_tp:
         admitted = [degree for degree in divisors(model.expert_width) if degree <= leaves.num_leaves]
         yield (
-            f"etp={layout.expert_tp} cuts expert_ffn_hidden_size={model.expert_width} inside a leaf of {leaves.block}: there are only "
+            f"etp={layout.expert_tp} cuts expert_ffn_hidden_size={model.expert_width} inside a leaf of "
+            f"{leaves.block}: there are only "
             f"{leaves.num_leaves} leaves. Use etp among {admitted}."
         )
 
@@ -112,7 +128,9 @@ def experts_see_equal_microbatches(layout: Layout, batch: Batch, model: ModelSpe
     if any(len({layout.coordinates(rank)["dp"] for rank in group}) > 1 for group in layout.expert_groups("tp-ep")):
         per_round = batch.micro_size * layout.dp
         yield (
-            f"etp*ep={layout.expert_tp * layout.ep} spreads experts over data-parallel ranks, which send them tokens in every "
-            f"microbatch, but global={batch.global_size} gives some of the dp={layout.dp} ranks {counts[0]} and others {counts[1]} "
+            f"etp*ep={layout.expert_tp * layout.ep} spreads experts over data-parallel ranks, which send them tokens "
+            "in every "
+            f"microbatch, but global={batch.global_size} gives some of the dp={layout.dp} ranks {counts[0]} and "
+            f"others {counts[1]} "
             f"microbatches. Use global = {counts[1] * per_round} or {counts[0] * per_round}."
         )

@@ -1,4 +1,5 @@
-"""The rules that tie the cuts of a layout to the model, the batch, the numerics and the machines. `table` has them in order."""
+"""The rules that tie the cuts of a layout to the model, the batch, the numerics and the machines.
+`table` has them in order."""
 
 from __future__ import annotations
 
@@ -68,20 +69,29 @@ def nodes_are_whole(cluster: ClusterSpec) -> Iterator[str]:
     if cluster.num_devices > cluster.devices_per_node and cluster.num_devices % cluster.devices_per_node:
         per_node = cluster.devices_per_node
         below = cluster.num_devices // per_node * per_node
-        yield f"num_devices={cluster.num_devices} does not fill nodes of devices_per_node={per_node}. Use {below} or {below + per_node}."
+        yield (
+            f"num_devices={cluster.num_devices} does not fill nodes of devices_per_node={per_node}. Use {below} or "
+            f"{below + per_node}."
+        )
 
 
 def sequence_divides(layout: Layout, batch: Batch, numerics: Numerics) -> Iterator[str]:
-    """2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part, where numerics are fast."""
+    """2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part,
+    where numerics are fast."""
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     if batch.sequence % chunks:
         yield (
-            f"cp={layout.cp} gives every rank an early and a late chunk of the sequence, 2*cp={chunks} chunks in all, which do not "
+            f"cp={layout.cp} gives every rank an early and a late chunk of the sequence, 2*cp={chunks} chunks in "
+            "all, which do not "
             f"divide sequence={batch.sequence}. Use sequence={batch.sequence // chunks * chunks or chunks}."
         )
     elif layout.sequence_parallel and numerics.mode == "fast" and batch.sequence // layout.cp % layout.tp:
         unit = math.lcm(chunks, layout.cp * layout.tp)
-        part = f"the {batch.sequence // layout.cp} tokens that cp={layout.cp} leaves" if layout.cp > 1 else f"sequence={batch.sequence}"
+        part = (
+            f"the {batch.sequence // layout.cp} tokens that cp={layout.cp} leaves"
+            if layout.cp > 1
+            else f"sequence={batch.sequence}"
+        )
         yield (
             f"sequence_parallel=true cuts {part} over tp={layout.tp}, which does not divide it. "
             f"Use sequence={batch.sequence // unit * unit or unit}, or sequence_parallel=false."
@@ -100,7 +110,8 @@ def token_blocks_admit_tp(layout: Layout, batch: Batch, numerics: Numerics, mode
         longer = "" if layout.cp > 1 else f"sequence >= {leaves.block * (layout.tp - 1) + 1}, "
         part = f"the part of {sequence} tokens that cp={layout.cp} leaves" if layout.cp > 1 else f"sequence={sequence}"
         yield (
-            f"sequence_parallel=true with exact numerics gives every rank whole blocks of reduction_token_block={leaves.block} tokens, but "
+            "sequence_parallel=true with exact numerics gives every rank whole blocks of "
+            f"reduction_token_block={leaves.block} tokens, but "
             f"{part} has {leaves.num_leaves} of them for tp={layout.tp}. Use {finer}{longer}or sequence_parallel=false."
         )
 
@@ -116,7 +127,8 @@ def token_blocks_admit_cp(layout: Layout, batch: Batch, numerics: Numerics, mode
         if chunk % (block := getattr(sizes, name)):
             legal = [each for each in divisors(chunk) if each <= max(block, MAX_NAMED_DEGREE)]
             yield (
-                f"cp={layout.cp} cuts sequence={batch.sequence} into chunks of {chunk} tokens, inside a block of {name}={block}, "
+                f"cp={layout.cp} cuts sequence={batch.sequence} into chunks of {chunk} tokens, inside a block of "
+                f"{name}={block}, "
                 f"whose sums exact numerics keep whole. Use {name} among {legal}."
             )
 
@@ -127,18 +139,23 @@ def torch_shards_by_itself(data_parallel: DataParallel, layout: Layout, numerics
         return
     if layout.zero < 2:
         yield (
-            f'library="torch" keeps parameters in parts by fully_shard, but zero={layout.zero} keeps them whole on every rank. '
+            f'library="torch" keeps parameters in parts by fully_shard, but zero={layout.zero} keeps them whole on '
+            "every rank. "
             "Set layout.zero = 3, or 2 to gather them once in a step, or leave library out."
         )
     if numerics.mode == "exact":
         yield (
-            'library="torch" adds gradients in the order of its collectives, which depends on the number of ranks, and not in that of '
+            'library="torch" adds gradients in the order of its collectives, which depends on the number of ranks, '
+            "and not in that of "
             'numerics.mode="exact". Set numerics.mode = "fast", or leave library out.'
         )
     names = ("overlap_grad_reduce", "overlap_param_gather", "bucket_bytes", "shard")
-    if given := [f"{name}={getattr(data_parallel, name)}" for name in names if getattr(data_parallel, name) is not None]:
+    if given := [
+        f"{name}={getattr(data_parallel, name)}" for name in names if getattr(data_parallel, name) is not None
+    ]:
         yield (
-            f'library="torch" gathers and reduces every transformer layer by itself, overlapped in its own way, and has no use for '
+            'library="torch" gathers and reduces every transformer layer by itself, overlapped in its own way, and '
+            "has no use for "
             f"{', '.join(given)}. Leave one of the two out."
         )
 
@@ -147,9 +164,15 @@ def shards_divide(data_parallel: DataParallel, layout: Layout) -> Iterator[str]:
     """ZeRO shards over a divisor of the data-parallel ranks."""
     shard, ranks = data_parallel.shard, layout.dp * layout.cp
     if shard is not None and ranks % shard:
-        yield f"shard={shard} does not divide the dp*cp={ranks} ranks that it shards over. Use shard among {divisors(ranks)}."
+        yield (
+            f"shard={shard} does not divide the dp*cp={ranks} ranks that it shards over. Use shard among "
+            f"{divisors(ranks)}."
+        )
     if shard is not None and layout.zero == 0:
-        yield f"shard={shard} says how many ranks ZeRO shards over, but zero=0 shards nothing. Set layout.zero, or leave shard out."
+        yield (
+            f"shard={shard} says how many ranks ZeRO shards over, but zero=0 shards nothing. Set layout.zero, or "
+            "leave shard out."
+        )
     if data_parallel.overlap_param_gather and layout.zero == 0:
         yield (
             "overlap_param_gather=true hides the gathers of sharded parameters, but zero=0 shards nothing. "

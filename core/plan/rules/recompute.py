@@ -18,9 +18,12 @@ def recompute_is_chosen_once(recompute: Recompute) -> Iterator[str]:
             f'but recompute.mode="{recompute.mode}". Set recompute.mode = "full", or leave num_layers out.'
         )
     if recompute.layers is not None and (recompute.mode != "full" or recompute.num_layers is not None):
-        other = f'recompute.mode="{recompute.mode}"' if recompute.mode != "full" else f"num_layers={recompute.num_layers}"
+        other = (
+            f'recompute.mode="{recompute.mode}"' if recompute.mode != "full" else f"num_layers={recompute.num_layers}"
+        )
         yield (
-            f"layers={list(recompute.layers)} are the only ones that full recomputation repeats, but {other} says otherwise. "
+            f"layers={list(recompute.layers)} are the only ones that full recomputation repeats, but {other} says "
+            "otherwise. "
             'Set recompute.mode = "full" without num_layers, or leave layers out.'
         )
     if recompute.distribute and recompute.mode != "full":
@@ -48,7 +51,9 @@ def recomputed_layers_exist(recompute: Recompute, model: ModelSpec) -> Iterator[
     """The model has the layers that are recomputed."""
     layers = list(recompute.layers or ())
     if wrong := [layer for layer in layers if not 0 <= layer < model.num_layers]:
-        yield f"layers={layers}: model {model.name} has the layers 0 to {model.num_layers - 1}, and no layer {wrong[0]}."
+        yield (
+            f"layers={layers}: model {model.name} has the layers 0 to {model.num_layers - 1}, and no layer {wrong[0]}."
+        )
     elif layers != sorted(set(layers)):
         yield f"layers={layers} must name every layer once, in order. Use {sorted(set(layers))}."
 
@@ -57,9 +62,15 @@ def recomputed_modules_exist(recompute: Recompute, model: ModelSpec) -> Iterator
     """A layer of the model has the modules that are recomputed."""
     for name in recompute.modules:
         if name not in RECOMPUTE_MODULES:
-            yield f"modules={list(recompute.modules)}: {name!r} is no part of a layer{did_you_mean(name, RECOMPUTE_MODULES)}"
+            yield (
+                f"modules={list(recompute.modules)}: {name!r} is no part of a "
+                f"layer{did_you_mean(name, RECOMPUTE_MODULES)}"
+            )
         elif name in ("moe", "moe_act") and not model.is_moe:
-            yield f"modules={list(recompute.modules)}: model {model.name} has no experts, so there is no {name!r}. Leave it out."
+            yield (
+                f"modules={list(recompute.modules)}: model {model.name} has no experts, so there is no {name!r}. "
+                "Leave it out."
+            )
         elif name == "shared_experts" and not model.num_shared_experts:
             yield f"modules={list(recompute.modules)}: model {model.name} has no shared experts. Leave {name!r} out."
         elif name == "mla_up_proj" and not model.is_mla:

@@ -17,12 +17,18 @@ def microbatches_divide(batch: Batch, layout: Layout) -> Iterator[str]:
     """The global batch is whole microbatches, at least one for every data-parallel rank."""
     num_microbatches, rest = divmod(batch.global_size, batch.micro_size)
     if rest:
-        nearest = [number * batch.micro_size for number in (num_microbatches, num_microbatches + 1) if number >= layout.dp]
+        nearest = [
+            number * batch.micro_size for number in (num_microbatches, num_microbatches + 1) if number >= layout.dp
+        ]
         named = " or ".join(map(str, nearest)) or str(batch.micro_size * layout.dp)
-        yield f"global={batch.global_size} is no multiple of micro={batch.micro_size}. Use global = {named}, or another micro."
+        yield (
+            f"global={batch.global_size} is no multiple of micro={batch.micro_size}. Use global = {named}, or "
+            "another micro."
+        )
     elif num_microbatches < layout.dp:
         yield (
-            f"global={batch.global_size} has {num_microbatches} microbatches of micro={batch.micro_size} for dp={layout.dp} ranks. "
+            f"global={batch.global_size} has {num_microbatches} microbatches of micro={batch.micro_size} for "
+            f"dp={layout.dp} ranks. "
             f"Use global >= {batch.micro_size * layout.dp}, or dp <= {num_microbatches}."
         )
 
@@ -55,7 +61,8 @@ def interleaving_matches(schedule: ScheduleChoice, layout: Layout) -> Iterator[s
         return
     if not entry.chunks:
         yield (
-            f'vpp={layout.vpp} needs an interleaved schedule, but schedule.name="{schedule.name}" runs one stage per rank. '
+            f'vpp={layout.vpp} needs an interleaved schedule, but schedule.name="{schedule.name}" runs one stage per '
+            "rank. "
             f'Set schedule.name = "{suggested}" or layout.vpp = 1.'
         )
     else:
@@ -75,15 +82,17 @@ def sizes_are_built(schedule: ScheduleChoice, layout: Layout, batch: Batch) -> I
     elif schedule.file is not None and len(counts) > 1:
         per_round = batch.micro_size * layout.dp
         yield (
-            f"schedule.file={schedule.file!r} has one number of microbatches, but global={batch.global_size} gives some of the "
-            f"dp={layout.dp} ranks {counts[0]} and others {counts[1]}. Use global = {counts[1] * per_round} or {counts[0] * per_round}."
+            f"schedule.file={schedule.file!r} has one number of microbatches, but global={batch.global_size} gives "
+            "some of the "
+            f"dp={layout.dp} ranks {counts[0]} and others {counts[1]}. Use global = {counts[1] * per_round} or "
+            f"{counts[0] * per_round}."
         )
 
 
 MOST_ACTIONS = 1_000_000
-"""Of one step. Measured on 2026-11-23 on 2 busy cores, lowered 1F1B of 3 million actions: simulate 5 s and 0.5 GB, verify 9 s and 0.6 GB,
-draw 16 to 38 s and 1.4 GB; of 0.8 million on two ranks, fit 11 s. Seconds and bytes grow as the actions. What is built without a plan
-(`core.schedule.build`) has no such bound."""
+"""Of one step. Measured on 2026-11-23 on 2 busy cores, lowered 1F1B of 3 million actions: simulate 5 s and 0.5 GB,
+verify 9 s and 0.6 GB, draw 16 to 38 s and 1.4 GB; of 0.8 million on two ranks, fit 11 s. Seconds and bytes grow as the
+actions. What is built without a plan (`core.schedule.build`) has no such bound."""
 
 ACTIONS_PER_MICROBATCH = 6
 """Of a stage inside the pipeline: forward, backward, and a send and a receive of each."""
@@ -98,7 +107,8 @@ def actions_are_bounded(batch: Batch, layout: Layout, schedule: ScheduleChoice) 
     fitting = MOST_ACTIONS // each
     remedy = f"Use global <= {fitting * batch.micro_size * layout.dp}, " if fitting else "Use "
     yield (
-        f"pp*vpp={layout.num_stages} stages with {counts[0]} microbatches each are about {counts[0] * each:,} actions, more than the "
+        f"pp*vpp={layout.num_stages} stages with {counts[0]} microbatches each are about {counts[0] * each:,} "
+        "actions, more than the "
         f"{MOST_ACTIONS:,} that a step may have here. {remedy}a larger micro, more dp, or fewer stages."
     )
 
@@ -106,14 +116,18 @@ def actions_are_bounded(batch: Batch, layout: Layout, schedule: ScheduleChoice) 
 def name_or_file(schedule: ScheduleChoice) -> Iterator[str]:
     """A schedule has a name or a file, not both."""
     if schedule.file is not None and schedule.name != ScheduleChoice().name:
-        yield f'schedule.name="{schedule.name}" and schedule.file="{schedule.file}" both choose a schedule. Give one of them.'
+        yield (
+            f'schedule.name="{schedule.name}" and schedule.file="{schedule.file}" both choose a schedule. Give one '
+            "of them."
+        )
 
 
 def stages_are_sharded(schedule: ScheduleChoice, layout: Layout) -> Iterator[str]:
     """Only ZeRO-3 gathers the parameters of stages."""
     if schedule.max_active_stages is not None and layout.zero != 3:
         yield (
-            f"max_active_stages={schedule.max_active_stages} says how many stages' parameters ZeRO-3 gathers at a time, "
+            f"max_active_stages={schedule.max_active_stages} says how many stages' parameters ZeRO-3 gathers at a "
+            "time, "
             f"but zero={layout.zero} keeps them all. Set layout.zero = 3, or leave max_active_stages out."
         )
 
@@ -123,6 +137,7 @@ def batches_are_waited_for(runtime: Runtime) -> Iterator[str]:
     if runtime.p2p_batched is not None and runtime.p2p_overlap is not False:
         written = str(runtime.p2p_batched).lower()
         yield (
-            f"p2p_batched={written} says how messages are sent for which products wait, but p2p_overlap=false is not set. "
+            f"p2p_batched={written} says how messages are sent for which products wait, but p2p_overlap=false is not "
+            "set. "
             "Set it, or leave p2p_batched out."
         )

@@ -1,4 +1,5 @@
-"""The rules that tie keys of a plan together, as one table. Every rule that a plan breaks is reported, not only the first."""
+"""The rules that tie keys of a plan together, as one table. Every rule that a plan breaks is
+reported, not only the first."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from .experts import expert_leaves_admit_etp, experts_divide, experts_see_equal_microbatches, experts_see_whole_blocks, routers_exist
+from .experts import (
+    expert_leaves_admit_etp,
+    experts_divide,
+    experts_see_equal_microbatches,
+    experts_see_whole_blocks,
+    routers_exist,
+)
 from .layout import (
     cluster_is_filled,
     heads_admit_tp,
@@ -28,7 +35,12 @@ from .modules import (
     modules_have_names,
     modules_recompute_alike,
 )
-from .recompute import distributed_inputs_are_whole, recompute_is_chosen_once, recomputed_layers_exist, recomputed_modules_exist
+from .recompute import (
+    distributed_inputs_are_whole,
+    recompute_is_chosen_once,
+    recomputed_layers_exist,
+    recomputed_modules_exist,
+)
 from .schedule import (
     actions_are_bounded,
     batches_are_waited_for,
@@ -59,7 +71,8 @@ from .variation import (
 
 @dataclass(frozen=True)
 class Rule:
-    """`check` takes the nouns of the sections that `keys` names, in order of first mention, and yields one sentence per problem."""
+    """`check` takes the nouns of the sections that `keys` names, in order of first mention, and yields one
+    sentence per problem."""
 
     name: str
     keys: tuple[str, ...]
@@ -83,7 +96,9 @@ class BrokenRule:
 def broken_rules(nouns: Mapping[str, Any]) -> list[BrokenRule]:
     """Every problem of the rules whose sections are all in `nouns` (section name -> noun), in table order."""
     known = _rules_of(frozenset(nouns))
-    return [BrokenRule(rule, sentence) for rule in known for sentence in rule.check(*map(nouns.__getitem__, rule.sections))]
+    return [
+        BrokenRule(rule, sentence) for rule in known for sentence in rule.check(*map(nouns.__getitem__, rule.sections))
+    ]
 
 
 @cache
@@ -101,7 +116,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "leaves-admit-tp",
-        ("layout.tp", "model.ffn_hidden_size", "model.vocab_size", "batch.sequence", "numerics.ffn_block", "numerics.vocab_block"),
+        (
+            "layout.tp",
+            "model.ffn_hidden_size",
+            "model.vocab_size",
+            "batch.sequence",
+            "numerics.ffn_block",
+            "numerics.vocab_block",
+        ),
         "every tp rank owns at least one whole leaf of each feature axis",
         leaves_admit_tp,
     ),
@@ -154,23 +176,40 @@ RULES: tuple[Rule, ...] = (
         batches_are_waited_for,
     ),
     Rule("name-or-file", ("schedule.name", "schedule.file"), "a schedule has a name or a file, not both", name_or_file),
-    Rule("positions-suffice", ("batch.sequence", "model.max_positions"), "learned positions cover the sequence", positions_suffice),
+    Rule(
+        "positions-suffice",
+        ("batch.sequence", "model.max_positions"),
+        ("learned positions cover the sequence"),
+        positions_suffice,
+    ),
     Rule(
         "cluster-is-filled",
         ("cluster.num_devices", "layout.dp", "layout.tp", "layout.pp", "layout.cp"),
         "the ranks of the layout are the devices of the cluster",
         cluster_is_filled,
     ),
-    Rule("nodes-are-whole", ("cluster.num_devices", "cluster.devices_per_node"), "several nodes are whole nodes", nodes_are_whole),
+    Rule(
+        "nodes-are-whole",
+        ("cluster.num_devices", "cluster.devices_per_node"),
+        ("several nodes are whole nodes"),
+        nodes_are_whole,
+    ),
     Rule(
         "sequence-divides",
         ("layout.sequence_parallel", "batch.sequence", "layout.tp", "layout.cp", "numerics.mode"),
-        "2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part, where numerics are fast",
+        "2*cp chunks make up the sequence, and with sequence parallelism tp divides a rank's part, where numerics "
+        "are fast",
         sequence_divides,
     ),
     Rule(
         "token-blocks-admit-tp",
-        ("layout.sequence_parallel", "batch.sequence", "layout.tp", "numerics.reduction_token_block", "model.num_kv_heads"),
+        (
+            "layout.sequence_parallel",
+            "batch.sequence",
+            "layout.tp",
+            "numerics.reduction_token_block",
+            "model.num_kv_heads",
+        ),
         "with sequence parallelism and exact numerics every tp rank owns at least one whole block of tokens",
         token_blocks_admit_tp,
     ),
@@ -194,7 +233,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "experts-see-whole-blocks",
-        ("numerics.gradient_token_block", "layout.etp", "layout.ep", "layout.tp", "model.num_experts", "batch.sequence"),
+        (
+            "numerics.gradient_token_block",
+            "layout.etp",
+            "layout.ep",
+            "layout.tp",
+            "model.num_experts",
+            "batch.sequence",
+        ),
         "in exact numerics no block of tokens goes to several copies of the experts",
         experts_see_whole_blocks,
     ),
@@ -277,9 +323,17 @@ RULES: tuple[Rule, ...] = (
         "padded documents have a token that counts for nothing, and only they are trimmed",
         padding_is_told_apart,
     ),
-    Rule("dtype-has-peak", ("precision.dtype", "cluster.peak_flops_per_s"), "the cluster has a rate for it", dtype_has_peak),
     Rule(
-        "stragglers-exist", ("variation.stragglers", "cluster.num_devices"), "stragglers are slow devices of the cluster", stragglers_exist
+        "dtype-has-peak",
+        ("precision.dtype", "cluster.peak_flops_per_s"),
+        ("the cluster has a rate for it"),
+        dtype_has_peak,
+    ),
+    Rule(
+        "stragglers-exist",
+        ("variation.stragglers", "cluster.num_devices"),
+        ("stragglers are slow devices of the cluster"),
+        stragglers_exist,
     ),
     Rule(
         "classes-are-known",
@@ -294,7 +348,10 @@ RULES: tuple[Rule, ...] = (
         links_exist,
     ),
     Rule(
-        "hiccups-have-a-length", ("variation.hiccups_per_s", "variation.hiccup_s"), "pauses have a rate and a length", hiccups_have_a_length
+        "hiccups-have-a-length",
+        ("variation.hiccups_per_s", "variation.hiccup_s"),
+        ("pauses have a rate and a length"),
+        hiccups_have_a_length,
     ),
     Rule(
         "imbalance-needs-experts",
@@ -308,14 +365,24 @@ RULES: tuple[Rule, ...] = (
         "checkpoints count where devices fail",
         checkpoints_need_failures,
     ),
-    Rule("modules-have-names", ("modules.name",), "modules are there, and their names tell them apart", modules_have_names),
+    Rule(
+        "modules-have-names",
+        ("modules.name",),
+        ("modules are there, and their names tell them apart"),
+        modules_have_names,
+    ),
     Rule(
         "modules-cover-ranks",
         ("modules.ranks", "cluster.num_devices"),
         "the modules' ranks follow each other, as many as each layout has",
         modules_cover_ranks,
     ),
-    Rule("modules-form-a-tree", ("modules.inputs",), "every module but the last feeds one later module", modules_form_a_tree),
+    Rule(
+        "modules-form-a-tree",
+        ("modules.inputs",),
+        ("every module but the last feeds one later module"),
+        modules_form_a_tree,
+    ),
     Rule(
         "modules-fit-together",
         ("modules.name",),
@@ -328,6 +395,11 @@ RULES: tuple[Rule, ...] = (
         "one schedule runs the stages of all modules",
         modules_have_a_schedule,
     ),
-    Rule("modules-recompute-alike", ("modules.name", "recompute.layers"), "layers are not named by numbers", modules_recompute_alike),
+    Rule(
+        "modules-recompute-alike",
+        ("modules.name", "recompute.layers"),
+        ("layers are not named by numbers"),
+        modules_recompute_alike,
+    ),
 )
 """Every cross-key rule. The first key of a rule that the file gives is the line that its problems point at."""

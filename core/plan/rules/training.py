@@ -17,11 +17,15 @@ def loss_scales_are_powers_of_two(precision: Precision) -> Iterator[str]:
     plain = Precision(precision.dtype)
     given = [name for name in ("loss_scale", *ADAPTING) if getattr(precision, name) != getattr(plain, name)]
     if given and precision.dtype != "fp16":
-        yield f'{given[0]}={getattr(precision, given[0])} scales losses for fp16, but dtype="{precision.dtype}". Leave it out, or use fp16.'
+        yield (
+            f'{given[0]}={getattr(precision, given[0])} scales losses for fp16, but dtype="{precision.dtype}". '
+            "Leave it out, or use fp16."
+        )
         return
     if precision.loss_scale is not None and (other := next((name for name in given if name in ADAPTING[:3]), None)):
         yield (
-            f"loss_scale={precision.loss_scale:g} is a constant, so {other}={getattr(precision, other):g} is about nothing. "
+            f"loss_scale={precision.loss_scale:g} is a constant, so {other}={getattr(precision, other):g} is about "
+            "nothing. "
             "Leave one of the two out."
         )
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
@@ -30,7 +34,8 @@ def loss_scales_are_powers_of_two(precision: Precision) -> Iterator[str]:
             yield f"{name}={value:g} is no power of two. Use {2.0 ** round(math.log2(value)):g}."
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield (
-            f"min_loss_scale={precision.min_loss_scale:g} is above initial_loss_scale={precision.initial_loss_scale:g}. "
+            f"min_loss_scale={precision.min_loss_scale:g} is above "
+            f"initial_loss_scale={precision.initial_loss_scale:g}. "
             f"Use min_loss_scale <= {precision.initial_loss_scale:g}."
         )
 
@@ -40,10 +45,14 @@ def scalings_are_modelled(precision: Precision, runtime: Runtime) -> Iterator[st
     if precision.scaling is None:
         return
     if precision.dtype != "fp8":
-        yield f'scaling="{precision.scaling}" is about operands of 8 bits, but dtype="{precision.dtype}". Leave it out, or use fp8.'
+        yield (
+            f'scaling="{precision.scaling}" is about operands of 8 bits, but dtype="{precision.dtype}". Leave it '
+            "out, or use fp8."
+        )
     elif runtime.profile != "torchtitan":
         yield (
-            f'scaling="{precision.scaling}" is modelled for torchtitan, and not for runtime.profile="{runtime.profile}". '
+            f'scaling="{precision.scaling}" is modelled for torchtitan, and not for '
+            f'runtime.profile="{runtime.profile}". '
             'Leave it out, or use runtime.profile="torchtitan".'
         )
 
@@ -52,7 +61,10 @@ def checkpoints_have_a_folder(checkpoint: Checkpoint) -> Iterator[str]:
     """What is saved is saved somewhere."""
     for name in ("every", "keep"):
         if checkpoint.folder is None and (value := getattr(checkpoint, name)) is not None:
-            yield f"{name}={value} is about checkpoints, but there is no folder for them. Set checkpoint.folder, or leave {name} out."
+            yield (
+                f"{name}={value} is about checkpoints, but there is no folder for them. Set checkpoint.folder, or "
+                f"leave {name} out."
+            )
 
 
 def dtype_has_peak(precision: Precision, cluster: ClusterSpec) -> Iterator[str]:
@@ -69,4 +81,7 @@ def padding_is_told_apart(train: Train, runtime: Runtime) -> Iterator[str]:
     if train.padded and train.ignore_token is None:
         yield "padded=true fills sequences up with ignore_token, which is not given. Use train.ignore_token = 0, say."
     if runtime.trim_padding and not train.padded:
-        yield "trim_padding=true leaves padding out, but padded=true is not set. Set train.padded = true, or leave trim_padding out."
+        yield (
+            "trim_padding=true leaves padding out, but padded=true is not set. Set train.padded = true, or leave "
+            "trim_padding out."
+        )

@@ -29,7 +29,10 @@ def classes_are_known(variation: Variation, cluster: ClusterSpec, precision: Pre
             yield f"{told}: {preset!r} is no cluster preset{did_you_mean(preset, CLUSTER_PRESETS)}"
             continue
         if precision.dtype not in cluster_preset(preset, cluster.num_devices).peak_flops_per_s:
-            yield f'{told}: devices of {preset} have no peak rate for dtype="{precision.dtype}". Use another dtype or class.'
+            yield (
+                f'{told}: devices of {preset} have no peak rate for dtype="{precision.dtype}". Use another dtype '
+                "or class."
+            )
         complaints = list(_complaints(told, names, cluster))
         yield from complaints
         for rank in () if complaints else devices_named(names, cluster):
@@ -45,7 +48,11 @@ def links_exist(variation: Variation, cluster: ClusterSpec) -> Iterator[str]:
         if not 0 < share <= 1:
             yield f"slow_links={{{name} = {share:g}}} is the share of its rate that is left: above 0, at most 1."
         yield from _link_complaints("slow_links", name, cluster)
-    complaints = [complaint for name in names_in(variation.failed_links) for complaint in _link_complaints("failed_links", name, cluster)]
+    complaints = [
+        complaint
+        for name in names_in(variation.failed_links)
+        for complaint in _link_complaints("failed_links", name, cluster)
+    ]
     yield from complaints or _cut_off(variation, cluster)
 
 
@@ -62,11 +69,20 @@ def _cut_off(variation: Variation, cluster: ClusterSpec) -> Iterator[str]:
     cards = cluster.nics_per_node or min(cluster.devices_per_node, cluster.num_devices)
     for name, link in failed.items():
         if link.kind == "device":
-            yield f'failed_links="{name}" cuts a device off. Use slow_links={{{name} = 0.05}} for a detour, or leave the device out.'
+            yield (
+                f'failed_links="{name}" cuts a device off. Use slow_links={{{name} = 0.05}} for a detour, or leave '
+                "the device out."
+            )
         elif link.kind == "node" or (link.kind == "leaf" and not cluster.rails):
-            yield f'failed_links="{name}" cuts nodes off. Use slow_links={{{name} = 0.5}} for what is left, or leave them out.'
+            yield (
+                f'failed_links="{name}" cuts nodes off. Use slow_links={{{name} = 0.5}} for what is left, or leave '
+                "them out."
+            )
         elif sum(other.kind == link.kind and other.index == link.index for other in failed.values()) == cards:
-            yield f'failed_links="{variation.failed_links}" leaves none of the {cards} {link.kind}s of {link.index}. Let one of them work.'
+            yield (
+                f'failed_links="{variation.failed_links}" leaves none of the {cards} {link.kind}s of {link.index}. '
+                "Let one of them work."
+            )
             return
 
 
@@ -74,7 +90,10 @@ def hiccups_have_a_length(variation: Variation) -> Iterator[str]:
     """Pauses come with a rate and a length."""
     if bool(variation.hiccups_per_s) != bool(variation.hiccup_s):
         given = f"hiccups_per_s={variation.hiccups_per_s:g} and hiccup_s={variation.hiccup_s:g}"
-        yield f"{given}: pauses need both, how often a device makes one and how long it takes at least. Give both, or none."
+        yield (
+            f"{given}: pauses need both, how often a device makes one and how long it takes at least. Give both, "
+            "or none."
+        )
 
 
 def imbalance_needs_experts(variation: Variation, model: ModelSpec) -> Iterator[str]:
@@ -90,8 +109,10 @@ def imbalance_needs_experts(variation: Variation, model: ModelSpec) -> Iterator[
         )
     if variation.expert_capacity is not None and variation.expert_imbalance is None:
         yield (
-            f"expert_capacity={variation.expert_capacity:g} limits experts that are busier than others, but expert_imbalance is not "
-            "given, so all are equally busy. Give expert_imbalance (0 is the chance of the draw alone), or leave expert_capacity out."
+            f"expert_capacity={variation.expert_capacity:g} limits experts that are busier than others, but "
+            "expert_imbalance is not "
+            "given, so all are equally busy. Give expert_imbalance (0 is the chance of the draw alone), or leave "
+            "expert_capacity out."
         )
 
 
@@ -103,7 +124,8 @@ def checkpoints_need_failures(variation: Variation) -> Iterator[str]:
                 yield f"{name}={value:g} counts only where devices fail. Give device_mtbf_s, or leave {name} out."
     elif not variation.checkpoint_s and variation.checkpoint_every_s is None:
         yield (
-            f"device_mtbf_s={variation.device_mtbf_s:g} with checkpoint_s=0 and no checkpoint_every_s: checkpoints that cost nothing "
+            f"device_mtbf_s={variation.device_mtbf_s:g} with checkpoint_s=0 and no checkpoint_every_s: checkpoints "
+            "that cost nothing "
             "have no best interval. Give checkpoint_s, checkpoint_every_s or both."
         )
 

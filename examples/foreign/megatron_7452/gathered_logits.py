@@ -1,4 +1,5 @@
-"""Finding 2: logits that were gathered go into the cross entropy of a vocabulary that is cut: the loss is too large by log(ranks).
+"""Finding 2: logits that were gathered go into the cross entropy of a vocabulary that is cut: the loss is
+too large by log(ranks).
 
 torchrun --nproc-per-node 1 examples/foreign/megatron_7452/gathered_logits.py right.ledger
 torchrun --nproc-per-node 2 examples/foreign/megatron_7452/gathered_logits.py run.ledger

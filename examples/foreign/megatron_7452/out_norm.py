@@ -1,4 +1,5 @@
-"""Finding 11: a norm that all heads share has a part of its gradient on each rank, and the sum is taken with sequence parallelism only.
+"""Finding 11: a norm that all heads share has a part of its gradient on each rank, and the sum is taken with
+sequence parallelism only.
 
 torchrun --nproc-per-node 1 examples/foreign/megatron_7452/out_norm.py right.ledger
 torchrun --nproc-per-node 2 examples/foreign/megatron_7452/out_norm.py run.ledger

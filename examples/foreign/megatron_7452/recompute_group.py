@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/foreign/megatron_7452/recompute_group.py run.ledger
     shardproof verify run.ledger --against right.ledger
 
-Ranks 0 and 2 hold one half of the batch, 1 and 3 the other. Each of a pair keeps half of what went into the layer, and gathers from its
-pair; the fault gathers from ranks 0 and 1, or 2 and 3, as the usual order of ranks would have it.
+Ranks 0 and 2 hold one half of the batch, 1 and 3 the other. Each of a pair keeps half of what went into the layer, and
+gathers from its pair; the fault gathers from ranks 0 and 1, or 2 and 3, as the usual order of ranks would have it.
 """
 
 from __future__ import annotations
@@ -66,12 +66,16 @@ def main(folder: str, fixed: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     replicas = max(1, size // 2)
     strided, _ = dist.new_subgroups_by_enumeration([list(range(first, size, replicas)) for first in range(replicas)])
-    in_order, _ = dist.new_subgroups_by_enumeration([list(range(first, min(first + 2, size))) for first in range(0, size, 2)])
+    in_order, _ = dist.new_subgroups_by_enumeration(
+        [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
+    )
     model = Model(strided, strided if fixed else in_order)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     share = SAMPLES // replicas
     first = rank % replicas * share
-    x, wanted = torch.randn(2, SAMPLES, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))[:, first : first + share]
+    x, wanted = torch.randn(2, SAMPLES, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))[
+        :, first : first + share
+    ]
     with Recorder(folder, model, optimizer, first_sample=first):
         for _ in range(2):
             ((model(x) - wanted).square().sum() / SAMPLES).backward()

@@ -1,4 +1,5 @@
-"""Finding 8: the sinks of attention are cut by heads and not marked so, and the norm that clips counts those of rank 0 alone.
+"""Finding 8: the sinks of attention are cut by heads and not marked so, and the norm that clips
+counts those of rank 0 alone.
 
 torchrun --nproc-per-node 1 examples/foreign/megatron_7452/sink_norm.py right.ledger
 torchrun --nproc-per-node 2 examples/foreign/megatron_7452/sink_norm.py run.ledger

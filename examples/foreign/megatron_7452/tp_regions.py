@@ -1,7 +1,8 @@
-"""What the examples beside this file share: the borders of a tensor-parallel region (Shoeybi et al. 2019, section 3), and how to start.
+"""What the examples beside this file share: the borders of a tensor-parallel region (Shoeybi et al. 2019,
+section 3), and how to start.
 
-The faults are those of an audit of Megatron Core, NVIDIA/Megatron-LM#7452 (2026-09-17), each written anew in plain torch from its
-description. One rank is one device, on which no fault shows: that run is the reference.
+The faults are those of an audit of Megatron Core, NVIDIA/Megatron-LM#7452 (2026-09-17), each written anew in plain
+torch from its description. One rank is one device, on which no fault shows: that run is the reference.
 """
 
 from __future__ import annotations

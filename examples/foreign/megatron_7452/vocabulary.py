@@ -1,4 +1,5 @@
-"""Cross entropy over a vocabulary that is cut over the ranks, and the small model that the first two findings train with it."""
+"""Cross entropy over a vocabulary that is cut over the ranks, and the small model that the first two
+findings train with it."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ VOCAB, HIDDEN, SAMPLES, TOKENS = 24, 8, 4, 6
 
 
 class VocabularyCrossEntropy(Function):
-    """Losses [samples, tokens] from this rank's part of the logits; `smoothing` spreads that share of the target over the vocabulary.
+    """Losses [samples, tokens] from this rank's part of the logits; `smoothing` spreads that share of the
+    target over the vocabulary.
 
-    The logits it is given are taken for a part: rank r has the words from r times their number on. `smooth_locally` takes the part for the
-    whole vocabulary when it smooths.
+    The logits it is given are taken for a part: rank r has the words from r times their number on. `smooth_locally`
+    takes the part for the whole vocabulary when it smooths.
     """
 
     @staticmethod
@@ -48,7 +50,10 @@ class VocabularyCrossEntropy(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """Probabilities less the smoothed target."""
         found, own, held = ctx.saved_tensors
-        wanted = torch.zeros_like(found).scatter_(-1, own[..., None], held[..., None] * (1 - ctx.share)) + ctx.share / ctx.words
+        wanted = (
+            torch.zeros_like(found).scatter_(-1, own[..., None], held[..., None] * (1 - ctx.share))
+            + ctx.share / ctx.words
+        )
         return (found - wanted) * gradient[..., None], None, None, None
 
 

@@ -1,4 +1,5 @@
-"""fp16: losses are scaled by a power of two that adapts itself; an overflow makes all ranks skip the step; no bit depends on cuts."""
+"""fp16: losses are scaled by a power of two that adapts itself; an overflow makes all ranks skip the step;
+no bit depends on cuts."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ ALL_AT_ONCE, EARLY = DataParallel(), DataParallel(bucket_bytes=2000, overlap_gra
 def tiny(layout=ONE, *, dtype="fp16", mode="exact", schedule="1F1B", steps=3, model=None, **precision) -> Plan:
     return product_plan(
         layout,
-        model=model or replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32),
+        model=model
+        or replace(
+            model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32
+        ),
         samples=4,
         sequence=16,
         dtype=dtype,
@@ -63,7 +67,8 @@ def test_without_hysteresis_the_scale_goes_as_torchs(seed):
 
 
 def test_hysteresis_bears_overflows_until_the_scale_has_grown_again():
-    """Megatron-LM's `DynamicGradScaler`: once the patience is used up every overflow counts, until `window` good steps renew it."""
+    """Megatron-LM's `DynamicGradScaler`: once the patience is used up every overflow counts, until
+    `window` good steps renew it."""
     scale = LossScale(64.0, 1.0, window=2, hysteresis=3, num_good=0, patience=3)
     values = []
     for overflow in (True, True, True, True, False, False, True, True, True):
@@ -93,7 +98,10 @@ def test_what_a_checkpoint_keeps_is_all_that_changes():
     [
         ({"loss_scale": 1000.0}, r"loss_scale=1000 is no power of two\. Use 1024\."),
         ({"initial_loss_scale": 3.0}, r"initial_loss_scale=3 is no power of two\."),
-        ({"loss_scale": 8.0, "loss_scale_window": 5}, r"loss_scale=8 is a constant, so loss_scale_window=5 is about nothing\."),
+        (
+            {"loss_scale": 8.0, "loss_scale_window": 5},
+            r"loss_scale=8 is a constant, so loss_scale_window=5 is about nothing\.",
+        ),
         ({"min_loss_scale": 8192.0}, r"min_loss_scale=8192 is above initial_loss_scale=4096\."),
         ({"dtype": "bf16", "loss_scale": 8.0}, r'loss_scale=8\.0 scales losses for fp16, but dtype="bf16"\.'),
     ],
@@ -131,7 +139,8 @@ def test_an_overflow_makes_every_rank_skip_the_step_and_halve_the_scale(mode):
 
 
 def test_losses_follow_those_of_fp32_whatever_the_scale():
-    """Scaling changes only what fp16 could not hold: after three steps losses are within its 2^-11 of fp32's, times a few roundings."""
+    """Scaling changes only what fp16 could not hold: after three steps losses are within its 2^-11 of fp32's,
+    times a few roundings."""
     fp32 = Trainer(tiny(dtype="fp32", mode="fast"), transport="memory").fit().losses
     for scale in (1.0, 64.0, 1024.0):
         fp16 = Trainer(tiny(mode="exact", loss_scale=scale), transport="memory").fit().losses
@@ -140,7 +149,12 @@ def test_losses_follow_those_of_fp32_whatever_the_scale():
 
 
 EXPERTS = replace(
-    model_preset("tiny-llama"), num_layers=2, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=16, first_dense_layers=0
+    model_preset("tiny-llama"),
+    num_layers=2,
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_hidden_size=16,
+    first_dense_layers=0,
 )
 
 
@@ -154,7 +168,14 @@ EXPERTS = replace(
         tiny(Layout(dp=2, zero=1), initial_loss_scale=2.0**17, loss_scale_hysteresis=1, steps=4),
         replace(tiny(Layout(dp=3), initial_loss_scale=2.0**17, loss_scale_hysteresis=1, steps=4), data_parallel=EARLY),
     ],
-    ids=["tp2 pp2", "sp2 dp3, with overflows", "cp2, split backward", "experts", "zero, with overflows", "early buckets, with overflows"],
+    ids=[
+        "tp2 pp2",
+        "sp2 dp3, with overflows",
+        "cp2, split backward",
+        "experts",
+        "zero, with overflows",
+        "early buckets, with overflows",
+    ],
     on_push=3,
 )
 def test_no_bit_depends_on_the_layout(plan):
@@ -218,12 +239,16 @@ def poisoned_rank(transport, payload):
         (Layout(dp=3, pp=2, zero=2), "exact", 4, "layers.1.mlp.down.weight", ALL_AT_ONCE),
     ],
 )
-def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(layout, mode, global_rank, name, data_parallel):
+def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(
+    layout, mode, global_rank, name, data_parallel
+):
     plan = replace(tiny(layout, dtype="fp32", mode=mode), data_parallel=data_parallel)
     found = run_ranks(poisoned_rank, (plan, global_rank, name), world_size=layout.world_size, transport="memory")
     assert len(set(found)) == 1
     assert "step 1: " in found[0] and "the gradient norm nan" in found[0], found[0]
-    assert f"The gradient of {name} has 1 such elements of " in found[0] and f"on rank {global_rank}, before" in found[0], found[0]
+    assert (
+        f"The gradient of {name} has 1 such elements of " in found[0] and (f"on rank {global_rank}, before") in found[0]
+    ), found[0]
 
 
 def poisoned_sum(transport, plan):
@@ -250,4 +275,7 @@ def test_a_sum_over_ranks_that_is_not_finite_although_its_parts_were_is_named_to
     plan = tiny(Layout(dp=3), dtype="fp32", mode="exact")
     found = run_ranks(poisoned_sum, plan, world_size=3, transport="memory")
     assert len(set(found)) == 1 and "step 1: " in found[0], found
-    assert "has 1 such elements of " in found[0] and "on ranks 0, 1, 2, after it was added up; each rank's own part has none" in found[0]
+    assert (
+        "has 1 such elements of " in found[0]
+        and ("on ranks 0, 1, 2, after it was added up; each rank's own part has none") in found[0]
+    )

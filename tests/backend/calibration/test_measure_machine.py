@@ -1,4 +1,5 @@
-"""`measure_machine` measures every kernel that the simulator's host model asks for. What the seconds are is no test's business."""
+"""`measure_machine` measures every kernel that the simulator's host model asks for. What the seconds
+are is no test's business."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def test_a_simulation_on_what_was_measured_finds_all_its_kernels(preset, compute
     turns = {"short", "short_work", "long", "long_work", "work"}
     assert {row.name for row in transfers} == {*COLLECTIVES, "message", "message_work", *turns}
     cluster = calibrated([*compute, *transfers], name="here", num_cores=2, memory_bytes=8e9, when="now")
-    model = replace(model_preset(preset), num_heads=4, num_kv_heads=2, head_dim=32) if preset == "tiny-llama" else model_preset(preset)
+    model = (
+        replace(model_preset(preset), num_heads=4, num_kv_heads=2, head_dim=32)
+        if preset == "tiny-llama"
+        else model_preset(preset)
+    )
     model = replace(model, num_heads=2, num_kv_heads=2, head_dim=32) if preset == "tiny-gpt" else model
     for layout in (Layout(), Layout(pp=2), Layout(tp=2)):
         here, batch = replace(cluster, num_devices=layout.world_size), Batch(4, 1, 64)

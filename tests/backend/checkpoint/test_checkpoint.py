@@ -1,4 +1,5 @@
-"""Checkpoints: a resumed run has the bits of an undisturbed one under any layout, and however a save ends, the last one is whole."""
+"""Checkpoints: a resumed run has the bits of an undisturbed one under any layout, and however a save ends,
+the last one is whole."""
 
 from __future__ import annotations
 
@@ -51,12 +52,18 @@ from shardproof.core.plan.plan import (
 STEPS, SAVED = 3, 1
 """Of an undisturbed run, and after how many of them it is interrupted."""
 
-DENSE = replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, ffn_hidden_size=32, head_dim=4, hidden_dropout=0.1)
+DENSE = replace(
+    model_preset("tiny-gpt"), num_layers=2, hidden_size=16, ffn_hidden_size=32, head_dim=4, hidden_dropout=0.1
+)
 """With biases, learned positions, a tied table, and dropout, whose random numbers depend on the step."""
-EXPERTS = ModelSpec("moe", 2, 24, 48, 6, 6, 4, 256, 64, num_experts=6, experts_per_token=2, expert_ffn_hidden_size=12, expert_bias=True)
+EXPERTS = ModelSpec(
+    "moe", 2, 24, 48, 6, 6, 4, 256, 64, num_experts=6, experts_per_token=2, expert_ffn_hidden_size=12, expert_bias=True
+)
 
 
-def tiny(folder: Path | None = None, layout: Layout | None = None, *, model: ModelSpec = DENSE, micro: int = 2, **options) -> Plan:
+def tiny(
+    folder: Path | None = None, layout: Layout | None = None, *, model: ModelSpec = DENSE, micro: int = 2, **options
+) -> Plan:
     """A problem that every layout here solves; clipping is active from the first step, and biases of experts move."""
     block, sequence = (3, 12) if model.is_moe else (2, 8)
     routers = {"router_jitter": 0.1, "expert_bias_rate": 0.01} if model.is_moe else {}
@@ -91,14 +98,17 @@ def train(plan: Plan, resume: Path | None = None, observer: Callable | None = No
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """`undisturbed(plan)`: the steps of the same problem on one device without a checkpoint, and every tensor it ends with."""
+    """`undisturbed(plan)`: the steps of the same problem on one device without a checkpoint, and
+    every tensor it ends with."""
     known = {}
 
     def run(plan: Plan):
         key = plan.model, plan.precision, plan.train
         if key not in known:
             one = replace(plan, layout=Layout(), cluster=cluster_preset("this-host", 1), checkpoint=Checkpoint())
-            one = replace(one, schedule=ScheduleChoice("1F1B"), batch=replace(plan.batch, micro_size=1), recompute=Recompute())
+            one = replace(
+                one, schedule=ScheduleChoice("1F1B"), batch=replace(plan.batch, micro_size=1), recompute=Recompute()
+            )
             pieces: list = []
             steps = train(one, observer=lambda global_rank: LastState(pieces))
             known[key] = steps, {name: tensor for name, _, tensor in pieces}
@@ -110,7 +120,9 @@ def undisturbed():
 def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     """What a checkpoint of a plan holds."""
     weights = {each.name: each.shape for each in parameters(plan.model)}
-    moments = {f"optimizer.{name}.{moment}": shape for name, shape in weights.items() for moment in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        f"optimizer.{name}.{moment}": shape for name, shape in weights.items() for moment in ("exp_avg", "exp_avg_sq")
+    }
     biases = {each.name: each.shape for each in expert_biases(plan.model)}
     scale = {"loss_scale": (3,)} if plan.precision.dtype == "fp16" else {}
     return {**weights, **biases, **moments, **{f"optimizer.{name}.step": () for name in weights}, **scale}
@@ -128,8 +140,14 @@ def assert_ends_alike(path: Path, plan: Plan, state: dict[str, Tensor]) -> None:
     """A checkpoint has the bits that an undisturbed run ends with, nothing less and nothing more."""
     saved = read_with_torch(path, shapes_of(plan))
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
-    assert names == saved.keys() and state.keys() == {name for name in names if not name.endswith((".step", "loss_scale"))}
-    different = [name for name, tensor in state.items() if not torch.equal(saved[name].view(torch.int32), tensor.view(torch.int32))]
+    assert names == saved.keys() and state.keys() == {
+        name for name in names if not name.endswith((".step", "loss_scale"))
+    }
+    different = [
+        name
+        for name, tensor in state.items()
+        if not torch.equal(saved[name].view(torch.int32), tensor.view(torch.int32))
+    ]
     assert not different
     assert {float(tensor) for name, tensor in saved.items() if name.endswith(".step")} == {STEPS}
 
@@ -145,18 +163,29 @@ CHANGES = {
     "one-to-tp2-pp2": (tiny(), tiny(layout=Layout(tp=2, pp=2))),
     "tp2-pp2-to-dp3": (tiny(layout=Layout(tp=2, pp=2)), tiny(layout=Layout(dp=3))),
     "dp2-to-tp4": (tiny(layout=Layout(dp=2)), tiny(layout=Layout(tp=4))),
-    "vpp2-to-cp2-sp": (tiny(layout=Layout(pp=2, vpp=2), model=DEEP), tiny(layout=Layout(cp=2, tp=2, sequence_parallel=True), model=DEEP)),
+    "vpp2-to-cp2-sp": (
+        tiny(layout=Layout(pp=2, vpp=2), model=DEEP),
+        tiny(layout=Layout(cp=2, tp=2, sequence_parallel=True), model=DEEP),
+    ),
     "dualpipe-to-zbv": (
         tiny(layout=Layout(pp=2), schedule=ScheduleChoice("DualPipe"), micro=1, model=DEEP),
         tiny(layout=Layout(pp=2, vpp=2), schedule=ScheduleChoice("ZBVZeroBubble"), model=DEEP),
     ),
     "zero1-to-tp2": (tiny(layout=Layout(dp=3, zero=1)), tiny(layout=Layout(tp=2))),
     "pp2-to-zero1-tp2-pp2": (tiny(layout=Layout(pp=2)), tiny(layout=Layout(tp=2, pp=2, dp=3, zero=1))),
-    "bf16-zero1-tp2-to-zero1-dp3": (tiny(layout=Layout(tp=2, dp=2, zero=1), **BF16), tiny(layout=Layout(dp=3, zero=1), **BF16)),
-    "experts-zero1-to-ep3": (tiny(layout=Layout(dp=3, ep=3, zero=1), model=EXPERTS), tiny(layout=Layout(pp=2, dp=3), model=EXPERTS)),
+    "bf16-zero1-tp2-to-zero1-dp3": (
+        tiny(layout=Layout(tp=2, dp=2, zero=1), **BF16),
+        tiny(layout=Layout(dp=3, zero=1), **BF16),
+    ),
+    "experts-zero1-to-ep3": (
+        tiny(layout=Layout(dp=3, ep=3, zero=1), model=EXPERTS),
+        tiny(layout=Layout(pp=2, dp=3), model=EXPERTS),
+    ),
     "zero3-to-hybrid-zero2": (
         tiny(layout=Layout(dp=3, zero=3), schedule=ScheduleChoice(max_active_stages=1)),
-        tiny(layout=Layout(dp=4, zero=2), micro=1, data_parallel=DataParallel(None, True, bucket_bytes=30_000, shard=2)),
+        tiny(
+            layout=Layout(dp=4, zero=2), micro=1, data_parallel=DataParallel(None, True, bucket_bytes=30_000, shard=2)
+        ),
     ),
     "bf16-hybrid-to-zero3": (
         tiny(layout=Layout(dp=4, zero=1), micro=1, data_parallel=DataParallel(shard=2), **BF16),
@@ -164,8 +193,14 @@ CHANGES = {
     ),
     "fp16-dp2-to-tp2-with-a-moving-loss-scale": (tiny(layout=Layout(dp=2), **FP16), tiny(layout=Layout(tp=2), **FP16)),
     "the-same-layout": (tiny(layout=Layout(tp=2, dp=2)), tiny(layout=Layout(tp=2, dp=2))),
-    "bf16-tp2-to-pp2": (tiny(layout=Layout(tp=2), **BF16), tiny(layout=Layout(pp=2), recompute=Recompute("full"), **BF16)),
-    "experts-ep3-to-tp2": (tiny(layout=Layout(dp=3, ep=3), model=EXPERTS), tiny(layout=Layout(tp=2, pp=2), model=EXPERTS)),
+    "bf16-tp2-to-pp2": (
+        tiny(layout=Layout(tp=2), **BF16),
+        tiny(layout=Layout(pp=2), recompute=Recompute("full"), **BF16),
+    ),
+    "experts-ep3-to-tp2": (
+        tiny(layout=Layout(dp=3, ep=3), model=EXPERTS),
+        tiny(layout=Layout(tp=2, pp=2), model=EXPERTS),
+    ),
     "experts-pp2-to-ep2-etp2": (
         tiny(layout=Layout(pp=2, dp=2), model=EXPERTS),
         tiny(layout=Layout(tp=2, dp=2, ep=2, etp=2), model=EXPERTS, micro=1),
@@ -229,12 +264,18 @@ def test_checkpoints_come_every_so_many_steps_and_after_the_last_and_the_newest_
 
 
 def end_at(number: int, report: Path) -> None:
-    """Ends this process at its so many-th change of files, counted from now; with 0 the changes are counted, a byte in `report` each."""
+    """Ends this process at its so many-th change of files, counted from now; with 0 the changes are counted, a
+    byte in `report` each."""
     report_fd = os.open(report, os.O_WRONLY | os.O_CREAT)
     seen = [0]
 
     def hook(event: str, arguments: tuple) -> None:
-        opened = event == "open" and "step-" in str(arguments[0]) and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        opened = (
+            event == "open"
+            and "step-" in str(arguments[0])
+            and isinstance(arguments[1], str)
+            and set(arguments[1]) & set("wax+")
+        )
         if opened or event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir"):
             seen[0] += 1
             if number == 0:
@@ -246,7 +287,8 @@ def end_at(number: int, report: Path) -> None:
 
 
 def save_numbers(transport, payload):
-    """Saves tensors that are full of the number of steps; the process ends at some change of files, if that is given."""
+    """Saves tensors that are full of the number of steps; the process ends at some change of
+    files, if that is given."""
     plan, steps, number, report = payload
     pieces = [Piece(name, (3, 2), (slice(0, 3), slice(0, 2)), torch.full((3, 2), float(steps))) for name in "ab"]
     world = transport.group("world", "world", range(1))
@@ -257,7 +299,8 @@ def save_numbers(transport, payload):
 
 
 def test_whenever_a_save_is_killed_the_newest_checkpoint_is_whole(tmp_path):
-    """The process ends just before each change that the save makes: a file opened or removed, a folder made, renamed or removed."""
+    """The process ends just before each change that the save makes: a file opened or removed, a folder
+    made, renamed or removed."""
     (tmp_path / "text").write_text("a text to learn from. " * 40)
 
     def plan_of(number: int) -> Plan:
@@ -293,7 +336,9 @@ def test_whenever_a_save_is_killed_the_newest_checkpoint_is_whole(tmp_path):
                 assert torch.equal(values, torch.full((3, 2), float(saved.steps)))
         newest.append(saved.steps)
         save(number, 3)
-        assert [path.name for path in (tmp_path / str(number)).iterdir()] == ["step-00000003"], "nothing half is left lying"
+        assert [path.name for path in (tmp_path / str(number)).iterdir()] == ["step-00000003"], (
+            "nothing half is left lying"
+        )
     assert newest == sorted(newest) and set(newest) == {1, 2}
 
 
@@ -342,11 +387,17 @@ def test_what_changes_bits_and_nothing_else_is_said_and_layouts_are_not(tmp_path
 
 def test_folders_that_a_run_cannot_use_are_told_before_it_starts(tmp_path):
     plan = tiny(tmp_path / "run")
-    assert Trainer(plan, resume=True).resumption is None, "nothing was saved yet: the first start of a job that may be restarted"
+    assert Trainer(plan, resume=True).resumption is None, (
+        "nothing was saved yet: the first start of a job that may be restarted"
+    )
     path = saved_by(plan, steps=9)
-    with pytest.raises(PlanError, match=r"holds a run already, saved after 9 steps \(step-00000009\)\. Use --resume to go on with it"):
+    with pytest.raises(
+        PlanError, match=r"holds a run already, saved after 9 steps \(step-00000009\)\. Use --resume to go on with it"
+    ):
         Trainer(plan)
-    with pytest.raises(PlanError, match=r"saved after 9 steps, but the run ends after train\.steps=3\. Use train\.steps=9 or more"):
+    with pytest.raises(
+        PlanError, match=r"saved after 9 steps, but the run ends after train\.steps=3\. Use train\.steps=9 or more"
+    ):
         Trainer(plan, resume=True)
     (path / "state.json").write_text("{")
     with pytest.raises(PlanError, match=r"state\.json cannot be read .*\n.*has no whole checkpoint to go on from"):
@@ -369,7 +420,9 @@ def test_a_run_does_not_go_on_with_another_text_than_it_was_saved_with(tmp_path)
     moved = (tmp_path / "a.txt").rename(tmp_path / "moved.txt")
     assert train(replace(plan, train=replace(plan.train, data=str(moved))), resume=path_of(tmp_path / "run", 1)) == ()
     other = replace(plan, train=replace(plan.train, data=str(tmp_path / "b.txt"), steps=2))
-    with pytest.raises(PlanError, match=r"text of \d+ bytes with SHA-256 .*, but train\.data=.*b\.txt.* so other samples would follow"):
+    with pytest.raises(
+        PlanError, match=r"text of \d+ bytes with SHA-256 .*, but train\.data=.*b\.txt.* so other samples would follow"
+    ):
         Trainer(other, transport="memory", resume=True).fit()
 
 
@@ -379,7 +432,10 @@ def test_a_damaged_checkpoint_is_named_and_not_taken_for_a_fault_of_a_rank(tmp_p
     file = path_of(tmp_path, 1) / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     plan = replace(plan, train=replace(plan.train, steps=2))
-    with pytest.raises(PlanError, match=r"__0_0\.distcp has \d+ bytes instead of \d+; tensors .*\n.*has no whole checkpoint to go on from"):
+    with pytest.raises(
+        PlanError,
+        match=r"__0_0\.distcp has \d+ bytes instead of \d+; tensors .*\n.*has no whole checkpoint to go on from",
+    ):
         Trainer(plan, transport="memory", resume=True).fit()
 
 
@@ -398,7 +454,9 @@ def die_while_saving(transport, plan):
     train_rank(transport, TrainJob(plan, validate=False))
 
 
-def test_a_rank_that_dies_while_it_saves_ends_the_job_and_processes_go_on_from_the_checkpoint_before(undisturbed, tmp_path):
+def test_a_rank_that_dies_while_it_saves_ends_the_job_and_processes_go_on_from_the_checkpoint_before(
+    undisturbed, tmp_path
+):
     plan = tiny(tmp_path, Layout(tp=2), checkpoint=Checkpoint(str(tmp_path), every=1))
     with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"), Workers(2, timeout_s=60) as pool:
         pool.run(die_while_saving, plan)
@@ -412,7 +470,19 @@ def test_a_rank_that_dies_while_it_saves_ends_the_job_and_processes_go_on_from_t
 
 
 def test_the_command_line_resumes_and_names_the_checkpoint(tmp_path, capsys):
-    run = ["train", "--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "2", "--sequence", "8", "--transport", "memory"]
+    run = [
+        "train",
+        "--model",
+        "tiny-gpt",
+        "--dtype",
+        "fp32",
+        "--global-batch",
+        "2",
+        "--sequence",
+        "8",
+        "--transport",
+        "memory",
+    ]
     run += ["--set", "model.num_layers=2", "--set", "model.hidden_size=16", "--set", "model.ffn_hidden_size=32"]
     run += ["--set", f"checkpoint.folder={tmp_path}", "--set", "numerics.mode=exact"]
     assert main([*run, "--devices", "2", "--tp", "2", "--set", "train.steps=2", "--resume"]) == 0
@@ -421,7 +491,18 @@ def test_the_command_line_resumes_and_names_the_checkpoint(tmp_path, capsys):
     assert captured.out.endswith(f"\ncheckpoint {tmp_path}/step-00000002\n")
     assert main([*run, "--devices", "2", "--pp", "2", "--set", "train.steps=3", "--json"]) == 2
     assert "Use --resume to go on with it" in capsys.readouterr().err
-    again = [*run, "--devices", "2", "--pp", "2", "--set", "train.steps=3", "--set", "train.learning_rate=1e-4", "--resume"]
+    again = [
+        *run,
+        "--devices",
+        "2",
+        "--pp",
+        "2",
+        "--set",
+        "train.steps=3",
+        "--set",
+        "train.learning_rate=1e-4",
+        "--resume",
+    ]
     assert main([*again, "--json"]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)

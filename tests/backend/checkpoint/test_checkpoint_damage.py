@@ -1,4 +1,5 @@
-"""Damaged checkpoints: whatever is done to the files, no damaged tensor is used, what is damaged is named, and nothing is executed."""
+"""Damaged checkpoints: whatever is done to the files, no damaged tensor is used, what is damaged is named,
+and nothing is executed."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ SHAPES = {"a": (4, 3), "b": (6,), "c": (2, 2), "count": ()}
 
 def plan_of(folder: Path, **options) -> Plan:
     sizes = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32, "head_dim": 4}
-    return product_plan(samples=2, sequence=8, **{"dtype": "fp32", "steps": 99, "folder": str(folder), **sizes, **options})
+    return product_plan(
+        samples=2, sequence=8, **{"dtype": "fp32", "steps": 99, "folder": str(folder), **sizes, **options}
+    )
 
 
 def values_of(run: int, steps: int) -> dict[str, torch.Tensor]:
@@ -109,7 +112,9 @@ def restored(folder: Path, monkeypatch, steps: int = 40) -> list[tuple[int, dict
     def on_rank(transport, _):
         world = transport.group("world", "world", range(RANKS))
         own = corpus if world.rank == 0 else None
-        return Checkpoints(plan, own, world, transport.device).restore(path_of(folder, steps), world.rank), held[world.rank]
+        return Checkpoints(plan, own, world, transport.device).restore(path_of(folder, steps), world.rank), held[
+            world.rank
+        ]
 
     try:
         return run_threads(MemoryWorld(RANKS, timeout_s=60), on_rank, None)
@@ -185,7 +190,9 @@ def stale_block(chosen: random.Random, path: Path, other: Path) -> str:
     name, block = chosen.choice(blocks)
     (theirs,) = [each for each in contents_of(source).tensors[name].blocks if each.offsets == block.offsets]
     content = bytearray((path / block.file).read_bytes())
-    content[block.first : block.first + block.num_bytes] = (source / theirs.file).read_bytes()[theirs.first :][: theirs.num_bytes]
+    content[block.first : block.first + block.num_bytes] = (source / theirs.file).read_bytes()[theirs.first :][
+        : theirs.num_bytes
+    ]
     (path / block.file).write_bytes(content)
     return f"tensor {name}"
 
@@ -200,7 +207,10 @@ def edit_metadata(chosen: random.Random, path: Path, other: Path) -> str:
     elif kind == 1:
         saved.chunks.append(saved.chunks[0])
     elif kind == 2:
-        saved.chunks[0], saved.chunks[1] = saved.chunks[1], replace(saved.chunks[0], offsets=torch.Size([9] * len(saved.size)))
+        saved.chunks[0], saved.chunks[1] = (
+            saved.chunks[1],
+            replace(saved.chunks[0], offsets=torch.Size([9] * len(saved.size))),
+        )
     else:
         saved.properties.dtype = torch.int32
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -238,8 +248,11 @@ def test_of_200_random_damages_each_is_named_and_no_damaged_tensor_is_used(part,
         named = damage(chosen, path, path_of(runs / "1", 40))
         assert_goes_on_from(restored(folder, monkeypatch), 0, 20)
         said = capfd.readouterr().err
-        assert said.startswith(f"resume: {path} is damaged: ") and said.endswith(f" Going on from {path_of(folder, 20)}.\n"), (damage, said)
-        is_other_index = damage is replace_by and named == INDEX_FILE  # whole in itself: all files are others than it says
+        assert said.startswith(f"resume: {path} is damaged: ") and said.endswith(
+            f" Going on from {path_of(folder, 20)}.\n"
+        ), (damage, said)
+        # whole in itself: all files are others than it says
+        is_other_index = damage is replace_by and named == INDEX_FILE
         assert ("has other bytes" if is_other_index else named) in said, (damage, named, said)
         shutil.rmtree(folder)
 
@@ -251,7 +264,10 @@ def test_a_flipped_bit_in_a_tensor_is_told_with_file_and_tensor(folder, monkeypa
     content[block.first] ^= 4
     file.write_bytes(content)
     assert_goes_on_from(restored(folder, monkeypatch), 0, 20)
-    wanted = f"resume: {file.parent} is damaged: {file} has other bytes than were saved; tensor c. Going on from {path_of(folder, 20)}.\n"
+    wanted = (
+        f"resume: {file.parent} is damaged: {file} has other bytes than were saved; tensor c. Going on from "
+        f"{path_of(folder, 20)}.\n"
+    )
     assert capfd.readouterr().err == wanted
 
 
@@ -287,7 +303,8 @@ def test_a_block_that_changes_between_check_and_use_is_not_used(folder, monkeypa
 
 
 def test_ranks_that_see_other_folders_go_on_from_what_the_first_finds_whole(folder, monkeypatch, capfd):
-    """The second rank's host does not see the newest checkpoint yet, or sees another file there: none goes on from it alone."""
+    """The second rank's host does not see the newest checkpoint yet, or sees another file there: none
+    goes on from it alone."""
     seen = saved_in
 
     def by_rank(of):
@@ -317,7 +334,9 @@ def older(path: Path) -> None:
 def test_a_checkpoint_of_an_earlier_version_is_read_with_a_notice(folder, monkeypatch, capfd):
     older(path_of(folder, 40))
     assert_goes_on_from(restored(folder, monkeypatch), 0, 40)
-    assert capfd.readouterr().err.startswith(f"resume: {path_of(folder, 40)} is of an earlier version, which wrote no digests")
+    assert capfd.readouterr().err.startswith(
+        f"resume: {path_of(folder, 40)} is of an earlier version, which wrote no digests"
+    )
 
 
 def test_an_index_that_is_gone_does_not_make_a_checkpoint_an_earlier_one(folder, monkeypatch, capfd):
@@ -396,7 +415,14 @@ def test_a_crafted_tensor_in_the_zip_of_an_earlier_checkpoint_is_not_executed(tm
 def test_bombs_in_pickles_and_indexes_are_refused_before_they_take_memory(tmp_path):
     huge = struct.pack("<Q", 1 << 40)
     nested = b"\x80\x04)" + b"\x85" * 100_000 + b"."
-    for bomb in (b"\x80\x04\x8e" + huge, b"\x80\x04\x8d" + huge, b"\x80\x04" + b"(" * 100_000, nested, b"\x80\x04]r\xff\xff\xff\xff.", b""):
+    for bomb in (
+        b"\x80\x04\x8e" + huge,
+        b"\x80\x04\x8d" + huge,
+        b"\x80\x04" + b"(" * 100_000,
+        nested,
+        b"\x80\x04]r\xff\xff\xff\xff.",
+        b"",
+    ):
         path = tmp_path / "step-00000001"
         path.mkdir(exist_ok=True)
         (path / ".metadata").write_bytes(bomb)
@@ -494,7 +520,12 @@ def save_slowly(transport, plan):
 def test_a_save_that_takes_longer_than_the_time_limit_is_no_hang(tmp_path):
     preload(*CHECKPOINTS)
     layout = Layout(dp=2)
-    plan = replace(plan_of(tmp_path / "run"), layout=layout, cluster=cluster_preset("this-host", 2), train=Train(steps=1, timeout_s=1.0))
+    plan = replace(
+        plan_of(tmp_path / "run"),
+        layout=layout,
+        cluster=cluster_preset("this-host", 2),
+        train=Train(steps=1, timeout_s=1.0),
+    )
     with Workers(2, timeout_s=120) as pool:
         assert pool.run(save_slowly, plan, stall_s=plan.train.timeout_s) == [1, 1]
     assert [saved.steps for saved in saved_in(tmp_path / "run")] == [1]
@@ -503,13 +534,22 @@ def test_a_save_that_takes_longer_than_the_time_limit_is_no_hang(tmp_path):
 def test_a_checkpoint_saved_again_after_a_damaged_one_keeps_that_under_another_name(folder):
     (path_of(folder, 40) / "__0_0.distcp").write_bytes(b"")
     save(folder, 0, (40,))
-    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000020", "step-00000040", "step-00000040.damaged"]
+    assert [path.name for path in sorted(folder.iterdir())] == [
+        "step-00000020",
+        "step-00000040",
+        "step-00000040.damaged",
+    ]
 
 
 def test_reading_needs_every_tensor_and_says_which_is_another(folder):
     def on_rank(transport, _):
         world = transport.group("world", "world", range(1))
-        read_tensors(path_of(folder, 40), [Piece("a", (4, 3), (slice(0, 4), slice(0, 3)), torch.zeros(4, 3))], world, transport.device)
+        read_tensors(
+            path_of(folder, 40),
+            [Piece("a", (4, 3), (slice(0, 4), slice(0, 3)), torch.zeros(4, 3))],
+            world,
+            transport.device,
+        )
 
     with pytest.raises(RankFailure, match="has tensors that the plan's model does not use: b, c, count"):
         run_threads(MemoryWorld(1), on_rank, None)

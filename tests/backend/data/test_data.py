@@ -64,7 +64,9 @@ def test_another_seed_gives_another_order_and_torch_and_numpy_seeds_do_not_matte
 def test_the_order_of_windows_is_that_of_the_raw_philox_words(digits):
     words = np.random.Philox(key=np.array([1234, 0], dtype=np.uint64)).random_raw(56)
     smallest = int(np.argmin(words))
-    assert bytes(digits.batch(0, 0, 1, 16, 1234, 1)[0][0].tolist()) == bytes(digits.train[smallest * 16 : smallest * 16 + 16])
+    assert bytes(digits.batch(0, 0, 1, 16, 1234, 1)[0][0].tolist()) == bytes(
+        digits.train[smallest * 16 : smallest * 16 + 16]
+    )
 
 
 def test_validation_is_the_last_tenth_of_a_file_and_repeats_in_order(digits):
@@ -103,13 +105,17 @@ def test_the_standard_library_is_the_same_text_in_another_interpreter():
         "import hashlib; from shardproof.backend.data.corpus import Corpus; c = Corpus.load('python-stdlib');"
         "print(hashlib.sha256(c.train.tobytes() + c.validation.tobytes()).hexdigest())"
     )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"})
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"}
+    )
     corpus = Corpus.load("python-stdlib")
     assert other.stdout.strip() == hashlib.sha256(corpus.train.tobytes() + corpus.validation.tobytes()).hexdigest()
 
 
 def test_missing_empty_and_short_data_are_plan_errors_that_say_what_would_work(tmp_path, digits):
-    with pytest.raises(PlanError, match=r"train.data='no/such' is no file and no folder .* Use a text file, or 'python-stdlib'"):
+    with pytest.raises(
+        PlanError, match=r"train.data='no/such' is no file and no folder .* Use a text file, or 'python-stdlib'"
+    ):
         Corpus.load("no/such")
     with pytest.raises(PlanError, match="holds no text: 0 files, 0 bytes"):
         (tmp_path / "empty").mkdir()
@@ -131,7 +137,8 @@ def test_text_cannot_be_changed_by_accident(digits):
 
 
 def test_documents_of_a_sample_begin_where_files_do_and_one_cut_by_the_window_at_its_first_token(tmp_path):
-    """Twenty files of 9 letters and a line end: places 0, 10, 20, ... without every tenth file, which is for validation."""
+    """Twenty files of 9 letters and a line end: places 0, 10, 20, ... without every tenth file,
+    which is for validation."""
     for number in range(20):
         (tmp_path / f"{number:02}.txt").write_text(chr(97 + number) * 9)
     corpus = Corpus.load(str(tmp_path))

@@ -1,4 +1,5 @@
-"""Ids of the data that a model has not, and models whose tokens are not bytes, are refused before any rank is started."""
+"""Ids of the data that a model has not, and models whose tokens are not bytes, are refused
+before any rank is started."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ SMALL = ["--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "2", "--seq
 def plan_of(data=STDLIB, *, model="tiny-gpt", vocab_size=None, padding_rows=0, **train) -> Plan:
     spec = model_preset(model)
     sizes = {"vocab_size": vocab_size or spec.vocab_size, "padding_rows": padding_rows}
-    return product_plan(model=spec, **sizes, samples=2, sequence=8, dtype="fp32", mode="exact", data=str(data), steps=1, **train)
+    return product_plan(
+        model=spec, **sizes, samples=2, sequence=8, dtype="fp32", mode="exact", data=str(data), steps=1, **train
+    )
 
 
 @pytest.fixture
@@ -44,7 +47,9 @@ def test_the_largest_id_of_a_folder_is_told_with_the_models_and_the_key(text):
         "Use model.vocab_size=123 or more."
     ]
     (padded,) = unknown_ids(plan_of(text, vocab_size=130, padding_rows=10))
-    assert "model.vocab_size=130 with model.padding_rows=10 of tiny-gpt has ids up to 119. Use model.vocab_size=133" in padded
+    assert (
+        "model.vocab_size=130 with model.padding_rows=10 of tiny-gpt has ids up to 119. Use model.vocab_size=133"
+    ) in padded
 
 
 def test_a_vocabulary_that_has_all_ids_of_its_data_is_not_refused_for_bytes_that_do_not_occur(text):
@@ -64,7 +69,8 @@ def test_what_sequences_are_filled_up_with_is_an_id_of_the_model():
     assert unknown_ids(plan_of(padded=True, ignore_token=255)) == []
     assert unknown_ids(plan_of(ignore_token=256)) == [], "a target that never comes is no id of a batch"
     assert unknown_ids(plan_of(padded=True, ignore_token=256)) == [
-        "train.padded=true fills sequences up with train.ignore_token=256, and model.vocab_size=256 of tiny-gpt has ids up to 255. "
+        "train.padded=true fills sequences up with train.ignore_token=256, and model.vocab_size=256 of tiny-gpt has "
+        "ids up to 255. "
         "Use train.ignore_token=255 or less, or model.vocab_size=257 or more."
     ]
 
@@ -104,7 +110,8 @@ def test_a_model_of_other_tokens_is_refused_with_what_to_do_and_a_dry_run_says_s
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == (
         "shardproof train: model.vocab_size=50257 of gpt2 is no vocabulary of bytes, which has 256 to 512 ids, and "
-        "train.data='python-stdlib' gives bytes, ids 0 to 255. There is no tokenizer here yet. Use model.vocab_size=256 "
+        "train.data='python-stdlib' gives bytes, ids 0 to 255. There is no tokenizer here yet. Use "
+        "model.vocab_size=256 "
         "(--set model.vocab_size=256), or a model of bytes such as --model tiny-llama.\n"
     )
     assert main([*options, "--dry-run", "--json"]) == 0
@@ -127,7 +134,9 @@ def test_weights_that_come_with_a_tokenizer_are_refused_and_those_without_are_tr
     (folder / "merges.txt").write_text("")
     assert main(loading) == 2
     captured = capsys.readouterr()
-    assert f"train.load='{folder}' holds tokenizer.json, merges.txt: the ids of this model are tokens of that" in captured.err
+    assert (
+        f"train.load='{folder}' holds tokenizer.json, merges.txt: the ids of this model are tokens of that"
+    ) in captured.err
     assert captured.out == ""
 
 

@@ -1,5 +1,5 @@
-"""ZeRO where stages have replicas and where experts compute in bf16, and replicas with unequal numbers of microbatches: the bits of one
-device, and the bytes of the program."""
+"""ZeRO where stages have replicas and where experts compute in bf16, and replicas with unequal numbers of microbatches:
+the bits of one device, and the bytes of the program."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ PLANS = {
     ),
     "experts-bf16-cp2": tiny(Layout(cp=2, dp=2, zero=1), model="tiny-moe", samples=2, dtype="bf16"),
 }
-"""A table tied over stages whose replicas keep other parts of its two ends, and routers in fp32 beside weights in bf16."""
+"""A table tied over stages whose replicas keep other parts of its two ends, and routers in fp32
+beside weights in bf16."""
 
 
 @sampled("plan", PLANS.values(), ids=PLANS.keys(), on_push=3)
@@ -66,7 +67,9 @@ def recorded_step(transport, plan):
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_gradients_and_the_optimizer_step_send_what_the_program_says(plan, mode):
     plan = replace(plan, numerics=replace(plan.numerics, mode=mode))
-    for global_rank, events in enumerate(run_threads(MemoryWorld(plan.layout.world_size, timeout_s=60), recorded_step, plan)):
+    for global_rank, events in enumerate(
+        run_threads(MemoryWorld(plan.layout.world_size, timeout_s=60), recorded_step, plan)
+    ):
         here = plan.layout.coordinates(global_rank)
         recorded = defaultdict(Counter)
         for action, operation in events:
@@ -74,7 +77,9 @@ def test_gradients_and_the_optimizer_step_send_what_the_program_says(plan, mode)
         for action in lower(schedule_for(plan, plan.microbatches_of(here["dp"]))).row(here["pp"]):
             if action.kind in (Kind.REDUCE_GRAD, Kind.STEP):
                 replica = plan.placement.replica_of(action.stage, here["pp"])
-                own = operations(plan, action.kind, action.stage, here["tp"], here["dp"], cp_rank=here["cp"], replica=replica)
+                own = operations(
+                    plan, action.kind, action.stage, here["tp"], here["dp"], cp_rank=here["cp"], replica=replica
+                )
                 assert recorded[action] == Counter(own), f"rank {global_rank}, {action}"
 
 

@@ -44,17 +44,17 @@ def tiny(layout: Layout, *, samples=4, mode="fast", tied=True, **data_parallel) 
     [(9000, [1] * 10), (9025, [1] * 10), (9050, [2] * 5), (18000, [2] * 5), (18050, [2] * 5), (20000, [3, 3, 3, 1])],
 )
 def test_a_bucket_closes_with_the_parameter_that_fills_it(elements, numbers):
-    """test_param_and_grad_buffer.py::test_bucket_sizes, ten parameters of 95 x 95 elements; theirs start a parameter at a multiple of 64
-    elements, so two of them have 9088 + 9025."""
+    """test_param_and_grad_buffer.py::test_bucket_sizes, ten parameters of 95 x 95 elements; theirs start a parameter at
+    a multiple of 64 elements, so two of them have 9088 + 9025."""
     plan = tiny(Layout(dp=8), samples=8, bucket_bytes=4 * elements)
     usages = [Usage(Parameter(f"p{index}", (95, 95))) for index in range(10)]
     assert [len(each) for _, each in filled_buckets(plan, usages)] == numbers
 
 
 def test_parameters_lie_in_reverse_order_one_behind_the_other():
-    """test_param_layout.py: the last parameter lies first. Theirs pad every start to 64 elements and every end to lcm(dp, 128), for parts
-    of one length. Ours differ on purpose: copies keep parts that differ by an element at most, so nothing is padded, saved or counted in
-    the norm beyond the parameters themselves."""
+    """test_param_layout.py: the last parameter lies first. Theirs pad every start to 64 elements and every end to
+    lcm(dp, 128), for parts of one length. Ours differ on purpose: copies keep parts that differ by an element at most,
+    so nothing is padded, saved or counted in the norm beyond the parameters themselves."""
     plan = tiny(Layout(dp=3, zero=1), samples=3, tied=False, bucket_bytes=3000)
     laid = [usage.parameter.name for bucket in gradient_buckets(plan, 0) for usage in bucket.usages]
     assert laid == [usage.parameter.name for usage in reversed(stage_usages(plan.model, plan.stages[0]))]
@@ -65,10 +65,16 @@ def test_parameters_lie_in_reverse_order_one_behind_the_other():
 
 
 def test_a_shared_table_has_buckets_of_its_own():
-    """test_param_layout.py, shared_embedding: so that first and last stage, which add up its two sums, cut them alike."""
+    """test_param_layout.py, shared_embedding: so that first and last stage, which add up its two
+    sums, cut them alike."""
     for stages, roles in (([0, 1], ["embedding", "output"]), ([0, 0], ["output", "embedding"])):
         plan = tiny(Layout(pp=2 if stages[1] else 1, dp=2, zero=1))
-        tables = [bucket for stage in sorted(set(stages)) for bucket in gradient_buckets(plan, stage) if TOKEN_TABLE in bucket.name]
+        tables = [
+            bucket
+            for stage in sorted(set(stages))
+            for bucket in gradient_buckets(plan, stage)
+            if TOKEN_TABLE in bucket.name
+        ]
         assert [each.name for each in tables] == [f"{TOKEN_TABLE}@{role}" for role in roles]
         assert all(len(each.usages) == 1 for each in tables)
 
@@ -79,8 +85,9 @@ def spans_of(transport, plan):
 
 @pytest.mark.parametrize("samples", [2, 6])
 def test_gradients_are_reduced_once_in_a_step_after_the_last_microbatch_whatever_their_number(samples):
-    """grad_sync_events, schedules.py: gradients accumulate inside `no_sync`, and the last backward, which with one microbatch is the first,
-    runs outside of it. Ours have no such switch to forget: REDUCE_GRAD is one action of the row, behind every weight gradient."""
+    """grad_sync_events, schedules.py: gradients accumulate inside `no_sync`, and the last backward, which with one
+    microbatch is the first, runs outside of it. Ours have no such switch to forget: REDUCE_GRAD is one action of the
+    row, behind every weight gradient."""
     for spans in run_threads(MemoryWorld(2, timeout_s=60), spans_of, tiny(Layout(dp=2), samples=samples)):
         kinds = [span.action.kind for span in sorted(spans, key=lambda span: span.start_s)]
         assert kinds.count(Kind.B) == samples // 2 and kinds.count(Kind.REDUCE_GRAD) == 1
@@ -101,9 +108,9 @@ def gradients_of(transport, plan):
 
 @pytest.mark.parametrize(("micro", "layout"), [(2, Layout()), (4, Layout()), (1, Layout(cp=2)), (1, Layout(dp=4))])
 def test_gradients_are_means_over_tokens_and_no_count_of_microbatches_or_ranks_enters(micro, layout):
-    """loss_scale, schedules.py: theirs multiply what a layer adds to the loss by cp / microbatches (3.0 * 4 / 2 = 6.0), or with a loss per
-    token by nothing. Ours are sums over tokens that STEP divides once, so that there is no such factor, nor pre-scaling by 1 / dp: the
-    bits of the gradients are the same."""
+    """loss_scale, schedules.py: theirs multiply what a layer adds to the loss by cp / microbatches (3.0 * 4 / 2 = 6.0),
+    or with a loss per token by nothing. Ours are sums over tokens that STEP divides once, so that there is no such
+    factor, nor pre-scaling by 1 / dp: the bits of the gradients are the same."""
     blocks = Numerics("exact", gradient_token_block=4, reduction_token_block=4)
     one = replace(tiny(Layout()), numerics=blocks)
     plan = replace(tiny(layout), numerics=blocks, batch=Batch(4, micro, 16))

@@ -1,4 +1,5 @@
-"""With ZeRO and with buckets every action of a real step computes and sends what `core.program` says, to the byte, on every rank."""
+"""With ZeRO and with buckets every action of a real step computes and sends what `core.program` says, to
+the byte, on every rank."""
 
 from __future__ import annotations
 
@@ -50,12 +51,24 @@ LAYOUTS = [
     pytest.param(Layout(dp=3, zero=1), {"samples": 9}, id="dp3-tied"),
     pytest.param(Layout(dp=5, zero=1), {"samples": 10, "micro": 2, "tied": False}, id="dp5"),
     pytest.param(Layout(tp=2, pp=2, dp=2, zero=1), {"dtype": "bf16"}, id="tp2-pp2-dp2-bf16-tied-over-two-ranks"),
-    pytest.param(Layout(tp=2, dp=3, sequence_parallel=True, zero=1), {"model": "tiny-llama", "samples": 15}, id="tp2-dp3-sp"),
+    pytest.param(
+        Layout(tp=2, dp=3, sequence_parallel=True, zero=1), {"model": "tiny-llama", "samples": 15}, id="tp2-dp3-sp"
+    ),
     pytest.param(Layout(dp=3), {"samples": 6, "bucket_bytes": 2**16}, id="buckets-dp3-tied"),
-    pytest.param(Layout(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True), {"bucket_bytes": 50_000, "tied": False}, id="buckets-zero-sp"),
-    pytest.param(Layout(tp=2, dp=2, sequence_parallel=True), {"bucket_bytes": 50_000, "early": True}, id="early-buckets-sp"),
+    pytest.param(
+        Layout(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True),
+        {"bucket_bytes": 50_000, "tied": False},
+        id="buckets-zero-sp",
+    ),
+    pytest.param(
+        Layout(tp=2, dp=2, sequence_parallel=True), {"bucket_bytes": 50_000, "early": True}, id="early-buckets-sp"
+    ),
     pytest.param(Layout(cp=2, dp=2, zero=1), {"samples": 4}, id="cp2-dp2-tied"),
-    pytest.param(Layout(tp=2, cp=2, sequence_parallel=True, zero=1), {"samples": 2, "model": "tiny-llama", "tied": False}, id="tp2-sp-cp2"),
+    pytest.param(
+        Layout(tp=2, cp=2, sequence_parallel=True, zero=1),
+        {"samples": 2, "model": "tiny-llama", "tied": False},
+        id="tp2-sp-cp2",
+    ),
     pytest.param(Layout(pp=2, vpp=2, dp=2, zero=1), {"schedule": "ZBVZeroBubble"}, id="zbv-tied-on-one-rank"),
     pytest.param(Layout(pp=2, dp=6, zero=1), {"samples": 12, "shard": 3}, id="hybrid-3-of-6-tied"),
     pytest.param(Layout(cp=2, dp=4, zero=2), {"samples": 8, "shard": 4, "tied": False}, id="hybrid-cp2"),
@@ -70,7 +83,9 @@ LAYOUTS = [
         id="zero2-hybrid-late-gather",
     ),
     pytest.param(
-        Layout(pp=2, vpp=2, dp=3, zero=3), {"schedule": "Interleaved1F1B", "active": 1, "samples": 6, "dtype": "bf16"}, id="zero3"
+        Layout(pp=2, vpp=2, dp=3, zero=3),
+        {"schedule": "Interleaved1F1B", "active": 1, "samples": 6, "dtype": "bf16"},
+        id="zero3",
     ),
 ]
 
@@ -96,4 +111,6 @@ def over_copies(operation: Operation) -> bool:
 @pytest.mark.parametrize(("layout", "choices"), EXPERTS)
 def test_copies_of_experts_share_what_the_program_says(layout, choices, mode):
     plan = plan_of(layout, mode, **{"model": "tiny-moe", "samples": 4, "tied": False, **choices})
-    assert {operation.axis.partition("_")[0] for operation in assert_every_action_records_the_program(plan, over_copies)} == {"dp", "edp"}
+    assert {
+        operation.axis.partition("_")[0] for operation in assert_every_action_records_the_program(plan, over_copies)
+    } == {"dp", "edp"}

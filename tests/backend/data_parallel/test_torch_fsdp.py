@@ -1,4 +1,5 @@
-"""torch's `fully_shard` in place of our ZeRO: the same training, parameters in parts, checkpoints that any layout goes on from."""
+"""torch's `fully_shard` in place of our ZeRO: the same training, parameters in parts, checkpoints that
+any layout goes on from."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ tiny = partial(product_plan, **SIZES, samples=6, sequence=16, dtype="fp32", step
 
 
 def trained(transport, plan):
-    """Losses and norms of all steps, held-out loss, whole weights, and the bytes of the stage's weights that lie on this rank between
-    steps: what it keeps, and what is still gathered."""
+    """Losses and norms of all steps, held-out loss, whole weights, and the bytes of the stage's weights that lie on
+    this rank between steps: what it keeps, and what is still gathered."""
     rank = TrainingRank(transport, plan)
     steps = [rank.step(step)[0] for step in range(plan.train.steps)]
     evaluated = rank.evaluate()
@@ -104,7 +105,10 @@ def test_ranks_that_are_threads_are_refused():
     [
         ({"layout": Layout(dp=2, zero=1)}, r"zero=1 keeps them whole on every rank\. Set layout\.zero = 3"),
         ({"mode": "exact"}, r'Set numerics\.mode = "fast", or leave library out\.'),
-        ({"data_parallel": replace(TORCH, bucket_bytes=64, overlap_grad_reduce=True)}, r"overlap_grad_reduce=True, bucket_bytes=64\."),
+        (
+            {"data_parallel": replace(TORCH, bucket_bytes=64, overlap_grad_reduce=True)},
+            r"overlap_grad_reduce=True, bucket_bytes=64\.",
+        ),
     ],
     ids=["whole parameters", "exact", "our buckets"],
 )

@@ -1,5 +1,5 @@
-"""Files of Hugging Face models: ours are those of the package `safetensors` to the byte, for every cut of the ranks that write them, and
-what is read is this rank's slice and no more."""
+"""Files of Hugging Face models: ours are those of the package `safetensors` to the byte, for every cut of the ranks
+that write them, and what is read is this rank's slice and no more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,20 @@ from shardproof.core.model.parameters import count_parameters, expert_biases, pa
 from shardproof.core.plan.plan import Plan
 
 GPT2 = ModelSpec(
-    "gpt2", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu_tanh", norm="layernorm", position="learned", tied_embeddings=True, bias=True
+    "gpt2",
+    2,
+    48,
+    96,
+    6,
+    6,
+    8,
+    101,
+    64,
+    activation="gelu_tanh",
+    norm="layernorm",
+    position="learned",
+    tied_embeddings=True,
+    bias=True,
 )
 LLAMA = ModelSpec("llama", 2, 48, 100, 12, 6, 8, 101, 64)
 QWEN2 = ModelSpec("qwen2", 2, 48, 60, 6, 3, 8, 101, 64, qkv_bias=True, tied_embeddings=True)
@@ -64,7 +77,11 @@ def cuts_of(parameter, model: ModelSpec, degree: int) -> list[tuple[slice, ...]]
         lo, hi = sizes.feature(feature).owned_items(degree, rank)
         slices = [slice(0, size) for size in parameter.shape]
         slices[dim] = slice(lo * parameter.unit, hi * parameter.unit)
-        cuts += [tuple(slices)] if not parameter.expert else [(slice(e, e + 2), *slices[1:]) for e in range(0, model.num_experts, 2)]
+        cuts += (
+            [tuple(slices)]
+            if not parameter.expert
+            else [(slice(e, e + 2), *slices[1:]) for e in range(0, model.num_experts, 2)]
+        )
     return cuts
 
 
@@ -175,7 +192,13 @@ def test_rows_of_padding_are_zero_when_read_and_are_not_written(tmp_path):
         lo, hi = table.slices[0].start, table.slices[0].stop
         expected = torch.cat([values["embedding.tokens.weight"], torch.zeros(7, 48)])
         assert torch.equal(table.tensor, expected[lo:hi])
-    full = {**values, **{name: torch.cat([values[name], torch.ones(7, 48)]) for name in ("embedding.tokens.weight", "head.output.weight")}}
+    full = {
+        **values,
+        **{
+            name: torch.cat([values[name], torch.ones(7, 48)])
+            for name in ("embedding.tokens.weight", "head.output.weight")
+        },
+    }
     again = tmp_path / "again"
     run_threads(MemoryWorld(3), save_rank, (padded, full, again, "fp32", 10**9))
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -184,7 +207,9 @@ def test_rows_of_padding_are_zero_when_read_and_are_not_written(tmp_path):
 
 def test_a_file_of_the_decoder_alone_is_read_without_the_first_word_of_its_names(tmp_path):
     folder, values = written(tmp_path, GPT2)
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}  # a buffer of files before 2023
     save_file({**tensors, **masks}, folder / "model.safetensors")
     shards = shards_of(GPT2, 1, 0)
@@ -198,7 +223,9 @@ def test_loading_and_saving_keeps_the_config_but_for_the_number_format(tmp_path)
     (folder / "config.json").write_text(json.dumps(config))
     world = MemoryWorld(1).transport(0)
     plan = plan_of(QWEN2, dtype="bf16", load=str(folder))
-    save_weights(plan, str(tmp_path / "again"), shards_of(QWEN2, 1, 0, values), world.group("world", "world", [0]), world.device)
+    save_weights(
+        plan, str(tmp_path / "again"), shards_of(QWEN2, 1, 0, values), world.group("world", "world", [0]), world.device
+    )
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == {**config, "dtype": "bfloat16"}
 
 
@@ -212,7 +239,9 @@ def test_weights_of_eight_bits_are_read_with_the_scales_of_their_tiles(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     quantised = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": list(tile)}}
     (folder / "config.json").write_text(json.dumps(quantised))
-    expected = torch.tensor([[float(weight[i, j]) * float(scales[i // tile[0], j // tile[1]]) for j in range(100)] for i in range(48)])
+    expected = torch.tensor(
+        [[float(weight[i, j]) * float(scales[i // tile[0], j // tile[1]]) for j in range(100)] for i in range(48)]
+    )
     for rank in range(3):
         shard = next(shard for shard in shards_of(LLAMA, 3, rank) if shard.parameter.name == "layers.1.mlp.down.weight")
         load_weights(LLAMA, str(folder), [shard])
@@ -233,14 +262,20 @@ def test_modules_of_multi_token_prediction_may_be_left_unread_and_their_copies_o
     assert unused_names(without, copies | module) == []
     assert unused_names(DEEPSEEK, copies | module) == sorted(module)
     assert unused_names(DEEPSEEK, {"model.layers.4.enorm.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}) == []
-    assert unused_names(DEEPSEEK, {"model.layers.2.enorm.weight", "lm_head.weight"}) == ["lm_head.weight", "model.layers.2.enorm.weight"]
+    assert unused_names(DEEPSEEK, {"model.layers.2.enorm.weight", "lm_head.weight"}) == [
+        "lm_head.weight",
+        "model.layers.2.enorm.weight",
+    ]
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda t: t.pop("model.norm.weight"), "has no model.norm.weight [48]."),
-        (lambda t: t.update({"lm_head.weight": torch.zeros(101, 40)}), "has lm_head.weight [101, 40] instead of [101, 48]."),
+        (
+            lambda t: t.update({"lm_head.weight": torch.zeros(101, 40)}),
+            ("has lm_head.weight [101, 40] instead of [101, 48]."),
+        ),
         (
             lambda t: t.update({"lm_head.weight": torch.zeros(101, 48, dtype=torch.float8_e4m3fn)}),
             "has tensors in F8_E4M3; read are F32, BF16, F16, and F8_E4M3 with scales.",
@@ -273,12 +308,15 @@ def test_all_problems_of_a_folder_are_told_at_once(tmp_path):
 
 
 def test_an_index_that_names_a_tensor_that_its_file_does_not_have_is_refused(tmp_path):
-    """Of a tied model the head is the table: a converter that leaves it out, and not its line in the index, writes such a folder."""
+    """Of a tied model the head is the table: a converter that leaves it out, and not its line in the index,
+    writes such a folder."""
     folder, _ = written(tmp_path, LLAMA)
     names = [*load_file(folder / "model.safetensors"), "model.rotary_emb.inv_freq"]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(PlanError, match=r"names tensors that are not there: model\.rotary_emb\.inv_freq \(model\.safetensors\)"):
+    with pytest.raises(
+        PlanError, match=r"names tensors that are not there: model\.rotary_emb\.inv_freq \(model\.safetensors\)"
+    ):
         load_weights(LLAMA, str(folder), [])
 
 
@@ -287,7 +325,8 @@ def test_a_folder_of_another_model_is_refused_before_anything_is_read(tmp_path):
     other = ModelSpec("other", 2, 48, 100, 12, 6, 8, 101, 128, rope_theta=500000.0, hidden_dropout=0.1)
     with pytest.raises(PlanError, match=r"rope_theta=500000\.0, in the file 10000\.0 .* Use model\.config"):
         check_load(plan_of(other, load=str(folder)))
-    longer = ModelSpec("longer", 2, 48, 100, 12, 6, 8, 101, 128, hidden_dropout=0.1)  # neither changes what the weights compute
+    # neither changes what the weights compute
+    longer = ModelSpec("longer", 2, 48, 100, 12, 6, 8, 101, 128, hidden_dropout=0.1)
     check_load(plan_of(longer, load=str(folder)))
     more = replace(LLAMA, num_mtp_layers=1)
     with pytest.raises(PlanError, match="num_mtp_layers=1, in the file 0"):
@@ -310,7 +349,10 @@ def test_a_longer_model_is_another_one_where_rotary_positions_are_stretched_from
         ({"config.json": None}, "holds neither model.safetensors nor"),
         ({"config.json": None, "model.safetensors.index.json": "{}"}, "has a weight_map"),
         (
-            {"config.json": None, "model.safetensors.index.json": '{"weight_map": {"lm_head.weight": "gone.safetensors"}}'},
+            {
+                "config.json": None,
+                "model.safetensors.index.json": ('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'),
+            },
             "gone.safetensors",
         ),
         ({"config.json": None, "model.safetensors": "short"}, "no whole safetensors file"),

@@ -1,4 +1,5 @@
-"""Hugging Face folders that somebody else made: indexes and links stay inside, and headers that make no sense name their file."""
+"""Hugging Face folders that somebody else made: indexes and links stay inside, and headers that make no
+sense name their file."""
 
 from __future__ import annotations
 
@@ -26,13 +27,26 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     "file",
-    ["../outside/model.safetensors", "{}/outside/model.safetensors", "a/x.safetensors", "..", "x.bin", "x.safetensors\0", 5, None, ["x"]],
+    [
+        "../outside/model.safetensors",
+        "{}/outside/model.safetensors",
+        "a/x.safetensors",
+        "..",
+        "x.bin",
+        "x.safetensors\0",
+        5,
+        None,
+        ["x"],
+    ],
     ids=repr,
 )
 def test_an_index_that_leaves_the_folder_is_refused(file, folder):
     file = file.replace("{}", str(folder.parent)) if isinstance(file, str) else file
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": file}}))
-    with Folder(folder) as opened, pytest.raises(PlanError, match=r"index\.json: .* is no name of a \.safetensors file of this folder"):
+    with (
+        Folder(folder) as opened,
+        pytest.raises(PlanError, match=r"index\.json: .* is no name of a \.safetensors file of this folder"),
+    ):
         opened.read("x", (slice(0, 6),))
 
 
@@ -41,7 +55,9 @@ def test_a_link_that_leads_out_is_refused(name, folder):
     if name == "part.safetensors":
         (folder / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
     (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(folder.parent / "outside" / ("config.json" if name == "config.json" else "model.safetensors"))
+    (folder / name).symlink_to(
+        folder.parent / "outside" / ("config.json" if name == "config.json" else "model.safetensors")
+    )
     with Folder(folder) as opened, pytest.raises(PlanError, match=rf"{name}: this link leads out of the folder"):
         assert opened.config == {} and opened.shape("x")
 
@@ -88,8 +104,13 @@ HEADERS = {
 def test_a_header_that_makes_no_sense_is_refused_with_its_file(name, folder):
     length, header = HEADERS[name]
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(24))
-    with Folder(folder) as opened, pytest.raises(PlanError, match=r"model\.safetensors: this is no whole safetensors file"):
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(text) if length is None else length) + text + bytes(24)
+    )
+    with (
+        Folder(folder) as opened,
+        pytest.raises(PlanError, match=r"model\.safetensors: this is no whole safetensors file"),
+    ):
         opened.shape("x")
 
 

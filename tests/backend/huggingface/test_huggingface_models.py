@@ -1,4 +1,5 @@
-"""A model described and drawn here, written with a `config.json` of its own, is for `transformers` the model that it is here.
+"""A model described and drawn here, written with a `config.json` of its own, is for `transformers`
+the model that it is here.
 
 Bound: that of `test_model_transformers.py`, 38 operations of at most 259 roundings on each side.
 """
@@ -26,9 +27,24 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 BOUND = 2 * 38 * 259 * 2.0**-24
 LLAMA = ModelSpec("llama", 2, 48, 60, 6, 3, 8, 259, 64, norm_eps=3e-6)
 MIXTURE = {"num_experts": 6, "experts_per_token": 2}
-LATENT = {"head_dim": 12, "num_kv_heads": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT = {
+    "head_dim": 12,
+    "num_kv_heads": 6,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 GROUPS = {"num_router_groups": 3, "router_groups_per_token": 2}
-SHARED = {**MIXTURE, **LATENT, **GROUPS, "num_shared_experts": 2, "expert_ffn_hidden_size": 12, "first_dense_layers": 1, "norm_eps": 1e-6}
+SHARED = {
+    **MIXTURE,
+    **LATENT,
+    **GROUPS,
+    "num_shared_experts": 2,
+    "expert_ffn_hidden_size": 12,
+    "first_dense_layers": 1,
+    "norm_eps": 1e-6,
+}
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 16}
 MODELS = {
     "gpt2": ModelSpec(
@@ -59,11 +75,15 @@ def test_a_model_made_here_has_the_same_logits_in_transformers(family, tmp_path)
     transport = MemoryWorld(1).transport(0)
     rank = TrainingRank(transport, plan)
     generator = torch.Generator().manual_seed(11)
-    rank.stages[0].load({p.name: torch.randn(p.shape, generator=generator) * 0.1 + (p.constant or 0.0) for p in parameters(model)})
+    rank.stages[0].load(
+        {p.name: torch.randn(p.shape, generator=generator) * 0.1 + (p.constant or 0.0) for p in parameters(model)}
+    )
     for router in rank.stages[0].routers:
         if router.expert_bias is not None:
             router.expert_bias.copy_(torch.randn(model.num_experts, generator=generator) * 0.1)
-    save_weights(plan, str(tmp_path / "model"), rank.saved_shards, transport.group("world", "world", [0]), transport.device)
+    save_weights(
+        plan, str(tmp_path / "model"), rank.saved_shards, transport.group("world", "world", [0]), transport.device
+    )
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()

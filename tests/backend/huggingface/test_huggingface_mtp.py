@@ -1,6 +1,7 @@
 """Multi-token prediction: `transformers` reads the modules that we write, and predicts with them what ours predict.
 
-Bound: that of `test_model_transformers.py` with one layer more, 2 * (2 * 13 + 3) = 58 operations of at most 259 roundings on each side.
+Bound: that of `test_model_transformers.py` with one layer more, 2 * (2 * 13 + 3) = 58 operations of at most
+259 roundings on each side.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def step_rank(transport, payload):
     observer = Losses()
     rank = TrainingRank(transport, plan, observer=observer)
     generator = torch.Generator().manual_seed(11)
-    weights = {p.name: torch.randn(p.shape, generator=generator) * 0.1 + (p.constant or 0.0) for p in parameters(plan.model)}
+    weights = {
+        p.name: torch.randn(p.shape, generator=generator) * 0.1 + (p.constant or 0.0) for p in parameters(plan.model)
+    }
     for stage in rank.stages.values():
         stage.load(weights)
     world = transport.group("world", "world", range(transport.world_size))
@@ -68,7 +71,9 @@ def step_rank(transport, payload):
 )
 def test_transformers_predicts_the_token_after_next_from_our_files(layout, tmp_path, monkeypatch):
     data = tmp_path / "text"
-    data.write_bytes(torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3)).to(torch.uint8).numpy().tobytes())
+    data.write_bytes(
+        torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3)).to(torch.uint8).numpy().tobytes()
+    )
     plan = Plan(
         MODEL, cluster_preset("this-host", layout.world_size), layout, Batch(SAMPLES, 2, SEQUENCE), precision=Precision("fp32"),
         numerics=Numerics("exact"), train=Train(data=str(data)),
@@ -79,7 +84,9 @@ def test_transformers_predicts_the_token_after_next_from_our_files(layout, tmp_p
     ours = torch.cat([found[first] for first in sorted(found)])
 
     # it knows the modules of a model by this pattern, which it has for the published model's 61 layers
-    monkeypatch.setattr(transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
+    monkeypatch.setattr(
+        transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."]
+    )
     main = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
     modules = modeling_layers.MtpModel.from_pretrained(main).eval()
     tokens, targets = Corpus.load(str(data)).batch(0, 0, SAMPLES, SEQUENCE, plan.train.seed, SAMPLES)
@@ -87,6 +94,8 @@ def test_transformers_predicts_the_token_after_next_from_our_files(layout, tmp_p
     with torch.no_grad():
         hidden = main.model(tokens).last_hidden_state
         logits = main.lm_head(modules.forward_layer(0, hidden, positions, None, input_ids=targets))
-    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="none").view(SAMPLES, -1)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="none").view(
+        SAMPLES, -1
+    )
     assert ((ours[:, :-1] - expected).norm() / expected.norm()).item() < BOUND
     assert (ours[:, -1] == 0).all()  # there is no token after the last target

@@ -66,7 +66,16 @@ def test_processes_write_the_files_that_threads_write_and_bf16_weights_are_those
 def test_the_command_line_writes_the_folder_and_refuses_to_write_over_it(tmp_path, capsys):
     folder = tmp_path / "model"
     options = ["--model", "tiny-gpt", "--dtype", "fp32", "--global-batch", "2", "--sequence", "16", "--devices", "1"]
-    command = [TRAIN.name, *options, "--transport", "memory", "--set", "train.steps=1", "--save-huggingface", str(folder)]
+    command = [
+        TRAIN.name,
+        *options,
+        "--transport",
+        "memory",
+        "--set",
+        "train.steps=1",
+        "--save-huggingface",
+        str(folder),
+    ]
     assert main(command) == 0
     assert f"written: {folder}" in capsys.readouterr().err
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
@@ -96,7 +105,9 @@ class MlpOnly(torch.nn.Module):
 
 
 def test_a_model_of_own_blocks_without_all_parameters_is_not_saved_and_says_so_before_training(tmp_path):
-    trainer = Trainer(plan_of(tmp_path, pp=2), model=MlpOnly, transport="memory", save_huggingface=str(tmp_path / "own"))
+    trainer = Trainer(
+        plan_of(tmp_path, pp=2), model=MlpOnly, transport="memory", save_huggingface=str(tmp_path / "own")
+    )
     with pytest.raises(PlanError, match=r"do not have layers\.0\.attention\.norm\.weight, .* and \d+ more"):
         trainer.fit()
     assert not (tmp_path / "own").exists()

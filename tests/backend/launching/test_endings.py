@@ -38,7 +38,9 @@ def start(tmp_path):
 def told(run: Started) -> str:
     """The line that the end has added to the progress lines."""
     lines = run.errors.splitlines()
-    assert "Traceback" not in run.errors and all(line.startswith(("step ", "one device", "2 ranks")) for line in lines[:-1]), run.errors
+    assert "Traceback" not in run.errors and all(
+        line.startswith(("step ", "one device", "2 ranks")) for line in lines[:-1]
+    ), run.errors
     return lines[-1]
 
 
@@ -54,7 +56,11 @@ def test_a_local_run_listens_on_loopback_alone_whatever_interface_is_named_and_e
     run = start("shardproof", *TRAIN, "--dp", "2", *library, GLOO_SOCKET_IFNAME=OTHER)
     run.wait_for("step 1/")
     assert listens(list(processes_of(run.mark))) == {"127.0.0.1"}
-    assert (run.end(signal.SIGINT, group=True), told(run), run.left()) == (130, "shardproof train: ended by SIGINT.", [])
+    assert (run.end(signal.SIGINT, group=True), told(run), run.left()) == (
+        130,
+        ("shardproof train: ended by SIGINT."),
+        [],
+    )
 
 
 def test_a_run_that_is_ended_while_it_saves_leaves_the_checkpoint_before_whole(start, capfd, monkeypatch):
@@ -71,15 +77,23 @@ def test_a_run_that_is_ended_while_it_saves_leaves_the_checkpoint_before_whole(s
 
 
 def test_ranks_of_torchrun_on_one_host_listen_on_loopback_and_one_of_them_tells_of_the_end(start):
-    run = start("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof", *TRAIN, "--dp", "2")
+    run = start(
+        "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof", *TRAIN, "--dp", "2"
+    )
     run.wait_for("step 1/")
     found = processes_of(run.mark)
-    ranks = [pid for pid, command in found.items() if "shardproof train" in command and "distributed.run" not in command]
+    ranks = [
+        pid for pid, command in found.items() if "shardproof train" in command and "distributed.run" not in command
+    ]
     assert len(ranks) == 2 and listens(ranks) == {"127.0.0.1"}
     run.end(signal.SIGTERM)
     assert run.left() == []
     own = run.errors.partition("Traceback")[0]  # torchrun's, of its own exception
-    assert own.count("ended by") == 1 and "shardproof train: ended by SIGTERM." in own and "KeyboardInterrupt" not in run.errors
+    assert (
+        own.count("ended by") == 1
+        and "shardproof train: ended by SIGTERM." in own
+        and "KeyboardInterrupt" not in run.errors
+    )
 
 
 def test_a_proof_that_is_killed_leaves_no_process_and_no_temporary_file(start):
@@ -91,7 +105,12 @@ def test_a_proof_that_is_killed_leaves_no_process_and_no_temporary_file(start):
 def listening_job(transport, payload):
     """The addresses that this rank listens on as one that torchrun has started, with gloo bound to an interface."""
     port, interface = payload
-    os.environ |= {"RANK": str(transport.global_rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(transport.global_rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     kept, os.environ["GLOO_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"], interface
     try:
         with torchrun_transport(timeout_s=30) as own:

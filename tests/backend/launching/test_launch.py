@@ -20,7 +20,14 @@ from shardproof.core.base.errors import PlanError, RankFailure
 
 
 def who_job(transport, payload):
-    return transport.global_rank, transport.world_size, os.getpid(), torch.get_num_threads(), os.environ["MKL_CBWR"], payload
+    return (
+        transport.global_rank,
+        transport.world_size,
+        os.getpid(),
+        torch.get_num_threads(),
+        os.environ["MKL_CBWR"],
+        payload,
+    )
 
 
 def ended(pids, within_s=60.0):
@@ -73,8 +80,12 @@ SAYS_IF_SET = "from shardproof.backend.base.mkl import mkl_switch_is_set; print(
 
 def printed(code, mode):
     """What a new interpreter prints with `mode` for `MKL_CBWR`, None for none."""
-    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | ({"MKL_CBWR": mode} if mode else {})
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout.split()
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | (
+        {"MKL_CBWR": mode} if mode else {}
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout.split()
 
 
 @pytest.mark.parametrize(("mode", "expected"), [(None, "True"), ("AVX2,STRICT", "True"), ("AUTO", "False")])
@@ -85,8 +96,13 @@ def test_the_mkl_switch_is_set_before_torch_and_counts_only_when_it_is_strict(mo
 
 def test_the_mkl_switch_does_not_count_when_torch_came_first_unless_the_user_had_set_it():
     """The second time without the variable: torch stays loaded, and the package is loaded anew."""
-    again = "import os, importlib, shardproof.backend.base.mkl as mkl; del os.environ['MKL_CBWR']; importlib.reload(mkl)"
-    assert printed(f"import torch; {SAYS_IF_SET}; {again}; print(mkl.mkl_switch_is_set())", "AVX2,STRICT") == ["True", "False"]
+    again = (
+        "import os, importlib, shardproof.backend.base.mkl as mkl; del os.environ['MKL_CBWR']; importlib.reload(mkl)"
+    )
+    assert printed(f"import torch; {SAYS_IF_SET}; {again}; print(mkl.mkl_switch_is_set())", "AVX2,STRICT") == [
+        "True",
+        "False",
+    ]
 
 
 # how ranks end
@@ -153,7 +169,10 @@ def test_a_rank_that_raises_ends_the_others_and_its_exception_is_the_cause(trans
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("exit", "rank 1 ended with exit code 3 before its work was done"), ("kill", "rank 1 was killed by SIGKILL (often the kernel")],
+    [
+        ("exit", "rank 1 ended with exit code 3 before its work was done"),
+        ("kill", ("rank 1 was killed by SIGKILL (often the kernel")),
+    ],
 )
 def test_a_rank_that_dies_ends_the_others_and_is_named_with_how_it_ended(how, words):
     failure, elapsed_s = run_and_fail("gloo", how)
@@ -233,7 +252,10 @@ def mismatch_job(transport, _):
 
 
 def test_a_message_of_another_shape_is_explained_in_memory():
-    with pytest.raises(RankFailure, match=r"channel '0-1' from rank 0 to rank 1: expects torch.float32 \(2,\), but torch.float32 \(4,\)"):
+    with pytest.raises(
+        RankFailure,
+        match=r"channel '0-1' from rank 0 to rank 1: expects torch.float32 \(2,\), but torch.float32 \(4,\)",
+    ):
         run_ranks(mismatch_job, world_size=2, transport="memory")
 
 
@@ -349,7 +371,11 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, env=environment) as process:
         deadline_s = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline_s and not all(_pid(tmp_path / str(rank)) for rank in range(2)):
+        while (
+            process.poll() is None
+            and time.monotonic() < deadline_s
+            and not all(_pid(tmp_path / str(rank)) for rank in range(2))
+        ):
             time.sleep(0.05)
         pids = [_pid(tmp_path / str(rank)) for rank in range(2)]
         process.send_signal(number)
@@ -360,7 +386,8 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
     assert None not in pids, errors.decode()
     assert ended(pids)
     deadline_s = time.monotonic() + 60
-    while left := [path for path in (tmp_path / "temporary").iterdir() if not path.name.startswith("torchinductor_")]:  # torch's own cache
+    # torch's own cache
+    while left := [path for path in (tmp_path / "temporary").iterdir() if not path.name.startswith("torchinductor_")]:
         assert time.monotonic() < deadline_s, f"temporary files are left behind: {left}"
         time.sleep(0.05)
     assert number is not signal.SIGINT or b"KeyboardInterrupt" in errors

@@ -1,5 +1,5 @@
-"""The attention core under context parallelism, with packed documents, grouped heads and dropout: against plain attention in fp64, and bit
-for bit against one device."""
+"""The attention core under context parallelism, with packed documents, grouped heads and dropout: against plain
+attention in fp64, and bit for bit against one device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SAMPLES, HEADS, HEAD_DIM = 2, 6, 8
 FIRST_SAMPLE = 4
 
 
-def plan_of(cp: int = 1, mode: str = "exact", *, sequence: int = 24, block: int = 2, dropout: float = 0.0, ring: bool = False) -> Plan:
+def plan_of(
+    cp: int = 1, mode: str = "exact", *, sequence: int = 24, block: int = 2, dropout: float = 0.0, ring: bool = False
+) -> Plan:
     return plan(
         model=model_preset("tiny-gpt-6h"),
         attention_dropout=dropout,
@@ -56,7 +58,10 @@ def beginnings(sequence: int) -> torch.Tensor:
 def attend(transport, job) -> list[torch.Tensor]:
     """This rank's part of the result and of the gradients of q, k and v."""
     plan, tensors, documents, scale = job
-    solo, cp = (transport.group(axis, axis, ranks) for axis, ranks in (("tp", [transport.global_rank]), ("cp", range(plan.layout.cp))))
+    solo, cp = (
+        transport.group(axis, axis, ranks)
+        for axis, ranks in (("tp", [transport.global_rank]), ("cp", range(plan.layout.cp)))
+    )
     numerics = make_numerics(plan, global_rank=transport.global_rank)
     context = LayerContext(plan, tp=solo, cp=cp, numerics=numerics, recorder=transport.recorder)
     q, k, v, dy = (context_part(each, cp.size, cp.rank, dim=2) for each in tensors)
@@ -120,7 +125,9 @@ def test_results_and_gradients_are_those_of_plain_attention(mode, cp, choices, g
 
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("cp", "block", "sequence"), [(2, 2, 24), (3, 1, 24), (3, 3, 36), (4, 3, 24), (5, 2, 20), (6, 2, 24)])
+@pytest.mark.parametrize(
+    ("cp", "block", "sequence"), [(2, 2, 24), (3, 1, 24), (3, 3, 36), (4, 3, 24), (5, 2, 20), (6, 2, 24)]
+)
 def test_no_bit_depends_on_how_the_sequence_is_cut(cp, block, sequence, packed, ring):
     tensors, documents = inputs(sequence, groups=3), beginnings(sequence) if packed else None
     one = run(plan_of(1, sequence=sequence, block=block), tensors, documents)
@@ -168,7 +175,8 @@ def test_dropout_takes_the_same_elements_whatever_the_cut(cp):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_bf16_rounds_once_where_numerics_are_exact(mode):
-    """Exact: one rounding to 8 bits. Fast: the library rounds probabilities too, and partial sums over ranks travel in bf16."""
+    """Exact: one rounding to 8 bits. Fast: the library rounds probabilities too, and partial sums over
+    ranks travel in bf16."""
     tensors = [each.bfloat16() for each in inputs(24, groups=3)]
     plan = replace(plan_of(2, mode, block=3), precision=Precision("bf16"))
     error = largest_error(run(plan, tensors), plain(tensors))

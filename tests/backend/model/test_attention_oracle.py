@@ -1,8 +1,10 @@
-"""Attention variants and multi-token prediction against the decoder as one writes it from the papers, in fp64 with torch's autograd.
+"""Attention variants and multi-token prediction against the decoder as one writes it from the papers, in
+fp64 with torch's autograd.
 
-Bound as in `test_model_oracle.py`: first-order errors of a chain add up, each at most K u of its operands' norms. The longest chain here is
-3 layers (one of them of multi-token prediction) of 8 products each and its norms, forward and backward: 2 * (3 * 14 + 6) = 96 operations of
-at most 96 terms (4 samples of 24 tokens), 96 * 96 * 2^-24 = 5.5e-4 of a gradient's norm.
+Bound as in `test_model_oracle.py`: first-order errors of a chain add up, each at most K u of its operands' norms.
+The longest chain here is 3 layers (one of them of multi-token prediction) of 8 products each and its norms, forward
+and backward: 2 * (3 * 14 + 6) = 96 operations of at most 96 terms (4 samples of 24 tokens), 96 * 96 * 2^-24 =
+5.5e-4 of a gradient's norm.
 """
 
 from __future__ import annotations
@@ -32,12 +34,39 @@ BOUND = 96 * 96 * 2.0**-24
 SAMPLES, SEQUENCE = 4, 24
 
 QWEN = ModelSpec("qwen", 2, 32, 48, 6, 3, 8, 61, 64, qkv_bias=True, qk_norm=True)
-LAYERNORMED = ModelSpec("layernormed", 2, 32, 48, 4, 4, 8, 61, 64, qk_norm=True, norm="layernorm", bias=True, position="learned")
+LAYERNORMED = ModelSpec(
+    "layernormed", 2, 32, 48, 4, 4, 8, 61, 64, qk_norm=True, norm="layernorm", bias=True, position="learned"
+)
 LLAMA3 = ModelSpec(
-    "llama3", 2, 32, 48, 4, 2, 16, 61, 64, rope_theta=100.0, rope_scaling="llama3", rope_factor=4.0, rope_original_positions=32
+    "llama3",
+    2,
+    32,
+    48,
+    4,
+    2,
+    16,
+    61,
+    64,
+    rope_theta=100.0,
+    rope_scaling="llama3",
+    rope_factor=4.0,
+    rope_original_positions=32,
 )
 LATENT = ModelSpec(
-    "latent", 2, 32, 48, 3, 3, 12, 61, 64, q_lora_rank=10, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+    "latent",
+    2,
+    32,
+    48,
+    3,
+    3,
+    12,
+    61,
+    64,
+    q_lora_rank=10,
+    kv_lora_rank=14,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
 )
 YARN = replace(
     LATENT,
@@ -54,7 +83,9 @@ YARN = replace(
     rope_mscale_all_dim=1.0,
 )
 AHEAD = ModelSpec("ahead", 1, 32, 48, 4, 2, 8, 61, 64, num_mtp_layers=2)
-TIED = ModelSpec("ahead-tied", 2, 32, 48, 4, 4, 8, 61, 64, num_mtp_layers=1, tied_embeddings=True, position="learned", bias=True)
+TIED = ModelSpec(
+    "ahead-tied", 2, 32, 48, 4, 4, 8, 61, 64, num_mtp_layers=1, tied_embeddings=True, position="learned", bias=True
+)
 WINDOWED = ModelSpec("windowed", 2, 32, 48, 4, 2, 8, 61, 64, sliding_window=5)
 LATENT_WINDOWED = replace(LATENT, name="latent-windowed", sliding_window=3)
 MODELS = [QWEN, LAYERNORMED, LLAMA3, LATENT, YARN, AHEAD, TIED, WINDOWED, LATENT_WINDOWED]
@@ -95,7 +126,8 @@ def our_step(transport, choice):
 
 
 def plain_step(model, weights, tokens, targets):
-    """Losses [samples, s] of the next token, and gradients of their sum with 0.7 / modules times those further ahead."""
+    """Losses [samples, s] of the next token, and gradients of their sum with 0.7 / modules
+    times those further ahead."""
     w = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     x = w[TOKEN_TABLE][tokens]
     if model.position == "learned":
@@ -110,7 +142,10 @@ def plain_step(model, weights, tokens, targets):
         name, seen = f"mtp.{depth}", tokens.shape[1] - depth - 1  # only tokens that have something to predict
         x = x[:, :seen] if depth == 0 else x[:, :-1]
         embedded = w[TOKEN_TABLE][targets[:, depth : depth + seen]]
-        joined = torch.cat([plain_norm(model, w, f"{name}.embedding_norm", embedded), plain_norm(model, w, f"{name}.hidden_norm", x)], -1)
+        joined = torch.cat(
+            [plain_norm(model, w, f"{name}.embedding_norm", embedded), plain_norm(model, w, f"{name}.hidden_norm", x)],
+            -1,
+        )
         x = plain_layer(model, w, model.num_layers + depth, joined @ w[f"{name}.projection.weight"].T)
         x = plain_norm(model, w, f"{name}.norm", x)
         ahead = plain_losses(x @ table.T, targets[:, depth + 1 :])
@@ -139,7 +174,10 @@ def plain_linear(w, name, x):
 def plain_norm(model, w, name, x):
     if model.norm == "layernorm":
         x = x - x.mean(-1, keepdim=True)
-        return x / (x.var(-1, unbiased=False, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (
+            x / (x.var(-1, unbiased=False, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"]
+            + w[f"{name}.bias"]
+        )
     return x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"]
 
 
@@ -171,7 +209,9 @@ def plain_latent(model, w, name, x):
     q = torch.cat([q[..., :nope], plain_turned(model, q[..., nope:])], -1)
     k = torch.cat([pairs[..., :nope], shared], -1)
     growth = 0.1 * model.rope_mscale_all_dim * math.log(model.rope_factor) + 1 if model.rope_scaling == "yarn" else 1.0
-    return plain_linear(w, f"{name}.output", plain_core(model, q, k, pairs[..., nope:], growth**2 / math.sqrt(model.head_dim)))
+    return plain_linear(
+        w, f"{name}.output", plain_core(model, q, k, pairs[..., nope:], growth**2 / math.sqrt(model.head_dim))
+    )
 
 
 def plain_core(model, q, k, v, scale):
@@ -182,7 +222,8 @@ def plain_core(model, q, k, v, scale):
 
 
 def plain_turned(model, x):
-    """Halves of the last dimension as real and imaginary parts, turned by position times frequency; see the two papers for scaled ones."""
+    """Halves of the last dimension as real and imaginary parts, turned by position times frequency; see the two
+    papers for scaled ones."""
     half, theta = x.shape[-1] // 2, model.rope_theta
     turns = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
     growth = 1.0
@@ -190,7 +231,8 @@ def plain_turned(model, x):
         waves = model.rope_original_positions * turns / (2 * math.pi)
         smooth = ((waves - 1) / (4 - 1)).clamp(0, 1)
         turns = turns * smooth + turns / model.rope_factor * (1 - smooth)
-    elif model.rope_scaling == "yarn":  # wavelengths of 16 tokens over 2 turns and over 1: pairs 0.59 and 0.94, so the ramp is from 0 to 1
+    # wavelengths of 16 tokens over 2 turns and over 1: pairs 0.59 and 0.94, so the ramp is from 0 to 1
+    elif model.rope_scaling == "yarn":
         keep = torch.tensor([1.0 if i == 0 else 0.0 for i in range(half)], dtype=torch.float64)
         turns = turns * keep + turns / model.rope_factor * (1 - keep)
         growth = (0.1 * model.rope_mscale * math.log(8) + 1) / (0.1 * model.rope_mscale_all_dim * math.log(8) + 1)
@@ -223,13 +265,24 @@ def test_losses_and_all_gradients_agree_with_plain_torch_in_fp64(model, mode):
 def test_a_window_far_behind_the_first_keys_has_no_empty_softmax(window):
     """The library's kernel takes 512 keys at a time; the first of them are all hidden from late queries."""
     model = ModelSpec("long", 1, 8, 8, 1, 1, 8, 61, 2048, sliding_window=window)
-    plan = Plan(model, cluster_preset("this-host", 1), Layout(), Batch(1, 1, 1200), precision=Precision("fp32"), numerics=Numerics("exact"))
-    q, k, v = (torch.randn(1, 1, 1200, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(3))
+    plan = Plan(
+        model,
+        cluster_preset("this-host", 1),
+        Layout(),
+        Batch(1, 1, 1200),
+        precision=Precision("fp32"),
+        numerics=Numerics("exact"),
+    )
+    q, k, v = (
+        torch.randn(1, 1, 1200, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(3)
+    )
 
     def run(transport, _):
         group = transport.group("tp", "tp", [0])
         context = LayerContext(plan, tp=group, numerics=make_numerics(plan), recorder=transport.recorder)
-        with context.running(Microbatch(0, 0, torch.zeros(1, 1200, dtype=torch.int64), torch.zeros(1, 1200, dtype=torch.int64))):
+        with context.running(
+            Microbatch(0, 0, torch.zeros(1, 1200, dtype=torch.int64), torch.zeros(1, 1200, dtype=torch.int64))
+        ):
             return AttentionCore(context, "core")(q, k, v)
 
     y = run_threads(MemoryWorld(1, timeout_s=60), run, None)[0]

@@ -1,7 +1,9 @@
-"""The core of attention against the library's flash kernel, one document at a time: causal and packed, in blocks and whole.
+"""The core of attention against the library's flash kernel, one document at a time: causal and
+packed, in blocks and whole.
 
-Bound. Scores sum d terms, the softmax and the mixed values up to s, forward and, with the gradients, four products more: at most 8 sums of
-s = 50 terms one after the other on either side, each off by at most K u of its operands' norms, u = 2^-24 (Higham 2002, section 3.1).
+Bound. Scores sum d terms, the softmax and the mixed values up to s, forward and, with the gradients, four products
+more: at most 8 sums of s = 50 terms one after the other on either side, each off by at most K u of its operands' norms,
+u = 2^-24 (Higham 2002, section 3.1).
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ PACKED = [[13, 1, 20, 16], [33, 17]]
 """Lengths of the documents in each sample; some end inside a block of queries."""
 
 
-def core_of(mode: str, block: int, heads: int, groups: int, width: int, window: int = 0) -> tuple[AttentionCore, LayerContext]:
+def core_of(
+    mode: str, block: int, heads: int, groups: int, width: int, window: int = 0
+) -> tuple[AttentionCore, LayerContext]:
     model = ModelSpec("core", 1, heads * width, 60, heads, groups, width, 259, 64, sliding_window=window)
     blocks = {"gradient_token_block": block, "reduction_token_block": min(block, 5)}
     chosen = plan(model=model, samples=SAMPLES, micro=SAMPLES, sequence=SEQUENCE, mode=mode, **blocks)
     transport = MemoryWorld(1).transport(0)
-    context = LayerContext(chosen, tp=transport.group("tp", "tp", [0]), numerics=make_numerics(chosen), recorder=transport.recorder)
+    context = LayerContext(
+        chosen, tp=transport.group("tp", "tp", [0]), numerics=make_numerics(chosen), recorder=transport.recorder
+    )
     return AttentionCore(context, "core"), context
 
 
@@ -68,7 +74,9 @@ def test_attention_is_that_of_the_flash_kernel(mode, block, heads, groups, lengt
     q, k, v, dy = (torch.randn(SAMPLES, n, SEQUENCE, width, generator=generator) for n in shapes.values())
     ours, theirs = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
     tokens = torch.zeros(SAMPLES, SEQUENCE, dtype=torch.int64)
-    with context.running(Microbatch(0, 0, tokens, tokens, documents=None if lengths is WHOLE else documents_of(lengths))):
+    with context.running(
+        Microbatch(0, 0, tokens, tokens, documents=None if lengths is WHOLE else documents_of(lengths))
+    ):
         y = core(*ours)
     expected = flash(*theirs, lengths)
     assert relative(y.detach(), expected.detach()) < BOUND
@@ -101,7 +109,8 @@ def test_a_window_is_that_of_a_mask_written_out(mode, block, window, lengths):
     y.backward(dy)
     expected.backward(dy.double())
     for name, own, other in zip("qkv", ours, theirs, strict=True):
-        assert (own.grad - other.grad).norm() < BOUND * (1 + other.grad.norm()), name  # a window of one token has no gradient of q and k
+        # a window of one token has no gradient of q and k
+        assert (own.grad - other.grad).norm() < BOUND * (1 + other.grad.norm()), name
 
 
 def test_a_token_that_saw_another_document_would_be_noticed():

@@ -1,4 +1,5 @@
-"""Under context parallelism, too, ranks compute and send what `core.program` says, to the byte; each of them, for their parts differ."""
+"""Under context parallelism, too, ranks compute and send what `core.program` says, to the byte; each of them,
+for their parts differ."""
 
 from __future__ import annotations
 
@@ -44,16 +45,24 @@ LAYOUTS = [
     pytest.param(Layout(cp=2), {"micro": 2, "block": 6}, id="cp2"),
     pytest.param(Layout(cp=3, dp=2), {"model": "tiny-llama", "block": 2, "ring": True}, id="cp3-dp2-gqa-ring"),
     pytest.param(Layout(cp=4), {"samples": 2, "block": 3, "recompute": "full"}, id="cp4-full-recomputation"),
-    pytest.param(Layout(cp=5), {"samples": 2, "sequence": 30, "recompute": "selective"}, id="cp5-selective-recomputation"),
+    pytest.param(
+        Layout(cp=5), {"samples": 2, "sequence": 30, "recompute": "selective"}, id="cp5-selective-recomputation"
+    ),
     pytest.param(Layout(cp=2, tp=2, sequence_parallel=True), {"samples": 3}, id="cp2-tp2-sp"),
     pytest.param(Layout(cp=2, tp=2, dp=2), {"dtype": "bf16"}, id="cp2-tp2-dp2-bf16"),
     pytest.param(Layout(cp=2, pp=2, vpp=2), {"schedule": "ZBVZeroBubble"}, id="cp2-split-backward"),
     pytest.param(Layout(cp=2, pp=2), {"schedule": "DualPipe", "samples": 8}, id="cp2-replicas"),
-    pytest.param(Layout(cp=2, tp=2), {"model": "tiny-llama", "changes": {"qk_norm": True}}, id="cp2-tp2-norms-of-heads"),
     pytest.param(
-        Layout(cp=3), {"model": "tiny-llama", "block": 2, "changes": {"qk_norm": True, "qkv_bias": True}}, id="cp3-norms-of-heads"
+        Layout(cp=2, tp=2), {"model": "tiny-llama", "changes": {"qk_norm": True}}, id="cp2-tp2-norms-of-heads"
     ),
-    pytest.param(Layout(cp=2, tp=2, sequence_parallel=True), {"changes": {"num_mtp_layers": 2}}, id="cp2-tied-multi-token"),
+    pytest.param(
+        Layout(cp=3),
+        {"model": "tiny-llama", "block": 2, "changes": {"qk_norm": True, "qkv_bias": True}},
+        id="cp3-norms-of-heads",
+    ),
+    pytest.param(
+        Layout(cp=2, tp=2, sequence_parallel=True), {"changes": {"num_mtp_layers": 2}}, id="cp2-tied-multi-token"
+    ),
     pytest.param(Layout(cp=2, pp=2), {"model": "tiny-deepseek", "changes": DENSE}, id="cp2-latent-multi-token"),
 ]
 

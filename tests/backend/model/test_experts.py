@@ -1,8 +1,9 @@
 """Mixture of experts against a loop over tokens in fp64, and what every rank records against `core.program`.
 
-Bound. As in `test_model_oracle`: a product that sums K terms is off by at most K u of its operands' norms (u = 2^-24), and first-order
-errors add along a chain. A layer with experts has the dense chain and beside it the router's product and softmax, so
-2 * (2 * 11 + 3) = 50 operations of at most 108 terms (six samples of 18 tokens), relative to a gradient's norm.
+Bound. As in `test_model_oracle`: a product that sums K terms is off by at most K u of its operands' norms (u =
+2^-24), and first-order errors add along a chain. A layer with experts has the dense chain and beside it the
+router's product and softmax, so 2 * (2 * 11 + 3) = 50 operations of at most 108 terms (six samples of 18 tokens),
+relative to a gradient's norm.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ GPT = ModelSpec(
 CAPPED = replace(LLAMA, name="capped", expert_capacity_factor=0.75)
 
 
-def plan_of(model, mode="exact", *, samples=6, sequence=18, micro=1, dtype="fp32", recompute=None, schedule="1F1B", **degrees) -> Plan:
+def plan_of(
+    model, mode="exact", *, samples=6, sequence=18, micro=1, dtype="fp32", recompute=None, schedule="1F1B", **degrees
+) -> Plan:
     return product_plan(
         model=model,
         samples=samples,
@@ -111,10 +114,14 @@ def plain_step(model, weights, tokens, targets):
         x = x + leaves["embedding.positions.weight"][: tokens.shape[1]]
     for layer in range(model.num_layers):
         name = f"layers.{layer}"
-        x = x + plain_attention(model, leaves, f"{name}.attention", plain_norm(model, leaves, f"{name}.attention.norm", x))
+        x = x + plain_attention(
+            model, leaves, f"{name}.attention", plain_norm(model, leaves, f"{name}.attention.norm", x)
+        )
         normed = plain_norm(model, leaves, f"{name}.mlp.norm", x)
         moe = model.layer_is_moe(layer)
-        x = x + (plain_moe(model, leaves, f"{name}.mlp", normed) if moe else plain_mlp(model, leaves, f"{name}.mlp", normed))
+        x = x + (
+            plain_moe(model, leaves, f"{name}.mlp", normed) if moe else plain_mlp(model, leaves, f"{name}.mlp", normed)
+        )
     logits = plain_norm(model, leaves, "head.norm", x) @ leaves["head.output.weight"].T
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
     losses.sum().backward()
@@ -129,7 +136,9 @@ def plain_norm(model, weights, name, x):
 
 def plain_attention(model, weights, name, x):
     b, s, _ = x.shape
-    rows = F.linear(x, weights[f"{name}.qkv.weight"], weights.get(f"{name}.qkv.bias")).view(b, s, model.num_kv_heads, 3, model.head_dim)
+    rows = F.linear(x, weights[f"{name}.qkv.weight"], weights.get(f"{name}.qkv.bias")).view(
+        b, s, model.num_kv_heads, 3, model.head_dim
+    )
     q, k, v = (each.transpose(1, 2) for each in rows.unbind(3))
     if model.position == "rope":
         half = model.head_dim // 2
@@ -152,7 +161,8 @@ def plain_mlp(model, weights, name, x):
 
 
 def plain_moe(model, weights, name, x):
-    """Softmax over all experts, the best few; in each sequence an expert takes so many tokens at most, those that want it most."""
+    """Softmax over all experts, the best few; in each sequence an expert takes so many tokens at most,
+    those that want it most."""
     room = x.shape[1]
     if model.expert_capacity_factor is not None:
         share = x.shape[1] * model.experts_per_token / model.num_experts
@@ -174,9 +184,13 @@ def plain_moe(model, weights, name, x):
             for place, expert in enumerate(best.indices[token].tolist()):
                 if (token, place) in served:
                     own = {
-                        key.removeprefix(f"{name}.experts."): value[expert] for key, value in weights.items() if f"{name}.experts" in key
+                        key.removeprefix(f"{name}.experts."): value[expert]
+                        for key, value in weights.items()
+                        if f"{name}.experts" in key
                     }
-                    y_H = y_H + chosen[token, place] * plain_mlp(model, {f"e.{key}": value for key, value in own.items()}, "e", x_H)
+                    y_H = y_H + chosen[token, place] * plain_mlp(
+                        model, {f"e.{key}": value for key, value in own.items()}, "e", x_H
+                    )
             rows.append(y_H)
         samples.append(torch.stack(rows))
     y = torch.stack(samples)
@@ -275,7 +289,8 @@ def test_every_action_of_a_step_with_balanced_experts_records_the_program(monkey
 
 
 def test_routing_as_it_comes_moves_the_same_bytes_in_all_and_multiplies_as_many_rows():
-    """Over all ranks: every copy is multiplied once, and what leaves a rank for others is what is not at home already."""
+    """Over all ranks: every copy is multiplied once, and what leaves a rank for others is what
+    is not at home already."""
     model = replace(LLAMA, vocab_size=256)
     plan = plan_of(model, "fast", samples=4, sequence=16, dp=4, ep=4)
     rows, sent = 0, 0

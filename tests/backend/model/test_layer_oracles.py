@@ -1,14 +1,15 @@
-"""Every layer of a running step, taken by itself, is what plain torch code makes of the same input in fp64: its output, the gradient of
-its input, and the gradients of its weights.
+"""Every layer of a running step, taken by itself, is what plain torch code makes of the same input in fp64: its output,
+the gradient of its input, and the gradients of its weights.
 
-An observer keeps what goes into and comes out of each layer of a real step, forward and backward, on every rank. Then each layer is
-written again from its paper, as one would on one device, and torch's autograd gives its gradients.
+An observer keeps what goes into and comes out of each layer of a real step, forward and backward, on every rank. Then
+each layer is written again from its paper, as one would on one device, and torch's autograd gives its gradients.
 
-Bound. A product that sums K terms is off by at most K u of its operands' norms, where u = 2^-24 is half a unit of the last place (Higham
-2002, section 3.1), and first-order errors add along a chain. A layer has at most `DEPTH` = 12 products one after the other, counting
-norms, softmax and activation, forward and backward; the longest sum of these models has K = 259 terms (the vocabulary). In bf16 every
-hidden state is rounded to 8 bits, which outweighs the sums: a layer passes on at most `DEPTH` of them, of 2^-9 each. Errors of independent
-roundings add as their root, and a gradient is relative to its own norm, which cancellation may make smaller: twice the bound for it.
+Bound. A product that sums K terms is off by at most K u of its operands' norms, where u = 2^-24 is half a unit of the
+last place (Higham 2002, section 3.1), and first-order errors add along a chain. A layer has at most `DEPTH` = 12
+products one after the other, counting norms, softmax and activation, forward and backward; the longest sum of these
+models has K = 259 terms (the vocabulary). In bf16 every hidden state is rounded to 8 bits, which outweighs the sums: a
+layer passes on at most `DEPTH` of them, of 2^-9 each. Errors of independent roundings add as their root, and a gradient
+is relative to its own norm, which cancellation may make smaller: twice the bound for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,20 @@ BOUNDS = {"fp32": 2 * DEPTH * LONGEST_SUM * 2.0**-24, "bf16": 2 * DEPTH * 2.0**-
 SAMPLES, SEQUENCE = 6, 24
 
 GPT = ModelSpec(
-    "gpt", 2, 48, 96, 6, 6, 8, 259, 64, activation="gelu_tanh", norm="layernorm", position="learned", tied_embeddings=True, bias=True
+    "gpt",
+    2,
+    48,
+    96,
+    6,
+    6,
+    8,
+    259,
+    64,
+    activation="gelu_tanh",
+    norm="layernorm",
+    position="learned",
+    tied_embeddings=True,
+    bias=True,
 )
 LLAMA = ModelSpec("llama", 2, 48, 100, 12, 6, 8, 259, 64)
 QWEN2 = ModelSpec("qwen2", 2, 48, 60, 6, 6, 8, 259, 64, qkv_bias=True, activation="geglu")
@@ -83,7 +97,9 @@ class Seen:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def put(self, into: dict[str, Tensor], name: str, first_sample: int, tokens: tuple[slice, ...], part: Tensor) -> None:
+    def put(
+        self, into: dict[str, Tensor], name: str, first_sample: int, tokens: tuple[slice, ...], part: Tensor
+    ) -> None:
         whole = into.setdefault(name, torch.full((SAMPLES, SEQUENCE, *part.shape[2:]), torch.nan, dtype=torch.float64))
         samples = slice(first_sample, first_sample + part.shape[0])
         for place, run in zip(tokens, part.split([place.stop - place.start for place in tokens], 1), strict=True):
@@ -143,7 +159,8 @@ def step_rank(transport, payload):
 
 @pytest.fixture(scope="module")
 def step_of(tmp_path_factory):
-    """`step_of(model, layout, mode, dtype, packed=...)`: a `Step`, each run once. The text is cut into documents of 3 to 12 bytes."""
+    """`step_of(model, layout, mode, dtype, packed=...)`: a `Step`, each run once. The text is cut into
+    documents of 3 to 12 bytes."""
     made = {}
     data, generator = tmp_path_factory.mktemp("data"), torch.Generator().manual_seed(3)
     for number in range(200):
@@ -152,7 +169,11 @@ def step_of(tmp_path_factory):
         (data / f"{number:03d}").write_bytes(text.numpy().tobytes())
 
     def run(
-        model: ModelSpec, layout: Layout = LAYOUTS["one device"], mode: str = "exact", dtype: str = "fp32", packed: bool = False
+        model: ModelSpec,
+        layout: Layout = LAYOUTS["one device"],
+        mode: str = "exact",
+        dtype: str = "fp32",
+        packed: bool = False,
     ) -> Step:
         key = model, layout, mode, dtype, packed
         if key not in made:
@@ -171,7 +192,8 @@ def step_of(tmp_path_factory):
 
 
 def text_of(plan: Plan) -> tuple[Tensor, Tensor, Places]:
-    """Tokens, targets and places of the first step. A token sees those before it from the first one of its document on."""
+    """Tokens, targets and places of the first step. A token sees those before it from the first
+    one of its document on."""
     corpus, samples = Corpus.load(plan.train.data), (0, 0, SAMPLES, SEQUENCE, plan.train.seed, SAMPLES)
     begins = corpus.documents(*samples) if plan.train.packed else torch.zeros(SAMPLES, SEQUENCE, dtype=torch.int64)
     place = torch.arange(SEQUENCE)
@@ -186,7 +208,10 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def plain_norm(model: ModelSpec, w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     if model.norm == "layernorm":
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (
+            centred / (centred.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"]
+            + w[f"{name}.bias"]
+        )
     return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"]
 
 
@@ -200,7 +225,9 @@ def turned(x: Tensor, theta: float, places: Places) -> Tensor:
     half = x.shape[-1] // 2
     angles = places.positions.double()[..., None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = angles.view(len(x), *(1,) * (x.dim() - 3), *angles.shape[1:])
-    z = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    z = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.cat([z.real, z.imag], -1)
 
 
@@ -216,7 +243,8 @@ def plain_attention(model: ModelSpec, w: dict[str, Tensor], name: str, x: Tensor
     b, s, _ = x.shape
     r, d = model.query_heads_per_group, model.head_dim
     rows = plain_linear(w, f"{name}.qkv", x).view(b, s, model.num_kv_heads, r + 2, d)
-    q, k, v = (part.permute(0, 2, 3, 1, 4) for part in rows.split([r, 1, 1], 3))  # [b, groups, heads of the group, s, d]
+    # [b, groups, heads of the group, s, d]
+    q, k, v = (part.permute(0, 2, 3, 1, 4) for part in rows.split([r, 1, 1], 3))
     if model.qk_norm:
         q, k = plain_norm(model, w, f"{name}.query_norm", q), plain_norm(model, w, f"{name}.key_norm", k)
     if model.position == "rope":
@@ -244,11 +272,15 @@ def plain_latent_attention(model: ModelSpec, w: dict[str, Tensor], name: str, x:
     b, s, _ = x.shape
     heads, nope, rope, value = model.num_heads, model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
     if model.q_lora_rank:
-        queries = plain_linear(w, f"{name}.q_up", plain_norm(model, w, f"{name}.q_norm", plain_linear(w, f"{name}.q_down", x)))
+        queries = plain_linear(
+            w, f"{name}.q_up", plain_norm(model, w, f"{name}.q_norm", plain_linear(w, f"{name}.q_down", x))
+        )
     else:
         queries = plain_linear(w, f"{name}.q", x)
     down = plain_linear(w, f"{name}.kv_down", x)
-    up = plain_linear(w, f"{name}.kv_up", plain_norm(model, w, f"{name}.kv_norm", down[..., :-rope])).view(b, s, heads, nope + value)
+    up = plain_linear(w, f"{name}.kv_up", plain_norm(model, w, f"{name}.kv_norm", down[..., :-rope])).view(
+        b, s, heads, nope + value
+    )
     shared_key = turned(down[..., -rope:], model.rope_theta, places)
     outputs = []
     for head, query in enumerate(queries.view(b, s, heads, nope + rope).unbind(2)):
@@ -273,7 +305,10 @@ def plain_experts(model: ModelSpec, w: dict[str, Tensor], name: str, token: Tens
     allowed = set(range(model.num_experts))
     if model.num_router_groups:
         size = model.num_experts // model.num_router_groups
-        best = {group: sum(sorted(scores.tolist()[group * size : (group + 1) * size])[-2:]) for group in range(model.num_router_groups)}
+        best = {
+            group: sum(sorted(scores.tolist()[group * size : (group + 1) * size])[-2:])
+            for group in range(model.num_router_groups)
+        }
         groups = sorted(best, key=best.__getitem__)[-model.router_groups_per_token :]
         allowed = {group * size + member for group in groups for member in range(size)}
     chosen = sorted(allowed, key=lambda expert: scores[expert].item())[-model.experts_per_token :]
@@ -332,7 +367,9 @@ def test_attention_and_positions_begin_again_with_every_packed_document(step_of,
     check_layer("layers.1.attention", model, step, BOUNDS["fp32"])
 
 
-@pytest.mark.parametrize(("mode", "layout"), [*(("exact", name) for name in EXPERT_LAYOUTS), ("fast", "tp3 sp etp1 ep3")])
+@pytest.mark.parametrize(
+    ("mode", "layout"), [*(("exact", name) for name in EXPERT_LAYOUTS), ("fast", "tp3 sp etp1 ep3")]
+)
 @pytest.mark.parametrize("model", MIXTURES, ids=lambda model: model.name)
 def test_experts_are_those_of_a_loop_over_tokens(step_of, model, layout, mode):
     check_layer("layers.1.mlp", model, step_of(model, EXPERT_LAYOUTS[layout], mode), BOUNDS["fp32"])
@@ -352,7 +389,11 @@ def test_layers_in_bf16_are_those_of_plain_torch_within_their_roundings(step_of,
 def test_embedding_and_head_are_those_of_plain_torch(step_of, model, layout, packed):
     step = step_of(model, LAYOUTS[layout], packed=packed)
     tokens, targets, seen = step.tokens, step.targets, step.seen
-    own = {name: weight.clone().requires_grad_() for name, weight in step.weights.items() if name.startswith(("embedding", "head"))}
+    own = {
+        name: weight.clone().requires_grad_()
+        for name, weight in step.weights.items()
+        if name.startswith(("embedding", "head"))
+    }
     looked_up = F.one_hot(tokens, model.vocab_size).double() @ own[TOKEN_TABLE]
     if model.position == "learned":
         looked_up = looked_up + own["embedding.positions.weight"][step.places.positions]
@@ -360,7 +401,9 @@ def test_embedding_and_head_are_those_of_plain_torch(step_of, model, layout, pac
     looked_up.backward(seen.gradients["embedding.output"])
 
     x = seen.values["layers.1.output"].clone().requires_grad_()
-    logits = plain_norm(model, own, "head.norm", x) @ own[TOKEN_TABLE if model.tied_embeddings else "head.output.weight"].T
+    logits = (
+        plain_norm(model, own, "head.norm", x) @ own[TOKEN_TABLE if model.tied_embeddings else "head.output.weight"].T
+    )
     losses = logits.exp().sum(-1).log() - logits.gather(-1, targets[..., None]).squeeze(-1)
     assert relative(seen.values["head.losses"], losses) < BOUNDS["fp32"]
     losses.sum().backward()
@@ -373,7 +416,9 @@ def test_embedding_and_head_are_those_of_plain_torch(step_of, model, layout, pac
 def test_a_wrong_weight_would_be_seen(step_of, layer):
     step = step_of(LLAMA)
     weights, seen = step.weights, step.seen
-    name = next(name for name in weights if name.startswith(f"{layer}.") and (".norm." not in name or layer.endswith("norm")))
+    name = next(
+        name for name in weights if name.startswith(f"{layer}.") and (".norm." not in name or layer.endswith("norm"))
+    )
     changed = {**weights, name: weights[name] * (1 + 1e-2)}
     with pytest.raises(AssertionError):
         check_layer(layer, LLAMA, replace(step, weights=changed), BOUNDS["fp32"])

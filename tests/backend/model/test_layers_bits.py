@@ -8,11 +8,27 @@ import torch
 from shardproof.core.model.model import ModelSpec
 
 GPT = ModelSpec(
-    "gpt", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True
+    "gpt",
+    2,
+    48,
+    96,
+    6,
+    6,
+    8,
+    101,
+    64,
+    activation="gelu",
+    norm="layernorm",
+    position="learned",
+    tied_embeddings=True,
+    bias=True,
 )
-LLAMA = ModelSpec("llama-gqa", 2, 48, 100, 12, 6, 8, 101, 64)  # ffn leaves of 17 and a last one of 15, vocabulary leaves of 17 and 16
+# ffn leaves of 17 and a last one of 15, vocabulary leaves of 17 and 16
+LLAMA = ModelSpec("llama-gqa", 2, 48, 100, 12, 6, 8, 101, 64)
 MIXED = ModelSpec("mixed", 1, 40, 60, 20, 20, 2, 64, 64, activation="gelu_tanh", position="learned", bias=True)
-SQUARED = ModelSpec("squared", 1, 40, 52, 4, 4, 10, 37, 64, activation="relu_squared", norm="layernorm", tied_embeddings=True)
+SQUARED = ModelSpec(
+    "squared", 1, 40, 52, 4, 4, 10, 37, 64, activation="relu_squared", norm="layernorm", tied_embeddings=True
+)
 
 
 def assert_same_bits(one, many):
@@ -20,13 +36,28 @@ def assert_same_bits(one, many):
     assert torch.equal(one.losses, many.losses)
     assert one.gradients.keys() == many.gradients.keys()
     for name, gradient in one.gradients.items():
-        assert torch.equal(gradient, many.gradients[name]), f"{name}: {int((gradient != many.gradients[name]).sum())} elements differ"
+        assert torch.equal(gradient, many.gradients[name]), (
+            f"{name}: {int((gradient != many.gradients[name]).sum())} elements differ"
+        )
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
 @pytest.mark.parametrize(
     ("tp", "dp", "micro"),
-    [(1, 1, 2), (1, 1, 3), (1, 1, 6), (2, 1, 1), (3, 1, 2), (6, 1, 1), (1, 2, 1), (1, 3, 2), (1, 2, 3), (1, 6, 1), (2, 3, 1), (3, 2, 3)],
+    [
+        (1, 1, 2),
+        (1, 1, 3),
+        (1, 1, 6),
+        (2, 1, 1),
+        (3, 1, 2),
+        (6, 1, 1),
+        (1, 2, 1),
+        (1, 3, 2),
+        (1, 2, 3),
+        (1, 6, 1),
+        (2, 3, 1),
+        (3, 2, 3),
+    ],
 )
 def test_six_heads_and_six_samples_in_any_layout_equal_one_device(run_stage, model, tp, dp, micro):
     assert_same_bits(run_stage(model), run_stage(model, tp=tp, dp=dp, micro=micro))

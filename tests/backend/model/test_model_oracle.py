@@ -1,9 +1,11 @@
-"""The one-device run is ordinary: it agrees with a plain torch model (torch autograd, `F.cross_entropy`) in fp64 and fp32.
+"""The one-device run is ordinary: it agrees with a plain torch model (torch autograd,
+`F.cross_entropy`) in fp64 and fp32.
 
-Bound. A product that sums K terms is off by at most K u of its operands' norms (u = 2^-24), and first-order errors add along a chain.
-The longest chain of this model is forward and backward through 2 layers of 5 products, the head and the final sum over tokens, the
-longest sum has K = 108 terms (6 samples of 18 tokens; hidden, ffn and vocabulary are shorter). With norms, softmax and activations
-counted as products of the same length, 2 * (2 * 8 + 3) = 38 operations of 108 u each give 2.5e-4, relative to a gradient's norm.
+Bound. A product that sums K terms is off by at most K u of its operands' norms (u = 2^-24), and first-order errors add
+along a chain. The longest chain of this model is forward and backward through 2 layers of 5 products, the head and the
+final sum over tokens, the longest sum has K = 108 terms (6 samples of 18 tokens; hidden, ffn and vocabulary are
+shorter). With norms, softmax and activations counted as products of the same length, 2 * (2 * 8 + 3) = 38 operations of
+108 u each give 2.5e-4, relative to a gradient's norm.
 """
 
 from __future__ import annotations
@@ -18,11 +20,26 @@ from shardproof.core.model.parameters import TOKEN_TABLE, parameters
 BOUND = 38 * 108 * 2.0**-24
 
 GPT = ModelSpec(
-    "gpt", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True
+    "gpt",
+    2,
+    48,
+    96,
+    6,
+    6,
+    8,
+    101,
+    64,
+    activation="gelu",
+    norm="layernorm",
+    position="learned",
+    tied_embeddings=True,
+    bias=True,
 )
 LLAMA = ModelSpec("llama-gqa", 2, 48, 100, 12, 6, 8, 101, 64)
 MIXED = ModelSpec("mixed", 2, 48, 60, 6, 2, 8, 64, 64, activation="gelu_tanh", norm="layernorm", bias=True)
-SQUARED = ModelSpec("squared", 2, 48, 52, 4, 4, 10, 37, 64, activation="relu_squared", position="learned", tied_embeddings=True)
+SQUARED = ModelSpec(
+    "squared", 2, 48, 52, 4, 4, 10, 37, 64, activation="relu_squared", position="learned", tied_embeddings=True
+)
 GEGLU = ModelSpec("geglu", 2, 48, 60, 6, 2, 8, 64, 64, activation="geglu")
 MODELS = [GPT, LLAMA, MIXED, SQUARED, GEGLU]
 
@@ -48,7 +65,9 @@ def plain_norm(model, weights, name, x):
 def plain_attention(model, weights, name, x):
     b, s, _ = x.shape
     r, d = model.query_heads_per_group, model.head_dim
-    rows = F.linear(x, weights[f"{name}.qkv.weight"], weights.get(f"{name}.qkv.bias")).view(b, s, model.num_kv_heads, r + 2, d)
+    rows = F.linear(x, weights[f"{name}.qkv.weight"], weights.get(f"{name}.qkv.bias")).view(
+        b, s, model.num_kv_heads, r + 2, d
+    )
     q, k, v = rows[:, :, :, :r], rows[:, :, :, r : r + 1], rows[:, :, :, r + 1 :]
     if model.position == "rope":
         q, k = plain_rope(model, q), plain_rope(model, k)
@@ -61,7 +80,9 @@ def plain_attention(model, weights, name, x):
 def plain_rope(model, x):
     """Pairs (i, i + d/2) as complex numbers times e^(i position theta^(-2i/d))."""
     half = model.head_dim // 2
-    angles = torch.outer(torch.arange(x.shape[1]), model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half))
+    angles = torch.outer(
+        torch.arange(x.shape[1]), model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    )
     factors = torch.polar(torch.ones_like(angles), angles)[:, None, None].to(x.dtype.to_complex())
     turned = torch.complex(x[..., :half], x[..., half:]) * factors
     return torch.cat([turned.real, turned.imag], -1)

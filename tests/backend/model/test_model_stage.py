@@ -17,7 +17,9 @@ from shardproof.core.base.errors import UnknownNameError
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import parameters
 
-MODEL = ModelSpec("gpt", 2, 48, 96, 6, 6, 8, 101, 32, activation="gelu", norm="layernorm", position="learned", bias=True)
+MODEL = ModelSpec(
+    "gpt", 2, 48, 96, 6, 6, 8, 101, 32, activation="gelu", norm="layernorm", position="learned", bias=True
+)
 
 
 plan_of = partial(plan, model=MODEL, samples=2, sequence=12, reduction_token_block=None)
@@ -125,7 +127,9 @@ def test_a_users_own_block_has_the_same_bits_on_one_and_on_three_ranks():
 
 
 def test_a_block_that_names_an_unknown_parameter_learns_the_closest_one():
-    with pytest.raises(UnknownNameError, match=r"unknown parameter 'layers.0.mlp.upp.weight'; did you mean 'layers.0.mlp.up.weight'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown parameter 'layers.0.mlp.upp.weight'; did you mean 'layers.0.mlp.up.weight'"
+    ):
         stage_of(plan_of(), block=lambda context, layer: context.column_linear(f"layers.{layer}.mlp.upp"))
 
 

@@ -1,8 +1,8 @@
-"""A model of every family, read from the files that `transformers` wrote, has its logits, its loss and its gradients, on one device and
-cut over ranks; what is written back are the same files.
+"""A model of every family, read from the files that `transformers` wrote, has its logits, its loss and its gradients,
+on one device and cut over ranks; what is written back are the same files.
 
-Bound: that of `test_model_oracle.py` for each side, 38 operations of at most 259 roundings (the vocabulary, the longest sum here), so
-twice 5.9e-4 of a tensor's norm.
+Bound: that of `test_model_oracle.py` for each side, 38 operations of at most 259 roundings (the vocabulary, the longest
+sum here), so twice 5.9e-4 of a tensor's norm.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ ALL_LAYOUTS = ("gpt2", "llama", "qwen2", "mixtral", "deepseek-v3")
 CASES = [
     (name, layout)
     for name, (_, config, _) in MODELS.items()
-    for number, layout in enumerate(EXPERTS if config.model_type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3") else DENSE)
+    for number, layout in enumerate(
+        EXPERTS if config.model_type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3") else DENSE
+    )
     if name in ALL_LAYOUTS or number == 1
 ]
 """Models and layouts; of families that differ little from another one only one layout."""
@@ -120,7 +122,15 @@ class Written:
     def plan(self, layout: Layout, **options) -> Plan:
         blocks = {"gradient_token_block": 6, "reduction_token_block": 3}
         train = {"steps": 1, "data": str(self.data), "load": str(self.folder)}
-        choices = {"model": read_config(self.folder), "samples": SAMPLES, "micro": 2, "sequence": SEQUENCE, **blocks, **train, **options}
+        choices = {
+            "model": read_config(self.folder),
+            "samples": SAMPLES,
+            "micro": 2,
+            "sequence": SEQUENCE,
+            **blocks,
+            **train,
+            **options,
+        }
         return exact_plan(layout, **choices)
 
 
@@ -144,7 +154,12 @@ def written(tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder)
             data = folder / "text"
-            data.write_bytes(torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3)).to(torch.uint8).numpy().tobytes())
+            data.write_bytes(
+                torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3))
+                .to(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
             made[name] = Written(model, folder, data)
         return made[name]
 
@@ -174,8 +189,8 @@ class Gradients:
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank did with a model: the logits of its tokens, which lie at `places`, before training (without a pipeline), and a step's
-    loss and gradients."""
+    """What one rank did with a model: the logits of its tokens, which lie at `places`, before training (without a
+    pipeline), and a step's loss and gradients."""
 
     coordinates: dict[str, int]
     places: torch.Tensor | None
@@ -195,7 +210,9 @@ def rank_run(transport, payload) -> RankRun:
         (stage,) = rank.stages.values()
         places = stage.context.places()
         with torch.no_grad():
-            logits = torch.cat([stage.logits(replace(microbatch, step=None), None) for microbatch in rank.batches.training(0, 1.0)])
+            logits = torch.cat(
+                [stage.logits(replace(microbatch, step=None), None) for microbatch in rank.batches.training(0, 1.0)]
+            )
     rank.step(0)
     return RankRun(rank.mesh.coordinates, places, logits, observer.scalars["loss"], observer.slices)
 
@@ -220,7 +237,8 @@ def relative(found, expected):
 
 
 def file_gradients(model, family) -> dict[str, torch.Tensor]:
-    """The gradients of a model of `transformers` by the names its files have: there every expert is a tensor of its own."""
+    """The gradients of a model of `transformers` by the names its files have: there every
+    expert is a tensor of its own."""
     found = {}
     for name, parameter in model.named_parameters():
         prefix, _, last = name.rpartition("experts.")
@@ -228,7 +246,11 @@ def file_gradients(model, family) -> dict[str, torch.Tensor]:
             found[name.replace("mlp.gate.", "block_sparse_moe.gate.") if family == "mixtral" else name] = parameter.grad
             continue
         for expert, gradient in enumerate(parameter.grad):
-            parts = dict(zip(("gate_proj", "up_proj"), gradient.chunk(2), strict=True)) if last == "gate_up_proj" else {last: gradient}
+            parts = (
+                dict(zip(("gate_proj", "up_proj"), gradient.chunk(2), strict=True))
+                if last == "gate_up_proj"
+                else {last: gradient}
+            )
             for part, tensor in parts.items():
                 theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part] if family == "mixtral" else part
                 place = prefix.replace("mlp.", "block_sparse_moe.") if family == "mixtral" else prefix
@@ -260,7 +282,11 @@ def test_loss_and_gradients_are_those_of_transformers(written, ran, name, layout
     expected = file_gradients(theirs.model, family)
 
     places = sources(plan.model, family)
-    found = {name: torch.full(shape, torch.nan) for name, shape in file_shapes(places).items() if "correction_bias" not in name}
+    found = {
+        name: torch.full(shape, torch.nan)
+        for name, shape in file_shapes(places).items()
+        if "correction_bias" not in name
+    }
     for rank in ranks:
         assert abs(rank.loss / expected_loss.item() - 1) < BOUND
         for parameter, slices, gradient in rank.gradients:
@@ -293,15 +319,21 @@ def train_rank(transport, payload):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_weights_trained_on_many_ranks_are_the_files_of_one_and_transformers_reads_them(written, name, layout, schedule, tmp_path):
+def test_weights_trained_on_many_ranks_are_the_files_of_one_and_transformers_reads_them(
+    written, name, layout, schedule, tmp_path
+):
     ours = written(name)
     for label, degrees, order in (("one", Layout(), "1F1B"), ("many", layout, schedule)):
         plan = ours.plan(degrees, schedule=order, clip_grad_norm=0.5, micro=1, steps=2, learning_rate=1e-2)
         run_threads(MemoryWorld(degrees.world_size, timeout_s=60), train_rank, (plan, tmp_path / label))
     one, many = (load_file(tmp_path / label / "model.safetensors") for label in ("one", "many"))
     assert all(torch.equal(one[tensor], many[tensor]) for tensor in one)
-    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (tmp_path / "many" / "model.safetensors").read_bytes()
-    again = getattr(transformers, MODELS[name][0]).from_pretrained(tmp_path / "many", attn_implementation="eager").eval()
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (
+        tmp_path / "many" / "model.safetensors"
+    ).read_bytes()
+    again = (
+        getattr(transformers, MODELS[name][0]).from_pretrained(tmp_path / "many", attn_implementation="eager").eval()
+    )
     tokens, _ = text_of(plan)
     with torch.no_grad():
         assert relative(again(tokens).logits, ours.model(tokens).logits) > 0.01  # trained
@@ -312,14 +344,20 @@ def test_weights_trained_on_many_ranks_are_the_files_of_one_and_transformers_rea
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 def test_weights_in_bf16_are_computed_with_in_bf16(written, name, tmp_path):
-    """Against fp32 arithmetic on the same weights: 38 hidden states, one after the other, are each rounded by 2^-9 at most."""
+    """Against fp32 arithmetic on the same weights: 38 hidden states, one after the other, are each
+    rounded by 2^-9 at most."""
     ours = written(name)
     rounded = copy.deepcopy(ours.model).bfloat16()
     rounded.save_pretrained(tmp_path)
     plan = replace(ours, folder=tmp_path).plan(Layout(), precision=Precision("bf16"))
     rank = TrainingRank(MemoryWorld(1).transport(0), plan)
     with torch.no_grad():
-        logits = torch.cat([rank.stages[0].logits(replace(microbatch, step=None), None) for microbatch in rank.batches.training(0, 1.0)])
+        logits = torch.cat(
+            [
+                rank.stages[0].logits(replace(microbatch, step=None), None)
+                for microbatch in rank.batches.training(0, 1.0)
+            ]
+        )
         expected = rounded.float()(text_of(plan)[0]).logits
     assert logits.dtype == torch.bfloat16
     assert relative(logits.float(), expected) < 38 * 2.0**-9

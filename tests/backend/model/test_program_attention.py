@@ -1,4 +1,5 @@
-"""Latent attention, norms of heads and their biases, multi-token prediction: actions compute and send what `core.program` says."""
+"""Latent attention, norms of heads and their biases, multi-token prediction: actions compute and send
+what `core.program` says."""
 
 from __future__ import annotations
 
@@ -12,7 +13,20 @@ from shardproof.core.plan.plan import Plan, Recompute, ScheduleChoice
 
 HEADS = ModelSpec("heads", 2, 32, 48, 6, 3, 8, 256, 32, qk_norm=True, qkv_bias=True)
 LATENT = ModelSpec(
-    "latent", 2, 32, 48, 3, 3, 12, 256, 32, q_lora_rank=10, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+    "latent",
+    2,
+    32,
+    48,
+    3,
+    3,
+    12,
+    256,
+    32,
+    q_lora_rank=10,
+    kv_lora_rank=14,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
 )
 WIDE = ModelSpec(
     "wide",
@@ -33,12 +47,27 @@ WIDE = ModelSpec(
 )
 AHEAD = ModelSpec("ahead", 2, 32, 48, 4, 2, 8, 256, 32, num_mtp_layers=2)
 TIED = ModelSpec(
-    "tied", 2, 32, 48, 2, 2, 8, 256, 32, num_mtp_layers=1, tied_embeddings=True, position="learned", bias=True, norm="layernorm"
+    "tied",
+    2,
+    32,
+    48,
+    2,
+    2,
+    8,
+    256,
+    32,
+    num_mtp_layers=1,
+    tied_embeddings=True,
+    position="learned",
+    bias=True,
+    norm="layernorm",
 )
 
 
 def plan_of(model: ModelSpec, layout: Layout, mode: str, *, micro: int = 1, dtype: str = "fp32", **choices) -> Plan:
-    return plan(layout, model=model, samples=4, micro=micro, dtype=dtype, mode=mode, reduction_token_block=None, **choices)
+    return plan(
+        layout, model=model, samples=4, micro=micro, dtype=dtype, mode=mode, reduction_token_block=None, **choices
+    )
 
 
 UP = Recompute("selective", modules=("core_attn", "mla_up_proj"))
@@ -47,10 +76,25 @@ LAYOUTS = [
     pytest.param(HEADS, Layout(tp=3, dp=2, sequence_parallel=True), {"dtype": "bf16"}, id="heads-tp3-dp2-sp-bf16"),
     pytest.param(LATENT, Layout(tp=3), {"dtype": "bf16"}, id="latent-tp3-bf16"),
     pytest.param(LATENT, Layout(tp=3, sequence_parallel=True), {"micro": 2}, id="latent-tp3-sp"),
-    pytest.param(WIDE, Layout(tp=2, pp=2, sequence_parallel=True), {"schedule": ScheduleChoice("ZBH1")}, id="latent-biased-split-backward"),
+    pytest.param(
+        WIDE,
+        Layout(tp=2, pp=2, sequence_parallel=True),
+        {"schedule": ScheduleChoice("ZBH1")},
+        id="latent-biased-split-backward",
+    ),
     pytest.param(AHEAD, Layout(tp=2, pp=2), {"micro": 2}, id="two-tokens-ahead-pp2"),
-    pytest.param(AHEAD, Layout(tp=2, dp=2, sequence_parallel=True), {"recompute": Recompute("full")}, id="ahead-on-one-stage-recomputed"),
-    pytest.param(TIED, Layout(tp=2, pp=2, sequence_parallel=True), {"dtype": "bf16", "schedule": ScheduleChoice("ZBH1")}, id="tied-bf16"),
+    pytest.param(
+        AHEAD,
+        Layout(tp=2, dp=2, sequence_parallel=True),
+        {"recompute": Recompute("full")},
+        id="ahead-on-one-stage-recomputed",
+    ),
+    pytest.param(
+        TIED,
+        Layout(tp=2, pp=2, sequence_parallel=True),
+        {"dtype": "bf16", "schedule": ScheduleChoice("ZBH1")},
+        id="tied-bf16",
+    ),
     pytest.param(LATENT, Layout(pp=2, dp=2), {"recompute": UP}, id="latent-up-projections-again"),
 ]
 

@@ -21,7 +21,9 @@ from shardproof.core.schedule.action import Action, Kind
 KEEP = Recompute()
 
 
-def plan_of(layout: Layout, mode: str, *, model="tiny-gpt", samples=8, micro=1, schedule="1F1B", recompute=KEEP, dtype="fp32") -> Plan:
+def plan_of(
+    layout: Layout, mode: str, *, model="tiny-gpt", samples=8, micro=1, schedule="1F1B", recompute=KEEP, dtype="fp32"
+) -> Plan:
     return plan(
         layout,
         model=model,
@@ -57,22 +59,37 @@ LAYOUTS = [
 MODULES = Recompute("selective", modules=("core_attn", "mlp", "norm"))
 LAYOUTS += [
     pytest.param(Layout(tp=2, pp=2), {"recompute": Recompute("full")}, id="full-recomputation"),
-    pytest.param(Layout(pp=2, stages="Ettt|tL"), {"recompute": Recompute("full", num_layers=2)}, id="two-layers-of-a-stage"),
-    pytest.param(Layout(pp=2, stages="Ettt|tL"), {"recompute": Recompute("full", layers=(0, 2))}, id="a-list-of-layers"),
-    pytest.param(Layout(tp=3), {"recompute": Recompute("full", distribute=True), "model": "tiny-gpt-6h"}, id="distributed-inputs"),
-    pytest.param(Layout(tp=2, sequence_parallel=True), {"recompute": MODULES, "model": "tiny-llama"}, id="selective-sp"),
-    pytest.param(Layout(pp=2, vpp=2), {"recompute": MODULES, "schedule": "ZBVZeroBubble"}, id="selective-split-backward"),
+    pytest.param(
+        Layout(pp=2, stages="Ettt|tL"), {"recompute": Recompute("full", num_layers=2)}, id="two-layers-of-a-stage"
+    ),
+    pytest.param(
+        Layout(pp=2, stages="Ettt|tL"), {"recompute": Recompute("full", layers=(0, 2))}, id="a-list-of-layers"
+    ),
+    pytest.param(
+        Layout(tp=3), {"recompute": Recompute("full", distribute=True), "model": "tiny-gpt-6h"}, id="distributed-inputs"
+    ),
+    pytest.param(
+        Layout(tp=2, sequence_parallel=True), {"recompute": MODULES, "model": "tiny-llama"}, id="selective-sp"
+    ),
+    pytest.param(
+        Layout(pp=2, vpp=2), {"recompute": MODULES, "schedule": "ZBVZeroBubble"}, id="selective-split-backward"
+    ),
 ]
 LAYOUTS += [
     pytest.param(Layout(tp=4, pp=2), {"dtype": "bf16", "micro": 2}, id="bf16-tp4-pp2"),
     pytest.param(Layout(tp=2, dp=2, sequence_parallel=True), {"dtype": "bf16", "model": "tiny-llama"}, id="bf16-sp"),
 ]
-UNEVEN = [pytest.param(Layout(tp=3, sequence_parallel=True), {"model": "tiny-gpt-6h", "micro": 2}, "exact", id="tp3-sp-uneven-exact")]
+UNEVEN = [
+    pytest.param(
+        Layout(tp=3, sequence_parallel=True), {"model": "tiny-gpt-6h", "micro": 2}, "exact", id="tp3-sp-uneven-exact"
+    )
+]
 
 
 @pytest.mark.parametrize(
     ("layout", "choices", "mode"),
-    [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in LAYOUTS for mode in ("exact", "fast")] + UNEVEN,
+    [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in LAYOUTS for mode in ("exact", "fast")]
+    + UNEVEN,
 )
 def test_every_action_of_a_step_records_the_program(layout, choices, mode):
     assert_every_action_records_the_program(plan_of(layout, mode, **choices))

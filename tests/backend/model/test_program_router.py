@@ -1,4 +1,5 @@
-"""What routers compute and send is what `core.program` says, per action and to the byte: products, counts, choices, losses, biases."""
+"""What routers compute and send is what `core.program` says, per action and to the byte: products, counts,
+choices, losses, biases."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ BUSY = Train(router_aux_loss=0.1, router_z_loss=0.01, router_jitter=0.1)
 MOE = Recompute("selective", modules=("moe",))
 
 
-def plan_of(layout: Layout, mode: str, *, model=CAPACITY, micro=1, dtype="fp32", schedule="1F1B", train=BUSY, recompute=None) -> Plan:
+def plan_of(
+    layout: Layout, mode: str, *, model=CAPACITY, micro=1, dtype="fp32", schedule="1F1B", train=BUSY, recompute=None
+) -> Plan:
     return plan(
         layout,
         model=model,

@@ -1,7 +1,8 @@
 """Routers: against a loop over tokens in fp64, against transformers' routers, and bit for bit over cuts of the tokens.
 
-Bound. Logits are sums of H = 32 products; with the softmax (8 terms), the sum of chosen scores and two divisions, a weight is off by at
-most 64 u of its size (u = 2^-24) where logits are below 4; gradients add the backward of the same chain, and 36 tokens at most.
+Bound. Logits are sums of H = 32 products; with the softmax (8 terms), the sum of chosen scores and two divisions, a
+weight is off by at most 64 u of its size (u = 2^-24) where logits are below 4; gradients add the backward of the same
+chain, and 36 tokens at most.
 """
 
 from __future__ import annotations
@@ -89,10 +90,15 @@ class Routed:
     counts: Tensor | None
 
 
-def route_rank(transport, plan: Plan, step: int | None = 0, given: Problem | None = None, counted_share: float = 1.0) -> Routed:
+def route_rank(
+    transport, plan: Plan, step: int | None = 0, given: Problem | None = None, counted_share: float = 1.0
+) -> Routed:
     """Forward and backward of all microbatches on one rank."""
     rank, layout = transport.global_rank, plan.layout
-    tp, cp = (transport.group(f"{axis}/{layout.group_of(rank, axis)[0]}", axis, layout.group_of(rank, axis)) for axis in ("tp", "cp"))
+    tp, cp = (
+        transport.group(f"{axis}/{layout.group_of(rank, axis)[0]}", axis, layout.group_of(rank, axis))
+        for axis in ("tp", "cp")
+    )
     numerics = make_numerics(plan)
     context = LayerContext(plan, tp=tp, cp=cp, numerics=numerics, recorder=transport.recorder)
     router, inputs = Router(context, 0), problem(plan.model) if given is None else given
@@ -108,12 +114,18 @@ def route_rank(transport, plan: Plan, step: int | None = 0, given: Problem | Non
             routing = router(x)
         routing.weights_BSK.backward(inputs.gradient[rows][:, places])
         found.append((routing.experts_BSK, routing.weights_BSK.detach(), x.grad))
-    loss = float(sum(router.take_losses(), numerics.sum(())).over(tp).over(cp)) if plan.layout.sequence_parallel else 0.0
+    loss = (
+        float(sum(router.take_losses(), numerics.sum(())).over(tp).over(cp)) if plan.layout.sequence_parallel else 0.0
+    )
     if not plan.layout.sequence_parallel:
         loss = float(sum(router.take_losses(), numerics.sum(())).over(cp))
     reduce_counts([router] if step is not None else [], [tp, cp] if plan.layout.sequence_parallel else [cp])
     solo = transport.group(f"solo/{rank}", "dp", [rank])
-    dweight = context.gradients.reduce(solo, lambda member: (0, SAMPLES), tp)["layers.0.mlp.router.weight"] if cp.size == 1 else None
+    dweight = (
+        context.gradients.reduce(solo, lambda member: (0, SAMPLES), tp)["layers.0.mlp.router.weight"]
+        if cp.size == 1
+        else None
+    )
     experts, weights, dx = (torch.cat(parts) for parts in zip(*found, strict=True))
     return Routed(places, experts, weights, dx, dweight, loss, router.step_counts)
 
@@ -171,7 +183,9 @@ def test_choices_weights_losses_and_gradients_are_those_of_a_loop_over_tokens(mo
     (routed,) = route(plan_of(model, mode, micro=1, router_aux_loss=0.3, router_z_loss=0.02))
     x, weight = inputs.x.double().requires_grad_(), inputs.weight.double().requires_grad_()
     bias = (BIAS if model.expert_bias else torch.zeros(model.num_experts)).tolist()
-    expected = torch.tensor([[plain_choice(model, token, bias) for token in sample] for sample in (x @ weight.T).tolist()])
+    expected = torch.tensor(
+        [[plain_choice(model, token, bias) for token in sample] for sample in (x @ weight.T).tolist()]
+    )
     assert torch.equal(routed.experts, expected)
     weights, scores, logits = plain_weights(model, x, weight, expected)
     losses = plain_losses(model, scores, logits, 0.3, 0.02)
@@ -207,10 +221,16 @@ def transformers_router(model: ModelSpec):
         case "mixtral":
             return modeling.MixtralTopKRouter(MixtralConfig(**shape, num_local_experts=model.num_experts))
         case "qwen3":
-            config = Qwen3MoeConfig(**shape, num_experts=model.num_experts, norm_topk_prob=model.normalized_router_weights)
+            config = Qwen3MoeConfig(
+                **shape, num_experts=model.num_experts, norm_topk_prob=model.normalized_router_weights
+            )
             return Qwen3MoeTopKRouter(config)
         case "deepseek-v2":
-            method = {"topk_method": "group_limited_greedy", **groups} if model.num_router_groups else {"topk_method": "greedy"}
+            method = (
+                {"topk_method": "group_limited_greedy", **groups}
+                if model.num_router_groups
+                else {"topk_method": "greedy"}
+            )
             return DeepseekV2TopkRouter(DeepseekV2Config(**scaled, **method))
         case _:
             return deepseek_v3_router(DeepseekV3Config(**scaled, **groups, norm_topk_prob=True))
@@ -251,7 +271,10 @@ def test_routing_is_that_of_transformers(model):
 def test_the_auxiliary_loss_of_one_sequence_is_that_of_transformers_divided_by_the_experts_of_a_token():
     load_balancing = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
     inputs = problem(SOFTMAX)
-    theirs = [load_balancing((sample @ inputs.weight.T,), SOFTMAX.num_experts, SOFTMAX.experts_per_token) for sample in inputs.x]
+    theirs = [
+        load_balancing((sample @ inputs.weight.T,), SOFTMAX.num_experts, SOFTMAX.experts_per_token)
+        for sample in inputs.x
+    ]
     (routed,) = route(plan_of(SOFTMAX, router_aux_loss=1.0))
     assert routed.loss == pytest.approx(SEQUENCE * float(sum(theirs)) / SOFTMAX.experts_per_token, rel=1e-6)
 
@@ -362,14 +385,18 @@ def test_routing_losses_counts_and_gradients_have_the_same_bits_in_every_layout(
     for routed in route(plan_of(model, micro=micro, dtype=dtype, layout=layout, **BUSY)):
         for name in ("experts", "weights", "dx"):
             assert torch.equal(getattr(routed, name), getattr(one, name)[:, routed.places]), name
-        if layout.cp == 1:  # gradients over context parallelism need the whole rank: tests/verify/dynamic/test_dynamic_router.py
+        # gradients over context parallelism need the whole rank: tests/verify/dynamic/test_dynamic_router.py
+        if layout.cp == 1:
             assert torch.equal(routed.dweight, one.dweight)
         assert routed.loss == one.loss
         assert torch.equal(routed.counts, one.counts)
 
 
 def test_jitter_scales_the_input_by_no_more_than_its_share_and_not_when_evaluating():
-    (plain,), (off,) = route(plan_of(SOFTMAX)), route(plan_of(SOFTMAX, router_jitter=0.1, router_aux_loss=1.0), step=None)
+    (plain,), (off,) = (
+        route(plan_of(SOFTMAX)),
+        route(plan_of(SOFTMAX, router_jitter=0.1, router_aux_loss=1.0), step=None),
+    )
     assert torch.equal(plain.weights, off.weights)
     assert off.loss == 0.0
     (first,), (second,) = (route(plan_of(WHOLE, router_jitter=0.1), step=step) for step in (0, 1))

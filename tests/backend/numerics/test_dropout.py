@@ -1,4 +1,5 @@
-"""Dropout masks against a second implementation in Python's integers, their statistics, and attention with dropout against torch."""
+"""Dropout masks against a second implementation in Python's integers, their statistics, and attention with
+dropout against torch."""
 
 from __future__ import annotations
 
@@ -54,7 +55,13 @@ def test_the_share_that_is_dropped_and_the_independence_of_names_and_steps():
 
 def plan_of(tp: int = 1) -> Plan:
     return plan(
-        model=model_preset("tiny-gpt-6h"), hidden_dropout=0.2, attention_dropout=0.3, samples=4, micro=2, tp=tp, sequence_parallel=tp > 1
+        model=model_preset("tiny-gpt-6h"),
+        hidden_dropout=0.2,
+        attention_dropout=0.3,
+        samples=4,
+        micro=2,
+        tp=tp,
+        sequence_parallel=tp > 1,
     )
 
 
@@ -103,7 +110,8 @@ def test_dropout_is_repeated_for_a_step_changes_from_step_to_step_and_spares_hel
 
 
 def test_attention_with_dropout_is_torchs_with_the_same_mask():
-    """Against autograd in fp64: 24 keys and 8 features a head, so errors of fp32 stay below 1e-5 of the largest value."""
+    """Against autograd in fp64: 24 keys and 8 features a head, so errors of fp32 stay below
+    1e-5 of the largest value."""
     plan = plan_of()
     context = context_of(MemoryWorld(1, timeout_s=60).transport(0), plan)
     generator = torch.Generator().manual_seed(1)
@@ -115,7 +123,9 @@ def test_attention_with_dropout_is_torchs_with_the_same_mask():
     index = torch.arange(2 * 6 * 24 * 24, 4 * 6 * 24 * 24).view(2, 6, 24, 24)
     mask = dropout_mask(plan.train.seed, "core", 5, index, 0.3).double()
     theirs = [x.double().requires_grad_() for x in (q, k, v)]
-    scores = (theirs[0] @ theirs[1].mT / math.sqrt(8)).masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf)
+    scores = (theirs[0] @ theirs[1].mT / math.sqrt(8)).masked_fill(
+        torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf
+    )
     expected = (scores.softmax(-1) * mask) @ theirs[2]
     expected.backward(dy.double())
     for own, other in [(y, expected), *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))]:

@@ -1,4 +1,5 @@
-"""precision.gradient_dtype = "bf16": gradients are kept and sent in two bytes, and added up over ranks in fp32 with one rounding."""
+"""precision.gradient_dtype = "bf16": gradients are kept and sent in two bytes, and added up over ranks in
+fp32 with one rounding."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from shardproof.verify.dynamic.proof import prove
 def tiny(layout, *, mode="exact", dtype="bf16", gradient_dtype="bf16", global_size=4, model=None) -> Plan:
     return product_plan(
         layout,
-        model=model or replace(model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32),
+        model=model
+        or replace(
+            model_preset("tiny-gpt"), num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=32
+        ),
         samples=global_size,
         sequence=16,
         dtype=dtype,
@@ -42,8 +46,12 @@ def summed(transport, op):
     group = transport.group("dp", "dp", range(transport.world_size))
     recorder = transport.recorder
     recorder.enabled = True
-    own = torch.randn(transport.world_size, 13, generator=torch.Generator().manual_seed(transport.global_rank)).bfloat16()
-    total = group.all_reduce(own, "sum", wide=True) if op == "all_reduce" else group.reduce_scatter(list(own), wide=True)
+    own = torch.randn(
+        transport.world_size, 13, generator=torch.Generator().manual_seed(transport.global_rank)
+    ).bfloat16()
+    total = (
+        group.all_reduce(own, "sum", wide=True) if op == "all_reduce" else group.reduce_scatter(list(own), wide=True)
+    )
     return own, total, [(event.op, event.sent_bytes) for _, event in recorder.events]
 
 
@@ -62,7 +70,8 @@ def test_a_wide_sum_is_the_fp32_sum_in_member_order_rounded_once(size):
 
 
 def test_a_wide_sum_is_nearer_than_one_that_rounds_after_every_rank():
-    """Eight ones and a small number: bf16 holds 8 bits, so 1 + 2^-8 rounds to 1 each time, and in fp32 eight of them count."""
+    """Eight ones and a small number: bf16 holds 8 bits, so 1 + 2^-8 rounds to 1 each time, and in
+    fp32 eight of them count."""
     small = torch.tensor([2.0**-8]).bfloat16()
 
     def job(transport, _):
@@ -93,7 +102,12 @@ def test_gradients_of_fast_numerics_reach_the_optimizer_in_fp32():
 
 
 EXPERTS = replace(
-    model_preset("tiny-llama"), num_layers=2, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=16, first_dense_layers=0
+    model_preset("tiny-llama"),
+    num_layers=2,
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_hidden_size=16,
+    first_dense_layers=0,
 )
 
 
@@ -122,7 +136,9 @@ def reductions(transport, plan):
     rank = TrainingRank(transport, plan)
     transport.recorder.enabled = True
     losses = [rank.step(step)[0].loss for step in range(2)]
-    events = [event for action, event in transport.recorder.events if action is not None and action.kind.name == "REDUCE_GRAD"]
+    events = [
+        event for action, event in transport.recorder.events if action is not None and action.kind.name == "REDUCE_GRAD"
+    ]
     return [event for event in events if isinstance(event, Collective)], losses
 
 

@@ -42,7 +42,9 @@ def test_the_sum_is_math_fsum_for_any_fp32_numbers(values):
 
 @given(st.lists(FP32, max_size=60))
 def test_the_sum_of_squares_is_the_rational_one_rounded_once(values):
-    assert float(exact_sum([fp32(values)], squares=True)) == float(sum((Fraction(value) ** 2 for value in values), Fraction()))
+    assert float(exact_sum([fp32(values)], squares=True)) == float(
+        sum((Fraction(value) ** 2 for value in values), Fraction())
+    )
 
 
 @given(st.lists(FP32, min_size=1, max_size=60), st.integers(1, 5), st.randoms())
@@ -57,9 +59,17 @@ def test_order_and_cuts_do_not_matter_before_rounding(values, num_parts, shuffle
 @pytest.mark.parametrize("sizes", [[1, 5], [2, 4], [5, 1]])
 def test_tensors_that_lie_in_others_are_summed_as_their_copies(dim, sizes):
     tensor = torch.randn(6, 6, 6)
-    parts = [*tensor.split(sizes, dim), *tensor.mT.split(sizes, dim), tensor[:, :, 0], tensor[::2, ::3], tensor[0, 0, :1].expand(5)]
+    parts = [
+        *tensor.split(sizes, dim),
+        *tensor.mT.split(sizes, dim),
+        tensor[:, :, 0],
+        tensor[::2, ::3],
+        tensor[0, 0, :1].expand(5),
+    ]
     for part in parts:
-        assert exact_sum([part], squares=True) == exact_sum([part.clone(memory_format=torch.contiguous_format)], squares=True)
+        assert exact_sum([part], squares=True) == exact_sum(
+            [part.clone(memory_format=torch.contiguous_format)], squares=True
+        )
 
 
 def test_denormals_and_huge_values_cancel_to_what_is_left():
@@ -70,7 +80,9 @@ def test_denormals_and_huge_values_cancel_to_what_is_left():
 
 def test_300000_numbers_over_60_binades_in_many_chunks():
     shuffled = random.Random(3)
-    values = torch.tensor([shuffled.uniform(-1, 1) * 2.0 ** shuffled.randint(-40, 20) for _ in range(300_000)], dtype=torch.float32)
+    values = torch.tensor(
+        [shuffled.uniform(-1, 1) * 2.0 ** shuffled.randint(-40, 20) for _ in range(300_000)], dtype=torch.float32
+    )
     assert float(exact_sum([values[:1000], values[1000:].view(-1, 13)])) == math.fsum(values.tolist())
 
 
@@ -84,7 +96,12 @@ def test_a_transposed_matrix_of_all_magnitudes_has_the_sum_of_its_elements(squar
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [([1.0, math.inf], math.inf), ([-math.inf, 5.0], -math.inf), ([math.inf, -math.inf], math.nan), ([math.nan, 1.0], math.nan)],
+    [
+        ([1.0, math.inf], math.inf),
+        ([-math.inf, 5.0], -math.inf),
+        ([math.inf, -math.inf], math.nan),
+        ([math.nan, 1.0], math.nan),
+    ],
 )
 def test_inf_and_nan_propagate_as_ieee_sums_do(values, expected):
     total = float(exact_sum([fp32(values)]))

@@ -28,7 +28,8 @@ def test_a_kernel_that_depends_on_its_neighbours_is_named(monkeypatch):
     monkeypatch.setattr(probe_module.F, "scaled_dot_product_attention", biased)
     (finding,) = probe(plan_of("tiny-gpt", 16))
     assert finding.rule == "attention-slices" and finding.severity == "error"
-    assert "does not hold: 1536 elements differ" in finding.what  # 2 samples x 3 heads x 16 tokens x 16 dims: every output
+    # 2 samples x 3 heads x 16 tokens x 16 dims: every output
+    assert "does not hold: 1536 elements differ" in finding.what
 
 
 def test_a_product_whose_bits_depend_on_strides_is_named(monkeypatch):

@@ -37,7 +37,9 @@ def test_one_draw_by_hand_from_numpys_philox():
 
 def test_large_tensors_are_drawn_in_pieces_without_seams():
     shape = (5000, 700)  # 56 MB of raw words: two pieces
-    assert torch.equal(normal(1, "w", shape, (slice(2900, 3100), slice(0, 700)), 1.0), whole(1, "w", 1.0, shape)[2900:3100])
+    assert torch.equal(
+        normal(1, "w", shape, (slice(2900, 3100), slice(0, 700)), 1.0), whole(1, "w", 1.0, shape)[2900:3100]
+    )
 
 
 def test_mean_and_deviation_are_those_asked_for():

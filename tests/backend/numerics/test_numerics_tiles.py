@@ -1,4 +1,5 @@
-"""Products by tiles: the sums of the canonical tree, bit for bit, wherever tiles lie, and no farther from fp64 than the library's."""
+"""Products by tiles: the sums of the canonical tree, bit for bit, wherever tiles lie, and no farther from
+fp64 than the library's."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ SHAPES = [(1, 1, 5, 1, 1), (7, 6, 3, 2, 4), (20, 18, 10, 5, 8), (33, 17, 24, 1, 
 
 
 @pytest.mark.parametrize(("rows", "cut", "whole", "leaf", "block"), SHAPES)
-def test_every_tile_is_a_product_of_its_own_and_tiles_add_up_as_the_tree(rows: int, cut: int, whole: int, leaf: int, block: int) -> None:
+def test_every_tile_is_a_product_of_its_own_and_tiles_add_up_as_the_tree(
+    rows: int, cut: int, whole: int, leaf: int, block: int
+) -> None:
     x, weight, y = drawn(rows, whole), drawn(cut, whole, seed=1), drawn(rows, cut, seed=2)
     features, blocks = intervals(cut, leaf), intervals(rows, block)
     projected, outer = project_tiles(x, weight, features, blocks), outer_tiles(y, x, features, blocks, (0, len(blocks)))
@@ -77,15 +80,24 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("rows", "cut", "whole", "leaves"), [(512, 768, 256, 12), (256, 192, 48, 6), (1024, 512, 512, 8), (96, 60, 64, 5)])
-def test_the_error_against_fp64_is_no_larger_than_the_librarys(rows: int, cut: int, whole: int, leaves: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "cut", "whole", "leaves"), [(512, 768, 256, 12), (256, 192, 48, 6), (1024, 512, 512, 8), (96, 60, 64, 5)]
+)
+def test_the_error_against_fp64_is_no_larger_than_the_librarys(
+    rows: int, cut: int, whole: int, leaves: int, seed: int
+) -> None:
     x, weight, y = drawn(rows, whole, seed=seed), drawn(cut, whole, seed=seed + 10), drawn(rows, cut, seed=seed + 20)
     features, blocks = intervals(cut, cut // leaves), intervals(rows, 128)
     wide_x, wide_weight, wide_y = (each.double() for each in (x, weight, y))
     for ours, library, exact, share in (
         (project_tiles(x, weight, features, blocks), x @ weight.t(), wide_x @ wide_weight.t(), 1.001),
         (contract_tiles(y, weight, features, blocks, [(0, leaves)])[0], y @ weight, wide_y @ wide_weight, 0.85),
-        (outer_tiles(y, x, features, blocks, (0, len(blocks))), y.t() @ x, wide_y.t() @ wide_x, 1.001 if rows <= 256 else 0.9),
+        (
+            outer_tiles(y, x, features, blocks, (0, len(blocks))),
+            y.t() @ x,
+            wide_y.t() @ wide_x,
+            1.001 if rows <= 256 else 0.9,
+        ),
         (token_sums(x.unsqueeze(0), 32)[0], x.unsqueeze(0).sum((0, 1)), wide_x.sum(0), 0.95),
     ):
         assert error(ours, exact) <= share * error(library, exact)

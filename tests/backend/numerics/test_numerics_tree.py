@@ -27,7 +27,9 @@ def tree_value(rows, lo, hi):
 def folded(rows):
     while len(rows) > 1:
         half = len(rows) // 2
-        rows = [a + b for a, b in zip(rows[:half], rows[len(rows) - half :], strict=True)] + rows[half : len(rows) - half]
+        rows = [a + b for a, b in zip(rows[:half], rows[len(rows) - half :], strict=True)] + rows[
+            half : len(rows) - half
+        ]
     return rows[0]
 
 

@@ -1,4 +1,5 @@
-"""bf16: operands are rounded, sums are not. Errors against fp64 have a stated bound; fast numerics stay near exact ones."""
+"""bf16: operands are rounded, sums are not. Errors against fp64 have a stated bound; fast numerics
+stay near exact ones."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from shardproof.core.layout.leaves import Leaves
 from shardproof.core.plan.plan import Plan
 
 HALF_ULP = 2.0**-8
-"""bf16 keeps 8 significant bits: rounding to nearest errs by at most 2^-9 of the next power of two, 2^-8 of the value."""
+"""bf16 keeps 8 significant bits: rounding to nearest errs by at most 2^-9 of the next power of
+two, 2^-8 of the value."""
 WIDTH, FEATURES = 96, 40
 
 
@@ -39,13 +41,17 @@ def contracted(transport, plan: Plan) -> torch.Tensor:
     group = transport.group("tp", "tp", range(transport.world_size))
     leaves = OwnedLeaves(Leaves(WIDTH, 8), 1, group.size, group.rank)
     lo, hi = leaves.items
-    return make_numerics(plan).contract(x[..., lo:hi].contiguous(), weight[lo:hi], leaves, group, owned_tokens(plan, group))
+    return make_numerics(plan).contract(
+        x[..., lo:hi].contiguous(), weight[lo:hi], leaves, group, owned_tokens(plan, group)
+    )
 
 
 def true_product() -> tuple[torch.Tensor, torch.Tensor]:
     """The product in fp64, and the sum of the summands' magnitudes."""
     generator = torch.Generator().manual_seed(3)
-    x, weight = (torch.randn(*shape, generator=generator).bfloat16().double() for shape in ((2, 24, WIDTH), (WIDTH, FEATURES)))
+    x, weight = (
+        torch.randn(*shape, generator=generator).bfloat16().double() for shape in ((2, 24, WIDTH), (WIDTH, FEATURES))
+    )
     return x @ weight, x.abs() @ weight.abs()
 
 
@@ -98,12 +104,18 @@ def test_fast_numerics_with_sequence_parallelism_stay_near_exact_ones(dtype, bou
 def test_master_weights_keep_updates_that_bf16_would_lose():
     """Updates of 1e-6 are far below a bf16 step of weights near 1, such as those of norms."""
     _, masters, operands = run_threads(MemoryWorld(1, timeout_s=60), trained, plan_of(learning_rate=1e-6))[0]
-    norms = [(master, operand) for master, operand in zip(masters, operands, strict=True) if master.ndim == 1 and (operand == 1).all()]
+    norms = [
+        (master, operand)
+        for master, operand in zip(masters, operands, strict=True)
+        if master.ndim == 1 and (operand == 1).all()
+    ]
     assert norms and all((master != 1).any() for master, _ in norms)
     for master, operand in zip(masters, operands, strict=True):
         assert master.dtype == torch.float32 and torch.equal(operand, master.bfloat16())
 
 
 def test_bf16_follows_fp32():
-    fp32, bf16 = (run_threads(MemoryWorld(1, timeout_s=60), trained, plan_of(dtype=dtype))[0][0] for dtype in ("fp32", "bf16"))
+    fp32, bf16 = (
+        run_threads(MemoryWorld(1, timeout_s=60), trained, plan_of(dtype=dtype))[0][0] for dtype in ("fp32", "bf16")
+    )
     assert bf16 == pytest.approx(fp32, rel=1e-2) and bf16 != fp32

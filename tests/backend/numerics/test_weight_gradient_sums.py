@@ -1,4 +1,5 @@
-"""Weight gradients of fast numerics are computed into the sum over microbatches: nothing else of their size is ever held."""
+"""Weight gradients of fast numerics are computed into the sum over microbatches: nothing else of
+their size is ever held."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ def rand(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def microbatches(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(rand(2, TOKENS, CUT, dtype=dtype, seed=i), rand(2, TOKENS, FULL, dtype=dtype, seed=9 + i)) for i in range(3)]
+    return [
+        (rand(2, TOKENS, CUT, dtype=dtype, seed=i), rand(2, TOKENS, FULL, dtype=dtype, seed=9 + i)) for i in range(3)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_of_three_microbatches_is_that_of_their_products_in_fp64(dtype: torch.dtype) -> None:
-    """Each element is a sum of 48 terms: bf16 rounds three partial products of some 4 to 2^-9, fp32 everything to less."""
+    """Each element is a sum of 48 terms: bf16 rounds three partial products of some 4 to 2^-9,
+    fp32 everything to less."""
     numerics, leaves = FastNumerics(torch.device("cpu")), OwnedLeaves(Leaves(CUT, 1), 1, 1, 0)
     accumulator = numerics.accumulator(6)
     for index, (x, y) in enumerate(microbatches(dtype)):

@@ -1,4 +1,5 @@
-"""Bridges on real transports: tensors and gradients at their places, as DAGs of modules, and as message lanes of a pipeline."""
+"""Bridges on real transports: tensors and gradients at their places, as DAGs of modules, and as
+message lanes of a pipeline."""
 
 from __future__ import annotations
 
@@ -36,7 +37,15 @@ MODEL = replace(model_preset("tiny-gpt"), **SIZES, tied_embeddings=False)
 
 def plan_of(layout: Layout, micro: int = 1) -> Plan:
     """A plan of the layout's ranks only; blocks of 2 tokens and of 1, so that every degree here cuts 24 tokens."""
-    return plan(layout, model=MODEL, samples=SAMPLES, micro=micro, sequence=SEQUENCE, gradient_token_block=2, reduction_token_block=1)
+    return plan(
+        layout,
+        model=MODEL,
+        samples=SAMPLES,
+        micro=micro,
+        sequence=SEQUENCE,
+        gradient_token_block=2,
+        reduction_token_block=1,
+    )
 
 
 def even_samples(dp: int) -> list[list[tuple[int, int]]]:
@@ -51,7 +60,9 @@ def grid_of(layout: Layout, first_rank: int) -> Grid:
 def part(whole: torch.Tensor, holding: Holding) -> torch.Tensor:
     """What a rank holds of the whole tensor, item by item."""
     for dim, spans in enumerate(holding.dims):
-        whole = whole.index_select(dim, torch.tensor([item for lo, hi in spans for item in range(lo, hi)], dtype=torch.int64))
+        whole = whole.index_select(
+            dim, torch.tensor([item for lo, hi in spans for item in range(lo, hi)], dtype=torch.int64)
+        )
     return whole
 
 
@@ -111,24 +122,30 @@ def test_hidden_states_arrive_and_gradients_come_back(source, destination, coloc
 
 
 def test_every_byte_is_sent_once_each_way():
-    """tp4 -> tp2 without sequence parallelism: two replicas send the whole, and two of four gradients come from each destination."""
+    """tp4 -> tp2 without sequence parallelism: two replicas send the whole, and two of four gradients come
+    from each destination."""
     setting = (Layout(tp=4), Layout(tp=2), False)
     results = run_threads(MemoryWorld(6, timeout_s=120), cross, setting)
     whole = numbers(1).nbytes
     sent = [[event.sent_bytes for event in events if isinstance(event, Collective)] for *_, events in results]
     assert sent == [[whole, 0], [whole, 0], [0, 0], [0, 0], [0, 2 * whole], [0, 2 * whole]]
-    assert {(event.layer, event.op, event.axis) for *_, events in results for event in events} == {("bridge", "all_to_all", "bridge")}
+    assert {(event.layer, event.op, event.axis) for *_, events in results for event in events} == {
+        ("bridge", "all_to_all", "bridge")
+    }
 
 
 def encoder_grids() -> tuple[Grid, Grid, Grid]:
-    """Two encoders of other degrees and the decoder that takes what both give: a DAG of three modules on rank ranges of their own."""
+    """Two encoders of other degrees and the decoder that takes what both give: a DAG of three modules on
+    rank ranges of their own."""
     return grid_of(Layout(dp=2), 0), grid_of(Layout(cp=3), 2), grid_of(Layout(dp=3), 5)
 
 
 def run_encoders(transport, _):
     first, second, decoder = encoder_grids()
     bridges = [
-        Bridge(transport.group(f"bridge{i}", "bridge", source.ranks + decoder.ranks), source, decoder, dtype=torch.float64)
+        Bridge(
+            transport.group(f"bridge{i}", "bridge", source.ranks + decoder.ranks), source, decoder, dtype=torch.float64
+        )
         if transport.global_rank in source.ranks + decoder.ranks
         else None
         for i, source in enumerate((first, second))
@@ -169,7 +186,9 @@ def test_a_frozen_source_still_takes_part_in_the_backward():
 
 
 def frozen(transport, _):
-    bridge = Bridge(transport.group("b", "bridge", range(2)), grid_of(Layout(), 0), grid_of(Layout(), 1), dtype=torch.float32)
+    bridge = Bridge(
+        transport.group("b", "bridge", range(2)), grid_of(Layout(), 0), grid_of(Layout(), 1), dtype=torch.float32
+    )
     y = bridge(numbers(1) if transport.global_rank == 0 else None)
     y.backward(torch.zeros_like(y))
     return y.requires_grad
@@ -211,8 +230,9 @@ def test_lanes_bring_messages_in_order_both_ways_at_once():
 class Modules:
     """The first layer and embedding on one layout, the last layer and head on another.
 
-    In every round each data-parallel rank has a microbatch, and all of a module together the same samples. Where that gives a rank samples
-    with others between them, gradients of weights are not added up: exact numerics do that for intervals.
+    In every round each data-parallel rank has a microbatch, and all of a module together the same samples.
+    Where that gives a rank samples with others between them, gradients of weights are not added up: exact
+    numerics do that for intervals.
     """
 
     layouts: tuple[Layout, Layout]
@@ -240,7 +260,9 @@ class Modules:
         """Where the hidden states between the modules lie in a round; in others they lie alike, some samples on."""
         plan = self.plan(module)
         firsts = [self.first_samples(module, dp_rank)[number] for dp_rank in range(plan.layout.dp)]
-        return stage_grid(plan, samples=[[(lo, lo + plan.batch.micro_size)] for lo in firsts], first_rank=self.first_rank(module))
+        return stage_grid(
+            plan, samples=[[(lo, lo + plan.batch.micro_size)] for lo in firsts], first_rank=self.first_rank(module)
+        )
 
 
 class Outputs:
@@ -275,7 +297,8 @@ def make_microbatches(firsts: list[int], size: int, cp: int = 1, cp_rank: int = 
 
 
 def train_modules(transport, modules: Modules):
-    """One step on one rank: what its layers computed, its gradients with their slices, and the bytes of its messages."""
+    """One step on one rank: what its layers computed, its gradients with their slices, and the
+    bytes of its messages."""
     transport.recorder.enabled = True
     module = int(transport.global_rank >= modules.first_rank(1))
     plan, first_rank, observer, gradients = modules.plan(module), modules.first_rank(module), Outputs(), {}
@@ -327,7 +350,9 @@ def train_modules(transport, modules: Modules):
 def one_device(transport, _):
     plan, observer = plan_of(Layout()), Outputs()
     tp, dp = (transport.group(axis, axis, [0]) for axis in ("tp", "dp"))
-    stage = Stage(plan, plan.stages[0], tp=tp, numerics=make_numerics(plan), recorder=transport.recorder, observer=observer)
+    stage = Stage(
+        plan, plan.stages[0], tp=tp, numerics=make_numerics(plan), recorder=transport.recorder, observer=observer
+    )
     stage.load(weights())
     for microbatch in make_microbatches(list(range(SAMPLES)), 1):
         losses = stage(microbatch, None)

@@ -103,16 +103,24 @@ def expected(num_stages, num_microbatches):
     return [loss.detach() for loss in losses], [weight.grad for weight in weights]
 
 
-def run(schedule, prepare=lambda stages, rank: None, row_order=None, timeout_s=60, line=lambda direction, channel: channel):
-    """Every rank's (trace, weight sums, REDUCE_GRAD order, events around STEP), all ranks being threads. `line` may put something around
-    a channel."""
+def run(
+    schedule, prepare=lambda stages, rank: None, row_order=None, timeout_s=60, line=lambda direction, channel: channel
+):
+    """Every rank's (trace, weight sums, REDUCE_GRAD order, events around STEP), all ranks being threads. `line` may put
+    something around a channel."""
 
     def job(transport, _):
         rank = transport.global_rank
-        pairs = [(d, a, b) for d in "FB" for a in range(schedule.num_ranks) for b in range(schedule.num_ranks) if a != b]
-        channels = {pair: transport.channel(f"{pair[0]} {pair[1]}>{pair[2]}", *pair[1:]) for pair in pairs if rank in pair[1:]}
+        pairs = [
+            (d, a, b) for d in "FB" for a in range(schedule.num_ranks) for b in range(schedule.num_ranks) if a != b
+        ]
+        channels = {
+            pair: transport.channel(f"{pair[0]} {pair[1]}>{pair[2]}", *pair[1:]) for pair in pairs if rank in pair[1:]
+        }
         last = schedule.num_stages - 1
-        stages = {s: ToyStage(s, inputs(schedule.num_microbatches), s == last) for s in schedule.placement.stages_of(rank)}
+        stages = {
+            s: ToyStage(s, inputs(schedule.num_microbatches), s == last) for s in schedule.placement.stages_of(rank)
+        }
         prepare(stages, rank)
         executor = Executor(
             schedule,
@@ -129,7 +137,10 @@ def run(schedule, prepare=lambda stages, rank: None, row_order=None, timeout_s=6
         microbatches = range(schedule.num_microbatches)
         clock = Clock(torch.device("cpu"))
         trace = executor.train(
-            microbatches, reduce_gradients=reduced.append, step=lambda losses: stepped.append(list(reduced)), clock=clock
+            microbatches,
+            reduce_gradients=reduced.append,
+            step=lambda losses: stepped.append(list(reduced)),
+            clock=clock,
         )
         forward = executor.evaluate(microbatches, clock=clock)
         return trace, {s: stage.weight_work for s, stage in stages.items()}, stepped, forward
@@ -146,7 +157,9 @@ def check_values(schedule, row_order=None):
         for microbatch, loss in enumerate(losses):
             torch.testing.assert_close(trace.token_losses[microbatch], loss)
     for _, works, stepped, _ in results:
-        assert [sorted(stages) for stages in stepped] == [sorted(works)], "STEP runs once, after every REDUCE_GRAD of its rank"
+        assert [sorted(stages) for stages in stepped] == [sorted(works)], (
+            "STEP runs once, after every REDUCE_GRAD of its rank"
+        )
         for stage, work in works.items():
             torch.testing.assert_close(work.sum, gradients[stage])
     return results
@@ -176,7 +189,9 @@ SCHEDULES = {
 }
 
 
-every_order = pytest.mark.parametrize("row_order", [None, "together", "in order"], ids=["lanes", "together", "in-order"])
+every_order = pytest.mark.parametrize(
+    "row_order", [None, "together", "in order"], ids=["lanes", "together", "in-order"]
+)
 
 
 @every_order
@@ -189,7 +204,9 @@ def test_losses_and_gradients_are_those_of_plain_autograd(schedule, row_order):
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_order_on_every_lane_is_the_rows_and_the_simulators(schedule, row_order):
     schedule = lower(schedule)
-    measured = Timeline.from_spans([span for trace, *_ in run(schedule, row_order=row_order) for span in trace.spans], "measured")
+    measured = Timeline.from_spans(
+        [span for trace, *_ in run(schedule, row_order=row_order) for span in trace.spans], "measured"
+    )
     predicted = run_schedule(schedule)
     assert sorted(measured.spans.lanes) == sorted(predicted.spans.lanes)
     for rank, row in enumerate(schedule.rows()):
@@ -208,7 +225,9 @@ def test_weight_gradients_run_in_the_order_of_their_w_actions():
 
 def test_forward_only_keeps_forwards_and_their_messages_in_order():
     row = lower(Schedule.from_csv(PAIRS)).row(1)
-    assert [str(action) for action in forward_only(row)] == [*("1RECV_F0", "1F0", "1RECV_F1", "1F1", "1RECV_F2", "1F2", "1RECV_F3", "1F3")]
+    assert [str(action) for action in forward_only(row)] == [
+        *("1RECV_F0", "1F0", "1RECV_F1", "1F1", "1RECV_F2", "1F2", "1RECV_F3", "1F3")
+    ]
 
 
 class CountedReceives:
@@ -252,13 +271,19 @@ def test_while_a_forward_runs_two_more_receives_complete_than_its_row_lists_befo
         def __call__(self, microbatch, hidden):
             if microbatch == 0 and torch.is_grad_enabled():
                 with lines["F"].changed:
-                    assert lines["F"].changed.wait_for(lambda: lines["F"].count >= wanted, timeout=600), lines["F"].count
+                    assert lines["F"].changed.wait_for(lambda: lines["F"].count >= wanted, timeout=600), lines[
+                        "F"
+                    ].count
                 time.sleep(0.2)  # for what must not come
                 seen.append(lines["F"].count)
             return super().__call__(microbatch, hidden)
 
     def counted(direction, channel):
-        return lines.setdefault(direction, CountedReceives(channel)) if threading.current_thread().name.startswith("rank 1") else channel
+        return (
+            lines.setdefault(direction, CountedReceives(channel))
+            if threading.current_thread().name.startswith("rank 1")
+            else channel
+        )
 
     def slow_down(stages, rank):
         if rank == 1:
@@ -302,7 +327,13 @@ def test_a_message_is_shown_from_when_both_ends_are_there_in_its_own_pipeline():
         Span(1, "F>1", send, 1.0, 6.0),  # waits for its receive, under rendezvous
         Span(3, "F<0", receive, 5.0, 6.1),
     ]
-    assert [(span.start_s, span.end_s) for span in transfers_only(spans, layout)] == [(0, 3), (3, 4), (3, 4.1), (5, 6), (5, 6.1)]
+    assert [(span.start_s, span.end_s) for span in transfers_only(spans, layout)] == [
+        (0, 3),
+        (3, 4),
+        (3, 4.1),
+        (5, 6),
+        (5, 6.1),
+    ]
 
 
 def test_a_send_is_taken_by_the_receive_of_the_neighbour_stage():

@@ -1,4 +1,5 @@
-"""The parts of OVERLAP_F_B pairs in turns: one computes while the other waits, with the same bits and operations as one after the other."""
+"""The parts of OVERLAP_F_B pairs in turns: one computes while the other waits, with the same bits and
+operations as one after the other."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ from shardproof.verify.dynamic.proof import prove
 MOE = Recompute("selective", modules=("core_attn", "moe"))
 
 
-def tiny(layout, *, schedule="Combined1F1B", model="tiny-moe", samples=6, mode="exact", recompute=MOE, turns=True, **choices) -> Plan:
+def tiny(
+    layout, *, schedule="Combined1F1B", model="tiny-moe", samples=6, mode="exact", recompute=MOE, turns=True, **choices
+) -> Plan:
     return product_plan(
         layout,
         model=model,
@@ -87,7 +90,8 @@ def test_every_part_records_what_it_would_by_itself(mode):
 
 
 def spans_of_a_step(transport, plan):
-    """The parts of this rank's pairs, the actions of its operations in the order in which they ran, and the spans of one step."""
+    """The parts of this rank's pairs, the actions of its operations in the order in which they ran, and
+    the spans of one step."""
     transport.recorder.enabled = True
     _, spans = TrainingRank(transport, plan).step(0)
     pairs = [span.action.parts for span in spans if span.action.kind is Kind.OVERLAP_F_B]
@@ -114,7 +118,10 @@ def test_turns_are_measured_on_lanes_that_do_not_overlap_themselves():
         spans = timeline.select(0, lane)
         assert all(one.end_s <= other.start_s for one, other in pairwise(spans))
         for span in spans:
-            assert any(pair.start_s <= span.start_s <= span.end_s <= pair.end_s and span.action in pair.action.parts for pair in pairs)
+            assert any(
+                pair.start_s <= span.start_s <= span.end_s <= pair.end_s and span.action in pair.action.parts
+                for pair in pairs
+            )
 
 
 class Poison(Observer):
@@ -132,7 +139,9 @@ def poisoned_step(transport, plan):
 
 
 def test_a_gradient_of_a_pair_that_is_no_number_is_told_by_all_ranks():
-    told = run_threads(MemoryWorld(2, timeout_s=60), poisoned_step, tiny(Layout(dp=2, ep=2), mode="fast", recompute=Recompute()))
+    told = run_threads(
+        MemoryWorld(2, timeout_s=60), poisoned_step, tiny(Layout(dp=2, ep=2), mode="fast", recompute=Recompute())
+    )
     assert told[0] == told[1] and "no finite numbers" in told[0] and "rank 1" in told[0], told
 
 
@@ -214,7 +223,10 @@ def test_a_runner_nobody_has_any_more_ends_its_thread():
 def test_a_schedule_without_pairs_is_refused():
     plan = tiny(Layout(dp=2, ep=2), schedule="1F1B")
     (problem,) = unsupported(plan)
-    assert problem.startswith("runtime.ep_comm_overlap=true") and "1F1B with 3 microbatches has no pairs. Use Combined1F1B" in problem
+    assert (
+        problem.startswith("runtime.ep_comm_overlap=true")
+        and ("1F1B with 3 microbatches has no pairs. Use Combined1F1B") in problem
+    )
     paired = replace(plan, schedule=ScheduleChoice("Combined1F1B"))
     assert unsupported(paired) == [] and Kind.OVERLAP_F_B in schedule_for(paired).actions.kind
 
@@ -222,4 +234,7 @@ def test_a_schedule_without_pairs_is_refused():
 def test_torchs_fully_shard_whose_hooks_expect_one_thread_is_refused_with_turns():
     plan = tiny(Layout(dp=2, zero=3), model="tiny-gpt", mode="fast", recompute=Recompute())
     (problem,) = unsupported(replace(plan, data_parallel=DataParallel(library="torch")))
-    assert 'data_parallel.library="torch" with runtime.ep_comm_overlap=true' in problem and "Use ep_comm_overlap=false" in problem
+    assert (
+        'data_parallel.library="torch" with runtime.ep_comm_overlap=true' in problem
+        and "Use ep_comm_overlap=false" in problem
+    )

@@ -1,4 +1,5 @@
-"""Replicas of stages: two-direction and vee schedules train to the bits of one device, and record what the program says."""
+"""Replicas of stages: two-direction and vee schedules train to the bits of one device, and record
+what the program says."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from shardproof.core.plan.schedule_of import schedule_for
 STEPS = 2
 
 
-def tiny(layout: Layout, schedule: str, *, samples: int, micro=1, model="tiny-gpt", mode="exact", file=None, **fields) -> Plan:
+def tiny(
+    layout: Layout, schedule: str, *, samples: int, micro=1, model="tiny-gpt", mode="exact", file=None, **fields
+) -> Plan:
     """A small model with clipping that is active from the first step."""
     return plan(
         layout,
@@ -92,7 +95,9 @@ def test_measured_order_per_lane_of_dualpipe_is_the_simulators():
     measured, predicted = ranks_of(plan)[0][2].timeline, run_schedule(lower(schedule_for(plan)))
     for rank in range(4):
         for lane in predicted.spans.lanes:
-            assert [span.action for span in measured.select(rank, lane)] == [span.action for span in predicted.select(rank, lane)]
+            assert [span.action for span in measured.select(rank, lane)] == [
+                span.action for span in predicted.select(rank, lane)
+            ]
 
 
 RECORDED = {

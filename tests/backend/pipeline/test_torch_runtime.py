@@ -1,13 +1,16 @@
-"""Schedules exported for torch run in torch's own `_PipelineScheduleRuntime`, on gloo processes, and compute what our executor does.
+"""Schedules exported for torch run in torch's own `_PipelineScheduleRuntime`, on gloo processes, and
+compute what our executor does.
 
-Two oracles. *Our stages in torch's runtime*: the same exact-numerics stages run once under each runtime. Rows, messages, waits and the
-moments of I and W are then all that differs, so activations, losses and gradients must be equal to the last bit, whatever the order
-in which a schedule adds up its microbatches. *A plain torch model in torch's runtime*: nothing but the schedule and the numbers of
-the weights is ours, weight gradients pass through torch's own split of the backward, and results agree within a bound.
+Two oracles. *Our stages in torch's runtime*: the same exact-numerics stages run once under each runtime. Rows,
+messages, waits and the moments of I and W are then all that differs, so activations, losses and gradients must be equal
+to the last bit, whatever the order in which a schedule adds up its microbatches. *A plain torch model in torch's
+runtime*: nothing but the schedule and the numbers of the weights is ours, weight gradients pass through torch's own
+split of the backward, and results agree within a bound.
 
-Bound. A product that sums K terms is off by at most K u of its operands' norms (u = 2^-24), and first-order errors add along a chain
-(as in test_model_oracle.py). Forward and backward through L layers of 5 products, the head and the sum over tokens, with norms,
-softmax and activations counted as products, are 2 (8 L + 3) operations; no sum has more than K = 256 terms, the vocabulary.
+Bound. A product that sums K terms is off by at most K u of its operands' norms (u = 2^-24), and first-order errors add
+along a chain (as in test_model_oracle.py). Forward and backward through L layers of 5 products, the head and the sum
+over tokens, with norms, softmax and activations counted as products, are 2 (8 L + 3) operations; no sum has more than K
+= 256 terms, the vocabulary.
 """
 
 from __future__ import annotations
@@ -144,7 +147,8 @@ class OurStage(nn.Module):
 
 
 class PlainStage(nn.Module):
-    """The same stage in plain torch, as one would write it from the papers. Parameters have our names, with underscores."""
+    """The same stage in plain torch, as one would write it from the papers. Parameters have our
+    names, with underscores."""
 
     dw_builder = None
 
@@ -181,11 +185,14 @@ class PlainStage(nn.Module):
         return F.linear(mixed.reshape(x.shape), self[f"{name}.output.weight"])
 
     def mlp(self, name, x):
-        return F.linear(F.relu(F.linear(self.norm(f"{name}.norm", x), self[f"{name}.up.weight"])) ** 2, self[f"{name}.down.weight"])
+        return F.linear(
+            F.relu(F.linear(self.norm(f"{name}.norm", x), self[f"{name}.up.weight"])) ** 2, self[f"{name}.down.weight"]
+        )
 
 
 def run_in_torch(rank: TrainingRank, modules: Mapping[int, nn.Module], path: str, form: Form) -> list[Tensor]:
-    """The first step of the plan on torch's runtime; the loss of every microbatch where the last stage is, nothing elsewhere."""
+    """The first step of the plan on torch's runtime; the loss of every microbatch where the last stage
+    is, nothing elsewhere."""
     size, num_stages = rank.plan.batch.global_size, len(rank.plan.stages)
     tokens, targets = rank.batches.corpus.batch(0, 0, size, SEQUENCE, rank.plan.train.seed, size)
     stages = []
@@ -198,7 +205,9 @@ def run_in_torch(rank: TrainingRank, modules: Mapping[int, nn.Module], path: str
     runtime._load_csv(path, format=form)
     losses: list[Tensor] = []
     first = (tokens,) if 0 in modules else ()
-    runtime.step(*first, target=targets, losses=losses, return_outputs=False, sample=torch.arange(size), targets=targets)
+    runtime.step(
+        *first, target=targets, losses=losses, return_outputs=False, sample=torch.arange(size), targets=targets
+    )
     return [loss.detach() for loss in losses]
 
 
@@ -216,7 +225,8 @@ def default_group(rendezvous: str, transport: Transport) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step on one rank: activations of our stages, finished gradients, and the loss of every microbatch on the last stage's rank."""
+    """One step on one rank: activations of our stages, finished gradients, and the loss of every microbatch on
+    the last stage's rank."""
 
     activations: Mapping[tuple[str, int], Tensor]
     gradients: Mapping[str, Tensor]
@@ -224,7 +234,8 @@ class Outcome:
 
 
 def all_runs(transport: Transport, case: Export) -> dict[str, Outcome] | None:
-    """The same step with the same weights: our stages and plain ones in torch's runtime, then our stages in our executor.
+    """The same step with the same weights: our stages and plain ones in torch's runtime, then
+    our stages in our executor.
 
     Processes beyond the plan's world do nothing: starting ranks takes longer than a step, so there is one pool of four.
     """
@@ -246,7 +257,9 @@ def all_runs(transport: Transport, case: Export) -> dict[str, Outcome] | None:
             gradients = {name: total / rank.batches.num_tokens for of_stage in sums for name, total in of_stage.items()}
             outcomes[form] = Outcome(seen.activations, gradients, losses)
         losses = run_in_torch(rank, plain, case.torch_csv["compute_comms"], "compute_comms")
-    gradients = {name: module[name].grad / rank.batches.num_tokens for module in plain.values() for name in module.names}
+    gradients = {
+        name: module[name].grad / rank.batches.num_tokens for module in plain.values() for name in module.names
+    }
     outcomes["plain"] = Outcome({}, gradients, losses)
     rank.step(0)
     outcomes["executor"] = Outcome(seen.activations, seen.gradients, losses_of(seen))
@@ -300,7 +313,9 @@ def runs(schedule, workers, tmp_path_factory) -> list[dict[str, Outcome]]:
 def test_torchs_runtime_returns_one_loss_per_microbatch_on_the_rank_of_the_last_stage(schedule, runs):
     last = schedule.placement.rank_of(schedule.num_stages - 1)
     for pp_rank, outcomes in enumerate(runs):
-        assert {len(outcome.losses) for outcome in outcomes.values()} == {schedule.num_microbatches if pp_rank == last else 0}
+        assert {len(outcome.losses) for outcome in outcomes.values()} == {
+            schedule.num_microbatches if pp_rank == last else 0
+        }
 
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
@@ -320,9 +335,13 @@ def test_our_stages_compute_the_same_bits_in_torchs_runtime_and_in_our_executor(
 def test_a_plain_torch_model_in_torchs_runtime_agrees_with_our_executor_within_the_bound(schedule, runs):
     for outcomes in runs:
         theirs, ours = outcomes["plain"], outcomes["executor"]
-        assert all(relative(*pair) < bound(schedule.num_stages) for pair in zip(theirs.losses, ours.losses, strict=True))
+        assert all(
+            relative(*pair) < bound(schedule.num_stages) for pair in zip(theirs.losses, ours.losses, strict=True)
+        )
         assert theirs.gradients.keys() == ours.gradients.keys()
-        assert max(relative(theirs.gradients[name], gradient) for name, gradient in ours.gradients.items()) < bound(schedule.num_stages)
+        assert max(relative(theirs.gradients[name], gradient) for name, gradient in ours.gradients.items()) < bound(
+            schedule.num_stages
+        )
 
 
 @pytest.mark.parametrize("name", sorted(REPLICATED))

@@ -1,4 +1,5 @@
-"""Several modules trained as one: no bit differs from modules that are not cut, and those are the models called one after the other."""
+"""Several modules trained as one: no bit differs from modules that are not cut, and those are the models
+called one after the other."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def one_step(transport, plan: ModularPlan) -> Gradients:
 
 
 def test_modules_that_are_not_cut_are_the_models_called_one_after_the_other() -> None:
-    """No schedule, no bridge, no ranks: plain calls in one graph of autograd, the inputs of the last added in the order written."""
+    """No schedule, no bridge, no ranks: plain calls in one graph of autograd, the inputs of the last added
+    in the order written."""
     plan = uncut(modular(module("x"), module("y"), module("z", ["x"]), module("last", ["z", "y"]), samples=3))
     recorder, stages, numerics = Recorder(), {}, {}
     for part in plan.parts:
@@ -141,7 +143,11 @@ def record(transport, plan: ModularPlan):
     rank = training_rank(transport, plan)
     transport.recorder.enabled = True
     rank.step(0)
-    return [(action, operation.num_bytes) for action, operation in transport.recorder.events if action and action.kind in SENDS]
+    return [
+        (action, operation.num_bytes)
+        for action, operation in transport.recorder.events
+        if action and action.kind in SENDS
+    ]
 
 
 @pytest.mark.parametrize("name", ["dp2 to dp3, uneven", "two encoders of 6 heads, bf16"])
@@ -152,7 +158,9 @@ def test_bridges_send_the_bytes_that_the_simulator_prices(name: str) -> None:
         forward = bridge_bytes(plan, source, target, backward=False)
         for place in range(source.layout.tp * source.layout.dp):
             rank = source.layout.global_rank(pp=source.layout.pp - 1) + place
-            measured = sum(num for action, num in sent[rank] if action.kind is Kind.SEND_F and action.stage == source.layout.pp - 1)
+            measured = sum(
+                num for action, num in sent[rank] if action.kind is Kind.SEND_F and action.stage == source.layout.pp - 1
+            )
             assert measured == sum(num for (sender, _), num in forward.items() if sender == rank)
     for part in {target.name: target for _, target in plan.joins}.values():
         back = [bridge_bytes(plan, *join, backward=True) for join in plan.joins if join[1].name == part.name]
@@ -171,7 +179,11 @@ def test_processes_over_gloo_train_modules_to_the_same_loss_and_record_the_whole
     for rank, (stage, count) in enumerate([(0, 3), (1, 2), (1, 1)]):
         row = modular_schedule(plan, count).row(stage)
         for kind in (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.B, Kind.SEND_B, Kind.RECV_B, Kind.STEP):
-            spans = [str(span.action) for span in result.timeline.spans if span.global_rank == rank and span.action.kind is kind]
+            spans = [
+                str(span.action)
+                for span in result.timeline.spans
+                if span.global_rank == rank and span.action.kind is kind
+            ]
             assert spans == [str(action) for action in row if action.kind is kind], (rank, kind)
 
 
@@ -201,7 +213,9 @@ def test_a_run_of_modules_goes_on_with_the_same_bits_in_other_layouts(tmp_path) 
 def test_what_modules_do_not_have_yet_is_refused_with_the_module_s_name() -> None:
     plan = PLANS["tp4 to tp2 pp2"]
     loading = replace(plan, train=replace(plan.train, load="folder"))
-    with pytest.raises(PlanError, match=r"train.load='folder' is the folder of one model, and this plan has \[\[modules\]\]"):
+    with pytest.raises(
+        PlanError, match=r"train.load='folder' is the folder of one model, and this plan has \[\[modules\]\]"
+    ):
         Trainer(loading)
     with pytest.raises(PlanError, match="save_huggingface is about one model"):
         Trainer(plan, save_huggingface="folder")

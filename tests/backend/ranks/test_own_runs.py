@@ -1,5 +1,5 @@
-"""A part of `benchmarks/own_runs.py`: real gloo processes do the predicted actions in the predicted order, send the predicted bytes, and
-hold the predicted memory within 5%. Nothing here depends on time."""
+"""A part of `benchmarks/own_runs.py`: real gloo processes do the predicted actions in the predicted order, send the
+predicted bytes, and hold the predicted memory within 5%. Nothing here depends on time."""
 
 from __future__ import annotations
 

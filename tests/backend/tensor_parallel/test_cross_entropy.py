@@ -1,7 +1,9 @@
-"""Cross-entropy over a cut vocabulary: against plain torch in fp64, equal bits on any number of ranks, and what a plan may choose.
+"""Cross-entropy over a cut vocabulary: against plain torch in fp64, equal bits on any number of ranks,
+and what a plan may choose.
 
-Bound. Every term of a loss is a sum of at most v fp32 numbers of the size of the largest logit (a tree or the library's order: off by at
-most v u of the sum of their sizes, u = 2^-24) after a handful of roundings, so 2 (v + 8) u relative to |log Z| + |largest logit| + 1.
+Bound. Every term of a loss is a sum of at most v fp32 numbers of the size of the largest logit (a tree or the library's
+order: off by at most v u of the sum of their sizes, u = 2^-24) after a handful of roundings, so 2 (v + 8) u relative to
+|log Z| + |largest logit| + 1.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ from shardproof.verify.symbolic.symbolic import prove
 
 CPU = torch.device("cpu")
 VOCABULARY = Leaves(101, 7)
-NUMERICS = {"exact": ExactNumerics(LeafSizes(Leaves(1, 1), Leaves(1, 1), VOCABULARY, 8, 4), CPU), "fast": FastNumerics(CPU)}
+NUMERICS = {
+    "exact": ExactNumerics(LeafSizes(Leaves(1, 1), Leaves(1, 1), VOCABULARY, 8, 4), CPU),
+    "fast": FastNumerics(CPU),
+}
 CHOICES = {
     "plain": LossChoice(),
     "smoothed": LossChoice(label_smoothing=0.1),
@@ -63,7 +68,11 @@ def oracle(logits, targets, dlosses, choice):
     leaf = logits.double().requires_grad_()
     ids = leaf[..., : 101 - choice.padding_rows]
     losses = F.cross_entropy(
-        ids.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=choice.label_smoothing, ignore_index=choice.ignore_index
+        ids.flatten(0, 1),
+        targets.flatten(),
+        reduction="none",
+        label_smoothing=choice.label_smoothing,
+        ignore_index=choice.ignore_index,
     ).view(targets.shape)
     losses = losses + choice.z_loss * ids.logsumexp(-1) ** 2 * (targets != choice.ignore_index)
     (losses * dlosses).sum().backward()
@@ -76,7 +85,9 @@ def cross_entropy_rank(transport, payload):
     group = transport.group("tp", "tp", range(transport.world_size))
     leaves = OwnedLeaves(VOCABULARY, 1, group.size, group.rank)
     own = logits[..., slice(*leaves.items)].contiguous().requires_grad_()
-    losses = vocab_parallel_cross_entropy(own, targets, leaves=leaves, group=group, numerics=NUMERICS[mode], choice=choice)
+    losses = vocab_parallel_cross_entropy(
+        own, targets, leaves=leaves, group=group, numerics=NUMERICS[mode], choice=choice
+    )
     (losses * dlosses).sum().backward()
     return losses.detach(), own.grad
 
@@ -143,7 +154,9 @@ def test_smoothing_by_the_local_vocabulary_would_be_another_loss():
     expected, _ = oracle(*inputs, choice)
     logits, targets, _ = inputs
     own = logits.double().log_softmax(-1)[..., :51]
-    local = 0.9 * F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none").view(3, 5) - 0.1 * own.mean(-1)
+    local = 0.9 * F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none").view(
+        3, 5
+    ) - 0.1 * own.mean(-1)
     losses, _ = run(2, "fast", choice, inputs)
     counted = targets != IGNORE_INDEX
     assert (losses - expected)[counted].abs().max() < 1e-4 < 0.01 < (local - expected)[counted].abs().max()
@@ -165,13 +178,16 @@ def test_what_is_no_choice_and_no_target_is_refused_with_what_would_do():
     logits, targets, dlosses = problem(padding_rows=9)
     for choice, wrong in ((LossChoice(padding_rows=9), 92), (LossChoice(), -1), (LossChoice(), 101)):
         targets[1, 1] = wrong
-        with pytest.raises(RankFailure, match=f"target {wrong} is no id of a vocabulary of {101 - choice.padding_rows}. Use 0 to"):
+        with pytest.raises(
+            RankFailure, match=(f"target {wrong} is no id of a vocabulary of {101 - choice.padding_rows}. Use 0 to")
+        ):
             run(2, "fast", choice, (logits, targets, dlosses))
     with pytest.raises(RankFailure, match="padding_rows=101 leave no id of a vocabulary of 101 rows"):
         run(1, "fast", LossChoice(padding_rows=101), (logits, targets, dlosses))
 
 
-# --- as keys of a plan -----------------------------------------------------------------------------------------------------------------
+# --- as keys of a plan
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def plan_of(mode="exact", *, padding_rows=0, steps=1, tp=1, dp=1, **train) -> Plan:
@@ -197,7 +213,11 @@ CHOSEN = {"padding_rows": 4, "label_smoothing": 0.1, "z_loss": 1e-3, "ignore_tok
 def fit(plan):
     """(losses, gradient norms, held-out losses) of a run, its ranks as threads of this process."""
     result = run_threads(MemoryWorld(plan.layout.world_size, timeout_s=60), train_rank, TrainJob(plan))[0]
-    return [step.loss for step in result.steps], [step.grad_norm for step in result.steps], list(result.validation_losses.values())
+    return (
+        [step.loss for step in result.steps],
+        [step.grad_norm for step in result.steps],
+        list(result.validation_losses.values()),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +244,8 @@ def test_padding_lowers_the_loss_of_a_fresh_model_by_the_rows_that_cannot_win(on
 
 
 def counting_job(transport, plan):
-    """Per microbatch of the first step how many targets count, the sum of its losses, and by how much the step divides."""
+    """Per microbatch of the first step how many targets count, the sum of its losses, and by how
+    much the step divides."""
     rank = TrainingRank(transport, plan)
     microbatches = rank.batches.training(0, 1.0)
     counts = [int((each.targets != plan.train.ignore_token).sum()) for each in microbatches]
@@ -251,7 +272,9 @@ def test_a_batch_in_which_nothing_counts_has_loss_0_and_moves_nothing(tmp_path):
 def recorded(transport, plan):
     transport.recorder.enabled = True
     TrainingRank(transport, plan).step(0)
-    return [operation for action, operation in transport.recorder.events if action is not None and action.kind is Kind.F]
+    return [
+        operation for action, operation in transport.recorder.events if action is not None and action.kind is Kind.F
+    ]
 
 
 @pytest.mark.parametrize("mode", NUMERICS)
@@ -267,7 +290,8 @@ def test_the_memory_model_knows_what_the_loss_keeps(z_loss):
     plan = plan_of("fast", steps=2, z_loss=z_loss, label_smoothing=0.1)
     timeline = run_threads(MemoryWorld(1), train_rank, TrainJob(plan))[0].timeline
     measured = max(sample.num_bytes for sample in timeline.memory)
-    assert simulate(plan).memory[0].lasting_bytes == pytest.approx(measured, abs=80)  # 16 tokens: a mask of a byte, a number in fp32
+    # 16 tokens: a mask of a byte, a number in fp32
+    assert simulate(plan).memory[0].lasting_bytes == pytest.approx(measured, abs=80)
 
 
 def test_the_symbolic_proof_walks_the_sum_of_logits_too():
@@ -280,6 +304,10 @@ def test_a_plan_says_what_padding_leaves():
     with pytest.raises(ModelError, match=r"padding_rows=260 leaves no id of vocab_size=260\. Use 259 at most"):
         plan_of(padding_rows=260)
     (sentence,) = unsupported(plan_of(padding_rows=160))
-    assert "model.vocab_size=260 with model.padding_rows=160 of tiny-gpt-6h has ids up to 99. Use model.vocab_size=" in sentence
+    assert (
+        "model.vocab_size=260 with model.padding_rows=160 of tiny-gpt-6h has ids up to 99. Use model.vocab_size="
+    ) in sentence
     with pytest.raises(PlanError, match=r"plan\.toml:7: label_smoothing = 1\.0 must be below 1"):
-        Plan.from_toml('[model]\npreset = "tiny-gpt"\n[batch]\nglobal = 1\nsequence = 8\n[train]\nlabel_smoothing = 1.0\n')
+        Plan.from_toml(
+            '[model]\npreset = "tiny-gpt"\n[batch]\nglobal = 1\nsequence = 8\n[train]\nlabel_smoothing = 1.0\n'
+        )

@@ -1,6 +1,8 @@
-"""Facts about Megatron-Core's tensor_parallel folder (NVIDIA/Megatron-LM d98e8a64) that an independent implementation can be held to.
+"""Facts about Megatron-Core's tensor_parallel folder (NVIDIA/Megatron-LM d98e8a64) that an independent
+implementation can be held to.
 
-Each test names the source of its numbers. Where we differ on purpose, because theirs is a trap, the test says so and shows the trap.
+Each test names the source of its numbers. Where we differ on purpose, because theirs is a trap, the test
+says so and shows the trap.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def mappings_job(transport, mode):
 
 @both_numerics
 def test_all_reduce_and_gather_in_two_groups_of_four(mode):
-    """tests/unit_tests/tensor_parallel/test_mappings.py: sums of ranks are 6 and 22; gathered along the last dimension 0-3 and 4-7."""
+    """tests/unit_tests/tensor_parallel/test_mappings.py: sums of ranks are 6 and 22; gathered along the last
+    dimension 0-3 and 4-7."""
     for global_rank, (total, gathered) in enumerate(run_threads(MemoryWorld(8, timeout_s=60), mappings_job, mode)):
         assert total.tolist() == [[6.0 if global_rank < 4 else 22.0]] * 3
         assert gathered.tolist() == [[0.0, 1.0, 2.0, 3.0] if global_rank < 4 else [4.0, 5.0, 6.0, 7.0]] * 3
@@ -71,7 +74,8 @@ def cross_entropy_job(transport, mode):
 
 @both_numerics
 def test_cross_entropy_over_128_ids_on_4_ranks(mode):
-    """tests/unit_tests/tensor_parallel/test_cross_entropy.py: ln(16 * sum of e^i below 8) = 10.230928348718786 minus the target's logit."""
+    """tests/unit_tests/tensor_parallel/test_cross_entropy.py: ln(16 * sum of e^i below 8) = 10.230928348718786
+    minus the target's logit."""
     log_sum = math.log(16 * sum(math.exp(i) for i in range(8)))
     assert log_sum == pytest.approx(10.230928348718786, abs=1e-14)
     for losses in run_threads(MemoryWorld(4, timeout_s=60), cross_entropy_job, mode):
@@ -82,7 +86,9 @@ def test_cross_entropy_over_128_ids_on_4_ranks(mode):
 def test_vocabulary_ranges_of_1600_rows_over_8_ranks():
     """tests/unit_tests/tensor_parallel/test_tensor_parallel_utils.py: rank r has [200 r, 200 (r + 1))."""
     leaves = leaf_sizes(ModelSpec("gpt", 1, 64, 256, 8, 8, 8, 1600, 32), 32).vocab
-    assert [OwnedLeaves(leaves, 1, 8, rank).items for rank in range(8)] == [(200 * rank, 200 * (rank + 1)) for rank in range(8)]
+    assert [OwnedLeaves(leaves, 1, 8, rank).items for rank in range(8)] == [
+        (200 * rank, 200 * (rank + 1)) for rank in range(8)
+    ]
 
 
 def test_a_vocabulary_that_the_degree_does_not_divide_is_cut_between_leaves():
@@ -94,13 +100,19 @@ def test_a_vocabulary_that_the_degree_does_not_divide_is_cut_between_leaves():
 
 
 def megatron_seeds(seed: int, tp_rank: int, ep_rank: int, etp_rank: int) -> dict[str, int]:
-    return {"data_parallel": seed, "model_parallel": seed + 2718 + tp_rank, "expert_parallel": seed + 1024 + 100 * ep_rank + etp_rank}
+    return {
+        "data_parallel": seed,
+        "model_parallel": seed + 2718 + tp_rank,
+        "expert_parallel": seed + 1024 + 100 * ep_rank + etp_rank,
+    }
 
 
 def test_random_numbers_are_keyed_by_name_and_element_instead_of_seeds_per_rank():
-    """random.py: data 1234, model 3953, expert 2259 for tp_rank 1, ep_rank 0, etp_rank 1. We differ on purpose: no rank has a seed.
+    """random.py: data 1234, model 3953, expert 2259 for tp_rank 1, ep_rank 0, etp_rank 1. We differ on
+    purpose: no rank has a seed.
 
-    Theirs make weights and masks depend on the layout, and their seed spaces meet: expert rank 17 draws what tensor rank 6 draws.
+    Theirs make weights and masks depend on the layout, and their seed spaces meet: expert rank 17 draws
+    what tensor rank 6 draws.
     """
     assert megatron_seeds(1234, 1, 0, 1) == {"data_parallel": 1234, "model_parallel": 3953, "expert_parallel": 2259}
     assert megatron_seeds(1234, 6, 17, 0)["model_parallel"] == megatron_seeds(1234, 6, 17, 0)["expert_parallel"]
@@ -108,8 +120,14 @@ def test_random_numbers_are_keyed_by_name_and_element_instead_of_seeds_per_rank(
     whole = normal(1234, "layers.0.mlp.up.weight", (12, 8), (slice(0, 12), slice(0, 8)), 0.02)
     for tp in (2, 3, 4):
         cuts = [(slice(12 // tp * rank, 12 // tp * (rank + 1)), slice(0, 8)) for rank in range(tp)]
-        assert torch.equal(torch.cat([normal(1234, "layers.0.mlp.up.weight", (12, 8), cut, 0.02) for cut in cuts]), whole)
-    names = ["layers.0.mlp.up.weight", "layers.1.mlp.up.weight", *(f"layers.0.mlp.experts.{expert}" for expert in range(200))]
+        assert torch.equal(
+            torch.cat([normal(1234, "layers.0.mlp.up.weight", (12, 8), cut, 0.02) for cut in cuts]), whole
+        )
+    names = [
+        "layers.0.mlp.up.weight",
+        "layers.1.mlp.up.weight",
+        *(f"layers.0.mlp.experts.{expert}" for expert in range(200)),
+    ]
     draws = {tuple(normal(1234, name, (2, 4), (slice(0, 2), slice(0, 4)), 1.0).flatten().tolist()) for name in names}
     assert len(draws) == len(names)
     index = torch.arange(64)
@@ -135,21 +153,28 @@ def distributing_plan() -> Plan:
 
 
 def test_a_saved_activation_of_4_by_4_spread_over_2_ranks_keeps_8_elements():
-    """tests/unit_tests/tensor_parallel/test_random.py, distribute_saved_activations: the flattened input, one part per rank."""
+    """tests/unit_tests/tensor_parallel/test_random.py, distribute_saved_activations: the flattened
+    input, one part per rank."""
     assert run_threads(MemoryWorld(2, timeout_s=60), stored_activation_job, None) == [((8,), 32, True)] * 2
 
 
 def broadcast_job(transport, _):
-    """Their trap in data.py: sizes end at the first 0, all keys have one dtype, and another group's sizes go over the default one."""
+    """Their trap in data.py: sizes end at the first 0, all keys have one dtype, and another group's sizes go
+    over the default one."""
     members = (1, 2) if transport.global_rank in (1, 2) else (0, 3)
     group = transport.group(f"pair/{members[0]}", "tp", members)
-    tensors = {"text": torch.tensor([[members[0], 7]]), "none": torch.empty(2, 0, 3), "mask": torch.tensor([True, False])}
+    tensors = {
+        "text": torch.tensor([[members[0], 7]]),
+        "none": torch.empty(2, 0, 3),
+        "mask": torch.tensor([True, False]),
+    }
     found = broadcast(tensors if group.rank == 0 else None, group)
     return {name: (TensorSpec(tuple(each.shape), each.dtype), each.tolist()) for name, each in found.items()}
 
 
 def test_a_batch_of_mixed_dtypes_and_an_empty_dimension_arrives_in_any_group():
-    """tensor_parallel/data.py, whose traps we avoid: zero-sized dimensions, dtypes and groups are all as the caller has them."""
+    """tensor_parallel/data.py, whose traps we avoid: zero-sized dimensions, dtypes and groups are all
+    as the caller has them."""
     for global_rank, found in enumerate(run_threads(MemoryWorld(4, timeout_s=60), broadcast_job, None)):
         assert found["text"] == (TensorSpec((1, 2), torch.int64), [[1 if global_rank in (1, 2) else 0, 7]])
         assert found["none"] == (TensorSpec((2, 0, 3), torch.float32), [[], []])
@@ -172,9 +197,12 @@ def reduce_scatter_job(transport, _):
 
 
 def test_a_bf16_reduce_scatter_is_the_fp32_one_rounded_once():
-    """tests/unit_tests/distributed/test_reduce_scatter_with_fp32_accumulation.py: equal to the cast of the fp32 sum, unlike a bf16 sum."""
+    """tests/unit_tests/distributed/test_reduce_scatter_with_fp32_accumulation.py: equal to the cast of the fp32
+    sum, unlike a bf16 sum."""
     differing = 0
-    for rank, (narrow, wide, everyone) in enumerate(run_threads(MemoryWorld(5, timeout_s=60), reduce_scatter_job, None)):
+    for rank, (narrow, wide, everyone) in enumerate(
+        run_threads(MemoryWorld(5, timeout_s=60), reduce_scatter_job, None)
+    ):
         assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide.bfloat16())
         one_by_one = everyone[0]
         for other in everyone[1:]:

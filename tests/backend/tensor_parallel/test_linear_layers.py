@@ -1,4 +1,5 @@
-"""The cut linear layers and all their choices: right against plain torch in fp64, and in exact numerics the same bits for every cut."""
+"""The cut linear layers and all their choices: right against plain torch in fp64, and in exact numerics the
+same bits for every cut."""
 
 from __future__ import annotations
 
@@ -11,14 +12,22 @@ from torch import Tensor
 from helpers.plans import product_plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, join_fused, split_fused
+from shardproof.backend.tensor_parallel import (
+    ColumnParallelLinear,
+    LayerContext,
+    RowParallelLinear,
+    join_fused,
+    split_fused,
+)
 from shardproof.backend.transport.base import SoloGroup
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
 
 HIDDEN, FFN, SAMPLES, TOKENS = 24, 42, 2, 12
-MODEL = ModelSpec("layers", 1, HIDDEN, FFN, 30, 30, 2, 64, 64, activation="gelu", norm="layernorm", position="learned", bias=True)
+MODEL = ModelSpec(
+    "layers", 1, HIDDEN, FFN, 30, 30, 2, 64, 64, activation="gelu", norm="layernorm", position="learned", bias=True
+)
 UP, DOWN = "layers.0.mlp.up", "layers.0.mlp.down"
 
 
@@ -36,7 +45,8 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One layer; `whole` sides have all features of a rank's own tokens, the others a rank's own features of all tokens."""
+    """One layer; `whole` sides have all features of a rank's own tokens, the others a rank's own
+    features of all tokens."""
 
     layer: str
     choices: tuple[str, ...] = ()
@@ -58,7 +68,9 @@ class Case:
         frozen = "frozen" in self.choices
         if self.layer == UP:
             return ColumnParallelLinear(context, UP, gather_output="gather_output" in self.choices, frozen=frozen)
-        return RowParallelLinear(context, DOWN, input_is_parallel="input_is_parallel" not in self.choices, frozen=frozen)
+        return RowParallelLinear(
+            context, DOWN, input_is_parallel="input_is_parallel" not in self.choices, frozen=frozen
+        )
 
 
 def plan_of(mode: str, tp: int, sequence_parallel: bool, dtype: str = "fp32") -> Plan:
@@ -111,7 +123,10 @@ def _items(layer) -> tuple[int, int]:
 def together(case: Case, ranks) -> dict[str, Tensor]:
     """Full tensors from all ranks; what several hold must be equal to the bit."""
     inputs, outputs = case.sizes
-    full = {"y": torch.full((SAMPLES, TOKENS, outputs), torch.nan), "dx": torch.full((SAMPLES, TOKENS, inputs), torch.nan)}
+    full = {
+        "y": torch.full((SAMPLES, TOKENS, outputs), torch.nan),
+        "dx": torch.full((SAMPLES, TOKENS, inputs), torch.nan),
+    }
     for y, dx, gradients, slices, features, tokens in ranks:
         for name, part, whole in (("y", y, case.whole_output), ("dx", dx, case.whole_input)):
             _put(full[name], (slice(None), tokens) if whole else (slice(None), slice(None), features), part.float())
@@ -134,11 +149,17 @@ def in_fp64(case: Case) -> dict[str, Tensor]:
     y = x @ weight.t() * (2 if case.apart else 1) + bias
     y.backward(rand(SAMPLES, TOKENS, outputs, seed=6).double())
     found = {"y": y.detach(), "dx": x.grad}
-    return found if "frozen" in case.choices else {**found, f"{case.layer}.weight": weight.grad, f"{case.layer}.bias": bias.grad}
+    return (
+        found
+        if "frozen" in case.choices
+        else {**found, f"{case.layer}.weight": weight.grad, f"{case.layer}.bias": bias.grad}
+    )
 
 
 def run(case: Case, mode: str, tp: int, sequence_parallel: bool, dtype: str = "fp32") -> dict[str, Tensor]:
-    return together(case, run_threads(MemoryWorld(tp, timeout_s=60), run_layer, (plan_of(mode, tp, sequence_parallel, dtype), case)))
+    return together(
+        case, run_threads(MemoryWorld(tp, timeout_s=60), run_layer, (plan_of(mode, tp, sequence_parallel, dtype), case))
+    )
 
 
 CASES = {
@@ -158,8 +179,11 @@ LAYOUTS = [(1, False), (2, False), (2, True), (3, False), (3, True), (5, False),
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_are_those_of_plain_torch_in_fp64(name: str, tp: int, sequence_parallel: bool, mode: str) -> None:
-    """Sums of up to 42 products of normal numbers: fp32 rounds them to some 1e-5; a missing or doubled summand is 1e-1 and more."""
+def test_outputs_and_gradients_are_those_of_plain_torch_in_fp64(
+    name: str, tp: int, sequence_parallel: bool, mode: str
+) -> None:
+    """Sums of up to 42 products of normal numbers: fp32 rounds them to some 1e-5; a missing or doubled
+    summand is 1e-1 and more."""
     found, expected = run(CASES[name], mode, tp, sequence_parallel), in_fp64(CASES[name])
     assert found.keys() == expected.keys()
     for tensor, value in expected.items():
@@ -178,7 +202,9 @@ def test_no_bit_depends_on_the_cut(name: str, dtype: str) -> None:
 
 def kept_by_a_forward(transport, frozen):
     plan = plan_of("fast", 1, False)
-    context = LayerContext(plan, tp=SoloGroup("tp", 0, transport.recorder), numerics=make_numerics(plan), recorder=transport.recorder)
+    context = LayerContext(
+        plan, tp=SoloGroup("tp", 0, transport.recorder), numerics=make_numerics(plan), recorder=transport.recorder
+    )
     layer = ColumnParallelLinear(context, UP, frozen=frozen)
     ids = torch.zeros(1, TOKENS, dtype=torch.int64)
     with context.running(Microbatch(0, 0, ids, ids)):
@@ -195,7 +221,8 @@ def test_a_frozen_layer_keeps_no_input_and_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_fused_parts_of_published_weights_are_cut_alike_and_come_apart_again(tp: int) -> None:
-    """Gate and up-projection, then query, key and value with two query heads of 3 to a group: every rank's features are its items'."""
+    """Gate and up-projection, then query, key and value with two query heads of 3 to a group: every rank's
+    features are its items'."""
     for widths, num_items in (((1, 1), 6), ((6, 3, 3), 6)):
         parts = [rand(width * num_items, 5, seed=width) for width in widths]
         fused = join_fused(parts, widths)

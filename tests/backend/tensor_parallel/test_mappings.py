@@ -1,4 +1,5 @@
-"""Conjugate mappings against one process: values, gradients, adjointness, and sums whose bits do not depend on where leaves lie."""
+"""Conjugate mappings against one process: values, gradients, adjointness, and sums whose bits do not
+depend on where leaves lie."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def whole_numbers(seed: int, *shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A mapping: `run(x, group, numerics)` on one member, `inputs(size)` of all members, and `oracle(inputs)`, the outputs of all members
-    from ordinary torch. Replicated inputs and outputs count once in an inner product."""
+    """A mapping: `run(x, group, numerics)` on one member, `inputs(size)` of all members, and `oracle(inputs)`, the
+    outputs of all members from ordinary torch. Replicated inputs and outputs count once in an inner product."""
 
     run: Callable
     inputs: Callable
@@ -64,7 +65,9 @@ def each(*shape):
 
 def cut_along(dim, total, *shape):
     def inputs(size):
-        return [whole_numbers(200 + rank, *shape[:dim], part, *shape[dim:]) for rank, part in enumerate(uneven(size, total))]
+        return [
+            whole_numbers(200 + rank, *shape[:dim], part, *shape[dim:]) for rank, part in enumerate(uneven(size, total))
+        ]
 
     return inputs
 
@@ -109,14 +112,18 @@ def all_to_all_sizes(group):
 
 LEAVES, SUMS = Summands.leaves, Summands.partial_sums
 CASES = {
-    "copy": Case(lambda x, g, n: mappings.copy(x, g, n), replicated(3, 4), lambda xs: [x * 1 for x in xs], shared_in=True),
+    "copy": Case(
+        lambda x, g, n: mappings.copy(x, g, n), replicated(3, 4), lambda xs: [x * 1 for x in xs], shared_in=True
+    ),
     "copy per leaf": Case(
         lambda x, g, n: mappings.copy(x, g, n, summands=LEAVES(leaf_counts(g.size))),
         replicated(4, 7),
         lambda xs: per_node(LEAVES, xs),
         shared_in=True,
     ),
-    "reduce": Case(lambda x, g, n: mappings.reduce(x, g, n), each(3, 5), lambda xs: [sum(xs)] * len(xs), shared_out=True),
+    "reduce": Case(
+        lambda x, g, n: mappings.reduce(x, g, n), each(3, 5), lambda xs: [sum(xs)] * len(xs), shared_out=True
+    ),
     "reduce leaves": Case(
         lambda x, g, n: mappings.reduce(x, g, n, summands=LEAVES(leaf_counts(g.size))),
         partial_values(LEAVES),
@@ -148,7 +155,10 @@ CASES = {
         shared_out=True,
     ),
     "gather sequence": Case(
-        lambda x, g, n: mappings.gather(x, g, dim=1), each(2, 4, 3), lambda xs: [torch.cat(xs, 1)] * len(xs), shared_out=True
+        lambda x, g, n: mappings.gather(x, g, dim=1),
+        each(2, 4, 3),
+        lambda xs: [torch.cat(xs, 1)] * len(xs),
+        shared_out=True,
     ),
     "all_gather sequence": Case(
         lambda x, g, n: mappings.all_gather(x, g, n, dim=1, sizes=uneven(g.size, 11)),
@@ -159,7 +169,9 @@ CASES = {
         lambda x, g, n: mappings.all_gather(x, g, n, dim=-1), each(2, 4), lambda xs: [torch.cat(xs, 1) * 1 for _ in xs]
     ),
     "all_gather per partial sum": Case(
-        lambda x, g, n: mappings.all_gather(x, g, n, dim=1, sizes=uneven(g.size, 11), summands=SUMS(leaf_counts(g.size))),
+        lambda x, g, n: mappings.all_gather(
+            x, g, n, dim=1, sizes=uneven(g.size, 11), summands=SUMS(leaf_counts(g.size))
+        ),
         cut_along(1, 11, 2, 3),
         lambda xs: per_node(SUMS, [torch.cat(xs, 1)] * len(xs)),
     ),
@@ -174,17 +186,23 @@ CASES = {
         lambda xs: parts_of(sum(xs), 1, [30 // len(xs)] * len(xs)),
     ),
     "reduce_scatter leaves": Case(
-        lambda x, g, n: mappings.reduce_scatter(x, g, n, dim=-1, sizes=uneven(g.size, 7), summands=LEAVES(leaf_counts(g.size))),
+        lambda x, g, n: mappings.reduce_scatter(
+            x, g, n, dim=-1, sizes=uneven(g.size, 7), summands=LEAVES(leaf_counts(g.size))
+        ),
         partial_values(LEAVES),
         lambda xs: parts_of(torch.cat(xs).sum(0), 1, uneven(len(xs), 7)),
     ),
     "all_to_all": Case(
         lambda x, g, n: mappings.all_to_all(x, g, dim=1, **all_to_all_sizes(g)),
-        lambda size: [whole_numbers(rank, 2, sum(send_size(rank, to, size) for to in range(size)), 3) for rank in range(size)],
+        lambda size: [
+            whole_numbers(rank, 2, sum(send_size(rank, to, size) for to in range(size)), 3) for rank in range(size)
+        ],
         exchanged,
     ),
     "sequence to hidden": Case(
-        lambda x, g, n: mappings.sequence_to_hidden(x, g, sequence_sizes=uneven(g.size, 9), hidden_sizes=uneven(g.size, 11)),
+        lambda x, g, n: mappings.sequence_to_hidden(
+            x, g, sequence_sizes=uneven(g.size, 9), hidden_sizes=uneven(g.size, 11)
+        ),
         lambda size: [whole_numbers(rank, 2, part, 11) for rank, part in enumerate(uneven(size, 9))],
         lambda xs: parts_of(torch.cat(xs, 1), 2, uneven(len(xs), 11)),
     ),
@@ -216,11 +234,16 @@ def weights_of(case: Case, y: torch.Tensor, rank: int) -> torch.Tensor:
 def oracle_of(case: Case, size: int):
     """Outputs and input gradients of all members, by autograd over ordinary torch in one process."""
     values = case.inputs(size)
-    inputs = [values[0].clone().requires_grad_()] * size if case.shared_in else [x.clone().requires_grad_() for x in values]
+    inputs = (
+        [values[0].clone().requires_grad_()] * size if case.shared_in else [x.clone().requires_grad_() for x in values]
+    )
     outputs = case.oracle(inputs)
     counted = list(enumerate(outputs))[: 1 if case.shared_out else None]
     sum((y * weights_of(case, y, rank)).sum() for rank, y in counted).backward()
-    return [(y.detach(), x.grad if x.grad is not None else torch.zeros_like(x)) for y, x in zip(outputs, inputs, strict=True)]
+    return [
+        (y.detach(), x.grad if x.grad is not None else torch.zeros_like(x))
+        for y, x in zip(outputs, inputs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("mode", NUMERICS)
@@ -296,7 +319,10 @@ def adjointness(transport, payload):
             ax = run(x)
             ax.backward(y)
             counted_out, counted_in = (not shared or group.rank == 0 for shared in (shared_out, shared_in))
-            products[mode, name] = float((ax.detach() * y).sum()) * counted_out, float((x.detach() * x.grad).sum()) * counted_in
+            products[mode, name] = (
+                float((ax.detach() * y).sum()) * counted_out,
+                float((x.detach() * x.grad).sum()) * counted_in,
+            )
     return products
 
 
@@ -309,18 +335,23 @@ def test_every_backward_is_the_transpose_of_its_forward(payload):
 
 
 def summed(transport, payload):
-    """The sum of `values` whose leaves lie on the members as `counts` say, whole and in parts; leaves or partial sums."""
+    """The sum of `values` whose leaves lie on the members as `counts` say, whole and in parts;
+    leaves or partial sums."""
     values, counts, partial, dtype = payload
     group, exact = transport.group("g", "tp", range(transport.world_size)), NUMERICS["exact"]
     lo, hi = offsets(counts)[group.rank : group.rank + 2]
     summands = Summands.partial_sums(counts) if partial else Summands.leaves(counts)
     own = values[lo:hi].to(dtype)
     if partial:
-        own = torch.stack([tree_sum(values[first:last]) for first, last in summands.nodes[group.rank]] or [own.sum(0)])[: hi - lo]
+        own = torch.stack([tree_sum(values[first:last]) for first, last in summands.nodes[group.rank]] or [own.sum(0)])[
+            : hi - lo
+        ]
     sizes = uneven(group.size, values.shape[1])
     return (
         mappings.reduce(own, group, exact, summands=summands),
-        mappings.gather(mappings.reduce_scatter(own, group, exact, dim=0, sizes=sizes, summands=summands), group, dim=0, sizes=sizes),
+        mappings.gather(
+            mappings.reduce_scatter(own, group, exact, dim=0, sizes=sizes, summands=summands), group, dim=0, sizes=sizes
+        ),
     )
 
 
@@ -338,7 +369,9 @@ def test_exact_sums_have_the_same_bits_wherever_the_leaves_lie(counts, partial):
     expected = tree_sum(values)
     if len(counts) > 1:
         assert not torch.equal(expected, values.sum(0)), "the order does not matter here, so the test could not fail"
-    for whole, parts in run_threads(MemoryWorld(len(counts), timeout_s=60), summed, (values, counts, partial, torch.float32)):
+    for whole, parts in run_threads(
+        MemoryWorld(len(counts), timeout_s=60), summed, (values, counts, partial, torch.float32)
+    ):
         assert torch.equal(whole, expected) and torch.equal(parts, expected)
 
 
@@ -400,12 +433,27 @@ def test_collectives_are_recorded_under_the_layer_that_ran_forward_in_both_direc
 
 
 REFUSED = {
-    "evenly": (lambda x, g: mappings.scatter(x, g, dim=1), "scatter cannot cut 5 items of dim 1 evenly over 2 members. Give sizes"),
-    "sum": (lambda x, g: mappings.scatter(x, g, dim=1, sizes=[2, 2]), r"sizes \[2, 2\], 4 items together, but dim 1 has 5"),
-    "count": (lambda x, g: mappings.gather(x, g, dim=0, sizes=[4, 4, 4]), r"one size of at least 0 per member \(2\), .* \[4, 4, 4\]"),
-    "own": (lambda x, g: mappings.gather(x, g, dim=0, sizes=[3, 3]), "expects 3 items of dim 0 from this member, but was given 4"),
+    "evenly": (
+        lambda x, g: mappings.scatter(x, g, dim=1),
+        ("scatter cannot cut 5 items of dim 1 evenly over 2 members. Give sizes"),
+    ),
+    "sum": (
+        lambda x, g: mappings.scatter(x, g, dim=1, sizes=[2, 2]),
+        r"sizes \[2, 2\], 4 items together, but dim 1 has 5",
+    ),
+    "count": (
+        lambda x, g: mappings.gather(x, g, dim=0, sizes=[4, 4, 4]),
+        r"one size of at least 0 per member \(2\), .* \[4, 4, 4\]",
+    ),
+    "own": (
+        lambda x, g: mappings.gather(x, g, dim=0, sizes=[3, 3]),
+        ("expects 3 items of dim 0 from this member, but was given 4"),
+    ),
     "dim": (lambda x, g: mappings.gather(x, g, dim=2), r"gather along dim 2 of a tensor of shape \(4, 5\)"),
-    "twice": (lambda x, g: mappings.swap(x, g, split_dim=0, join_dim=-2), "swap needs two dimensions, but was given 0 twice"),
+    "twice": (
+        lambda x, g: mappings.swap(x, g, split_dim=0, join_dim=-2),
+        ("swap needs two dimensions, but was given 0 twice"),
+    ),
     "members": (
         lambda x, g: mappings.reduce(x, g, NUMERICS["exact"], summands=Summands.leaves([4])),
         "the summands are those of 1 members, but the group has 2",
@@ -421,5 +469,9 @@ REFUSED = {
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(name):
     run, message = REFUSED[name]
     with pytest.raises(RankFailure, match=message) as caught:
-        run_threads(MemoryWorld(2, timeout_s=60), lambda transport, _: run(torch.ones(4, 5), transport.group("g", "tp", (0, 1))), None)
+        run_threads(
+            MemoryWorld(2, timeout_s=60),
+            lambda transport, _: run(torch.ones(4, 5), transport.group("g", "tp", (0, 1))),
+            None,
+        )
     assert isinstance(caught.value.__cause__, ValueError)

@@ -29,7 +29,15 @@ MODES = {
 }
 
 
-def plan_of(model: str, num_layers: int, recompute: Recompute | None, layout: Layout, *, dropout: float = 0.0, dtype: str = "fp32") -> Plan:
+def plan_of(
+    model: str,
+    num_layers: int,
+    recompute: Recompute | None,
+    layout: Layout,
+    *,
+    dropout: float = 0.0,
+    dtype: str = "fp32",
+) -> Plan:
     return plan(
         layout,
         model=model,
@@ -70,16 +78,24 @@ LAYERS = [
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("model", "layout", "chosen"), LAYERS)
 def test_a_layer_keeps_what_the_memory_model_says(model: str, layout: Layout, chosen: dict, mode: str) -> None:
-    """The measured difference of three layers and two, within one percent or half a kilobyte: statistics are padded to vector registers."""
+    """The measured difference of three layers and two, within one percent or half a kilobyte: statistics are
+    padded to vector registers."""
     world = layout.world_size
     two, three = (
-        run_threads(MemoryWorld(world, timeout_s=60), held_by_a_forward, plan_of(model, num_layers, MODES[mode], layout, **chosen))[0]
+        run_threads(
+            MemoryWorld(world, timeout_s=60),
+            held_by_a_forward,
+            plan_of(model, num_layers, MODES[mode], layout, **chosen),
+        )[0]
         for num_layers in (2, 3)
     )
     plan = plan_of(model, 2, MODES[mode], layout, **chosen)
     tensors = LayerTensors(plan, memory_profile(plan))
     nodes = layer_nodes(tensors, moe=False)
-    predicted = sum(node.kept_bytes for node in (full_recompute(nodes, tensors.hidden, tensors.kept_input) if mode == "full" else nodes))
+    predicted = sum(
+        node.kept_bytes
+        for node in (full_recompute(nodes, tensors.hidden, tensors.kept_input) if mode == "full" else nodes)
+    )
     assert three - two == pytest.approx(predicted, rel=0.01, abs=512)
 
 
@@ -90,7 +106,9 @@ def test_a_distributed_input_is_kept_in_equal_parts(tp: int) -> None:
     kept = {}
     for recompute in (MODES["full"], distributed):
         held = {
-            num_layers: run_threads(MemoryWorld(tp, timeout_s=60), held_by_a_forward, plan_of(model, num_layers, recompute, Layout(tp=tp)))
+            num_layers: run_threads(
+                MemoryWorld(tp, timeout_s=60), held_by_a_forward, plan_of(model, num_layers, recompute, Layout(tp=tp))
+            )
             for num_layers in (2, 3)
         }
         kept[recompute] = [three - two for two, three in zip(held[2], held[3], strict=True)]
@@ -117,7 +135,9 @@ def test_weights_after_two_steps_are_those_of_kept_activations_bit_for_bit(mode:
         plan = replace(plan_of("tiny-llama", 4, recompute, layout), numerics=Numerics(mode), batch=Batch(4, 2, 24))
         plan = replace(plan, schedule=ScheduleChoice("ZBH1") if name == "full" else plan.schedule)
         weights[name] = run_threads(MemoryWorld(4, timeout_s=60), trained, plan)
-    kept = replace(plan_of("tiny-llama", 4, Recompute(), Layout(tp=2, pp=2)), numerics=Numerics(mode), batch=Batch(4, 2, 24))
+    kept = replace(
+        plan_of("tiny-llama", 4, Recompute(), Layout(tp=2, pp=2)), numerics=Numerics(mode), batch=Batch(4, 2, 24)
+    )
     for name, recompute in (("none-without-sp", Recompute()), ("distributed", Recompute("full", distribute=True))):
         weights[name] = run_threads(MemoryWorld(4, timeout_s=60), trained, replace(kept, recompute=recompute))
     assert_equal(weights.pop("distributed"), weights.pop("none-without-sp"), "distributed")

@@ -1,4 +1,5 @@
-"""Data inside a tensor-parallel group: one member opens them, all have them; and the zig-zag part of a context-parallel rank."""
+"""Data inside a tensor-parallel group: one member opens them, all have them; and the zig-zag part of a
+context-parallel rank."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from helpers.plans import product_plan
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.ranks.training_rank import TrainingRank
-from shardproof.backend.tensor_parallel.data import TensorSpec, broadcast, context_part, context_positions, context_whole
+from shardproof.backend.tensor_parallel.data import (
+    TensorSpec,
+    broadcast,
+    context_part,
+    context_positions,
+    context_whole,
+)
 from shardproof.backend.trainer import Trainer
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import PlanError, RankFailure
@@ -20,11 +27,21 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan, Train
 from shardproof.core.program import Collective, load_batch
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
 
 
 def mixed() -> dict[str, torch.Tensor]:
-    """Every dtype; a scalar, empty tensors of 1 to 3 dimensions, odd byte counts before wide dtypes, a transposed one."""
+    """Every dtype; a scalar, empty tensors of 1 to 3 dimensions, odd byte counts before wide
+    dtypes, a transposed one."""
     tensors = {f"{dtype} {i}": (torch.arange(5 + i) % 2).to(dtype) for i, dtype in enumerate(DTYPES)}
     return {
         **tensors,
@@ -120,7 +137,9 @@ def test_a_sequence_that_cannot_be_cut_says_how_long_it_must_be():
 
 
 def plan_of(tp=1, dp=1, data=__file__) -> Plan:
-    return product_plan(model=model_preset("tiny-gpt"), samples=4, sequence=16, dtype="fp32", steps=0, data=data, tp=tp, dp=dp)
+    return product_plan(
+        model=model_preset("tiny-gpt"), samples=4, sequence=16, dtype="fp32", steps=0, data=data, tp=tp, dp=dp
+    )
 
 
 def batches_job(transport, plan):

@@ -1,4 +1,5 @@
-"""Communicators: opened by all ranks in an order that cannot wait in a circle, each by its members alone, and gone after use."""
+"""Communicators: opened by all ranks in an order that cannot wait in a circle, each by its members
+alone, and gone after use."""
 
 from __future__ import annotations
 
@@ -52,9 +53,13 @@ def random_cases(count):
         pp = chosen.choice((2, 3, 4, 6))
         order = ["tp", "cp", "ep", "dp", "pp"]
         chosen.shuffle(order)
-        microbatches = next((m for m in (2 * pp, 3 * pp) if CATALOG[name].problem(pp=pp, vpp=vpp, num_microbatches=m) is None), None)
+        microbatches = next(
+            (m for m in (2 * pp, 3 * pp) if CATALOG[name].problem(pp=pp, vpp=vpp, num_microbatches=m) is None), None
+        )
         try:
-            layout = Layout(tp=tp, cp=cp, dp=dp, ep=ep, pp=pp, vpp=vpp, etp=chosen.choice((None, 1)), order="-".join(order))
+            layout = Layout(
+                tp=tp, cp=cp, dp=dp, ep=ep, pp=pp, vpp=vpp, etp=chosen.choice((None, 1)), order="-".join(order)
+            )
         except LayoutError:
             continue
         if microbatches is not None and layout.world_size <= 120:
@@ -65,7 +70,9 @@ def random_cases(count):
 CASES = random_cases(len(CATALOG))
 
 
-@pytest.mark.parametrize(("layout", "schedule"), CASES, ids=[f"{schedule.name} {layout.degrees}" for layout, schedule in CASES])
+@pytest.mark.parametrize(
+    ("layout", "schedule"), CASES, ids=[(f"{schedule.name} {layout.degrees}") for layout, schedule in CASES]
+)
 def test_all_ranks_of_a_world_open_what_is_theirs_without_waiting_in_a_circle(layout, schedule):
     openings = [benchmark.set_up(layout, schedule, rank)[0] for rank in range(layout.world_size)]
     rounds = benchmark.rounds_until_all_are_open(openings)
@@ -118,7 +125,10 @@ def cycles_job(transport, path):
         counts.append(held())
     errors = []
     own, mesh = kept[0]
-    for call in (lambda: mesh.model.all_gather(torch.zeros(1)), lambda: mesh.channel(*mesh.links[0]).send(torch.zeros(1))):
+    for call in (
+        lambda: mesh.model.all_gather(torch.zeros(1)),
+        lambda: mesh.channel(*mesh.links[0]).send(torch.zeros(1)),
+    ):
         try:
             call()
         except (TransportError, ValueError) as error:
@@ -133,7 +143,8 @@ def test_20_cycles_leave_no_thread_and_no_socket_behind_though_their_groups_are_
         assert len(set(threads)) == 1 and max(files) == min(files), "every cycle gives back all it took"
         assert during[0] > threads[0] and during[1] > files[0], "and it took some"
         assert "TransportError" in errors[0] and "the transport was closed, and this group with it" in errors[0]
-        assert ("the transport was closed, and this channel with it" in errors[1]) == (rank == 1)  # the first link is B 1->0
+        # the first link is B 1->0
+        assert ("the transport was closed, and this channel with it" in errors[1]) == (rank == 1)
 
 
 def closed_world_job(transport, _):
@@ -151,7 +162,12 @@ def test_a_closed_transport_in_memory_refuses_calls_too(workers):
 
 def torchrun_job(transport, port):
     """Two transports of a process that torchrun started, one after the other."""
-    os.environ |= {"RANK": str(transport.global_rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(transport.global_rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sums = []
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""Meshes open exactly what layout and schedule need, for every rank, over both transports, without waiting in a circle."""
+"""Meshes open exactly what layout and schedule need, for every rank, over both transports,
+without waiting in a circle."""
 
 from functools import partial
 
@@ -24,7 +25,9 @@ def mesh_job(transport, payload):
     groups = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "model": mesh.model, "embedding": mesh.embedding}
     groups |= {"tp-gradients": mesh.tp_gradients}
     groups |= {"tp_cp-gradients": mesh.tp_cp_gradients} if layout.cp > 1 else {}
-    members = {axis: group and (group.axis, [t.item() for t in group.all_gather(here)]) for axis, group in groups.items()}
+    members = {
+        axis: group and (group.axis, [t.item() for t in group.all_gather(here)]) for axis, group in groups.items()
+    }
     arrived = {}
     for link in links_of(schedule):  # one order for all, so that blocking calls end
         if mesh.coordinates["pp"] in link[1:]:

@@ -1,4 +1,5 @@
-"""What ranks tell each other is data: nothing that a peer sends is executed, and what is no data ends the run in words."""
+"""What ranks tell each other is data: nothing that a peer sends is executed, and what is no data
+ends the run in words."""
 
 from __future__ import annotations
 
@@ -34,13 +35,22 @@ def test_values_of_all_ranks_arrive_everywhere_as_json_has_them():
     def on_rank(transport, _):
         return gather_values(world_of(transport), {"own": [transport.global_rank, 0.1, None, "ä"]}, transport.device)
 
-    assert run_threads(MemoryWorld(2, timeout_s=60), on_rank, None) == [[{"own": [rank, 0.1, None, "ä"]} for rank in range(2)]] * 2
+    assert (
+        run_threads(MemoryWorld(2, timeout_s=60), on_rank, None)
+        == [[{"own": [rank, 0.1, None, "ä"]} for rank in range(2)]] * 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["pickle", "nested", "digits", "bytes", "huge"])
 def test_a_peer_that_sends_something_else_is_refused_and_not_executed(kind, tmp_path):
     made = tmp_path / "made"
-    sent = {"pickle": pickle.dumps(Makes(made)), "nested": b"[" * 100_000, "digits": b"9" * 5000, "bytes": b"\xff\xfe", "huge": b"1"}
+    sent = {
+        "pickle": pickle.dumps(Makes(made)),
+        "nested": b"[" * 100_000,
+        "digits": b"9" * 5000,
+        "bytes": b"\xff\xfe",
+        "huge": b"1",
+    }
     content = sent[kind]
 
     def on_rank(transport, _):

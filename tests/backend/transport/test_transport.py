@@ -1,4 +1,5 @@
-"""One contract, held by every transport: what arrives, what is recorded, what may be changed afterwards, and what is refused."""
+"""One contract, held by every transport: what arrives, what is recorded, what may be changed
+afterwards, and what is refused."""
 
 import functools
 import threading
@@ -50,7 +51,9 @@ def test_all_to_all_delivers_uneven_and_empty_parts_of_seven_dtypes(workers, tra
     results = workers(world_size, transport).run(all_to_all_job, DTYPES)
     for destination, received in enumerate(results):
         for dtype in DTYPES:
-            expected = [bits(payload(source, destination, uneven(source, destination), dtype)) for source in range(world_size)]
+            expected = [
+                bits(payload(source, destination, uneven(source, destination), dtype)) for source in range(world_size)
+            ]
             assert received[str(dtype)] == expected
 
 
@@ -58,7 +61,10 @@ def all_gather_job(transport, dtypes):
     group = transport.group("world", "dp", range(transport.world_size))
     shapes = [(i, 3) for i in range(group.size)]
     even = [[bits(t) for t in group.all_gather(payload(group.rank, 0, (2, 3), dtype))] for dtype in dtypes]
-    differing = [[bits(t) for t in group.all_gather(payload(group.rank, 0, shapes[group.rank], dtype), shapes)] for dtype in dtypes]
+    differing = [
+        [bits(t) for t in group.all_gather(payload(group.rank, 0, shapes[group.rank], dtype), shapes)]
+        for dtype in dtypes
+    ]
     scalars = [tensor.item() for tensor in group.all_gather(torch.tensor(group.rank * 10))]
     empty = [tuple(tensor.shape) for tensor in group.all_gather(torch.empty(0, 7))]
     return even, differing, scalars, empty
@@ -81,7 +87,10 @@ def all_reduce_job(transport, _):
     group = transport.group("world", "dp", range(transport.world_size))
     values = torch.tensor([1.0, -2.0, 4.0]) * (group.rank + 1)
     before = values.clone()
-    sums = [group.all_reduce(values.to(dtype), "sum").tolist() for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64)]
+    sums = [
+        group.all_reduce(values.to(dtype), "sum").tolist()
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+    ]
     largest = group.all_reduce(values, "max").tolist()
     group.barrier()
     return sums, largest, torch.equal(values, before)
@@ -103,7 +112,12 @@ def subgroups_job(transport, _):
     group = transport.group(f"pair {mine[0]}", "pp", mine)
     reverse = transport.group(f"reverse {mine[0]}", "pp", mine[::-1])
     here = torch.tensor(transport.global_rank)
-    return group.rank, [t.item() for t in group.all_gather(here)], reverse.rank, [t.item() for t in reverse.all_gather(here)]
+    return (
+        group.rank,
+        [t.item() for t in group.all_gather(here)],
+        reverse.rank,
+        [t.item() for t in reverse.all_gather(here)],
+    )
 
 
 @every_transport
@@ -163,7 +177,9 @@ def reduce_scatter_job(transport, _):
     group = transport.group("world", "tp", range(transport.world_size))
     transport.recorder.enabled = True
     parts = [torch.arange(6.0).view(2, 3) + 10 * group.rank + 100 * i for i in range(group.size)]
-    sums = [group.reduce_scatter([part.to(dtype) for part in parts]).tolist() for dtype in (torch.float32, torch.bfloat16)]
+    sums = [
+        group.reduce_scatter([part.to(dtype) for part in parts]).tolist() for dtype in (torch.float32, torch.bfloat16)
+    ]
     return sums, parts[0][0, 0].item(), [operation for _, operation in transport.recorder.events]
 
 
@@ -186,7 +202,9 @@ def sums_job(transport, counts):
     results = []
     for count in counts:
         own = member_values(group.rank, count * group.size)
-        results.append((group.all_reduce(own, "sum"), group.all_reduce(own, "max"), group.reduce_scatter(own.split(count))))
+        results.append(
+            (group.all_reduce(own, "sum"), group.all_reduce(own, "max"), group.reduce_scatter(own.split(count)))
+        )
     return results
 
 
@@ -330,7 +348,11 @@ def refusals_job(transport, _):
         lambda: transport.channel("loop", 1, 1),
     ]
     if channel is not None:
-        attempts.append((lambda: channel.receive((1,), torch.float32)) if transport.global_rank == 0 else (lambda: channel.send(one)))
+        attempts.append(
+            (lambda: channel.receive((1,), torch.float32))
+            if transport.global_rank == 0
+            else (lambda: channel.send(one))
+        )
     messages = []
     for attempt in attempts:
         with pytest.raises(ValueError) as caught:

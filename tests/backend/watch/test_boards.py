@@ -1,4 +1,5 @@
-"""Boards on which ranks show where they are: nobody else's file is opened, and those of torchrun's ranks have no name."""
+"""Boards on which ranks show where they are: nobody else's file is opened, and those of
+torchrun's ranks have no name."""
 
 import os
 import socket
@@ -55,7 +56,8 @@ def test_lanes_and_rows_of_all_ranks_are_seen_by_all_and_the_last_row_counts(tmp
 
 
 def shared_board_job(transport, _):
-    """What each rank reads from a board that both share without a name, and what the temporary folder then holds of it."""
+    """What each rank reads from a board that both share without a name, and what the temporary
+    folder then holds of it."""
     store = dist.PrefixStore("boards", transport._store)
     board = _shared_board(store, 2)
     group = transport.group("boards", "dp", (0, 1))
@@ -63,14 +65,18 @@ def shared_board_job(transport, _):
     group.barrier()
     rows = board.row(0), board.row(1)
     group.barrier()
-    return rows, [path.name for path in Path(os.environ["TMPDIR"]).rglob("*board*") if "workers-" not in str(path.parent)]
+    return rows, [
+        path.name for path in Path(os.environ["TMPDIR"]).rglob("*board*") if "workers-" not in str(path.parent)
+    ]
 
 
 def test_ranks_of_one_machine_share_a_board_that_has_no_name(workers):
     assert workers(2).run(shared_board_job) == [((("0F0",), ("1F0",)), [])] * 2
 
 
-@pytest.mark.parametrize("address", ["/etc/passwd", "1 ../../../etc/passwd", "", "-1 3", "self 0", "1 1 1", "99999999999 1"])
+@pytest.mark.parametrize(
+    "address", ["/etc/passwd", "1 ../../../etc/passwd", "", "-1 3", "self 0", "1 1 1", "99999999999 1"]
+)
 def test_an_address_that_a_stranger_has_put_into_the_store_leads_to_no_file(address):
     with pytest.raises(OSError):
         Board.at(address, 1)

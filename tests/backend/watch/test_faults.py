@@ -1,4 +1,5 @@
-"""Ranks that die, hang or compute no numbers: the job ends soon, and says who it was, in which action, and what the others wait for."""
+"""Ranks that die, hang or compute no numbers: the job ends soon, and says who it was, in which action, and
+what the others wait for."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ NOTICED_S = 60
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls one rank in the middle of an action of the second step: `kill` or `hang`. `struck_file` is told when.
-    With `at_collective` not at a layer."""
+    """What befalls one rank in the middle of an action of the second step: `kill` or `hang`. `struck_file` is told
+    when. With `at_collective` not at a layer."""
 
     plan: Plan
     global_rank: int
@@ -78,7 +79,8 @@ class Fault:
 
 
 def faulty_rank(transport, fault):
-    """Training, but for the fault. It strikes inside the action: at one of its layers, its collective or its message."""
+    """Training, but for the fault. It strikes inside the action: at one of its layers, its
+    collective or its message."""
 
     def strike():
         if transport.watch.phase == SECOND_STEP:
@@ -151,7 +153,9 @@ PIPELINE = tiny(Layout(pp=2, dp=2), schedule="ZBH1")
         (0, "0STEP", "rank 0 was at 0STEP (step 2, action 10 of 10)"),
     ],
 )
-def test_a_rank_killed_inside_an_action_ends_the_job_at_once_and_the_action_is_named(tmp_path, global_rank, action, words):
+def test_a_rank_killed_inside_an_action_ends_the_job_at_once_and_the_action_is_named(
+    tmp_path, global_rank, action, words
+):
     failure = fail(Fault(PIPELINE, global_rank, action, "kill", str(tmp_path / "struck")))
     assert time.monotonic() - float((tmp_path / "struck").read_text()) < NOTICED_S
     assert str(failure).startswith(f"rank {global_rank} was killed by SIGKILL") and failure.global_rank == global_rank
@@ -178,13 +182,17 @@ def test_a_rank_killed_where_zero_gathers_or_reduces_is_named_with_the_action(pl
     assert str(failure).startswith("rank 1 was killed by SIGKILL") and words in str(failure), str(failure)
 
 
-EARLY = replace(tiny(Layout(dp=2), global_size=8), data_parallel=DataParallel(bucket_bytes=2000, overlap_grad_reduce=True))
+EARLY = replace(
+    tiny(Layout(dp=2), global_size=8), data_parallel=DataParallel(bucket_bytes=2000, overlap_grad_reduce=True)
+)
 """REDUCE_GRAD begins under the backward of the last of four microbatches."""
 
 
 def test_a_rank_killed_in_a_bucket_under_the_last_backward_is_named_with_that_action():
     failure = fail(Fault(EARLY, 1, "0REDUCE_GRAD", "kill"))
-    assert str(failure).startswith("rank 1 was killed by SIGKILL") and "lane dp at 0REDUCE_GRAD" in str(failure), str(failure)
+    assert str(failure).startswith("rank 1 was killed by SIGKILL") and "lane dp at 0REDUCE_GRAD" in str(failure), str(
+        failure
+    )
 
 
 # ranks that hang
@@ -194,7 +202,9 @@ def test_a_rank_killed_in_a_bucket_under_the_last_backward_is_named_with_that_ac
 def test_a_rank_that_hangs_in_a_bucket_holds_up_the_others_step_and_not_their_backward(transport):
     text = str(fail(Fault(EARLY, 1, "0REDUCE_GRAD", "hang"), transport, stall_s=STALL_S))
     assert text.startswith("no rank has come further for 3 s: rank 1 holds up the others"), text
-    assert "rank 0 waits for its lane dp before 0STEP (step 2, action 10 of 10), which is at 0REDUCE_GRAD, in all_reduce" in text, text
+    assert (
+        "rank 0 waits for its lane dp before 0STEP (step 2, action 10 of 10), which is at 0REDUCE_GRAD, in all_reduce"
+    ) in text, text
     assert "of group 'dp/0' over ranks 0, 1: rank 1 has not come." in text, text
 
 
@@ -215,7 +225,9 @@ def test_a_rank_that_hangs_in_an_action_is_named_with_what_the_others_wait_for(t
 def test_without_lanes_for_messages_a_rank_that_waits_names_the_message_and_what_its_peer_does(runtime):
     plan = replace(tiny(Layout(pp=2), global_size=3), runtime=runtime)
     text = str(fail(Fault(plan, 1, "1B0", "hang"), "memory", stall_s=STALL_S))
-    assert "rank 0 waits for 1SEND_B0 from rank 1 to run 0RECV_B0 (step 2, action" in text and "rank 1 is at 1B0" in text, text
+    assert (
+        "rank 0 waits for 1SEND_B0 from rank 1 to run 0RECV_B0 (step 2, action" in text and "rank 1 is at 1B0" in text
+    ), text
     assert "in receive of channel 'B/1-0', whose other end is rank 1" in text, text
 
 
@@ -235,7 +247,9 @@ TURNS = replace(tiny(Layout(tp=2), schedule="Combined1F1B"), runtime=Runtime(ep_
 def test_a_rank_killed_inside_a_pair_is_named_with_the_pair_and_the_part():
     failure = fail(Fault(TURNS, 1, "0B1", "kill"))
     assert str(failure).startswith("rank 1 was killed by SIGKILL")
-    assert "rank 1 was at (0F2;0B1)OVERLAP_F_B (step 2, action 3 of 7); lane backward at 0B1." in str(failure), str(failure)
+    assert ("rank 1 was at (0F2;0B1)OVERLAP_F_B (step 2, action 3 of 7); lane backward at 0B1.") in str(failure), str(
+        failure
+    )
 
 
 @sampled(("part", "transport"), [("0B1", "gloo"), ("0F2", "memory")], on_push=1)
@@ -248,7 +262,9 @@ def test_a_rank_that_hangs_in_a_part_of_a_pair_names_what_each_part_of_the_other
 
 
 def test_a_job_that_moves_is_not_ended_however_short_the_limit_beside_its_length():
-    assert run_ranks(faulty_rank, Fault(tiny(Layout(pp=2)), 9, "0F0", "hang"), world_size=2, transport="memory", stall_s=30.0) == [3, 3]
+    assert run_ranks(
+        faulty_rank, Fault(tiny(Layout(pp=2)), 9, "0F0", "hang"), world_size=2, transport="memory", stall_s=30.0
+    ) == [3, 3]
 
 
 # ranks that raise what nobody foresaw
@@ -291,11 +307,13 @@ def defective_rank(transport, defect):
     [
         (
             Defect(tiny(Layout(pp=2)), "1B2", "layers.1.mlp.down", KeyError(0)),
-            "rank 1 failed: KeyError: 0, in 1B2 (step 1, microbatch 2) at layers.1.mlp.down, in product (defective.py:4: ",
+            "rank 1 failed: KeyError: 0, in 1B2 (step 1, microbatch 2) at layers.1.mlp.down, in product "
+            "(defective.py:4: ",
         ),
         (
             Defect(tiny(Layout(tp=2)), "0F1", "layers.0.attention.qkv", AssertionError()),
-            "rank 1 failed: AssertionError without a message, in 0F1 (step 1, microbatch 1) at layers.0.attention.qkv, in product (",
+            "rank 1 failed: AssertionError without a message, in 0F1 (step 1, microbatch 1) at "
+            "layers.0.attention.qkv, in product (",
         ),
         (
             Defect(tiny(Layout(dp=2)), "0REDUCE_GRAD", "", AssertionError("tree unfinished")),
@@ -303,12 +321,15 @@ def defective_rank(transport, defect):
         ),
         (
             Defect(TURNS, "0B1", "layers.0.mlp.down", IndexError("pop from an empty list")),
-            "rank 1 failed: IndexError: pop from an empty list, in 0B1 (step 1, microbatch 1) at layers.0.mlp.down, in product (",
+            "rank 1 failed: IndexError: pop from an empty list, in 0B1 (step 1, microbatch 1) at layers.0.mlp.down, "
+            "in product (",
         ),
     ],
     ids=["backward", "forward", "lane dp", "pair"],
 )
-def test_an_exception_that_nobody_foresaw_is_a_defect_of_ours_named_with_action_microbatch_and_layer(transport, defect, words):
+def test_an_exception_that_nobody_foresaw_is_a_defect_of_ours_named_with_action_microbatch_and_layer(
+    transport, defect, words
+):
     with pytest.raises(RankDefect) as caught:
         run_ranks(defective_rank, defect, world_size=defect.plan.layout.world_size, transport=transport)
     failure = caught.value
@@ -323,13 +344,22 @@ def test_a_rank_of_torchrun_tells_its_defects_and_those_of_its_machine_alike():
     transport.watch.phase = SECOND_STEP
     known = {"__name__": "shardproof.backend.defective", "nodes": []}
     exec(compile("def finish():\n    nodes.pop()", "/shardproof/backend/defective.py", "exec"), known)
-    with pytest.raises(IndexError) as caught, transport.recorder.action(Action.from_str("0F1")), transport.recorder.layer("layers.0.mlp"):
+    with (
+        pytest.raises(IndexError) as caught,
+        transport.recorder.action(Action.from_str("0F1")),
+        transport.recorder.layer("layers.0.mlp"),
+    ):
         known["finish"]()
     told = str(failed(transport, caught.value))
-    words = "rank 0 failed: IndexError: pop from empty list, in 0F1 (step 2, microbatch 1) at layers.0.mlp, in finish (defective.py:2"
+    words = (
+        "rank 0 failed: IndexError: pop from empty list, in 0F1 (step 2, microbatch 1) at layers.0.mlp, in "
+        "finish (defective.py:2"
+    )
     assert told.startswith(words) and isinstance(failed(transport, caught.value), RankDefect)
     full = failed(transport, OSError(28, "No space left on device"))
-    assert not isinstance(full, RankDefect) and str(full) == "rank 0 failed: OSError: [Errno 28] No space left on device"
+    assert not isinstance(full, RankDefect) and str(full) == (
+        "rank 0 failed: OSError: [Errno 28] No space left on device"
+    )
 
 
 @pytest.mark.parametrize(
@@ -357,7 +387,9 @@ class HandsOn(Own):
     hands_on = True
 
 
-@pytest.mark.parametrize(("block", "place"), [(Own, "in forward (test_faults.py:"), (HandsOn, "called by forward (test_faults.py:")])
+@pytest.mark.parametrize(
+    ("block", "place"), [(Own, "in forward (test_faults.py:"), (HandsOn, ("called by forward (test_faults.py:"))]
+)
 def test_a_mistake_of_a_users_own_layer_is_not_called_ours_and_its_line_is_named(block, place):
     with pytest.raises(RankFailure) as caught:
         Trainer(tiny(Layout(tp=2)), model=block, transport="memory").fit()
@@ -419,8 +451,12 @@ def test_a_backward_is_named_as_the_peer_splits_or_pairs_it(board):
     show(board, 2, "2F0 2B0", "2B0", needs="3B0", peer=3)
     show(board, 3, "3F0 (3F1;3B0)OVERLAP_F_B", "3F0")
     lines = explain({0: IN_MAIL, 1: BUSY, 2: IN_MAIL, 3: BUSY}, board).lines
-    assert lines[0] == "rank 0 waits for 1I0 from rank 1 to run 0B0 (step 3, action 2 of 2); rank 1 is at 1F0, 1 action before it."
-    assert lines[2] == "rank 2 waits for 3B0 from rank 3 to run 2B0 (step 3, action 2 of 2); rank 3 is at 3F0, 1 action before it."
+    assert lines[0] == (
+        "rank 0 waits for 1I0 from rank 1 to run 0B0 (step 3, action 2 of 2); rank 1 is at 1F0, 1 action before it."
+    )
+    assert lines[2] == (
+        "rank 2 waits for 3B0 from rank 3 to run 2B0 (step 3, action 2 of 2); rank 3 is at 3F0, 1 action before it."
+    )
 
 
 def test_different_collectives_under_one_number_are_told_apart(board):

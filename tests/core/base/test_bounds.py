@@ -29,8 +29,16 @@ SMALL = ["--model", "tiny-llama", "--devices", "1", "--sequence", "64"]
 def absurd(key: Key) -> list[object]:
     """Absurd values of the key's type, and of others."""
     numbers: list[object] = [*WHOLE, *REAL]
-    wrapped = {"two floats": lambda n: [n, n], "list of ints": lambda n: [n], "table of rates": lambda n: {"bf16": n, "device-0": n}}
-    return [wrapped.get(key.type, lambda n: n)(number) for number in numbers] + ["x" * 100_000, "a\0b", "device-" + "9" * 5000]
+    wrapped = {
+        "two floats": lambda n: [n, n],
+        "list of ints": lambda n: [n],
+        "table of rates": lambda n: {"bf16": n, "device-0": n},
+    }
+    return [wrapped.get(key.type, lambda n: n)(number) for number in numbers] + [
+        "x" * 100_000,
+        "a\0b",
+        "device-" + "9" * 5000,
+    ]
 
 
 @pytest.mark.parametrize("section", sorted({key.section for key in KEYS}))
@@ -78,8 +86,14 @@ def test_nouns_made_in_python_and_by_a_config_have_the_same_bounds() -> None:
     with pytest.raises(PlanError, match=r"global_size=a whole number of 31 digits must be at most"):
         Batch(global_size=10**30, micro_size=1, sequence=64)
     config = {
-        "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-        "num_hidden_layers": 10**6, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 10**6,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
     }
     with pytest.raises(ModelError, match="num_layers=1000000 must be at most 10,000"):
         model_from_config(config, name="huge")

@@ -29,16 +29,24 @@ def test_digest_of_a_grid_of_pieces_is_that_of_the_whole(rows: int, columns: int
     whole = values(rows, columns)
     row_cuts = [0, *sorted(data.draw(st.lists(st.integers(0, rows), max_size=3))), rows]
     column_cuts = [0, *sorted(data.draw(st.lists(st.integers(0, columns), max_size=3))), columns]
-    pieces = [digest(whole[a:b, c:d], whole.shape, ((a, b), (c, d))) for a, b in pairwise(row_cuts) for c, d in pairwise(column_cuts)]
+    pieces = [
+        digest(whole[a:b, c:d], whole.shape, ((a, b), (c, d)))
+        for a, b in pairwise(row_cuts)
+        for c, d in pairwise(column_cuts)
+    ]
     assert add(pieces) == digest(whole)
 
 
-@given(st.lists(st.integers(1, 5), max_size=4), st.sampled_from([np.uint8, np.float16, np.float32, np.float64]), st.data())
+@given(
+    st.lists(st.integers(1, 5), max_size=4), st.sampled_from([np.uint8, np.float16, np.float32, np.float64]), st.data()
+)
 def test_compiled_loops_give_the_digests_of_numpy(shape: list[int], dtype: type, data: st.DataObject) -> None:
     bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
     region = tuple((lo, hi) for lo, hi in bounds)
     part = (100 * values(*shape)).astype(dtype)[tuple(slice(lo, hi) for lo, hi in region)]
-    assert digest(part, shape, region) == digest_plainly(bit_words(part).reshape(-1), element_index(shape, region).reshape(-1))
+    assert digest(part, shape, region) == digest_plainly(
+        bit_words(part).reshape(-1), element_index(shape, region).reshape(-1)
+    )
 
 
 def test_two_equal_elements_apart_from_their_places_change_the_digest() -> None:
@@ -95,13 +103,18 @@ def test_signs_that_flip_together_and_blocks_that_trade_places_are_seen(dtype: t
         found.add(digest(flipped))
     for block in range(1, 4):
         traded = whole.copy()
-        traded[:1024], traded[block * 1024 : (block + 1) * 1024] = whole[block * 1024 : (block + 1) * 1024], whole[:1024]
+        traded[:1024], traded[block * 1024 : (block + 1) * 1024] = (
+            whole[block * 1024 : (block + 1) * 1024],
+            whole[:1024],
+        )
         found.add(digest(traded))
     assert len({lane for each in found for lane in each}) == 2 * (1 + len(range(1, 2048, 13)) + 3)
 
 
 def test_rows_that_move_by_any_number_and_scaled_tensors_have_digests_of_their_own() -> None:
     whole = values(64, 48)
-    moved = {digest(np.roll(whole, rows, 0)) for rows in range(64)} | {digest(np.roll(whole, columns, 1)) for columns in range(1, 48)}
+    moved = {digest(np.roll(whole, rows, 0)) for rows in range(64)} | {
+        digest(np.roll(whole, columns, 1)) for columns in range(1, 48)
+    }
     scaled = {digest(whole * np.float32(2.0**power)) for power in range(1, 20)}
     assert len(moved | scaled | {digest(np.zeros((64, 48), dtype=np.float32)), digest(whole.T)}) == 64 + 47 + 19 + 2

@@ -126,9 +126,12 @@ def test_a_bomb_is_refused_while_it_is_unpacked_and_in_little_memory(tmp_path):
         "import re; from pathlib import Path; from shardproof.core.base.files import read_packed, FileError\n"
         f"try: read_packed({str(tmp_path / 'bomb.gz')!r})\n"
         "except FileError as error: print(error)\n"
-        "print(re.search(r'VmHWM:\\s+([0-9]+)', Path('/proc/self/status').read_text())[1])\n"  # ru_maxrss begins with the parent's
+        # ru_maxrss begins with the parent's
+        "print(re.search(r'VmHWM:\\s+([0-9]+)', Path('/proc/self/status').read_text())[1])\n"
     )
-    words, kib = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+    words, kib = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert "more than 128 MiB when unpacked" in words and int(kib) < 500_000
 
 
@@ -186,7 +189,10 @@ def test_devices_and_pipes_are_written_to_and_stay(tmp_path):
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/proc/self/fd/1", "/dev/fd/1"])
 def test_standard_output_by_its_name_is_written_to_after_what_it_has(name, tmp_path):
-    program = f"print('one', flush=True); from shardproof.core.base.files import write_text; write_text({name!r}, 'two\\n'); print('three')"
+    program = (
+        f"print('one', flush=True); from shardproof.core.base.files import write_text; write_text({name!r}, "
+        "'two\\n'); print('three')"
+    )
     with (tmp_path / "out").open("w") as out:
         subprocess.run([sys.executable, "-c", program], stdout=out, check=True)
     piped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

@@ -30,10 +30,13 @@ sys.exit(run_program("program", run))
 
 
 def ended_by(body: str, *signals: signal.Signals) -> tuple[int, str, str]:
-    """Exit code, output and errors of a program that runs `body` and gets signals when it says `ready`, and again when it says more."""
+    """Exit code, output and errors of a program that runs `body` and gets signals when it says `ready`, and
+    again when it says more."""
     indented = "".join(f"        {line}\n" for line in body.strip().splitlines())
     program = PRELUDE.replace("{body}", indented)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         read = ""
         for number in signals:
@@ -48,12 +51,23 @@ def ended_by(body: str, *signals: signal.Signals) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_is_open_is_closed_then_one_line_and_the_exit_code_of_shells(number, code):
-    assert ended_by("ready(); time.sleep(60)", number) == (code, "ready\nclosed\nleft\n", f"program: ended by {number.name}.\n")
+    assert ended_by("ready(); time.sleep(60)", number) == (
+        code,
+        "ready\nclosed\nleft\n",
+        (f"program: ended by {number.name}.\n"),
+    )
 
 
 def test_a_second_signal_does_not_interrupt_what_the_first_has_closed():
-    body = "with contextlib.ExitStack() as stack: stack.callback(time.sleep, 0.5); stack.callback(ready); ready(); time.sleep(60)"
-    assert ended_by(body, signal.SIGINT, signal.SIGTERM) == (130, "ready\nready\nclosed\nleft\n", "program: ended by SIGINT.\n")
+    body = (
+        "with contextlib.ExitStack() as stack: stack.callback(time.sleep, 0.5); stack.callback(ready); ready(); "
+        "time.sleep(60)"
+    )
+    assert ended_by(body, signal.SIGINT, signal.SIGTERM) == (
+        130,
+        "ready\nready\nclosed\nleft\n",
+        ("program: ended by SIGINT.\n"),
+    )
 
 
 def test_a_main_thread_that_does_not_come_back_from_a_library_is_left_behind():
@@ -89,9 +103,17 @@ ready(); time.sleep(60)
 
 
 def test_a_thread_that_python_waits_for_does_not_keep_an_ended_program():
-    """As a pool's that works for a collective: 20 s are long for a test, so the wait is made shorter where it is looked up."""
-    body = "from shardproof.core.base import interrupts; interrupts.UNWIND_S = 0.5\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
-    assert ended_by(f"{body}ready(); time.sleep(60)", signal.SIGTERM) == (143, "ready\nclosed\n", "program: ended by SIGTERM.\n")
+    """As a pool's that works for a collective: 20 s are long for a test, so the wait is made shorter
+    where it is looked up."""
+    body = (
+        "from shardproof.core.base import interrupts; interrupts.UNWIND_S = "
+        "0.5\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+    )
+    assert ended_by(f"{body}ready(); time.sleep(60)", signal.SIGTERM) == (
+        143,
+        "ready\nclosed\n",
+        ("program: ended by SIGTERM.\n"),
+    )
 
 
 def test_a_signal_that_another_thread_is_given_interrupts_the_main_thread():
@@ -111,7 +133,9 @@ def test_one_rank_of_a_host_tells_it(monkeypatch):
 
 def test_signals_that_are_ignored_stay_so():
     body = "signal.getsignal(signal.SIGINT); ready(); time.sleep(0.2); print('went on', flush=True); return 0"
-    program = PRELUDE.replace("signal.signal(signal.SIGINT, signal.default_int_handler)", "signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    program = PRELUDE.replace(
+        "signal.signal(signal.SIGINT, signal.default_int_handler)", "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    )
     command = [sys.executable, "-c", program.replace("{body}", f"        {body}")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -138,4 +162,7 @@ def test_plan_ends_so_while_it_searches():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        assert (process.communicate(timeout=6000)[1], process.returncode) == ("shardproof plan: ended by SIGINT.\n", 130)
+        assert (process.communicate(timeout=6000)[1], process.returncode) == (
+            ("shardproof plan: ended by SIGINT.\n"),
+            130,
+        )

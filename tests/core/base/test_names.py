@@ -20,7 +20,9 @@ def test_the_examples_hold() -> None:
 
 @pytest.mark.parametrize("letter", ["\n", "\r", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u202e", "\ud800"])
 def test_what_is_not_seen_becomes_an_escape(letter: str) -> None:
-    assert not is_plain(f"a{letter}b") and is_plain(one_line(f"a{letter}b")) and one_line(f"a{letter}b").startswith("a\\")
+    assert (
+        not is_plain(f"a{letter}b") and is_plain(one_line(f"a{letter}b")) and one_line(f"a{letter}b").startswith("a\\")
+    )
     assert printable(f"a{letter}b") == ("a\nb" if letter == "\n" else one_line(f"a{letter}b"))
 
 
@@ -29,7 +31,15 @@ def test_usual_names_stay_as_they_are(name: str) -> None:
     assert is_plain(name) and one_line(name) == printable(name) == shortened(name) == name
 
 
-LINES = ["::error::x", "  ::add-mask::x", "\t::stop-commands::x", "\u00a0::set-env name=A::b", "::::", "a ##[error]x", "##[##["]
+LINES = [
+    "::error::x",
+    "  ::add-mask::x",
+    "\t::stop-commands::x",
+    ("\u00a0::set-env name=A::b"),
+    "::::",
+    "a ##[error]x",
+    "##[##[",
+]
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -24,14 +24,23 @@ def test_json_that_nests_too_deep_is_refused(opening, depth):
 
 @pytest.mark.parametrize("depth", [MOST_NESTED + 1, 500, 100_000])
 def test_toml_that_nests_too_deep_is_refused(depth):
-    for text in ("a = " + "[" * depth + "]" * depth, "a = " + "{ b = " * depth + "1" + " }" * depth, "a" + ".b" * depth + " = 1"):
+    for text in (
+        "a = " + "[" * depth + "]" * depth,
+        "a = " + "{ b = " * depth + "1" + " }" * depth,
+        "a" + ".b" * depth + " = 1",
+    ):
         with pytest.raises(FileError, match=r"x\.toml: lists or tables are nested deeper than 64"):
             parse_toml(text, "x.toml")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("9" * 5000, "4,300 digits"), ("NaN", "NaN is no number"), ("-Infinity", "no number"), ("{", "Expecting property name")],
+    [
+        ("9" * 5000, "4,300 digits"),
+        ("NaN", "NaN is no number"),
+        ("-Infinity", "no number"),
+        ("{", "Expecting property name"),
+    ],
 )
 def test_what_is_no_json_is_refused_with_the_reason(text, words):
     with pytest.raises(FileError, match=rf"^x: this is not JSON: .*{words}"):
@@ -57,7 +66,10 @@ def test_more_values_than_fit_are_refused_before_they_are_made():
 
 VALUES = st.recursive(
     st.booleans() | st.integers(-(2**60), 2**60) | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 

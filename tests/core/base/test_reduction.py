@@ -1,4 +1,5 @@
-"""The canonical trees against a recursive definition, and the promise that no cut and no order of arrival changes a sum's expression."""
+"""The canonical trees against a recursive definition, and the promise that no cut and no order of arrival
+changes a sum's expression."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SIZES = st.integers(1, 70)
 
 
 def expression(lo: int, hi: int):
-    """The sum over [lo, hi) as nested pairs, written down from the definition: the left child is the largest power of two below."""
+    """The sum over [lo, hi) as nested pairs, written down from the definition: the left child is the
+    largest power of two below."""
     if hi - lo == 1:
         return lo
     left = 1
@@ -43,7 +45,11 @@ def test_maximal_nodes_are_the_nodes_inside_whose_parents_are_not(num_leaves, da
     lo = data.draw(st.integers(0, num_leaves))
     hi = data.draw(st.integers(lo, num_leaves))
     inside = {node for node in all_nodes(0, num_leaves) if lo <= node[0] and node[1] <= hi}
-    maximal = {node for node in inside if not any(other != node and other[0] <= node[0] and node[1] <= other[1] for other in inside)}
+    maximal = {
+        node
+        for node in inside
+        if not any(other != node and other[0] <= node[0] and node[1] <= other[1] for other in inside)
+    }
     found = maximal_nodes(num_leaves, lo, hi)
     assert found == tuple(sorted(maximal))
     assert sum(last - first for first, last in found) == hi - lo

@@ -75,7 +75,8 @@ def run(arguments: list[str]) -> int:
 
 
 def too_long(text: str, width: int) -> list[str]:
-    """Lines that a terminal would break, those apart whose first word is longer than that: paths and addresses stay whole."""
+    """Lines that a terminal would break, those apart whose first word is longer than that: paths and
+    addresses stay whole."""
     return [line for line in text.splitlines() if len(line) > width and " " in line.strip()]
 
 
@@ -94,7 +95,9 @@ def test_no_line_is_longer_than_the_terminal_and_nothing_is_lost(words, monkeypa
         assert text.strip()
         assert width is None or too_long(text, width) == []
         values.append(set(re.findall(r"\d[\w.]*\w|\d", re.sub(r"\bin\s+[\d.]+ m?s\b", "", text))))
-    assert words.startswith("draw") or all(found == values[0] for found in values), "a narrower terminal shows other values"
+    assert words.startswith("draw") or all(found == values[0] for found in values), (
+        "a narrower terminal shows other values"
+    )
 
 
 @pytest.mark.parametrize("verb", sorted(QUESTIONS))
@@ -131,7 +134,15 @@ def test_a_terminal_is_asked_for_its_width(columns):
 
 def test_a_pipe_has_no_width_and_columns_counts_before_all(monkeypatch):
     assert width_of(StringIO()) is None
-    for told, width in (("80", 80), ("7", NARROWEST), ("0", None), ("-3", None), ("wide", None), ("9" * 5000, None), ("", None)):
+    for told, width in (
+        ("80", 80),
+        ("7", NARROWEST),
+        ("0", None),
+        ("-3", None),
+        ("wide", None),
+        ("9" * 5000, None),
+        ("", None),
+    ):
         monkeypatch.setenv("COLUMNS", told)
         assert width_of(StringIO()) == width, told
 
@@ -156,12 +167,17 @@ def test_a_table_wraps_sentences_and_then_stacks_columns():
 
 
 def test_a_ranking_says_once_what_all_have_in_common_where_it_is_too_wide():
-    header, rows = ("", "step", "schedule", "micro"), [("1", "8.011 s", "InterleavedZeroBubble", "4"), ("2", "8.1 s", "1F1B", "4")]
+    header, rows = (
+        ("", "step", "schedule", "micro"),
+        [("1", "8.011 s", "InterleavedZeroBubble", "4"), ("2", "8.1 s", "1F1B", "4")],
+    )
     assert ranking(header, rows, 44)[0].split() == ["step", "schedule", "micro"]
     narrower = ranking(header, rows, 40)
     assert narrower[0].split() == ["step", "schedule"] and narrower[-1] == "All of them: micro 4."
     assert max(map(len, ranking(header, rows, 34))) == 33, "columns closer together"
-    assert ranking(header, rows[:1], 40)[0].split() == ["step", "schedule", "micro"], "one alternative has nothing in common with others"
+    assert ranking(header, rows[:1], 40)[0].split() == ["step", "schedule", "micro"], (
+        "one alternative has nothing in common with others"
+    )
 
 
 def test_tables_of_the_validation_fit():
@@ -189,7 +205,9 @@ def test_a_file_is_the_same_from_every_terminal(monkeypatch, tmp_path, capsys):
 
 
 def test_a_line_of_training_fits(monkeypatch, capsys):
-    step = StepResult(step=98, loss=3.25, num_tokens=10**9, elapsed_s=0.5, grad_norm=1.5, skipped=True, loss_scale=2.0**16)
+    step = StepResult(
+        step=98, loss=3.25, num_tokens=10**9, elapsed_s=0.5, grad_norm=1.5, skipped=True, loss_scale=2.0**16
+    )
     print_step(100, step)
     (whole,) = capsys.readouterr().err.splitlines()
     monkeypatch.setenv("COLUMNS", "60")

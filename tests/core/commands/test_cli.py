@@ -51,8 +51,14 @@ def test_an_unknown_option_exits_2(capsys):
 
 def test_wrong_usage_is_told_in_a_sentence_with_the_closest_option(capsys):
     for arguments, words in (
-        (["plan", "--jsno"], "shardproof plan: unrecognized arguments: --jsno; did you mean '--json'? See `shardproof plan --help`.\n"),
-        (["fit", "--tp", "x"], "shardproof fit: argument --tp: 'x' is not a whole number of some digits. See `shardproof fit --help`.\n"),
+        (
+            ["plan", "--jsno"],
+            ("shardproof plan: unrecognized arguments: --jsno; did you mean '--json'? See `shardproof plan --help`.\n"),
+        ),
+        (
+            ["fit", "--tp", "x"],
+            ("shardproof fit: argument --tp: 'x' is not a whole number of some digits. See `shardproof fit --help`.\n"),
+        ),
         (["fit", "a.toml", "b.toml"], "shardproof fit: unrecognized arguments: b.toml. See `shardproof fit --help`.\n"),
     ):
         with pytest.raises(SystemExit) as caught:
@@ -78,7 +84,9 @@ def test_an_unknown_model_is_answered_by_the_closest_and_by_where_all_are_listed
 def test_a_search_says_that_it_takes_no_modules(capsys):
     assert main(["plan", str(ROOT / "examples/encoder_decoder.toml")]) == 2
     told = capsys.readouterr().err
-    assert "here [[modules]] have no meaning. They are taken by simulate, verify, draw and train." in told and told.count("modules") == 1
+    assert (
+        "here [[modules]] have no meaning. They are taken by simulate, verify, draw and train."
+    ) in told and told.count("modules") == 1
 
 
 def test_help_of_a_verb_has_an_example(capsys):
@@ -98,7 +106,10 @@ def test_presets_as_json_is_one_object(capsys):
     assert main(["presets", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"models", "clusters", "schedules", "profiles", "keys"}
-    assert (report["keys"]["layout.zero"]["legal"], report["keys"]["layout.zero"]["default"]) == ("int, at least 0, at most 3", 0)
+    assert (report["keys"]["layout.zero"]["legal"], report["keys"]["layout.zero"]["default"]) == (
+        ("int, at least 0, at most 3"),
+        0,
+    )
     assert report["models"]["gpt2"]["num_parameters"] == 124_439_808
     assert report["clusters"]["dgx-h100"]["peak_flops_per_s"]["bf16"] == 989.4e12
 
@@ -112,7 +123,9 @@ def test_all_keys_of_a_plan_file_are_listed(capsys):
     assert main(["presets", "keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [key.dotted for key in KEYS]
-    assert any("precision.dtype" in line and "fp32 | bf16 | fp16 | fp8" in line and "default bf16" in line for line in lines)
+    assert any(
+        "precision.dtype" in line and "fp32 | bf16 | fp16 | fp8" in line and "default bf16" in line for line in lines
+    )
 
 
 def test_an_unknown_preset_exits_2_and_offers_the_closest(capsys):
@@ -145,7 +158,9 @@ def failing_command(monkeypatch, error) -> None:
     def run(args):
         raise error
 
-    monkeypatch.setattr("shardproof.core.commands.cli.command", lambda name: Command(name, "", lambda parser: None, run))
+    monkeypatch.setattr(
+        "shardproof.core.commands.cli.command", lambda name: Command(name, "", lambda parser: None, run)
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +168,11 @@ def failing_command(monkeypatch, error) -> None:
     [
         (KeyError(0), 3, "KeyError: 0, in run (test_cli.py:"),
         (AssertionError(), 3, "AssertionError without a message, in run (test_cli.py:"),
-        (RankDefect("rank 1 failed: KeyError: 0", 1), 3, "rank 1 failed: KeyError: 0. This is a defect of shardproof: please report"),
+        (
+            RankDefect("rank 1 failed: KeyError: 0", 1),
+            3,
+            ("rank 1 failed: KeyError: 0. This is a defect of shardproof: please report"),
+        ),
         (RankFailure("rank 1 was killed by SIGKILL", 1), 2, "rank 1 was killed by SIGKILL\n"),
         (OSError(28, "No space left on device"), 2, "No space left on device.\n"),
         (MemoryError("8 GiB"), 2, "this machine has not enough memory for that: 8 GiB.\n"),
@@ -161,7 +180,9 @@ def failing_command(monkeypatch, error) -> None:
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Exception) else "",
 )
-def test_a_defect_of_ours_exits_3_and_what_users_and_machines_cause_2_with_one_message(monkeypatch, capsys, error, code, words):
+def test_a_defect_of_ours_exits_3_and_what_users_and_machines_cause_2_with_one_message(
+    monkeypatch, capsys, error, code, words
+):
     failing_command(monkeypatch, error)
     assert main(["presets"]) == code
     captured = capsys.readouterr()

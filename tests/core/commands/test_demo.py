@@ -28,7 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quick_demo_leaves_a_report_and_every_file_that_it_links(folder: Path) -> None:
     text = (folder / "report.md").read_text()
     names = {part.split(")")[0] for part in text.split("](")[1:]}
-    assert {"llama70b_512.svg", "llama70b_512.png", "predicted_and_measured.svg", "predicted_and_measured.png", *PLANS.values()} <= names
+    assert {
+        "llama70b_512.svg",
+        "llama70b_512.png",
+        "predicted_and_measured.svg",
+        "predicted_and_measured.png",
+        *PLANS.values(),
+    } <= names
     assert all((folder / name).stat().st_size > 0 for name in names)
     assert not [path for path in folder.iterdir() if path.name.startswith(".")], "no temporary file is left"
 
@@ -38,7 +44,10 @@ def test_quick_demo_proves_0_different_bits_and_learns(folder: Path) -> None:
     assert report["ok"] and report["proof"]["bits_different"] == 0 and report["proof"]["world_size"] == 8
     training = report["training"]
     assert training["world_size"] == 4 and training["losses"][0] > 5
-    assert sum(training["losses"][-10:]) / 10 < 3.3 and training["validation_losses"][-1] < training["validation_losses"][0] - 1.5
+    assert (
+        sum(training["losses"][-10:]) / 10 < 3.3
+        and training["validation_losses"][-1] < training["validation_losses"][0] - 1.5
+    )
     assert report["simulation"]["num_devices"] == 512 and 0.3 < report["simulation"]["mfu"] < 0.6
     assert report["comparison"]["same_order"]
 
@@ -47,7 +56,9 @@ def test_quick_demo_proves_0_different_bits_and_learns(folder: Path) -> None:
 def test_every_example_plan_is_read_and_its_schedule_is_right(path: Path) -> None:
     plan = Plan.from_toml(path.read_text(), path.name)
     assert Plan.from_toml(plan.to_toml()) == plan
-    assert prove_modules(plan).findings == () if isinstance(plan, ModularPlan) else check(lower(schedule_for(plan))) == []
+    assert (
+        prove_modules(plan).findings == () if isinstance(plan, ModularPlan) else check(lower(schedule_for(plan))) == []
+    )
 
 
 def test_the_first_step_the_eighths_and_validations_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +73,9 @@ def test_the_first_step_the_eighths_and_validations_are_printed(capsys: pytest.C
     assert lines[2].endswith("validation 3.000")
 
 
-def test_a_folder_that_is_a_file_is_refused_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_a_file_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "taken").write_text("")
     assert main(["demo", "-o", str(tmp_path / "taken")]) == 2
     assert "taken" in capsys.readouterr().err
@@ -74,4 +87,6 @@ def test_without_torch_it_says_so_before_anything_runs(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo", "-o", str(tmp_path / "demo")]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "`pip install 'shardproof[train]'`" in captured.err and not (tmp_path / "demo").exists()
+    assert (
+        captured.out == "" and "`pip install 'shardproof[train]'`" in captured.err and not (tmp_path / "demo").exists()
+    )

@@ -10,7 +10,9 @@ import shardproof.core
 
 ROOM = Path(shardproof.core.__file__).parent
 MODULES = sorted(
-    ".".join(path.relative_to(ROOM).with_suffix("").parts) for path in ROOM.rglob("*.py") if ">>> " in path.read_text(encoding="utf-8")
+    ".".join(path.relative_to(ROOM).with_suffix("").parts)
+    for path in ROOM.rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
 )
 
 

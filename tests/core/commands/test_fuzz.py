@@ -1,6 +1,7 @@
 """Damaged files of every kind, and damaged `--set`: each ends with exit code 0, 1 or 2 and short sentences.
 
-At length, in processes with limits on time and memory: `python benchmarks/fuzz.py`. What failed once is in `tests/data/fuzz`.
+At length, in processes with limits on time and memory: `python benchmarks/fuzz.py`. What failed
+once is in `tests/data/fuzz`.
 """
 
 from __future__ import annotations
@@ -54,23 +55,34 @@ def test_what_failed_once_ends_with_exit_code_2_and_one_sentence(file, tmp_path)
     outcome = fuzz.run_here(given, tmp_path)
     assert outcome.code == 2 and not list(outcome.complaints(given)), (outcome.code, outcome.error)
     sentences = outcome.error.splitlines()  # what a cell of a schedule is has a line of its own
-    assert len(sentences) <= 1 + ("Write <stage>" in outcome.error) and len(outcome.error) <= fuzz.LONGEST_LINE + 50, outcome.error
+    assert len(sentences) <= 1 + ("Write <stage>" in outcome.error) and len(outcome.error) <= fuzz.LONGEST_LINE + 50, (
+        outcome.error
+    )
 
 
 LARGE = {
     "nested JSON": ("simulate --model config.json", {"config.json": b'{"a":' * 100_000}),
     "nested TOML": ("fit plan.toml", {"plan.toml": b"[model]\nname = " + b"[" * 100_000}),
-    "nested tables": ("verify s.csv --facts f.toml", {"s.csv": inputs.CSV, "f.toml": b"[buffers]\noutputs = " + b"{a=" * 2000}),
+    "nested tables": (
+        "verify s.csv --facts f.toml",
+        {"s.csv": inputs.CSV, "f.toml": b"[buffers]\noutputs = " + b"{a=" * 2000},
+    ),
     "long integer": ("fit --model tiny-gpt --set layout.tp=" + "9" * 5000, {}),
     "bomb": ("draw t.timeline.json.gz", {"t.timeline.json.gz": inputs.bomb(gibibytes=1)}),
-    "unknown keys": ("fit plan.toml", {"plan.toml": b"[layout]\n" + b"".join(b"key_%d = 1\n" % i for i in range(100_000))}),
+    "unknown keys": (
+        "fit plan.toml",
+        {"plan.toml": b"[layout]\n" + b"".join(b"key_%d = 1\n" % i for i in range(100_000))},
+    ),
     "sections": ("fit plan.toml", {"plan.toml": b"".join(b"[sec_%d]\n" % i for i in range(50_000))}),
     "modules": ("verify plan.toml", {"plan.toml": b"".join(b'[[modules]]\nname = "%d"\n' % i for i in range(50_000))}),
     "pipe": ("fit plan.toml", {"plan.toml": "fifo"}),
     "device": ("draw s.csv", {"s.csv": "device"}),
     "loop": ("simulate --model config.json", {"config.json": "loop"}),
     "folder": ("draw t.timeline.json", {"t.timeline.json": "folder"}),
-    "a rank too many": ("verify a --against a", {"a/rank-0.jsonl": b'{"format": 3, "rank": 0, "world_size": 1000000000}\n'}),
+    "a rank too many": (
+        "verify a --against a",
+        {"a/rank-0.jsonl": (b'{"format": 3, "rank": 0, "world_size": 1000000000}\n')},
+    ),
 }
 
 
@@ -103,7 +115,10 @@ def outcome_of(code: int = 2, error: str = "", output: str = "", seconds: float 
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
-        (outcome_of(3, "shardproof fit: KeyError: 'a', in read (tree.py:42: b[a])."), "exit code 3: KeyError in read (tree.py:42)"),
+        (
+            outcome_of(3, "shardproof fit: KeyError: 'a', in read (tree.py:42: b[a])."),
+            ("exit code 3: KeyError in read (tree.py:42)"),
+        ),
         (outcome_of(70, "Traceback (most recent call last):\nKeyError: 5"), "uncaught: KeyError: N at no place"),
         (outcome_of(-11), "signal 11"),
         (outcome_of(-9), "more than 10 s"),

@@ -47,7 +47,11 @@ def parsed(line: str) -> tuple[str, dict[str, str], str]:
             value = value.replace(code, letter)
         return value
 
-    return level, {name: plain(value) for name, _, value in (each.partition("=") for each in properties.split(","))}, plain(text)
+    return (
+        level,
+        {name: plain(value) for name, _, value in (each.partition("=") for each in properties.split(","))},
+        plain(text),
+    )
 
 
 def test_any_text_comes_back_from_one_line() -> None:
@@ -97,7 +101,12 @@ def test_fit_and_bad_input_name_the_lines_of_the_plan(
     assert main(["fit", "plan.toml", "--format", "github"]) == 1
     *text, line = capsys.readouterr().out.splitlines()
     level, properties, message = parsed(line)
-    assert (level, properties["file"], properties["line"], properties["title"]) == ("error", "plan.toml", "6", "shardproof: out-of-memory")
+    assert (level, properties["file"], properties["line"], properties["title"]) == (
+        "error",
+        "plan.toml",
+        "6",
+        "shardproof: out-of-memory",
+    )
     assert "GiB" in message and any("does not fit" in each for each in text)
     Path("plan.toml").write_text(PLAN.replace("pp = 8", "pp = 7"))
     assert main(["fit", "plan.toml", "--format", "github"]) == 2

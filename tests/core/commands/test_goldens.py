@@ -1,6 +1,7 @@
 """What every verb prints today: `--help` at 80 columns, and `--json`. Moving or renaming code changes neither.
 
-`python -m pytest tests/core/commands/test_goldens.py --write-goldens` writes them anew; look at the difference before you commit it.
+`python -m pytest tests/core/commands/test_goldens.py --write-goldens` writes them anew; look at the
+difference before you commit it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,19 @@ JSON: dict[str, list[str]] = {
     "simulate-sensitivity": ["simulate", TINY, "--set", "cluster.preset=dgx-h100", "--sensitivity"],
     "fit": ["fit", "examples/llama70b_512.toml"],
     "fit-not": ["fit", "--model", "llama3-70b", "--cluster", "dgx-h100", "--devices", "8"],
-    "plan": ["plan", "--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--global-batch", "16", "--sequence", "4096"],
+    "plan": [
+        "plan",
+        "--model",
+        "llama3-8b",
+        "--cluster",
+        "dgx-h100",
+        "--devices",
+        "8",
+        "--global-batch",
+        "16",
+        "--sequence",
+        "4096",
+    ],
     "draw": ["draw", TINY, "--set", "cluster.preset=dgx-h100"],
     "verify": ["verify", "examples/llama70b_512.toml"],
     "verify-list": ["verify", "--list"],
@@ -66,7 +79,9 @@ def compared(path: Path, text: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.usefixtures("at_the_root")
 @pytest.mark.parametrize("verb", ["", *QUESTIONS])
-def test_help_is_that_of_the_golden(verb: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
+def test_help_is_that_of_the_golden(
+    verb: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     try:
         assert main([verb, "--help"] if verb else ["--help"]) == 0
     except SystemExit as ended:
@@ -76,7 +91,9 @@ def test_help_is_that_of_the_golden(verb: str, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.usefixtures("at_the_root")
 @pytest.mark.parametrize("name", JSON)
-def test_json_is_that_of_the_golden(name: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
+def test_json_is_that_of_the_golden(
+    name: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     code = main([*JSON[name], "--json"])
     found = without_measured(json.loads(capsys.readouterr().out), rounded=name in RUNS)
     compared(GOLDEN / f"{name}.json", json.dumps({"exit_code": code, "json": found}, indent=1) + "\n", request)

@@ -61,7 +61,9 @@ def plan_file(tmp_path):
 
 
 def test_the_option_only_search_of_the_interface():
-    space = read_search_space(parse("--model llama3-70b --cluster dgx-h100 --devices 512 --global-batch 1024 --sequence 8192"))
+    space = read_search_space(
+        parse("--model llama3-70b --cluster dgx-h100 --devices 512 --global-batch 1024 --sequence 8192")
+    )
     assert space.model == model_preset("llama3-70b")
     assert space.cluster == cluster_preset("dgx-h100", 512)
     assert space.batch == Batch(1024, 1, 8192)
@@ -106,7 +108,11 @@ def test_a_file_alone_is_read_as_it_is(plan_file):
 
 
 def test_options_override_the_file_and_dp_follows_a_new_tp(plan_file):
-    plan = read_plan(parse(f"{plan_file} --tp 4 --devices 16 --dtype bf16 --set optimizer.clip_grad_norm=0.5 --set train.data=text.txt"))
+    plan = read_plan(
+        parse(
+            f"{plan_file} --tp 4 --devices 16 --dtype bf16 --set optimizer.clip_grad_norm=0.5 --set train.data=text.txt"
+        )
+    )
     assert plan.layout == Layout(tp=4, pp=2, dp=2)
     assert (plan.precision.dtype, plan.optimizer.clip_grad_norm, plan.train.data) == ("bf16", 0.5, "text.txt")
     assert plan.batch == Batch(8, 2, 32)
@@ -155,7 +161,9 @@ def test_set_wants_section_key_and_value(assignment):
 
 
 def test_degrees_on_the_command_line_are_pinned_in_a_search(plan_file):
-    space = read_search_space(parse(f"{plan_file} --devices 16 --tp 4 --micro-batch 1 --recompute full --set layout.zero=1"))
+    space = read_search_space(
+        parse(f"{plan_file} --devices 16 --tp 4 --micro-batch 1 --recompute full --set layout.zero=1")
+    )
     assert space.pinned == {"layout.tp": 4, "layout.zero": 1, "batch.micro": 1, "recompute.mode": "full"}
     assert space.batch == Batch(8, 1, 32)
     assert space.precision.dtype == "fp32"
@@ -163,14 +171,21 @@ def test_degrees_on_the_command_line_are_pinned_in_a_search(plan_file):
 
 def test_the_devices_of_a_search_may_come_from_a_cluster_file(tmp_path):
     (tmp_path / "mine.toml").write_text('[cluster]\npreset = "dgx-h100"\nnum_devices = 32\n')
-    assert read_search_space(parse(f"--model llama3-8b --cluster {tmp_path}/mine.toml --global-batch 64")).cluster.num_devices == 32
+    assert (
+        read_search_space(
+            parse(f"--model llama3-8b --cluster {tmp_path}/mine.toml --global-batch 64")
+        ).cluster.num_devices
+        == 32
+    )
 
 
 def test_a_search_reports_all_that_is_missing_or_wrong_with_pinned_values():
     with pytest.raises(PlanError) as caught:
         read_search_space(parse("--model tiny-gpt --zero 7"))
     problems = "\n".join(caught.value.problems)
-    assert "Give --devices" in problems and "zero = 7 must be at most 3" in problems and "Give --global-batch" in problems
+    assert (
+        "Give --devices" in problems and "zero = 7 must be at most 3" in problems and "Give --global-batch" in problems
+    )
     assert len(caught.value.problems) == 3
 
 
@@ -243,7 +258,10 @@ def test_an_empty_cluster_file_of_an_option_is_refused_with_all_other_problems(t
 
 
 def test_experts_context_and_the_software_stack_can_be_chosen_by_options():
-    line = "--model mixtral-8x7b --cluster dgx-h100 --devices 32 --tp 2 --cp 2 --pp 2 --ep 4 --etp 1 --sequence-parallel --zero 1"
+    line = (
+        "--model mixtral-8x7b --cluster dgx-h100 --devices 32 --tp 2 --cp 2 --pp 2 --ep 4 --etp 1 "
+        "--sequence-parallel --zero 1"
+    )
     plan = read_plan(parse(f"{line} --profile megatron-te --set data_parallel.overlap_grad_reduce=false"))
     assert plan.layout == Layout(tp=2, cp=2, pp=2, dp=4, ep=4, etp=1, sequence_parallel=True, zero=1)
     assert (plan.runtime.profile, plan.data_parallel.overlap_grad_reduce) == ("megatron-te", False)

@@ -11,7 +11,9 @@ import pytest
 import shardproof
 
 ROOT = Path(shardproof.__file__).parent
-pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="an installed package has no pyproject.toml")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "pyproject.toml").exists(), reason=("an installed package has no pyproject.toml")
+)
 
 
 def project() -> dict:
@@ -20,7 +22,10 @@ def project() -> dict:
 
 def test_the_license_is_apache_2_in_full_and_no_classifier_says_it_again():
     text, said = (ROOT / "LICENSE").read_text(), project()["project"]
-    assert "Apache License\n                           Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+    assert (
+        "Apache License\n                           Version 2.0, January 2004" in text
+        and ("END OF TERMS AND CONDITIONS") in text
+    )
     assert "Copyright 2026 the shardproof authors" in text and "[yyyy]" not in text
     assert said["license"] == "Apache-2.0" and said["license-files"] == ["LICENSE"]
     assert not [each for each in said["classifiers"] if each.startswith("License ::")]

@@ -1,4 +1,5 @@
-"""Chunks of sequences: zig-zag over context-parallel ranks, balanced under a causal mask, whole tree nodes wherever they are cut."""
+"""Chunks of sequences: zig-zag over context-parallel ranks, balanced under a causal mask, whole tree nodes
+wherever they are cut."""
 
 from __future__ import annotations
 

@@ -87,7 +87,10 @@ def test_every_order_of_three_axes_numbers_ranks_by_its_strides(order):
     for tp in range(3):
         for dp in range(2):
             for pp in range(5):
-                assert layout.global_rank(tp=tp, dp=dp, pp=pp) == tp * strides["tp"] + dp * strides["dp"] + pp * strides["pp"]
+                assert (
+                    layout.global_rank(tp=tp, dp=dp, pp=pp)
+                    == tp * strides["tp"] + dp * strides["dp"] + pp * strides["pp"]
+                )
 
 
 def test_groups_of_several_axes_do_not_depend_on_the_order_they_are_named_in():
@@ -95,13 +98,19 @@ def test_groups_of_several_axes_do_not_depend_on_the_order_they_are_named_in():
     assert layout.groups("dp-cp") == layout.groups("cp-dp")
 
 
-@pytest.mark.parametrize("fact", facts("rank_groups"), ids=lambda fact: f"{fact['input']['order']}:{fact['input']['token']}")
+@pytest.mark.parametrize(
+    "fact", facts("rank_groups"), ids=lambda fact: f"{fact['input']['order']}:{fact['input']['token']}"
+)
 def test_megatron_rank_groups(fact):
     given_ = fact["input"]
-    assert rank_groups(given_["order"], given_["sizes"], given_["token"], given_.get("rank_offset", 0)) == fact["expected"]
+    assert (
+        rank_groups(given_["order"], given_["sizes"], given_["token"], given_.get("rank_offset", 0)) == fact["expected"]
+    )
 
 
-@pytest.mark.parametrize("fact", facts("rank_groups_expert"), ids=lambda fact: f"{fact['input']['order']}:{fact['input']['token']}")
+@pytest.mark.parametrize(
+    "fact", facts("rank_groups_expert"), ids=lambda fact: f"{fact['input']['order']}:{fact['input']['token']}"
+)
 def test_megatron_expert_groups(fact):
     given_, sizes = fact["input"], fact["input"]["sizes"]
     assert rank_groups(given_["order"], sizes, given_["token"]) == fact["expected"]
@@ -133,7 +142,9 @@ def test_rank_groups_follow_the_closed_form_for_35_published_tuples(numbers):
     starts = range(0, world, stage)
     assert layout.groups("tp") == [list(range(i, i + tp)) for i in range(0, world, tp)]
     assert layout.groups("pp") == [list(range(i, world, stage)) for i in range(stage)]
-    assert layout.groups("cp") == [list(range(b + i, b + tp * cp, tp)) for b in range(0, world, tp * cp) for i in range(tp)]
+    assert layout.groups("cp") == [
+        list(range(b + i, b + tp * cp, tp)) for b in range(0, world, tp * cp) for i in range(tp)
+    ]
     assert layout.groups("dp") == [list(range(s + i, s + stage, tp * cp)) for s in starts for i in range(tp * cp)]
     assert layout.groups("dp-cp") == [list(range(s + i, s + stage, tp)) for s in starts for i in range(tp)]
     assert layout.groups("tp-dp-cp") == [list(range(s, s + stage)) for s in starts]
@@ -151,8 +162,12 @@ def test_expert_groups_follow_the_closed_form_for_35_published_tuples(numbers):
     layout = Layout(tp=tp, cp=cp, dp=world // (tp * pp * cp), pp=pp, ep=ep, order="tp-cp-ep-dp-pp")
     stage = world // pp
     assert layout.expert_dp == stage // (tp * ep)
-    assert layout.expert_groups("ep") == [list(range(b + i, b + tp * ep, tp)) for b in range(0, world, tp * ep) for i in range(tp)]
-    assert layout.expert_groups("dp") == [list(range(s + i, s + stage, tp * ep)) for s in range(0, world, stage) for i in range(tp * ep)]
+    assert layout.expert_groups("ep") == [
+        list(range(b + i, b + tp * ep, tp)) for b in range(0, world, tp * ep) for i in range(tp)
+    ]
+    assert layout.expert_groups("dp") == [
+        list(range(s + i, s + stage, tp * ep)) for s in range(0, world, stage) for i in range(tp * ep)
+    ]
 
 
 def test_pipeline_neighbours_of_8_ranks_with_tp2_pp4_are_2_ranks_away():

@@ -23,7 +23,9 @@ def model_of(kv_heads: int, vocab: int = 256, ffn: int = 192) -> ModelSpec:
     return ModelSpec("shape", 2, 64, ffn, kv_heads, kv_heads, 8, vocab, 128)
 
 
-@pytest.mark.parametrize("fact", [fact for fact in FACTS if fact["area"] == "vocab_ranges"], ids=lambda fact: str(fact["input"]))
+@pytest.mark.parametrize(
+    "fact", [fact for fact in FACTS if fact["area"] == "vocab_ranges"], ids=lambda fact: str(fact["input"])
+)
 def test_vocabulary_of_1600_over_tp8_gives_200_rows_to_each_rank(fact):
     assert fact["expected"] == ["200r", "200(r+1)"]
     tp = fact["input"]["tp"]
@@ -37,7 +39,8 @@ def test_owned_items_partition_all_items_on_block_boundaries(num_items, block, t
     intervals = [leaves.owned_items(tp, rank) for rank in range(tp)]
     assert intervals[0][0] == 0 and intervals[-1][1] == num_items
     assert all(a[1] == b[0] for a, b in pairwise(intervals))
-    assert all((lo % block == 0 and lo < hi) or lo == hi for lo, hi in intervals)  # fewer leaves than ranks leave some without
+    # fewer leaves than ranks leave some without
+    assert all((lo % block == 0 and lo < hi) or lo == hi for lo, hi in intervals)
 
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
@@ -82,7 +85,9 @@ def test_fast_numerics_admit_a_tensor_parallel_degree_above_8_that_exact_ones_re
     model, layout = model_of(kv_heads=32, vocab=1600, ffn=256), Layout(tp=16)
     fast = leaf_sizes(model, 64, max_degree=degree_to_admit("fast", layout))
     fast.check(16)
-    assert [fast.ffn.owned_items(16, rank) for rank in range(16)] == [(16 * rank, 16 * (rank + 1)) for rank in range(16)]
+    assert [fast.ffn.owned_items(16, rank) for rank in range(16)] == [
+        (16 * rank, 16 * (rank + 1)) for rank in range(16)
+    ]
     with pytest.raises(LayoutError, match="there are only 8 leaves"):
         leaf_sizes(model, 64, max_degree=degree_to_admit("exact", layout)).check(16)
 
@@ -93,8 +98,12 @@ def test_fast_and_exact_numerics_have_the_same_leaves_up_to_tp8():
 
 
 def test_the_width_of_an_expert_is_cut_whatever_the_heads_are():
-    model = replace(model_of(kv_heads=3), num_experts=4, experts_per_token=1, expert_ffn_hidden_size=64, num_shared_experts=3)
+    model = replace(
+        model_of(kv_heads=3), num_experts=4, experts_per_token=1, expert_ffn_hidden_size=64, num_shared_experts=3
+    )
     sizes = leaf_sizes(model, 64)
-    assert [sizes.feature("expert_ffn").owned_items(8, rank) for rank in range(8)] == [(8 * rank, 8 * (rank + 1)) for rank in range(8)]
+    assert [sizes.feature("expert_ffn").owned_items(8, rank) for rank in range(8)] == [
+        (8 * rank, 8 * (rank + 1)) for rank in range(8)
+    ]
     assert sizes.feature("shared_ffn") == Leaves(192, 64)
     assert leaf_sizes(model_of(kv_heads=3), 64).expert_ffn is None

@@ -13,7 +13,9 @@ from shardproof.core.layout.microbatches import constant_microbatches
 FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 
 
-@pytest.mark.parametrize("fact", [fact for fact in FACTS if fact["area"] == "microbatches_constant"], ids=lambda fact: str(fact["input"]))
+@pytest.mark.parametrize(
+    "fact", [fact for fact in FACTS if fact["area"] == "microbatches_constant"], ids=lambda fact: str(fact["input"])
+)
 def test_megatron_constant_microbatches(fact):
     numbers = fact["input"]
     arguments = (numbers["global_batch"], numbers["micro_batch"], numbers["dp"])
@@ -30,7 +32,12 @@ def test_megatron_constant_microbatches(fact):
 def test_the_running_batch_is_the_largest_multiple_that_fits(global_size, micro_size, dp):
     if global_size >= micro_size * dp:
         result = constant_microbatches(global_size, micro_size, dp, decrease_if_needed=True)
-        assert result.running_global == result.num_microbatches * micro_size * dp <= global_size < result.running_global + micro_size * dp
+        assert (
+            result.running_global
+            == result.num_microbatches * micro_size * dp
+            <= global_size
+            < result.running_global + micro_size * dp
+        )
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_two_that_do():

@@ -17,7 +17,9 @@ FACTS = json.loads((DATA / "layout_facts.json").read_text())["facts"]
 def test_megatron_16_layers_over_pp4_vpp2_interleave():
     (fact,) = [fact for fact in FACTS if fact["area"] == "stage_layout"]
     stages = assign_layers(fact["input"]["layers"], Layout(pp=fact["input"]["pp"], vpp=fact["input"]["vpp"]))
-    by_rank = {str(rank): [[layer + 1 for layer in stages[stage].layers] for stage in (rank, rank + 4)] for rank in range(4)}
+    by_rank = {
+        str(rank): [[layer + 1 for layer in stages[stage].layers] for stage in (rank, rank + 4)] for rank in range(4)
+    }
     assert by_rank == fact["expected"]
 
 

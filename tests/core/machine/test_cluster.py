@@ -38,21 +38,34 @@ def test_the_graph_has_levels_not_devices():
 def test_this_host_shares_its_memory_and_cores_among_its_ranks():
     one, many = cluster_preset("this-host", 1), cluster_preset("this-host", 64)
     assert many.device_memory_bytes == one.device_memory_bytes / 64
-    assert many.peak_flops_per_s["fp32"] == pytest.approx(one.peak_flops_per_s["fp32"] * min(1, (os.cpu_count() or 1) / 64))
+    assert many.peak_flops_per_s["fp32"] == pytest.approx(
+        one.peak_flops_per_s["fp32"] * min(1, (os.cpu_count() or 1) / 64)
+    )
     assert many.num_nodes == 1
 
 
 def test_every_problem_of_a_cluster_is_reported_together():
     with pytest.raises(ClusterError) as caught:
         dataclasses.replace(
-            cluster_preset("dgx-h100", 8), devices_per_node=0, link_efficiency=1.5, network_latency_s=-1.0, peak_flops_per_s={"bf61": 1.0}
+            cluster_preset("dgx-h100", 8),
+            devices_per_node=0,
+            link_efficiency=1.5,
+            network_latency_s=-1.0,
+            peak_flops_per_s={"bf61": 1.0},
         )
     assert len(caught.value.problems) == 4
 
 
 @pytest.mark.parametrize(
     ("headroom", "num_bytes"),
-    [("0", 0), ("8%", 0.08 * 79.11 * 2**30), ("0.5%", 0.005 * 79.11 * 2**30), ("4GiB", 2**32), ("500 MB", 5e8), ("4e9", 4e9)],
+    [
+        ("0", 0),
+        ("8%", 0.08 * 79.11 * 2**30),
+        ("0.5%", 0.005 * 79.11 * 2**30),
+        ("4GiB", 2**32),
+        ("500 MB", 5e8),
+        ("4e9", 4e9),
+    ],
 )
 def test_headroom_is_a_share_of_the_device_or_bytes(headroom, num_bytes):
     cluster = dataclasses.replace(cluster_preset("dgx-h100", 8), headroom=headroom)
@@ -100,13 +113,20 @@ def test_a_preset_repeats_its_data_sheet_and_what_its_runtime_reports(
 ):
     cluster = cluster_preset(name, 72)
     assert cluster.peak_flops_per_s.get("bf16") == bf16_flops_per_s
-    assert (cluster.device_memory_bytes, cluster.device_memory_bytes_per_s) == (round(memory_gib * 2**30), memory_bytes_per_s)
+    assert (cluster.device_memory_bytes, cluster.device_memory_bytes_per_s) == (
+        round(memory_gib * 2**30),
+        memory_bytes_per_s,
+    )
     source = cluster.sources["device_memory_bytes"]
-    assert (source.startswith("reported: ") and "2026-11-23" in source) or (name == "h800-pod" and source.startswith("derived: "))
+    assert (source.startswith("reported: ") and "2026-11-23" in source) or (
+        name == "h800-pod" and source.startswith("derived: ")
+    )
     assert (cluster.node_link_bytes_per_s, cluster.node_network_bytes_per_s) == (link_bytes_per_s, network_bytes_per_s)
 
 
-@pytest.mark.parametrize(("devices", "per_rack"), [(8, 72), (72, 72), (128, 64), (144, 72), (256, 64), (512, 64), (100, 50)])
+@pytest.mark.parametrize(
+    ("devices", "per_rack"), [(8, 72), (72, 72), (128, 64), (144, 72), (256, 64), (512, 64), (100, 50)]
+)
 def test_jobs_over_several_racks_use_an_equal_part_of_each(devices, per_rack):
     cluster = cluster_preset("gb200-nvl72", devices)
     assert cluster.devices_per_node == per_rack
@@ -134,7 +154,8 @@ def test_shares_by_dtype_and_curves_are_checked_with_everything_else():
 
 def test_a_cluster_file_brings_measured_curves_and_a_plan_keeps_them(tmp_path):
     (tmp_path / "mine.toml").write_text(
-        '[cluster]\npreset = "this-host"\nmemory_curve = { "1e4" = 2e10, "1e8" = 8e9 }\nsources = { memory_curve = "measured: here" }\n'
+        '[cluster]\npreset = "this-host"\nmemory_curve = { "1e4" = 2e10, "1e8" = 8e9 }\nsources = { memory_curve = '
+        '"measured: here" }\n'
         '[cluster.product_curve]\n"1e6" = 4e10\n"1e9" = 9e10\n',
         encoding="utf-8",
     )

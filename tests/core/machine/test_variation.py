@@ -78,7 +78,9 @@ def test_only_what_is_said_counts():
 
 
 def plan_with(**fields) -> Plan:
-    return product_plan(model="llama3-8b", cluster=CLUSTER, samples=32, sequence=1024, variation=Variation(**fields), tp=4, pp=2, dp=4)
+    return product_plan(
+        model="llama3-8b", cluster=CLUSTER, samples=32, sequence=1024, variation=Variation(**fields), tp=4, pp=2, dp=4
+    )
 
 
 def test_a_plan_with_variation_round_trips():
@@ -100,7 +102,10 @@ def test_a_plan_with_variation_round_trips():
 def test_the_example_of_the_documentation_is_a_plan():
     text = (Path(shardproof.__file__).parent / "docs" / "what_if.md").read_text(encoding="utf-8")
     example = re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1]
-    base = '[model]\npreset = "mixtral-8x7b"\n[cluster]\npreset = "dgx-h100"\nnum_devices = 128\n[layout]\nep = 8\n[batch]\n'
+    base = (
+        '[model]\npreset = "mixtral-8x7b"\n[cluster]\npreset = "dgx-h100"\nnum_devices = 128\n[layout]\nep = '
+        "8\n[batch]\n"
+    )
     variation = Plan.from_toml(f"{base}global = 128\nsequence = 4096\n{example}").variation
     assert variation.has_differences and variation.is_random and variation.device_mtbf_s == 1.8e8
 
@@ -112,7 +117,10 @@ def test_the_example_of_the_documentation_is_a_plan():
         ({"slow_links": {"card-0-0": 1.5}}, "the share of its rate that is left: above 0, at most 1"),
         ({"failed_links": "device-3"}, "cuts a device off. Use slow_links={device-3 = 0.05}"),
         ({"failed_links": ", ".join(f"card-2-{card}" for card in range(8))}, "leaves none of the 8 cards of 2"),
-        ({"device_classes": {"dgx-h200": "node-1", "dgx-a100-40g": "device-9"}}, "device-9 is of class dgx-h200 already"),
+        (
+            {"device_classes": {"dgx-h200": "node-1", "dgx-a100-40g": "device-9"}},
+            ("device-9 is of class dgx-h200 already"),
+        ),
         ({"expert_capacity": 1.25}, "is about experts, but model llama3-8b has none"),
         ({"device_mtbf_s": 1e6}, "checkpoints that cost nothing have no best interval"),
     ],

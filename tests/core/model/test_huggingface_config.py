@@ -24,7 +24,9 @@ def test_the_config_of_a_preset_reads_as_the_preset(name):
 
 @pytest.mark.parametrize("name", OF_NO_FAMILY)
 def test_a_model_of_no_family_is_refused_with_what_the_closest_lacks(name):
-    with pytest.raises(ModelError, match=rf"model {name} is of no family .*; the closest is (llama|mixtral), but for \w+="):
+    with pytest.raises(
+        ModelError, match=rf"model {name} is of no family .*; the closest is (llama|mixtral), but for \w+="
+    ):
         config_of(model_preset(name), "bf16")
 
 
@@ -35,9 +37,21 @@ def test_a_model_of_no_family_is_refused_with_what_the_closest_lacks(name):
         ({"qkv_bias": True, "tied_embeddings": True}, "qwen2"),
         ({"qk_norm": True}, "qwen3"),
         ({"num_experts": 4, "experts_per_token": 2}, "mixtral"),
-        ({"qk_norm": True, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 12, "first_dense_layers": 1}, "qwen3_moe"),
+        (
+            {
+                "qk_norm": True,
+                "num_experts": 4,
+                "experts_per_token": 2,
+                "expert_ffn_hidden_size": 12,
+                "first_dense_layers": 1,
+            },
+            "qwen3_moe",
+        ),
         ({"rope_scaling": "linear", "rope_factor": 2.0}, "llama"),
-        ({"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_positions": 32, "rope_low_freq_factor": 2.0}, "llama"),
+        (
+            {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_positions": 32, "rope_low_freq_factor": 2.0},
+            "llama",
+        ),
         ({"rope_scaling": "yarn", "rope_factor": 4.0, "rope_beta_fast": 16.0, "qk_norm": True}, "qwen3"),
         ({"head_dim": 16}, "llama"),
         ({"sliding_window": 16}, "mistral"),

@@ -67,12 +67,15 @@ def test_total_and_active_parameters_round_to_the_printed_ones(name, total, acti
 
 
 def test_deepseek_v3_has_671_billion_parameters_of_which_a_token_uses_37_beside_its_prediction_module():
-    """The checkpoint's count without its 58 * 256 routing biases, which gradients do not touch, and without the module."""
+    """The checkpoint's count without its 58 * 256 routing biases, which gradients do not touch,
+    and without the module."""
     with_module = model_preset("deepseek-v3")
     model = replace(with_module, num_mtp_layers=0)
     assert count_parameters(model) == 671_026_419_200 - 58 * 256
     assert 37.0e9 < count_active_parameters(model) < 37.6e9
-    layer = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168 + 2 * 7168
+    layer = (
+        7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168 + 2 * 7168
+    )
     experts = 257 * 3 * 7168 * 2048 + 256 * 7168
     assert count_parameters(with_module) - count_parameters(model) == layer + experts + 2 * 7168**2 + 3 * 7168
 
@@ -81,7 +84,9 @@ def test_grok_1_has_314_billion_parameters_within_a_hundredth():
     assert count_parameters(model_preset("grok-1")) == pytest.approx(314e9, rel=0.01)
 
 
-@pytest.mark.parametrize(("size", "billions"), [("125m", 0.125), ("350m", 0.356), ("760m", 0.760), ("1.3b", 1.3), ("2.7b", 2.65)])
+@pytest.mark.parametrize(
+    ("size", "billions"), [("125m", 0.125), ("350m", 0.356), ("760m", 0.760), ("1.3b", 1.3), ("2.7b", 2.65)]
+)
 def test_the_gpt3_family_has_the_sizes_of_its_table(size, billions):
     assert count_parameters(model_preset(f"gpt3-{size}")) == pytest.approx(billions * 1e9, rel=0.015)
 
@@ -118,8 +123,14 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_h
         ({"router_scores": "sigmoid"}, "router_scores=sigmoid describe experts, but num_experts=0"),
         ({**MIXTURE, "router_scaling": 0.0}, "router_scaling=0.0 must be above 0"),
         ({**MIXTURE, "expert_capacity_factor": 0.0}, "expert_capacity_factor=0.0 must be above 0"),
-        ({**MIXTURE, "router_groups_per_token": 1}, "num_router_groups=0. Set that, or leave router_groups_per_token out"),
-        ({**MIXTURE, "num_router_groups": 3}, "num_router_groups=3 does not divide num_experts=8. Use one of [1, 2, 4, 8]"),
+        (
+            {**MIXTURE, "router_groups_per_token": 1},
+            ("num_router_groups=0. Set that, or leave router_groups_per_token out"),
+        ),
+        (
+            {**MIXTURE, "num_router_groups": 3},
+            ("num_router_groups=3 does not divide num_experts=8. Use one of [1, 2, 4, 8]"),
+        ),
         ({**MIXTURE, "experts_per_token": 3, "num_router_groups": 4, "router_groups_per_token": 1}, "Use 2 to 4"),
         (
             {**MIXTURE, "num_router_groups": 8, "router_groups_per_token": 4, "router_group_scores": "top_two"},
@@ -134,7 +145,14 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_h
     ],
 )
 def test_experts_and_latent_attention_are_checked(fields, expected):
-    shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
+    shape = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 8,
+    }
     with pytest.raises(ModelError) as caught:
         ModelSpec(**{"name": "bad", "vocab_size": 256, "max_positions": 128, **shape, **fields})
     (problem,) = caught.value.problems
@@ -144,9 +162,19 @@ def test_experts_and_latent_attention_are_checked(fields, expected):
 def test_the_layers_of_deepseek_v3_are_3_dense_and_58_with_experts_and_its_prediction_layer_has_experts():
     model = model_preset("deepseek-v3")
     assert [model.layer_is_moe(layer) for layer in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
-    assert (model.num_moe_layers, model.expert_width, model.shared_expert_width, model.value_head_dim) == (58, 2048, 2048, 128)
+    assert (model.num_moe_layers, model.expert_width, model.shared_expert_width, model.value_head_dim) == (
+        58,
+        2048,
+        2048,
+        128,
+    )
     dense = model_preset("llama3-8b")
-    assert (dense.num_moe_layers, dense.shared_expert_width, dense.value_head_dim, dense.layer_is_moe(31)) == (0, 0, 128, False)
+    assert (dense.num_moe_layers, dense.shared_expert_width, dense.value_head_dim, dense.layer_is_moe(31)) == (
+        0,
+        0,
+        128,
+        False,
+    )
     assert model_preset("mixtral-8x7b").expert_width == 14336
 
 
@@ -155,7 +183,13 @@ def test_every_problem_of_a_model_is_reported_together():
         ModelSpec("bad", 0, 64, 128, 6, 4, 7, 256, 128, activation="swigul", norm_eps=0.0)  # type: ignore[arg-type]
     message = str(caught.value)
     assert len(caught.value.problems) == 5
-    for expected in ("num_layers=0", "'swiglu'", "norm_eps=0.0", "num_kv_heads=4 does not divide num_heads=6", "head_dim=7 is odd"):
+    for expected in (
+        "num_layers=0",
+        "'swiglu'",
+        "norm_eps=0.0",
+        ("num_kv_heads=4 does not divide num_heads=6"),
+        "head_dim=7 is odd",
+    ):
         assert expected in message
 
 
@@ -173,7 +207,8 @@ LLAMA = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-# huggingface.co/mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen2.5-7B, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V3, DeepSeek-V2-Lite
+# huggingface.co/mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen2.5-7B, Qwen/Qwen3-30B-A3B,
+# deepseek-ai/DeepSeek-V3, DeepSeek-V2-Lite
 MIXTRAL = {
     **{key: value for key, value in LLAMA.items() if key != "rope_theta"},
     "model_type": "mixtral",
@@ -248,14 +283,26 @@ DEEPSEEK = {
     "max_position_embeddings": 163840,
     "rms_norm_eps": 1e-06,
     "rope_theta": 10000,
-    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
     "attention_bias": False,
     "hidden_act": "silu",
 }
 DEEPSEEK_LITE = {
     **DEEPSEEK,
     "model_type": "deepseek_v2",
-    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
     "hidden_size": 2048,
     "intermediate_size": 10944,
     "moe_intermediate_size": 1408,
@@ -276,7 +323,15 @@ DEEPSEEK_LITE = {
     "q_lora_rank": None,
     "vocab_size": 102400,
 }
-GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257, "n_ctx": 1024}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "n_ctx": 1024,
+}
 
 
 def test_the_config_of_llama3_8b_reads_as_the_preset():
@@ -306,11 +361,17 @@ def test_a_published_config_with_experts_or_biases_reads_as_its_preset(config, n
         ({**QWEN3_MOE, "attention_bias": True}, "attention_bias=true"),
         ({**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq=2"),
         ({**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func='softmax' is not understood in deepseek_v3"),
-        ({**DEEPSEEK_LITE, "topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not understood; read are greedy, group_limited_greedy"),
+        (
+            {**DEEPSEEK_LITE, "topk_method": "noaux_tc"},
+            ("topk_method='noaux_tc' is not understood; read are greedy, group_limited_greedy"),
+        ),
         ({**DEEPSEEK_LITE, "norm_topk_prob": True}, "norm_topk_prob=true is not understood in deepseek_v2"),
         ({**DEEPSEEK, "num_experts_per_tok": 300}, "experts_per_token=300 must be 1 to num_experts=256"),
         ({**QWEN2, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 5}, "sliding_window=4096"),
-        ({key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}, "'num_local_experts' is missing"),
+        (
+            {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"},
+            ("'num_local_experts' is missing"),
+        ),
     ],
 )
 def test_a_mixture_variant_that_is_not_modelled_is_refused(config, expected):
@@ -324,7 +385,13 @@ def test_dense_layers_before_the_experts_are_read_from_both_ways_of_writing_them
 
 
 def test_a_deepseek_v2_config_that_limits_groups_reads_as_such_a_router_and_a_bare_qwen3_router_is_not_normalised():
-    config = {**DEEPSEEK_LITE, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0}
+    config = {
+        **DEEPSEEK_LITE,
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 3,
+        "routed_scaling_factor": 16.0,
+    }
     model = model_from_config(config, name="x")
     assert (model.num_router_groups, model.router_groups_per_token, model.router_group_scores) == (8, 3, "max")
     assert (model.router_scores, model.normalized_router_weights, model.router_scaling, model.expert_bias) == (
@@ -369,7 +436,14 @@ def test_mistral_is_a_llama_with_a_window():
         ({"use_sliding_window": False, "sliding_window": 64}, 0),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 64),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 999}, 0),
-        ({"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * QWEN2["num_hidden_layers"]}, 64),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention"] * QWEN2["num_hidden_layers"],
+            },
+            64,
+        ),
     ],
 )
 def test_qwen_turns_its_window_on_for_all_layers_or_none(more, window):
@@ -450,7 +524,16 @@ FAMILY_CLASSES = [
     ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("Qwen2", {}),
     ("Qwen3", {"head_dim": 24}),
-    ("Qwen3Moe", {"head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [0]}),
+    (
+        "Qwen3Moe",
+        {
+            "head_dim": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [0],
+        },
+    ),
     ("DeepseekV2", {"q_lora_rank": None, "n_shared_experts": 2}),
     ("DeepseekV3", {"q_lora_rank": 48, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0}),
 ]
@@ -499,4 +582,6 @@ def test_presets_show_experts_and_latent_attention(capsys):
     assert rows["mixtral-8x7b"].endswith("2 of 8 experts, 12.9 B active")
     assert "latent heads 128" in rows["deepseek-v3"] and rows["llama3-8b"].endswith("heads 32/8")
     assert main(["presets", "deepseek-v2-lite", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_active_parameters"] == count_active_parameters(model_preset("deepseek-v2-lite"))
+    assert json.loads(capsys.readouterr().out)["num_active_parameters"] == count_active_parameters(
+        model_preset("deepseek-v2-lite")
+    )

@@ -37,7 +37,13 @@ LATENT = {
     "num_experts_per_tok": 2,
     "topk_method": "greedy",
 }
-YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 1024, "beta_fast": 16.0, "beta_slow": 2.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 1024,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+}
 SCALINGS = {
     "none": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -91,7 +97,9 @@ def test_latent_attention_scales_scores_as_transformers_does(name):
 
 
 def test_files_before_transformers_5_are_read_too():
-    new = model_from_config({**BASE, "rope_parameters": {"rope_theta": BASE["rope_theta"], **SCALINGS["llama3"]}}, name="m")
+    new = model_from_config(
+        {**BASE, "rope_parameters": {"rope_theta": BASE["rope_theta"], **SCALINGS["llama3"]}}, name="m"
+    )
     kind = {("type" if key == "rope_type" else key): value for key, value in SCALINGS["llama3"].items()}
     assert model_from_config({**BASE, "rope_scaling": kind}, name="m") == new
     assert (new.rope_scaling, new.rope_factor, new.original_positions) == ("llama3", 8.0, 1024)
@@ -116,7 +124,10 @@ def test_what_is_not_read_is_said(rope, sentence):
         ({"rope_factor": 2.0}, 'rope_factor=2.0 scale rotary positions, but rope_scaling="none" does not use them'),
         ({"rope_scaling": "linear", "rope_beta_fast": 8.0}, "Use rope_scaling among yarn"),
         ({"rope_scaling": "yarn", "rope_beta_slow": 64.0}, "rope_beta_slow=64.0 must be below rope_beta_fast=32.0"),
-        ({"rope_scaling": "llama3", "rope_low_freq_factor": 4.0}, "rope_low_freq_factor=4.0 must be at least 0 and below"),
+        (
+            {"rope_scaling": "llama3", "rope_low_freq_factor": 4.0},
+            ("rope_low_freq_factor=4.0 must be at least 0 and below"),
+        ),
         ({"rope_scaling": "linear", "rope_factor": 0.0}, "rope_factor=0.0 must be above 0"),
         ({"rope_scaling": "yarm"}, "did you mean 'yarn'"),
     ],

@@ -1,4 +1,5 @@
-"""[[modules]]: several models on rank ranges of their own, read, refused, put into one pipeline, and cut into microbatches."""
+"""[[modules]]: several models on rank ranges of their own, read, refused, put into one pipeline, and
+cut into microbatches."""
 
 from __future__ import annotations
 
@@ -84,7 +85,11 @@ def test_a_text_without_modules_gives_no_plan_of_modules() -> None:
 def test_every_module_is_a_plan_with_its_own_ranks_stages_and_names() -> None:
     plan = ModularPlan.from_toml(JOINING)
     assert plan.world_size == 8 and plan.cluster.num_devices == 8
-    assert [(part.name, part.first_rank, part.first_stage) for part in plan.parts] == [("left", 0, 0), ("right", 2, 1), ("last", 5, 4)]
+    assert [(part.name, part.first_rank, part.first_stage) for part in plan.parts] == [
+        ("left", 0, 0),
+        ("right", 2, 1),
+        ("last", 5, 4),
+    ]
     assert [(stage.embedding, stage.head) for part in plan.parts for stage in part.stages] == [
         (True, False),
         (True, False),
@@ -106,7 +111,10 @@ def test_a_module_s_layout_is_the_plain_one_moved_to_its_ranks() -> None:
         assert np.array_equal(np.array(moved.groups(axes)), np.array(plain.groups(axes)) + 7)
     assert np.array_equal(np.array(moved.expert_groups("ep")), np.array(plain.expert_groups("ep")) + 7)
     for rank in range(plain.world_size):
-        assert moved.coordinates(rank + 7) == plain.coordinates(rank) and moved.global_rank(**plain.coordinates(rank)) == rank + 7
+        assert (
+            moved.coordinates(rank + 7) == plain.coordinates(rank)
+            and moved.global_rank(**plain.coordinates(rank)) == rank + 7
+        )
         assert moved.group_of(rank + 7, "tp-pp") == [member + 7 for member in plain.group_of(rank, "tp-pp")]
         assert moved.expert_group_of(rank + 7, "dp") == [member + 7 for member in plain.expert_group_of(rank, "dp")]
 
@@ -114,9 +122,17 @@ def test_a_module_s_layout_is_the_plain_one_moved_to_its_ranks() -> None:
 BROKEN = {
     "modules-have-names": ('name = "right"', 'name = "left"', "is that of 2 modules"),
     "modules-cover-ranks": ('ranks = "2-4"', 'ranks = "3-5"', 'Use ranks = "2-4".'),
-    "modules-form-a-tree": ('inputs = ["right", "left"]', 'inputs = ["right"]', 'Write "left" into the inputs of one later module'),
+    "modules-form-a-tree": (
+        'inputs = ["right", "left"]',
+        'inputs = ["right"]',
+        ('Write "left" into the inputs of one later module'),
+    ),
     "modules-fit-together": ('preset = "tiny-moe"', 'preset = "tiny-gpt-6h"', "hidden_size=96 of module"),
-    "modules-have-a-schedule": ("[precision]", '[schedule]\nname = "ZBH1"\n[precision]', "Use schedule.name = 1F1B or GPipe"),
+    "modules-have-a-schedule": (
+        "[precision]",
+        '[schedule]\nname = "ZBH1"\n[precision]',
+        ("Use schedule.name = 1F1B or GPipe"),
+    ),
     "modules-recompute-alike": (
         "[precision]",
         '[recompute]\nmode = "full"\nlayers = [0]\n[precision]',
@@ -147,11 +163,18 @@ def test_each_rule_catches_its_minimal_failing_plan(rule) -> None:
         ("[batch]", "[layout]\ntp = 2\n[batch]", 2, "[layout] stands beside [[modules]], of which each has its own."),
         ('"right", "left"', '"right", "lft"', 25, 'inputs of module "last" name "lft", which is no earlier module.'),
         ('preset = "tiny-moe"', "num_layers = 2", 27, 'module "last": [model] lacks hidden_size'),
-        ('preset = "tiny-moe"', 'preset = "tiny-gpt"', 23, 'tied_embeddings=true of module "last" needs embedding and head in one model'),
+        (
+            'preset = "tiny-moe"',
+            'preset = "tiny-gpt"',
+            23,
+            ('tied_embeddings=true of module "last" needs embedding and head in one model'),
+        ),
         ("sequence = 32", "sequence = -1", 3, "sequence = -1 must be at least 1"),
     ],
 )
-def test_what_is_wrong_with_a_module_is_told_with_its_line_and_name(before: str, after: str, line: int, problem: str) -> None:
+def test_what_is_wrong_with_a_module_is_told_with_its_line_and_name(
+    before: str, after: str, line: int, problem: str
+) -> None:
     text = JOINING.replace(before, after)
     assert text != JOINING
     found = problems_of(text)
@@ -159,7 +182,9 @@ def test_what_is_wrong_with_a_module_is_told_with_its_line_and_name(before: str,
 
 
 def test_what_is_missing_is_told_once() -> None:
-    assert problems_of(JOINING.replace('name = "left"\n', "")) == ('plan.toml: module 1: it lacks name. Give it, as in name = "encoder".',)
+    assert problems_of(JOINING.replace('name = "left"\n', "")) == (
+        ('plan.toml: module 1: it lacks name. Give it, as in name = "encoder".'),
+    )
     assert problems_of(JOINING.replace("global = 6\n", "")) == ("plan.toml:2: [batch] lacks global.",)
 
 
@@ -212,7 +237,9 @@ def test_the_rows_of_a_module_are_those_of_the_whole() -> None:
     whole, right = modular_schedule(plan, 6), plan.part_named("right")
     own = part_schedule(plan, right, 6)
     for stage in range(3):
-        assert [str(replace(action, stage=stage + 1)) for action in own.row(stage)] == [str(action) for action in whole.row(stage + 1)]
+        assert [str(replace(action, stage=stage + 1)) for action in own.row(stage)] == [
+            str(action) for action in whole.row(stage + 1)
+        ]
     assert own.placement.sources_of(0) == () and own.placement.sources_of(1) == (0,) and not own.placement.has_loss(2)
     last = part_schedule(plan, plan.part_named("last"), 6).placement
     assert last.sources_of(0) == (-1,) and last.called_there(-1) == 2 and last.has_loss(0)
@@ -222,17 +249,26 @@ def test_the_rows_of_a_module_are_those_of_the_whole() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 2), st.integers(5, 11))
-def test_parcels_bring_every_sample_once_from_the_microbatch_that_has_it(here: int, there: int, micro: int, num_microbatches: int) -> None:
-    text = EXAMPLE.replace("global = 6", f"global = {num_microbatches * micro}").replace("micro = 1", f"micro = {micro}")
+def test_parcels_bring_every_sample_once_from_the_microbatch_that_has_it(
+    here: int, there: int, micro: int, num_microbatches: int
+) -> None:
+    text = EXAMPLE.replace("global = 6", f"global = {num_microbatches * micro}").replace(
+        "micro = 1", f"micro = {micro}"
+    )
     text = text.replace('"1F1B"', '"GPipe"').replace("tp = 4", f"dp = {here}").replace("tp = 2", f"dp = {there}")
     text = text.replace('"0-3"', f'"0-{here - 1}"').replace('"4-5"', f'"{here}-{here + there - 1}"')
     source, target = ModularPlan.from_toml(text).parts
-    grids = [stage_grid(part, samples=[(part.samples_of(dp),) for dp in range(part.layout.dp)]) for part in (source, target)]
+    grids = [
+        stage_grid(part, samples=[(part.samples_of(dp),) for dp in range(part.layout.dp)]) for part in (source, target)
+    ]
     arrived: Counter[tuple[int, int]] = Counter()
     samples = []
     for parcel in parcels(*grids, micro):
         ranks = parcel.message.source, parcel.message.destination
-        firsts = [part.samples_of(part.layout.coordinates(rank)["dp"])[0] for part, rank in zip((source, target), ranks, strict=True)]
+        firsts = [
+            part.samples_of(part.layout.coordinates(rank)["dp"])[0]
+            for part, rank in zip((source, target), ranks, strict=True)
+        ]
         numbers = parcel.source_microbatch, parcel.destination_microbatch
         for piece in parcel.message.pieces:
             (lo, hi), (to_lo, to_hi) = piece.source[0], piece.destination[0]

@@ -90,7 +90,13 @@ def test_the_example_round_trips():
     assert Plan.from_toml(plan.to_toml()) == plan
 
 
-RECOMPUTES = [Recompute(), Recompute("selective"), Recompute("full"), Recompute("full", 0), Recompute("selective", modules=("norm", "mlp"))]
+RECOMPUTES = [
+    Recompute(),
+    Recompute("selective"),
+    Recompute("full"),
+    Recompute("full", 0),
+    Recompute("selective", modules=("norm", "mlp")),
+]
 RECOMPUTES += [Recompute("full", layers=()), Recompute("full", layers=(1,))]
 
 
@@ -99,23 +105,34 @@ def plans(draw) -> Plan:
     names = ("tiny-gpt", "tiny-llama", "tiny-gpt-6h", "llama3-70b", "tiny-moe", "tiny-deepseek", "deepseek-v3")
     model = draw(st.sampled_from([model_preset(name) for name in names]))
     if draw(st.booleans()):
-        model = dataclasses.replace(model, norm_eps=draw(st.floats(1e-12, 1e-3)), name=draw(st.sampled_from([model.name, 'a "name"\t\\'])))
+        model = dataclasses.replace(
+            model, norm_eps=draw(st.floats(1e-12, 1e-3)), name=draw(st.sampled_from([model.name, 'a "name"\t\\']))
+        )
     tp = draw(st.sampled_from([n for n in range(1, 9) if model.num_kv_heads % n == 0]))
     pp = draw(st.sampled_from([n for n in (1, 2, 4) if model.num_layers % n == 0]))
     interleaved = pp > 1 and model.num_layers % (2 * pp) == 0 and draw(st.booleans())
     dp, micro = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    stages = "E" + "|" * (pp - 1) + f"t*{model.num_layers}L" if pp > 1 and not interleaved and draw(st.booleans()) else None
+    stages = (
+        "E" + "|" * (pp - 1) + f"t*{model.num_layers}L" if pp > 1 and not interleaved and draw(st.booleans()) else None
+    )
     order = "-".join([*draw(st.permutations(("tp", "cp", "ep", "dp"))), "pp"])  # experts need pp last
     order = order if model.is_moe else "-".join(draw(st.permutations(("tp", "cp", "ep", "dp", "pp"))))
     cp, etp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([None, 1])) if model.is_moe else None
-    ep = draw(st.sampled_from([n for n in range(1, 9) if model.is_moe and model.num_experts % n == 0 and cp * dp % n == 0] or [1]))
+    ep = draw(
+        st.sampled_from(
+            [n for n in range(1, 9) if model.is_moe and model.num_experts % n == 0 and cp * dp % n == 0] or [1]
+        )
+    )
     vpp, zero = 2 if interleaved else 1, draw(st.integers(0, 3))
     split = etp is not None  # experts cut otherwise than attention need tokens that are cut, too
     layout = Layout(tp, pp, dp, cp, ep, etp, vpp, sequence_parallel=split, zero=zero, order=order, stages=stages)
     cluster = cluster_preset(draw(st.sampled_from(sorted(CLUSTER_PRESETS))), layout.world_size)
     assume(cluster.num_devices <= cluster.devices_per_node or cluster.num_devices % cluster.devices_per_node == 0)
     if draw(st.booleans()):
-        sources = {**cluster.sources, "matmul_efficiency": draw(st.sampled_from(["set in the plan", "my bench\nof today"]))}
+        sources = {
+            **cluster.sources,
+            "matmul_efficiency": draw(st.sampled_from(["set in the plan", "my bench\nof today"])),
+        }
         name = draw(st.sampled_from([cluster.name, "mine"]))
         cluster = dataclasses.replace(cluster, name=name, matmul_efficiency=draw(st.floats(0.01, 1.0)), sources=sources)
     modes = ["fast"] if cp > 1 or model.is_moe or model.is_mla else ["fast", "exact"]
@@ -124,14 +141,21 @@ def plans(draw) -> Plan:
         cluster,
         layout,
         Batch(micro * dp * draw(st.integers(1, 8)), micro, draw(st.sampled_from([16, 64, 128]))),
-        runtime=draw(st.sampled_from([Runtime(), Runtime("megatron-te", attention="unfused", p2p_overlap=False, cuda_graphs=True)])),
+        runtime=draw(
+            st.sampled_from(
+                [Runtime(), Runtime("megatron-te", attention="unfused", p2p_overlap=False, cuda_graphs=True)]
+            )
+        ),
         precision=Precision(
-            draw(st.sampled_from(sorted({"fp32", "bf16"} & {*cluster.peak_flops_per_s}))), draw(st.sampled_from([None, "bf16"]))
+            draw(st.sampled_from(sorted({"fp32", "bf16"} & {*cluster.peak_flops_per_s}))),
+            draw(st.sampled_from([None, "bf16"])),
         ),
         recompute=draw(st.sampled_from(RECOMPUTES if split else [*RECOMPUTES, Recompute("full", distribute=True)])),
         data_parallel=DataParallel(draw(st.sampled_from([None, True, False])), shard=dp * cp if zero else None),
         schedule=ScheduleChoice("Interleaved1F1B" if interleaved else draw(st.sampled_from(["GPipe", "1F1B"]))),
-        numerics=Numerics(draw(st.sampled_from(modes)), draw(st.sampled_from([None, 64])), draw(st.sampled_from([None, 16]))),
+        numerics=Numerics(
+            draw(st.sampled_from(modes)), draw(st.sampled_from([None, 64])), draw(st.sampled_from([None, 16]))
+        ),
         optimizer=Optimizer(betas=(draw(st.floats(0, 0.99)), 0.95), clip_grad_norm=draw(st.floats(0, 10))),
         train=Train(steps=draw(st.integers(0, 9)), learning_rate=draw(st.floats(0, 1))),
     )
@@ -214,7 +238,10 @@ def test_a_dotted_key_is_a_table():
 def test_a_preset_can_be_overridden_field_by_field_and_says_so():
     text = GPT3.replace("num_devices = 1024", "num_devices = 1024\nnode_network_bytes_per_s = 100e9")
     plan = Plan.from_toml(text.replace("[cluster]", "num_layers = 48\n[cluster]"))
-    assert (plan.cluster.node_network_bytes_per_s, plan.cluster.sources["node_network_bytes_per_s"]) == (100e9, "set in the plan")
+    assert (plan.cluster.node_network_bytes_per_s, plan.cluster.sources["node_network_bytes_per_s"]) == (
+        100e9,
+        "set in the plan",
+    )
     assert plan.cluster.device_memory_bytes == round(79.15 * 2**30)
     assert (plan.model.num_layers, plan.model.hidden_size) == (48, 12288)
     assert Plan.from_toml(plan.to_toml()) == plan
@@ -281,7 +308,10 @@ def test_problems_of_a_cluster_file_have_its_own_lines(tmp_path):
     (tmp_path / "mine.toml").write_text('[cluster]\npreset = "dgx-h100"\nlink_eficiency = 0.9\nmatmul_efficiency = 2\n')
     problems = problems_of(GPT3.replace('preset = "dgx-a100-80g"', 'file = "mine.toml"'), str(tmp_path / "plan.toml"))
     assert any(problem.startswith(f"{tmp_path / 'mine.toml'}:3: unknown key 'link_eficiency'") for problem in problems)
-    assert any(problem.startswith(f"{tmp_path / 'mine.toml'}:4: matmul_efficiency = 2 must be at most 1") for problem in problems)
+    assert any(
+        problem.startswith(f"{tmp_path / 'mine.toml'}:4: matmul_efficiency = 2 must be at most 1")
+        for problem in problems
+    )
 
 
 def cluster_file_problems(tmp_path, text) -> tuple[str, ...]:
@@ -348,26 +378,56 @@ EXACT = CONTEXT_TO_MODE.replace("cp = 1", "cp = 2").replace("fast", "exact")
 BROKEN = {
     "actions-are-bounded": (("global = 1536", "global = 1073741824"), "actions, more than the 1,000,000"),
     "heads-admit-tp": (("tp = 8", "tp = 128"), "tp=128 leaves some ranks without any of num_kv_heads=96"),
-    "leaves-admit-tp": (('mode = "fast"', 'mode = "fast"\nffn_block = 16384'), "Use tp <= 3 or numerics.ffn_block <= 6144"),
-    "microbatches-divide": (("global = 1536", "global = 12"), "12 microbatches of micro=1 for dp=16 ranks. Use global >= 16, or dp <= 12"),
+    "leaves-admit-tp": (
+        ('mode = "fast"', 'mode = "fast"\nffn_block = 16384'),
+        ("Use tp <= 3 or numerics.ffn_block <= 6144"),
+    ),
+    "microbatches-divide": (
+        ("global = 1536", "global = 12"),
+        ("12 microbatches of micro=1 for dp=16 ranks. Use global >= 16, or dp <= 12"),
+    ),
     "experts-see-equal-microbatches": ((CLUSTER_TO_MODE, UNEQUAL), "others 93 microbatches. Use global = 1488 or 1504"),
     "stages-hold-all-layers": (("pp = 8", "pp = 5"), "pp*vpp=5 does not divide num_layers=96"),
     "interleaving-matches": (("vpp = 1", "vpp = 2"), 'Set schedule.name = "Interleaved1F1B" or layout.vpp = 1'),
-    "schedule-can-be-built": ((BATCH_TO_NAME, BATCH_TO_NAME.replace("1536", "2480").replace("1F1B", ODD)), "Use 152 or 160"),
-    "torch-shards-by-itself": (("[batch]", '[data_parallel]\nlibrary = "torch"\n[batch]'), "zero=1 keeps them whole on every rank"),
-    "stages-are-sharded": (('name = "1F1B"', 'name = "1F1B"\nmax_active_stages = 2'), "Set layout.zero = 3, or leave max_active_stages"),
-    "batches-are-waited-for": (("[runtime]", "[runtime]\np2p_batched = false"), "p2p_overlap=false is not set. Set it, or leave"),
+    "schedule-can-be-built": (
+        (BATCH_TO_NAME, BATCH_TO_NAME.replace("1536", "2480").replace("1F1B", ODD)),
+        "Use 152 or 160",
+    ),
+    "torch-shards-by-itself": (
+        ("[batch]", '[data_parallel]\nlibrary = "torch"\n[batch]'),
+        ("zero=1 keeps them whole on every rank"),
+    ),
+    "stages-are-sharded": (
+        ('name = "1F1B"', 'name = "1F1B"\nmax_active_stages = 2'),
+        ("Set layout.zero = 3, or leave max_active_stages"),
+    ),
+    "batches-are-waited-for": (
+        ("[runtime]", "[runtime]\np2p_batched = false"),
+        ("p2p_overlap=false is not set. Set it, or leave"),
+    ),
     "padding-is-told-apart": (
         ("steps = 20", "steps = 20\npadded = true"),
         "padded=true fills sequences up with ignore_token, which is not",
     ),
     "name-or-file": (('name = "1F1B"', 'name = "GPipe"\nfile = "x.csv"'), "both choose a schedule"),
-    "positions-suffice": (("sequence = 2048", "sequence = 4096"), "sequence=4096 is longer than the learned position table"),
+    "positions-suffice": (
+        ("sequence = 2048", "sequence = 4096"),
+        ("sequence=4096 is longer than the learned position table"),
+    ),
     "cluster-is-filled": (("dp = 16", "dp = 8"), "512 ranks, but num_devices=1024. Use dp=16"),
-    "nodes-are-whole": (("num_devices = 1024", "num_devices = 1020"), "does not fill nodes of devices_per_node=8. Use 1016 or 1024"),
-    "token-blocks-admit-tp": (('mode = "fast"', 'mode = "exact"\nreduction_token_block = 512'), "reduction_token_block <= 256"),
+    "nodes-are-whole": (
+        ("num_devices = 1024", "num_devices = 1020"),
+        ("does not fill nodes of devices_per_node=8. Use 1016 or 1024"),
+    ),
+    "token-blocks-admit-tp": (
+        ('mode = "fast"', ('mode = "exact"\nreduction_token_block = 512')),
+        "reduction_token_block <= 256",
+    ),
     "sequence-divides": (("sequence = 2048", "sequence = 2044"), "Use sequence=2040"),
-    "experts-divide": (("ep = 1", "ep = 2"), "ep=2 spreads experts, but model gpt3-175b has none (num_experts=0). Use ep=1"),
+    "experts-divide": (
+        ("ep = 1", "ep = 2"),
+        ("ep=2 spreads experts, but model gpt3-175b has none (num_experts=0). Use ep=1"),
+    ),
     "experts-see-whole-blocks": ((CLUSTER_TO_MODE, LONG_BLOCKS), "tp divides, or numerics.gradient_token_block = 256"),
     "expert-leaves-admit-etp": (
         (CLUSTER_TO_MODE, EXPERTS.replace("ep = 1\n", "ep = 1\netp = 32\n")),
@@ -375,11 +435,18 @@ BROKEN = {
     ),
     "token-blocks-admit-cp": (
         (CONTEXT_TO_MODE, EXACT + "gradient_token_block = 96\n"),
-        "cp=2 cuts sequence=2048 into chunks of 512 tokens, inside a block of gradient_token_block=96, whose sums exact numerics keep "
+        "cp=2 cuts sequence=2048 into chunks of 512 tokens, inside a block of gradient_token_block=96, whose sums "
+        "exact numerics keep "
         "whole. Use gradient_token_block among [1, 2, 4, 8, 16, 32, 64]",
     ),
-    "routers-exist": (("steps = 20", "steps = 20\nrouter_z_loss = 0.001"), "router_z_loss=0.001 is for routers, but model gpt3-175b"),
-    "recompute-is-chosen-once": (('"selective"', '"selective"\nnum_layers = 2'), 'Set recompute.mode = "full", or leave num_layers out'),
+    "routers-exist": (
+        ("steps = 20", "steps = 20\nrouter_z_loss = 0.001"),
+        ("router_z_loss=0.001 is for routers, but model gpt3-175b"),
+    ),
+    "recompute-is-chosen-once": (
+        ('"selective"', '"selective"\nnum_layers = 2'),
+        ('Set recompute.mode = "full", or leave num_layers out'),
+    ),
     "distributed-inputs-are-whole": (
         ('"selective"', '"full"\ndistribute = true'),
         "layout.sequence_parallel=true each holds its own tokens only. Leave one of the two out",
@@ -388,15 +455,30 @@ BROKEN = {
         ('"selective"', '"full"\nlayers = [0, 96]'),
         "model gpt3-175b has the layers 0 to 95, and no layer 96",
     ),
-    "recomputed-modules-exist": (('"selective"', '"selective"\nmodules = ["core_attn", "moe"]'), "has no experts, so there is no 'moe'"),
-    "shards-divide": (("[numerics]", "[data_parallel]\nshard = 3\n[numerics]"), "shard=3 does not divide the dp*cp=16 ranks"),
+    "recomputed-modules-exist": (
+        ('"selective"', ('"selective"\nmodules = ["core_attn", "moe"]')),
+        "has no experts, so there is no 'moe'",
+    ),
+    "shards-divide": (
+        ("[numerics]", "[data_parallel]\nshard = 3\n[numerics]"),
+        ("shard=3 does not divide the dp*cp=16 ranks"),
+    ),
     "checkpoints-have-a-folder": (
         ("[numerics]", "[checkpoint]\nkeep = 3\n[numerics]"),
         "keep=3 is about checkpoints, but there is no folder for them. Set checkpoint.folder",
     ),
-    "loss-scales-are-powers-of-two": (('dtype = "bf16"', 'dtype = "fp16"\nloss_scale = 1000.0'), "is no power of two. Use 1024"),
-    "scalings-are-modelled": (('dtype = "bf16"', 'dtype = "bf16"\nscaling = "row"'), 'scaling="row" is about operands of 8 bits'),
-    "dtype-has-peak": (('"bf16"', '"fp8"'), "has no peak rate on cluster dgx-a100-80g. Use one of bf16, fp16, fp32, tf32"),
+    "loss-scales-are-powers-of-two": (
+        ('dtype = "bf16"', ('dtype = "fp16"\nloss_scale = 1000.0')),
+        "is no power of two. Use 1024",
+    ),
+    "scalings-are-modelled": (
+        ('dtype = "bf16"', 'dtype = "bf16"\nscaling = "row"'),
+        ('scaling="row" is about operands of 8 bits'),
+    ),
+    "dtype-has-peak": (
+        ('"bf16"', '"fp8"'),
+        ("has no peak rate on cluster dgx-a100-80g. Use one of bf16, fp16, fp32, tf32"),
+    ),
     "stragglers-exist": (
         ("[numerics]", "[variation]\nstragglers = { node-128 = 1.5 }\n[numerics]"),
         "'node-128' is not among the 128 nodes of the cluster",
@@ -459,22 +541,43 @@ sequence = 4096
     [
         (("ep = 8", "ep = 3"), "etp*ep=6 does not divide tp*cp*dp=16"),
         (("dp = 4\nep = 8\netp = 2", "dp = 12\nep = 48\netp = 1"), "ep=48 does not divide num_experts=64"),
-        (("tp = 4\ndp = 4\nep = 8\netp = 2", "tp = 4\ndp = 3\nep = 4\netp = 3"), "etp=3 does not divide expert_ffn_hidden_size=1408"),
+        (
+            ("tp = 4\ndp = 4\nep = 8\netp = 2", "tp = 4\ndp = 3\nep = 4\netp = 3"),
+            ("etp=3 does not divide expert_ffn_hidden_size=1408"),
+        ),
         (("etp = 2", "etp = 2\npp = 3\norder = 'tp-pp-cp-ep-dp'"), "puts pp before axes that experts cut otherwise"),
         (("sequence_parallel = true", ""), None),
         (("dp = 4\n", "cp = 2\ndp = 2\n"), None),
         (("dp = 4\n", "cp = 2\ndp = 2\nstages = 'Et*27L'\n"), None),
-        (("dp = 4\n", "cp = 2\ndp = 2\nstages = 'Et*27mL'\n"), "names 1 modules of multi-token prediction (m), but model deepseek-v2-lite"),
+        (
+            ("dp = 4\n", "cp = 2\ndp = 2\nstages = 'Et*27mL'\n"),
+            ("names 1 modules of multi-token prediction (m), but model deepseek-v2-lite"),
+        ),
         (('preset = "deepseek-v2-lite"', "preset = 'deepseek-v2-lite'\nnum_mtp_layers = 2"), None),
         (("sequence = 4096", "sequence = 4095"), "sequence_parallel=true cuts sequence=4095 over tp=4"),
         (("dp = 4", "cp = 4\ndp = 1"), None),
         (("dp = 4\n", "cp = 4\ndp = 1\nzero = 1\n"), None),
-        (("[batch]", "[data_parallel]\nshard = 2\n[batch]"), "zero=0 shards nothing. Set layout.zero, or leave shard out"),
+        (
+            ("[batch]", "[data_parallel]\nshard = 2\n[batch]"),
+            ("zero=0 shards nothing. Set layout.zero, or leave shard out"),
+        ),
         (("[batch]", "[data_parallel]\noverlap_param_gather = true\n[batch]"), "zero=0 shards nothing"),
-        (("[batch]", "[recompute]\nmode = 'selective'\nmodules = ['mla_up_proj', 'moe_act', 'shared_experts']\n[batch]"), None),
-        (("[batch]", "[recompute]\nmode = 'full'\nmodules = ['moe']\n[batch]"), 'Set recompute.mode = "selective", or leave modules out'),
+        (
+            (
+                "[batch]",
+                ("[recompute]\nmode = 'selective'\nmodules = ['mla_up_proj', 'moe_act', 'shared_experts']\n[batch]"),
+            ),
+            None,
+        ),
+        (
+            ("[batch]", "[recompute]\nmode = 'full'\nmodules = ['moe']\n[batch]"),
+            ('Set recompute.mode = "selective", or leave modules out'),
+        ),
         (("[batch]", "[recompute]\nmode = 'selective'\nmodules = ['mpl']\n[batch]"), "'mpl' is not one of core_attn"),
-        (('preset = "deepseek', 'experts_per_token = 65\npreset = "deepseek'), "experts_per_token=65 must be 1 to num_experts=64"),
+        (
+            ('preset = "deepseek', 'experts_per_token = 65\npreset = "deepseek'),
+            ("experts_per_token=65 must be 1 to num_experts=64"),
+        ),
     ],
 )
 def test_rules_of_experts_and_context_give_the_numbers_and_a_way_out(change, sentence):
@@ -488,14 +591,22 @@ def test_rules_of_experts_and_context_give_the_numbers_and_a_way_out(change, sen
 
 def test_context_parallelism_needs_two_chunks_a_rank_and_sequence_parallelism_cuts_what_it_leaves():
     text = MIXTURE.replace("dp = 4", "cp = 4\ndp = 1")
-    assert "2*cp=8 chunks in all, which do not divide sequence=4092. Use sequence=4088" in problems_of(text.replace("4096", "4092"))[0]
+    assert (
+        "2*cp=8 chunks in all, which do not divide sequence=4092. Use sequence=4088"
+        in problems_of(text.replace("4096", "4092"))[0]
+    )
     (problem,) = problems_of(text.replace("4096", "4088"))
     assert "cuts the 1022 tokens that cp=4 leaves over tp=4, which does not divide it. Use sequence=4080" in problem
 
 
 def test_a_latent_model_field_by_field_derives_the_width_of_its_heads():
-    model = "[model]\nnum_layers = 2\nhidden_size = 64\nffn_hidden_size = 90\nnum_heads = 6\nvocab_size = 256\nkv_lora_rank = 16\n"
-    plan = Plan.from_toml(model + "qk_nope_head_dim = 12\nqk_rope_head_dim = 4\nv_head_dim = 8\n[batch]\nglobal = 4\nsequence = 32\n")
+    model = (
+        "[model]\nnum_layers = 2\nhidden_size = 64\nffn_hidden_size = 90\nnum_heads = 6\nvocab_size = "
+        "256\nkv_lora_rank = 16\n"
+    )
+    plan = Plan.from_toml(
+        model + ("qk_nope_head_dim = 12\nqk_rope_head_dim = 4\nv_head_dim = 8\n[batch]\nglobal = 4\nsequence = 32\n")
+    )
     assert (plan.model.head_dim, plan.model.num_kv_heads, plan.model.value_head_dim) == (16, 6, 8)
     assert "num_experts" not in plan.to_toml() and Plan.from_toml(plan.to_toml()) == plan
 
@@ -548,10 +659,15 @@ def test_each_key_refuses_a_value_of_the_wrong_type_on_its_line(key):
     assert any(problem.startswith(f"plan.toml:2: {key.name} = ") for problem in problems_of(text))
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.minimum is not None or key.above is not None], ids=lambda key: key.dotted)
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS if key.minimum is not None or key.above is not None], ids=lambda key: key.dotted
+)
 def test_each_bounded_key_refuses_a_value_below_its_bound(key):
     value = {"int": "-1", "float": "-1.0", "two floats": "[-1.0, 0.5]"}[key.type]
-    assert any(problem.startswith(f"plan.toml:2: {key.name} = ") for problem in problems_of(f"[{key.section}]\n{key.name} = {value}\n"))
+    assert any(
+        problem.startswith(f"plan.toml:2: {key.name} = ")
+        for problem in problems_of(f"[{key.section}]\n{key.name} = {value}\n")
+    )
 
 
 def test_the_key_table_fills_every_field_of_every_noun():

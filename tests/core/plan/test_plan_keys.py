@@ -20,10 +20,11 @@ HOMES = {"core.model.model": "model", "core.machine.cluster": "cluster", "core.l
 
 @cache
 def reads(module: str) -> frozenset[tuple[str, str]]:
-    """`(section, field)` of every field of a noun that a module reads, and `("", key)` of every constant key it takes from a mapping.
+    """`(section, field)` of every field of a noun that a module reads, and `("", key)` of every constant
+    key it takes from a mapping.
 
-    The noun is recognised by name (`plan.layout.tp`, `layout.tp`), by the annotation of a parameter (`spec: ModelSpec`) or by a local
-    name given to it (`choice = plan.schedule`).
+    The noun is recognised by name (`plan.layout.tp`, `layout.tp`), by the annotation of a parameter (`spec: ModelSpec`)
+    or by a local name given to it (`choice = plan.schedule`).
     """
     path = ROOT / module.replace(".", "/")
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
@@ -47,7 +48,11 @@ def _last_name(node: ast.expr) -> str:
 def _aliases(tree: ast.AST) -> Iterator[tuple[str, str]]:
     sections = {noun.__name__: section for section, noun in NOUNS.items()}
     for node in ast.walk(tree):
-        if isinstance(node, ast.arg | ast.AnnAssign) and isinstance(node.annotation, ast.Name) and node.annotation.id in sections:
+        if (
+            isinstance(node, ast.arg | ast.AnnAssign)
+            and isinstance(node.annotation, ast.Name)
+            and node.annotation.id in sections
+        ):
             yield node.arg if isinstance(node, ast.arg) else _last_name(node.target), sections[node.annotation.id]
         elif isinstance(node, ast.Assign):
             targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets
@@ -58,7 +63,8 @@ def _aliases(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def is_read(key: Key, module: str) -> bool:
-    """True when `module` reads the key's field from its section's noun, or, for keys without a field, takes it from the values given."""
+    """True when `module` reads the key's field from its section's noun, or, for keys without a field, takes it
+    from the values given."""
     return (("", key.name) if key.attribute is None else (key.section, key.attribute)) in reads(module)
 
 
@@ -71,4 +77,6 @@ def test_the_module_that_the_table_names_reads_the_key(key):
 def test_a_key_without_a_reader_would_be_found():
     assert not is_read(Key("layout", "tpx", "int", "no such key", "core.layout.layout"), "core.layout.layout")
     assert not is_read(Key("train", "steps", "int", "read elsewhere", "core.layout.layout"), "core.layout.layout")
-    assert not is_read(Key("model", "presett", "str", "no such key", "core.plan.build", attribute=None), "core.plan.build")
+    assert not is_read(
+        Key("model", "presett", "str", "no such key", "core.plan.build", attribute=None), "core.plan.build"
+    )

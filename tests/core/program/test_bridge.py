@@ -1,4 +1,5 @@
-"""Bridges as integers: every destination gets each of its items once, from a rank that has it, whatever the degrees on both sides."""
+"""Bridges as integers: every destination gets each of its items once, from a rank that has it, whatever the
+degrees on both sides."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from helpers.plans import plan
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.program.bridge import Grid, Holding, messages, stage_grid
 
-MODEL = replace(model_preset("tiny-llama"), hidden_size=24, ffn_hidden_size=48, num_heads=12, num_kv_heads=12, head_dim=2, vocab_size=288)
+MODEL = replace(
+    model_preset("tiny-llama"),
+    hidden_size=24,
+    ffn_hidden_size=48,
+    num_heads=12,
+    num_kv_heads=12,
+    head_dim=2,
+    vocab_size=288,
+)
 SEQUENCE, HIDDEN = 48, 24
 
 
@@ -29,7 +38,9 @@ def even_samples(num_samples: int, dp: int) -> list[list[tuple[int, int]]]:
 
 
 def grid_of(num_samples: int = 6, first_rank: int = 0, **degrees) -> Grid:
-    return stage_grid(plan_of(**degrees), samples=even_samples(num_samples, degrees.get("dp", 1)), first_rank=first_rank)
+    return stage_grid(
+        plan_of(**degrees), samples=even_samples(num_samples, degrees.get("dp", 1)), first_rank=first_rank
+    )
 
 
 def positions(spans) -> list[int]:
@@ -87,7 +98,8 @@ def test_every_item_arrives_once_and_at_its_place_there_and_back(one, other, col
 
 @st.composite
 def random_grids(draw) -> tuple[Grid, Grid]:
-    """Two grids over the same box, each dimension cut at random places, the parts dealt to ranks at random, with replicas."""
+    """Two grids over the same box, each dimension cut at random places, the parts dealt to ranks at
+    random, with replicas."""
     sizes = draw(st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(1, 4)))
 
     def dim(size: int) -> list[tuple[tuple[int, int], ...]]:
@@ -125,7 +137,12 @@ def test_fan_out_from_replicas_is_spread_evenly():
 
 def test_dp2_to_dp3_cuts_the_middle_rank_out_of_both():
     found = messages(grid_of(dp=2), grid_of(first_rank=2, dp=3))
-    assert [(m.source, m.destination, m.num_items // (SEQUENCE * HIDDEN)) for m in found] == [(0, 2, 2), (0, 3, 1), (1, 3, 1), (1, 4, 2)]
+    assert [(m.source, m.destination, m.num_items // (SEQUENCE * HIDDEN)) for m in found] == [
+        (0, 2, 2),
+        (0, 3, 1),
+        (1, 3, 1),
+        (1, 4, 2),
+    ]
 
 
 def test_a_rank_of_both_grids_sends_itself_what_it_has():
@@ -140,10 +157,13 @@ def test_zig_zag_of_cp2_to_one_rank_is_three_ranges():
 
 
 def test_several_rounds_of_samples_on_each_rank():
-    """Four rounds of six samples, which two ranks take three at a time and three ranks two at a time: each round stays in the bridge."""
+    """Four rounds of six samples, which two ranks take three at a time and three ranks two at a time: each
+    round stays in the bridge."""
     one, other = plan_of(dp=2), plan_of(dp=3)
     source = stage_grid(one, samples=[[(6 * i + 3 * r, 6 * i + 3 * r + 3) for i in range(4)] for r in range(2)])
-    destination = stage_grid(other, samples=[[(6 * i + 2 * r, 6 * i + 2 * r + 2) for i in range(4)] for r in range(3)], first_rank=2)
+    destination = stage_grid(
+        other, samples=[[(6 * i + 2 * r, 6 * i + 2 * r + 2) for i in range(4)] for r in range(3)], first_rank=2
+    )
     holds(source, destination, 24)
 
 
@@ -171,12 +191,17 @@ def test_the_lanes_of_a_grid_are_megatrons(degrees, as_source, as_destination):
 
 @pytest.mark.parametrize("rows", [[3, 3], [1, 3, 2], [1, 2, 3], [6, 0]])
 def test_a_fan_out_may_be_as_uneven_as_it_likes(rows):
-    """Theirs splits six rows to [3, 3] or [1, 3, 2] by counts of samples, and refuses counts that are no multiple of the peers."""
+    """Theirs splits six rows to [3, 3] or [1, 3, 2] by counts of samples, and refuses counts that are no
+    multiple of the peers."""
     ends = list(itertools.accumulate(rows, initial=0))
     whole = Holding(((0, 6),), ((0, 2),), ((0, 4),))
-    parts = tuple(replace(whole, samples=tuple(span for span in [pair] if span[0] < span[1])) for pair in itertools.pairwise(ends))
+    parts = tuple(
+        replace(whole, samples=tuple(span for span in [pair] if span[0] < span[1])) for pair in itertools.pairwise(ends)
+    )
     found = messages(Grid((9,), (whole,)), Grid(tuple(range(len(rows))), parts))
-    assert [(m.destination, m.num_items // 8) for m in found] == [(rank, count) for rank, count in enumerate(rows) if count]
+    assert [(m.destination, m.num_items // 8) for m in found] == [
+        (rank, count) for rank, count in enumerate(rows) if count
+    ]
 
 
 def test_a_fan_out_that_forgets_rows_is_refused():

@@ -62,12 +62,15 @@ def test_pieces_of_a_context_parallel_rank_lie_in_its_early_and_its_late_chunk()
 
 @pytest.mark.parametrize("degrees", [*LAYOUTS, {"pp": 2, "dp": 2, "schedule": "DualPipe", "samples": 8}], ids=str)
 def test_what_copies_hold_before_they_meet_are_the_nodes_of_whatever_they_saw(degrees):
-    """Brute force: every (sample, block) that a copy sees goes into a tree one by one; all copies together finish it."""
+    """Brute force: every (sample, block) that a copy sees goes into a tree one by one; all
+    copies together finish it."""
     plan = plan_of(**degrees)
     num_samples, num_blocks = plan.batch.global_size, num_token_blocks(plan)
     for stage, pp_ranks in enumerate(plan.placement.ranks):
         joined: NestedTree[int] = NestedTree(num_samples, num_blocks, lambda left, right: left + right)
-        firsts = [copy[0] for copy in plan.layout.expert_groups("tp-ep") if plan.layout.coordinates(copy[0])["pp"] in pp_ranks]
+        firsts = [
+            copy[0] for copy in plan.layout.expert_groups("tp-ep") if plan.layout.coordinates(copy[0])["pp"] in pp_ranks
+        ]
         for rank in firsts:
             own: NestedTree[int] = NestedTree(num_samples, num_blocks, lambda left, right: left + right)
             for dp_rank, pieces in routed_tokens(plan).seen(plan.layout, rank).items():
@@ -76,7 +79,11 @@ def test_what_copies_hold_before_they_meet_are_the_nodes_of_whatever_they_saw(de
                     for block in {piece.block for piece in pieces}:
                         own.insert(sample, (block, block + 1), 1)
             nodes = expert_nodes(plan, stage, rank)
-            assert nodes.whole == own.samples.nodes and nodes.parts == own.parts and len(nodes) == len(own.samples.nodes) + len(own.parts)
+            assert (
+                nodes.whole == own.samples.nodes
+                and nodes.parts == own.parts
+                and len(nodes) == len(own.samples.nodes) + len(own.parts)
+            )
             for node in nodes.whole:
                 joined.samples.insert(node, own.samples.value(node))
             for part in nodes.parts:

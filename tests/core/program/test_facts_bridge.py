@@ -1,4 +1,5 @@
-"""Facts about Megatron-Core's bridges between grids and DAGs of modules (NVIDIA/Megatron-LM d98e8a64, `pipeline_parallel/`), held to ours.
+"""Facts about Megatron-Core's bridges between grids and DAGs of modules (NVIDIA/Megatron-LM d98e8a64,
+`pipeline_parallel/`), held to ours.
 
 Where we differ on purpose the test says so and why.
 """
@@ -37,8 +38,9 @@ def lanes(grid: Grid, dp: int) -> list[list[int]]:
     ],
 )
 def test_a_bridge_joins_the_last_stage_of_one_grid_to_the_first_of_another(degrees, as_source, as_destination):
-    """test_bridge_communicator.py, bridge_boundary. Theirs send from one leader of a lane to another, which broadcasts. Ours differ on
-    purpose: every rank gets each item it holds once, from the replica that has sent least, so no rank and no link carries a whole lane."""
+    """test_bridge_communicator.py, bridge_boundary. Theirs send from one leader of a lane to another, which broadcasts.
+    Ours differ on purpose: every rank gets each item it holds once, from the replica that has sent least, so no rank
+    and no link carries a whole lane."""
     plan, dp = plan_of(**degrees), degrees["dp"]
     samples = [[(4 // dp * rank, 4 // dp * (rank + 1))] for rank in range(dp)]
     source = stage_grid(plan, samples=samples, pp_rank=degrees["pp"] - 1)
@@ -69,7 +71,8 @@ def samples_grid(first_rank: int, counts: list[int]) -> Grid:
     ],
 )
 def test_samples_move_by_the_ranges_that_ranks_hold_whatever_their_numbers(source, destination, moved):
-    """bridge_split_sizes: theirs cut a lane's samples over its peers by counts, of which there must be a multiple of the peers."""
+    """bridge_split_sizes: theirs cut a lane's samples over its peers by counts, of which there must be a
+    multiple of the peers."""
     found = messages(samples_grid(0, source), samples_grid(10, destination))
     assert {(each.source, each.destination): each.num_items // 32 for each in found} == moved
 
@@ -80,13 +83,17 @@ def test_ranks_that_do_not_hold_the_same_samples_are_refused():
         messages(samples_grid(0, [2, 2]), samples_grid(10, [3, 3]))
 
 
-MODULES = [("image", "0", "tp = 1", "[]"), ("audio", "1", "tp = 1", "[]"), ("llm", "2-5", "tp = 2\npp = 2", '["image", "audio"]')]
+MODULES = [
+    ("image", "0", "tp = 1", "[]"),
+    ("audio", "1", "tp = 1", "[]"),
+    ("llm", "2-5", "tp = 2\npp = 2", '["image", "audio"]'),
+]
 MODULES += [("generator", "6", "tp = 1", '["llm"]')]
 
 
 def test_stages_of_a_dag_count_along_its_longest_path():
-    """test_multimodule_communicator.py: two encoders, an llm of two stages on ranks 2 to 5 and a generator are 4 stages one behind the
-    other, and rank 2 is on the second."""
+    """test_multimodule_communicator.py: two encoders, an llm of two stages on ranks 2 to 5 and a generator are 4 stages
+    one behind the other, and rank 2 is on the second."""
     model = '[modules.model]\npreset = "tiny-llama"\n'
     tables = [
         f'[[modules]]\nname = "{name}"\nranks = "{ranks}"\ninputs = {inputs}\n{model}[modules.layout]\n{layout}\n'

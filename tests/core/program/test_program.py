@@ -1,4 +1,5 @@
-"""The program against closed forms: floating-point operations, ring traffic, ZeRO's bytes, and who holds how many parameters."""
+"""The program against closed forms: floating-point operations, ring traffic, ZeRO's bytes, and who
+holds how many parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +32,20 @@ from shardproof.core.program.layers import _stage_work as build
 from shardproof.core.schedule.action import Kind
 
 MODEL = ModelSpec(
-    "m", 4, 48, 96, 6, 6, 8, 102, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True
+    "m",
+    4,
+    48,
+    96,
+    6,
+    6,
+    8,
+    102,
+    64,
+    activation="gelu",
+    norm="layernorm",
+    position="learned",
+    tied_embeddings=True,
+    bias=True,
 )
 
 
@@ -43,7 +57,11 @@ def flops(found):
 
 
 def sent(found, axis):
-    return [(operation.op, operation.sent_bytes) for operation in found if isinstance(operation, Collective) and operation.axis == axis]
+    return [
+        (operation.op, operation.sent_bytes)
+        for operation in found
+        if isinstance(operation, Collective) and operation.axis == axis
+    ]
 
 
 def step_flops(plan, kinds=(Kind.F, Kind.B)):
@@ -68,8 +86,9 @@ def test_ranks_with_equal_shares_have_one_program_and_others_their_own(layout, r
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 3}, {"pp": 4}, {"tp": 2, "pp": 2, "dp": 3}, {"pp": 2, "vpp": 2}])
 def test_flops_are_those_of_the_megatron_formula_in_every_layout(layout):
-    """Narayanan et al. 2021, section 5.1 and appendix: 24 B s l h^2 + 4 B s^2 l h per forward of the layers with ffn = 4h, 2 B s h V
-    for the logits; a backward is twice a forward. (Their equation 3 counts the layers' forward twice, for full recomputation.)"""
+    """Narayanan et al. 2021, section 5.1 and appendix: 24 B s l h^2 + 4 B s^2 l h per forward of the layers with
+    ffn = 4h, 2 B s h V for the logits; a backward is twice a forward. (Their equation 3 counts the layers' forward
+    twice, for full recomputation.)"""
     model = replace(MODEL, ffn_hidden_size=4 * 48)
     plan = plan_of(model=model, **layout)
     b, s, l, h, v = 2, 24, 4, 48, 102  # noqa: E741 - the paper's letters
@@ -85,7 +104,9 @@ def test_full_recompute_adds_the_layers_forward_and_selective_only_the_attention
     backward = flops(operations(none, Kind.B, 0))
     assert flops(operations(selective, Kind.B, 0)) - backward == sum(flops(work.forward) for work in core)
     assert flops(operations(full, Kind.B, 0)) - backward == sum(flops(work.forward) for work in layers)
-    assert operations(full, Kind.F, 0) == operations(none, Kind.F, 0) and operations(full, Kind.W, 0) == operations(none, Kind.W, 0)
+    assert operations(full, Kind.F, 0) == operations(none, Kind.F, 0) and operations(full, Kind.W, 0) == operations(
+        none, Kind.W, 0
+    )
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])
@@ -123,8 +144,8 @@ def test_sequence_parallel_moves_the_same_bytes_in_halves_and_gathers_again_for_
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_replaces_the_all_reduce_by_a_reduce_scatter_and_a_parameter_gather(zero):
-    """Rajbhandari et al. 2020, section 7: stages 1 and 2 move as much as plain data parallelism, stage 3 half as much again (here its
-    gather is per UNSHARD). Gradients are fp32, weights bf16."""
+    """Rajbhandari et al. 2020, section 7: stages 1 and 2 move as much as plain data parallelism, stage 3 half as much
+    again (here its gather is per UNSHARD). Gradients are fp32, weights bf16."""
     plan = plan_of(model=replace(MODEL, tied_embeddings=False), dp=3, micro=1, zero=zero, dtype="bf16")
     elements = stage_elements(plan, 0)
     gather = [("all_gather", -(-elements // 3) * 2 * 2)]
@@ -141,7 +162,11 @@ def test_zero_replaces_the_all_reduce_by_a_reduce_scatter_and_a_parameter_gather
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_gradient_norm_over_parts_is_summed_over_dp_before_the_model_group(zero):
-    norm = [each for each in operations(plan_of(dp=3, tp=2, zero=zero), Kind.STEP, 0) if getattr(each, "layer", "") == "grad_norm"]
+    norm = [
+        each
+        for each in operations(plan_of(dp=3, tp=2, zero=zero), Kind.STEP, 0)
+        if getattr(each, "layer", "") == "grad_norm"
+    ]
     assert [each.axis for each in norm] == (["dp", "model"] if zero else ["model"])
 
 
@@ -149,7 +174,11 @@ def test_only_uncut_vectors_know_their_own_tokens_and_only_with_sequence_paralle
     plain, split = (plan_of(tp=3, sequence_parallel=chosen) for chosen in (False, True))
     names = [parameter.name for parameter in own_token_parameters(split, 0)]
     assert own_token_parameters(plain, 0) == () and len(names) == 4 * (2 * 2 + 2) + 2
-    assert "layers.0.mlp.down.bias" in names and "layers.0.mlp.up.bias" not in names and "embedding.positions.weight" not in names
+    assert (
+        "layers.0.mlp.down.bias" in names
+        and "layers.0.mlp.up.bias" not in names
+        and "embedding.positions.weight" not in names
+    )
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 3}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 6, "pp": 4}])
@@ -159,7 +188,12 @@ def test_parameters_are_held_once_but_for_replicas_and_a_second_tied_table(layou
     plan = plan_of(model=model, **layout)
     tp, stages = plan.layout.tp, plan.layout.num_stages
     held = sum(rank_elements(plan, pp_rank, tp_rank) for pp_rank in range(plan.layout.pp) for tp_rank in range(tp))
-    whole = sum(parameter.num_elements for stage in plan.stages for parameter in stage_parameters(model, stage) if parameter.cut is None)
+    whole = sum(
+        parameter.num_elements
+        for stage in plan.stages
+        for parameter in stage_parameters(model, stage)
+        if parameter.cut is None
+    )
     second_table = 102 * 48 if tied and stages > 1 else 0
     assert held == count_parameters(model) + (tp - 1) * whole + second_table
 
@@ -167,7 +201,10 @@ def test_parameters_are_held_once_but_for_replicas_and_a_second_tied_table(layou
 def test_a_tied_table_used_at_both_ends_of_one_stage_has_two_sums():
     one, two = plan_of(), plan_of(pp=2)
     assert gradient_elements(one, 0) - stage_elements(one, 0) == 102 * 48
-    assert [usage.key for usage in stage_usages(MODEL, one.stages[0])[:2]] == [f"{TOKEN_TABLE}@embedding", f"{TOKEN_TABLE}@output"]
+    assert [usage.key for usage in stage_usages(MODEL, one.stages[0])[:2]] == [
+        f"{TOKEN_TABLE}@embedding",
+        f"{TOKEN_TABLE}@output",
+    ]
     assert gradient_elements(two, 1) == stage_elements(two, 1)
     assert stage_usages(MODEL, two.stages[1])[-1].key == f"{TOKEN_TABLE}@output"
     table = sent(operations(two, Kind.STEP, 1), "embedding")
@@ -190,7 +227,9 @@ def test_an_unaligned_cut_ships_two_nodes_and_so_more_bytes():
 
 
 def test_the_70b_plan_holds_its_parameters_over_pp_8_and_tp_8():
-    plan = Plan(model_preset("llama3-70b"), cluster_preset("dgx-h100", 512), Layout(tp=8, pp=8, dp=8), Batch(1024, 1, 8192))
+    plan = Plan(
+        model_preset("llama3-70b"), cluster_preset("dgx-h100", 512), Layout(tp=8, pp=8, dp=8), Batch(1024, 1, 8192)
+    )
     norms = sum(p.num_elements for stage in plan.stages for p in stage_parameters(plan.model, stage) if p.cut is None)
     held = sum(rank_elements(plan, pp_rank, tp_rank) for pp_rank in range(8) for tp_rank in range(8))
     assert held == count_parameters(plan.model) + 7 * norms

@@ -32,7 +32,20 @@ from shardproof.core.schedule.action import Kind
 
 GROUPED = ModelSpec("g", 4, 64, 128, 8, 4, 8, 96, 64)
 LATENT = ModelSpec(
-    "l", 4, 64, 128, 8, 8, 24, 96, 64, q_lora_rank=40, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20
+    "l",
+    4,
+    64,
+    128,
+    8,
+    8,
+    24,
+    96,
+    64,
+    q_lora_rank=40,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=20,
 )
 B, S, H = 2, 32, 64
 
@@ -51,7 +64,11 @@ def flops(found):
 
 
 def sent(found, axis):
-    return [(each.op, each.group_size, each.sent_bytes) for each in found if isinstance(each, Collective) and each.axis == axis]
+    return [
+        (each.op, each.group_size, each.sent_bytes)
+        for each in found
+        if isinstance(each, Collective) and each.axis == axis
+    ]
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -63,7 +80,8 @@ def test_context_parallelism_computes_an_equal_part_and_sends_an_equal_part(cp):
 
 
 def test_keys_and_values_are_gathered_forward_and_again_backward_where_their_gradients_go_home():
-    """cp - 1 blocks of b*s/cp tokens, keys and values of 4 heads of 8: what a ring passes on (Liu et al. 2023, section 3)."""
+    """cp - 1 blocks of b*s/cp tokens, keys and values of 4 heads of 8: what a ring passes on (Liu et
+    al. 2023, section 3)."""
     core, moved = work_of(plan_of(cp=4), "attention.core"), B * S // 4 * 2 * 4 * 8 * 2 * 3
     assert sent(core.forward, "cp") == [("all_gather", 4, moved)]
     assert sent(core.input_gradient, "cp") == [("all_gather", 4, moved), ("reduce_scatter", 4, moved)]
@@ -96,7 +114,8 @@ def test_context_parallelism_leaves_the_program_of_one_rank_as_it_was():
 
 
 def test_latent_attention_multiplies_the_six_matrices_of_deepseek_v2():
-    """arXiv 2405.04434, equations 37-47: down to 40 and 32 + 8, up to 8 heads of 16 + 8 and of 16 + 20, and from 8 heads of 20."""
+    """arXiv 2405.04434, equations 37-47: down to 40 and 32 + 8, up to 8 heads of 16 + 8 and of 16 + 20,
+    and from 8 heads of 20."""
     plan = plan_of(LATENT)
     matrices = 64 * 40 + 40 * 8 * 24 + 64 * 40 + 32 * 8 * 36 + 8 * 20 * 64
     works = [work for work in transformer_work(plan, 0) if "attention" in work.layer]
@@ -104,7 +123,10 @@ def test_latent_attention_multiplies_the_six_matrices_of_deepseek_v2():
     assert flops(operation for work in works for operation in work.forward) == 2 * B * S * matrices + core
     assert flops(operation for work in works for operation in work.input_gradient) == 2 * B * S * matrices + 2 * core
     assert flops(operation for work in works for operation in work.weight_gradient) == 2 * B * S * matrices
-    assert sum(p.num_elements for p in layer_parameters(LATENT, 0) if "attention" in p.name and len(p.shape) == 2) == matrices
+    assert (
+        sum(p.num_elements for p in layer_parameters(LATENT, 0) if "attention" in p.name and len(p.shape) == 2)
+        == matrices
+    )
 
 
 def test_without_a_rank_for_queries_they_come_from_the_hidden_state():
@@ -123,7 +145,11 @@ def test_latent_attention_gathers_low_rank_vectors_instead_of_hidden_states():
     assert sent(up.input_gradient, "tp") == [("reduce_scatter", 2, own * (32 + 8))]
     assert sent(up.weight_gradient, "tp") == [("all_gather", 2, own * 32)]
     names = {parameter.name for parameter in own_token_parameters(plan, 0)}
-    assert {"layers.0.attention.q_down.weight", "layers.0.attention.kv_down.weight", "layers.0.attention.kv_norm.weight"} <= names
+    assert {
+        "layers.0.attention.q_down.weight",
+        "layers.0.attention.kv_down.weight",
+        "layers.0.attention.kv_norm.weight",
+    } <= names
     assert "layers.0.attention.kv_up.weight" not in names
 
 
@@ -133,7 +159,9 @@ def test_under_context_parallelism_latent_attention_sends_whole_keys_and_values(
 
 
 @pytest.mark.parametrize("model", [GROUPED, LATENT])
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"cp": 2, "tp": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"cp": 2, "tp": 2, "sequence_parallel": True}]
+)
 def test_tensor_parallel_ranks_share_the_products_of_a_layer(model, layout):
     whole, cut = plan_of(model), plan_of(model, **layout)
     down = 0
@@ -161,16 +189,23 @@ def test_prediction_modules_lie_on_the_last_stage_with_a_token_table_of_their_ow
     plan = plan_of(MTP, pp=2)
     assert not any("mtp" in work.layer for work in stage_work(plan, 0))
     names = [work.layer for work in stage_work(plan, 1) if "attention" not in work.layer and "mlp" not in work.layer]
-    assert names[:4] == ["mtp.0.embedding.tokens", "mtp.0.projection", "mtp.0.head.output", "mtp.0.head.loss"] and names[-1] == "head.loss"
+    assert (
+        names[:4] == ["mtp.0.embedding.tokens", "mtp.0.projection", "mtp.0.head.output", "mtp.0.head.loss"]
+        and names[-1] == "head.loss"
+    )
     assert [p.name for p in stage_parameters(MTP, plan.stages[1])].count(TOKEN_TABLE) == 1
     assert sum(held_elements(plan, 0)) + sum(held_elements(plan, 1)) == count_parameters(MTP) + 96 * H
     table = [("all_gather", 2, 96 * H * 4)]
-    assert sent(operations(plan, Kind.STEP, 0), "embedding") == sent(operations(plan, Kind.STEP, 1), "embedding") == table
+    assert (
+        sent(operations(plan, Kind.STEP, 0), "embedding") == sent(operations(plan, Kind.STEP, 1), "embedding") == table
+    )
     assert sent(operations(plan_of(LATENT, pp=2), Kind.STEP, 1), "embedding") == []
 
 
 def test_names_of_operations_and_parameters_are_unique_with_every_kind_of_layer():
-    model = replace(MTP, num_experts=4, experts_per_token=2, num_shared_experts=1, expert_ffn_hidden_size=16, first_dense_layers=1)
+    model = replace(
+        MTP, num_experts=4, experts_per_token=2, num_shared_experts=1, expert_ffn_hidden_size=16, first_dense_layers=1
+    )
     layers = Counter(work.layer for work in stage_work(plan_of(model), 0))
     names = Counter(parameter.name for parameter in parameters(model))
     assert set(layers.values()) == set(names.values()) == {1}
@@ -178,7 +213,9 @@ def test_names_of_operations_and_parameters_are_unique_with_every_kind_of_layer(
 
 def test_bias_of_queries_keys_and_values_alone_and_norms_of_heads_are_parameters():
     plain, more = GROUPED, replace(GROUPED, qkv_bias=True, qk_norm=True)
-    added = {p.name: p.shape for p in layer_parameters(more, 0)}.items() - {p.name: p.shape for p in layer_parameters(plain, 0)}.items()
+    added = {p.name: p.shape for p in layer_parameters(more, 0)}.items() - {
+        p.name: p.shape for p in layer_parameters(plain, 0)
+    }.items()
     assert dict(added) == {
         "layers.0.attention.qkv.bias": (4 * (2 + 2) * 8,),
         "layers.0.attention.query_norm.weight": (8,),
@@ -186,8 +223,12 @@ def test_bias_of_queries_keys_and_values_alone_and_norms_of_heads_are_parameters
     }
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 4, "pp": 2, "sequence_parallel": True}])
-@pytest.mark.parametrize("model", [GROUPED, LATENT, MTP, replace(GROUPED, qk_norm=True), replace(GROUPED, norm="layernorm", bias=True)])
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 4, "pp": 2, "sequence_parallel": True}]
+)
+@pytest.mark.parametrize(
+    "model", [GROUPED, LATENT, MTP, replace(GROUPED, qk_norm=True), replace(GROUPED, norm="layernorm", bias=True)]
+)
 def test_what_a_rank_knows_in_part_is_added_up_over_tp(model, layout):
     plan = plan_of(model, **layout)
     for stage in range(plan.layout.pp):

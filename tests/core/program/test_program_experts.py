@@ -54,11 +54,20 @@ def sent_in_all(plan, axis, *kinds):
 
 
 def sent(found, axis):
-    return [(each.op, each.group_size, each.sent_bytes) for each in found if isinstance(each, Collective) and each.axis == axis]
+    return [
+        (each.op, each.group_size, each.sent_bytes)
+        for each in found
+        if isinstance(each, Collective) and each.axis == axis
+    ]
 
 
 def forward(plan, layer, part, tp_rank=0):
-    return [operation for work in transformer_work(plan, layer, tp_rank) if f".{part}" in work.layer for operation in work.forward]
+    return [
+        operation
+        for work in transformer_work(plan, layer, tp_rank)
+        if f".{part}" in work.layer
+        for operation in work.forward
+    ]
 
 
 LAYOUTS = [
@@ -75,8 +84,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_step_multiplies_the_matrices_a_token_meets_in_every_layout(layout):
-    """Per token and layer 2h(4h) of attention, 4sh of its core, 6hf for each expert it takes or shares (gated), 2hE of the router; the
-    router alone is computed by every tensor-parallel rank where tokens are not cut."""
+    """Per token and layer 2h(4h) of attention, 4sh of its core, 6hf for each expert it takes or shares (gated), 2hE of
+    the router; the router alone is computed by every tensor-parallel rank where tokens are not cut."""
     plan = plan_of(**layout)
     tp, cp, dp, pp = (getattr(plan.layout, axis) for axis in ("tp", "cp", "dp", "pp"))
     ranks = [(stage, tp_rank) for stage in range(pp) for tp_rank in range(tp)]
@@ -89,11 +98,16 @@ def test_a_step_multiplies_the_matrices_a_token_meets_in_every_layout(layout):
 
 
 def test_an_all_to_all_each_way_moves_a_copy_per_expert_but_for_the_local_share():
-    """Rajbhandari et al. 2022, DeepSpeed-MoE: of b*s*k copies of h elements 1 - 1/ep leave the rank, to the experts and back. How many go
-    to each expert is told first, one int64 for each expert and sequence."""
+    """Rajbhandari et al. 2022, DeepSpeed-MoE: of b*s*k copies of h elements 1 - 1/ep leave the rank, to the experts and
+    back. How many go to each expert is told first, one int64 for each expert and sequence."""
     plan = plan_of(dp=4, ep=4)
     one_way, counts = B * S * K * H * 2 * 3 // 4, B * E * 8 * 3 // 4
-    for part, kind in (("dispatch", "forward"), ("combine", "forward"), ("dispatch", "input_gradient"), ("combine", "input_gradient")):
+    for part, kind in (
+        ("dispatch", "forward"),
+        ("combine", "forward"),
+        ("dispatch", "input_gradient"),
+        ("combine", "input_gradient"),
+    ):
         (work,) = (each for each in transformer_work(plan, 1) if each.layer == f"layers.1.mlp.{part}")
         told = [("all_to_all", 4, counts)] if (part, kind) == ("dispatch", "forward") else []
         assert sent(getattr(work, kind), "ep") == [*told, ("all_to_all", 4, one_way)]
@@ -110,23 +124,30 @@ def test_expert_tensor_parallelism_gathers_before_the_experts_and_scatters_after
     assert [each.op for each in forward(plan, 1, "combine")] == ["reduce_scatter", "all_to_all"]
     assert sent(forward(plan, 1, "combine"), "etp") == [("reduce_scatter", 2, copies)]
     folded = plan_of(tp=2, ep=4, etp=1, dp=4, sequence_parallel=True)
-    assert forward(folded, 1, "dispatch")[1:] == [Collective("layers.1.mlp.dispatch", "all_to_all", "ep", 4, copies * 3 // 4)]
+    assert forward(folded, 1, "dispatch")[1:] == [
+        Collective("layers.1.mlp.dispatch", "all_to_all", "ep", 4, copies * 3 // 4)
+    ]
 
 
 @pytest.mark.parametrize("etp", [1, 2])
 def test_ranks_with_the_same_tokens_send_a_part_each_and_gather_results_and_gradients(etp):
-    """The copies of half the tokens travel; then the other rank is told this one's results, its input gradients, and those of weights."""
+    """The copies of half the tokens travel; then the other rank is told this one's results, its input gradients,
+    and those of weights."""
     plan = plan_of(tp=2, ep=2, dp=2, etp=etp)
     works = {each.layer.removeprefix("layers.1.mlp."): each for each in transformer_work(plan, 1)}
     assert sent(works["dispatch"].forward, "ep")[1] == ("all_to_all", 2, B * S * K * H * 2 // 4)
     assert sent(works["dispatch"].forward, "tp") == []
-    assert sent(works["combine"].forward, "tp") == sent(works["dispatch"].input_gradient, "tp") == [("all_gather", 2, B * S * H)]
+    assert (
+        sent(works["combine"].forward, "tp")
+        == sent(works["dispatch"].input_gradient, "tp")
+        == [("all_gather", 2, B * S * H)]
+    )
     assert sent(works["combine"].input_gradient, "tp") == [("all_gather", 2, B * S * K * 2)]
 
 
 def test_exact_numerics_move_nodes_of_the_tree_over_an_experts_width_and_of_the_batch():
-    """Half of an expert's 8 leaves is one node, in fp32; two copies of the experts have the samples of two data-parallel ranks each, which
-    are one node of the batch's tree."""
+    """Half of an expert's 8 leaves is one node, in fp32; two copies of the experts have the samples of two
+    data-parallel ranks each, which are one node of the batch's tree."""
     plan = plan_of(tp=2, ep=2, dp=2, sequence_parallel=True)
     exact = replace(plan, numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4))
     combine = [each for each in forward(exact, 1, "combine") if each.axis == "etp"]
@@ -187,7 +208,9 @@ def test_experts_are_added_up_over_their_own_data_parallelism(zero):
     plan = plan_of(tp=2, cp=2, dp=4, ep=8, etp=1, sequence_parallel=True, zero=zero)
     held = held_elements(plan, 0)
     assert num_copies(plan, 0) == num_shards(plan, 0) == Held(8, 2)
-    dense, expert = (sent_in_all(plan, axis, Kind.REDUCE_GRAD, *([Kind.B] if zero > 1 else [])) for axis in ("dp", "edp"))
+    dense, expert = (
+        sent_in_all(plan, axis, Kind.REDUCE_GRAD, *([Kind.B] if zero > 1 else [])) for axis in ("dp", "edp")
+    )
     if zero == 0:
         assert dense == {("all_reduce", 8): held.dense * 4 * 2 * 7 // 8}
         assert expert == {("all_reduce", 2): held.expert * 4}
@@ -205,18 +228,24 @@ def test_experts_without_copies_are_not_reduced():
 
 
 def test_hybrid_sharding_scatters_in_a_shard_group_and_adds_up_over_its_copies():
-    """Zhao et al. 2023, PyTorch FSDP, section 3.2.2: a reduce-scatter over 4 ranks, then an all-reduce of the quarter over 2 groups."""
+    """Zhao et al. 2023, PyTorch FSDP, section 3.2.2: a reduce-scatter over 4 ranks, then an all-reduce of the
+    quarter over 2 groups."""
     plan = plan_of(dp=8, ep=2, zero=3, shard=4)
     held = held_elements(plan, 0)
     assert num_shards(plan, 0) == Held(4, 2) and num_copies(plan, 0) == Held(8, 4)
-    assert sent_in_all(plan, "dp_shard", Kind.B) == {("reduce_scatter", 4): held.dense * 4 * 3 // 4}  # after every microbatch
+    # after every microbatch
+    assert sent_in_all(plan, "dp_shard", Kind.B) == {("reduce_scatter", 4): held.dense * 4 * 3 // 4}
     assert sent_in_all(plan, "dp_replicate", Kind.REDUCE_GRAD) == {("all_reduce", 2): held.dense}
     assert sent_in_all(plan, "edp_shard", Kind.B) == {("reduce_scatter", 2): held.expert * 2}
     assert sent_in_all(plan, "edp_replicate", Kind.REDUCE_GRAD) == {("all_reduce", 2): held.expert * 2}
     routers = sum(each.num_elements for each in parameters(plan.model) if ".router." in each.name)  # compute in fp32
     gathered = sent_in_all(plan, "dp_shard", Kind.UNSHARD)
     assert gathered == {("all_gather", 4): (held.dense - routers) * 2 * 3 // 4 + routers * 4 * 3 // 4}
-    assert sent_in_all(plan, "dp", Kind.REDUCE_GRAD, Kind.B) == sent_in_all(plan, "edp", Kind.REDUCE_GRAD, Kind.B) == Counter()
+    assert (
+        sent_in_all(plan, "dp", Kind.REDUCE_GRAD, Kind.B)
+        == sent_in_all(plan, "edp", Kind.REDUCE_GRAD, Kind.B)
+        == Counter()
+    )
 
 
 def test_bf16_gradients_halve_what_is_reduced():
@@ -229,5 +258,9 @@ def test_bf16_gradients_halve_what_is_reduced():
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_without_zero_the_norm_adds_the_squares_of_all_experts(zero):
-    norm = [each for each in operations(plan_of(dp=4, ep=4, zero=zero), Kind.STEP, 0) if getattr(each, "layer", "") == "grad_norm"]
+    norm = [
+        each
+        for each in operations(plan_of(dp=4, ep=4, zero=zero), Kind.STEP, 0)
+        if getattr(each, "layer", "") == "grad_norm"
+    ]
     assert [(each.axis, each.group_size) for each in norm] == ([("dp", 4)] if zero else [("ep", 4)])

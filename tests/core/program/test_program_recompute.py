@@ -13,12 +13,30 @@ from helpers.plans import product_plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan, Recompute
-from shardproof.core.program import Collective, Group, Product, group_work, operations, recomputes_whole, stage_groups, stage_work
+from shardproof.core.program import (
+    Collective,
+    Group,
+    Product,
+    group_work,
+    operations,
+    recomputes_whole,
+    stage_groups,
+    stage_work,
+)
 from shardproof.core.schedule.action import Kind
 
 DENSE = ModelSpec("d", 6, 64, 128, 8, 4, 8, 96, 64)
-LATENT = {"num_kv_heads": 8, "head_dim": 24, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
-MIXED = replace(DENSE, num_experts=4, experts_per_token=2, num_shared_experts=1, expert_ffn_hidden_size=16, first_dense_layers=2)
+LATENT = {
+    "num_kv_heads": 8,
+    "head_dim": 24,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+}
+MIXED = replace(
+    DENSE, num_experts=4, experts_per_token=2, num_shared_experts=1, expert_ffn_hidden_size=16, first_dense_layers=2
+)
 ALL = replace(MIXED, **LATENT, v_head_dim=20, num_mtp_layers=2)
 
 
@@ -59,9 +77,15 @@ def test_recomputing_experts_repeats_their_exchange_too():
 
 def test_what_is_recomputed_is_the_forward_of_the_part_and_changes_nothing_else():
     none, full = plan_of(), plan_of(recompute=Recompute("full"))
-    assert operations(none, Kind.F, 0) == operations(full, Kind.F, 0) and operations(none, Kind.W, 0) == operations(full, Kind.W, 0)
+    assert operations(none, Kind.F, 0) == operations(full, Kind.F, 0) and operations(none, Kind.W, 0) == operations(
+        full, Kind.W, 0
+    )
     outside = {"embedding.tokens", "head.output", "head.loss"}
-    outside |= {f"mtp.{depth}.{part}" for depth in range(2) for part in ("embedding.tokens", "projection", "head.output", "head.loss")}
+    outside |= {
+        f"mtp.{depth}.{part}"
+        for depth in range(2)
+        for part in ("embedding.tokens", "projection", "head.output", "head.loss")
+    }
     for work in stage_work(full, 0):
         assert work.recomputed == (() if work.layer in outside else work.forward)
 
@@ -69,7 +93,9 @@ def test_what_is_recomputed_is_the_forward_of_the_part_and_changes_nothing_else(
 @pytest.mark.parametrize(("pp", "layers"), [(1, (0, 1, 4)), (2, (0, 1, 4)), (3, (1, 2, 5)), (2, ()), (6, (3,))])
 def test_full_recomputation_of_a_list_of_layers_repeats_those_and_no_others(pp, layers):
     plan = plan_of(MIXED, Recompute("full", layers=layers), pp=pp)
-    again = {int(work.layer.split(".")[1]) for stage in range(pp) for work in stage_work(plan, stage) if work.recomputed}
+    again = {
+        int(work.layer.split(".")[1]) for stage in range(pp) for work in stage_work(plan, stage) if work.recomputed
+    }
     assert again == set(layers) == {layer for layer in range(6) if recomputes_whole(plan, layer)}
     for stage in range(pp):
         groups = [group for group in stage_groups(plan, stage) if group.kind in ("dense", "moe")]
@@ -87,7 +113,10 @@ def test_a_list_of_layers_leaves_out_those_of_multi_token_prediction():
 @pytest.mark.parametrize(
     ("recompute", "said"),
     [
-        ({"mode": "selective", "layers": (0,)}, r'layers=\[0\] .* recompute.mode="selective" says otherwise. Set recompute.mode = "full"'),
+        (
+            {"mode": "selective", "layers": (0,)},
+            r'layers=\[0\] .* recompute.mode="selective" says otherwise. Set recompute.mode = "full"',
+        ),
         ({"mode": "full", "layers": (0,), "num_layers": 1}, r"num_layers=1 says otherwise"),
         ({"mode": "full", "layers": (2, 0, 2)}, r"must name every layer once, in order. Use \[0, 2\]"),
         ({"mode": "full", "layers": (-1,)}, r"has the layers 0 to 5, and no layer -1"),
@@ -100,7 +129,8 @@ def test_a_list_of_layers_that_is_none_is_refused(recompute, said):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_distributed_inputs_are_gathered_once_a_layer_and_nothing_else_is_sent_more(tp):
-    """Two samples of 32 tokens, 64 wide, in bf16: each rank sends its part, 1/tp of 8192 bytes, to the tp - 1 others."""
+    """Two samples of 32 tokens, 64 wide, in bf16: each rank sends its part, 1/tp of 8192 bytes,
+    to the tp - 1 others."""
     kept, spread = (plan_of(DENSE, Recompute("full", distribute=spread), tp=tp) for spread in (False, True))
     assert operations(kept, Kind.F, 0) == operations(spread, Kind.F, 0)
     more = Counter(operations(spread, Kind.I, 0)) - Counter(operations(kept, Kind.I, 0))
@@ -108,7 +138,9 @@ def test_distributed_inputs_are_gathered_once_a_layer_and_nothing_else_is_sent_m
     assert more == Counter(gathers if tp > 1 else [])
 
 
-@pytest.mark.parametrize(("limit", "layers"), [(0, []), (1, [0, 3]), (2, [0, 1, 3, 4]), (3, [0, 1, 2, 3, 4, 5]), (9, [0, 1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("limit", "layers"), [(0, []), (1, [0, 3]), (2, [0, 1, 3, 4]), (3, [0, 1, 2, 3, 4, 5]), (9, [0, 1, 2, 3, 4, 5])]
+)
 def test_full_recomputation_of_so_many_layers_takes_the_first_of_each_stage(limit, layers):
     """Megatron-LM's `--recompute-method block --recompute-num-layers`; prediction modules keep what they need."""
     plan = plan_of(recompute=Recompute("full", num_layers=limit), pp=2)
@@ -135,7 +167,9 @@ def test_a_stage_is_its_groups():
 @given(
     model=st.sampled_from([DENSE, MIXED, ALL]),
     stages=st.sampled_from(["Et*6L", "Ett|ttttL", "E|t*6|L", "Ettt||tttL", "Et|tttt|tL"]),
-    recompute=st.sampled_from([Recompute(), Recompute("selective"), Recompute("full"), Recompute("full", 1), Recompute("full", 4)]),
+    recompute=st.sampled_from(
+        [Recompute(), Recompute("selective"), Recompute("full"), Recompute("full", 1), Recompute("full", 4)]
+    ),
     tp=st.sampled_from([1, 2, 4]),
 )
 def test_the_groups_of_a_stage_do_what_its_layers_do(model, stages, recompute, tp):

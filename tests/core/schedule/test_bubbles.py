@@ -40,7 +40,8 @@ def test_gpipe_holds_m_and_1f1b_min_of_p_and_m_activations(pp, num_microbatches,
 
 
 def test_idle_inside_counts_gaps_between_forwards_and_backwards_only() -> None:
-    """Waits of 2 s before the first action, 3 s in the middle and 4 s before STEP: 3 s count, 9 s (of 15) are the bubble fraction."""
+    """Waits of 2 s before the first action, 3 s in the middle and 4 s before STEP: 3 s count, 9 s (of 15)
+    are the bubble fraction."""
     spans = [
         Span(0, "compute", Action(0, Kind.F, 0), 2, 4),
         Span(0, "compute", Action(0, Kind.B, 0), 7, 10),

@@ -13,7 +13,9 @@ from shardproof.core.schedule.schedule import Placement, Schedule
 from shardproof.simulator.memory.memory import peak_in_flight
 
 
-def idle_s(schedule: Schedule, forward: float, backward_input: float, backward_weight: float, overlap: float) -> list[float]:
+def idle_s(
+    schedule: Schedule, forward: float, backward_input: float, backward_weight: float, overlap: float
+) -> list[float]:
     """Makespan minus busy seconds of every rank."""
     timeline = run_schedule(schedule, forward, backward_input, backward_weight, overlap_s=overlap)
     return [timeline.makespan_s - timeline.busy_s(rank) for rank in range(schedule.num_ranks)]
@@ -49,7 +51,8 @@ def test_with_unit_costs_every_rank_of_dualpipe_p8_m20_idles_6_of_66():
     assert idle_s(schedule, 1, 1, 1, 3) == [6.0] * 8
     assert run_schedule(schedule, 1, 1, 1, overlap_s=3).makespan_s == 66
     one_direction = run_schedule(build("1F1B", pp=8, num_microbatches=20), 1, 1, 1)
-    assert one_direction.makespan_s == 81  # (m+p-1)(F+B): DualPipe's rank runs two half-filled directions of the same 60 units
+    # (m+p-1)(F+B): DualPipe's rank runs two half-filled directions of the same 60 units
+    assert one_direction.makespan_s == 81
 
 
 @pytest.mark.parametrize(("pp", "num_microbatches"), DUALPIPE_SIZES)
@@ -75,15 +78,22 @@ def test_dualpipev_is_legal_and_cannot_deadlock(pp, num_microbatches):
 
 
 def test_dualpipe_p4_m8_in_the_published_order():
-    """Figure 5 of the DeepSeek-V3 report has p=8, m=20; this is the same at p=4, where rank 2 mirrors rank 1 and rank 3 rank 0."""
+    """Figure 5 of the DeepSeek-V3 report has p=8, m=20; this is the same at p=4, where rank 2 mirrors
+    rank 1 and rank 3 rank 0."""
     rows = build("DualPipe", pp=4, num_microbatches=8).to_csv().splitlines()
-    assert rows[0] == ("0F0,0F1,0F2,3F4,3I4,3W4,3F5,(0F3;3B5)OVERLAP_F_B,(3F6;0B0)OVERLAP_F_B,3B6,(3F7;0B1)OVERLAP_F_B,3B7,0I2,0W2,0I3,0W3")
-    assert rows[1] == ("1F0,2F4,1F1,2F5,1F2,2B4,(2F6;1B0)OVERLAP_F_B,(1F3;2B5)OVERLAP_F_B,(2F7;1B1)OVERLAP_F_B,2B6,1B2,2I7,1I3,2W7,1W3")
+    assert rows[0] == (
+        "0F0,0F1,0F2,3F4,3I4,3W4,3F5,(0F3;3B5)OVERLAP_F_B,(3F6;0B0)OVERLAP_F_B,3B6,(3F7;0B1)OVERLAP_F_B,3B7,0I2,0W2,0I3,0W3"
+    )
+    assert rows[1] == (
+        "1F0,2F4,1F1,2F5,1F2,2B4,(2F6;1B0)OVERLAP_F_B,(1F3;2B5)OVERLAP_F_B,(2F7;1B1)OVERLAP_F_B,2B6,1B2,2I7,1I3,2W7,1W3"
+    )
     other_half = str.maketrans("01234567", "45670123")
     for rank in (0, 1):  # microbatch m+4 on the mirrored rank does what microbatch m does here
         mirrored = Schedule.from_csv("\n".join(rows)).row(3 - rank)
         here = Schedule.from_csv("\n".join(rows)).row(rank)
-        assert [str(int(m)).translate(other_half) for m in mirrored.microbatch] == [str(int(m)) for m in here.microbatch]
+        assert [str(int(m)).translate(other_half) for m in mirrored.microbatch] == [
+            str(int(m)) for m in here.microbatch
+        ]
         assert np.array_equal(mirrored.stage, here.stage) and np.array_equal(mirrored.kind, here.kind)
 
 
@@ -107,7 +117,8 @@ def test_replicas_know_their_microbatches_and_ends():
     assert placement.ranks == ((0, 3), (1, 2), (2, 1), (3, 0))
     assert [placement.microbatches_of(1, replica) for replica in (0, 1)] == [(0, 5), (5, 10)]
     assert (placement.replica_of(1, 1), placement.replica_of(1, 2)) == (0, 1)
-    assert placement.ends_of(0) == placement.ends_of(3) == ()  # both ends on both ranks: nothing to send for a tied table
+    # both ends on both ranks: nothing to send for a tied table
+    assert placement.ends_of(0) == placement.ends_of(3) == ()
     assert Placement.loop(3, 6, 4).ends_of(2) == (0, 2) and Placement.loop(3, 6, 4).ends_of(1) == ()
     same_direction = Placement("replicated", 4, ((0, 2), (1, 3)), 4)
     assert same_direction.ends_of(2) == same_direction.ends_of(3) == (2, 3)
@@ -122,7 +133,8 @@ def test_both_ranks_of_a_pair_list_their_two_reductions_in_one_order(pp, num_mic
 
 
 def test_a_reduction_waits_for_the_slower_replica():
-    """F=1, B=2: the replicas of stage 0 end at 6 and 11, those of stage 1 at 9 and 4; a reduction takes 1, then 4 seconds."""
+    """F=1, B=2: the replicas of stage 0 end at 6 and 11, those of stage 1 at 9 and 4; a reduction
+    takes 1, then 4 seconds."""
     schedule = Schedule.from_csv("0F0,0B0,1F1,1B1\n1F0,1B0,0F1,0B1\n")
     for seconds, spans in (
         (1, [("1REDUCE_GRAD", 9, 10), ("0REDUCE_GRAD", 11, 12)]),
@@ -145,7 +157,11 @@ def test_reductions_in_crossed_orders_deadlock():
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("DualPipe", {"pp": 3, "num_microbatches": 8}, "even number of ranks, got pp=3. Use pp=4 with at least 8 microbatches"),
+        (
+            "DualPipe",
+            {"pp": 3, "num_microbatches": 8},
+            ("even number of ranks, got pp=3. Use pp=4 with at least 8 microbatches"),
+        ),
         ("DualPipe", {"pp": 4, "num_microbatches": 6}, "at least pp=4 of them, got 6. Use 8 microbatches"),
         ("DualPipe", {"pp": 4, "num_microbatches": 11}, "got 11. Use 12 microbatches"),
         ("DualPipe", {"pp": 4, "num_microbatches": 8, "vpp": 2}, "runs one stage per rank, got vpp=2"),
@@ -161,9 +177,23 @@ def test_sizes_that_were_never_published_are_refused_with_the_nearest_legal_ones
 @pytest.mark.parametrize("times", [(1, 1, 1, 3), (1, 1, 1, 2), (1, 1, 1, 2.5), (2, 1, 0, 2.5), (1, 0.5, 0.5, 3)])
 @pytest.mark.parametrize(
     ("pp", "num_microbatches", "vpp"),
-    [(1, 1, 1), (1, 4, 1), (2, 4, 1), (3, 5, 1), (4, 2, 1), (4, 6, 1), (5, 12, 1), (2, 4, 2), (3, 6, 2), (4, 8, 3), (5, 10, 2)],
+    [
+        (1, 1, 1),
+        (1, 4, 1),
+        (2, 4, 1),
+        (3, 5, 1),
+        (4, 2, 1),
+        (4, 6, 1),
+        (5, 12, 1),
+        (2, 4, 2),
+        (3, 6, 2),
+        (4, 8, 3),
+        (5, 10, 2),
+    ],
 )
-def test_the_makespan_of_combined_1f1b_is_vp_forwards_and_backwards_and_pairs_for_the_rest(pp, num_microbatches, vpp, times):
+def test_the_makespan_of_combined_1f1b_is_vp_forwards_and_backwards_and_pairs_for_the_rest(
+    pp, num_microbatches, vpp, times
+):
     forward, backward_input, weight, pair = times
     schedule = build("Combined1F1B", pp=pp, num_microbatches=num_microbatches, vpp=vpp)
     makespan = vpp * pp * (forward + backward_input + weight) + (num_microbatches * vpp - (vpp - 1) * pp - 1) * pair
@@ -174,7 +204,11 @@ def test_combined_1f1b_without_overlap_has_the_bubble_of_interleaved_1f1b():
     for pp, num_microbatches, vpp in ((3, 6, 2), (4, 8, 3), (6, 12, 2)):
         combined = build("Combined1F1B", pp=pp, num_microbatches=num_microbatches, vpp=vpp)
         interleaved = build("Interleaved1F1B", pp=pp, num_microbatches=num_microbatches, vpp=vpp)
-        assert run_schedule(combined).makespan_s == run_schedule(interleaved).makespan_s == 3 * (num_microbatches * vpp + pp - 1)
+        assert (
+            run_schedule(combined).makespan_s
+            == run_schedule(interleaved).makespan_s
+            == 3 * (num_microbatches * vpp + pp - 1)
+        )
 
 
 def test_combined_1f1b_holds_two_more_activations_than_its_warm_up_has_forwards_but_the_last():

@@ -84,9 +84,13 @@ def test_receives_stand_close_to_their_use_however_many_microbatches(name: str) 
             computed, received = 0, {}
             for action in row:
                 if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                    received[action.stage, Kind.F if action.kind is Kind.RECV_F else Kind.B, action.microbatch] = computed
+                    received[action.stage, Kind.F if action.kind is Kind.RECV_F else Kind.B, action.microbatch] = (
+                        computed
+                    )
                 elif action.kind in (Kind.F, Kind.B):
-                    worst = max(worst, computed - received.get((action.stage, action.kind, action.microbatch), computed))
+                    worst = max(
+                        worst, computed - received.get((action.stage, action.kind, action.microbatch), computed)
+                    )
                     computed += 1
         return worst
 
@@ -98,20 +102,30 @@ def test_torch_finds_our_lowered_schedules_legal(name: str, vpp: int, pp: int, n
     """torch's validator takes the compute rows, and its dry run of messages gets through ours without a deadlock."""
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     built = build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-    compute = {rank: [torch_schedules._Action.from_str(str(action)) for action in row] for rank, row in enumerate(built.rows())}
+    compute = {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in row] for rank, row in enumerate(built.rows())
+    }
     torch_schedules._validate_schedule(compute, pp, built.num_stages, num_microbatches)
     rows = {
-        rank: [torch_schedules._Action.from_str(str(action)) for action in row if action.kind not in (Kind.REDUCE_GRAD, Kind.STEP)]
+        rank: [
+            torch_schedules._Action.from_str(str(action))
+            for action in row
+            if action.kind not in (Kind.REDUCE_GRAD, Kind.STEP)
+        ]
         for rank, row in enumerate(lower(built).rows())
     }
     torch_schedules._simulate_comms_compute(rows, built.placement.rank_of, built.num_stages)
 
 
 @pytest.mark.parametrize(("name", "vpp", "pp", "num_microbatches"), CATALOG_SIZES)
-def test_torch_lowering_has_the_same_messages_in_the_same_order_per_pair(name: str, vpp: int, pp: int, num_microbatches: int) -> None:
+def test_torch_lowering_has_the_same_messages_in_the_same_order_per_pair(
+    name: str, vpp: int, pp: int, num_microbatches: int
+) -> None:
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     built = build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-    compute = {rank: [torch_schedules._Action.from_str(str(action)) for action in row] for rank, row in enumerate(built.rows())}
+    compute = {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in row] for rank, row in enumerate(built.rows())
+    }
     theirs = torch_schedules._add_send_recv(compute, built.placement.rank_of, built.num_stages)
     ours = lower(built)
     for rank in range(pp):
@@ -137,7 +151,9 @@ def test_an_order_that_can_never_run_names_the_circle() -> None:
     schedule = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0\n")
     with pytest.raises(UnrunnableError) as caught:
         lower(schedule)
-    assert "0B0 (rank 0) waits for 1B0 (rank 1) waits for 1F1 (rank 1) waits for 0F1 (rank 0) waits for 0B0 (rank 0)" in str(caught.value)
+    assert (
+        "0B0 (rank 0) waits for 1B0 (rank 1) waits for 1F1 (rank 1) waits for 0F1 (rank 0) waits for 0B0 (rank 0)"
+    ) in str(caught.value)
     assert [str(caught.value.schedule.actions[index]) for index in caught.value.cycle] == ["0B0", "1B0", "1F1", "0F1"]
 
 

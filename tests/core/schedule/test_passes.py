@@ -62,7 +62,8 @@ def compute_of(schedule: Schedule) -> list[list[str]]:
 
 @st.composite
 def legal(draw: st.DrawFn, kinds: tuple[str, ...] = ("loop", "vee", "replicated", "explicit")) -> Schedule:
-    """Any order in which the actions of any placement can run, with full, split and overlapped backwards: a random walk."""
+    """Any order in which the actions of any placement can run, with full, split and overlapped
+    backwards: a random walk."""
     kind, pp, m = draw(st.sampled_from(kinds)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
     pp = max(pp, 2) if kind == "replicated" else pp
     chance = draw(st.randoms(use_true_random=False))
@@ -103,7 +104,8 @@ def random_walk(placement: Placement, chance: random.Random) -> list[list[Action
 
 
 def blocking_run_ends(schedule: Schedule) -> bool:
-    """Lists executed in order; a send ends only together with its receive, a replica's reduction together with the other's."""
+    """Lists executed in order; a send ends only together with its receive, a replica's reduction
+    together with the other's."""
     rows = [list(actions) for actions in schedule.rows()]
     placement = schedule.placement
     at = [0] * len(rows)
@@ -161,20 +163,31 @@ def test_no_legal_order_of_any_placement_deadlocks_once_lowered(schedule: Schedu
 
 @given(legal())
 @settings(max_examples=50, deadline=None)
-def test_lowering_merges_a_backward_exactly_where_neither_a_message_nor_anything_else_comes_between(schedule: Schedule) -> None:
+def test_lowering_merges_a_backward_exactly_where_neither_a_message_nor_anything_else_comes_between(
+    schedule: Schedule,
+) -> None:
     unmerged = add_messages(add_steps(add_reductions(schedule)))
     assert lower(schedule) == merge_backward(unmerged)
     sent = {(action.stage, action.microbatch) for action in unmerged.actions if action.kind is Kind.SEND_B}
     merged = compute_of(lower(schedule)) != compute_of(schedule)
-    waits = [kinds for row in unmerged.rows() for kinds in pairwise(row) if (kinds[0].kind, kinds[1].kind) == (Kind.I, Kind.W)]
-    adjacent = [first for first, second in waits if (first.stage, first.microbatch) == (second.stage, second.microbatch)]
+    waits = [
+        kinds
+        for row in unmerged.rows()
+        for kinds in pairwise(row)
+        if (kinds[0].kind, kinds[1].kind) == (Kind.I, Kind.W)
+    ]
+    adjacent = [
+        first for first, second in waits if (first.stage, first.microbatch) == (second.stage, second.microbatch)
+    ]
     assert merged == bool(adjacent)
     assert not [first for first in adjacent if (first.stage, first.microbatch) in sent]
 
 
 @given(legal(("replicated",)), st.integers(2, 4))
 @settings(max_examples=50, deadline=None)
-def test_two_direction_schedules_with_gathers_run_on_every_legal_order(schedule: Schedule, max_active_stages: int) -> None:
+def test_two_direction_schedules_with_gathers_run_on_every_legal_order(
+    schedule: Schedule, max_active_stages: int
+) -> None:
     lowered = lower(schedule, max_active_stages=max_active_stages)
     assert errors(lowered) == []
     assert blocking_run_ends(lowered)
@@ -216,10 +229,19 @@ def test_both_ranks_of_a_pair_that_end_forwards_together_do_not_both_send_first(
 
 @pytest.mark.parametrize(
     ("name", "vpp", "pp", "num_microbatches"),
-    [("1F1B", 1, 8, 32), ("GPipe", 1, 7, 28), ("LoopedBFS", 2, 6, 24), ("LoopedBFS", 3, 5, 30), ("Interleaved1F1B", 4, 8, 24)],
+    [
+        ("1F1B", 1, 8, 32),
+        ("GPipe", 1, 7, 28),
+        ("LoopedBFS", 2, 6, 24),
+        ("LoopedBFS", 3, 5, 30),
+        ("Interleaved1F1B", 4, 8, 24),
+    ],
 )
-def test_blocking_rounds_are_at_most_1_6_per_message_of_the_busiest_rank(name: str, vpp: int, pp: int, num_microbatches: int) -> None:
-    """Were all stages of a moment to send in ascending order, each rank would wait for all below it: twice as many rounds and more."""
+def test_blocking_rounds_are_at_most_1_6_per_message_of_the_busiest_rank(
+    name: str, vpp: int, pp: int, num_microbatches: int
+) -> None:
+    """Were all stages of a moment to send in ascending order, each rank would wait for all below it: twice as
+    many rounds and more."""
     lowered = lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches))
     rows = [
         [str(action) for action in actions if action.kind in (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)]
@@ -248,7 +270,8 @@ def counterpart(cell: str) -> str:
 
 
 def test_replicas_list_their_reductions_in_one_order_as_soon_as_both_are_ready() -> None:
-    """DualPipe p=4, m=10: of the outer stages, 0 is last on rank 0 and on rank 3; every pair of ranks lists its shared stages alike."""
+    """DualPipe p=4, m=10: of the outer stages, 0 is last on rank 0 and on rank 3; every pair of ranks lists
+    its shared stages alike."""
     lowered = lower(build("DualPipe", pp=4, num_microbatches=10))
     order = [[action.stage for action in actions if action.kind is Kind.REDUCE_GRAD] for actions in lowered.rows()]
     assert order[0] == order[3]
@@ -260,7 +283,10 @@ def test_replicas_list_their_reductions_in_one_order_as_soon_as_both_are_ready()
 def test_replicas_of_a_list_with_messages_reduce_at_its_end_by_stage() -> None:
     """Its messages may have any order, which a reduction between them could tie into a circle."""
     lowered = lower(Schedule.from_csv("0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1\n"))
-    kept = [[str(action) for action in actions if action.kind not in (Kind.REDUCE_GRAD, Kind.STEP)] for actions in lowered.rows()]
+    kept = [
+        [str(action) for action in actions if action.kind not in (Kind.REDUCE_GRAD, Kind.STEP)]
+        for actions in lowered.rows()
+    ]
     with_messages = Schedule.from_csv("\n".join(",".join(cells) for cells in kept))
     again = lower(with_messages)
     for rank in range(2):
@@ -273,7 +299,8 @@ def test_replicas_of_a_list_with_messages_reduce_at_its_end_by_stage() -> None:
 
 
 def gaps(actions: list[Action]) -> list[tuple[str, list[int], list[int]]]:
-    """Per compute action (and the end): its token, stages freed since the one before (sorted), and stages gathered, in order."""
+    """Per compute action (and the end): its token, stages freed since the one before (sorted), and
+    stages gathered, in order."""
     found, freed, gathered = [], list[int](), list[int]()
     for action in [*actions, None]:
         if action is not None and action.kind is Kind.RESHARD:
@@ -303,7 +330,9 @@ def test_unshard_equals_torchs_pass(sizes: tuple[str, int, int, int], max_active
 
 @given(legal(), st.integers(2, 3))
 @settings(max_examples=60, deadline=None)
-def test_never_more_than_max_active_stages_are_gathered_and_what_computes_is(schedule: Schedule, max_active_stages: int) -> None:
+def test_never_more_than_max_active_stages_are_gathered_and_what_computes_is(
+    schedule: Schedule, max_active_stages: int
+) -> None:
     for actions in add_unshard(schedule, max_active_stages).rows():
         gathered = set[int]()
         for action in actions:
@@ -319,10 +348,15 @@ def test_never_more_than_max_active_stages_are_gathered_and_what_computes_is(sch
 
 
 def num_gathers(schedule: Schedule, max_active_stages: int) -> list[int]:
-    return [sum(action.kind is Kind.UNSHARD for action in actions) for actions in add_unshard(schedule, max_active_stages).rows()]
+    return [
+        sum(action.kind is Kind.UNSHARD for action in actions)
+        for actions in add_unshard(schedule, max_active_stages).rows()
+    ]
 
 
-def test_breadth_first_p3_m6_v4_gathers_7_times_with_one_stage_active_and_depth_first_at_every_change_of_chunk() -> None:
+def test_breadth_first_p3_m6_v4_gathers_7_times_with_one_stage_active_and_depth_first_at_every_change_of_chunk() -> (
+    None
+):
     """2v-1: each chunk once per direction, but the last one stays over the turn (Lamy-Poirier 2023, section 4.2)."""
     assert num_gathers(build("LoopedBFS", pp=3, vpp=4, num_microbatches=6), 1) == [7, 7, 7]
     depth_first = build("Interleaved1F1B", pp=3, vpp=4, num_microbatches=6)
@@ -338,7 +372,10 @@ def test_one_stage_per_rank_is_gathered_once_and_freed_after_its_reduction() -> 
 
 def test_gathers_that_a_file_has_are_kept() -> None:
     schedule = Schedule.from_csv("0UNSHARD,0F0,0F1,0B0,0RESHARD,0UNSHARD,0B1,0RESHARD")
-    assert row(lower(schedule, max_active_stages=3)) == "0UNSHARD,0F0,0F1,0B0,0RESHARD,0UNSHARD,0B1,0REDUCE_GRAD,0RESHARD,0STEP"
+    assert (
+        row(lower(schedule, max_active_stages=3))
+        == "0UNSHARD,0F0,0F1,0B0,0RESHARD,0UNSHARD,0B1,0REDUCE_GRAD,0RESHARD,0STEP"
+    )
 
 
 def test_gathers_are_freed_before_the_step_of_a_lowered_list() -> None:

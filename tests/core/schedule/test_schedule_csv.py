@@ -33,7 +33,9 @@ def two_directions() -> Schedule:
     """Two stages on two ranks, both ranks holding both: microbatch 0 goes one way, microbatch 1 the other."""
     text = "0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1\n"
     placement = Placement("replicated", 2, ((0, 1), (1, 0)), 2)
-    return Schedule.from_rows("csv", placement, [[Action.from_str(cell) for cell in line.split(",")] for line in text.split()])
+    return Schedule.from_rows(
+        "csv", placement, [[Action.from_str(cell) for cell in line.split(",")] for line in text.split()]
+    )
 
 
 @given(actions)
@@ -127,7 +129,9 @@ def test_unknown_dialect_is_refused() -> None:
         build("1F1B", pp=2, num_microbatches=2).to_csv(dialect="excel")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("cell", ["F0", "0", "0f0", "0F", "0F-1", "0REDUCE_GRAD1", "(0F0;1F0)OVERLAP_F_B", "(0F0)OVERLAP_F_B", "0SEND_X1"])
+@pytest.mark.parametrize(
+    "cell", ["F0", "0", "0f0", "0F", "0F-1", "0REDUCE_GRAD1", "(0F0;1F0)OVERLAP_F_B", "(0F0)OVERLAP_F_B", "0SEND_X1"]
+)
 def test_cells_that_are_no_actions(cell: str) -> None:
     assert parse_cell(cell) is None
     with pytest.raises(ScheduleError, match="is not an action"):

@@ -102,9 +102,11 @@ def test_evaluation_is_the_engines_to_the_last_bit(name: str) -> None:
             except ScheduleError:
                 continue
             times = [[draw.uniform(0.1, 2.0) for _ in range(schedule.num_stages)] for _ in range(4)]
-            times[3] = [draw.choice([0.0, 0.3, 3.0]) for _ in times[3]]  # some messages longer than the work between them
+            # some messages longer than the work between them
+            times[3] = [draw.choice([0.0, 0.3, 3.0]) for _ in times[3]]
             problem = Problem(schedule.placement, *map(tuple, times), (1,) * schedule.num_stages, (math.inf,) * pp)
-            lowered = add_messages(add_steps(add_reductions(schedule)))  # `lower` also merges I and W, which rounds I + W first
+            # `lower` also merges I and W, which rounds I + W first
+            lowered = add_messages(add_steps(add_reductions(schedule)))
             ends = run_schedule(lowered, *times).spans.end_s
             assert evaluate(*whole_rows(problem, schedule)).makespan_s == ends.max()
             compared += 1
@@ -115,26 +117,43 @@ def test_cutting_backwards_and_pairs_never_costs_time_or_memory() -> None:
     for name, vpp in (("1F1B", 1), ("GPipe", 1), ("DualPipeV", 2), ("Interleaved1F1B", 2)):
         schedule = build(name, pp=3, num_microbatches=7, vpp=vpp)
         count = schedule.num_stages
-        problem = Problem(schedule.placement, (2.0,) * count, (3.0,) * count, (1.0,) * count, (0.5,) * count, (1,) * count, (math.inf,) * 3)
+        problem = Problem(
+            schedule.placement,
+            (2.0,) * count,
+            (3.0,) * count,
+            (1.0,) * count,
+            (0.5,) * count,
+            (1,) * count,
+            (math.inf,) * 3,
+        )
         codes, whole = whole_rows(problem, schedule)
         rows = split_rows(schedule)
         assert evaluate(problem.codes, rows).makespan_s <= evaluate(codes, whole).makespan_s
-        assert [peak_held(problem.codes, row) for row in rows] == [peak_held(codes, row) for row in whole] == peaks(schedule, [1] * count)
+        assert (
+            [peak_held(problem.codes, row) for row in rows]
+            == [peak_held(codes, row) for row in whole]
+            == peaks(schedule, [1] * count)
+        )
 
 
 # Against exhaustive search
 
 
 class Exhaustive:
-    """Whether any schedule ends before a given time: every rank, whenever it is free, tries all it could start, and waiting one second.
+    """Whether any schedule ends before a given time: every rank, whenever it is free, tries all it could
+    start, and waiting one second.
 
-    Nothing here knows the library's search. Times are whole seconds, so every schedule is among those tried, except that after a wait
-    only what has just arrived is started: anything else could have started before the wait. What cannot end in time is given up.
+    Nothing here knows the library's search. Times are whole seconds, so every schedule is among those tried, except
+    that after a wait only what has just arrived is started: anything else could have started before the wait. What
+    cannot end in time is given up.
     """
 
     def __init__(self, given_: Numbers, placement: Placement, before_s: int):
         self.given, self.before_s = given_, before_s
-        self.owner = [[placement.rank_of(stage, m) for m in range(given_.num_microbatches)] for stage in range(placement.num_stages)]
+        self.owner = [
+            [placement.rank_of(stage, m) for m in range(given_.num_microbatches)]
+            for stage in range(placement.num_stages)
+        ]
         self.last = placement.num_stages - 1
         work = [sum(times) for times in zip(*given_.times[:3], strict=True)]
         self.left_s = [0] * given_.pp
@@ -143,14 +162,17 @@ class Exhaustive:
                 self.left_s[rank] += work[stage]
         self.clock, self.held = [0] * given_.pp, [0] * given_.pp
         # (kind, stage, microbatch) -> when its input is there
-        self.ready: dict[tuple[str, int, int], int] = {("F", 0, microbatch): 0 for microbatch in range(given_.num_microbatches)}
+        self.ready: dict[tuple[str, int, int], int] = {
+            ("F", 0, microbatch): 0 for microbatch in range(given_.num_microbatches)
+        }
         self.lane_free: dict[tuple[int, int, bool], int] = {}
         self.waited = [False] * given_.pp
         self.seen: set = set()
         self.chain_s = self.chains()
 
     def chains(self) -> dict[tuple[str, int], int]:
-        """(kind, stage) -> the least time from the start of such an action to the end of the last W that follows from it."""
+        """(kind, stage) -> the least time from the start of such an action to the end of the last W
+        that follows from it."""
         forward, backward, weight, send = self.given.times
         chain = {("W", stage): seconds for stage, seconds in enumerate(weight)}
         for stage in range(self.last + 1):
@@ -158,7 +180,9 @@ class Exhaustive:
             chain["I", stage] = backward[stage] + max(weight[stage], hop + chain["I", stage - 1] if stage else 0)
         for stage in range(self.last, -1, -1):
             hop = send[stage] if stage < self.last and self.owner[stage] != self.owner[stage + 1] else 0
-            chain["F", stage] = forward[stage] + (hop + chain["F", stage + 1] if stage < self.last else chain["I", stage])
+            chain["F", stage] = forward[stage] + (
+                hop + chain["F", stage + 1] if stage < self.last else chain["I", stage]
+            )
         return chain
 
     def finds_one(self) -> bool:
@@ -167,10 +191,17 @@ class Exhaustive:
         if any(left and self.clock[rank] + left >= self.before_s for rank, left in enumerate(self.left_s)):
             return False
         if any(
-            max(ready_s, self.clock[self.owner[op[1]][op[2]]]) + self.chain_s[op[:2]] >= self.before_s for op, ready_s in self.ready.items()
+            max(ready_s, self.clock[self.owner[op[1]][op[2]]]) + self.chain_s[op[:2]] >= self.before_s
+            for op, ready_s in self.ready.items()
         ):
             return False
-        state = (*self.clock, *self.held, *self.waited, frozenset(self.ready.items()), frozenset(self.lane_free.items()))
+        state = (
+            *self.clock,
+            *self.held,
+            *self.waited,
+            frozenset(self.ready.items()),
+            frozenset(self.lane_free.items()),
+        )
         if state in self.seen:
             return False
         self.seen.add(state)
@@ -182,7 +213,11 @@ class Exhaustive:
                 continue
             if (kind, stage) == ("F", 0) and microbatch > min(entering):
                 continue  # microbatches of one route are alike, so they enter in order
-            if kind == "F" and self.given.capacity and self.held[rank] + self.given.activation[stage] > self.given.capacity[rank]:
+            if (
+                kind == "F"
+                and self.given.capacity
+                and self.held[rank] + self.given.activation[stage] > self.given.capacity[rank]
+            ):
                 continue
             if self.try_starting(rank, kind, stage, microbatch):
                 return True
@@ -247,7 +282,9 @@ def test_no_schedule_at_all_is_faster_at_tiny_sizes(pp: int, vpp: int, m: int, s
 def test_no_two_direction_schedule_is_faster_at_tiny_sizes(pp: int, m: int, seed: int) -> None:
     draw = random.Random(f"{pp} {m} {seed}")
     times = [[draw.randint(1, 4) for _ in range(pp)] for _ in range(3)]
-    given_ = Numbers(pp, 1, m, *times, [draw.randint(0, 2) for _ in range(pp)], [1] * pp, [2] * pp if seed % 2 else None)
+    given_ = Numbers(
+        pp, 1, m, *times, [draw.randint(0, 2) for _ in range(pp)], [1] * pp, [2] * pp if seed % 2 else None
+    )
     result = search_schedule(**given_.keywords, replicas=True)
     for placement in (Placement.loop(pp, pp, m), Placement.replicated(pp, m)):
         assert not Exhaustive(given_, placement, int(result.makespan_s)).finds_one()
@@ -311,7 +348,8 @@ def test_search_is_never_worse_than_a_named_schedule_that_fits_and_passes_check(
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (3, 6), (4, 8), (5, 12), (6, 6), (8, 32)])
 def test_with_the_memory_of_1f1b_and_equal_times_zb_h1_is_proved_optimal(pp: int, m: int) -> None:
-    """Qi et al. 2023: m(F+I+W) + (p-1)(F+I-W), which for F=I=W is the bound of the forwards that fit before the first gradient."""
+    """Qi et al. 2023: m(F+I+W) + (p-1)(F+I-W), which for F=I=W is the bound of the forwards that fit
+    before the first gradient."""
     result = search_schedule(pp=pp, num_microbatches=m, capacity=pp)
     assert result.makespan_s == result.lower_bound_s == 3 * m + pp - 1
     assert result.gap == 0
@@ -319,12 +357,15 @@ def test_with_the_memory_of_1f1b_and_equal_times_zb_h1_is_proved_optimal(pp: int
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 3), (3, 5), (5, 4)])
 def test_with_room_for_one_microbatch_they_run_one_after_the_other(pp: int, m: int) -> None:
-    result = search_schedule(pp=pp, num_microbatches=m, forward_s=2, backward_input_s=3, backward_weight_s=5, send_s=1, capacity=1)
+    result = search_schedule(
+        pp=pp, num_microbatches=m, forward_s=2, backward_input_s=3, backward_weight_s=5, send_s=1, capacity=1
+    )
     assert result.makespan_s == result.lower_bound_s == m * (2 * pp + 3 * pp + 2 * (pp - 1) + 5)
 
 
 def test_uneven_vee_p4_m16_is_proved_optimal_at_848_s_which_no_named_one_reaches() -> None:
-    """First and last stage hold embedding and head; the memory of 1F1B, which is room for eight activations of half a rank."""
+    """First and last stage hold embedding and head; the memory of 1F1B, which is room for eight
+    activations of half a rank."""
     times = {
         "forward_s": [8, 7, 7, 7, 7, 7, 7, 12],
         "backward_input_s": [7, 8, 8, 8, 8, 8, 8, 11],
@@ -354,14 +395,22 @@ def test_where_two_directions_meet_memory_admits_one_though_the_other_came_first
     """The middle rank of five has room for one microbatch, and the second direction's entered first."""
     zero = (0.0,) * 5
     placement = Placement.replicated(5, 7)
-    problem = Problem(placement, zero, zero, (0.0, 0.0, 0.0, 6.0, 0.0), (2.0, 0.0, 0.0, 5.0, 0.0), (3, 1, 1, 2, 2), (7, 3, 1, 6, 4))
+    problem = Problem(
+        placement, zero, zero, (0.0, 0.0, 0.0, 6.0, 0.0), (2.0, 0.0, 0.0, 5.0, 0.0), (3, 1, 1, 2, 2), (7, 3, 1, 6, 4)
+    )
     for rule in rules(problem):
         assert sum(map(len, dispatch(problem, rule))) == 3 * placement.num_stages * 7
 
 
-@given(numbers(max_pp=5, max_microbatches=7), st.sampled_from(["loop", "vee", "replicated"]), st.randoms(use_true_random=False))
+@given(
+    numbers(max_pp=5, max_microbatches=7),
+    st.sampled_from(["loop", "vee", "replicated"]),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=60)
-def test_every_rule_runs_every_action_once_within_its_limit_however_tight(given_: Numbers, kind: str, draw: random.Random) -> None:
+def test_every_rule_runs_every_action_once_within_its_limit_however_tight(
+    given_: Numbers, kind: str, draw: random.Random
+) -> None:
     pp, m = given_.pp, given_.num_microbatches
     loop = Placement.loop(pp, pp * given_.vpp, m)
     placement = {"loop": loop, "vee": Placement.vee(pp, m), "replicated": Placement.replicated(pp, m)}[kind]
@@ -382,7 +431,14 @@ def test_every_rule_runs_every_action_once_within_its_limit_however_tight(given_
 
 
 def test_same_arguments_give_the_same_schedule() -> None:
-    given_ = {"pp": 5, "num_microbatches": 9, "forward_s": [3, 1, 4, 1, 5], "send_s": 0.7, "capacity": 3, "evaluations": 400}
+    given_ = {
+        "pp": 5,
+        "num_microbatches": 9,
+        "forward_s": [3, 1, 4, 1, 5],
+        "send_s": 0.7,
+        "capacity": 3,
+        "evaluations": 400,
+    }
     first, second = search_schedule(**given_), search_schedule(**given_)
     assert first.schedule.to_csv() == second.schedule.to_csv()
     assert first == second
@@ -411,8 +467,14 @@ def test_tenths_fit_exactly() -> None:
     ("keywords", "message"),
     [
         ({"capacity": 1}, r"capacity=1 of rank 0 is less than the 2 units .*stages 0, 3.*The smallest capacity is 5\."),
-        ({"capacity": [2, 6, 4]}, r"capacity=4 of rank 2 is less than the 5 units .*stages 2, 5.*The smallest capacity is \(2, 2, 5\)\."),
-        ({"capacity": [0.5, 0.5, 1], "activation": 0.5}, r"capacity=0.5 of rank 0 is less than the 1 units .*is \(1, 1, 1\)\."),
+        (
+            {"capacity": [2, 6, 4]},
+            r"capacity=4 of rank 2 is less than the 5 units .*stages 2, 5.*The smallest capacity is \(2, 2, 5\)\.",
+        ),
+        (
+            {"capacity": [0.5, 0.5, 1], "activation": 0.5},
+            r"capacity=0.5 of rank 0 is less than the 1 units .*is \(1, 1, 1\)\.",
+        ),
         ({"capacity": -1}, "capacity has a value that cannot be"),
         ({"forward_s": [1, 2]}, "forward_s has 2 values for 6 stages"),
         ({"send_s": math.inf}, "send_s has a value that cannot be"),

@@ -57,7 +57,10 @@ def test_schedule_table_is_megatrons(fact: dict) -> None:
 def test_warmup_counts_are_megatrons(fact: dict) -> None:
     keys = dict(fact["input"])
     counts = warmup_counts(keys.pop("pp"), keys.pop("microbatches"), **keys)
-    found = [{"total": c.total, "all_in_warmup": c.all_in_warmup, "warmup": c.warmup, "remaining": c.remaining} for c in counts]
+    found = [
+        {"total": c.total, "all_in_warmup": c.all_in_warmup, "warmup": c.warmup, "remaining": c.remaining}
+        for c in counts
+    ]
     assert found == fact["expected"]
 
 
@@ -68,7 +71,10 @@ def test_order_of_chunks_is_megatrons(fact: dict) -> None:
     table = schedule_table(num_microbatches, num_chunks, group)
     kinds = interleaved.one_forward_one_backward(num_microbatches * num_chunks, fact["input"]["warmup"])
     counts = interleaved.count_within_kind(kinds)
-    order = [table[i][1] + 1 if kind == Kind.F else -(num_chunks - table[i][1]) for kind, i in zip(kinds, counts, strict=True)]
+    order = [
+        table[i][1] + 1 if kind == Kind.F else -(num_chunks - table[i][1])
+        for kind, i in zip(kinds, counts, strict=True)
+    ]
     assert order == fact["expected"]
 
 
@@ -99,7 +105,9 @@ def test_a_group_that_leaves_fewer_than_pp_microbatches_is_refused(fact: dict) -
 def test_default_schedule_is_megatrons_choice() -> None:
     fact = facts("schedule_selection")[0]
     ours = {"none": "1F1B", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-    assert [default_name(each["pp"], each.get("vpp", 1)) for each in fact["input"]] == [ours[name] for name in fact["expected"]]
+    assert [default_name(each["pp"], each.get("vpp", 1)) for each in fact["input"]] == [
+        ours[name] for name in fact["expected"]
+    ]
     assert not np.isin(lower(build("1F1B", pp=1, num_microbatches=3)).actions.kind, (Kind.SEND_F, Kind.RECV_B)).any()
 
 
@@ -132,7 +140,9 @@ def test_interleaved_p2_v2_m4() -> None:
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7, 16])
 def test_1f1b_holds_min_of_m_and_p_minus_rank_microbatches(pp: int, num_microbatches: int) -> None:
     for rank, row in enumerate(build("1F1B", pp=pp, num_microbatches=num_microbatches).rows()):
-        assert max(itertools.accumulate(1 if each.kind is Kind.F else -1 for each in row)) == min(num_microbatches, pp - rank)
+        assert max(itertools.accumulate(1 if each.kind is Kind.F else -1 for each in row)) == min(
+            num_microbatches, pp - rank
+        )
 
 
 @given(builds())
@@ -141,12 +151,16 @@ def test_every_stage_runs_every_microbatch_once_on_its_rank(built: Schedule) -> 
     split = {Kind.F: [Kind.F], Kind.B: [Kind.I, Kind.W], Kind.I: [Kind.I], Kind.W: [Kind.W]}
     parts = [(part, rank) for rank, row in enumerate(built.rows()) for each in row for part in each.parts]
     numbers = itertools.product(range(built.num_stages), (Kind.F, Kind.I, Kind.W), range(built.num_microbatches))
-    assert sorted((part.stage, kind, part.microbatch) for part, _ in parts for kind in split[part.kind]) == list(numbers)
+    assert sorted((part.stage, kind, part.microbatch) for part, _ in parts for kind in split[part.kind]) == list(
+        numbers
+    )
     assert all(built.placement.rank_of(part.stage, part.microbatch) == rank for part, rank in parts)
 
 
 @given(pp=st.integers(1, 6), vpp=st.integers(2, 3), num_microbatches=st.integers(1, 12), group=st.integers(-1, 14))
-def test_every_group_size_is_either_built_or_refused_with_one_that_works(pp: int, vpp: int, num_microbatches: int, group: int) -> None:
+def test_every_group_size_is_either_built_or_refused_with_one_that_works(
+    pp: int, vpp: int, num_microbatches: int, group: int
+) -> None:
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches}
     try:
         lower(build("Interleaved1F1B", **sizes, microbatch_group_size=group))
@@ -211,4 +225,6 @@ def test_interleaved_order_is_that_of_torch(pp: int, vpp: int, num_microbatches:
     visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
     rows = visualizer.get_schedule_ops("Interleaved1F1B", pp, num_microbatches, num_stages_per_rank=vpp)
     ours = build("Interleaved1F1B", pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-    assert [[str(each) for each in row] for row in ours.rows()] == [[str(each) for each in row if each is not None] for row in rows]
+    assert [[str(each) for each in row] for row in ours.rows()] == [
+        [str(each) for each in row if each is not None] for row in rows
+    ]

@@ -88,7 +88,10 @@ def test_saved_files_load_again_and_gz_is_decided_by_the_suffix(timeline, tmp_pa
     assert same(Timeline.load(plain), timeline) and same(Timeline.load(packed), timeline)
     first = packed.read_bytes()
     timeline.save(packed)
-    assert packed.read_bytes() == first and sorted(path.name for path in tmp_path.iterdir()) == [plain.name, packed.name]
+    assert packed.read_bytes() == first and sorted(path.name for path in tmp_path.iterdir()) == [
+        plain.name,
+        packed.name,
+    ]
 
 
 def broken(timeline, change):
@@ -106,7 +109,10 @@ def broken(timeline, change):
         (lambda d: d.update(lanes=None), "lanes must be a list of texts"),
         (lambda d: d["spans"].pop("lane"), "spans must have the columns global_rank, lane, action, start_s, end_s"),
         (lambda d: d["spans"]["start_s"].pop(), "the columns of spans have different lengths"),
-        (lambda d: d["memory"].update(num_bytes=["1", "2"]), "memory.num_bytes must be a list of whole numbers .*, and holds '1'"),
+        (
+            lambda d: d["memory"].update(num_bytes=["1", "2"]),
+            ("memory.num_bytes must be a list of whole numbers .*, and holds '1'"),
+        ),
         (lambda d: d["spans"]["lane"].__setitem__(3, 9), "span 3 names lane 9 of 3"),
         (lambda d: d["spans"]["end_s"].__setitem__(2, 1.0), "span 2 ends at 1.0 s, before it starts at 3.0 s"),
         (lambda d: d["spans"]["action"].__setitem__(0, "0X0"), "'0X0' is not an action"),

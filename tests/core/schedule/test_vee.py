@@ -1,4 +1,5 @@
-"""ZBV (Qi et al. 2023, section 6; torch) and V-Half, V-Min (Qi et al. 2024) against the papers' closed forms, in half-stage units."""
+"""ZBV (Qi et al. 2023, section 6; torch) and V-Half, V-Min (Qi et al. 2024) against the papers' closed
+forms, in half-stage units."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ def vee(name: str, pp: int, num_microbatches: int):
     return build(name, pp=pp, vpp=2, num_microbatches=num_microbatches)
 
 
-@pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 3), (2, 3), (3, 5), (3, 12), (4, 8), (5, 9), (6, 20), (8, 15)])
+@pytest.mark.parametrize(
+    ("pp", "num_microbatches"), [(1, 3), (2, 3), (3, 5), (3, 12), (4, 8), (5, 9), (6, 20), (8, 15)]
+)
 def test_zbv_has_no_bubble_and_the_memory_of_1f1b(pp, num_microbatches, bubble, peak) -> None:
-    """F=I=W, m >= 2p-1: nothing idle inside, 2p half activations, and a step of 6m + (p-1) slots, the ramp of the last rank."""
+    """F=I=W, m >= 2p-1: nothing idle inside, 2p half activations, and a step of 6m + (p-1) slots, the
+    ramp of the last rank."""
     built = vee("ZBVZeroBubble", pp, num_microbatches)
     assert (bubble(built), peak(built)) == (0, 2 * pp)
     assert run_schedule(built).makespan_s == 6 * num_microbatches + pp - 1
@@ -35,7 +39,9 @@ def test_zbv_is_torchs_order(pp, num_microbatches) -> None:
     visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
     theirs = visualizer.get_schedule_ops("ZBVZeroBubble", pp, num_microbatches, num_stages_per_rank=2)
     ours = vee("ZBVZeroBubble", pp, num_microbatches)
-    assert [[str(each) for each in row] for row in ours.rows()] == [[str(each) for each in row if each is not None] for row in theirs]
+    assert [[str(each) for each in row] for row in ours.rows()] == [
+        [str(each) for each in row if each is not None] for row in theirs
+    ]
 
 
 @pytest.mark.parametrize("pp", RANKS)
@@ -59,15 +65,20 @@ def test_bubbles_are_within_a_half_and_two_thirds_of_1f1b(pp, bubble) -> None:
 
 
 @pytest.mark.parametrize("name", ["VHalf", "VMin", "ZBVZeroBubble"])
-@pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 1), (1, 5), (2, 1), (2, 2), (3, 1), (5, 2), (6, 3), (8, 1), (9, 5)])
+@pytest.mark.parametrize(
+    ("pp", "num_microbatches"), [(1, 1), (1, 5), (2, 1), (2, 2), (3, 1), (5, 2), (6, 3), (8, 1), (9, 5)]
+)
 def test_few_microbatches_and_one_rank_work(name, pp, num_microbatches, bubble, peak) -> None:
-    """No worse than one microbatch after the other (4p forwards and gradients, two W), and within the memory for many of them."""
+    """No worse than one microbatch after the other (4p forwards and gradients, two W), and within the
+    memory for many of them."""
     built = vee(name, pp, num_microbatches)
     assert bubble(built) <= num_microbatches * (4 * pp + 2 - 6)
     assert peak(built) <= min(2 * num_microbatches, LIMITS[name](pp) if name in LIMITS else 2 * pp)
 
 
-@pytest.mark.parametrize(("name", "pp"), [("VHalf", 4), ("VHalf", 5), ("VHalf", 6), ("VHalf", 8), ("VMin", 3), ("VMin", 5)])
+@pytest.mark.parametrize(
+    ("name", "pp"), [("VHalf", 4), ("VHalf", 5), ("VHalf", 6), ("VHalf", 8), ("VMin", 3), ("VMin", 5)]
+)
 @pytest.mark.parametrize("times", [(4, 5, 3), (10, 11, 9)])
 def test_the_bubble_does_not_grow_with_microbatches_for_mildly_unequal_times(name, pp, times, bubble) -> None:
     idle = [bubble(vee(name, pp, num_microbatches), *times) for num_microbatches in (2 * pp, 4 * pp, 8 * pp)]

@@ -31,7 +31,9 @@ def test_zbh1_idles_p_minus_1_times_f_plus_i_minus_w_and_holds_p(pp, num_microba
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize(("pp", "num_microbatches"), [(pp, max(m, 2 * pp - 1)) for pp, m in SIZES])
-def test_zbh2_idles_p_minus_1_times_f_plus_i_minus_2w_and_holds_2p_minus_1(pp, num_microbatches, times, bubble, peak) -> None:
+def test_zbh2_idles_p_minus_1_times_f_plus_i_minus_2w_and_holds_2p_minus_1(
+    pp, num_microbatches, times, bubble, peak
+) -> None:
     forward, backward_input, backward_weight = times
     built = build("ZBH2", pp=pp, num_microbatches=num_microbatches)
     if backward_weight <= forward and 2 * backward_weight <= forward + backward_input:
@@ -41,8 +43,11 @@ def test_zbh2_idles_p_minus_1_times_f_plus_i_minus_2w_and_holds_2p_minus_1(pp, n
 
 @pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 9), (3, 12), (5, 20)])
 @pytest.mark.parametrize(("name", "num_weights"), [("ZBH1", 1), ("ZBH2", 2)])
-def test_the_closed_forms_hold_for_exactly_the_times_that_the_docstrings_name(name, num_weights, pp, num_microbatches, bubble) -> None:
-    """With many microbatches: W <= F, and for ZB-H2 also 2W <= F+I. Elsewhere ranks wait in the steady state and idle more."""
+def test_the_closed_forms_hold_for_exactly_the_times_that_the_docstrings_name(
+    name, num_weights, pp, num_microbatches, bubble
+) -> None:
+    """With many microbatches: W <= F, and for ZB-H2 also 2W <= F+I. Elsewhere ranks wait in the
+    steady state and idle more."""
     built = build(name, pp=pp, num_microbatches=num_microbatches)
     for f, i, w in UNEQUAL:
         form = (pp - 1) * (f + i - num_weights * w)
@@ -52,7 +57,8 @@ def test_the_closed_forms_hold_for_exactly_the_times_that_the_docstrings_name(na
 
 @pytest.mark.parametrize(("pp", "num_microbatches"), [(3, 5), (4, 8), (6, 20)])
 def test_zero_bubble_is_zero_per_rank_while_the_makespan_adds_the_ramp(pp, num_microbatches, bubble) -> None:
-    """ZB-H2 with F=I=W: no rank waits once it has begun, and rank r begins r forwards late; the step takes 3m + (p-1)."""
+    """ZB-H2 with F=I=W: no rank waits once it has begun, and rank r begins r forwards late; the
+    step takes 3m + (p-1)."""
     built = build("ZBH2", pp=pp, num_microbatches=num_microbatches)
     assert bubble(built) == 0
     assert run_schedule(built).makespan_s == 3 * num_microbatches + pp - 1
@@ -61,7 +67,8 @@ def test_zero_bubble_is_zero_per_rank_while_the_makespan_adds_the_ramp(pp, num_m
 
 @pytest.mark.parametrize("name", ["ZBH1", "ZBH2", "ZBAuto"])
 def test_with_fewer_microbatches_than_ranks_all_are_warm_up(name, bubble, peak) -> None:
-    """p=4, m=2: the last rank runs F and I of both, 3 hops lie before it and 3 behind, and one W is left when the last I is back."""
+    """p=4, m=2: the last rank runs F and I of both, 3 hops lie before it and 3 behind, and one W is left
+    when the last I is back."""
     built = build(name, pp=4, num_microbatches=2)
     assert str(built.row(0)[1]) == "0F1"
     assert (bubble(built), peak(built)) == (2 * 2 + 2 * 3 + 1 - 2 * 3, 2)
@@ -76,25 +83,37 @@ def test_zbh1_p3_m4_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "send"), [((1, 1, 1), 0), ((4, 5, 3), 0), ((3, 6, 2), 0), ((2, 4, 3), 0), ((10, 11, 9), 1), ((1, 3, 2), 0)]
+    ("times", "send"),
+    [((1, 1, 1), 0), ((4, 5, 3), 0), ((3, 6, 2), 0), ((2, 4, 3), 0), ((10, 11, 9), 1), ((1, 3, 2), 0)],
 )
 @pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 3), (2, 6), (3, 9), (5, 15), (6, 6), (8, 5)])
-def test_zbauto_is_never_worse_than_zbh1_at_p_and_zbh2_at_2p_minus_1(pp, num_microbatches, times, send, bubble, peak) -> None:
+def test_zbauto_is_never_worse_than_zbh1_at_p_and_zbh2_at_2p_minus_1(
+    pp, num_microbatches, times, send, bubble, peak
+) -> None:
     options = dict(zip(("forward_s", "backward_input_s", "backward_weight_s", "send_s"), (*times, send), strict=True))
     for limit, name in ((pp, "ZBH1"), (2 * pp - 1, "ZBH2"), (3 * pp, "ZBH2")):
         built = build("ZBAuto", pp=pp, num_microbatches=num_microbatches, memory_limit=limit, **options)
-        assert bubble(built, *times, send) <= bubble(build(name, pp=pp, num_microbatches=num_microbatches), *times, send)
+        assert bubble(built, *times, send) <= bubble(
+            build(name, pp=pp, num_microbatches=num_microbatches), *times, send
+        )
         assert peak(built) <= limit
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (4, 5, 3), (3, 6, 2)])
 @pytest.mark.parametrize(("pp", "num_microbatches"), [(3, 12), (4, 16), (6, 24)])
 def test_zbauto_turns_every_activation_beyond_p_into_one_w_less_of_bubble(pp, num_microbatches, times, bubble) -> None:
-    """(p-1)(F+I-W) - (limit-p)W, from ZB-H1 at p over ZB-H2 at 2p-1 to nothing: a straight line of memory against bubble."""
+    """(p-1)(F+I-W) - (limit-p)W, from ZB-H1 at p over ZB-H2 at 2p-1 to nothing: a straight line of
+    memory against bubble."""
     forward, backward_input, backward_weight = times
     names = ("forward_s", "backward_input_s", "backward_weight_s")
     for limit in range(pp, 2 * pp + 1):
-        built = build("ZBAuto", pp=pp, num_microbatches=num_microbatches, memory_limit=limit, **dict(zip(names, times, strict=True)))
+        built = build(
+            "ZBAuto",
+            pp=pp,
+            num_microbatches=num_microbatches,
+            memory_limit=limit,
+            **dict(zip(names, times, strict=True)),
+        )
         line = (pp - 1) * (forward + backward_input - backward_weight) - (limit - pp) * backward_weight
         assert bubble(built, *times) == max(0, line)
 
@@ -146,7 +165,9 @@ def test_zbauto_refuses_limits_and_times_that_mean_nothing(options, message) -> 
 @pytest.mark.parametrize(
     ("pp", "vpp", "num_microbatches"), [(2, 2, 4), (3, 2, 6), (3, 3, 9), (4, 2, 8), (5, 4, 10), (6, 2, 12), (4, 3, 10)]
 )
-def test_interleaved_zero_bubble_divides_the_bubble_of_zbh1_by_the_chunks(pp, vpp, num_microbatches, times, bubble, peak) -> None:
+def test_interleaved_zero_bubble_divides_the_bubble_of_zbh1_by_the_chunks(
+    pp, vpp, num_microbatches, times, bubble, peak
+) -> None:
     forward, backward_input, backward_weight = times
     built = build("InterleavedZeroBubble", pp=pp, vpp=vpp, num_microbatches=num_microbatches)
     group = num_microbatches // (num_microbatches // pp)
@@ -159,7 +180,9 @@ def test_interleaved_zero_bubble_is_torchs_order(pp, vpp, num_microbatches) -> N
     visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
     theirs = visualizer.get_schedule_ops("InterleavedZeroBubble", pp, num_microbatches, num_stages_per_rank=vpp)
     ours = build("InterleavedZeroBubble", pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-    assert [[str(each) for each in row] for row in ours.rows()] == [[str(each) for each in row if each is not None] for row in theirs]
+    assert [[str(each) for each in row] for row in ours.rows()] == [
+        [str(each) for each in row if each is not None] for row in theirs
+    ]
 
 
 @given(pp=st.integers(1, 9), vpp=st.integers(2, 3), num_microbatches=st.integers(1, 40))

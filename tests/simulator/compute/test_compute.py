@@ -38,7 +38,13 @@ def full_clock(cluster):
 
 def bare(cluster):
     """Without launches, floors and output traffic: tiles and waves only."""
-    return replace(full_clock(cluster), kernel_launch_s=0.0, kernel_floor_s=0.0, device_memory_bytes_per_s=1e30, matmul_efficiency=1.0)
+    return replace(
+        full_clock(cluster),
+        kernel_launch_s=0.0,
+        kernel_floor_s=0.0,
+        device_memory_bytes_per_s=1e30,
+        matmul_efficiency=1.0,
+    )
 
 
 def core(heads, tokens, head_dim=128, *, causal=True, batch=1):
@@ -68,12 +74,15 @@ def test_waves_of_a_product_agree_with_a_search_written_out():
 
 
 @pytest.mark.parametrize(
-    ("width", "share"), [(14336, 1.0), (14400, 1.0), (14400 // 8, 0.71), (50257, 0.4), (144, 0.807), (96, 0.903), (108, 0.607)]
+    ("width", "share"),
+    [(14336, 1.0), (14400, 1.0), (14400 // 8, 0.71), (50257, 0.4), (144, 0.807), (96, 0.903), (108, 0.607)],
 )
 def test_rows_that_begin_off_128_bytes_cost_products_their_rate(width, share):
     """64 elements of 16 bits are 128 bytes: 1800 is a multiple of 8 elements only, 50,257 of one."""
     assert aligned_share(4096, 1024, width) == pytest.approx(share, abs=1e-3)
-    at_rate, odd = (product_s(bare(A100), "bf16", Product("", 16384, 16384, k)) / (k + TILE_RAMP) for k in (16384, width))
+    at_rate, odd = (
+        product_s(bare(A100), "bf16", Product("", 16384, 16384, k)) / (k + TILE_RAMP) for k in (16384, width)
+    )
     assert odd / at_rate == pytest.approx(1 / share, rel=0.01)
 
 
@@ -98,13 +107,15 @@ def test_a_product_on_slow_memory_is_bound_by_its_traffic():
     ],
 )
 def test_the_best_published_products_are_met_within_1_percent_at_full_clock(cluster, dtype, shape, flops_per_s):
-    """stas00/ml-engineering, maximum achievable matmul FLOPS. The efficiencies come from these rows, so this holds them in place."""
+    """stas00/ml-engineering, maximum achievable matmul FLOPS. The efficiencies come from these rows, so
+    this holds them in place."""
     product = Product("", *shape)
     assert product.flops / product_s(full_clock(cluster), dtype, product) == pytest.approx(flops_per_s, rel=0.01)
 
 
 def test_random_numbers_slow_an_a100_to_257_tflops():
-    """thonking.ai: 8192 cubed, 257 TFLOP/s with random and 288 to 295 with constant numbers; 257 is what power leaves."""
+    """thonking.ai: 8192 cubed, 257 TFLOP/s with random and 288 to 295 with constant numbers;
+    257 is what power leaves."""
     product = Product("", 8192, 8192, 8192)
     assert sustained_rate(A100, "bf16") == pytest.approx(257e12, rel=0.01)
     assert product.flops / product_s(full_clock(A100), "bf16", product) == pytest.approx(288e12, rel=0.06)
@@ -154,7 +165,9 @@ def test_context_parallel_halves_of_an_attention_core_are_half_of_its_work():
     assert half.flops(backward=False) == whole.flops(backward=False) / 2
 
 
-@pytest.mark.parametrize(("tokens", "tflops"), [(512, 315), (1024, 410), (2048, 484), (4096, 518), (8192, 529), (16384, 539)])
+@pytest.mark.parametrize(
+    ("tokens", "tflops"), [(512, 315), (1024, 410), (2048, 484), (4096, 518), (8192, 529), (16384, 539)]
+)
 def test_causal_attention_of_an_h100_follows_cudnn_within_12_percent(tokens, tflops):
     """FlashAttention-3, figure 5: head dim 128, causal, 16,384 tokens in all, 16 heads."""
     shape = core(16, tokens, batch=16384 // tokens)
@@ -201,7 +214,9 @@ def test_attention_stays_in_16_bits_with_fp8():
 
 
 def test_attention_kernels_are_one_and_three_fused_four_and_six_unfused():
-    assert [attention_kernels(backward=backward, fused=fused) for fused in (True, False) for backward in (False, True)] == [1, 3, 4, 6]
+    assert [
+        attention_kernels(backward=backward, fused=fused) for fused in (True, False) for backward in (False, True)
+    ] == [1, 3, 4, 6]
 
 
 def test_a_memory_bound_kernel_takes_its_traffic_or_its_floor_and_a_launch():
@@ -249,7 +264,9 @@ def test_no_product_beats_its_arithmetic_or_its_traffic(cluster, dtype, m, n, k,
     assert seconds >= least_bytes / cluster.device_memory_bytes_per_s
 
 
-@given(devices, sizes, sizes, sizes, st.integers(1, 64), st.sampled_from(["m", "n", "k", "count"]), st.integers(1, 3000))
+@given(
+    devices, sizes, sizes, sizes, st.integers(1, 64), st.sampled_from(["m", "n", "k", "count"]), st.integers(1, 3000)
+)
 def test_a_larger_product_of_whole_lines_is_never_faster(cluster, m, n, k, count, name, more):
     """In sizes of 64: a product whose rows begin anywhere can be slower than a padded one."""
     product = Product("", 64 * m, 64 * n, 64 * k, count)
@@ -257,10 +274,18 @@ def test_a_larger_product_of_whole_lines_is_never_faster(cluster, m, n, k, count
     assert product_s(cluster, "bf16", product) <= product_s(cluster, "bf16", larger) * (1 + 1e-12)
 
 
-BETTER = ("device_memory_bytes_per_s", "matmul_efficiency", "sustained_share", "attention_forward_efficiency", "memory_efficiency")
+BETTER = (
+    "device_memory_bytes_per_s",
+    "matmul_efficiency",
+    "sustained_share",
+    "attention_forward_efficiency",
+    "memory_efficiency",
+)
 
 
-@given(st.sampled_from([A100, H100, B200]), st.sampled_from(BETTER), st.floats(0.1, 1.0), sizes, sizes, st.integers(1, 64))
+@given(
+    st.sampled_from([A100, H100, B200]), st.sampled_from(BETTER), st.floats(0.1, 1.0), sizes, sizes, st.integers(1, 64)
+)
 def test_a_better_device_is_never_slower(cluster, name, share, m, n, heads):
     worse = replace(cluster, **{name: getattr(cluster, name) * share})
     product, shape = Product("", m, n, 1024), core(heads, m)
@@ -269,10 +294,20 @@ def test_a_better_device_is_never_slower(cluster, name, share, m, n, heads):
     assert elementwise_s(cluster, m * n, 2) <= elementwise_s(worse, m * n, 2) * (1 + 1e-12)
 
 
-@given(devices, st.integers(1, 4), st.integers(1, 64), st.integers(1, 16384), st.sampled_from([64, 96, 128, 192, 256]), st.booleans())
+@given(
+    devices,
+    st.integers(1, 4),
+    st.integers(1, 64),
+    st.integers(1, 16384),
+    st.sampled_from([64, 96, 128, 192, 256]),
+    st.booleans(),
+)
 def test_no_attention_core_beats_its_arithmetic(cluster, batch, heads, tokens, head_dim, backward):
     shape = core(heads, tokens, head_dim, batch=batch)
-    assert attention_s(cluster, "bf16", shape, backward=backward) >= shape.flops(backward=backward) / cluster.peak_flops_per_s["bf16"]
+    assert (
+        attention_s(cluster, "bf16", shape, backward=backward)
+        >= shape.flops(backward=backward) / cluster.peak_flops_per_s["bf16"]
+    )
 
 
 def test_a_window_leaves_its_band_of_the_causal_half():
@@ -285,13 +320,16 @@ def test_a_window_leaves_its_band_of_the_causal_half():
 @given(st.integers(6, 12), st.integers(6, 12))
 def test_a_wider_window_is_never_faster(one, other):
     narrow, wide = sorted((2**one, 2**other))
-    seconds = [attention_s(H100, "bf16", AttentionShape(2, 8, 8, 4096, 4096, 128, 128, window=window)) for window in (narrow, wide)]
+    seconds = [
+        attention_s(H100, "bf16", AttentionShape(2, 8, 8, 4096, 4096, 128, 128, window=window))
+        for window in (narrow, wide)
+    ]
     assert seconds[0] <= seconds[1] * (1 + 1e-12)
 
 
 def test_unfused_scores_in_fp32_cost_more_than_twice_those_in_16_bits():
-    # No kernel of Megatron's masks and normalises fp32 scores at once: 26 bytes a score instead of twice 9; products move twice as much.
-    # Without a dropout it is 17 instead of twice 4.
+    # No kernel of Megatron's masks and normalises fp32 scores at once: 26 bytes a score instead of twice 9; products
+    # move twice as much. Without a dropout it is 17 instead of twice 4.
     endless = dict.fromkeys(("fp16", "fp32"), 1e30)
     cluster = replace(bare(H100), peak_flops_per_s=endless, device_memory_bytes_per_s=3e12)
     shape = AttentionShape(8, 4, 4, 2048, 2048, 64, 64)
@@ -306,6 +344,12 @@ def test_a_slower_attention_kernel_loses_no_more_to_power(backward):
     shape = core(16, 8192)
     losses = []
     for share in (1.0, 0.5):
-        hot, cold = (attention_s(cluster, "bf16", shape, backward=backward, share=share) for cluster in (H100, full_clock(H100)))
+        hot, cold = (
+            attention_s(cluster, "bf16", shape, backward=backward, share=share) for cluster in (H100, full_clock(H100))
+        )
         losses.append(hot - cold)
-    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(throttled_s(H100, "bf16", shape.flops(backward=backward)))
+    assert (
+        losses[0]
+        == pytest.approx(losses[1])
+        == pytest.approx(throttled_s(H100, "bf16", shape.flops(backward=backward)))
+    )

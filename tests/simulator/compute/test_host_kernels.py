@@ -50,7 +50,9 @@ def host(num_devices: int = 1, *, kernel_s: float = 1e-9, **fields) -> object:
 
 
 def plan_of(layout: Layout, cluster, model: str = "tiny-gpt", **fields) -> Plan:
-    return product_plan(layout, model=model_preset(model), cluster=cluster, samples=8, sequence=64, dtype="fp32", **fields)
+    return product_plan(
+        layout, model=model_preset(model), cluster=cluster, samples=8, sequence=64, dtype="fp32", **fields
+    )
 
 
 def test_a_kernel_between_two_sizes_lies_on_the_line_through_them_on_logarithmic_scales():
@@ -63,7 +65,8 @@ def test_a_kernel_between_two_sizes_lies_on_the_line_through_them_on_logarithmic
 def test_a_product_takes_the_rate_between_its_eight_neighbours():
     points = {(m, n, k): (2e9 if k == 64 else 8e9) for m in (16, 64) for n in (16, 64) for k in (64, 256)}
     cluster = replace(
-        cluster_preset("this-host", 1), kernel_curve={f"nt-{m}-{n}-{k}": 2 * m * n * k / rate for (m, n, k), rate in points.items()}
+        cluster_preset("this-host", 1),
+        kernel_curve={f"nt-{m}-{n}-{k}": 2 * m * n * k / rate for (m, n, k), rate in points.items()},
     )
     assert host_product_s(cluster, "nt", 32, 32, 64) == pytest.approx(2 * 32 * 32 * 64 / 2e9)
     assert host_product_s(cluster, "nt", 20, 60, 128) == pytest.approx(2 * 20 * 60 * 128 / 4e9)
@@ -104,11 +107,17 @@ def test_unmeasured_kernels_and_grids_with_holes_are_refused_by_name():
 @pytest.mark.parametrize("model", ["tiny-gpt", "tiny-llama"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=["one", "tp2", "pp2"])
 def test_with_free_kernels_an_action_costs_the_products_of_the_program_at_50_gflops(model, layout):
-    plan = plan_of(layout, host(layout.world_size, kernel_s=1e-15, node_link_latency_s=0.0, node_link_bytes_per_s=1e18), model)
+    plan = plan_of(
+        layout, host(layout.world_size, kernel_s=1e-15, node_link_latency_s=0.0, node_link_bytes_per_s=1e18), model
+    )
     pricing = Pricing(plan)
     for stage in range(layout.pp):
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
-            found = [op for op in operations(plan, kind, stage) if isinstance(op, Product) and not op.layer.endswith("attention.core")]
+            found = [
+                op
+                for op in operations(plan, kind, stage)
+                if isinstance(op, Product) and not op.layer.endswith("attention.core")
+            ]
             flops = sum(op.flops for op in found)
             assert pricing.seconds(kind, stage).total_s == pytest.approx(flops / RATE, rel=1e-6)
 
@@ -141,7 +150,12 @@ def test_a_pipeline_on_fewer_cores_lies_between_a_core_each_and_taking_turns():
 
 def test_a_layer_costs_what_the_smallest_does_and_what_its_kernels_take_beyond_their_smallest():
     free = {key: 1e-15 if "-" in key and key.count("-") == 1 else seconds for key, seconds in curve(1e-15).items()}
-    given = free | {"layer_plain-1": 3e-3, "layer_plain_backward-1": 5e-3, "layer_norm-1": 1e-3, f"layer_norm-{2**60}": 1e-3}
+    given = free | {
+        "layer_plain-1": 3e-3,
+        "layer_plain_backward-1": 5e-3,
+        "layer_norm-1": 1e-3,
+        f"layer_norm-{2**60}": 1e-3,
+    }
     base, found = (Pricing(plan_of(Layout(), replace(host(), kernel_curve=each))) for each in (free, given))
     more_s = [found.seconds(kind, 0).total_s - base.seconds(kind, 0).total_s for kind in (Kind.F, Kind.B)]
     assert more_s == pytest.approx([4 * 3e-3 + 1e-3, 4 * 5e-3], rel=1e-6)  # four layers, and the head's norm
@@ -159,7 +173,9 @@ def test_a_message_takes_from_the_work_of_both_its_ends_where_every_core_has_a_r
     looped = ScheduleChoice("Interleaved1F1B")
     clusters = [host(2, num_cores=cores, collective_curve=curves) for cores in (2, 4)]
     two, four = (plan_of(Layout(pp=2, vpp=2), cluster, schedule=looped) for cluster in clusters)
-    more_s = [Pricing(two).seconds(Kind.F, stage).total_s - Pricing(four).seconds(Kind.F, stage).total_s for stage in range(4)]
+    more_s = [
+        Pricing(two).seconds(Kind.F, stage).total_s - Pricing(four).seconds(Kind.F, stage).total_s for stage in range(4)
+    ]
     assert more_s == pytest.approx([2e-3, 4e-3, 4e-3, 2e-3], rel=1e-3)
     crowded = plan_of(Layout(pp=2, dp=2), host(4, num_cores=2, collective_curve=curves))
     alone = plan_of(Layout(pp=2, dp=2), host(4, num_cores=2))

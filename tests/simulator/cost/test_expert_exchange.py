@@ -1,4 +1,5 @@
-"""How tokens travel between experts, what of it hides, in which format routers multiply, and what published recipes switch on."""
+"""How tokens travel between experts, what of it hides, in which format routers multiply, and what
+published recipes switch on."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_a_single_choice_is_always_distinct_and_one_place_is_hit_once():
 
 def test_two_copies_of_a_token_cross_to_two_nodes_three_quarters_as_often_once():
     copies, _ = forward_and_backward(Runtime("megatron-te"), Layout(dp=16, ep=8, order="tp-cp-pp-ep-dp"))
-    once, _ = forward_and_backward(Runtime("megatron-te", dispatch_once=True), Layout(dp=16, ep=8, order="tp-cp-pp-ep-dp"))
+    once, _ = forward_and_backward(
+        Runtime("megatron-te", dispatch_once=True), Layout(dp=16, ep=8, order="tp-cp-pp-ep-dp")
+    )
     assert 0.7 < once.ep_comm / copies.ep_comm < 1.0
     assert once.compute == copies.compute
 
@@ -78,10 +81,13 @@ def test_exchanges_beside_another_microbatch_leave_what_slows_it_down_and_nothin
 
 
 @pytest.mark.parametrize(
-    ("stack", "dtype", "expected"), [("shardproof", "bf16", "fp32"), ("megatron-te", "bf16", "bf16"), ("megatron-te", "fp8", "bf16")]
+    ("stack", "dtype", "expected"),
+    [("shardproof", "bf16", "fp32"), ("megatron-te", "bf16", "bf16"), ("megatron-te", "fp8", "bf16")],
 )
 def test_megatron_multiplies_router_scores_in_16_bits_and_our_own_backend_in_fp32(stack, dtype, expected):
-    plan = Plan(MIXTRAL, B200, Layout(dp=8, ep=8), Batch(8, 1, 4096), runtime=Runtime(stack), precision=Precision(dtype))
+    plan = Plan(
+        MIXTRAL, B200, Layout(dp=8, ep=8), Batch(8, 1, 4096), runtime=Runtime(stack), precision=Precision(dtype)
+    )
     pricer = BlockPricer(plan, PROFILES[stack], lambda collective: 0.0)
     assert pricer._dtype(Product("layers.0.mlp.router", 4096, 8, 4096, dtype="fp32")) == expected
 
@@ -98,7 +104,9 @@ def test_power_takes_the_same_seconds_per_flop_from_every_kernel():
 
 def test_power_brings_an_endless_product_to_the_sustained_rate():
     flops = 1e18
-    assert flops / (flops / full_clock_rate(B200, "bf16") + throttled_s(B200, "bf16", flops)) == pytest.approx(sustained_rate(B200, "bf16"))
+    assert flops / (flops / full_clock_rate(B200, "bf16") + throttled_s(B200, "bf16", flops)) == pytest.approx(
+        sustained_rate(B200, "bf16")
+    )
 
 
 def bridge(release: str, model: str, gpu: str, precision: str) -> Row:
@@ -111,9 +119,23 @@ def bridge(release: str, model: str, gpu: str, precision: str) -> Row:
     ("release", "model", "gpu", "precision", "runtime", "modules"),
     [
         ("25.09", "DeepSeekV3 (tokendrop)", "DGX-B200", "fp8-cs", {}, ("mla_up_proj",)),
-        ("25.11", "DeepSeekV3 (w/o MTP)", "DGX-GB300", "bf16", {"dispatch_once": True, "cuda_graphs": True}, ("moe_act",)),
+        (
+            "25.11",
+            "DeepSeekV3 (w/o MTP)",
+            "DGX-GB300",
+            "bf16",
+            {"dispatch_once": True, "cuda_graphs": True},
+            ("moe_act",),
+        ),
         ("26.04", "DeepSeekV3", "DGX-B200", "mxfp8", {"dispatch_once": True}, ("mla_up_proj",)),
-        ("26.06", "Qwen3_30B_a3B", "DGX-B300", "mxfp8", {"dispatch_once": True, "ep_comm_overlap": True, "cuda_graphs": True}, ()),
+        (
+            "26.06",
+            "Qwen3_30B_a3B",
+            "DGX-B300",
+            "mxfp8",
+            {"dispatch_once": True, "ep_comm_overlap": True, "cuda_graphs": True},
+            (),
+        ),
         ("26.02.01", "LLAMA3_70B", "H100-80GB SXM (DGX-H100)", "fp8", {"tp_comm_overlap": True}, ()),
     ],
 )
@@ -122,9 +144,13 @@ def test_a_recipe_follows_release_model_device_and_precision(release, model, gpu
     assert dict(found.runtime) == runtime and found.modules == modules
 
 
-@pytest.mark.parametrize(("model", "overlaps"), [("Mixtral-8x22B", True), ("Mixtral-8x22B-G8T8", True), ("Qwen2-57B-A14B", None)])
+@pytest.mark.parametrize(
+    ("model", "overlaps"), [("Mixtral-8x22B", True), ("Mixtral-8x22B-G8T8", True), ("Qwen2-57B-A14B", None)]
+)
 def test_folding_rows_overlap_tensor_parallelism_where_the_authors_configuration_of_the_model_does(model, overlaps):
-    found = recipe_of(Row({"source": "MoE Parallel Folding (2504.14960)", "family": "folding_t3", "model": {"name": model}}))
+    found = recipe_of(
+        Row({"source": "MoE Parallel Folding (2504.14960)", "family": "folding_t3", "model": {"name": model}})
+    )
     assert found.runtime.get("tp_comm_overlap") is overlaps
 
 

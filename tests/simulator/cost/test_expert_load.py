@@ -23,7 +23,12 @@ from shardproof.simulator.cost.pricing import Pricing
 
 def mixtral(layout: Layout, *, sequence: int = 2048, **fields) -> Plan:
     return product_plan(
-        layout, model="mixtral-8x7b", cluster="dgx-h100", samples=4 * layout.dp, sequence=sequence, variation=Variation(**fields)
+        layout,
+        model="mixtral-8x7b",
+        cluster="dgx-h100",
+        samples=4 * layout.dp,
+        sequence=sequence,
+        variation=Variation(**fields),
     )
 
 
@@ -68,7 +73,9 @@ def test_capacity_caps_the_load_and_counts_what_it_drops(capacity, imbalance):
     plan = mixtral(Layout(dp=8, ep=8), expert_imbalance=imbalance, expert_capacity=capacity)
     loads = draw_loads(plan, 80, np.random.default_rng(7))
     assert loads.of_layers.max() <= capacity + 1e-12
-    free = draw_loads(replace(plan, variation=replace(plan.variation, expert_capacity=None)), 80, np.random.default_rng(7))
+    free = draw_loads(
+        replace(plan, variation=replace(plan.variation, expert_capacity=None)), 80, np.random.default_rng(7)
+    )
     assert (loads.of_layers <= free.of_layers).all() and free.dropped_share == 0 <= loads.dropped_share < 1
     if capacity <= 1:
         assert loads.dropped_share >= 1 - capacity - 1e-12
@@ -78,7 +85,9 @@ def test_a_capacity_of_the_model_caps_as_one_that_is_tried_out_and_the_smaller_o
     tried = mixtral(Layout(dp=8, ep=8), expert_imbalance=0.8, expert_capacity=1.25)
 
     def loads(plan, own):
-        return draw_loads(replace(plan, model=replace(plan.model, expert_capacity_factor=own)), 80, np.random.default_rng(7))
+        return draw_loads(
+            replace(plan, model=replace(plan.model, expert_capacity_factor=own)), 80, np.random.default_rng(7)
+        )
 
     free = replace(tried, variation=replace(tried.variation, expert_capacity=None))
     expected = loads(tried, None)
@@ -89,9 +98,14 @@ def test_a_capacity_of_the_model_caps_as_one_that_is_tried_out_and_the_smaller_o
 
 def test_a_load_scales_the_experts_products_and_exchanges_and_nothing_else():
     plain = Product("layers.0.attention.qkv", 100, 30, 20)
-    expert, transposed = Product("layers.0.mlp.experts.up", 10, 30, 20, 4, grouped=True), Product("up", 30, 20, 10, 4, grouped=True)
+    expert, transposed = (
+        Product("layers.0.mlp.experts.up", 10, 30, 20, 4, grouped=True),
+        Product("up", 30, 20, 10, 4, grouped=True),
+    )
     exchange, gather = Collective("", "all_to_all", "ep", 8, 1000), Collective("", "all_gather", "tp", 8, 1000)
-    (work,) = loaded_work((LayerWork("layers.0", (plain, expert, exchange), (expert, gather), (plain, transposed), (expert,)),), 1.5)
+    (work,) = loaded_work(
+        (LayerWork("layers.0", (plain, expert, exchange), (expert, gather), (plain, transposed), (expert,)),), 1.5
+    )
     assert work.forward == (plain, replace(expert, m=15), replace(exchange, sent_bytes=1500))
     assert work.input_gradient == (replace(expert, m=15), gather)
     assert work.weight_gradient == (plain, replace(transposed, k=15))
@@ -100,8 +114,13 @@ def test_a_load_scales_the_experts_products_and_exchanges_and_nothing_else():
 
 def test_prices_grow_with_the_load_of_moe_stages_only():
     plan = replace(mixtral(Layout(dp=8, ep=8)), model=replace(model_preset("mixtral-8x7b"), first_dense_layers=16))
-    plan = replace(plan, layout=Layout(pp=2, dp=8, ep=8), cluster=cluster_preset("dgx-h100", 16), batch=Batch(32, 1, 2048))
-    prices = [[Pricing(plan, expert_load=load).seconds(Kind.F, stage).total_s for load in (1.0, 1.5, 2.0, 4.0)] for stage in (0, 1)]
+    plan = replace(
+        plan, layout=Layout(pp=2, dp=8, ep=8), cluster=cluster_preset("dgx-h100", 16), batch=Batch(32, 1, 2048)
+    )
+    prices = [
+        [Pricing(plan, expert_load=load).seconds(Kind.F, stage).total_s for load in (1.0, 1.5, 2.0, 4.0)]
+        for stage in (0, 1)
+    ]
     assert prices[0] == [prices[0][0]] * 4
     assert prices[1] == sorted(prices[1]) and prices[1][3] > 1.5 * prices[1][0]
     assert prices[1][0] == Pricing(plan).seconds(Kind.F, 1).total_s

@@ -15,7 +15,13 @@ from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.flops import layer_flops_per_token, step_flops
 
 MODEL = ModelSpec("m", 4, 64, 128, 8, 8, 24, 96, 64, activation="gelu")
-EXPERTS = {"num_experts": 4, "experts_per_token": 2, "num_shared_experts": 1, "expert_ffn_hidden_size": 16, "first_dense_layers": 1}
+EXPERTS = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "num_shared_experts": 1,
+    "expert_ffn_hidden_size": 16,
+    "first_dense_layers": 1,
+}
 LATENT = {"q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20}
 
 
@@ -23,11 +29,13 @@ def plan_of(model, *, samples=8, sequence=32, recompute=None, **layout) -> Plan:
     return product_plan(model=model, samples=samples, sequence=sequence, recompute=recompute, **layout)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("gpt3-175b", "none"), ("gpt3-175b", "selective"), ("megatron-22b", "full")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("gpt3-175b", "none"), ("gpt3-175b", "selective"), ("megatron-22b", "full")]
+)
 def test_gpt_steps_are_those_of_korthikanti_and_narayanan(name, mode):
-    """Korthikanti et al. 2022, appendix A: 72BLsh^2(1 + s/6h + V/12hL) needed; Narayanan et al. 2021, equation 3: with full recomputation
-    96BLsh^2(1 + s/6h + V/16Lh). Selective recomputation repeats the core once, a third of its 72BLsh^2(s/6h) (the s/3h of Korthikanti
-    et al. counts three more forwards of it)."""
+    """Korthikanti et al. 2022, appendix A: 72BLsh^2(1 + s/6h + V/12hL) needed; Narayanan et al. 2021, equation 3: with
+    full recomputation 96BLsh^2(1 + s/6h + V/16Lh). Selective recomputation repeats the core once, a third of its
+    72BLsh^2(s/6h) (the s/3h of Korthikanti et al. counts three more forwards of it)."""
     model = model_preset(name)
     b, l, s, h, v = 8, model.num_layers, 2048, model.hidden_size, model.vocab_size  # noqa: E741 - the papers' letters
     found = step_flops(plan_of(model, sequence=s, recompute=Recompute(mode)))
@@ -45,7 +53,9 @@ def test_gpt_steps_are_those_of_korthikanti_and_narayanan(name, mode):
 def test_training_cost_per_token_is_what_deepseek_publishes(name, gflops):
     """Zhao et al. 2025, Insights into DeepSeek-V3 (arXiv 2505.09343), table 2: causal attention, sequences of 4,096."""
     model = replace(model_preset(name), num_mtp_layers=0)
-    assert step_flops(plan_of(model, samples=1, sequence=4096)).model_causal / 4096 / 1e9 == pytest.approx(gflops, rel=0.011)
+    assert step_flops(plan_of(model, samples=1, sequence=4096)).model_causal / 4096 / 1e9 == pytest.approx(
+        gflops, rel=0.011
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,9 @@ def test_a_token_meets_the_active_parameters_that_are_published(name, active_bil
     ids=str,
 )
 def test_the_products_of_all_ranks_are_the_hardware_flops_of_the_step(recompute, layout):
-    plan = plan_of(replace(MODEL, activation="swiglu", **EXPERTS, **LATENT, num_mtp_layers=1), recompute=recompute, **layout)
+    plan = plan_of(
+        replace(MODEL, activation="swiglu", **EXPERTS, **LATENT, num_mtp_layers=1), recompute=recompute, **layout
+    )
     degrees = plan.layout
     total = sum(
         operation.flops

@@ -1,4 +1,5 @@
-"""What a step costs once while the device stands still: checks of buckets, loops over tensors, and tables that come last."""
+"""What a step costs once while the device stands still: checks of buckets, loops over tensors, and
+tables that come last."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ LAYER = 3
 
 
 @pytest.mark.parametrize(
-    ("bucket", "overlap", "buckets"), [(64, True, TENSORS), (40e6, True, 32 * LAYER + 2), (40e6, False, 1), (9e9, True, 1)]
+    ("bucket", "overlap", "buckets"),
+    [(64, True, TENSORS), (40e6, True, 32 * LAYER + 2), (40e6, False, 1), (9e9, True, 1)],
 )
 def test_a_bucket_ends_with_the_tensor_that_fills_it_and_without_overlap_there_is_one(bucket, overlap, buckets):
     asked = plan(bucket_bytes=int(4 * bucket), overlap_grad_reduce=overlap)
@@ -64,7 +66,9 @@ def test_a_bucket_ends_with_the_tensor_that_fills_it_and_without_overlap_there_i
 
 def test_each_check_waits_for_its_calls_and_two_launches_of_the_stack():
     few, many = (waited_s(plan(bucket_bytes=size, check_gradients=True)) for size in (4 * 4_000_000_000, 4 * 64))
-    unchecked_few, unchecked_many = (waited_s(plan(bucket_bytes=size, check_gradients=False)) for size in (4 * 4_000_000_000, 4 * 64))
+    unchecked_few, unchecked_many = (
+        waited_s(plan(bucket_bytes=size, check_gradients=False)) for size in (4 * 4_000_000_000, 4 * 64)
+    )
     calls = CHECK_CALLS + 2 * PROFILES["megatron-te"].host_calls
     more_s = (many - unchecked_many) - (few - unchecked_few)
     assert more_s == pytest.approx((TENSORS - 2) * calls * plan().cluster.host_dispatch_s, rel=1e-6)

@@ -37,7 +37,9 @@ from shardproof.simulator.stack.profiles import PROFILES
 GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-70b")
 
 
-def plan(layout: Layout, runtime: Runtime, *, model=LLAMA, cluster="dgx-h100", micro=1, microbatches=4, sequence=8192, **more) -> Plan:
+def plan(
+    layout: Layout, runtime: Runtime, *, model=LLAMA, cluster="dgx-h100", micro=1, microbatches=4, sequence=8192, **more
+) -> Plan:
     return product_plan(
         layout,
         model=model,
@@ -63,13 +65,21 @@ TABLE_4 = {
     "selective recomputation": (False, "selective", 7.7, 13.2),
     "both": (True, "selective", 7.2, 13.1),
 }
-"""Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model on 8 A100, microbatch 4, forward and backward."""
+"""Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model on 8 A100, microbatch 4,
+forward and backward."""
 
 
 @pytest.mark.parametrize("name", TABLE_4)
 def test_a_layer_takes_what_korthikanti_measured_within_6_percent(name):
     sequence_parallel, mode, forward_ms, backward_ms = TABLE_4[name]
-    size = {"num_layers": 1, "hidden_size": 6144, "ffn_hidden_size": 24576, "num_heads": 64, "num_kv_heads": 64, "head_dim": 96}
+    size = {
+        "num_layers": 1,
+        "hidden_size": 6144,
+        "ffn_hidden_size": 24576,
+        "num_heads": 64,
+        "num_kv_heads": 64,
+        "head_dim": 96,
+    }
     block = layer_of(
         plan(
             Layout(tp=8, sequence_parallel=sequence_parallel),
@@ -109,7 +119,10 @@ def test_our_own_overlap_hides_the_backward_only_and_distributed_inputs_cost_a_g
     layout = Layout(tp=8, sequence_parallel=True)
     alone, asked = (layer_of(plan(layout, Runtime(tp_comm_overlap=overlap))) for overlap in (False, True))
     assert asked.forward == alone.forward and asked.backward.seconds.tp_comm < alone.backward.seconds.tp_comm
-    kept, spread = (layer_of(plan(Layout(tp=8), Runtime(), recompute=Recompute("full", distribute=spread))) for spread in (False, True))
+    kept, spread = (
+        layer_of(plan(Layout(tp=8), Runtime(), recompute=Recompute("full", distribute=spread)))
+        for spread in (False, True)
+    )
     assert spread.forward == kept.forward and spread.weight_gradient == kept.weight_gradient
     assert spread.backward.seconds.total_s > kept.backward.seconds.total_s
     assert spread.input_gradient.seconds.total_s > kept.input_gradient.seconds.total_s
@@ -134,15 +147,16 @@ def test_fsdp_unpacks_4_bytes_a_gathered_weight_and_packs_6_bytes_a_gradient():
 
 
 def test_the_first_zero_3_went_tensor_by_tensor_with_two_calls_for_every_rank():
-    # Four products of 96 layers and two tables (token and position): 386 tensors, gathered forward, again for what is computed again,
-    # again for the backward, and scattered: SC21 (table 2) measures 66.7 s at 768 and at 1,536 devices.
+    # Four products of 96 layers and two tables (token and position): 386 tensors, gathered forward, again for what is
+    # computed again, again for the backward, and scattered: SC21 (table 2) measures 66.7 s at 768 and at 1,536 devices.
     chosen = plan(Layout(dp=1536, zero=3), Runtime("deepspeed-zero3"), model=GPT, cluster="dgx-a100-80g", microbatches=1, sequence=2048,
                   precision=Precision("fp16"), recompute=Recompute("full"))  # fmt: skip
     pricing = Pricing(chosen)
     calls_s = 386 * 2 * 1536 * chosen.cluster.host_dispatch_s
     assert pricing.seconds(Kind.F, 0).dp_comm > calls_s and pricing.seconds(Kind.B, 0).dp_comm > 3 * calls_s
     flat_s = pricing._communication(Kind.UNSHARD, Place(0, 0)).total_s
-    assert pricing.seconds(Kind.F, 0).dp_comm == pytest.approx(calls_s + flat_s, rel=0.15)  # and the latency of 386 rings
+    # and the latency of 386 rings
+    assert pricing.seconds(Kind.F, 0).dp_comm == pytest.approx(calls_s + flat_s, rel=0.15)
 
 
 def test_tables_are_gathered_first_and_have_nothing_to_hide_behind():
@@ -164,10 +178,14 @@ def test_the_first_or_last_chunk_of_an_overlapped_collective_is_always_exposed()
 
 
 def test_an_action_takes_at_least_what_its_host_needs_unless_a_graph_replays_it():
-    small = replace(LLAMA, name="small", hidden_size=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_hidden_size=1024)
+    small = replace(
+        LLAMA, name="small", hidden_size=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_hidden_size=1024
+    )
     cluster = replace(cluster_preset("dgx-h100", 1), host_dispatch_s=50e-6)
     launched, replayed = (
-        Pricing(plan(Layout(), Runtime("megatron-te", cuda_graphs=graphs), model=small, cluster=cluster, sequence=512)).seconds(Kind.F, 0)
+        Pricing(
+            plan(Layout(), Runtime("megatron-te", cuda_graphs=graphs), model=small, cluster=cluster, sequence=512)
+        ).seconds(Kind.F, 0)
         for graphs in (False, True)
     )
     assert replayed.other == 0 < launched.other and launched.compute == replayed.compute
@@ -182,7 +200,9 @@ def blocks_of(model: ModelSpec, cluster: ClusterSpec):
 
 def test_gradients_are_reduced_under_the_last_backward_but_for_their_last_bucket():
     layout = Layout(tp=8, dp=16)
-    early, late = (plan(layout, Runtime("megatron-te"), data_parallel=DataParallel(overlap_grad_reduce=on)) for on in (True, False))
+    early, late = (
+        plan(layout, Runtime("megatron-te"), data_parallel=DataParallel(overlap_grad_reduce=on)) for on in (True, False)
+    )
     shown, hidden = (simulate(each).report["time_s"]["dp_comm"] for each in (late, early))
     reduce_s = Pricing(late).seconds(Kind.REDUCE_GRAD, 0).total_s
     sort = Sort(Kind.REDUCE_GRAD, 0, -1, 0)
@@ -195,19 +215,27 @@ def test_gradients_are_reduced_under_the_last_backward_but_for_their_last_bucket
 
 def test_weights_are_gathered_under_the_next_forward_but_for_the_first_bucket():
     layout = Layout(tp=8, dp=16, zero=1)
-    early, late = (plan(layout, Runtime("megatron-te"), data_parallel=DataParallel(overlap_param_gather=on)) for on in (True, False))
+    early, late = (
+        plan(layout, Runtime("megatron-te"), data_parallel=DataParallel(overlap_param_gather=on))
+        for on in (True, False)
+    )
     hidden, shown = (Pricing(each).seconds(Kind.STEP, 0).dp_comm for each in (early, late))
     assert shown / 82 < hidden < shown / 2
 
 
 def test_a_stack_that_reduces_after_the_pipeline_does_it_in_its_step():
-    at_once = Pricing(plan(Layout(tp=8, pp=2, dp=4), Runtime("megatron-2021"), cluster="dgx-a100-80g", precision=Precision("fp16")))
+    at_once = Pricing(
+        plan(Layout(tp=8, pp=2, dp=4), Runtime("megatron-2021"), cluster="dgx-a100-80g", precision=Precision("fp16"))
+    )
     assert at_once.seconds(Kind.REDUCE_GRAD, 0) == Seconds() and at_once.seconds(Kind.STEP, 0).dp_comm > 0
 
 
 @pytest.mark.parametrize("recompute", [Recompute("full"), Recompute("selective", modules=("mlp",))])
 def test_a_compiled_step_repeats_no_product_that_only_the_residual_needs(recompute):
-    found = {name: layer_of(plan(Layout(), Runtime(name, attention="fused"), recompute=recompute)) for name in ("xla", "megatron-te")}
+    found = {
+        name: layer_of(plan(Layout(), Runtime(name, attention="fused"), recompute=recompute))
+        for name in ("xla", "megatron-te")
+    }
     model, tokens = LLAMA, 8192
     last = Product("", tokens, model.hidden_size, model.ffn_hidden_size)
     last_s = product_s(cluster_preset("dgx-h100", 1), "bf16", last)
@@ -216,28 +244,40 @@ def test_a_compiled_step_repeats_no_product_that_only_the_residual_needs(recompu
 
 
 def test_unfused_attention_computes_the_whole_square_and_moves_all_scores():
-    fused, unfused = (layer_of(plan(Layout(tp=8), Runtime("megatron-te", attention=kind, dropout=True))) for kind in ("fused", "unfused"))
+    fused, unfused = (
+        layer_of(plan(Layout(tp=8), Runtime("megatron-te", attention=kind, dropout=True)))
+        for kind in ("fused", "unfused")
+    )
     assert unfused.forward.seconds.compute > 1.5 * fused.forward.seconds.compute
     assert unfused.backward.seconds.compute > 1.2 * fused.backward.seconds.compute
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_fp8_shortens_the_products_and_not_the_rest(part):
-    wide, narrow = (layer_of(plan(Layout(tp=8), Runtime("megatron-te"), precision=Precision(dtype))) for dtype in ("bf16", "fp8"))
+    wide, narrow = (
+        layer_of(plan(Layout(tp=8), Runtime("megatron-te"), precision=Precision(dtype))) for dtype in ("bf16", "fp8")
+    )
     ratio = getattr(narrow, part).seconds.compute / getattr(wide, part).seconds.compute
     assert 0.5 < ratio < 0.9
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_context_parallel_exchange_hides_behind_attention_where_the_stack_overlaps_it(cp):
-    hidden, shown = (layer_of(plan(Layout(cp=cp), Runtime(name))).forward.seconds.cp_comm for name in ("megatron-te", "shardproof"))
+    hidden, shown = (
+        layer_of(plan(Layout(cp=cp), Runtime(name))).forward.seconds.cp_comm for name in ("megatron-te", "shardproof")
+    )
     assert 0 <= hidden < shown / 2
 
 
 @pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.I, Kind.W])
 def test_exact_numerics_pay_for_finishing_sequences_after_weight_gradients(kind):
     """Each of 4 ranks sends 3/4 of the stage's gradients in fp32, at least one tree node of them."""
-    exact = plan(Layout(cp=4, pp=4), Runtime(), schedule=ScheduleChoice("ZBH1"), numerics=Numerics("exact", gradient_token_block=128))
+    exact = plan(
+        Layout(cp=4, pp=4),
+        Runtime(),
+        schedule=ScheduleChoice("ZBH1"),
+        numerics=Numerics("exact", gradient_token_block=128),
+    )
     pricing = Pricing(exact)
     sends = [each for each in operations(exact, kind, 1) if isinstance(each, Collective) and each.layer == ""]
     layers = pricing._stage(Place(1, 1), PARTS[kind]).cp_comm
@@ -266,7 +306,15 @@ def test_our_own_backend_runs_a_pair_in_turns_where_it_is_asked_to_and_no_other_
     model = replace(model_preset("mixtral-8x7b"), num_layers=8)
     layout = Layout(ep=8, dp=16, pp=2, vpp=2)
     plain, asked = (
-        Pricing(plan(layout, Runtime(ep_comm_overlap=turns), model=model, sequence=4096, schedule=ScheduleChoice("Combined1F1B")))
+        Pricing(
+            plan(
+                layout,
+                Runtime(ep_comm_overlap=turns),
+                model=model,
+                sequence=4096,
+                schedule=ScheduleChoice("Combined1F1B"),
+            )
+        )
         for turns in (None, True)
     )
     pair, apart = Sort(Kind.OVERLAP_F_B, 2, 0, 0), plain.seconds(Kind.F, 2) + plain.seconds(Kind.B, 0)
@@ -285,7 +333,13 @@ def test_reports_of_expert_and_context_parallel_plans_name_their_communication()
 @given(
     st.sampled_from(["shardproof", "megatron-te", "torchtitan", "megatron-2021"]),
     st.sampled_from(
-        [Layout(tp=8, dp=4), Layout(tp=2, dp=16, zero=1), Layout(tp=4, pp=4, dp=2), Layout(dp=32, zero=3), Layout(tp=8, cp=2, dp=2)]
+        [
+            Layout(tp=8, dp=4),
+            Layout(tp=2, dp=16, zero=1),
+            Layout(tp=4, pp=4, dp=2),
+            Layout(dp=32, zero=3),
+            Layout(tp=8, cp=2, dp=2),
+        ]
     ),
     st.sampled_from(["node_link_bytes_per_s", "node_network_bytes_per_s", "device_memory_bytes_per_s"]),
     st.floats(1.01, 8),
@@ -297,7 +351,8 @@ def test_more_bandwidth_never_slows_a_step(profile, layout, field, factor, asked
     faster = replace(cluster, **{field: getattr(cluster, field) * factor})
     model = replace(LLAMA, num_layers=8)
     slow_s, fast_s = (
-        simulate(plan(layout, runtime, model=model, cluster=each, sequence=2048)).report["step_time_s"] for each in (cluster, faster)
+        simulate(plan(layout, runtime, model=model, cluster=each, sequence=2048)).report["step_time_s"]
+        for each in (cluster, faster)
     )
     assert fast_s <= slow_s * (1 + 1e-9)
 
@@ -335,7 +390,9 @@ def test_products_of_one_group_are_launched_by_the_library_and_cost_the_host_les
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipe", "ZBVZeroBubble"])
 def test_sorts_of_action_price_every_action_and_count_every_compute_lane(schedule):
     vpp = {"Interleaved1F1B": 2, "ZBVZeroBubble": 2}.get(schedule, 1)
-    chosen = plan(Layout(tp=8, pp=4, vpp=vpp, dp=2), Runtime("shardproof"), microbatches=8, schedule=ScheduleChoice(schedule))
+    chosen = plan(
+        Layout(tp=8, pp=4, vpp=vpp, dp=2), Runtime("shardproof"), microbatches=8, schedule=ScheduleChoice(schedule)
+    )
     simulation = simulate(chosen)
     graph = simulation.run.graph
     found = sorts_of(graph)
@@ -355,7 +412,13 @@ def test_sorts_of_action_price_every_action_and_count_every_compute_lane(schedul
 @pytest.mark.parametrize(("schedule", "vpp"), [("Combined1F1B", 2), ("DualPipeV", 2), ("1F1B", 1)])
 def test_no_step_with_experts_beats_its_lower_bound(schedule, vpp):
     model = replace(model_preset("mixtral-8x7b"), num_layers=8)
-    chosen = plan(Layout(ep=8, dp=16, pp=2, vpp=vpp), Runtime("megatron-te"), model=model, sequence=4096, schedule=ScheduleChoice(schedule))
+    chosen = plan(
+        Layout(ep=8, dp=16, pp=2, vpp=vpp),
+        Runtime("megatron-te"),
+        model=model,
+        sequence=4096,
+        schedule=ScheduleChoice(schedule),
+    )
     assert lower_bound_s(chosen, Pricing(chosen)) <= simulate(chosen).report["step_time_s"]
 
 
@@ -371,7 +434,9 @@ def test_the_optimizer_updates_the_part_of_its_rank_experts_among_fewer_copies()
 @pytest.mark.parametrize("stack", sorted(PROFILES))
 def test_what_was_priced_before_changes_no_price(stack):
     """Plans share prices: a plan priced after its sharded, wider and uneven relatives costs what it costs alone."""
-    layouts = [Layout(tp=2, pp=2, dp=4, sequence_parallel=sp, zero=zero) for zero in (3, 2, 1, 0) for sp in (True, False)]
+    layouts = [
+        Layout(tp=2, pp=2, dp=4, sequence_parallel=sp, zero=zero) for zero in (3, 2, 1, 0) for sp in (True, False)
+    ]
     relatives = [plan(layout, Runtime(stack), sequence=2048) for layout in layouts]
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE_GRAD, Kind.STEP)
 

@@ -27,7 +27,14 @@ from shardproof.verify.schedule.check import check
 
 
 def plan(
-    *, pp: int, vpp: int = 1, dp: int = 4, zero: int = 3, active: int | None = None, name: str | None = None, microbatches: int = 8
+    *,
+    pp: int,
+    vpp: int = 1,
+    dp: int = 4,
+    zero: int = 3,
+    active: int | None = None,
+    name: str | None = None,
+    microbatches: int = 8,
 ) -> Plan:
     return product_plan(
         model="llama3-70b",
@@ -61,7 +68,8 @@ def test_a_plan_has_unshard_only_when_it_asks_for_active_stages() -> None:
 
 @pytest.mark.parametrize("microbatches", [4, 8, 12])
 def test_one_stage_per_rank_gathers_once_a_step_instead_of_twice_a_microbatch(microbatches: int) -> None:
-    """The gather of the first stage stands open before its first forward, and every F and B is shorter by what it had inside."""
+    """The gather of the first stage stands open before its first forward, and every F and B is shorter
+    by what it had inside."""
     by_stage, by_layer = (simulate(plan(pp=5, active=active, microbatches=microbatches)) for active in (1, None))
     price = Pricing(by_stage.plan, gathers_scheduled=True)
     for stage in range(5):
@@ -100,7 +108,9 @@ def test_no_stage_computes_before_its_gather_ends_nor_after_it_is_freed(name: st
     for span in spans:
         for part in span.action.parts:
             if part.kind in (Kind.F, Kind.B, Kind.I, Kind.W):
-                assert any(stage == part.stage and lo <= span.start_s and span.end_s <= hi for stage, lo, hi in intervals)
+                assert any(
+                    stage == part.stage and lo <= span.start_s and span.end_s <= hi for stage, lo, hi in intervals
+                )
 
 
 @pytest.mark.parametrize("active", [1, 2, 3])
@@ -111,7 +121,8 @@ def test_time_by_cause_still_sums_to_the_step_exactly(active: int) -> None:
 
 
 def test_breadth_first_hides_gathers_that_depth_first_pays_at_every_change_of_chunk() -> None:
-    """One active stage cannot be prefetched: v=4 chunks, 8 microbatches; breadth-first gathers 2v-1 = 7 times a step."""
+    """One active stage cannot be prefetched: v=4 chunks, 8 microbatches; breadth-first gathers
+    2v-1 = 7 times a step."""
     breadth, depth = (simulate(plan(pp=2, vpp=4, active=1, name=name)) for name in ("LoopedBFS", "Interleaved1F1B"))
     gather_s = Pricing(breadth.plan, gathers_scheduled=True).seconds(Kind.UNSHARD, 3).total_s
     assert seconds_of(breadth, Kind.UNSHARD, 1) == pytest.approx(7 * gather_s, rel=0.2)  # the head's stage is larger
@@ -126,13 +137,16 @@ def test_a_prefetched_gather_hides_behind_the_stage_before_it() -> None:
 
 
 @pytest.mark.parametrize(("vpp", "active"), [(1, 1), (4, 1), (4, 2), (4, 4)])
-def test_at_most_so_many_whole_stages_are_there_and_parts_of_them_rest_in_fp32_as_optimizer_state(vpp: int, active: int) -> None:
+def test_at_most_so_many_whole_stages_are_there_and_parts_of_them_rest_in_fp32_as_optimizer_state(
+    vpp: int, active: int
+) -> None:
     chosen = plan(pp=2, vpp=vpp, active=active)
     for memory in rank_memories(chosen, schedule_for(chosen)):
         stages = range(memory.pp_rank, 2 * vpp, 2)
         whole = sorted((2 * stage_elements(chosen, stage) for stage in stages), reverse=True)
         assert memory.weights_bytes == memory.gathered_bytes
-        assert memory.optimizer_bytes == 6 * sum(-(-size // 4) for size in whole)  # 12 bytes an element: moments and masters
+        # 12 bytes an element: moments and masters
+        assert memory.optimizer_bytes == 6 * sum(-(-size // 4) for size in whole)
         assert whole[-1] * active <= memory.gathered_bytes <= sum(whole[:active])
     assert fit(chosen).report["peak_memory_bytes"] == simulate(chosen).report["peak_memory_bytes"]
 

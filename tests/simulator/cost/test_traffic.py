@@ -1,4 +1,5 @@
-"""Memory-bound kernels: closed forms of Korthikanti et al. 2022 for the tensors they read and write, and what a stack fuses."""
+"""Memory-bound kernels: closed forms of Korthikanti et al. 2022 for the tensors they read and write,
+and what a stack fuses."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ MEGATRON, OLD, EAGER = PROFILES["megatron-te"], PROFILES["megatron-2021"], PROFI
 
 def plan(model: ModelSpec, layout: Layout | None = None, micro: int = 1) -> Plan:
     layout = layout or Layout()
-    return product_plan(layout, model=model, cluster="dgx-a100-80g", samples=micro * layout.dp, micro=micro, sequence=2048)
+    return product_plan(
+        layout, model=model, cluster="dgx-a100-80g", samples=micro * layout.dp, micro=micro, sequence=2048
+    )
 
 
 GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-8b")
@@ -58,7 +61,9 @@ def test_sequence_parallelism_divides_norms_and_residuals_by_tp_and_nothing_else
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
 def test_traffic_grows_with_the_tokens_and_kernels_do_not(profile, model):
     one, four = (total(plan(model, micro=micro), profile) for micro in (1, 4))
-    assert four.forward_bytes == pytest.approx(4 * one.forward_bytes) and four.backward_bytes == pytest.approx(4 * one.backward_bytes)
+    assert four.forward_bytes == pytest.approx(4 * one.forward_bytes) and four.backward_bytes == pytest.approx(
+        4 * one.backward_bytes
+    )
     assert (four.forward_kernels, four.backward_kernels) == (one.forward_kernels, one.backward_kernels)
 
 
@@ -92,7 +97,9 @@ def test_experts_cut_over_four_ranks_reorder_the_tokens_of_all_four(sequence_par
 
 def test_a_squared_relu_in_two_kernels_moves_twice_the_bytes_forward_and_20_for_6_backward():
     nemotron = plan(model_preset("nemotron4-15b"))
-    fused, eager = (layer_traffic(nemotron, profile, moe=False)["mlp"] for profile in (MEGATRON, PROFILES["nemo-25.02"]))
+    fused, eager = (
+        layer_traffic(nemotron, profile, moe=False)["mlp"] for profile in (MEGATRON, PROFILES["nemo-25.02"])
+    )
     elements = 2048 * nemotron.model.ffn_hidden_size
     assert (fused.forward_bytes, fused.backward_bytes) == (4 * elements, 6 * elements)
     assert (eager.forward_bytes, eager.backward_bytes) == (8 * elements, 20 * elements)
@@ -104,12 +111,16 @@ def test_a_stage_prices_its_ends_by_tokens_and_local_vocabulary():
     kinds = {group.kind: group_traffic(first, MEGATRON, group) for group in stage_groups(first, 0)}
     assert set(kinds) == {"embedding", "dense", "head"}
     logits = 2048 * GPT.vocab_size / 8
-    fused, plain = (group_traffic(first, profile, stage_groups(first, 0)[-1])["head"].forward_bytes for profile in (MEGATRON, OLD))
+    fused, plain = (
+        group_traffic(first, profile, stage_groups(first, 0)[-1])["head"].forward_bytes for profile in (MEGATRON, OLD)
+    )
     assert plain - fused == pytest.approx((38 - 22) * logits)
 
 
 def test_biases_of_experts_are_summed_everywhere_and_added_in_steps_by_megatron():
-    bare, biased = (plan(replace(model_preset("mixtral-8x7b"), bias=bias), Layout(ep=8, dp=8)) for bias in (False, True))
+    bare, biased = (
+        plan(replace(model_preset("mixtral-8x7b"), bias=bias), Layout(ep=8, dp=8)) for bias in (False, True)
+    )
     copies, hidden = 2048 * 2, 4096
     for profile, forward, backward in ((EAGER, 0, 0), (MEGATRON, 28, 40)):
         less, more = (layer_traffic(each, profile, moe=True)["moe"] for each in (bare, biased))

@@ -1,4 +1,5 @@
-"""What nothing runs beside under ZeRO-2 and 3: gathers that are not begun early enough, and reductions in the only queue to a device."""
+"""What nothing runs beside under ZeRO-2 and 3: gathers that are not begun early enough, and reductions in the
+only queue to a device."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ FSDP = PROFILES["megatron-fsdp"]
 
 
 def plan(layout: Layout, stack: str = "megatron-fsdp") -> Plan:
-    return product_plan(layout, model="mixtral-8x7b", cluster="dgx-h100", samples=layout.dp * 4, sequence=4096, profile=stack)
+    return product_plan(
+        layout, model="mixtral-8x7b", cluster="dgx-h100", samples=layout.dp * 4, sequence=4096, profile=stack
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,8 @@ def test_units_of_a_block_are_its_dense_weights_and_its_experts_unless_all_ranks
     cut, whole = plan(Layout(dp=8, ep=8, zero=3)), plan(Layout(dp=8, zero=3))
     hidden, expert = 4096, 3 * 4096 * 14336
     attention = 2 * hidden * hidden + 2 * hidden * 1024
-    dense = attention + 8 * hidden + 2 * hidden + 2 * hidden // 64  # router, two norms, and the final norm over 32 blocks
+    # router, two norms, and the final norm over 32 blocks
+    dense = attention + 8 * hidden + 2 * hidden + 2 * hidden // 64
     assert units(cut, 0, held_elements(cut, 0)) == Held(dense, expert)
     assert units(whole, 0, held_elements(whole, 0)) == Held(dense + 8 * expert, 0)
 
@@ -63,7 +67,9 @@ def test_one_queue_leaves_nothing_beside_a_reduction_and_what_is_gathered_where_
 
 def test_without_sequence_parallelism_reductions_have_a_queue_of_their_own():
     assert not uncovered(plan(Layout(dp=8, ep=8, zero=3)), FSDP, Held(1, 1), backward=True).reduced
-    assert uncovered(plan(Layout(tp=2, dp=8, ep=8, zero=3, sequence_parallel=True)), FSDP, Held(1, 1), backward=True).reduced
+    assert uncovered(
+        plan(Layout(tp=2, dp=8, ep=8, zero=3, sequence_parallel=True)), FSDP, Held(1, 1), backward=True
+    ).reduced
 
 
 def test_a_block_of_more_than_400_million_parameters_is_gathered_and_reduced_alone():
@@ -71,7 +77,10 @@ def test_a_block_of_more_than_400_million_parameters_is_gathered_and_reduced_alo
     assert sum(units(chosen, 0, held_elements(chosen, 0))) > FSDP_UNIT_ELEMENTS
     pricing, other = Pricing(chosen), Pricing(plan(Layout(dp=64, zero=3), "megatron-te"))
     gathered_s = pricing._communication(Kind.UNSHARD, Place(0, 0)).dp_comm
-    assert pricing.seconds(Kind.F, 0).dp_comm == pytest.approx(gathered_s, rel=1e-6) and other.seconds(Kind.F, 0).dp_comm < gathered_s
+    assert (
+        pricing.seconds(Kind.F, 0).dp_comm == pytest.approx(gathered_s, rel=1e-6)
+        and other.seconds(Kind.F, 0).dp_comm < gathered_s
+    )
 
 
 @pytest.mark.parametrize(

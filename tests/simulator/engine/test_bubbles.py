@@ -105,7 +105,8 @@ def test_idle_seconds_and_the_path_sum_to_the_step_exactly(schedule, profile, ze
 
 
 def test_a_replica_that_waits_for_a_slower_one_says_so():
-    """Backwards of both replicas are one: the one whose forwards take 1 s waits half a second for the other before each."""
+    """Backwards of both replicas are one: the one whose forwards take 1 s waits half a second for
+    the other before each."""
     graph = build_graph(lower(build("1F1B", pp=1, num_microbatches=2)))
     kinds = graph.schedule.actions.kind.tolist()
     seconds = [{Kind.F: forward_s, Kind.B: 2.0} for forward_s in (1.0, 1.5)]
@@ -125,7 +126,9 @@ def test_ranks_that_share_cores_last_longer_and_all_of_it_is_told():
     report = simulation.report
     assert sum(report["time_s"].values()) == report["step_time_s"] and report["time_s"]["other"] > 0
     idle = idle_of(simulation.run, simulation.global_ranks.index(report["bubble_rank"]), simulation.prices)
-    assert sum(entry.seconds for entry in idle) == pytest.approx(report["bubble_fraction"] * report["step_time_s"], rel=1e-12)
+    assert sum(entry.seconds for entry in idle) == pytest.approx(
+        report["bubble_fraction"] * report["step_time_s"], rel=1e-12
+    )
     assert "sharing" in {entry.cause for entry in idle}
 
 

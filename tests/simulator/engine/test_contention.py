@@ -61,7 +61,9 @@ def test_two_reductions_over_one_card_share_it_while_both_run(run):
 @pytest.mark.parametrize("run", [execute_shared, plain_shared])
 def test_a_transfer_slower_than_its_fair_share_loses_nothing(run):
     graph, duration_s, reduce = two_ranks_that_reduce((5.0, 20.0))
-    traffic = Traffic(routes(graph, {reduce[0]: 0, reduce[1]: 1}), ({"card": 1.0}, {"card": 1.0}), [10.0, 2.0], {"card": 10.0})
+    traffic = Traffic(
+        routes(graph, {reduce[0]: 0, reduce[1]: 1}), ({"card": 1.0}, {"card": 1.0}), [10.0, 2.0], {"card": 10.0}
+    )
     # rank 1 asks for 2 bytes/s and keeps them; rank 0 has 8 left for its 50 bytes
     assert run(graph, duration_s, traffic).end_s[reduce] == pytest.approx([6 + 50 / 8, 24], rel=1e-8)
 
@@ -79,7 +81,12 @@ def test_while_no_link_is_too_full_nothing_changes_to_the_last_bit():
     rng = np.random.default_rng(3)
     duration_s = rng.exponential(size=len(kind))
     route = np.where(np.isin(kind, MESSAGES), graph.rank, -1)
-    traffic = Traffic(route, tuple({("out", rank): 1.0} for rank in range(4)), [1.0 / 3] * 4, {("out", rank): 2.0 / 3 for rank in range(4)})
+    traffic = Traffic(
+        route,
+        tuple({("out", rank): 1.0} for rank in range(4)),
+        [1.0 / 3] * 4,
+        {("out", rank): 2.0 / 3 for rank in range(4)},
+    )
     run = execute(graph, duration_s)
     for shared in (execute_shared(graph, duration_s, traffic), plain_shared(graph, duration_s, traffic)):
         assert np.array_equal(shared.start_s, run.start_s)
@@ -104,7 +111,9 @@ def networks(draw) -> tuple[tuple[dict[int, float], ...], list[float], dict[int,
     led=st.booleans(),
     quiet=st.sampled_from([0.0, 0.5, 0.9]),
 )
-def test_compiled_fluid_is_the_plain_one_to_the_last_bit_and_never_faster_than_alone(name, sends, network, seed, led, quiet):
+def test_compiled_fluid_is_the_plain_one_to_the_last_bit_and_never_faster_than_alone(
+    name, sends, network, seed, led, quiet
+):
     graph = graph_of(name, 4, 8, sends)
     rng = np.random.default_rng(seed)
     size, kind = len(graph.rank), graph.schedule.actions.kind
@@ -112,11 +121,17 @@ def test_compiled_fluid_is_the_plain_one_to_the_last_bit_and_never_faster_than_a
     transfers = np.isin(kind, [*MESSAGES, int(Kind.REDUCE_GRAD)])
     extra = {}
     if led:
-        extra = {key: np.where(kind == Kind.REDUCE_GRAD, rng.exponential(size=size), 0.0) for key in ("lead_s", "tail_s")}
+        extra = {
+            key: np.where(kind == Kind.REDUCE_GRAD, rng.exponential(size=size), 0.0) for key in ("lead_s", "tail_s")
+        }
     alone = execute(graph, duration_s, **extra)
-    transfers &= alone.start_s >= quiet * alone.end_s.max()  # before that nothing meets, and the compiled loops begin there
+    # before that nothing meets, and the compiled loops begin there
+    transfers &= alone.start_s >= quiet * alone.end_s.max()
     traffic = Traffic(np.where(transfers, rng.integers(-1, len(network[0]), size=size), -1), *network)
-    found, expected = execute_shared(graph, duration_s, traffic, **extra), plain_shared(graph, duration_s, traffic, **extra)
+    found, expected = (
+        execute_shared(graph, duration_s, traffic, **extra),
+        plain_shared(graph, duration_s, traffic, **extra),
+    )
     if overloaded_links(alone, traffic):
         assert uncontended_until(alone, traffic) <= alone.end_s[traffic.route >= 0].max()
     elif not kernel.IS_COMPILED:
@@ -136,7 +151,8 @@ def test_compiled_fluid_is_the_plain_one_to_the_last_bit_and_never_faster_than_a
 @settings(max_examples=100, deadline=None)
 @given(network=networks(), num_transfers=st.integers(1, 8), seed=st.integers(0, 2**32 - 1))
 def test_every_transfer_is_at_full_rate_or_among_the_fastest_on_a_full_link(network, num_transfers, seed):
-    """The definition of max-min fairness (Bertsekas and Gallager, section 6.5.2: each session has a bottleneck link)."""
+    """The definition of max-min fairness (Bertsekas and Gallager, section 6.5.2: each session
+    has a bottleneck link)."""
     graph = graph_of("GPipe", 1, 8)
     routes_of, rate, capacity = network
     route = np.random.default_rng(seed).integers(0, len(routes_of), size=len(graph.rank))
@@ -152,7 +168,11 @@ def test_every_transfer_is_at_full_rate_or_among_the_fastest_on_a_full_link(netw
             link
             for link in routes_of[route[i]]
             if load[link] > capacity[link] * (1 - 1e-6)
-            and all(rates[i] >= rates[other] * (1 - 1e-9) for other in range(num_transfers) if link in routes_of[route[other]])
+            and all(
+                rates[i] >= rates[other] * (1 - 1e-9)
+                for other in range(num_transfers)
+                if link in routes_of[route[other]]
+            )
         ]
         assert fluid.speed[i] == 1.0 or bottlenecks
 

@@ -39,7 +39,9 @@ def test_bubble_is_p_minus_1_of_m_plus_p_minus_1(name, p, m):
 
 
 def test_1f1b_p4_m8_has_bubble_3_of_11():
-    timeline = run_schedule(build("1F1B", pp=4, num_microbatches=8), forward_s=11, backward_input_s=11, backward_weight_s=11)
+    timeline = run_schedule(
+        build("1F1B", pp=4, num_microbatches=8), forward_s=11, backward_input_s=11, backward_weight_s=11
+    )
     assert [idle_s(timeline, rank) / timeline.makespan_s for rank in range(4)] == [3 / 11] * 4
 
 
@@ -52,7 +54,9 @@ def test_interleaving_divides_the_bubble_by_v(p, v, m):
 
 def test_fractions_stay_exact_until_the_end():
     third = Fraction(1, 3)
-    timeline = run_schedule(build("1F1B", pp=3, num_microbatches=7), forward_s=third, backward_input_s=third, backward_weight_s=third)
+    timeline = run_schedule(
+        build("1F1B", pp=3, num_microbatches=7), forward_s=third, backward_input_s=third, backward_weight_s=third
+    )
     assert timeline.makespan_s == float(7 + 3 - 1)
 
 
@@ -66,7 +70,12 @@ def test_send_time_is_seen_on_the_way_up_and_down():
 
 def test_durations_per_stage_and_reduction_before_step():
     timeline = run_schedule(
-        build("1F1B", pp=2, num_microbatches=1), forward_s=[1, 2], backward_input_s=[3, 4], backward_weight_s=[5, 6], reduce_s=7, step_s=9
+        build("1F1B", pp=2, num_microbatches=1),
+        forward_s=[1, 2],
+        backward_input_s=[3, 4],
+        backward_weight_s=[5, 6],
+        reduce_s=7,
+        step_s=9,
     )
     times = span_times(timeline)
     assert times[1, "1B0"] == (3, 13)
@@ -82,7 +91,9 @@ def two_ranks_with_a_slow_receiver() -> Schedule:
         "0F0,0SEND_F0,0F1,0SEND_F1,0F2,0SEND_F2,0RECV_B0,0B0,0RECV_B1,0B1,0RECV_B2,0B2",
         "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F2,1F2,1B2,1SEND_B2",
     ]
-    return Schedule.from_rows("slow receiver", placement, [[Action.from_str(cell) for cell in row.split(",")] for row in rows])
+    return Schedule.from_rows(
+        "slow receiver", placement, [[Action.from_str(cell) for cell in row.split(",")] for row in rows]
+    )
 
 
 def test_buffered_send_leaves_and_rendezvous_send_waits_for_its_receive():
@@ -129,15 +140,22 @@ def test_forward_waits_for_its_parameters():
 
 
 def test_circular_order_is_reported_with_the_stuck_actions():
-    rows = ["0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1", "1RECV_F1,1F1,1RECV_F0,1F0,1B0,1SEND_B0,1B1,1SEND_B1"]
-    schedule = Schedule.from_rows("circle", Placement.loop(2, 2, 2), [[Action.from_str(c) for c in row.split(",")] for row in rows])
+    rows = [
+        "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1",
+        "1RECV_F1,1F1,1RECV_F0,1F0,1B0,1SEND_B0,1B1,1SEND_B1",
+    ]
+    schedule = Schedule.from_rows(
+        "circle", Placement.loop(2, 2, 2), [[Action.from_str(c) for c in row.split(",")] for row in rows]
+    )
     with pytest.raises(ScheduleError, match=r"circle.*rank 0 at 0B0, rank 1 at 1F1"):
         run_schedule(schedule)
 
 
 def test_missing_receive_is_reported_with_the_send():
     rows = ["0F0,0SEND_F0,0RECV_B0,0B0", "1F0,1B0,1SEND_B0"]
-    schedule = Schedule.from_rows("hole", Placement.loop(2, 2, 1), [[Action.from_str(c) for c in row.split(",")] for row in rows])
+    schedule = Schedule.from_rows(
+        "hole", Placement.loop(2, 2, 1), [[Action.from_str(c) for c in row.split(",")] for row in rows]
+    )
     with pytest.raises(ScheduleError, match=r"0SEND_F0 on pipeline rank 0 has no receive"):
         run_schedule(schedule)
 
@@ -161,8 +179,11 @@ def test_lanes_run_in_list_order_and_never_overlap():
             assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
 
 
-def naive_times(schedule: Schedule, duration, *, rendezvous: bool, recv_buffers: int) -> dict[tuple[int, str], tuple[int, int]]:
-    """The execution rule again, on dicts, by repeated relaxation: slow, and written without looking at the engine's shortcuts."""
+def naive_times(
+    schedule: Schedule, duration, *, rendezvous: bool, recv_buffers: int
+) -> dict[tuple[int, str], tuple[int, int]]:
+    """The execution rule again, on dicts, by repeated relaxation: slow, and written without looking at
+    the engine's shortcuts."""
     rows = [list(row) for row in schedule.rows()]
     owner = {(a.kind, a.stage, a.microbatch): (rank, str(a)) for rank, row in enumerate(rows) for a in row}
     start = {(rank, str(a)): 0 for rank, row in enumerate(rows) for a in row}
@@ -198,7 +219,9 @@ def naive_times(schedule: Schedule, duration, *, rendezvous: bool, recv_buffers:
 
 
 def send_of(a: Action) -> tuple:
-    return (Kind.SEND_F, a.stage - 1, a.microbatch) if a.kind is Kind.RECV_F else (Kind.SEND_B, a.stage + 1, a.microbatch)
+    return (
+        (Kind.SEND_F, a.stage - 1, a.microbatch) if a.kind is Kind.RECV_F else (Kind.SEND_B, a.stage + 1, a.microbatch)
+    )
 
 
 def lane_of(schedule: Schedule, owner, a: Action):
@@ -256,7 +279,9 @@ def test_engine_agrees_with_the_naive_rule(pp, vpp, m, rendezvous, recv_buffers,
         forward, backward, send, reduce = per_stage[a.stage]
         if a.kind in (Kind.RECV_F, Kind.RECV_B):
             return per_stage[send_of(a)[1]][2]
-        return {Kind.F: forward, Kind.B: backward, Kind.SEND_F: send, Kind.SEND_B: send, Kind.REDUCE_GRAD: reduce}.get(a.kind, 1)
+        return {Kind.F: forward, Kind.B: backward, Kind.SEND_F: send, Kind.SEND_B: send, Kind.REDUCE_GRAD: reduce}.get(
+            a.kind, 1
+        )
 
     sends = "rendezvous" if rendezvous else "buffered"
     graph = build_graph(schedule, sends=sends, recv_buffers=recv_buffers)
@@ -264,6 +289,8 @@ def test_engine_agrees_with_the_naive_rule(pp, vpp, m, rendezvous, recv_buffers,
     expected = naive_times(schedule, duration, rendezvous=rendezvous, recv_buffers=recv_buffers)
     found = {
         (rank, str(a)): (start, end)
-        for rank, a, start, end in zip(graph.rank.tolist(), schedule.actions, run.start_s.tolist(), run.end_s.tolist(), strict=True)
+        for rank, a, start, end in zip(
+            graph.rank.tolist(), schedule.actions, run.start_s.tolist(), run.end_s.tolist(), strict=True
+        )
     }
     assert found == expected

@@ -1,4 +1,5 @@
-"""The compiled loops against the plain ones: the same bits for every schedule of the catalog, every kind of send, any times."""
+"""The compiled loops against the plain ones: the same bits for every schedule of the catalog, every
+kind of send, any times."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from shardproof.simulator.engine import kernel
 from shardproof.simulator.engine.engine import execute, plain_run, run_schedule
 from shardproof.simulator.engine.graph import build_graph, plain_graph
 
-needs_kernel = pytest.mark.skipif(not kernel.IS_COMPILED, reason="the compiled loops were not built (no C compiler at install time)")
+needs_kernel = pytest.mark.skipif(
+    not kernel.IS_COMPILED, reason=("the compiled loops were not built (no C compiler at install time)")
+)
 
 SHAPES = {
     "GPipe": 1,
@@ -198,11 +201,15 @@ def parse(text: str, num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def test_a_blocking_send_keeps_its_rank_from_computing():
-    schedule = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1;1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1", 2, 2)
+    schedule = parse(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1;1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1", 2, 2
+    )
     times = {}
     for sends in SENDS:
         timeline = run_schedule(schedule, send_s=5, sends=sends, recv_buffers=0)
-        times[sends] = {str(span.action): (span.start_s, span.end_s) for span in timeline.spans if span.lane == "compute"}
+        times[sends] = {
+            str(span.action): (span.start_s, span.end_s) for span in timeline.spans if span.lane == "compute"
+        }
     assert times["rendezvous"]["0F1"] == (1, 2), "0SEND_F0 runs beside it"
     assert times["blocking"]["0F1"] == (6, 7), "0SEND_F0 runs until 6"
     # 1F0 6-7, 1B0 7-9, 1SEND_B0 9-14 meanwhile rank 1 stands still, and 1RECV_F1 is posted at 9
@@ -228,7 +235,12 @@ def test_a_blocking_send_listed_before_its_payload_is_refused():
 def reduction_under_backward(lead_s: float, tail_s: float, reduce_s: float) -> tuple[float, float]:
     """Start and end of a reduction after F 0-1 and B 1-5, with a step behind it."""
     graph = build_graph(parse("0F0,0B0,0REDUCE_GRAD,0STEP", 1, 1))
-    run = execute(graph, np.array([1.0, 4.0, reduce_s, 1.0]), lead_s=np.array([0, 0, lead_s, 0.0]), tail_s=np.array([0, 0, tail_s, 0.0]))
+    run = execute(
+        graph,
+        np.array([1.0, 4.0, reduce_s, 1.0]),
+        lead_s=np.array([0, 0, lead_s, 0.0]),
+        tail_s=np.array([0, 0, tail_s, 0.0]),
+    )
     assert run.start_s[3] == run.end_s[2]
     return run.start_s[2], run.end_s[2]
 

@@ -16,8 +16,13 @@ from shardproof.simulator.engine.graph import Graph, build_graph
 from shardproof.simulator.engine.replicas import coupled_together, execute_replicas, plain_replicas
 
 
-def graph_of(name: str = "1F1B", pp: int = 4, num_microbatches: int = 8, vpp: int = 1, active: int | None = None) -> Graph:
-    return build_graph(lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), max_active_stages=active), sends="rendezvous")
+def graph_of(
+    name: str = "1F1B", pp: int = 4, num_microbatches: int = 8, vpp: int = 1, active: int | None = None
+) -> Graph:
+    return build_graph(
+        lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), max_active_stages=active),
+        sends="rendezvous",
+    )
 
 
 def durations(graph: Graph, num_columns: int, seed: int) -> np.ndarray:
@@ -45,23 +50,30 @@ def test_replicas_that_are_not_coupled_are_runs_of_their_own():
     duration_s = durations(graph, 5, 3)
     replicas = execute_replicas(graph, duration_s, {})
     for column in range(5):
-        assert np.array_equal(replicas.end_s[:, column], execute(graph, np.ascontiguousarray(duration_s[:, column])).end_s)
+        assert np.array_equal(
+            replicas.end_s[:, column], execute(graph, np.ascontiguousarray(duration_s[:, column])).end_s
+        )
 
 
 def test_a_device_twice_as_slow_holds_up_every_replica_at_its_reductions():
     graph = graph_of(pp=2, num_microbatches=4)
     kind = graph.schedule.actions.kind
-    duration_s = np.select([kind == Kind.F, kind == Kind.B, kind == Kind.REDUCE_GRAD, kind == Kind.STEP], [1.0, 2.0, 5.0, 1.0], 0.0)
+    duration_s = np.select(
+        [kind == Kind.F, kind == Kind.B, kind == Kind.REDUCE_GRAD, kind == Kind.STEP], [1.0, 2.0, 5.0, 1.0], 0.0
+    )
     duration_s = np.repeat(duration_s[:, None], 3, axis=1)
     slow = np.isin(kind, [Kind.F, Kind.B]) & (graph.rank == 1)
     duration_s[slow, 2] *= 2
     replicas = execute_replicas(graph, duration_s, coupled_together(3))
-    # rank 1 of the slow replica: F0 at 1, then 4 x (2 + 4) seconds: its reduction starts at 25; rank 0's last backward ends 2 later
+    # rank 1 of the slow replica: F0 at 1, then 4 x (2 + 4) seconds: its reduction starts at 25; rank 0's
+    # last backward ends 2 later
     reduce = [int(np.flatnonzero((kind == Kind.REDUCE_GRAD) & (graph.rank == rank))[0]) for rank in range(2)]
     assert replicas.start_s[reduce].tolist() == [[27.0] * 3, [25.0] * 3]
     assert replicas.makespan_s.tolist() == [27 + 5 + 1] * 3
     alone = execute_replicas(graph, duration_s, {})
-    assert alone.makespan_s.tolist() == [3 * 5 + 6, 3 * 5 + 6, 33], "a replica without the slow device would be done at 21"
+    assert alone.makespan_s.tolist() == [3 * 5 + 6, 3 * 5 + 6, 33], (
+        "a replica without the slow device would be done at 21"
+    )
 
 
 def test_two_seeded_runs_side_by_side_are_each_the_run_alone():
@@ -69,7 +81,9 @@ def test_two_seeded_runs_side_by_side_are_each_the_run_alone():
     duration_s = durations(graph, 6, 4)
     both = execute_replicas(graph, duration_s, coupled_together(3))
     for run in (slice(0, 3), slice(3, 6)):
-        assert np.array_equal(both.end_s[:, run], execute_replicas(graph, duration_s[:, run], coupled_together(3)).end_s)
+        assert np.array_equal(
+            both.end_s[:, run], execute_replicas(graph, duration_s[:, run], coupled_together(3)).end_s
+        )
 
 
 def test_an_expert_group_computes_together_and_reduces_with_all():
@@ -108,7 +122,9 @@ def test_compiled_columns_are_the_plain_ones_to_the_last_bit(name, blocks, group
     groups[[Kind.REDUCE_GRAD, Kind.UNSHARD]] = group
     groups[Kind.F] = group if forward_group else 1
     is_reduction = graph.schedule.actions.kind == Kind.REDUCE_GRAD
-    extra = {key: np.where(is_reduction, rng.exponential(size=size), 0.0) for key in ("lead_s", "tail_s")} if led else {}
+    extra = (
+        {key: np.where(is_reduction, rng.exponential(size=size), 0.0) for key in ("lead_s", "tail_s")} if led else {}
+    )
     found = execute_replicas(graph, duration_s, {kind: int(groups[kind]) for kind in Kind}, **extra)
     expected = plain_replicas(graph, duration_s, groups, **extra)
     assert np.array_equal(found.start_s, expected.start_s)
@@ -124,7 +140,9 @@ def test_compiled_columns_are_the_plain_ones_to_the_last_bit(name, blocks, group
 def test_permuting_equal_ranks_permutes_their_times(seed, order):
     graph = graph_of("ZBVZeroBubble", vpp=2)
     duration_s = durations(graph, 4, seed)
-    straight, permuted = (execute_replicas(graph, columns, coupled_together(4)) for columns in (duration_s, duration_s[:, order]))
+    straight, permuted = (
+        execute_replicas(graph, columns, coupled_together(4)) for columns in (duration_s, duration_s[:, order])
+    )
     assert np.array_equal(straight.end_s[:, order], permuted.end_s)
 
 

@@ -1,4 +1,5 @@
-"""What is usable of a device: its parts, who reads it, and runs that were published: those that ran out of memory must not fit."""
+"""What is usable of a device: its parts, who reads it, and runs that were published: those that ran out
+of memory must not fit."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ GIB, MIB = 2**30, 2**20
 ROWS = [Row(json.loads(line)) for line in (DATA / "out_of_memory.jsonl").read_text().splitlines()]
 
 
-def llama(layout: Layout, *, model="llama3-8b", cluster="dgx-h100", profile="megatron-te", micro=1, headroom="0", **more) -> Plan:
+def llama(
+    layout: Layout, *, model="llama3-8b", cluster="dgx-h100", profile="megatron-te", micro=1, headroom="0", **more
+) -> Plan:
     return product_plan(
         layout,
         model=model_preset(model),
@@ -47,7 +50,9 @@ def llama(layout: Layout, *, model="llama3-8b", cluster="dgx-h100", profile="meg
         samples=4 * micro * layout.dp * layout.pp,
         micro=micro,
         sequence=8192,
-        dtype="bf16" if "bf16" in replace(cluster_preset(cluster, layout.world_size), headroom=headroom).peak_flops_per_s else "fp16",
+        dtype="bf16"
+        if "bf16" in replace(cluster_preset(cluster, layout.world_size), headroom=headroom).peak_flops_per_s
+        else "fp16",
         profile=profile,
         **more,
     )
@@ -56,16 +61,26 @@ def llama(layout: Layout, *, model="llama3-8b", cluster="dgx-h100", profile="meg
 def test_the_parts_of_a_device_sum_to_what_its_runtime_reports():
     plan = llama(Layout(tp=4, pp=2, dp=2), headroom="8%")
     report = fit(plan).report
-    assert report["device_bytes"] == round(79.11 * GIB) and report["headroom_bytes"] == int(0.08 * report["device_bytes"])
+    assert report["device_bytes"] == round(79.11 * GIB) and report["headroom_bytes"] == int(
+        0.08 * report["device_bytes"]
+    )
     assert report["reserved_bytes"] == CONTEXT_BYTES == 1_500_000_000
     parts = ("capacity_bytes", "reserved_bytes", "headroom_bytes", "fragmentation_bytes")
     assert sum(report[name] for name in parts) == report["device_bytes"]
-    assert report["capacity_bytes"] == int((report["device_bytes"] - report["reserved_bytes"] - report["headroom_bytes"]) / 1.04)
+    assert report["capacity_bytes"] == int(
+        (report["device_bytes"] - report["reserved_bytes"] - report["headroom_bytes"]) / 1.04
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "count"),
-    [(Layout(), 0), (Layout(dp=8), 1), (Layout(tp=2, cp=2), 3), (Layout(tp=2, pp=2, dp=2), 3), (Layout(tp=2, pp=2, cp=2), 4)],
+    [
+        (Layout(), 0),
+        (Layout(dp=8), 1),
+        (Layout(tp=2, cp=2), 3),
+        (Layout(tp=2, pp=2, dp=2), 3),
+        (Layout(tp=2, pp=2, cp=2), 4),
+    ],
 )
 def test_a_communicator_is_counted_for_every_group_of_more_than_one_rank(layout, count):
     assert num_communicators(llama(layout)) == count
@@ -103,12 +118,30 @@ def test_simulate_fit_and_search_hold_a_plan_against_the_same_number(capsys):
     usable = fit(plan).report["capacity_bytes"]
     assert simulate(plan).report["capacity_bytes"] == usable
     found = search(replace(plan, batch=Batch(16, 1, 8192))).plans
-    needed, heaviest = max((fit(other).report["peak_memory_bytes"] * 1.04 + reserved_bytes(other), n) for n, other in enumerate(found))
-    smaller = replace(plan.cluster, device_memory_bytes=needed - MIB)  # enough for the live tensors and the context, not for fragments
+    needed, heaviest = max(
+        (fit(other).report["peak_memory_bytes"] * 1.04 + reserved_bytes(other), n) for n, other in enumerate(found)
+    )
+    # enough for the live tensors and the context, not for fragments
+    smaller = replace(plan.cluster, device_memory_bytes=needed - MIB)
     limited = search(replace(plan, batch=Batch(16, 1, 8192), cluster=smaller)).plans
     assert limited and all(fit(other).fits for other in limited)
-    assert found[heaviest].layout not in [other.layout for other in limited if other.recompute == found[heaviest].recompute]
-    options = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--tp", "4", "--pp", "2", "--profile", "megatron-te"]
+    assert found[heaviest].layout not in [
+        other.layout for other in limited if other.recompute == found[heaviest].recompute
+    ]
+    options = [
+        "--model",
+        "llama3-8b",
+        "--cluster",
+        "dgx-h100",
+        "--devices",
+        "8",
+        "--tp",
+        "4",
+        "--pp",
+        "2",
+        "--profile",
+        "megatron-te",
+    ]
     assert main(["simulate", *options]) == 0
     assert f"GiB of {usable / GIB:.3g} GiB" in capsys.readouterr().out
 
@@ -121,8 +154,23 @@ def answer(capsys, *arguments: str) -> tuple[int, dict]:
 @pytest.mark.parametrize("from_file", [True, False], ids=["plan file", "options alone"])
 def test_every_remedy_fits_when_it_is_set_and_tells_its_peak_and_step(tmp_path, capsys, monkeypatch, from_file):
     path = tmp_path / "plan.toml"
-    path.write_text(llama(Layout(tp=4, pp=2, dp=4), model="llama3-70b", micro=2, recompute=Recompute("selective")).to_toml())
-    options = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--tp", "4", "--zero", "1", "--micro-batch", "4"]
+    path.write_text(
+        llama(Layout(tp=4, pp=2, dp=4), model="llama3-70b", micro=2, recompute=Recompute("selective")).to_toml()
+    )
+    options = [
+        "--model",
+        "llama3-8b",
+        "--cluster",
+        "dgx-h100",
+        "--devices",
+        "8",
+        "--tp",
+        "4",
+        "--zero",
+        "1",
+        "--micro-batch",
+        "4",
+    ]
     given = [*([str(path)] if from_file else options), "--headroom", "2%"]
     code, report = answer(capsys, "fit", *given)
     assert code == 1 and report["headroom_bytes"] == int(0.02 * report["device_bytes"]) and report["remedies"]

@@ -44,7 +44,8 @@ def test_1f1b_holds_p_minus_stage_microbatches_and_gpipe_all(p, m):
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (3, 3, 9), (5, 2, 10)])
 def test_interleaved_holds_its_warmup_and_one(p, v, m):
-    # Narayanan et al. 2021 (Megatron-LM schedules): 2(p - r - 1) + (v - 1)p forwards of warm-up, then one forward per backward.
+    # Narayanan et al. 2021 (Megatron-LM schedules): 2(p - r - 1) + (v - 1)p forwards of warm-up, then
+    # one forward per backward.
     expected = [min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
     assert peak_in_flight(build("Interleaved1F1B", pp=p, vpp=v, num_microbatches=m)) == expected
 
@@ -55,8 +56,9 @@ STATISTICS = 4 * 2 * 2 * 2048
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 6, 8])
 def test_our_selective_layer_is_korthikanti_without_dropout_masks(tp):
-    # Table 2: sbh(10 + 24/t) without, 34sbh/t with sequence parallelism; two masks of one byte each fall away, both uncut by tp alone.
-    # The output product keeps a copy of the attention's output with the heads side by side, so the core's own is given up.
+    # Table 2: sbh(10 + 24/t) without, 34sbh/t with sequence parallelism; two masks of one byte each fall away, both
+    # uncut by tp alone. The output product keeps a copy of the attention's output with the heads side by side, so
+    # the core's own is given up.
     sbh = 2048 * 12288
     uncut = gpt3(Layout(tp=tp, sequence_parallel=False), recompute="selective")
     assert layer_activation_bytes(uncut) == sbh * 8 + 24 * sbh // tp + STATISTICS
@@ -153,7 +155,9 @@ def test_vpp_raises_the_peak_by_the_factor_of_korthikanti():
 
 
 def stack(profile: str, layout: Layout, **more) -> Plan:
-    return product_plan(layout, model="llama3-8b", cluster="dgx-h100", samples=layout.dp, sequence=8192, profile=profile, **more)
+    return product_plan(
+        layout, model="llama3-8b", cluster="dgx-h100", samples=layout.dp, sequence=8192, profile=profile, **more
+    )
 
 
 def heaviest(plan: Plan):
@@ -176,7 +180,9 @@ def test_loss_over_logits_cut_by_torch_holds_two_fp32_tensors_more(tp, held):
 @pytest.mark.parametrize(("zero", "less"), [(0, 0), (1, 10_300_000_000)])
 def test_deepspeed_with_zero_leaves_10_gb_less_of_a_device_than_megatron(zero, less):
     layout = Layout(tp=8, pp=4, dp=2, zero=zero)
-    plans = [replace(gpt3(layout, dtype="fp16"), runtime=Runtime(name)) for name in ("megatron-deepspeed", "megatron-2022")]
+    plans = [
+        replace(gpt3(layout, dtype="fp16"), runtime=Runtime(name)) for name in ("megatron-deepspeed", "megatron-2022")
+    ]
     deepspeed, megatron = map(heaviest, plans)
     assert deepspeed.reserved_bytes == megatron.reserved_bytes
     assert deepspeed.device_bytes - megatron.device_bytes == less

@@ -103,7 +103,10 @@ def test_full_recomputation_keeps_inputs_and_peaks_with_one_layer_whole():
 
 
 def test_only_the_first_layers_of_a_stage_are_recomputed_where_a_limit_is_given():
-    kept = [rank_memories(chosen, schedule_for(chosen))[0].activations_bytes for chosen in (plan(), plan(Recompute("full", num_layers=1)))]
+    kept = [
+        rank_memories(chosen, schedule_for(chosen))[0].activations_bytes
+        for chosen in (plan(), plan(Recompute("full", num_layers=1)))
+    ]
     assert kept[0] - kept[1] == layer_activation_bytes(plan()) - HIDDEN
 
 
@@ -117,7 +120,8 @@ def test_experts_are_cut_over_expert_parallelism_and_their_optimizer_over_expert
 
 def test_operands_of_products_are_kept_in_fp8():
     dense = layer_activation_bytes(plan()) - layer_activation_bytes(plan(dtype="fp8"))
-    assert dense == S * (H + 1536 + 512 + H + 12288)  # inputs of down, up and MLP products; the core's output stays in 16 bits
+    # inputs of down, up and MLP products; the core's output stays in 16 bits
+    assert dense == S * (H + 1536 + 512 + H + 12288)
 
 
 def test_a_table_is_padded_to_128_rows_a_rank():

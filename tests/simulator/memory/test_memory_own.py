@@ -1,4 +1,5 @@
-"""What our backend holds in REDUCE_GRAD, STEP and split backwards, by hand; the runs themselves: tests/backend/ranks/test_own_runs.py."""
+"""What our backend holds in REDUCE_GRAD, STEP and split backwards, by hand; the runs themselves:
+tests/backend/ranks/test_own_runs.py."""
 
 from __future__ import annotations
 
@@ -31,19 +32,23 @@ def plan_of(layout: Layout, schedule: str = "1F1B", *, mode: str = "fast", seque
 
 
 def test_with_copies_fast_numerics_hold_gradients_twice_while_they_are_reduced_and_exact_ones_five_times():
-    large = replace(LLAMA, hidden_size=128, ffn_hidden_size=384, head_dim=16)  # more gradients than are exchanged between members
+    # more gradients than are exchanged between members
+    large = replace(LLAMA, hidden_size=128, ffn_hidden_size=384, head_dim=16)
     weights = 4 * count_parameters(large)
     for mode, times in (("fast", 2), ("exact", 5)):
         plan = plan_of(Layout(dp=2), mode=mode, model=large)
         (memory,) = rank_memories(plan, lower(schedule_for(plan)))
         assert memory.peak_action == "0REDUCE_GRAD"
-        assert memory.peak_bytes == (3 + times) * weights + rotary_table_bytes(plan)  # weights, two moments; no activation is kept any more
+        # weights, two moments; no activation is kept any more
+        assert memory.peak_bytes == (3 + times) * weights + rotary_table_bytes(plan)
 
 
 @pytest.mark.parametrize(("copies", "times"), [(2, 4), (3, 3 + 1 / 3), (4, 3 + 1 / 4)])
 def test_gradients_of_less_than_a_megabyte_are_exchanged_and_held_some_times_more(copies, times):
     cluster = cluster_preset("this-host", copies)
-    plan = Plan(LLAMA, cluster, Layout(dp=copies), Batch(12, 1, 8), precision=Precision("fp32"), numerics=Numerics("fast"))
+    plan = Plan(
+        LLAMA, cluster, Layout(dp=copies), Batch(12, 1, 8), precision=Precision("fp32"), numerics=Numerics("fast")
+    )
     gradients = 4 * count_parameters(LLAMA)
     assert gradients < EXCHANGED_BYTES
     (sizes,) = stage_sizes(plan)
@@ -53,7 +58,8 @@ def test_gradients_of_less_than_a_megabyte_are_exchanged_and_held_some_times_mor
 def test_without_copies_the_step_holds_gradients_once():
     gradients = 4 * count_parameters(LLAMA)
     for mode in ("fast", "exact"):
-        assert own_step_bytes(plan_of(Layout(), mode=mode), 0, (0,), 0) == gradients  # where the sums are on other ranks (ZeRO), what comes
+        # where the sums are on other ranks (ZeRO), what comes
+        assert own_step_bytes(plan_of(Layout(), mode=mode), 0, (0,), 0) == gradients
         assert own_step_bytes(plan_of(Layout(), mode=mode), 0, (0,), gradients) == 0
 
 
@@ -67,8 +73,12 @@ def test_a_tied_table_is_held_twice_more_where_its_ends_lie_on_two_ranks():
 
 
 def test_a_split_backward_keeps_inputs_and_output_gradients_until_the_weight_gradients_run():
-    first = Node("first", 10, gradient_bytes=4, weight_input_bytes=10, weight_gradient_bytes=6, backward_bytes=5, weight_bytes=5)
-    second = Node("second", 20, gradient_bytes=6, weight_input_bytes=15, weight_gradient_bytes=8, backward_bytes=7, weight_bytes=7)
+    first = Node(
+        "first", 10, gradient_bytes=4, weight_input_bytes=10, weight_gradient_bytes=6, backward_bytes=5, weight_bytes=5
+    )
+    second = Node(
+        "second", 20, gradient_bytes=6, weight_input_bytes=15, weight_gradient_bytes=8, backward_bytes=7, weight_bytes=7
+    )
     # starts with 30 kept; second: + 6; then 10 + 15 + 8 = 33 are held, the gradient of 6, and first's of 4
     assert split_peak_bytes([first, second]) == 33 + 6 + 4
     tape = tape_memory([first, second])
@@ -77,7 +87,10 @@ def test_a_split_backward_keeps_inputs_and_output_gradients_until_the_weight_gra
 
 
 def test_two_tapes_split_as_one_tape_of_all_their_nodes_when_nothing_lives_across():
-    nodes = [Node(str(i), 10 + i, 0, weight_input_bytes=5, weight_gradient_bytes=i, backward_bytes=3 * i, weight_bytes=i) for i in range(5)]
+    nodes = [
+        Node(str(i), 10 + i, 0, weight_input_bytes=5, weight_gradient_bytes=i, backward_bytes=3 * i, weight_bytes=i)
+        for i in range(5)
+    ]
     whole, parts = tape_memory(nodes), tape_memory(nodes[:2]) + tape_memory(nodes[2:])
     assert whole == replace(parts, backward_peak=whole.backward_peak)
 

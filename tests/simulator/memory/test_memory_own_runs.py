@@ -1,4 +1,5 @@
-"""Predicted memory of this backend's own runs against what its meter counts (`backend.pipeline.activations`), to the byte."""
+"""Predicted memory of this backend's own runs against what its meter counts
+(`backend.pipeline.activations`), to the byte."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from shardproof.simulator.simulation.simulate import simulate
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "head_dim": 16, "vocab_size": 512, "max_positions": 64}
 MODELS = {
     "gpt": ModelSpec(
-        "gpt", ffn_hidden_size=256, num_kv_heads=4, activation="gelu_tanh", norm="layernorm", position="learned", bias=True, **SIZES
+        "gpt",
+        ffn_hidden_size=256,
+        num_kv_heads=4,
+        activation="gelu_tanh",
+        norm="layernorm",
+        position="learned",
+        bias=True,
+        **SIZES,
     ),
     "llama": ModelSpec("llama", ffn_hidden_size=192, num_kv_heads=2, **SIZES),
 }
@@ -27,7 +35,9 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "mode", "layout", "schedule"), RUNS, ids=lambda value: getattr(value, "degrees", value))
+@pytest.mark.parametrize(
+    ("model", "mode", "layout", "schedule"), RUNS, ids=lambda value: getattr(value, "degrees", value)
+)
 def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode, layout, schedule):
     from shardproof.backend.trainer import Trainer
 
@@ -43,7 +53,8 @@ def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode,
     )
     simulation = simulate(plan)
     timeline = Trainer(plan, transport="memory").fit().timeline
-    assert timeline is not None  # a split backward lets go of more than this meter sees: tests/backend/ranks/test_own_runs.py has those
+    # a split backward lets go of more than this meter sees: tests/backend/ranks/test_own_runs.py has those
+    assert timeline is not None
     for rank, memory in zip(simulation.global_ranks, simulation.memory, strict=True):
         measured = max(sample.num_bytes for sample in timeline.memory if sample.global_rank == rank)
         assert memory.lasting_bytes == pytest.approx(measured, abs=512)  # masks of one byte a token

@@ -63,7 +63,10 @@ def test_every_pipeline_rank_of_simumax_b200_is_within_0_2_percent(row):
 
 
 def test_worst_ranks_of_simumax_b200_are_within_0_05_percent_on_average():
-    errors = [abs(max(memory.peak_bytes for memory in memories(row)) / MIB / max(row["max_allocated_mib"]) - 1) for row in ROWS]
+    errors = [
+        abs(max(memory.peak_bytes for memory in memories(row)) / MIB / max(row["max_allocated_mib"]) - 1)
+        for row in ROWS
+    ]
     assert len(errors) == 10
     assert sum(errors) / len(errors) < 5e-4
 

@@ -31,12 +31,17 @@ TAPES = st.lists(NODES, max_size=6)
 
 
 def most_alive(nodes: list[Node]) -> tuple[int, int]:
-    """Peaks of forward and backward from lifetimes `[first, last]` in steps: forward of node i is step i, its backward step 2n - 1 - i."""
+    """Peaks of forward and backward from lifetimes `[first, last]` in steps: forward of node i is step i, its
+    backward step 2n - 1 - i."""
     n = len(nodes)
     lifetimes = []
     for i, node in enumerate(nodes):
         back = 2 * n - 1 - i
-        lifetimes += [(i, back, node.saved_bytes), (i, i, node.forward_bytes), (back, back, node.backward_bytes + node.beside_bytes)]
+        lifetimes += [
+            (i, back, node.saved_bytes),
+            (i, i, node.forward_bytes),
+            (back, back, node.backward_bytes + node.beside_bytes),
+        ]
         lifetimes.append((back, back + 1, node.gradient_bytes))  # the node before takes it
     alive = [sum(size for first, last, size in lifetimes if first <= step <= last) for step in range(2 * n)]
     return max(alive[:n], default=0), max(alive[n:], default=0)
@@ -55,7 +60,10 @@ def test_equal_tapes_in_a_row_are_a_tape_added_to_itself(nodes: list[Node], coun
     for _ in range(count):
         total = total + one
     assert (total.kept_bytes, total.deferred_bytes) == (one.times(count).kept_bytes, one.times(count).deferred_bytes)
-    assert (total.forward_bytes, total.backward_bytes) == (one.times(count).forward_bytes, one.times(count).backward_bytes)
+    assert (total.forward_bytes, total.backward_bytes) == (
+        one.times(count).forward_bytes,
+        one.times(count).backward_bytes,
+    )
 
 
 @given(TAPES.filter(bool))
@@ -78,7 +86,12 @@ def test_a_recomputed_module_comes_back_for_its_own_backward_only() -> None:
 @pytest.mark.parametrize("profile", ["shardproof", "megatron-te", "megatron-2021"])
 @pytest.mark.parametrize("name", sorted(CATALOG))
 def test_states_have_the_peaks_of_the_actions(name: str, profile: str) -> None:
-    vpp = 2 if name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "VHalf", "VMin") else 1
+    vpp = (
+        2
+        if name
+        in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "VHalf", "VMin")
+        else 1
+    )
     layout = Layout(tp=2, pp=4, dp=2, vpp=vpp, zero=1)
     plan = Plan(
         model=model_preset("gpt3-175b"),

@@ -1,4 +1,5 @@
-"""Slow and failed links: shares of groups against looking at every group rank by rank, and times against closed forms."""
+"""Slow and failed links: shares of groups against looking at every group rank by rank, and times
+against closed forms."""
 
 from __future__ import annotations
 
@@ -82,13 +83,26 @@ def test_a_cells_groups_are_as_slow_as_the_slowest_rank_in_any_of_them(layout, s
     model = model_preset("mixtral-8x7b" if layout.ep > 1 else "llama3-8b")
     plan = Plan(model, H100, layout, Batch(64, 1, 2048), variation=Variation(slow_links=slow))
     found, ranks = LinkShares(plan), rank_shares(plan.variation, H100)
-    groups = {"tp": layout.groups("tp"), "dp": layout.groups("cp-dp"), "cp": layout.groups("cp"), "model": layout.groups("tp-pp")}
+    groups = {
+        "tp": layout.groups("tp"),
+        "dp": layout.groups("cp-dp"),
+        "cp": layout.groups("cp"),
+        "model": layout.groups("tp-pp"),
+    }
     if layout.ep > 1:
-        groups |= {"ep": layout.expert_groups("ep"), "edp": layout.expert_groups("dp"), "etp": layout.expert_groups("tp")}
+        groups |= {
+            "ep": layout.expert_groups("ep"),
+            "edp": layout.expert_groups("dp"),
+            "etp": layout.expert_groups("tp"),
+        }
     for axis, lists in groups.items():
         for dp_rank in range(layout.dp):
             for pp_rank in range(layout.pp):
-                cell = {layout.global_rank(tp=t, cp=c, dp=dp_rank, pp=pp_rank) for t in range(layout.tp) for c in range(layout.cp)}
+                cell = {
+                    layout.global_rank(tp=t, cp=c, dp=dp_rank, pp=pp_rank)
+                    for t in range(layout.tp)
+                    for c in range(layout.cp)
+                }
                 members = sorted({rank for group in lists if cell & set(group) for rank in group})
                 expected = Shares(*ranks[:, members].min(axis=1).tolist())
                 assert found.of_group(axis, 0, pp_rank=pp_rank, dp_rank=dp_rank) == expected, (axis, dp_rank, pp_rank)
@@ -98,7 +112,9 @@ def big(op: str, size: int) -> Collective:
     return Collective("", op, "dp", size, 64 * 2**30)
 
 
-@pytest.mark.parametrize(("op", "spread"), [("all_gather", Spread(8, 1)), ("all_gather", Spread(1, 8)), ("reduce_scatter", Spread(4, 4))])
+@pytest.mark.parametrize(
+    ("op", "spread"), [("all_gather", Spread(8, 1)), ("all_gather", Spread(1, 8)), ("reduce_scatter", Spread(4, 4))]
+)
 def test_a_large_ring_takes_1_over_the_share_times_as_long(op, spread):
     """Nodes of eight H100 on eight cards: the cards limit a ring over nodes, the links one inside a node."""
     operation = big(op, spread.size)

@@ -34,15 +34,22 @@ LAYOUTS = [
 def plan_of(layout: Layout, **changes) -> Plan:
     name, experts = ("mixtral-8x7b", {"num_experts": 24}) if layout.ep > 1 else ("llama3-8b", {})
     sizes = {"num_layers": 12, "num_heads": 24, "num_kv_heads": 24, "head_dim": 128, **experts}
-    return product_plan(layout, model=name, cluster="dgx-h100", **sizes, samples=4 * layout.dp, sequence=1536, **changes)
+    return product_plan(
+        layout, model=name, cluster="dgx-h100", **sizes, samples=4 * layout.dp, sequence=1536, **changes
+    )
 
 
 def patterns(plan: Plan, dp_rank: int) -> list[object]:
-    """How the groups of one replica lie, rank by rank: nodes of tp, cp and expert groups, and who of neighbouring stages shares one."""
+    """How the groups of one replica lie, rank by rank: nodes of tp, cp and expert groups, and who of
+    neighbouring stages shares one."""
     layout, per_node = plan.layout, plan.cluster.devices_per_node
     ranks = [rank for rank in range(layout.world_size) if layout.coordinates(rank)["dp"] == dp_rank]
     found: list[object] = []
-    for groups in [layout.groups("tp"), layout.groups("cp"), *([layout.expert_groups("ep")] if plan.model.is_moe else [])]:
+    for groups in [
+        layout.groups("tp"),
+        layout.groups("cp"),
+        *([layout.expert_groups("ep")] if plan.model.is_moe else []),
+    ]:
         found += [spread_of(plan.cluster, next(group for group in groups if rank in group)) for rank in ranks]
     for rank in ranks:
         here = layout.coordinates(rank)
@@ -62,7 +69,12 @@ def test_replicas_lie_alike_exactly_where_their_groups_do(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.degrees} {layout.order}")
 def test_members_are_the_group_of_the_replicas_own_rank(layout):
     plan = plan_of(layout)
-    groups = {"tp": layout.groups("tp"), "cp": layout.groups("cp"), "dp": layout.groups("cp-dp"), "model": layout.groups("tp-pp")}
+    groups = {
+        "tp": layout.groups("tp"),
+        "cp": layout.groups("cp"),
+        "dp": layout.groups("cp-dp"),
+        "model": layout.groups("tp-pp"),
+    }
     groups |= {"ep": layout.expert_groups("ep"), "etp": layout.expert_groups("tp"), "edp": layout.expert_groups("dp")}
     for dp_rank in range(layout.dp):
         spreads = Spreads(plan, dp_rank)
@@ -70,7 +82,9 @@ def test_members_are_the_group_of_the_replicas_own_rank(layout):
             here = layout.global_rank(dp=dp_rank, pp=pp_rank)
             assert spreads.global_rank(pp_rank) == here
             for axis, lists in groups.items():
-                assert spreads.members(axis, 0, pp_rank).tolist() == sorted(next(group for group in lists if here in group)), axis
+                assert spreads.members(axis, 0, pp_rank).tolist() == sorted(
+                    next(group for group in lists if here in group)
+                ), axis
 
 
 def test_shards_of_hybrid_sharding_are_those_around_the_rank():
@@ -81,7 +95,8 @@ def test_shards_of_hybrid_sharding_are_those_around_the_rank():
 
 
 def test_a_replica_whose_tensor_parallel_groups_cross_nodes_sets_the_pace():
-    """Replicas of 6 ranks on nodes of 8: tp pairs are three ranks apart, so those of replicas 1 and 2 lie on two nodes each."""
+    """Replicas of 6 ranks on nodes of 8: tp pairs are three ranks apart, so those of replicas 1 and 2
+    lie on two nodes each."""
     plan = plan_of(Layout(tp=2, pp=3, dp=4, order="pp-tp-dp"))
     simulation, first = simulate(plan), simulate_first(plan)
     assert not replicas_lie_alike(plan) and simulation.dp_rank in (1, 2)

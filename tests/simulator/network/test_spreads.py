@@ -1,4 +1,5 @@
-"""`Spreads`: the groups of rank 0 of every pipeline rank are those that `Layout` enumerates, and shifted groups lie alike."""
+"""`Spreads`: the groups of rank 0 of every pipeline rank are those that `Layout` enumerates, and
+shifted groups lie alike."""
 
 from __future__ import annotations
 
@@ -22,14 +23,28 @@ DEGREES = st.sampled_from([1, 2, 3, 4])
 
 
 def plan(layout: Layout, schedule: str = "1F1B", per_node: int = 8, **more) -> Plan:
-    sizes = {"num_layers": 12, "num_heads": 24, "num_kv_heads": 24, "num_experts": 24, "ffn_hidden_size": 14400, "max_positions": 4608}
+    sizes = {
+        "num_layers": 12,
+        "num_heads": 24,
+        "num_kv_heads": 24,
+        "num_experts": 24,
+        "ffn_hidden_size": 14400,
+        "max_positions": 4608,
+    }
     cluster = replace(cluster_preset("dgx-h100", layout.world_size), devices_per_node=per_node)
     choices = {"schedule": schedule, "microbatches": 24, "sequence": 4608, **more}
     return product_plan(layout, model="mixtral-8x7b", cluster=cluster, **sizes, **choices)
 
 
 @settings(max_examples=60, deadline=None)
-@given(DEGREES, st.sampled_from([1, 2, 4]), DEGREES, st.sampled_from([1, 2, 3, 4]), DEGREES, st.permutations(["tp", "cp", "ep", "dp"]))
+@given(
+    DEGREES,
+    st.sampled_from([1, 2, 4]),
+    DEGREES,
+    st.sampled_from([1, 2, 3, 4]),
+    DEGREES,
+    st.permutations(["tp", "cp", "ep", "dp"]),
+)
 def test_groups_are_those_of_the_layout(tp, cp, dp, pp, ep, order):
     if tp * cp * dp % (tp * ep):
         ep = 1
@@ -69,7 +84,13 @@ def test_hybrid_shards_are_neighbours_and_replicas_are_apart():
 
 def test_a_plan_with_zero_finds_its_tied_ends_after_the_same_plan_without_was_priced():
     layout = Layout(pp=4, dp=2)
-    plain = Plan(model_preset("tiny-gpt"), cluster_preset("dgx-a100-80g", 8), layout, Batch(16, 1, 32), schedule=ScheduleChoice("DualPipe"))
+    plain = Plan(
+        model_preset("tiny-gpt"),
+        cluster_preset("dgx-a100-80g", 8),
+        layout,
+        Batch(16, 1, 32),
+        schedule=ScheduleChoice("DualPipe"),
+    )
     sharded = replace(plain, layout=replace(layout, zero=1))
     shared: dict = {}
     Pricing(plain, shared=shared).seconds(Kind.STEP, 0)

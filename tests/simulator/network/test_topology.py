@@ -75,7 +75,13 @@ def test_an_uplink_carries_its_nodes_injection_over_the_oversubscription():
 def test_a_graph_of_1024_devices_has_a_switch_per_node_a_card_per_device_and_a_leaf_per_rail():
     graph = topology(cluster_preset("dgx-h100", 1024))
     kinds = [node[0] for node in graph.nodes]
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"device": 1024, "switch": 128, "card": 1024, "leaf": 4 * 8, "core": 1}
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        "device": 1024,
+        "switch": 128,
+        "card": 1024,
+        "leaf": 4 * 8,
+        "core": 1,
+    }
     assert networkx.is_strongly_connected(graph)
 
 
@@ -89,7 +95,9 @@ def test_a_ring_over_two_nodes_loads_every_card_with_an_eighth_and_every_link_wi
 @given(
     st.sampled_from(("rails", "four cards", "tree")),
     st.sampled_from(("all_gather", "reduce_scatter", "all_to_all")),
-    st.sampled_from([range(8), range(16), range(64), range(0, 64, 8), range(0, 64, 16), range(0, 32, 4), range(3, 64, 8)]),
+    st.sampled_from(
+        [range(8), range(16), range(64), range(0, 64, 8), range(0, 64, 16), range(0, 32, 4), range(3, 64, 8)]
+    ),
     st.integers(1, 10**10),
 )
 def test_a_collective_takes_at_least_as_long_as_its_fullest_link(name, op, ranks, sent_bytes):

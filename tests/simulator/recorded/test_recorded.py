@@ -1,4 +1,5 @@
-"""Recorded durations in the place of prices: a step fed back gives itself, and the same durations another schedule's step."""
+"""Recorded durations in the place of prices: a step fed back gives itself, and the same durations
+another schedule's step."""
 
 from __future__ import annotations
 
@@ -54,7 +55,12 @@ def test_a_step_whose_durations_are_fed_back_is_the_same_step(name):
     assert again.report["provenance"]["durations"]["kind"] == "measured"
 
 
-DURATIONS = {"forward_s": (3e-3, 5e-3, 4e-3), "backward_input_s": 6e-3, "backward_weight_s": (2e-3, 1e-3, 2e-3), "send_s": 1e-3}
+DURATIONS = {
+    "forward_s": (3e-3, 5e-3, 4e-3),
+    "backward_input_s": 6e-3,
+    "backward_weight_s": (2e-3, 1e-3, 2e-3),
+    "send_s": 1e-3,
+}
 """F, I and W by stage, and messages."""
 
 
@@ -71,10 +77,14 @@ def recorded(name: str, *, microbatches: int = 6) -> Timeline:
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [("1F1B", "GPipe"), ("ZBH1", "1F1B"), ("ZBH1", "GPipe"), ("GPipe", "1F1B")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("1F1B", "GPipe"), ("ZBH1", "1F1B"), ("ZBH1", "GPipe"), ("GPipe", "1F1B")]
+)
 def test_durations_of_one_schedule_predict_another(before, after):
     plan = plan_of(Layout(pp=3), after)
-    assert simulate(plan, durations=[recorded(before)]).report["step_time_s"] == pytest.approx(recorded(after).makespan_s, rel=1e-9)
+    assert simulate(plan, durations=[recorded(before)]).report["step_time_s"] == pytest.approx(
+        recorded(after).makespan_s, rel=1e-9
+    )
 
 
 def test_whole_backwards_are_split_as_they_are_priced():
@@ -112,16 +122,26 @@ def spans(global_rank: int, *ends: tuple[str, str, float]) -> list[Span]:
 
 
 def test_ranks_of_a_tensor_parallel_group_count_as_one_that_ends_with_its_last():
-    first = spans(0, ("compute", "0F0", 2.0), ("compute", "0B0", 5.0), ("dp", "0REDUCE_GRAD", 5.5), ("compute", "0STEP", 6.0))
-    second = spans(1, ("compute", "0F0", 3.0), ("compute", "0B0", 4.5), ("dp", "0REDUCE_GRAD", 6.0), ("compute", "0STEP", 7.0))
-    simulation = simulate(plan_of(Layout(tp=2), microbatches=1), durations=[Timeline.from_spans([*first, *second], "measured")])
+    first = spans(
+        0, ("compute", "0F0", 2.0), ("compute", "0B0", 5.0), ("dp", "0REDUCE_GRAD", 5.5), ("compute", "0STEP", 6.0)
+    )
+    second = spans(
+        1, ("compute", "0F0", 3.0), ("compute", "0B0", 4.5), ("dp", "0REDUCE_GRAD", 6.0), ("compute", "0STEP", 7.0)
+    )
+    simulation = simulate(
+        plan_of(Layout(tp=2), microbatches=1), durations=[Timeline.from_spans([*first, *second], "measured")]
+    )
     lasting = {str(span.action): span.duration_s for span in simulation.timeline.spans}
     assert lasting == pytest.approx({"0F0": 3.0, "0B0": 2.0, "0REDUCE_GRAD": 1.0, "0STEP": 1.0})
 
 
 def test_replicas_reduce_when_the_slower_one_is_ready_and_step_together():
-    fast = spans(0, ("compute", "0F0", 1.0), ("compute", "0B0", 2.0), ("dp", "0REDUCE_GRAD", 8.5), ("compute", "0STEP", 9.5))
-    slow = spans(1, ("compute", "0F0", 3.0), ("compute", "0B0", 8.0), ("dp", "0REDUCE_GRAD", 8.4), ("compute", "0STEP", 9.0))
+    fast = spans(
+        0, ("compute", "0F0", 1.0), ("compute", "0B0", 2.0), ("dp", "0REDUCE_GRAD", 8.5), ("compute", "0STEP", 9.5)
+    )
+    slow = spans(
+        1, ("compute", "0F0", 3.0), ("compute", "0B0", 8.0), ("dp", "0REDUCE_GRAD", 8.4), ("compute", "0STEP", 9.0)
+    )
     plan = plan_of(Layout(dp=2), microbatches=1)
     simulation = simulate(plan, durations=[Timeline.from_spans([*fast, *slow], "measured")])
     assert simulation.dp_rank == 1 and simulation.global_ranks == (1,)
@@ -139,7 +159,11 @@ def test_what_does_not_fit_the_plan_is_refused_with_what_to_do():
     for plan, timeline, message in (
         (plan_of(Layout(pp=6)), whole, r"has 3 ranks, the plan tp\*cp\*dp\*pp = 6 .*Record a step of this layout"),
         (plan_of(Layout(pp=3, vpp=2), "Interleaved1F1B"), whole, "has 3 stages, the plan 6.*same pp and vpp"),
-        (plan_of(Layout(pp=3)), without(whole, "2RECV_F4"), "has no 2RECV_F4 on pipeline rank 2, so it is no whole step"),
+        (
+            plan_of(Layout(pp=3)),
+            without(whole, "2RECV_F4"),
+            ("has no 2RECV_F4 on pipeline rank 2, so it is no whole step"),
+        ),
     ):
         with pytest.raises(TimelineError, match=message):
             simulate(plan, durations=[timeline])
@@ -150,7 +174,20 @@ def test_what_does_not_fit_the_plan_is_refused_with_what_to_do():
 def test_simulate_and_draw_take_recorded_durations(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     recorded("1F1B").save("run.timeline.json.gz")
-    plan = ["--model", "tiny-llama", "--cluster", "this-host", "--pp", "3", "--dp", "1", "--global-batch", "6", "--sequence", "64"]
+    plan = [
+        "--model",
+        "tiny-llama",
+        "--cluster",
+        "this-host",
+        "--pp",
+        "3",
+        "--dp",
+        "1",
+        "--global-batch",
+        "6",
+        "--sequence",
+        "64",
+    ]
     plan += ["--set", "model.num_layers=3", "--durations", "run.timeline.json.gz"]
     assert main(["simulate", *plan]) == 0
     told = capsys.readouterr().out

@@ -68,18 +68,24 @@ def layouts(devices: int, cps: tuple[int, ...], eps: tuple[int, ...]) -> Iterato
             continue
 
 
-def everything(given: SearchSpace, micros=(1,), cps=(1,), eps=(1,), modes=("none", "selective", "full")) -> list[tuple[float, Plan]]:
+def everything(
+    given: SearchSpace, micros=(1,), cps=(1,), eps=(1,), modes=("none", "selective", "full")
+) -> list[tuple[float, Plan]]:
     """Every legal plan that fits, simulated without bounds, fastest first."""
     found = []
     for layout, micro, mode in itertools.product(layouts(given.cluster.num_devices, cps, eps), micros, modes):
-        names = [name for name in SCHEDULES[given.runtime.profile] if CATALOG[name].nearest_vpp(layout.vpp) == layout.vpp]
+        names = [
+            name for name in SCHEDULES[given.runtime.profile] if CATALOG[name].nearest_vpp(layout.vpp) == layout.vpp
+        ]
         for name in names if layout.pp > 1 else ["1F1B"]:
             if given.model.num_layers % layout.num_stages:
                 layout = replace(layout, stages=balanced_stages(given.model.num_layers, layout.num_stages))
             nouns = {entry: getattr(given, entry) for entry in ("model", "cluster", "runtime", "optimizer")}
             batch, choice = replace(given.batch, micro_size=micro), ScheduleChoice(name)
             recompute = (
-                Recompute(mode, modules=("norm",)) if (mode, given.runtime.profile) == ("selective", "torchtitan") else Recompute(mode)
+                Recompute(mode, modules=("norm",))
+                if (mode, given.runtime.profile) == ("selective", "torchtitan")
+                else Recompute(mode)
             )
             try:
                 plan = Plan(layout=layout, batch=batch, recompute=recompute, schedule=choice, **nouns)
@@ -94,12 +100,16 @@ def check_ranking(given: SearchSpace, expected: list[tuple[float, Plan]]) -> Non
     result = search(given)
     assert len(expected) > 30
     assert [c["step_time_s"] for c in result.report["candidates"]] == [time_s for time_s, _ in expected[:NUM_RANKED]]
-    assert [simulate(plan).report["step_time_s"] for plan in result.plans] == [time_s for time_s, _ in expected[:NUM_RANKED]]
+    assert [simulate(plan).report["step_time_s"] for plan in result.plans] == [
+        time_s for time_s, _ in expected[:NUM_RANKED]
+    ]
     assert result.report["simulated"] < len(expected) / 2
     assert result.report["evaluated"] == len(result.report["candidates"]) + sum(result.report["rejected"].values())
 
 
-@pytest.mark.parametrize(("memory", "profile"), [(80e9, "shardproof"), (40e9, "shardproof"), (80e9, "megatron-te"), (44e9, "torchtitan")])
+@pytest.mark.parametrize(
+    ("memory", "profile"), [(80e9, "shardproof"), (40e9, "shardproof"), (80e9, "megatron-te"), (44e9, "torchtitan")]
+)
 def test_ranking_of_four_devices_is_that_of_simulating_everything(memory, profile):
     given = space(4, memory, replace(MODEL, num_layers=4), Batch(16, 1, 4096), profile, **{"batch.micro": 1})
     check_ranking(given, everything(given))
@@ -127,7 +137,9 @@ def test_experts_are_spread_in_every_legal_way_and_the_ranking_is_that_of_simula
 
 def test_without_clipping_the_ranking_is_that_of_simulating_everything():
     pinned = {"batch.micro": 1, "recompute.mode": "none", "layout.tp": 1}
-    given = replace(space(4, 80e9, replace(MODEL, num_layers=4), Batch(8, 1, 4096), **pinned), optimizer=Optimizer(clip_grad_norm=0))
+    given = replace(
+        space(4, 80e9, replace(MODEL, num_layers=4), Batch(8, 1, 4096), **pinned), optimizer=Optimizer(clip_grad_norm=0)
+    )
     check_ranking(given, [(s, plan) for s, plan in everything(given, modes=("none",)) if plan.layout.tp == 1])
 
 
@@ -175,7 +187,13 @@ def test_report_has_the_keys_of_the_interface_and_best_plan_round_trips():
 
 
 def test_pinned_values_are_kept():
-    pinned = {"layout.tp": 2, "layout.zero": 1, "batch.micro": 2, "recompute.mode": "full", "layout.sequence_parallel": True}
+    pinned = {
+        "layout.tp": 2,
+        "layout.zero": 1,
+        "batch.micro": 2,
+        "recompute.mode": "full",
+        "layout.sequence_parallel": True,
+    }
     result = search(space(**pinned))
     assert result.report["candidates"]
     for candidate in result.report["candidates"]:
@@ -235,7 +253,13 @@ def test_every_stack_has_schedules_to_try():
 
 def test_tapes_shared_by_plans_of_other_stages_copies_and_zero_are_their_own():
     plans = [
-        Plan(model, cluster_preset("dgx-h100", 8), Layout(tp=2, pp=pp, dp=4 // pp, zero=zero), Batch(16, 1, 2048), Runtime(profile))
+        Plan(
+            model,
+            cluster_preset("dgx-h100", 8),
+            Layout(tp=2, pp=pp, dp=4 // pp, zero=zero),
+            Batch(16, 1, 2048),
+            Runtime(profile),
+        )
         for model, pp, zero, profile in itertools.product((TWELVE, EXPERTS), (1, 2), (0, 1, 2, 3), SCHEDULES)
     ]
     for given in plans:

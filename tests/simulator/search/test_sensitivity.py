@@ -19,7 +19,16 @@ from shardproof.simulator.simulation.simulate import simulate
 
 
 def llama(cluster: str = "dgx-h100", **variation) -> Plan:
-    return product_plan(model="llama3-8b", cluster=cluster, samples=32, sequence=4096, variation=Variation(**variation), tp=4, pp=2, dp=4)
+    return product_plan(
+        model="llama3-8b",
+        cluster=cluster,
+        samples=32,
+        sequence=4096,
+        variation=Variation(**variation),
+        tp=4,
+        pp=2,
+        dp=4,
+    )
 
 
 def test_gains_are_those_of_plans_with_the_improved_number_most_first():
@@ -72,7 +81,12 @@ ARGUMENTS = ["simulate", "--model", "llama3-8b", "--cluster", "dgx-h100", "--dev
 def test_simulate_explains_itself_in_text_and_json(capsys):
     assert main([*ARGUMENTS, "--sensitivity"]) == 0
     text = capsys.readouterr().out
-    assert "which does so longest:" in text and "critical path:" in text and "peak_flops_per_s" in text and "variation:" not in text
+    assert (
+        "which does so longest:" in text
+        and "critical path:" in text
+        and "peak_flops_per_s" in text
+        and "variation:" not in text
+    )
     assert main([*ARGUMENTS, "--sensitivity", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     idle_s = sum(entry["seconds"] for entry in report["idle_s"])
@@ -82,7 +96,14 @@ def test_simulate_explains_itself_in_text_and_json(capsys):
 
 
 def test_simulate_draws_as_many_samples_as_asked_for(capsys):
-    varied = ["--set", "variation.jitter=0.05", "--set", "variation.device_mtbf_s=1e8", "--set", "variation.checkpoint_s=30"]
+    varied = [
+        "--set",
+        "variation.jitter=0.05",
+        "--set",
+        "variation.device_mtbf_s=1e8",
+        "--set",
+        "variation.checkpoint_s=30",
+    ]
     assert main([*ARGUMENTS, *varied, "--samples", "7", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["variation"]["samples"] == 7 and "goodput" in report and "sensitivity" not in report

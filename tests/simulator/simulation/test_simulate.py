@@ -44,11 +44,24 @@ KEYS = [
     "num_devices",
     "provenance",
 ]
-TIME_KEYS = {"compute", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "optimizer", "bubble", "other"}
+TIME_KEYS = {
+    "compute",
+    "recompute",
+    "tp_comm",
+    "cp_comm",
+    "ep_comm",
+    "pp_comm",
+    "dp_comm",
+    "optimizer",
+    "bubble",
+    "other",
+}
 PUBLISHED = json.loads((DATA / "korthikanti_2022_table5.json").read_text())["rows"]
 
 
-def llama(layout: Layout, *, cluster="dgx-h100", micro=1, global_size=64, mode="none", schedule="1F1B", dtype="bf16") -> Plan:
+def llama(
+    layout: Layout, *, cluster="dgx-h100", micro=1, global_size=64, mode="none", schedule="1F1B", dtype="bf16"
+) -> Plan:
     return product_plan(
         layout,
         model="llama3-70b",
@@ -151,7 +164,9 @@ def test_sequence_parallelism_moves_as_many_bytes_and_less_elementwise_work():
 
 
 def test_recompute_costs_time_in_its_own_column():
-    none, selective, full = (simulate(llama(Layout(tp=8, pp=4), mode=mode)).report for mode in ("none", "selective", "full"))
+    none, selective, full = (
+        simulate(llama(Layout(tp=8, pp=4), mode=mode)).report for mode in ("none", "selective", "full")
+    )
     assert none["time_s"]["recompute"] == 0 < selective["time_s"]["recompute"] < full["time_s"]["recompute"]
     assert none["time_s"]["compute"] == selective["time_s"]["compute"] == full["time_s"]["compute"]
     assert none["hfu"] == none["mfu"] and full["hfu"] > full["mfu"] > full["mfu_causal"]
@@ -160,7 +175,9 @@ def test_recompute_costs_time_in_its_own_column():
 @pytest.mark.parametrize("dp", [2, 3, 5])
 def test_zero_1_communicates_once_a_step_and_zero_2_and_3_once_a_microbatch(dp):
     def dp_comm_s(zero: int, microbatches: int) -> float:
-        return simulate(llama(Layout(tp=8, dp=dp, zero=zero), global_size=microbatches * dp)).report["time_s"]["dp_comm"]
+        return simulate(llama(Layout(tp=8, dp=dp, zero=zero), global_size=microbatches * dp)).report["time_s"][
+            "dp_comm"
+        ]
 
     assert dp_comm_s(0, 4) == dp_comm_s(0, 8)
     assert dp_comm_s(1, 4) == dp_comm_s(1, 8)
@@ -174,7 +191,9 @@ def test_zero_1_communicates_once_a_step_and_zero_2_and_3_once_a_microbatch(dp):
 def test_model_flops_are_korthikantis_formula(layers, hidden, vocab, sequence):
     shape = (layers, hidden, 4 * hidden, 12, 12, hidden // 12, vocab, sequence)
     model = ModelSpec("gpt", *shape, activation="gelu", position="learned", bias=True)
-    plan = Plan(model, cluster_preset("dgx-a100-80g", 1), Layout(), Batch(6, 2, sequence), recompute=Recompute("selective"))
+    plan = Plan(
+        model, cluster_preset("dgx-a100-80g", 1), Layout(), Batch(6, 2, sequence), recompute=Recompute("selective")
+    )
     report = simulate(plan).report
     b, s, h = 6, sequence, hidden
     expected = 72 * b * layers * s * h**2 * (1 + s / (6 * h) + vocab / (12 * h * layers))
@@ -192,7 +211,9 @@ def test_every_class_of_numbers_has_a_kind_and_a_source():
     assert "cluster.matmul_efficiency" in provenance
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=[f"{row['model']['name'].split()[1]}-{row['recompute']}" for row in PUBLISHED])
+@pytest.mark.parametrize(
+    "row", PUBLISHED, ids=[f"{row['model']['name'].split()[1]}-{row['recompute']}" for row in PUBLISHED]
+)
 def test_published_a100_steps_within_a_quarter(row):
     """Rough: nothing was fitted to single rows, and the runs had neither fused attention nor our overlap."""
     m, parallel = row["model"], row["parallel"]
@@ -206,7 +227,9 @@ def test_published_a100_steps_within_a_quarter(row):
         head_dim=m["hidden"] // m["heads"],
         vocab_size=m["vocab"],
     )
-    layout = Layout(tp=parallel["tp"], pp=parallel["pp"], vpp=parallel["vpp"], dp=parallel["dp"], sequence_parallel=parallel["sp"])
+    layout = Layout(
+        tp=parallel["tp"], pp=parallel["pp"], vpp=parallel["vpp"], dp=parallel["dp"], sequence_parallel=parallel["sp"]
+    )
     plan = Plan(
         model,
         cluster_preset("dgx-a100-80g", layout.world_size),
@@ -254,7 +277,8 @@ def test_times_of_placed_schedules_sum_to_the_step_exactly(schedule: str, layout
 
 
 def test_messages_of_a_vee_cross_the_nodes_its_ranks_lie_on() -> None:
-    """pp=4 on two nodes of 2: down 0 1 | 2 3, then back, so stages 1-2 and 5-6 cross the network and 3-4 stay on rank 3."""
+    """pp=4 on two nodes of 2: down 0 1 | 2 3, then back, so stages 1-2 and 5-6 cross the network
+    and 3-4 stay on rank 3."""
     plan = placed("ZBVZeroBubble", Layout(pp=4, vpp=2), per_node=2)
     pricing = Pricing(plan)
     seconds = [pricing.seconds(Kind.SEND_F, stage).pp_comm for stage in range(8)]
@@ -264,11 +288,15 @@ def test_messages_of_a_vee_cross_the_nodes_its_ranks_lie_on() -> None:
 
 
 def test_replicas_send_over_their_own_links_and_reduce_over_both_ranks() -> None:
-    """Ranks 0 1 2 | 3 4 5: down, only 2 -> 3 crosses the network; so it does up, where rank 3 holds stage 2 and rank 2 stage 3."""
+    """Ranks 0 1 2 | 3 4 5: down, only 2 -> 3 crosses the network; so it does up, where rank 3 holds
+    stage 2 and rank 2 stage 3."""
     plan = placed("DualPipe", Layout(pp=6), per_node=3, microbatches=12)
     pricing = Pricing(plan)
     for replica in (0, 1):
-        across = [pricing.seconds(Kind.SEND_F, stage, replica).pp_comm > pricing.seconds(Kind.SEND_F, 0).pp_comm for stage in range(5)]
+        across = [
+            pricing.seconds(Kind.SEND_F, stage, replica).pp_comm > pricing.seconds(Kind.SEND_F, 0).pp_comm
+            for stage in range(5)
+        ]
         assert across == [False, False, True, False, False]
     assert pricing.seconds(Kind.REDUCE_GRAD, 2).dp_comm > 0
     assert Pricing(placed("1F1B", Layout(pp=6), per_node=3)).seconds(Kind.REDUCE_GRAD, 2).dp_comm == 0
@@ -286,5 +314,7 @@ def test_dualpipe_holds_every_weight_twice_and_zero_cuts_the_copies() -> None:
 def test_the_lower_bound_of_the_search_holds_for_every_schedule_of_the_catalog(name: str) -> None:
     entry = CATALOG[name]
     for microbatches in (8, 12):
-        plan = placed(name, Layout(pp=4, vpp=entry.nearest_vpp(2 if entry.chunks else 1)), per_node=2, microbatches=microbatches)
+        plan = placed(
+            name, Layout(pp=4, vpp=entry.nearest_vpp(2 if entry.chunks else 1)), per_node=2, microbatches=microbatches
+        )
         assert lower_bound_s(plan, Pricing(plan)) <= simulate(plan).report["step_time_s"]

@@ -28,7 +28,8 @@ HOPPER_500_W = replace(
     sustained_share=HOPPER.sustained_share * LIMITED,
     sustained_share_by_dtype={"fp8": HOPPER.sustained_share_by_dtype["fp8"] * LIMITED},
 )
-"""The H100 of torchao's measurements (torchao/testing/float8/roofline_utils.py: 2.4 TB/s; torchtitan, benchmarks: 500 W)."""
+"""The H100 of torchao's measurements (torchao/testing/float8/roofline_utils.py: 2.4 TB/s;
+torchtitan, benchmarks: 500 W)."""
 
 
 def linear_s(m: int, k: int, n: int, scaling: str | None) -> float:
@@ -78,7 +79,9 @@ def llama(scaling: str | None, dtype: str = "fp8", layout: Layout | None = None)
     )
 
 
-@pytest.mark.parametrize(("dtype", "scaling", "tokens_per_s"), [("bf16", None, 6150), ("fp8", "tensor", 7689.5), ("fp8", "row", 6768)])
+@pytest.mark.parametrize(
+    ("dtype", "scaling", "tokens_per_s"), [("bf16", None, 6150), ("fp8", "tensor", 7689.5), ("fp8", "row", 6768)]
+)
 def test_llama_8b_trains_as_fast_as_torchao_says_within_3_percent(dtype, scaling, tokens_per_s):
     plan = llama(scaling, dtype)
     assert 8192 / simulate(plan).period_s == pytest.approx(tokens_per_s, rel=0.03)

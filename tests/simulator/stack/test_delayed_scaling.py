@@ -16,10 +16,14 @@ from shardproof.simulator.stack.profiles import PROFILES
 LLAMA = model_preset("llama3.1-8b")
 
 
-def priced(ranks: AmaxRanks | Literal["none"], *, dp: int = 4, dtype="fp8", schedule: str = "1F1B", sequence: int = 8192) -> Pricing:
+def priced(
+    ranks: AmaxRanks | Literal["none"], *, dp: int = 4, dtype="fp8", schedule: str = "1F1B", sequence: int = 8192
+) -> Pricing:
     degrees = {"tp": 4, "pp": 2, "dp": dp, "sequence_parallel": True}
     choices = {"profile": "megatron-te", "amax_reduction": ranks, "dtype": dtype, "schedule": schedule}
-    return Pricing(product_plan(model=LLAMA, cluster="dgx-h100", microbatches=8, sequence=sequence, **degrees, **choices))
+    return Pricing(
+        product_plan(model=LLAMA, cluster="dgx-h100", microbatches=8, sequence=sequence, **degrees, **choices)
+    )
 
 
 def extra_s(pricing: Pricing, kind: Kind) -> float:

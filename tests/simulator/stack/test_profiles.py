@@ -17,7 +17,9 @@ from shardproof.simulator.stack.profiles import PROFILES, profile_of
 
 
 def plan(runtime: Runtime, layout: Layout = Layout(tp=8, pp=4), **more) -> Plan:  # noqa: B008 - frozen
-    return product_plan(layout, model="llama3-70b", cluster="dgx-h100", samples=32, sequence=8192, runtime=runtime, **more)
+    return product_plan(
+        layout, model="llama3-70b", cluster="dgx-h100", samples=32, sequence=8192, runtime=runtime, **more
+    )
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -59,7 +61,12 @@ def test_switches_of_the_plan_win():
             precision=Precision("bf16", "bf16"),
         )
     )
-    assert (chosen.fused_attention, chosen.fused_elementwise, chosen.cuda_graphs, chosen.overlap_grad_reduce) == (False, False, True, False)
+    assert (chosen.fused_attention, chosen.fused_elementwise, chosen.cuda_graphs, chosen.overlap_grad_reduce) == (
+        False,
+        False,
+        True,
+        False,
+    )
     assert PROFILES["megatron-te"].check_gradients and not chosen.check_gradients
     assert chosen.overlap_param_gather and chosen.bucket_of(copies=512) == 1e6 and chosen.gradient_bytes("bf16") == 2
 
@@ -90,7 +97,9 @@ def test_attention_in_triton_reaches_the_shares_of_an_a100_that_triton_publishes
     share = replace(Profile("x"), attention_kernel="triton").attention_share(ampere, backward=backward)
     shape = AttentionShape(batch=4, heads=48, kv_heads=48, queries=4096, keys=4096, qk_head_dim=64, v_head_dim=64)
     seconds = attention_s(ampere, "bf16", shape, backward=backward, share=share)
-    assert shape.flops(backward=backward) / seconds / ampere.peak_flops_per_s["bf16"] == pytest.approx(measured, rel=0.02)
+    assert shape.flops(backward=backward) / seconds / ampere.peak_flops_per_s["bf16"] == pytest.approx(
+        measured, rel=0.02
+    )
 
 
 def test_flash_attention_2_runs_kernels_of_ampere_on_blackwell():
@@ -118,5 +127,10 @@ def test_deepspeed_prepares_gradients_in_41_percent_more_traffic_than_megatrons_
 
 
 def test_megatron_of_2021_drops_elements_unless_the_plan_says_not_and_others_when_it_says_so():
-    for name, asked, drops in (("megatron-2021", None, True), ("megatron-2021", False, False), ("fsdp", None, False), ("fsdp", True, True)):
+    for name, asked, drops in (
+        ("megatron-2021", None, True),
+        ("megatron-2021", False, False),
+        ("fsdp", None, False),
+        ("fsdp", True, True),
+    ):
         assert profile_of(plan(Runtime(name, dropout=asked))).dropout == drops

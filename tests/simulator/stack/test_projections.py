@@ -21,9 +21,18 @@ from shardproof.simulator.stack.projections import second_products, separate, su
 LLAMA = model_preset("llama3-8b")
 
 
-def plan(recompute: Recompute | None = None, layout: Layout | None = None, model=LLAMA, profile: str = "torchtitan") -> Plan:
+def plan(
+    recompute: Recompute | None = None, layout: Layout | None = None, model=LLAMA, profile: str = "torchtitan"
+) -> Plan:
     return product_plan(
-        layout, model=model, cluster="dgx-h100", samples=1, sequence=8192, recompute=recompute, profile=profile, compile=True
+        layout,
+        model=model,
+        cluster="dgx-h100",
+        samples=1,
+        sequence=8192,
+        recompute=recompute,
+        profile=profile,
+        compile=True,
     )
 
 
@@ -33,12 +42,17 @@ def test_queries_keys_and_values_are_three_products_gate_and_up_are_two():
     assert [product.n for product in separate(LLAMA, up, "forward")] == [14336, 14336]
     assert [product.k for product in separate(LLAMA, replace(up, n=4096, k=28672), "input")] == [14336, 14336]
     assert sum(product.flops for product in separate(LLAMA, qkv, "forward")) == qkv.flops
-    assert separate(LLAMA, replace(up, layer="layers.0.mlp.down"), "forward") == (replace(up, layer="layers.0.mlp.down"),)
+    assert separate(LLAMA, replace(up, layer="layers.0.mlp.down"), "forward") == (
+        replace(up, layer="layers.0.mlp.down"),
+    )
 
 
 def test_gradients_of_one_input_are_added_in_the_next_kernel_unless_ranks_reduce_them_or_nothing_is_compiled():
     product = Product("layers.0.attention.qkv", 10, 20, 30)
-    sums = [sum_bytes(product, 3, compiled=compiled, reduced=reduced) for compiled, reduced in ((True, False), (True, True), (False, True))]
+    sums = [
+        sum_bytes(product, 3, compiled=compiled, reduced=reduced)
+        for compiled, reduced in ((True, False), (True, True), (False, True))
+    ]
     assert sums == [2 * 2 * 200, 2 * 4 * 200, 2 * 6 * 200]
     assert sum_bytes(product, 1, compiled=False, reduced=True) == 0
 
@@ -67,7 +81,9 @@ def test_tokens_of_tensor_parallel_ranks_are_gathered_again_but_sums_are_kept():
 
 def seconds(recompute: Recompute | None = None, **more) -> float:
     pricing = Pricing(plan(recompute, **more))
-    return pricing._block(next(group for group in pricing._groups[0] if group.kind == "dense"), Place(0, 0)).backward.seconds.total_s
+    return pricing._block(
+        next(group for group in pricing._groups[0] if group.kind == "dense"), Place(0, 0)
+    ).backward.seconds.total_s
 
 
 def test_recomputation_by_operations_costs_more_with_the_attention_core():
@@ -76,13 +92,18 @@ def test_recomputation_by_operations_costs_more_with_the_attention_core():
 
 
 def test_repeating_a_layer_stops_before_its_last_product_since_torch_2_1():
-    extra = {profile: seconds(Recompute("full"), profile=profile) - seconds(profile=profile) for profile in ("fsdp", "fsdp-1.13")}
+    extra = {
+        profile: seconds(Recompute("full"), profile=profile) - seconds(profile=profile)
+        for profile in ("fsdp", "fsdp-1.13")
+    }
     down = 2 * 8192 * 14336 * 4096 / 989e12
     assert extra["fsdp-1.13"] - extra["fsdp"] > down
 
 
 def test_a_core_that_is_repeated_leaves_its_result():
-    kept, repeated = (layer_activation_bytes(plan(Recompute("selective", modules=modules))) for modules in (("norm",), ("core_attn",)))
+    kept, repeated = (
+        layer_activation_bytes(plan(Recompute("selective", modules=modules))) for modules in (("norm",), ("core_attn",))
+    )
     assert kept - repeated == 8192 * (4096 * 2 + 4 * 32)
 
 

@@ -1,4 +1,5 @@
-"""`simulate` of several modules: two halves of a model cost what its two stages do, and branches run beside each other."""
+"""`simulate` of several modules: two halves of a model cost what its two stages do, and branches
+run beside each other."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ global = 8
 sequence = 2048
 """
 MODULES = "".join(
-    f'[[modules]]\nname = "{name}"\nranks = "{ranks}"\n[modules.model]\npreset = "llama3-8b"\nnum_layers = 2\n[modules.layout]\ntp = 2\n'
+    f'[[modules]]\nname = "{name}"\nranks = "{ranks}"\n[modules.model]\npreset = "llama3-8b"\nnum_layers = '
+    "2\n[modules.layout]\ntp = 2\n"
     for name, ranks in (("a", "0-1"), ("b", "2-3"))
 )
 
@@ -41,9 +43,18 @@ def test_two_halves_of_a_model_take_the_time_and_the_memory_of_its_two_stages() 
     whole = simulate(Plan.from_toml(f'{HEAD}[model]\npreset = "llama3-8b"\nnum_layers = 4\n[layout]\ntp = 2\npp = 2\n'))
     halves = simulate(ModularPlan.from_toml(HEAD + MODULES))
     assert halves.memory == whole.memory
-    same = ("num_parameters", "num_devices", "bubble_rank", "critical_rank", "peak_memory_rank", "peak_memory_action", "memory_bytes")
+    same = (
+        "num_parameters",
+        "num_devices",
+        "bubble_rank",
+        "critical_rank",
+        "peak_memory_rank",
+        "peak_memory_action",
+        "memory_bytes",
+    )
     assert {key: halves.report[key] for key in same} == {key: whole.report[key] for key in same}
-    assert halves.report["step_time_s"] == pytest.approx(whole.report["step_time_s"], rel=1e-4)  # a bridge has a communicator of its own
+    # a bridge has a communicator of its own
+    assert halves.report["step_time_s"] == pytest.approx(whole.report["step_time_s"], rel=1e-4)
     assert halves.report["mfu"] == pytest.approx(whole.report["mfu"], rel=1e-4)
     assert {k: v for k, v in halves.report["time_s"].items() if k != "pp_comm"} == pytest.approx(
         {k: v for k, v in whole.report["time_s"].items() if k != "pp_comm"}
@@ -66,16 +77,21 @@ def test_a_joined_stage_waits_for_the_slower_branch_and_gives_its_gradient_to_bo
     durations = np.array([seconds.get(action.kind, 0.0) for action in schedule.actions])
     run = execute(joined_graph(schedule), durations)
     start = {str(action): float(time) for action, time in zip(schedule.actions, run.start_s, strict=True)}
-    assert start["1F0"] == 1.25 and start["2F0"] == 0.0 and start["3F0"] == 2.5  # behind the two forwards and messages of `slow`
+    # behind the two forwards and messages of `slow`
+    assert start["1F0"] == 1.25 and start["2F0"] == 0.0 and start["3F0"] == 2.5
     assert start["3B0"] == 3.5 and start["1B0"] == start["2B0"] == 5.75
 
 
 def test_bytes_over_a_bridge_are_every_rank_s_share_of_the_hidden_states() -> None:
-    plan = modular(module("a", tp=4), module("b", ["a"], tp=2, dp=3, sequence_parallel=True), samples=6, schedule="GPipe")
+    plan = modular(
+        module("a", tp=4), module("b", ["a"], tp=2, dp=3, sequence_parallel=True), samples=6, schedule="GPipe"
+    )
     forward, backward = (bridge_bytes(plan, *plan.parts, backward=backward) for backward in (False, True))
     whole = 6 * 24 * plan.parts[0].model.hidden_size * 4
     assert sum(forward.values()) == whole and sum(backward.values()) == 4 * whole  # every replica takes the gradient
-    assert {sender for sender, _ in forward} == {0, 1, 2, 3} and {receiver for _, receiver in forward} == set(range(4, 10))
+    assert {sender for sender, _ in forward} == {0, 1, 2, 3} and {receiver for _, receiver in forward} == set(
+        range(4, 10)
+    )
     assert plan.replaced(lambda each: each) == plan and simulate(plan).report["modules"][0]["bridge_bytes"] == whole
 
 

@@ -43,7 +43,9 @@ def test_single_draws_have_mean_1_and_the_spread_asked_for(distribution, within)
 
 def test_pareto_jitter_has_mean_1_and_the_tail_of_its_exponent():
     exponent = pareto_exponent(0.25)
-    assert exponent / ((exponent - 1) ** 2 * (exponent - 2)) * ((exponent - 1) / exponent) ** 2 == pytest.approx(0.25**2)
+    assert exponent / ((exponent - 1) ** 2 * (exponent - 2)) * ((exponent - 1) / exponent) ** 2 == pytest.approx(
+        0.25**2
+    )
     draws = slowest(np.random.default_rng(4), (400_000,), spread=0.25, distribution="pareto", devices=1)
     least = (exponent - 1) / exponent
     assert draws.min() >= least and draws.mean() == pytest.approx(1.0, abs=0.002)
@@ -57,7 +59,8 @@ def test_no_spread_draws_nothing():
 
 
 def test_pauses_come_as_often_and_last_as_long_as_their_distributions_say():
-    """2 devices, 0.01 a second, 40,000 s of work: 800 pauses, each 3 s times a Pareto with exponent 4, whose mean is 4/3."""
+    """2 devices, 0.01 a second, 40,000 s of work: 800 pauses, each 3 s times a Pareto with exponent
+    4, whose mean is 4/3."""
     duration_s = np.full((4_000, 10), 1.0)
     add_pauses(np.random.default_rng(6), duration_s, per_s=0.01, least_s=3.0, exponent=4.0, devices=2)
     added_s = duration_s - 1

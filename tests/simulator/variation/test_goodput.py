@@ -1,4 +1,5 @@
-"""Goodput against Daly's published optima, against searching the best interval, and against failures drawn one by one."""
+"""Goodput against Daly's published optima, against searching the best interval, and against
+failures drawn one by one."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_the_expected_time_is_that_of_failures_drawn_one_by_one():
 
 
 def llama(**fields) -> Plan:
-    return product_plan(model="llama3-8b", cluster="dgx-h100", samples=32, sequence=4096, variation=Variation(**fields), tp=8, dp=2)
+    return product_plan(
+        model="llama3-8b", cluster="dgx-h100", samples=32, sequence=4096, variation=Variation(**fields), tp=8, dp=2
+    )
 
 
 def test_a_run_on_16_devices_fails_16_times_as_often_as_one():
@@ -61,12 +64,18 @@ def test_a_run_on_16_devices_fails_16_times_as_often_as_one():
     assert found.tokens_per_s == pytest.approx(found.share * 32 * 4096 / 2.0)
 
 
-@pytest.mark.parametrize(("checkpoint_s", "restart_s", "reaches"), [(20.0, 5 * MINUTE, True), (60.0, 10 * MINUTE, False)])
-def test_llama_3s_419_failures_in_54_days_leave_its_90_percent_with_fast_checkpoints_only(checkpoint_s, restart_s, reaches):
+@pytest.mark.parametrize(
+    ("checkpoint_s", "restart_s", "reaches"), [(20.0, 5 * MINUTE, True), (60.0, 10 * MINUTE, False)]
+)
+def test_llama_3s_419_failures_in_54_days_leave_its_90_percent_with_fast_checkpoints_only(
+    checkpoint_s, restart_s, reaches
+):
     """The Llama 3 Herd of Models (2024), section 3.3.4: 16,384 devices, more than 90% effective training time."""
     mtbf_s = 54 * 24 * HOUR / 419
     interval_s = daly_interval_s(checkpoint_s, mtbf_s)
-    assert (interval_s / expected_s(interval_s, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf_s=mtbf_s) > 0.9) is reaches
+    assert (
+        interval_s / expected_s(interval_s, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf_s=mtbf_s) > 0.9
+    ) is reaches
 
 
 def test_the_report_tells_goodput_only_where_devices_fail():

@@ -1,4 +1,5 @@
-"""Machines that differ: against runs of every replica by hand, closed forms of simple plans, and the same plan with other devices."""
+"""Machines that differ: against runs of every replica by hand, closed forms of simple plans, and the same
+plan with other devices."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from shardproof.simulator.variation.variation import sample_steps
 COMPUTING = ("compute", "recompute", "optimizer")
 
 
-def llama(layout: Layout, *, microbatches: int = 4, clip: float = 1.0, schedule: str = "1F1B", sequence: int = 2048, **fields) -> Plan:
+def llama(
+    layout: Layout, *, microbatches: int = 4, clip: float = 1.0, schedule: str = "1F1B", sequence: int = 2048, **fields
+) -> Plan:
     return product_plan(
         layout,
         model="llama3-8b",
@@ -69,7 +72,9 @@ def test_one_slow_device_alone_computes_as_much_longer_as_it_is_slow():
 @pytest.mark.parametrize("rank", range(4))
 def test_whichever_member_of_a_tensor_parallel_group_is_slow_the_group_is(rank):
     layout = Layout(tp=4, pp=2, dp=2)
-    assert step_s(llama(layout, stragglers={f"device-{rank}": 1.3})) == step_s(llama(layout, stragglers={"device-0-3": 1.3}))
+    assert step_s(llama(layout, stragglers={f"device-{rank}": 1.3})) == step_s(
+        llama(layout, stragglers={"device-0-3": 1.3})
+    )
 
 
 def test_the_report_is_that_of_the_slow_replica():
@@ -119,9 +124,13 @@ def test_stragglers_are_what_every_replica_run_by_hand_gives(schedule, devices, 
 
 @settings(max_examples=15, deadline=None)
 @given(
-    layout=st.sampled_from([Layout(tp=2, pp=2, dp=4), Layout(tp=2, pp=2, dp=4, zero=3), Layout(tp=4, pp=4), Layout(dp=16, zero=1)]),
+    layout=st.sampled_from(
+        [Layout(tp=2, pp=2, dp=4), Layout(tp=2, pp=2, dp=4, zero=3), Layout(tp=4, pp=4), Layout(dp=16, zero=1)]
+    ),
     slow=st.dictionaries(st.sampled_from(["device-1", "device-9", "node-1"]), st.floats(1.0, 2.0), max_size=2),
-    links=st.dictionaries(st.sampled_from(["device-3", "card-0-2", "node-1", "leaf-0-1"]), st.floats(0.2, 1.0), max_size=2),
+    links=st.dictionaries(
+        st.sampled_from(["device-3", "card-0-2", "node-1", "leaf-0-1"]), st.floats(0.2, 1.0), max_size=2
+    ),
     schedule=st.sampled_from(["1F1B", "GPipe"]),
     profile=st.sampled_from(["shardproof", "megatron-te", "megatron-2021"]),
 )
@@ -149,7 +158,10 @@ def test_devices_that_are_all_of_another_class_are_a_cluster_of_those_devices():
 
 def test_a_stage_on_slower_devices_lies_between_all_fast_and_all_slow_and_says_what_does_not_fit():
     plan = llama(Layout(tp=4, pp=2, dp=4), device_classes={"dgx-a100-40g": "node-2-3"})
-    fast_s, slow_s = step_s(without(plan)), step_s(replace(without(plan), cluster=as_device(plan.cluster, "dgx-a100-40g")))
+    fast_s, slow_s = (
+        step_s(without(plan)),
+        step_s(replace(without(plan), cluster=as_device(plan.cluster, "dgx-a100-40g"))),
+    )
     assert fast_s < step_s(plan) < slow_s
     assert simulate(plan).report["variation"]["device_classes"][0]["capacity_bytes"] == usable(plan, "dgx-a100-40g")
 
@@ -158,11 +170,17 @@ def test_a_plan_fits_when_every_class_of_devices_holds_what_its_stages_need():
     """Stages of more than 40 GB and less than 80: the second lies on nodes 2 and 3."""
     plan = llama(Layout(pp=2, dp=16))
     peaks = [entry["peak_memory_bytes"] for entry in fit(plan).report["per_rank"]]
-    assert all(40e9 < peak < 80e9 for peak in peaks) and fit(plan).fits and fit(plan).report["device_bytes"] == round(79.11 * 2**30)
+    assert (
+        all(40e9 < peak < 80e9 for peak in peaks)
+        and fit(plan).fits
+        and fit(plan).report["device_bytes"] == round(79.11 * 2**30)
+    )
     report = fit(replace(plan, variation=Variation(device_classes={"dgx-a100-40g": "node-2-3"}))).report
     assert not report["fits"] and report["capacity_bytes"] == usable(plan, "dgx-a100-40g")
     assert report["peak_memory_rank"] == 16 and report["peak_memory_bytes"] == peaks[1]
-    assert fit(replace(plan, variation=Variation(device_classes={"dgx-h200": "node-2-3"}))).report["peak_memory_rank"] == 0
+    assert (
+        fit(replace(plan, variation=Variation(device_classes={"dgx-h200": "node-2-3"}))).report["peak_memory_rank"] == 0
+    )
 
 
 def test_a_slow_card_costs_the_gradient_reduction_and_nothing_else():
@@ -183,11 +201,15 @@ def test_a_slow_device_link_slows_the_tensor_parallel_group_of_that_device_only(
 
 def test_a_failed_card_is_half_a_card_for_two_devices():
     layout = Layout(tp=8, dp=4)
-    assert step_s(llama(layout, failed_links="card-1-5")) == step_s(llama(layout, slow_links={"card-1-5": 0.5, "card-1-4": 0.5}))
+    assert step_s(llama(layout, failed_links="card-1-5")) == step_s(
+        llama(layout, slow_links={"card-1-5": 0.5, "card-1-4": 0.5})
+    )
 
 
 def test_the_report_says_where_its_new_numbers_come_from():
-    provenance = simulate(llama(Layout(), jitter=0.1, samples=2, device_mtbf_s=1e6, checkpoint_s=1.0)).report["provenance"]
+    provenance = simulate(llama(Layout(), jitter=0.1, samples=2, device_mtbf_s=1e6, checkpoint_s=1.0)).report[
+        "provenance"
+    ]
     assert provenance["variation"]["kind"] == provenance["goodput"]["kind"] == "modelled"
     assert "variation" not in simulate(llama(Layout())).report["provenance"]
 
@@ -208,7 +230,12 @@ def test_gradients_couple_all_replicas_and_experts_those_of_their_group():
 
 def mixtral(layout: Layout, **fields) -> Plan:
     return product_plan(
-        layout, model="mixtral-8x7b", cluster="dgx-h100", samples=4 * layout.dp, sequence=2048, variation=Variation(**fields)
+        layout,
+        model="mixtral-8x7b",
+        cluster="dgx-h100",
+        samples=4 * layout.dp,
+        sequence=2048,
+        variation=Variation(**fields),
     )
 
 
@@ -234,11 +261,14 @@ def test_columns_that_share_experts_are_neighbours_and_as_many_as_the_groups_say
             blocks = [block for block in blocks if not block & spanned] + [set().union(*touched)]
     couplings, order = couplings_of(plan)
     size = couplings.get(Kind.F, 1)
-    assert {frozenset(order[i : i + size].tolist()) for i in range(0, layout.dp, size)} == {frozenset(block) for block in blocks}
+    assert {frozenset(order[i : i + size].tolist()) for i in range(0, layout.dp, size)} == {
+        frozenset(block) for block in blocks
+    }
 
 
 def test_a_straggler_among_experts_holds_up_its_group_in_every_layer():
-    """Two ep groups of 8: with the straggler alone in a group of its own the other replicas would not wait until the reduction."""
+    """Two ep groups of 8: with the straggler alone in a group of its own the other replicas would not
+    wait until the reduction."""
     plan = mixtral(Layout(dp=16, ep=8, pp=2), stragglers={"device-3": 1.5})
     columns = columns_of(plan, sorts_of(simulate(without(plan)).run.graph))
     assert columns.couplings[Kind.F] == 8
@@ -276,7 +306,9 @@ def test_jitter_of_one_device_has_the_mean_and_deviation_of_a_sum():
     plan = llama(Layout(), microbatches=8, jitter=0.2, samples=3000, distribution="lognormal")
     simulation = simulate(without(plan))
     sorts = sorts_of(simulation.run.graph)
-    computing = np.array([sum(getattr(price, name) for name in COMPUTING) for price in simulation.prices])[sorts.of_action]
+    computing = np.array([sum(getattr(price, name) for name in COMPUTING) for price in simulation.prices])[
+        sorts.of_action
+    ]
     drawn = sample_steps(plan).step_s
     deviation = 0.2 * np.sqrt((computing**2).sum())
     assert drawn.mean() == pytest.approx(simulation.report["step_time_s"], abs=5 * deviation / np.sqrt(3000))
@@ -284,10 +316,13 @@ def test_jitter_of_one_device_has_the_mean_and_deviation_of_a_sum():
 
 
 def test_replicas_wait_for_the_slowest_of_them():
-    """Four replicas of one microbatch: F and B in turn, then a reduction and a step together; against numpy's own draws."""
+    """Four replicas of one microbatch: F and B in turn, then a reduction and a step together;
+    against numpy's own draws."""
     plan = llama(Layout(dp=4), microbatches=1, jitter=0.1, samples=4000)
     simulation = simulate(without(plan))
-    names = {sort.kind: price for sort, price in zip(sorts_of(simulation.run.graph).sorts, simulation.prices, strict=True)}
+    names = {
+        sort.kind: price for sort, price in zip(sorts_of(simulation.run.graph).sorts, simulation.prices, strict=True)
+    }
     rng, variance = np.random.default_rng(11), np.log1p(0.1**2)
 
     def drawn(kind: Kind) -> np.ndarray:
@@ -295,7 +330,9 @@ def test_replicas_wait_for_the_slowest_of_them():
         noise = np.exp(np.sqrt(variance) * rng.standard_normal((40_000, 4)) - variance / 2)
         return names[kind].total_s + computing * (noise - 1)
 
-    expected = (drawn(Kind.F) + drawn(Kind.B)).max(axis=1) + names[Kind.REDUCE_GRAD].total_s + drawn(Kind.STEP).max(axis=1)
+    expected = (
+        (drawn(Kind.F) + drawn(Kind.B)).max(axis=1) + names[Kind.REDUCE_GRAD].total_s + drawn(Kind.STEP).max(axis=1)
+    )
     found = sample_steps(plan).step_s
     assert np.quantile(found, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(expected, [0.1, 0.5, 0.9]), rel=0.005)
     assert found.mean() > simulation.report["step_time_s"]
@@ -337,7 +374,13 @@ def test_the_report_tells_percentiles_in_order():
 def test_every_kind_of_schedule_can_be_varied(schedule):
     layout = Layout(tp=2, pp=4, dp=2, vpp=1 if schedule == "DualPipe" else 2)
     plan = llama(
-        layout, microbatches=8, schedule=schedule, stragglers={"device-5": 1.4}, slow_links={"card-0-1": 0.5}, jitter=0.02, samples=3
+        layout,
+        microbatches=8,
+        schedule=schedule,
+        stragglers={"device-5": 1.4},
+        slow_links={"card-0-1": 0.5},
+        jitter=0.02,
+        samples=3,
     )
     report = simulate(plan).report
     assert report["step_time_s"] > step_s(without(plan))

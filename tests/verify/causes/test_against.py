@@ -1,4 +1,5 @@
-"""Ledgers of two runs are compared after the fact: any two layouts, with the kind of every difference, and rounding told from faults."""
+"""Ledgers of two runs are compared after the fact: any two layouts, with the kind of every difference, and
+rounding told from faults."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_a_run_that_ends_early_leaves_all_that_it_saw(tmp_path: Path) -> None:
     assert last == whole
 
 
-def test_two_layouts_of_one_problem_have_equal_ledgers(saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_layouts_of_one_problem_have_equal_ledgers(
+    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     one, other = saved("tp = 3\ndp = 2"), saved("pp = 2\ndp = 3")
     assert main(["verify", str(one), "--against", str(other), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -81,11 +84,14 @@ def test_two_layouts_of_one_problem_have_equal_ledgers(saved: Callable[..., Path
 
 
 def test_a_resumed_run_is_compared_from_the_state_on_that_it_loaded(saved: Callable[..., Path], tmp_path: Path) -> None:
-    """It goes on after the first of two steps under another layout; a moment that was loaded wrongly is named before anything it spoils."""
+    """It goes on after the first of two steps under another layout; a moment that was loaded wrongly is named
+    before anything it spoils."""
 
     def train(layout: str, steps: int, **choices: object) -> None:
         plan = Plan.from_toml(PLAN.format(layout=layout, mode="exact"))
-        plan = replace(plan, train=replace(plan.train, steps=steps), checkpoint=Checkpoint(str(tmp_path / "checkpoints")))
+        plan = replace(
+            plan, train=replace(plan.train, steps=steps), checkpoint=Checkpoint(str(tmp_path / "checkpoints"))
+        )
         observer = ledger_observers(plan, str(tmp_path / "resumed")) if choices else None
         Trainer(plan, transport="memory", observer=observer, **choices).fit()
 
@@ -129,7 +135,9 @@ def other_bits(*chosen: object) -> Callable[[list], list]:
     return change
 
 
-def test_the_first_difference_along_the_dataflow_is_named_with_rank_action_and_kind(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_first_difference_along_the_dataflow_is_named_with_rank_action_and_kind(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
     name = "layers.1.mlp.down.weight"
     changes = [other_bits(1, "weight", name), other_bits(0, "gradient", name)]
     wrong = spoiled(saved("tp = 3\ndp = 2"), tmp_path / "wrong", lambda line: changes[0](changes[1](line)), rank=4)
@@ -144,7 +152,9 @@ def test_the_first_difference_along_the_dataflow_is_named_with_rank_action_and_k
 
 def test_a_lost_tensor_and_half_a_line_at_the_end_are_told_apart(saved: Callable[..., Path], tmp_path: Path) -> None:
     lost = spoiled(saved("tp = 3"), tmp_path / "lost", lambda line: None if line[1] == "gradient" else line)
-    rules = [finding.rule for finding in compare_saved(read_ledger(lost), read_ledger(saved("pp = 2\ndp = 3"))).findings]
+    rules = [
+        finding.rule for finding in compare_saved(read_ledger(lost), read_ledger(saved("pp = 2\ndp = 3"))).findings
+    ]
     assert rules[0] == "tensor-incomplete"
     with (lost / "rank-0.jsonl").open("a") as file:
         file.write('[1,"weight","lay')  # the rank was killed here
@@ -158,7 +168,12 @@ def test_other_problems_and_other_machines_are_said_first(saved: Callable[..., P
     assert finding.rule == "other-problem" and finding.what == "train.seed is 1234 and was 7."
     machine = replace(other, environments=({**other.environments[0], "kernels": "AVX2"},))
     found = compare_saved(one, machine)
-    assert found.ok and not found.report["bitwise"] and found.findings[0].rule == "other-machine" and "kernels" in found.findings[0].what
+    assert (
+        found.ok
+        and not found.report["bitwise"]
+        and found.findings[0].rule == "other-machine"
+        and "kernels" in found.findings[0].what
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,12 +200,16 @@ def test_what_is_no_pair_of_ledgers_ends_with_2_and_says_what_to_do(
     assert words in capsys.readouterr().err
 
 
-def test_a_folder_with_something_in_it_is_no_place_for_a_ledger(saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_something_in_it_is_no_place_for_a_ledger(
+    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "--model", "tiny-gpt", "--ledger", str(saved("tp = 3\ndp = 2"))]) == 2
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_a_gather_and_a_recomputation_are_named_in_saved_ledgers_too(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_gather_and_a_recomputation_are_named_in_saved_ledgers_too(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
     more = '\n[schedule]\nmax_active_stages = 1\n[recompute]\nmode = "full"'
     run, right = saved(f"dp = 3\nzero = 3{more}"), read_ledger(saved("tp = 3\ndp = 2"))
     found, back = compare_saved(read_ledger(run), right), compare_saved(right, read_ledger(run))

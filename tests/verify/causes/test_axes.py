@@ -1,4 +1,5 @@
-"""Of axes of one degree the one is named that a wrong multiple can come from: by the tensor, by the ranks, by the other gradients."""
+"""Of axes of one degree the one is named that a wrong multiple can come from: by the tensor, by the ranks,
+by the other gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def named(plan, phase, tensor, wrong=RANKS, gradients=frozenset(), sample=None) 
         (GRADIENT, "head.norm.weight", RANKS, ALL, ["dp"]),  # so are those that tp cuts
         (GRADIENT, "head.norm.weight", RANKS, WHOLE, ["tp"]),  # and only those that it does not cut
         (GRADIENT, "head.norm.weight", RANKS, {"head.norm.weight"}, ["tp", "dp"]),  # nothing tells
-        (GRADIENT, "head.norm.weight", (0, 1), {"head.norm.weight"}, ["tp"]),  # one group of tp is wrong, and the other is right
+        # one group of tp is wrong, and the other is right
+        (GRADIENT, "head.norm.weight", (0, 1), {"head.norm.weight"}, ["tp"]),
         (GRADIENT, "head.norm.weight", (0, 2), {"head.norm.weight"}, ["dp"]),
         (GRADIENT, "head.norm.weight", (3,), {"head.norm.weight"}, ["tp", "dp"]),  # neither is wrong in whole
         (GRADIENT, "layers.1.mlp.experts.down.weight", RANKS, {"layers.1.mlp.experts.down.weight"}, ["dp"]),

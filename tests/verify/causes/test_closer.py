@@ -33,12 +33,16 @@ def test_terms_that_were_not_added_are_told_from_all_of_them() -> None:
         "missing",
         "what ranks 0, 1, 2 hold is 2 different tensors that add up to the right values: their sum was not taken",
     )
-    assert looked_at((first + second) / 2, first, second).words.endswith("are on average the right values: their average was not taken")
+    assert looked_at((first + second) / 2, first, second).words.endswith(
+        "are on average the right values: their average was not taken"
+    )
     assert looked_at(RIGHT, first, first).kind == "other values"
 
 
 def test_a_shift_of_few_elements_is_told_with_the_logarithm_that_it_may_be() -> None:
-    assert looked_at(RIGHT, RIGHT + np.float32(math.log(3))).words == "the right values plus 1.09861 everywhere, which is log(3)"
+    assert looked_at(RIGHT, RIGHT + np.float32(math.log(3))).words == (
+        "the right values plus 1.09861 everywhere, which is log(3)"
+    )
     assert looked_at(RIGHT, RIGHT - np.float32(0.3)).words == "the right values less 0.3 everywhere"
 
 

@@ -1,4 +1,5 @@
-"""The first cause on real ranks: the part of a sum that is lost, by the names of ranks and samples, and weights before the first step."""
+"""The first cause on real ranks: the part of a sum that is lost, by the names of ranks and samples, and weights
+before the first step."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ def reference_of() -> Callable[[Plan], RunLedger]:
             "only the part of dp rank 1 (sample 1)",
         ),
         (tiny(tp=3, samples=3), "1:layers.0.mlp.down", "activation", "layers.0.mlp", "only the part of tp rank 1"),
-        (tiny(tp=2, samples=3), "0:head.output", "activation gradient", "layers.1.output", "without the part of tp rank 1"),
+        (
+            tiny(tp=2, samples=3),
+            "0:head.output",
+            "activation gradient",
+            "layers.1.output",
+            ("without the part of tp rank 1"),
+        ),
         (
             tiny(dp=2, ep=2, model=EXPERTS),
             "1:layers.1.mlp.router.weight",
@@ -59,7 +66,12 @@ def test_a_rank_that_keeps_its_own_part_is_named_by_what_it_lacks(
     job = ProofJob(plan, 1, fault=parse_fault(f"drop-reduction:{fault}"))
     run, differences = run_against(reference_of(plan), job, "memory")
     first = divergence(plan, differences[0])
-    assert (first["phase"], first["tensor"], first["class"], first["ranks"]) == (phase, tensor, "missing", [int(fault[0])])
+    assert (first["phase"], first["tensor"], first["class"], first["ranks"]) == (
+        phase,
+        tensor,
+        "missing",
+        [int(fault[0])],
+    )
     assert words in first["words"] and words in str(describe(plan, run, differences)[0])
 
 
@@ -68,4 +80,6 @@ def test_other_initial_weights_are_found_before_the_first_step(reference_of: Cal
     other = replace(plan, train=replace(plan.train, seed=plan.train.seed + 1))
     first = compare(reference_of(plan), run_ledger(ProofJob(other, 1), "memory"), plan.model)[0]
     assert (first.key, first.global_ranks) == (Key(NO_STEP, WEIGHT, "embedding.tokens.weight"), (0, 1, 2))
-    assert where_words(plan, first.key, first.global_ranks).startswith("the start of training, ranks 0, 1, 2, 0STEP, weight")
+    assert where_words(plan, first.key, first.global_ranks).startswith(
+        "the start of training, ranks 0, 1, 2, 0STEP, weight"
+    )

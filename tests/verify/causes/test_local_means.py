@@ -29,10 +29,22 @@ def told(factor_of, number: int = 30, counted=COUNTED, parts=GRADIENT):
     ("factor_of", "words"),
     [
         (lambda part: TOTAL / BY_RANK[part.sample // 2], f"each part is {OWN}"),
-        (lambda part: TOTAL / BY_RANK[part.sample // 2] / 2, "the mean of 2 means, each over its own number of tokens, 12 of"),
-        (lambda part: TOTAL / 25, "the whole sum is divided by the 25 tokens of the part of dp rank 1 (samples 2-3), and not by all 37"),
-        (lambda part: TOTAL / 25 * (part.sample > 1), "the mean over the 25 tokens of the part of dp rank 1 (samples 2-3) alone"),
-        (lambda part: TOTAL / COUNTS[part.sample] / 4, "the mean of 4 means, each over its own number of tokens, 5 of the part of mic"),
+        (
+            lambda part: TOTAL / BY_RANK[part.sample // 2] / 2,
+            ("the mean of 2 means, each over its own number of tokens, 12 of"),
+        ),
+        (
+            lambda part: TOTAL / 25,
+            ("the whole sum is divided by the 25 tokens of the part of dp rank 1 (samples 2-3), and not by all 37"),
+        ),
+        (
+            lambda part: TOTAL / 25 * (part.sample > 1),
+            ("the mean over the 25 tokens of the part of dp rank 1 (samples 2-3) alone"),
+        ),
+        (
+            lambda part: TOTAL / COUNTS[part.sample] / 4,
+            ("the mean of 4 means, each over its own number of tokens, 5 of the part of mic"),
+        ),
     ],
 )
 def test_what_was_divided_by_the_tokens_of_a_part_is_a_local_mean(factor_of, words: str, number: int) -> None:

@@ -1,4 +1,5 @@
-"""A sharded run whose numbers are not finite, where one device's are: the first tensor that differs is named, and not the learning rate."""
+"""A sharded run whose numbers are not finite, where one device's are: the first tensor that differs is named, and
+not the learning rate."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def first_of(plan: Plan, breaks, transport="memory") -> tuple[dict, str]:
     ids=["dp2", "dp2-gloo", "tp2dp2", "pp2tp2"],
 )
 def test_an_infinite_gradient_of_one_rank_is_the_first_difference_whatever_others_have(degrees, transport):
-    """With data parallelism the norms of copies differ: the others take the step, and the run goes on in step with them."""
+    """With data parallelism the norms of copies differ: the others take the step, and the run goes
+    on in step with them."""
     first, finding = first_of(tiny(**degrees), with_an_infinite_gradient, transport)
     assert (first["phase"], first["tensor"], first["step"], first["ranks"]) == ("gradient", DOWN, 1, [1])
     assert first["class"] == "not finite"
@@ -70,10 +72,17 @@ def test_an_infinite_gradient_of_one_rank_is_the_first_difference_whatever_other
     assert "learning_rate" not in finding
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "dtype": "bf16"}], ids=["tp2", "zero1", "bf16"])
+@pytest.mark.parametrize(
+    "degrees", [{"tp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "dtype": "bf16"}], ids=["tp2", "zero1", "bf16"]
+)
 def test_values_that_overflow_in_a_sum_are_named_where_they_first_do(degrees):
     first, finding = first_of(tiny(**degrees), with_growing_sums)
-    assert (first["phase"], first["tensor"], first["step"], first["ranks"]) == ("activation", "layers.0.attention", 1, [1])
+    assert (first["phase"], first["tensor"], first["step"], first["ranks"]) == (
+        "activation",
+        "layers.0.attention",
+        1,
+        [1],
+    )
     assert first["class"] == "not finite" and "learning_rate" not in finding
 
 

@@ -54,9 +54,24 @@ LEAVES = [Part(leaf=leaf, num_leaves=6) for leaf in range(6)]
     [
         ({"dp": 3}, lambda part: part.sample in (2, 3), "missing", "only the part of dp rank 1 (samples 2-3)"),
         ({"dp": 3}, lambda part: part.sample not in (2, 3), "missing", "without the part of dp rank 1 (samples 2-3)"),
-        ({"dp": 3}, lambda part: 1 + (part.sample >= 4), "doubled", "the right sum with the part of dp rank 2 (samples 4-5) twice"),
-        ({"dp": 2}, lambda part: 1 if part.sample < 3 else 0.5, "scaled", "the part of dp rank 1 (samples 3-5) times 1/2"),
-        ({"dp": 6}, lambda part: {0: 2, 5: 0}.get(part.sample, 1), "permuted", "sample 0) twice, and without the part of dp rank 5"),
+        (
+            {"dp": 3},
+            lambda part: 1 + (part.sample >= 4),
+            "doubled",
+            ("the right sum with the part of dp rank 2 (samples 4-5) twice"),
+        ),
+        (
+            {"dp": 2},
+            lambda part: 1 if part.sample < 3 else 0.5,
+            "scaled",
+            ("the part of dp rank 1 (samples 3-5) times 1/2"),
+        ),
+        (
+            {"dp": 6},
+            lambda part: {0: 2, 5: 0}.get(part.sample, 1),
+            "permuted",
+            ("sample 0) twice, and without the part of dp rank 5"),
+        ),
         (
             {"dp": 2},
             lambda part: 2 * (part.sample < 3),
@@ -64,9 +79,19 @@ LEAVES = [Part(leaf=leaf, num_leaves=6) for leaf in range(6)]
             "without the part of dp rank 1 (samples 3-5), and the part of dp rank 0",
         ),
         ({"cp": 3}, lambda part: 8 <= part.tokens[0] < 16, "missing", "only the part of cp rank 2"),
-        ({"dp": 2, "cp": 3}, lambda part: part.sample < 3 and part.tokens[0] in (4, 16), "missing", "(samples 0-2), cp rank 1"),
+        (
+            {"dp": 2, "cp": 3},
+            lambda part: part.sample < 3 and part.tokens[0] in (4, 16),
+            "missing",
+            ("(samples 0-2), cp rank 1"),
+        ),
         ({"dp": 2}, lambda part: part.sample != 4, "missing", "without the part of microbatch 1 of dp rank 1"),
-        ({"dp": 2}, lambda part: (part.sample, part.tokens) != (4, (8, 12)), "missing", "without the part of sample 4, the tokens from 8"),
+        (
+            {"dp": 2},
+            lambda part: (part.sample, part.tokens) != (4, (8, 12)),
+            "missing",
+            ("without the part of sample 4, the tokens from 8"),
+        ),
     ],
 )
 def test_gradients_name_ranks_samples_and_tokens(degrees: dict[str, int], factor, kind: str, words: str) -> None:
@@ -75,10 +100,14 @@ def test_gradients_name_ranks_samples_and_tokens(degrees: dict[str, int], factor
 
 
 @pytest.mark.parametrize(
-    ("tp", "lost", "words"), [(2, {3, 4, 5}, "without the part of tp rank 1"), (3, {4, 5}, "without the part of tp rank 2")]
+    ("tp", "lost", "words"),
+    [(2, {3, 4, 5}, "without the part of tp rank 1"), (3, {4, 5}, ("without the part of tp rank 2"))],
 )
 def test_leaves_of_products_name_tensor_parallel_ranks(tp: int, lost: set[int], words: str) -> None:
-    assert told(plan_of(tp=tp), summands(LEAVES), [float(part.leaf not in lost) for part in LEAVES]) == ("missing", words)
+    assert told(plan_of(tp=tp), summands(LEAVES), [float(part.leaf not in lost) for part in LEAVES]) == (
+        "missing",
+        words,
+    )
 
 
 def test_a_bias_that_every_rank_adds_is_what_is_added_to_the_product() -> None:
@@ -89,12 +118,19 @@ def test_a_bias_that_every_rank_adds_is_what_is_added_to_the_product() -> None:
 
 @settings(max_examples=25)
 @given(st.data(), st.sampled_from([2, 3, 5, 6]), st.integers(0, 2**32 - 1))
-def test_any_whole_multiples_of_ranks_are_found_and_never_called_otherwise(data: st.DataObject, dp: int, seed: int) -> None:
+def test_any_whole_multiples_of_ranks_are_found_and_never_called_otherwise(
+    data: st.DataObject, dp: int, seed: int
+) -> None:
     plan = plan_of(samples=2 * dp, dp=dp)
     own = summands([Part(sample) for sample in range(2 * dp)], seed)
-    by_rank = data.draw(st.lists(st.sampled_from([0, 1, 2]), min_size=dp, max_size=dp).filter(lambda each: each != [1] * dp))
+    by_rank = data.draw(
+        st.lists(st.sampled_from([0, 1, 2]), min_size=dp, max_size=dp).filter(lambda each: each != [1] * dp)
+    )
     found = told(
-        plan, own, [float(by_rank[sample // 2]) for sample in range(2 * dp)], rank=next((r for r, n in enumerate(by_rank) if n), 0)
+        plan,
+        own,
+        [float(by_rank[sample // 2]) for sample in range(2 * dp)],
+        rank=next((r for r, n in enumerate(by_rank) if n), 0),
     )
     assert found is not None
     if not any(by_rank):
@@ -164,7 +200,11 @@ def test_columns_name_the_update_that_is_scaled_and_values_that_were_added() -> 
         (right + old, "stale", "with those of the step before added"),
     ]:
         found = told_by_columns(
-            right, wrong.astype(np.float32), columns if kind != "stale" else {}, extra if kind == "stale" else {}, dtype="fp32"
+            right,
+            wrong.astype(np.float32),
+            columns if kind != "stale" else {},
+            extra if kind == "stale" else {},
+            dtype="fp32",
         )
         assert found == (kind, words)
 
@@ -172,7 +212,11 @@ def test_columns_name_the_update_that_is_scaled_and_values_that_were_added() -> 
 @pytest.mark.parametrize(
     ("counts", "kind", "words"),
     [
-        (lambda each: 3 if each.cut is None else 1, "scaled", "the parameters that tensor parallelism does not cut are counted 3 times"),
+        (
+            lambda each: 3 if each.cut is None else 1,
+            "scaled",
+            ("the parameters that tensor parallelism does not cut are counted 3 times"),
+        ),
         (lambda each: 2 if each.name.startswith("layers.1.") else 1, "doubled", "layers.1 are counted twice"),
         (lambda each: 0 if each.name == "head.norm.weight" else 1, "missing", "head.norm.weight are not counted"),
         (lambda each: Fraction(1, 3) if each.cut else 1, "scaled", "cuts are counted 1/3 times"),

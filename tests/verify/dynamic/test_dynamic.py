@@ -1,6 +1,7 @@
 """The dynamic proof on real ranks: no bit differs whatever the layout, and a dropped reduction is found and located.
 
-The runs over gloo are those of the issue; variations that only change arithmetic run as threads over the in-memory transport.
+The runs over gloo are those of the issue; variations that only change arithmetic run as threads over
+the in-memory transport.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from shardproof.verify.mutations import parse_fault
 STEPS = 3
 
 
-def tiny(layout: Layout, *, global_size: int, micro_size: int = 1, model: str = "tiny-gpt", schedule: str = "1F1B", **fields: Any) -> Plan:
+def tiny(
+    layout: Layout,
+    *,
+    global_size: int,
+    micro_size: int = 1,
+    model: str = "tiny-gpt",
+    schedule: str = "1F1B",
+    **fields: Any,
+) -> Plan:
     """A small model with biases, learned positions and clipping that is active from the first step."""
     return plan(
         layout,
@@ -111,7 +120,9 @@ def test_gpt3_on_1024_devices_is_proved_as_its_twin_and_says_so() -> None:
         ("drop-reduction:1:layers.0.attention.qkv", "activation gradient", "layers.0.attention.norm", "0B0"),
     ],
 )
-def test_a_dropped_tensor_parallel_reduction_names_rank_action_and_block(fault: str, phase: str, tensor: str, action: str) -> None:
+def test_a_dropped_tensor_parallel_reduction_names_rank_action_and_block(
+    fault: str, phase: str, tensor: str, action: str
+) -> None:
     plan = tiny(Layout(tp=2, pp=2), global_size=4)
     proof = prove(plan, transport="memory", steps=1, fault=parse_fault(fault))
     first = proof.report["first_divergence"]
@@ -126,7 +137,12 @@ def test_a_dropped_gradient_reduction_over_dp3_names_rank_and_parameter(rank: in
     tensor = "layers.1.attention.qkv.weight"
     proof = prove(tiny(Layout(dp=3), global_size=6), steps=1, fault=parse_fault(f"drop-reduction:{rank}:{tensor}"))
     first = proof.report["first_divergence"]
-    assert (first["ranks"], first["tensor"], first["phase"], first["action"]) == ([rank], tensor, "gradient", "0REDUCE_GRAD")
+    assert (first["ranks"], first["tensor"], first["phase"], first["action"]) == (
+        [rank],
+        tensor,
+        "gradient",
+        "0REDUCE_GRAD",
+    )
     assert proof.findings[0].rule == "bits-differ" and "data-parallel" in proof.findings[0].hint
 
 
@@ -162,7 +178,11 @@ def test_a_fault_that_the_run_cannot_have_is_refused(fault: str, message: str) -
     [
         (Difference(Key(1, ACTIVATION, "layers.0.mlp", 3), "differs", ()), "run-dependent", "depends on time"),
         (Difference(Key(1, WEIGHT, "head.norm.weight"), "missing", ()), "tensor-missing", "no rank of the run"),
-        (Difference(Key(1, WEIGHT, "head.norm.weight"), "incomplete", (2, 3)), "tensor-incomplete", "ranks 2, 3, 1STEP"),
+        (
+            Difference(Key(1, WEIGHT, "head.norm.weight"), "incomplete", (2, 3)),
+            "tensor-incomplete",
+            "ranks 2, 3, 1STEP",
+        ),
     ],
 )
 def test_other_differences_have_words_of_their_own(difference: Difference, rule: str, word: str) -> None:

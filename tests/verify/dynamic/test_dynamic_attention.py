@@ -1,4 +1,5 @@
-"""Norms and biases of heads, latent attention and multi-token prediction on real ranks: no bit differs from one device."""
+"""Norms and biases of heads, latent attention and multi-token prediction on real ranks: no bit
+differs from one device."""
 
 from __future__ import annotations
 
@@ -17,14 +18,39 @@ from shardproof.verify.mutations import parse_fault
 QWEN = ModelSpec("qwen", 2, 32, 50, 12, 6, 4, 256, 32, qk_norm=True, qkv_bias=True)
 FIVE = ModelSpec("five", 2, 40, 50, 5, 5, 8, 256, 32, qk_norm=True, norm="layernorm", bias=True, tied_embeddings=True)
 LATENT = ModelSpec(
-    "latent", 2, 32, 50, 6, 6, 6, 256, 32, q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4
+    "latent",
+    2,
+    32,
+    50,
+    6,
+    6,
+    6,
+    256,
+    32,
+    q_lora_rank=10,
+    kv_lora_rank=12,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
 )
 YARN = ModelSpec(
     "yarn", 2, 32, 50, 3, 3, 6, 256, 32, kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6,
     rope_scaling="yarn", rope_factor=4.0, rope_original_positions=8, bias=True, attention_dropout=0.1, hidden_dropout=0.1,
 )  # fmt: skip
 AHEAD = ModelSpec(
-    "ahead", 2, 32, 50, 6, 3, 4, 256, 32, num_mtp_layers=2, rope_scaling="llama3", rope_factor=2.0, rope_original_positions=16
+    "ahead",
+    2,
+    32,
+    50,
+    6,
+    3,
+    4,
+    256,
+    32,
+    num_mtp_layers=2,
+    rope_scaling="llama3",
+    rope_factor=2.0,
+    rope_original_positions=16,
 )
 TIED = ModelSpec(
     "tied", 3, 32, 50, 4, 4, 6, 256, 32, kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4,
@@ -69,13 +95,30 @@ LAYOUTS = [
     pytest.param(tiny(LATENT, tp=2, pp=2, recompute=UP, dtype="bf16"), id="latent-recomputed-bf16"),
     pytest.param(tiny(YARN, tp=3, dp=2, pp=1, recompute=Recompute("full")), id="latent-yarn-biased-dropout"),
     pytest.param(tiny(AHEAD, tp=3, pp=2, sequence_parallel=True, micro=2), id="two-ahead-tp3-pp2-sp"),
-    pytest.param(tiny(AHEAD, dp=2, recompute=Recompute("full"), train={"ignore_token": 32}), id="two-ahead-ignored-tokens"),
-    pytest.param(tiny(TIED, pp=2, vpp=2, stages="Et|t|t|L", schedule="ZBVZeroBubble", samples=4), id="tied-ahead-both-ends-on-one-rank"),
+    pytest.param(
+        tiny(AHEAD, dp=2, recompute=Recompute("full"), train={"ignore_token": 32}), id="two-ahead-ignored-tokens"
+    ),
+    pytest.param(
+        tiny(TIED, pp=2, vpp=2, stages="Et|t|t|L", schedule="ZBVZeroBubble", samples=4),
+        id="tied-ahead-both-ends-on-one-rank",
+    ),
 ]
 
 
 WINDOWED = ModelSpec(
-    "windowed", 2, 32, 50, 6, 3, 4, 256, 48, sliding_window=5, rope_scaling="dynamic", rope_factor=2.0, rope_original_positions=8
+    "windowed",
+    2,
+    32,
+    50,
+    6,
+    3,
+    4,
+    256,
+    48,
+    sliding_window=5,
+    rope_scaling="dynamic",
+    rope_factor=2.0,
+    rope_original_positions=8,
 )
 DISTRIBUTED = Recompute("full", distribute=True)
 LAYOUTS += [

@@ -68,10 +68,18 @@ DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
         pytest.param(tiny(cp=3, dp=2, model="tiny-llama", block=2, ring=True, samples=6), id="cp3-dp2-gqa-ring"),
         pytest.param(tiny(cp=2, pp=2, vpp=2, schedule="ZBVZeroBubble", dtype="bf16"), id="cp2-split-backward-bf16"),
         pytest.param(tiny(cp=5, sequence=20, block=2, samples=2, recompute="full"), id="cp5-full-recomputation"),
-        pytest.param(tiny(cp=2, tp=3, model="tiny-gpt-6h", changes=DROPOUT, recompute="selective"), id="cp2-tp3-dropout-selective"),
+        pytest.param(
+            tiny(cp=2, tp=3, model="tiny-gpt-6h", changes=DROPOUT, recompute="selective"),
+            id="cp2-tp3-dropout-selective",
+        ),
         pytest.param(tiny(cp=2, pp=2, schedule="DualPipe", samples=8), id="cp2-replicas"),
-        pytest.param(tiny(cp=2, tp=2, ep=2, model="tiny-deepseek", sequence_parallel=True, samples=2), id="cp2-tp2-ep2-latent-experts-mtp"),
-        pytest.param(tiny(cp=2, tp=2, model="tiny-llama", changes={"qk_norm": True}, samples=2), id="cp2-tp2-norms-of-heads"),
+        pytest.param(
+            tiny(cp=2, tp=2, ep=2, model="tiny-deepseek", sequence_parallel=True, samples=2),
+            id="cp2-tp2-ep2-latent-experts-mtp",
+        ),
+        pytest.param(
+            tiny(cp=2, tp=2, model="tiny-llama", changes={"qk_norm": True}, samples=2), id="cp2-tp2-norms-of-heads"
+        ),
     ],
     on_push=4,
 )
@@ -86,7 +94,9 @@ def test_fast_numerics_over_3_parts_train_as_on_one_device() -> None:
     """Two steps in fp32, whose sums have other orders: a few units of 2^-24 of the loss, which is about 5."""
     plan = tiny(cp=3, tp=2, sequence_parallel=True, block=2, mode="fast", model="tiny-llama", ring=True)
     many, one = (Trainer(each, transport="memory").fit() for each in (plan, one_device(plan)))
-    assert many.losses == pytest.approx(one.losses, rel=2e-6) and many.validation_losses == pytest.approx(one.validation_losses, rel=2e-6)
+    assert many.losses == pytest.approx(one.losses, rel=2e-6) and many.validation_losses == pytest.approx(
+        one.validation_losses, rel=2e-6
+    )
     assert many.grad_norms == pytest.approx(one.grad_norms, rel=2e-5)
 
 
@@ -95,7 +105,11 @@ def test_over_gloo_a_large_plan_keeps_context_parallelism_in_its_twin() -> None:
     cluster = cluster_preset("dgx-h100", layout.world_size)
     plan = Plan(model_preset("llama2-7b"), cluster, layout, Batch(8, 1, 4096), precision=Precision("fp32"))
     small, changes = twin(plan)
-    assert (small.layout.cp, small.layout.world_size, small.batch.sequence) == (2, 8, 32) and small.leaf_sizes.gradient_token_block == 4
+    assert (small.layout.cp, small.layout.world_size, small.batch.sequence) == (
+        2,
+        8,
+        32,
+    ) and small.leaf_sizes.gradient_token_block == 4
     assert "layout.cp 4 -> 2: to fit this host." in changes
     proof = prove(tiny(cp=2, samples=2), steps=1)
     assert proof.ok and proof.report["transport"] == "gloo"
@@ -106,15 +120,24 @@ def test_a_dropped_reduction_is_found_on_the_rank_that_has_the_wrong_tokens() ->
     fault = parse_fault("drop-reduction:3:layers.0.mlp.down")
     proof = prove(tiny(cp=2, tp=2, samples=2), transport="memory", steps=1, fault=fault)
     first = proof.report["first_divergence"]
-    assert (first["tensor"], first["phase"]) == ("layers.0.mlp", "activation") and 3 in first["ranks"] and not {0, 1} & set(first["ranks"])
+    assert (
+        (first["tensor"], first["phase"]) == ("layers.0.mlp", "activation")
+        and 3 in first["ranks"]
+        and not {0, 1} & set(first["ranks"])
+    )
 
 
 def test_a_dropped_gradient_is_refused_where_all_are_finished_together() -> None:
-    with pytest.raises(PlanError, match=r"with cp=2 all gradients of a stage are finished in one exchange.*Choose a layer, such as layers"):
+    with pytest.raises(
+        PlanError,
+        match=r"with cp=2 all gradients of a stage are finished in one exchange.*Choose a layer, such as layers",
+    ):
         parse_fault("drop-reduction:1:layers.0.mlp.down.weight").check(tiny(cp=2, tp=2))
 
 
 def test_chunks_inside_a_block_of_tokens_are_refused_with_the_blocks_that_admit_them() -> None:
-    message = r"cp=2 cuts sequence=24 into chunks of 6 tokens, inside a block of gradient_token_block=4.*among \[1, 2, 3, 6\]"
+    message = (
+        r"cp=2 cuts sequence=24 into chunks of 6 tokens, inside a block of gradient_token_block=4.*among \[1, 2, 3, 6\]"
+    )
     with pytest.raises(PlanError, match=message):
         tiny(cp=2, block=4)

@@ -1,5 +1,6 @@
-"""Pipelines at the edge of what schedules are made for: fewer microbatches than ranks, stages without a layer, vees of two ranks; with
-messages beside the products, together, and one by one in the row's order. No bit differs from one device."""
+"""Pipelines at the edge of what schedules are made for: fewer microbatches than ranks, stages without a layer,
+vees of two ranks; with messages beside the products, together, and one by one in the row's order. No bit
+differs from one device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ BESIDE, TOGETHER, IN_ORDER = Runtime(), Runtime(p2p_overlap=False), Runtime(p2p_
 
 @dataclass(frozen=True)
 class Edge:
-    """A schedule over stages written as Megatron does; `samples` are those of every data-parallel rank, one a microbatch."""
+    """A schedule over stages written as Megatron does; `samples` are those of every data-parallel
+    rank, one a microbatch."""
 
     schedule: str
     pp: int
@@ -36,7 +38,14 @@ class Edge:
     @property
     def plan(self) -> Plan:
         vpp = len(self.stages.split("|")) // self.pp
-        sizes = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+        sizes = {
+            "num_layers": 2,
+            "hidden_size": 16,
+            "ffn_hidden_size": 24,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+        }
         return training_plan(
             Layout(pp=self.pp, vpp=vpp, dp=self.dp, zero=self.zero, stages=self.stages),
             model="tiny-llama",

@@ -27,7 +27,9 @@ JOINED = modular(module("encoder", tp=2, pp=2), module("decoder", ["encoder"], d
     ("plan", "last"),
     [
         pytest.param(tiny(tp=2, pp=2, vpp=2, schedule="Interleaved1F1B", model=EXPERTS), "layers.3.output", id="vpp2"),
-        pytest.param(replace(tiny(dp=3, zero=3, samples=5), schedule=WEIGHTS_IN_PARTS), "layers.1.output", id="zero3-dp3"),
+        pytest.param(
+            replace(tiny(dp=3, zero=3, samples=5), schedule=WEIGHTS_IN_PARTS), "layers.1.output", id="zero3-dp3"
+        ),
         pytest.param(JOINED, "decoder.layers.0.output", id="modules"),
     ],
     on_push=1,
@@ -38,7 +40,9 @@ def test_held_out_losses_and_hidden_states_are_compared_too(plan: Plan | Modular
     assert held_out == set(range(plan.batch.global_size))
     assert [key.step for key in found if key.tensor == "validation_loss"] == [0]
     proof = prove(plan, transport="memory", steps=2)
-    assert proof.findings == () and proof.report["tensors_compared"] == sum(key.phase not in (BROUGHT, GATHERED) for key in found)
+    assert proof.findings == () and proof.report["tensors_compared"] == sum(
+        key.phase not in (BROUGHT, GATHERED) for key in found
+    )
 
 
 def test_a_stage_that_stays_in_eval_mode_is_found() -> None:
@@ -48,8 +52,12 @@ def test_a_stage_that_stays_in_eval_mode_is_found() -> None:
 
 def test_a_held_out_activation_is_told_like_one_of_training() -> None:
     plan, key = tiny(tp=3), Key(0, HELD_OUT, "layers.0.mlp", 2)
-    difference = Difference(key, "differs", (1,), Values(1, 8, 2, (0, 0), 1.0, 2.0), Relation("doubled", "twice", 1.0, 1.0))
+    difference = Difference(
+        key, "differs", (1,), Values(1, 8, 2, (0, 0), 1.0, 2.0), Relation("doubled", "twice", 1.0, 1.0)
+    )
     pieces = {key: tuple(Piece(rank, (2, 4), ((0, 2), (0, 4)), ()) for rank in (0, 1, 2))}
     (finding,) = describe(plan, RunLedger(pieces), [difference])
     assert finding.where == "step 1, rank 1, 0F2, held-out activation layers.0.mlp of sample 2"
-    assert finding.hint == "Replicas on ranks 0, 2 are right: look at the tensor-parallel reduction of layers.0.mlp on rank 1."
+    assert finding.hint == (
+        "Replicas on ranks 0, 2 are right: look at the tensor-parallel reduction of layers.0.mlp on rank 1."
+    )

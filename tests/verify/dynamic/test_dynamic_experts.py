@@ -1,4 +1,5 @@
-"""Mixture of experts on real ranks: routed tokens, spread and cut experts and their gradients, and no bit differs from one device."""
+"""Mixture of experts on real ranks: routed tokens, spread and cut experts and their gradients, and no bit
+differs from one device."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ PLANS = {
     "ep3-etp1-of-tp3-dp2": tiny(SIX, tp=3, dp=2, ep=3, etp=1, samples=6, micro=3, **SP),
     "ep2-etp3": tiny(SIX, tp=3, dp=2, ep=2, samples=6, micro=1, **SP),
     "ep6-without-sequence-parallelism": tiny(SIX, tp=3, dp=2, ep=6, etp=1, samples=6),
-    "etp5-of-dp5": tiny(replace(SIX, num_heads=5, num_kv_heads=5, hidden_size=40, num_experts=5), dp=5, etp=5, samples=5, sequence=19),
+    "etp5-of-dp5": tiny(
+        replace(SIX, num_heads=5, num_kv_heads=5, hidden_size=40, num_experts=5), dp=5, etp=5, samples=5, sequence=19
+    ),
     "etp4-of-tp2": tiny(tp=2, dp=2, etp=4, **SP),
     "token-blocks-in-two-copies": tiny(tp=2, etp=1, sequence=32, **SP),
     "token-blocks-in-two-copies-without-sequence-parallelism": tiny(tp=2, dp=2, etp=1, sequence=32),
@@ -129,11 +132,22 @@ def test_the_twin_of_a_plan_with_experts_keeps_them_spread_and_cut() -> None:
 @pytest.mark.parametrize(
     ("degrees", "sentence"),
     [
-        ({"tp": 2, "etp": 1, "sequence": 24}, "cut at token 12 inside a block of gradient_token_block=8.*gradient_token_block = 6"),
-        ({"tp": 4, "etp": 1, "sequence": 12}, "fewer than 4 blocks of reduction_token_block=4. Use an etp.ep that tp divides"),
-        ({"model": ELEVEN, "dp": 11, "etp": 11, "samples": 11}, "inside a leaf of 11: there are only 1 leaves. Use etp among .1."),
+        (
+            {"tp": 2, "etp": 1, "sequence": 24},
+            ("cut at token 12 inside a block of gradient_token_block=8.*gradient_token_block = 6"),
+        ),
+        (
+            {"tp": 4, "etp": 1, "sequence": 12},
+            ("fewer than 4 blocks of reduction_token_block=4. Use an etp.ep that tp divides"),
+        ),
+        (
+            {"model": ELEVEN, "dp": 11, "etp": 11, "samples": 11},
+            ("inside a leaf of 11: there are only 1 leaves. Use etp among .1."),
+        ),
     ],
 )
-def test_cuts_inside_a_leaf_of_expert_gradients_are_refused_with_what_admits_them(degrees: dict[str, Any], sentence: str) -> None:
+def test_cuts_inside_a_leaf_of_expert_gradients_are_refused_with_what_admits_them(
+    degrees: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(PlanError, match=sentence):
         tiny(**degrees)

@@ -1,4 +1,5 @@
-"""Plans in fast numerics: every tensor of the real run is within the derived bound of exact numerics, and a lost sum is not."""
+"""Plans in fast numerics: every tensor of the real run is within the derived bound of exact numerics,
+and a lost sum is not."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_two_steps_use_less_than_a_fiftieth_of_the_bound_in_fp32(name: str) -> N
     assert fast["classes_scaled"] == 0 and len(fast["classes"]) > 20
     assert f"None of {len(fast['classes'])} classes has a common factor" in proof.text()
     for each in fast["classes"]:
-        assert each["interval"][0] < 1 < each["interval"][1] and each["coefficient"] == pytest.approx(sum(each["interval"]) / 2)
+        assert each["interval"][0] < 1 < each["interval"][1] and each["coefficient"] == pytest.approx(
+            sum(each["interval"]) / 2
+        )
 
 
 def test_bf16_is_held_to_a_wider_bound() -> None:
@@ -66,7 +69,9 @@ def test_bf16_is_held_to_a_wider_bound() -> None:
 
 
 def test_an_exact_plan_has_nothing_to_hold() -> None:
-    exact = replace(PLANS["tp4-gqa-swiglu"], numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4))
+    exact = replace(
+        PLANS["tp4-gqa-swiglu"], numerics=Numerics("exact", gradient_token_block=8, reduction_token_block=4)
+    )
     assert prove(exact, transport="memory", steps=1).report["fast"] is None
 
 
@@ -131,7 +136,8 @@ def test_every_phase_of_a_step_has_a_bound() -> None:
 
 
 def test_experts_whose_scores_are_nearly_equal_are_no_findings() -> None:
-    """With routers that choose for themselves, tensors of this run left their bounds: rounding sent a token elsewhere."""
+    """With routers that choose for themselves, tensors of this run left their bounds: rounding
+    sent a token elsewhere."""
     plan = PROBLEMS["mla-experts"].plan(Layout(tp=2, cp=2, zero=1), Tokens(24, 1, 1), Batch(6, 1, 24))
     plan = replace(plan, numerics=replace(plan.numerics, mode="fast"), train=replace(plan.train, seed=2))
     proof = prove(plan, transport="memory", steps=1)

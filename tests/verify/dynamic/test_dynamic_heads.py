@@ -1,4 +1,5 @@
-"""Heads that tensor-parallel ranks cannot share evenly: earlier ranks hold one key/value group more, and no bit differs."""
+"""Heads that tensor-parallel ranks cannot share evenly: earlier ranks hold one key/value group
+more, and no bit differs."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def llama(layout: Layout, groups: int, heads: int) -> Plan:
     ("plan", "held"),
     [
         pytest.param(llama(Layout(tp=3), 4, 8), [(0, 2), (2, 3), (3, 4)], id="tp3-of-4-groups"),
-        pytest.param(llama(Layout(tp=3, sequence_parallel=True, pp=2), 8, 8), [(0, 3), (3, 6), (6, 8)], id="sp-tp3-pp2-of-8"),
+        pytest.param(
+            llama(Layout(tp=3, sequence_parallel=True, pp=2), 8, 8), [(0, 3), (3, 6), (6, 8)], id="sp-tp3-pp2-of-8"
+        ),
         pytest.param(llama(Layout(tp=4, cp=2), 6, 12), [(0, 2), (2, 4), (4, 5), (5, 6)], id="tp4-cp2-of-6-groups"),
     ],
 )
@@ -48,5 +51,7 @@ def test_no_bit_differs(plan: Plan, held: list[tuple[int, int]]) -> None:
 
 
 def test_a_rank_without_a_head_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"tp=5 leaves some ranks without any of num_kv_heads=4 .* Use tp <= 4; divisors, \[1, 2, 4\]"):
+    with pytest.raises(
+        PlanError, match=r"tp=5 leaves some ranks without any of num_kv_heads=4 .* Use tp <= 4; divisors, \[1, 2, 4\]"
+    ):
         llama(Layout(tp=5), 4, 8)

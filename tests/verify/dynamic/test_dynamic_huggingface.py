@@ -1,4 +1,5 @@
-"""A plan that starts from a Hugging Face folder is proved like any other: every rank reads its slices of the same weights."""
+"""A plan that starts from a Hugging Face folder is proved like any other: every rank reads its
+slices of the same weights."""
 
 from __future__ import annotations
 

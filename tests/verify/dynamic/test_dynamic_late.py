@@ -1,4 +1,5 @@
-"""Weights that come together beside the next forward (`overlap_param_gather`) are proved as they run: nobody waits for an observer."""
+"""Weights that come together beside the next forward (`overlap_param_gather`) are proved as they run: nobody
+waits for an observer."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def test_all_weights_of_every_step_are_shown_where_they_are_used_or_at_the_end()
     assert dynamic.prove(PLAN, transport="memory").findings == ()
 
 
-def test_a_forward_that_does_not_wait_is_found_with_the_weights_that_it_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forward_that_does_not_wait_is_found_with_the_weights_that_it_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["verify", "--mutations", "--only", "XX32,SB01", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [row["id"] for row in report["mutants"] if not row["located"]] == []

@@ -30,11 +30,26 @@ from shardproof.core.schedule import lower
 from shardproof.verify.dynamic.proof import prove
 
 LATENT = ModelSpec(
-    "latent", 2, 32, 50, 6, 6, 6, 256, 32, q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4
+    "latent",
+    2,
+    32,
+    50,
+    6,
+    6,
+    6,
+    256,
+    32,
+    q_lora_rank=10,
+    kv_lora_rank=12,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
 )
 
 
-def tiny(layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", mode="exact", dtype="fp32", recompute="none") -> Plan:
+def tiny(
+    layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", mode="exact", dtype="fp32", recompute="none"
+) -> Plan:
     return product_plan(
         layout,
         model=model,
@@ -59,8 +74,12 @@ SP = {"sequence_parallel": True}
     "plan",
     [
         pytest.param(tiny(Layout(tp=3, dp=2, **SP), model="tiny-gpt-6h", micro=3), id="tp3-dp2-sp-micro3"),
-        pytest.param(tiny(Layout(tp=4, **SP), model="tiny-llama", recompute="selective"), id="llama-tp4-sp-norms-again"),
-        pytest.param(tiny(Layout(tp=2, pp=2, vpp=2, **SP), schedule="ZBVZeroBubble", micro=2), id="tp2-sp-split-backward"),
+        pytest.param(
+            tiny(Layout(tp=4, **SP), model="tiny-llama", recompute="selective"), id="llama-tp4-sp-norms-again"
+        ),
+        pytest.param(
+            tiny(Layout(tp=2, pp=2, vpp=2, **SP), schedule="ZBVZeroBubble", micro=2), id="tp2-sp-split-backward"
+        ),
         pytest.param(tiny(Layout(tp=3, **SP), model=LATENT, micro=2), id="latent-tp3-sp"),
         pytest.param(tiny(Layout(tp=2, pp=2), dtype="bf16", recompute="full"), id="tp2-pp2-bf16-without-sp"),
     ],
@@ -99,7 +118,12 @@ def backward_of_one_layer(transport, plan):
     context = LayerContext(plan, tp=tp, numerics=make_numerics(plan), recorder=transport.recorder)
     layer = ColumnParallelLinear(context, "layers.0.mlp.up")
     gathered, summed = threading.Event(), threading.Event()
-    gather, finish, product, gradient = layer.gather, layer.finish_contract, layer.partial_contract, layer.weight_gradient
+    gather, finish, product, gradient = (
+        layer.gather,
+        layer.finish_contract,
+        layer.partial_contract,
+        layer.weight_gradient,
+    )
 
     def after(work, event):
         def run(*arguments):
@@ -128,7 +152,10 @@ def backward_of_one_layer(transport, plan):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_input_and_input_gradient_travel_beside_the_two_products(mode: str) -> None:
-    assert run_threads(MemoryWorld(2, timeout_s=60), backward_of_one_layer, tiny(Layout(tp=2, **SP), mode=mode)) == [True, True]
+    assert run_threads(MemoryWorld(2, timeout_s=60), backward_of_one_layer, tiny(Layout(tp=2, **SP), mode=mode)) == [
+        True,
+        True,
+    ]
 
 
 def test_work_on_the_lane_runs_while_the_caller_goes_on_and_belongs_to_its_layer() -> None:

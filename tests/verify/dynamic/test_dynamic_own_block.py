@@ -22,7 +22,9 @@ from shardproof.core.plan.plan import (
 from shardproof.verify.dynamic.proof import prove
 
 
-def tiny(layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", dtype="fp32", overlap=False, **recompute) -> Plan:
+def tiny(
+    layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", dtype="fp32", overlap=False, **recompute
+) -> Plan:
     return training_plan(
         layout,
         model=model,
@@ -37,7 +39,8 @@ def tiny(layout: Layout, *, model="tiny-gpt", micro=1, schedule="1F1B", dtype="f
 
 
 class Plain(nn.Module):
-    """Attention and MLP side by side on one norm; the MLP is written out, its activation computed again in the backward."""
+    """Attention and MLP side by side on one norm; the MLP is written out, its activation computed
+    again in the backward."""
 
     def __init__(self, context, layer):
         super().__init__()
@@ -48,7 +51,9 @@ class Plain(nn.Module):
     def forward(self, x):
         y = self.norm(x)
         self.context.observe(f"{self.name}.attention.norm", y)
-        return x + self.context.dropout(f"{self.name}.both", self.attention(y) + self.down(self.context.recomputed(self.activated, y)))
+        return x + self.context.dropout(
+            f"{self.name}.both", self.attention(y) + self.down(self.context.recomputed(self.activated, y))
+        )
 
     def activated(self, y):
         up = self.up(y)
@@ -79,7 +84,8 @@ class EveryChoice(nn.Module):
 
 
 class WithMappings(nn.Module):
-    """Hidden states that go from tokens to features and back between two halves, by the group and the numerics of the context."""
+    """Hidden states that go from tokens to features and back between two halves, by the group and the
+    numerics of the context."""
 
     def __init__(self, context, layer):
         super().__init__()
@@ -103,7 +109,10 @@ class Forgetful(nn.Module):
     def __init__(self, context, layer):
         super().__init__()
         self.norm = context.norm(f"layers.{layer}.mlp.norm")
-        self.up, self.down = context.column_linear(f"layers.{layer}.mlp.up"), context.row_linear(f"layers.{layer}.mlp.down")
+        self.up, self.down = (
+            context.column_linear(f"layers.{layer}.mlp.up"),
+            context.row_linear(f"layers.{layer}.mlp.down"),
+        )
 
     def forward(self, x):
         up = self.up(self.norm(x))
@@ -117,11 +126,19 @@ SP = {"sequence_parallel": True}
     ("plan", "block"),
     [
         pytest.param(tiny(Layout(tp=2, dp=3), model="tiny-llama", micro=2), Plain, id="gated-tp2-dp3"),
-        pytest.param(tiny(Layout(tp=3, dp=2, **SP), model="tiny-gpt-6h", micro=3, mode="full"), Plain, id="tp3-sp-recomputed"),
-        pytest.param(tiny(Layout(tp=2, pp=2, vpp=2, **SP), schedule="ZBVZeroBubble", dtype="bf16"), Plain, id="bf16-split-backward"),
+        pytest.param(
+            tiny(Layout(tp=3, dp=2, **SP), model="tiny-gpt-6h", micro=3, mode="full"), Plain, id="tp3-sp-recomputed"
+        ),
+        pytest.param(
+            tiny(Layout(tp=2, pp=2, vpp=2, **SP), schedule="ZBVZeroBubble", dtype="bf16"),
+            Plain,
+            id="bf16-split-backward",
+        ),
         pytest.param(tiny(Layout(tp=4), mode="full", distribute=True), EveryChoice, id="every-choice-tp4-distributed"),
         pytest.param(tiny(Layout(tp=2, pp=2, **SP), overlap=True), EveryChoice, id="every-choice-sp-overlap"),
-        pytest.param(tiny(Layout(tp=3, **SP), model="tiny-gpt-6h", dtype="bf16"), EveryChoice, id="every-choice-tp3-bf16"),
+        pytest.param(
+            tiny(Layout(tp=3, **SP), model="tiny-gpt-6h", dtype="bf16"), EveryChoice, id="every-choice-tp3-bf16"
+        ),
         pytest.param(tiny(Layout(tp=4, **SP), model="tiny-llama", micro=2), WithMappings, id="mappings-tp4-sp"),
     ],
 )
@@ -143,14 +160,20 @@ def two_steps(transport, plan):
     for step in range(2):
         rank.step(step)
     after = {name: shard.storage for stage in rank.stages.values() for name, shard in stage.shards.items()}
-    return {name for name in before if not torch.equal(before[name], after[name])}, {held.name for held in rank.optimizer.held}, set(before)
+    return (
+        {name for name in before if not torch.equal(before[name], after[name])},
+        {held.name for held in rank.optimizer.held},
+        set(before),
+    )
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_frozen_weights_stay_as_they_are_and_have_no_optimizer_state(mode: str) -> None:
     plan = tiny(Layout(tp=2))
     numerics = plan.numerics if mode == "exact" else Numerics("fast")
-    for moved, updated, everything in run_threads(MemoryWorld(2, timeout_s=60), two_steps, replace(plan, numerics=numerics)):
+    for moved, updated, everything in run_threads(
+        MemoryWorld(2, timeout_s=60), two_steps, replace(plan, numerics=numerics)
+    ):
         assert everything - updated == everything - moved == {"layers.0.mlp.up.weight", "layers.0.mlp.up.bias"}
 
 
@@ -181,5 +204,7 @@ def test_weights_that_are_used_twice_give_other_tensors_each_time_which_are_comp
 
 
 def test_an_own_block_without_some_parameters_of_the_model_is_proved_in_fast_numerics() -> None:
-    proof = prove(replace(tiny(Layout(tp=2)), numerics=Numerics("fast")), block=WithMappings, transport="memory", steps=1)
+    proof = prove(
+        replace(tiny(Layout(tp=2)), numerics=Numerics("fast")), block=WithMappings, transport="memory", steps=1
+    )
     assert proof.ok and proof.report["fast"]["tensors_outside"] == 0, proof.text()

@@ -14,7 +14,15 @@ from shardproof.core.plan.plan import Plan
 from shardproof.verify.dynamic.proof import prove
 
 
-def tiny(*, model: str = "tiny-gpt", micro: int = 1, block: int = 3, ring: bool = False, train: dict[str, Any], **degrees: Any) -> Plan:
+def tiny(
+    *,
+    model: str = "tiny-gpt",
+    micro: int = 1,
+    block: int = 3,
+    ring: bool = False,
+    train: dict[str, Any],
+    **degrees: Any,
+) -> Plan:
     return plan(
         model=model,
         num_layers=2,

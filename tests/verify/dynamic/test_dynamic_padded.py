@@ -1,4 +1,5 @@
-"""Documents of different lengths, padded to one sequence: padding changes no bit, and may be left out of layers and messages."""
+"""Documents of different lengths, padded to one sequence: padding changes no bit, and may be left out
+of layers and messages."""
 
 from __future__ import annotations
 
@@ -41,9 +42,23 @@ def folder(tmp_path_factory) -> str:
 
 
 def padded(folder: str, layout: Layout, *, model: str = "tiny-llama", **choices) -> Plan:
-    sizes = {"num_layers": 4, "hidden_size": HIDDEN, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": 24,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    }
     texts = {"data": folder, "padded": True, "ignore_token": 0, "samples": 6, "sequence": SEQUENCE}
-    chosen = {"runtime": TRIMMED, "gradient_token_block": BLOCK, "reduction_token_block": 2, "steps": 1, "clip_grad_norm": 0.05, **choices}
+    chosen = {
+        "runtime": TRIMMED,
+        "gradient_token_block": BLOCK,
+        "reduction_token_block": 2,
+        "steps": 1,
+        "clip_grad_norm": 0.05,
+        **choices,
+    }
     return training_plan(layout, model=model, **sizes, **texts, **chosen)
 
 
@@ -54,8 +69,14 @@ CASES = {
         Layout(pp=3, tp=2, stages="Ett|t|tL"),
         {"micro": 3, "schedule": "ZBH1", "runtime": Runtime(trim_padding=True, p2p_overlap=False, p2p_batched=False)},
     ),
-    "vee-dp3-learned-positions": (Layout(pp=2, vpp=2, dp=3, zero=1), {"model": "tiny-gpt", "schedule": "ZBVZeroBubble"}),
-    "recomputed-bf16": (Layout(pp=2, dp=2), {"micro": 3, "recompute": Recompute("full"), "precision": Precision("bf16")}),
+    "vee-dp3-learned-positions": (
+        Layout(pp=2, vpp=2, dp=3, zero=1),
+        {"model": "tiny-gpt", "schedule": "ZBVZeroBubble"},
+    ),
+    "recomputed-bf16": (
+        Layout(pp=2, dp=2),
+        {"micro": 3, "recompute": Recompute("full"), "precision": Precision("bf16")},
+    ),
     "dualpipe": (Layout(pp=2), {"schedule": "DualPipe", "runtime": Runtime(trim_padding=True, p2p_overlap=False)}),
 }
 
@@ -86,7 +107,10 @@ def test_messages_are_as_long_as_the_longest_document_of_their_microbatch_in_who
     )
     tokens, _ = Corpus.load(folder).padded(0, 0, 6, SEQUENCE, Train().seed, 6, 0)
     documents = (tokens != 0).sum(1).tolist()
-    assert lengths == there == [-(-max(documents[i : i + 2]) // BLOCK) * BLOCK for i in (0, 2, 4)] and len(set(lengths)) == 3
+    assert (
+        lengths == there == [-(-max(documents[i : i + 2]) // BLOCK) * BLOCK for i in (0, 2, 4)]
+        and len(set(lengths)) == 3
+    )
     assert sent == {f"0SEND_F{i}": 4 * 2 * length * HIDDEN for i, length in enumerate(lengths)}
     assert back == {f"1SEND_B{i}": 4 * 2 * length * HIDDEN for i, length in enumerate(lengths)}
 
@@ -101,7 +125,9 @@ def test_messages_are_as_long_as_the_longest_document_of_their_microbatch_in_who
         (Layout(tp=2), {"qk_norm": True}, "with norms of heads and tp=2"),
     ],
 )
-def test_what_counts_over_whole_sequences_is_not_trimmed(folder: str, layout: Layout, changes: dict, words: str) -> None:
+def test_what_counts_over_whole_sequences_is_not_trimmed(
+    folder: str, layout: Layout, changes: dict, words: str
+) -> None:
     plan = padded(folder, layout)
     (problem,) = unsupported(replace(plan, model=replace(plan.model, **changes)))
     assert words in problem and "Use trim_padding=false" in problem

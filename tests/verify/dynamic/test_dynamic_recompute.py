@@ -1,4 +1,5 @@
-"""Recomputation and dropout on real ranks against one device that keeps every activation: no bit differs, whatever the layout."""
+"""Recomputation and dropout on real ranks against one device that keeps every activation: no bit
+differs, whatever the layout."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ MODULES = Recompute("selective", modules=("core_attn", "mlp", "norm"))
 
 def tiny(layout: Layout, *, dropout: float = 0.2, **chosen: Any) -> Plan:
     layers = layout.stages.count("t") if layout.stages else max(2, layout.num_stages)
-    return training_plan(layout, num_layers=layers, hidden_dropout=dropout, attention_dropout=dropout / 2, **{"samples": 4, **chosen})
+    return training_plan(
+        layout, num_layers=layers, hidden_dropout=dropout, attention_dropout=dropout / 2, **{"samples": 4, **chosen}
+    )
 
 
 @sampled(
@@ -35,19 +38,33 @@ def tiny(layout: Layout, *, dropout: float = 0.2, **chosen: Any) -> Plan:
     [
         pytest.param(tiny(Layout(tp=4), recompute=MODULES, dropout=0.0), id="selective-tp4"),
         pytest.param(tiny(Layout(tp=3, dp=2), model="tiny-gpt-6h", samples=6, micro=3), id="dropout-tp3-dp2-micro3"),
-        pytest.param(tiny(Layout(tp=2, dp=2, sequence_parallel=True), recompute=MODULES, model="tiny-llama"), id="dropout-selective-sp"),
+        pytest.param(
+            tiny(Layout(tp=2, dp=2, sequence_parallel=True), recompute=MODULES, model="tiny-llama"),
+            id="dropout-selective-sp",
+        ),
         pytest.param(
             tiny(Layout(tp=2, pp=2, sequence_parallel=True), recompute=FULL, micro=2, schedule=ScheduleChoice("GPipe")),
             id="dropout-full-tp2-pp2-sp-micro2",
         ),
-        pytest.param(tiny(Layout(pp=2, vpp=2), recompute=FIRST, schedule=ScheduleChoice("ZBVZeroBubble")), id="dropout-split-backward"),
+        pytest.param(
+            tiny(Layout(pp=2, vpp=2), recompute=FIRST, schedule=ScheduleChoice("ZBVZeroBubble")),
+            id="dropout-split-backward",
+        ),
         pytest.param(
             tiny(Layout(tp=2, pp=2, stages="Ettt|tL"), recompute=Recompute("full", layers=(0, 2, 3), distribute=True)),
             id="dropout-list-of-layers",
         ),
-        pytest.param(tiny(Layout(tp=3, dp=2), recompute=SPREAD, model="tiny-gpt-6h", samples=6, micro=3), id="dropout-distributed-tp3-dp2"),
         pytest.param(
-            tiny(Layout(tp=2, pp=2, vpp=2), recompute=SPREAD, schedule=ScheduleChoice("ZBVZeroBubble"), precision=Precision("bf16")),
+            tiny(Layout(tp=3, dp=2), recompute=SPREAD, model="tiny-gpt-6h", samples=6, micro=3),
+            id="dropout-distributed-tp3-dp2",
+        ),
+        pytest.param(
+            tiny(
+                Layout(tp=2, pp=2, vpp=2),
+                recompute=SPREAD,
+                schedule=ScheduleChoice("ZBVZeroBubble"),
+                precision=Precision("bf16"),
+            ),
             id="dropout-distributed-bf16-split-backward",
         ),
     ],
@@ -60,9 +77,13 @@ def test_no_bit_differs_from_one_device_that_keeps_everything(plan: Plan) -> Non
 
 
 def test_inputs_are_distributed_only_where_they_are_kept_whole() -> None:
-    with pytest.raises(PlanError, match=r'distribute=true spreads .* recompute.mode="selective". Set recompute.mode = "full"'):
+    with pytest.raises(
+        PlanError, match=r'distribute=true spreads .* recompute.mode="selective". Set recompute.mode = "full"'
+    ):
         tiny(Layout(tp=2), recompute=Recompute("selective", distribute=True))
-    with pytest.raises(PlanError, match=r"with layout.sequence_parallel=true each holds its own tokens only. Leave one of the two out"):
+    with pytest.raises(
+        PlanError, match=r"with layout.sequence_parallel=true each holds its own tokens only. Leave one of the two out"
+    ):
         tiny(Layout(tp=2, sequence_parallel=True), recompute=SPREAD)
 
 

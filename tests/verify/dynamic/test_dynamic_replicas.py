@@ -53,13 +53,23 @@ def test_a_dropped_reduction_between_the_replicas_of_a_stage_names_rank_and_para
     fault = parse_fault(f"drop-reduction:{rank}:{tensor}")
     proof = prove(tiny(Layout(pp=2), "DualPipe", global_size=4), transport="memory", steps=1, fault=fault)
     first = proof.report["first_divergence"]
-    assert (first["ranks"], first["tensor"], first["phase"], first["action"]) == ([rank], tensor, "gradient", "0REDUCE_GRAD")
+    assert (first["ranks"], first["tensor"], first["phase"], first["action"]) == (
+        [rank],
+        tensor,
+        "gradient",
+        "0REDUCE_GRAD",
+    )
     assert f"rank {1 - rank} is right: look at the cross-replica reduction of {tensor}" in proof.findings[0].hint
 
 
 def test_a_reduction_over_one_copy_cannot_be_dropped() -> None:
     with pytest.raises(PlanError, match="rank 1 does not hold"):
-        prove(PLANS["dualpipe-pp4-m8"], transport="memory", steps=1, fault=parse_fault("drop-reduction:1:layers.0.attention.qkv.weight"))
+        prove(
+            PLANS["dualpipe-pp4-m8"],
+            transport="memory",
+            steps=1,
+            fault=parse_fault("drop-reduction:1:layers.0.attention.qkv.weight"),
+        )
     with pytest.raises(PlanError, match="dp=1"):
         fault = parse_fault("drop-reduction:0:layers.5.attention.qkv.weight")
         prove(PLANS["dualpipev-pp3-m6"], transport="memory", steps=1, fault=fault)

@@ -19,7 +19,9 @@ from shardproof.verify.dynamic.proof import ProofJob, one_device, prove, run_led
 from shardproof.verify.ledger.ledger import NO_STEP
 
 SOFTMAX = ModelSpec("moe", 2, 24, 48, 6, 6, 4, 256, 64, num_experts=6, experts_per_token=2, expert_ffn_hidden_size=12)
-LIMITED = replace(SOFTMAX, normalized_router_weights=False, router_scaling=16.0, num_router_groups=3, router_groups_per_token=2)
+LIMITED = replace(
+    SOFTMAX, normalized_router_weights=False, router_scaling=16.0, num_router_groups=3, router_groups_per_token=2
+)
 SIGMOID = replace(
     LIMITED,
     router_scores="sigmoid",
@@ -29,10 +31,14 @@ SIGMOID = replace(
     expert_bias=True,
     expert_capacity_factor=1.0,
 )
-BUSY = Train(steps=2, learning_rate=1e-2, router_aux_loss=0.1, router_z_loss=0.01, router_jitter=0.1, expert_bias_rate=0.01)
+BUSY = Train(
+    steps=2, learning_rate=1e-2, router_aux_loss=0.1, router_z_loss=0.01, router_jitter=0.1, expert_bias_rate=0.01
+)
 
 
-def tiny(model: ModelSpec, layout: Layout, *, micro=1, schedule="1F1B", recompute=None, dtype="fp32", train=BUSY) -> Plan:
+def tiny(
+    model: ModelSpec, layout: Layout, *, micro=1, schedule="1F1B", recompute=None, dtype="fp32", train=BUSY
+) -> Plan:
     return plan(
         layout,
         model=model,
@@ -56,13 +62,18 @@ MOE = Recompute("selective", modules=("moe",))
     "plan",
     [
         pytest.param(tiny(SIGMOID, Layout(tp=2, dp=2), micro=3), id="tp2-dp2-micro3"),
-        pytest.param(tiny(SIGMOID, Layout(tp=3, sequence_parallel=True), micro=2, recompute=MOE, dtype="bf16"), id="tp3-sp-moe-bf16"),
+        pytest.param(
+            tiny(SIGMOID, Layout(tp=3, sequence_parallel=True), micro=2, recompute=MOE, dtype="bf16"),
+            id="tp3-sp-moe-bf16",
+        ),
         pytest.param(tiny(SIGMOID, Layout(tp=2, pp=2), recompute=Recompute("full")), id="tp2-pp2-full-recomputation"),
         pytest.param(tiny(SIGMOID, Layout(pp=2, vpp=2), schedule="ZBVZeroBubble"), id="split-backward"),
         pytest.param(tiny(SIGMOID, Layout(pp=2, dp=1), schedule="DualPipe"), id="replicas"),
         pytest.param(tiny(LIMITED, Layout(dp=3), train=replace(BUSY, expert_bias_rate=0.001)), id="limited-dp3"),
         pytest.param(tiny(SIGMOID, Layout(tp=2, cp=2, sequence_parallel=True), micro=2), id="tp2-cp2-sp-micro2"),
-        pytest.param(tiny(SIGMOID, Layout(dp=3, ep=3), micro=2, train=replace(BUSY, ignore_token=101)), id="ep3-ignored-tokens"),
+        pytest.param(
+            tiny(SIGMOID, Layout(dp=3, ep=3), micro=2, train=replace(BUSY, ignore_token=101)), id="ep3-ignored-tokens"
+        ),
     ],
     on_push=4,
 )

@@ -1,4 +1,5 @@
-"""Sequence parallelism on real ranks: each holds its own tokens between the cut layers, and no bit differs from one device."""
+"""Sequence parallelism on real ranks: each holds its own tokens between the cut layers, and no bit
+differs from one device."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ SIX_OF_22 = [(4 * i, min(4 * i + 4, 22)) for i in range(6)]
         pytest.param(tiny(tp=4, samples=3, micro=3), [(0, 8), (8, 16), (16, 20), (20, 24)], id="tp4-micro3-uneven"),
         pytest.param(tiny(tp=3, dp=2, model="tiny-gpt-6h", micro=3), [(0, 8), (8, 16), (16, 24)], id="tp3-dp2-micro3"),
         pytest.param(tiny(tp=6, model="tiny-gpt-6h", samples=2, micro=2, sequence=22), SIX_OF_22, id="tp6"),
-        pytest.param(tiny(tp=2, dp=3, model="tiny-llama", micro=2, sequence=19), [(0, 12), (12, 19)], id="llama-tp2-dp3-of-19"),
-        pytest.param(tiny(tp=2, pp=2, vpp=2, samples=4, schedule="ZBVZeroBubble"), [(0, 12), (12, 24)], id="split-backward"),
+        pytest.param(
+            tiny(tp=2, dp=3, model="tiny-llama", micro=2, sequence=19), [(0, 12), (12, 19)], id="llama-tp2-dp3-of-19"
+        ),
+        pytest.param(
+            tiny(tp=2, pp=2, vpp=2, samples=4, schedule="ZBVZeroBubble"), [(0, 12), (12, 24)], id="split-backward"
+        ),
     ],
 )
 def test_no_bit_differs_with_sequence_parallelism(plan: Plan, bounds: list[tuple[int, int]]) -> None:
@@ -55,5 +60,7 @@ def test_a_dropped_reduction_is_found_on_the_rank_that_has_the_wrong_tokens() ->
 
 
 def test_a_cut_inside_a_block_of_tokens_is_refused_with_what_admits_it() -> None:
-    with pytest.raises(PlanError, match=r"sequence=12 has 3 of them for tp=4. Use reduction_token_block <= 3, sequence >= 13, or"):
+    with pytest.raises(
+        PlanError, match=r"sequence=12 has 3 of them for tp=4. Use reduction_token_block <= 3, sequence >= 13, or"
+    ):
         tiny(tp=4, sequence=12)

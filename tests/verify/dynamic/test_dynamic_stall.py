@@ -26,7 +26,9 @@ def limited(**degrees) -> Plan:
 
 
 @sampled("transport", ["gloo", "memory"], on_push=1)
-def test_sends_in_the_wrong_order_end_the_proof_after_the_plans_limit_and_name_the_circle(transport, monkeypatch) -> None:
+def test_sends_in_the_wrong_order_end_the_proof_after_the_plans_limit_and_name_the_circle(
+    transport, monkeypatch
+) -> None:
     monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, around=Broken(sends_the_last_first)))
     with pytest.raises(RankFailure) as caught:
         dynamic.prove(limited(pp=2), transport=transport, steps=1)

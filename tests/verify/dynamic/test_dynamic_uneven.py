@@ -1,4 +1,5 @@
-"""A batch that data-parallel ranks cannot share evenly: later ranks run one microbatch less, and no bit differs from one device."""
+"""A batch that data-parallel ranks cannot share evenly: later ranks run one microbatch less, and no bit
+differs from one device."""
 
 from __future__ import annotations
 
@@ -24,16 +25,22 @@ from shardproof.verify.symbolic.static import prove_schedule
 
 def tiny(layout: Layout, samples: int, *, micro: int = 1, schedule: str = "1F1B", model: str = "tiny-gpt") -> Plan:
     """Clipping is active; a sequence of 16 has four blocks of tokens."""
-    return training_plan(layout, model=model, samples=samples, micro=micro, sequence=16, schedule=schedule, gradient_token_block=4)
+    return training_plan(
+        layout, model=model, samples=samples, micro=micro, sequence=16, schedule=schedule, gradient_token_block=4
+    )
 
 
 @pytest.mark.parametrize(
     ("plan", "samples"),
     [
         pytest.param(tiny(Layout(dp=3), 7), [(0, 3), (3, 5), (5, 7)], id="dp3-of-7"),
-        pytest.param(tiny(Layout(tp=2, dp=2), 10, micro=2, model="tiny-llama"), [(0, 6), (6, 10)], id="tp2-dp2-micro2-of-10"),
+        pytest.param(
+            tiny(Layout(tp=2, dp=2), 10, micro=2, model="tiny-llama"), [(0, 6), (6, 10)], id="tp2-dp2-micro2-of-10"
+        ),
         pytest.param(tiny(Layout(pp=2, vpp=2, dp=2), 7, schedule="ZBVZeroBubble"), [(0, 4), (4, 7)], id="zbv-dp2-of-7"),
-        pytest.param(tiny(Layout(cp=2, dp=3), 4, model="tiny-moe"), [(0, 2), (2, 3), (3, 4)], id="experts-cp2-dp3-of-4"),
+        pytest.param(
+            tiny(Layout(cp=2, dp=3), 4, model="tiny-moe"), [(0, 2), (2, 3), (3, 4)], id="experts-cp2-dp3-of-4"
+        ),
     ],
 )
 def test_no_bit_differs(plan: Plan, samples: list[tuple[int, int]]) -> None:
@@ -62,7 +69,9 @@ def test_a_schedule_that_fewer_microbatches_do_not_have_is_refused() -> None:
 
 
 def test_experts_across_data_parallel_ranks_need_equal_counts() -> None:
-    with pytest.raises(PlanError, match=r"global=5 gives some of the dp=2 ranks 3 and others 2 microbatches. Use global = 4 or 6"):
+    with pytest.raises(
+        PlanError, match=r"global=5 gives some of the dp=2 ranks 3 and others 2 microbatches. Use global = 4 or 6"
+    ):
         tiny(Layout(dp=2, ep=2), 5, model="tiny-moe")
 
 
@@ -73,7 +82,9 @@ def test_reductions_of_one_rank_in_two_orders_are_refused(monkeypatch: pytest.Mo
     asked = unsupported_module._common_order.__wrapped__  # without what it remembers
     monkeypatch.setattr(unsupported_module, "_common_order", asked)
     monkeypatch.setattr(
-        unsupported_module, "named_schedule", lambda choice, *, num_microbatches, **_: vee if num_microbatches == 3 else other
+        unsupported_module,
+        "named_schedule",
+        lambda choice, *, num_microbatches, **_: vee if num_microbatches == 3 else other,
     )
     (problem,) = unsupported(plan)
     assert "in one order with 4 microbatches and in another with 3" in problem and "Use global = 6 or 8" in problem

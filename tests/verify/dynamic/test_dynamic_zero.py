@@ -1,4 +1,5 @@
-"""ZeRO on real ranks: each copy of a stage keeps a part of its gradients and optimizer state, and no bit differs from one device."""
+"""ZeRO on real ranks: each copy of a stage keeps a part of its gradients and optimizer state, and no bit
+differs from one device."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ def tiny(
         mode="exact",
         **{
             "reduction_token_block": 4,
-            **({"gradient_token_block": 2, "reduction_token_block": 2} if layout.cp > 1 else {"gradient_token_block": 8}),
+            **(
+                {"gradient_token_block": 2, "reduction_token_block": 2}
+                if layout.cp > 1
+                else {"gradient_token_block": 8}
+            ),
         },
         clip_grad_norm=0.1,
         bucket_bytes=bucket_bytes,
@@ -75,8 +80,13 @@ def tiny(
         pytest.param(tiny(model="tiny-moe", tp=2, etp=1, ep=2, dp=2, tied=False), id="experts-with-other-copies"),
         pytest.param(tiny(model="tiny-moe", cp=2, dp=2, ep=2, tied=False), id="experts-and-cp"),
         pytest.param(tiny(dp=5, samples=7, zero=2), id="zero2-dp5-uneven-samples"),
-        pytest.param(tiny(dp=3, pp=2, vpp=2, zero=3, active=1, schedule="ZBVZeroBubble", dtype="bf16", samples=6), id="zero3-zbv-bf16"),
-        pytest.param(tiny(dp=2, pp=2, zero=3, active=2, schedule="DualPipe", samples=8), id="zero3-replicas-crossed-table"),
+        pytest.param(
+            tiny(dp=3, pp=2, vpp=2, zero=3, active=1, schedule="ZBVZeroBubble", dtype="bf16", samples=6),
+            id="zero3-zbv-bf16",
+        ),
+        pytest.param(
+            tiny(dp=2, pp=2, zero=3, active=2, schedule="DualPipe", samples=8), id="zero3-replicas-crossed-table"
+        ),
         pytest.param(tiny(dp=6, shard=3, samples=7), id="hybrid-3-of-6-uneven-samples"),
         pytest.param(tiny(cp=2, dp=2, shard=2, zero=3, active=1, samples=3), id="hybrid-cp2-zero3"),
         pytest.param(tiny(model="tiny-moe", dp=4, tp=2, ep=2, etp=1, shard=2, tied=False), id="hybrid-experts"),
@@ -95,12 +105,20 @@ def test_no_bit_differs_with_sharded_optimizer_states(plan: Plan) -> None:
         pytest.param(tiny(dp=3, zero=0, bucket_bytes=2**16), 9, id="dp3"),
         pytest.param(tiny(dp=2, bucket_bytes=1, tied=False), 29, id="one-parameter-each-zero1"),
         pytest.param(
-            tiny(tp=2, dp=2, sequence_parallel=True, bucket_bytes=50_000, overlap=True, model="tiny-moe"), 5, id="moe-sp-zero1-early"
+            tiny(tp=2, dp=2, sequence_parallel=True, bucket_bytes=50_000, overlap=True, model="tiny-moe"),
+            5,
+            id="moe-sp-zero1-early",
         ),
         pytest.param(
-            tiny(pp=2, vpp=2, dp=2, zero=0, bucket_bytes=50_000, overlap=True, schedule="ZBVZeroBubble"), 5, id="split-backward-early"
+            tiny(pp=2, vpp=2, dp=2, zero=0, bucket_bytes=50_000, overlap=True, schedule="ZBVZeroBubble"),
+            5,
+            id="split-backward-early",
         ),
-        pytest.param(tiny(pp=2, dp=2, samples=8, bucket_bytes=1, overlap=True, schedule="DualPipe", tied=False), 14, id="replicas-early"),
+        pytest.param(
+            tiny(pp=2, dp=2, samples=8, bucket_bytes=1, overlap=True, schedule="DualPipe", tied=False),
+            14,
+            id="replicas-early",
+        ),
         pytest.param(tiny(tp=2, pp=2, dp=2, sequence_parallel=True, bucket_bytes=50_000), 3, id="tp2-pp2-dp2-sp-zero1"),
     ],
     on_push=3,
@@ -146,9 +164,14 @@ def weights_between_steps(transport, plan):
 
 
 def test_between_steps_and_after_an_evaluation_only_parts_of_the_weights_are_left() -> None:
-    found = run_threads(MemoryWorld(3, timeout_s=60), weights_between_steps, tiny(dp=3, zero=3, active=1, tied=False, samples=3))
+    found = run_threads(
+        MemoryWorld(3, timeout_s=60), weights_between_steps, tiny(dp=3, zero=3, active=1, tied=False, samples=3)
+    )
     whole = found[0][1]
-    assert sum(num_bytes for num_bytes, _, _ in found) == pytest.approx(whole, rel=0.01) and len({loss for _, _, loss in found}) == 1
+    assert (
+        sum(num_bytes for num_bytes, _, _ in found) == pytest.approx(whole, rel=0.01)
+        and len({loss for _, _, loss in found}) == 1
+    )
 
 
 def test_zero_3_with_gradients_reduced_beside_every_backward_is_within_the_bounds_over_gloo() -> None:
@@ -158,7 +181,8 @@ def test_zero_3_with_gradients_reduced_beside_every_backward_is_within_the_bound
 
 
 def reduction_under_the_last_backward(transport, plan):
-    """Whether the first bucket was reduced while the last backward, which waits for that, went on; None where it waits for nothing."""
+    """Whether the first bucket was reduced while the last backward, which waits for that, went on; None where
+    it waits for nothing."""
     rank = TrainingRank(transport, plan)
     if rank._early is None:
         _, spans = rank.step(0)

@@ -1,4 +1,5 @@
-"""Plans with experts, latent attention, context parallelism and hybrid sharding: static rules hold, and the proof says what it lacks."""
+"""Plans with experts, latent attention, context parallelism and hybrid sharding: static rules hold, and the
+proof says what it lacks."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ KEPT = Recompute()
 
 
 def plan_of(
-    model: str = "tiny-moe", schedule: str = "1F1B", *, recompute: Recompute | None = KEPT, shard=None, mode="fast", **degrees
+    model: str = "tiny-moe",
+    schedule: str = "1F1B",
+    *,
+    recompute: Recompute | None = KEPT,
+    shard=None,
+    mode="fast",
+    **degrees,
 ) -> Plan:
     layout = Layout(**degrees)
     return plan(
@@ -134,7 +141,12 @@ def test_the_symbolic_proof_says_what_it_does_not_know_instead_of_proving_less(p
 
 @pytest.mark.parametrize(
     "recompute",
-    [Recompute("full", 1), Recompute("full", 0), Recompute("full", layers=(1,)), Recompute("selective", modules=("mlp", "norm"))],
+    [
+        Recompute("full", 1),
+        Recompute("full", 0),
+        Recompute("full", layers=(1,)),
+        Recompute("selective", modules=("mlp", "norm")),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2, "pp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)

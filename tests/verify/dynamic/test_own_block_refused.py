@@ -1,4 +1,5 @@
-"""A user's own block whose parameters nobody would train or compare is refused before the first step, by name and with what to use."""
+"""A user's own block whose parameters nobody would train or compare is refused before the first step, by name
+and with what to use."""
 
 from __future__ import annotations
 
@@ -117,7 +118,12 @@ def no_module(context, layer):
 
 
 REFUSED = [
-    pytest.param(Scaled, {}, "block Scaled of layer 0 has parameters that its context did not make: gain. .*register_buffer", id="own"),
+    pytest.param(
+        Scaled,
+        {},
+        ("block Scaled of layer 0 has parameters that its context did not make: gain. .*register_buffer"),
+        id="own",
+    ),
     pytest.param(
         Projected,
         {"dp": 2},
@@ -125,7 +131,9 @@ REFUSED = [
         r"context\.column_linear, context\.row_linear or context\.whole_linear instead of Linear\.",
         id="torchs",
     ),
-    pytest.param(Frozen, {"tp": 2}, r"did not make: gain\. They would be neither trained nor saved nor compared", id="frozen"),
+    pytest.param(
+        Frozen, {"tp": 2}, r"did not make: gain\. They would be neither trained nor saved nor compared", id="frozen"
+    ),
     pytest.param(Buffered, {}, r"did not make: gain\.", id="buffer-with-gradient"),
     pytest.param(Unregistered, {}, r"did not make: _gains\.", id="in-a-list"),
     pytest.param(
@@ -141,7 +149,12 @@ REFUSED = [
         id="names",
     ),
     pytest.param(Late, {}, r"a block makes layers\.0\.attention\.norm while it runs", id="made-late"),
-    pytest.param(Tied, {}, r"layer 1 holds layers that an earlier block holds: layers\.0\.mlp\.norm, layers\.0\.mlp\.", id="twice"),
+    pytest.param(
+        Tied,
+        {},
+        r"layer 1 holds layers that an earlier block holds: layers\.0\.mlp\.norm, layers\.0\.mlp\.",
+        id="twice",
+    ),
     pytest.param(no_module, {}, r"of layer 0 is no torch\.nn\.Module\.", id="no-module"),
 ]
 

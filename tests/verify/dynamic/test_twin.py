@@ -35,9 +35,12 @@ def plan(model: str, layout: Layout, batch: Batch, schedule: str = "1F1B", **mor
 
 
 def gpt3() -> Plan:
-    """The example of the interface: 1,024 devices, bf16, selective recompute, ZeRO 1, sequence parallel, fast numerics."""
+    """The example of the interface: 1,024 devices, bf16, selective recompute, ZeRO 1, sequence
+    parallel, fast numerics."""
     layout = Layout(tp=8, pp=8, dp=16, sequence_parallel=True, zero=1)
-    return plan("gpt3-175b", layout, Batch(1536, 1, 2048), precision=Precision("bf16"), recompute=Recompute("selective"))
+    return plan(
+        "gpt3-175b", layout, Batch(1536, 1, 2048), precision=Precision("bf16"), recompute=Recompute("selective")
+    )
 
 
 def test_gpt3_on_1024_devices_becomes_8_ranks_with_every_axis_kept() -> None:
@@ -54,7 +57,9 @@ def test_gpt3_on_1024_devices_becomes_8_ranks_with_every_axis_kept() -> None:
 
 
 def test_a_plan_that_fits_is_its_own_twin() -> None:
-    whole = plan("tiny-gpt", Layout(tp=2, pp=2, dp=2), Batch(8, 1, 32), precision=Precision("fp32"), numerics=Numerics("exact"))
+    whole = plan(
+        "tiny-gpt", Layout(tp=2, pp=2, dp=2), Batch(8, 1, 32), precision=Precision("fp32"), numerics=Numerics("exact")
+    )
     assert twin(whole) == (whole, [])
 
 
@@ -79,7 +84,9 @@ def test_zero_3_gathers_whole_stages_and_hybrid_groups_shrink_with_the_copies() 
     whole = plan("llama3-70b", Layout(pp=4, dp=48, zero=3), Batch(48 * 8, 1, 4096), data_parallel=DataParallel(shard=8))
     small, changes = twin(whole)
     assert small.schedule.max_active_stages == 3 and any("max_active_stages none -> 3" in change for change in changes)
-    assert small.layout.zero == 3 and small.layout.dp > 1 and small.data_parallel.shard in divisors(small.layout.dp)[:-1]
+    assert (
+        small.layout.zero == 3 and small.layout.dp > 1 and small.data_parallel.shard in divisors(small.layout.dp)[:-1]
+    )
 
 
 def test_degrees_that_are_no_powers_of_two_stay_so() -> None:
@@ -110,7 +117,11 @@ def test_uneven_stages_stay_uneven() -> None:
 def test_a_schedule_file_of_16_ranks_cannot_shrink() -> None:
     layout = Layout(pp=16, dp=2)
     whole = Plan(
-        model_preset("llama3-70b"), cluster_preset("dgx-h100", 32), layout, Batch(64, 1, 4096), schedule=ScheduleChoice(file="x.csv")
+        model_preset("llama3-70b"),
+        cluster_preset("dgx-h100", 32),
+        layout,
+        Batch(64, 1, 4096),
+        schedule=ScheduleChoice(file="x.csv"),
     )
     with pytest.raises(PlanError, match="fixes pp=16"):
         twin(whole)
@@ -124,10 +135,15 @@ def test_a_schedule_file_of_16_ranks_cannot_shrink() -> None:
     micro=st.integers(1, 3),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_axis_above_1_stays_above_1_on_at_most_8_ranks(tp: int, pp: int, dp: int, per_rank: int, micro: int) -> None:
+def test_every_axis_above_1_stays_above_1_on_at_most_8_ranks(
+    tp: int, pp: int, dp: int, per_rank: int, micro: int
+) -> None:
     layout = Layout(tp=tp, pp=pp, dp=dp)
     whole = Plan(
-        model_preset("llama3-70b"), cluster_preset("this-host", layout.world_size), layout, Batch(per_rank * micro * dp, micro, 4096)
+        model_preset("llama3-70b"),
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(per_rank * micro * dp, micro, 4096),
     )
     small, _ = twin(whole)
     assert small.layout.world_size <= MAX_WORLD_SIZE
@@ -139,7 +155,9 @@ def test_every_axis_above_1_stays_above_1_on_at_most_8_ranks(tp: int, pp: int, d
 
 
 def test_64_ranks_that_are_threads_stay_and_processes_do_not() -> None:
-    whole = plan("tiny-gpt", Layout(tp=4, pp=4, dp=4), Batch(16, 1, 32), numerics=Numerics("exact"), precision=Precision("fp32"))
+    whole = plan(
+        "tiny-gpt", Layout(tp=4, pp=4, dp=4), Batch(16, 1, 32), numerics=Numerics("exact"), precision=Precision("fp32")
+    )
     whole = replace(whole, model=replace(whole.model, num_layers=4))
     assert usual_transport(whole) == "memory" and twin(whole, MAX_THREADS) == (whole, [])
     assert twin(whole)[0].layout.world_size == MAX_WORLD_SIZE

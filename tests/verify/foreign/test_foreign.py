@@ -1,4 +1,5 @@
-"""Ledgers of other stacks: the recorder's entries against values taken by hand, real runs over gloo right and wrong, and known bugs."""
+"""Ledgers of other stacks: the recorder's entries against values taken by hand, real runs over gloo right and
+wrong, and known bugs."""
 
 from __future__ import annotations
 
@@ -87,12 +88,15 @@ FAULTS = {each.__name__: each for each in (unsynchronised, same_samples, own_see
 
 
 def run_rank(transport: Any, runs: list[tuple[str, dict[str, Any], str | None]]) -> None:
-    """Runs examples one after the other on the ranks of torch's default group: a module, the arguments of its `main`, a fault."""
+    """Runs examples one after the other on the ranks of torch's default group: a module, the arguments
+    of its `main`, a fault."""
     transport.open_default_group()
     sys.path[:0] = map(str, FOLDERS)
     try:
         for name, arguments, fault in runs:
-            for old in [old for old, module in sys.modules.items() if str(EXAMPLES) in str(getattr(module, "__file__", ""))]:
+            for old in [
+                old for old, module in sys.modules.items() if str(EXAMPLES) in str(getattr(module, "__file__", ""))
+            ]:
                 del sys.modules[old]  # faults are patched into modules
             module = importlib.import_module(name)
             if fault is not None:
@@ -112,7 +116,8 @@ def compared(run: Path, right: Path) -> Comparison:
 
 @pytest.fixture(scope="module")
 def stacks(workers, tmp_path_factory) -> Path:
-    """Ledgers of the small transformer on one device, in one batch and in four microbatches, and of three stacks on three ranks."""
+    """Ledgers of the small transformer on one device, in one batch and in four microbatches, and of three
+    stacks on three ranks."""
     folder = tmp_path_factory.mktemp("stacks")
     alone = [("tiny", {"microbatches": 1}, "right"), ("tiny", {"microbatches": 4, "exact": True}, "right4")]
     three = [
@@ -181,10 +186,22 @@ def test_the_command_line_compares_them(stacks, capsys):
 
 KNOWN_BUGS = {
     "label_smoothing": (3, (ACTIVATION, "loss", 0), "other values", {0, 1, 2}, "off by"),
-    "gathered_logits": (3, (ACTIVATION, "loss", 0), "other values", {0, 1, 2}, "plus 1.09861 everywhere, which is log(3)"),
+    "gathered_logits": (
+        3,
+        (ACTIVATION, "loss", 0),
+        "other values",
+        {0, 1, 2},
+        ("plus 1.09861 everywhere, which is log(3)"),
+    ),
     "token_counts": (4, (ACTIVATION_GRADIENT, "model.1", 0), "scaled", {0}, "times 15/14"),
     "recompute_group": (4, (ACTIVATION, "second.0", 0), "other values", {0, 2}, "when it was computed again"),
-    "sink_norm": (3, (SCALAR, "grad_norm", None), "missing", {0, 1, 2}, "of the squares of sink only those that rank 0 holds are counted"),
+    "sink_norm": (
+        3,
+        (SCALAR, "grad_norm", None),
+        "missing",
+        {0, 1, 2},
+        ("of the squares of sink only those that rank 0 holds are counted"),
+    ),
     "out_norm": (3, (GRADIENT, "norm.weight", None), "missing", {0, 1, 2}, "add up to the right values"),
 }
 
@@ -387,10 +404,16 @@ def test_a_gradient_that_is_rounding_alone_and_a_lower_format_are_no_fault_and_a
     wrong[here] = wrong[there].replace("value", "query")
     (tmp_path / "two" / "rank-1.jsonl").write_text("\n".join(wrong))
     (finding, *_) = compared(tmp_path / "two", right).findings
-    assert finding.where.endswith("rank 1, backward and the reduction of gradients, gradient layers.1.attention.query.weight")
+    assert finding.where.endswith(
+        "rank 1, backward and the reduction of gradients, gradient layers.1.attention.query.weight"
+    )
     assert (finding.hint or "").startswith("The replica on rank 0 is right.")
     first = compared(train("rate", rate=6e-3), right).report["first_divergence"]
-    assert (first["tensor"], first["class"], first["words"]) == ("learning_rate", "doubled", "0.006, which is 2 of 0.003")
+    assert (first["tensor"], first["class"], first["words"]) == (
+        "learning_rate",
+        "doubled",
+        ("0.006, which is 2 of 0.003"),
+    )
 
 
 def test_a_recorder_says_what_to_do_about_wrong_input(tmp_path):
@@ -421,7 +444,9 @@ def test_tensors_of_one_side_are_told(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(2, 3)
     for name, hidden in (("one", None), ("other", "1")):
-        with Recorder(tmp_path / name, model, optimizer, names=lambda each, hidden=hidden: None if each == hidden else each) as recorder:
+        with Recorder(
+            tmp_path / name, model, optimizer, names=lambda each, hidden=hidden: None if each == hidden else each
+        ) as recorder:
             model(x).sum().backward()
             recorder.gradients()
             optimizer.zero_grad()
@@ -434,7 +459,9 @@ def test_tensors_of_one_side_are_told(tmp_path):
     (finding, *_) = compared(tmp_path / "nothing", tmp_path / "nothing").findings
     assert (finding.rule, finding.severity) == ("nothing-compared", "error")
     lines = (tmp_path / "other" / "rank-0.jsonl").read_text().splitlines()
-    (tmp_path / "other" / "rank-0.jsonl").write_text("\n".join(line for line in lines if '"gradient","0.bias"' not in line) + "\n")
+    (tmp_path / "other" / "rank-0.jsonl").write_text(
+        "\n".join(line for line in lines if '"gradient","0.bias"' not in line) + "\n"
+    )
     first = compared(tmp_path / "other", tmp_path / "one").report["first_divergence"]
     assert (first["tensor"], first["problem"], first["class"]) == ("0.bias", "missing", "missing")
 

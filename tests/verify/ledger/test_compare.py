@@ -39,7 +39,10 @@ def full(name: str) -> torch.Tensor:
 
 
 def write(
-    writer: LedgerWriter, tp_rank: int, tp: int, spoil: Callable[[Key, torch.Tensor], torch.Tensor] = lambda key, tensor: tensor
+    writer: LedgerWriter,
+    tp_rank: int,
+    tp: int,
+    spoil: Callable[[Key, torch.Tensor], torch.Tensor] = lambda key, tensor: tensor,
 ) -> None:
     """What a trainer would report in one step; `spoil` changes tensors on the way."""
     for block in BLOCKS:
@@ -62,14 +65,21 @@ def write(
 
 
 def run_with(
-    spoiled: dict[int, dict[Key, Callable[[torch.Tensor], torch.Tensor]]], tmp_path: Path | None = None, tp: int = 2, replicas: int = 1
+    spoiled: dict[int, dict[Key, Callable[[torch.Tensor], torch.Tensor]]],
+    tmp_path: Path | None = None,
+    tp: int = 2,
+    replicas: int = 1,
 ) -> RunLedger:
     writers = []
     for rank in range(tp * replicas):
         faults = spoiled.get(rank, {})
-        captured = frozenset(key for rank_faults in spoiled.values() for key in rank_faults) if tmp_path else frozenset()
+        captured = (
+            frozenset(key for rank_faults in spoiled.values() for key in rank_faults) if tmp_path else frozenset()
+        )
         writer = LedgerWriter(rank, SHAPES, captured, tmp_path)
-        write(writer, rank % tp, tp, lambda key, tensor, faults=faults: faults[key](tensor) if key in faults else tensor)
+        write(
+            writer, rank % tp, tp, lambda key, tensor, faults=faults: faults[key](tensor) if key in faults else tensor
+        )
         writers.append(writer)
     return RunLedger.merge(writer.finish() for writer in writers)
 
@@ -140,7 +150,10 @@ def test_a_second_run_with_the_right_bits_leaves_no_rank_to_blame(tmp_path: Path
     key = Key(0, GRADIENT, DOWN)
     (found,) = compare(reference(), run_with({1: {key: lambda tensor: -tensor}}), MODEL)
     assert (
-        explain(found, reference(frozenset({key}), tmp_path / "reference"), run_with({0: {key: lambda t: t}}, tmp_path)).global_ranks == ()
+        explain(
+            found, reference(frozenset({key}), tmp_path / "reference"), run_with({0: {key: lambda t: t}}, tmp_path)
+        ).global_ranks
+        == ()
     )
 
 

@@ -35,7 +35,10 @@ def test_each_sample_of_a_microbatch_is_a_tensor_of_its_own() -> None:
     writer = LedgerWriter(0, {})
     writer.begin_step(5)
     writer.activation("layers.0.mlp", Samples(6, torch.zeros(2, 3)), (slice(0, 3),), hidden)
-    assert [key for key, _ in writer.finish().entries] == [Key(5, ACTIVATION, "layers.0.mlp", 6), Key(5, ACTIVATION, "layers.0.mlp", 7)]
+    assert [key for key, _ in writer.finish().entries] == [
+        Key(5, ACTIVATION, "layers.0.mlp", 6),
+        Key(5, ACTIVATION, "layers.0.mlp", 7),
+    ]
     assert writer.finish().entries[1][1].digest == digest(hidden[1].numpy())
 
 
@@ -87,7 +90,11 @@ def test_both_moments_are_tensors_and_scalars_keep_their_value() -> None:
 
 
 def test_tensors_kept_in_one_file_are_told_apart(tmp_path: Path) -> None:
-    first, second, number = np.arange(6, dtype=np.float32).reshape(2, 3).T, np.ones(0, np.float32), np.asarray(2.5, np.float32)
+    first, second, number = (
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        np.ones(0, np.float32),
+        np.asarray(2.5, np.float32),
+    )
     kept = [keep_values(tmp_path / "values", each) for each in (first, second, number)]
     for each, values in zip(kept, (first, second, number), strict=True):
         assert each.load().shape == values.shape and np.array_equal(each.load(), values)

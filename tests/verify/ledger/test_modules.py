@@ -23,7 +23,12 @@ from shardproof.verify.mutations import parse_fault
 from shardproof.verify.schedule.modules import HALTS, halts, prove_modules, ways
 
 EXAMPLE = EXAMPLES / "encoder_decoder.toml"
-JOINING = modular(module("slow", tp=2, pp=2), module("fast", dp=1), module("last", ["slow", "fast"], tp=3, model="tiny-moe"), samples=5)
+JOINING = modular(
+    module("slow", tp=2, pp=2),
+    module("fast", dp=1),
+    module("last", ["slow", "fast"], tp=3, model="tiny-moe"),
+    samples=5,
+)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
@@ -45,7 +50,9 @@ def rearranged(schedule: Schedule, stage: int, first: str, second: str) -> Sched
     rows = [[str(action) for action in row] for row in schedule.rows()]
     one, other = rows[stage].index(first), rows[stage].index(second)
     rows[stage][one], rows[stage][other] = second, first
-    return Schedule.from_rows(schedule.name, schedule.placement, [[Action.from_str(token) for token in row] for row in rows])
+    return Schedule.from_rows(
+        schedule.name, schedule.placement, [[Action.from_str(token) for token in row] for row in rows]
+    )
 
 
 def test_ranks_that_wait_for_each_other_where_branches_join_are_found() -> None:
@@ -62,7 +69,9 @@ def test_the_first_divergence_is_told_by_module_and_rank() -> None:
     pieces = {key: tuple(Piece(rank, (2, 4), ((0, 2), (0, 4)), ()) for rank in (5, 6, 7))}
     (finding,) = describe(JOINING, RunLedger(pieces), [difference])
     assert finding.where == "step 2, rank 6, 3F3, last.layers.0.output of sample 3"
-    assert finding.hint == "Replicas on ranks 5, 7 are right: look at the tensor-parallel reduction of last.layers.0.output on rank 6."
+    assert finding.hint == (
+        "Replicas on ranks 5, 7 are right: look at the tensor-parallel reduction of last.layers.0.output on rank 6."
+    )
     key = Key(0, GRADIENT, "slow.layers.1.mlp.up.weight")
     (finding,) = describe(JOINING, RunLedger({key: ()}), [Difference(key, "incomplete", (3,))])
     assert "rank 3, 1REDUCE_GRAD, gradient slow.layers.1.mlp.up.weight" in finding.where
@@ -89,4 +98,8 @@ def test_a_plan_in_fast_numerics_is_proved_in_exact_ones() -> None:
     plan = modular(module("a", tp=2), module("b", ["a"]), samples=2, mode="fast")
     plan = replace(plan, numerics=Numerics("fast"))
     proof = prove(plan, transport="memory", steps=1)
-    assert proof.ok and "numerics.mode fast -> exact" in proof.text() and "against one device for each of 2 modules" in proof.text()
+    assert (
+        proof.ok
+        and "numerics.mode fast -> exact" in proof.text()
+        and ("against one device for each of 2 modules") in proof.text()
+    )

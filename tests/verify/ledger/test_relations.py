@@ -46,7 +46,9 @@ def by_values(right: np.ndarray, wrong: np.ndarray, around: Around | None = None
         (lambda x: x / np.float32(0), "not finite"),
     ],
 )
-def test_the_relation_of_two_tensors_is_known(related: Callable, change: Callable[[np.ndarray], np.ndarray], kind: str) -> None:
+def test_the_relation_of_two_tensors_is_known(
+    related: Callable, change: Callable[[np.ndarray], np.ndarray], kind: str
+) -> None:
     with np.errstate(all="ignore"):
         assert related(RIGHT, change(RIGHT)).kind == kind
 
@@ -57,7 +59,9 @@ def test_every_ratio_up_to_64_is_found_in_its_lowest_terms(top: int, bottom: int
     right = np.random.default_rng(seed).normal(size=(3, 5, 6)).astype(np.float32)
     wrong = (right * np.float32(float(ratio))).astype(np.float32)
     for found in (by_summaries(right, wrong), by_values(right, wrong)) if ratio != 1 else ():
-        assert found.kind == ("doubled" if ratio == 2 else "scaled") and found.words == f"the right values times {ratio}"
+        assert found.kind == ("doubled" if ratio == 2 else "scaled") and found.words == (
+            f"the right values times {ratio}"
+        )
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.5, 2.0))
@@ -72,11 +76,17 @@ def test_other_values_are_never_called_a_multiple_or_moved(seed: int, size: floa
     ("change", "kind", "words"),
     [
         (lambda x: x[4:8].fill(0), "missing", "all zero, in 200 of 2,000 elements: [4:8, 0:50]"),
-        (lambda x: x[:, 5:].__imul__(2), "doubled", "the right values times 2, in 1,800 of 2,000 elements: [0:40, 5:50]"),
+        (
+            lambda x: x[:, 5:].__imul__(2),
+            "doubled",
+            ("the right values times 2, in 1,800 of 2,000 elements: [0:40, 5:50]"),
+        ),
         (lambda x: x.__setitem__([0, 3], x[[3, 0]]), "permuted", "[0:4, 0:50]"),
     ],
 )
-def test_a_part_that_is_wrong_is_related_by_itself(change: Callable[[np.ndarray], object], kind: str, words: str) -> None:
+def test_a_part_that_is_wrong_is_related_by_itself(
+    change: Callable[[np.ndarray], object], kind: str, words: str
+) -> None:
     wrong = RIGHT.copy()
     change(wrong)
     found = by_values(RIGHT, wrong)
@@ -115,7 +125,10 @@ def test_counts_that_are_equal_by_chance_are_not_called_permuted(related: Callab
     found = related(biases, dropped)
     assert found.kind == "other values"
     assert related is by_summaries or "whole multiples of 0.001, as counts give" in found.words
-    assert related(biases, dropped, Around(others={summarize(dropped).digest: "layers.1.mlp.router.expert_bias"})).kind == "other values"
+    assert (
+        related(biases, dropped, Around(others={summarize(dropped).digest: "layers.1.mlp.router.expert_bias"})).kind
+        == "other values"
+    )
 
 
 def test_many_counts_in_other_places_are_no_chance() -> None:
@@ -135,7 +148,12 @@ def test_a_part_that_is_old_is_named_with_the_rank_that_keeps_it() -> None:
     old = np.random.default_rng(1).normal(size=RIGHT.shape).astype(np.float32)
     wrong = RIGHT.copy()
     wrong[10:20] = old[10:20]
-    shards = {0: [((0, 10), (0, 50))], 1: [((10, 15), (0, 50)), ((15, 20), (0, 50))], 2: [((20, 40), (0, 50))], 4: [((10, 20), (0, 50))]}
+    shards = {
+        0: [((0, 10), (0, 50))],
+        1: [((10, 15), (0, 50)), ((15, 20), (0, 50))],
+        2: [((20, 40), (0, 50))],
+        4: [((10, 20), (0, 50))],
+    }
     known = (Known("stale", "those of step 3", old, full_region(RIGHT.shape)),)
     found = by_values(RIGHT, wrong, Around(known=known, shards=shards))
     assert (found.kind, found.words) == (
@@ -148,5 +166,7 @@ def test_a_part_that_is_old_is_named_with_the_rank_that_keeps_it() -> None:
 def test_every_kind_is_in_the_documentation_with_a_place_to_look() -> None:
     assert set(HINTS) == set(get_args(Class))
     table = (ROOT / "docs" / "verification.md").read_text().partition("### Kinds of difference")[2]
-    rows = "".join(line.split("|")[1] for line in table.partition("Where several")[0].splitlines() if line.startswith("| `"))
+    rows = "".join(
+        line.split("|")[1] for line in table.partition("Where several")[0].splitlines() if line.startswith("| `")
+    )
     assert {kind for kind in get_args(Class) if f"`{kind}`" in rows} == set(get_args(Class))

@@ -25,7 +25,9 @@ def equal(one: Summary, other: Summary) -> bool:
 
 
 @given(st.integers(0, 7), st.integers(0, 40), st.data())
-def test_summaries_of_a_grid_of_pieces_add_up_and_are_those_of_numpy(rows: int, columns: int, data: st.DataObject) -> None:
+def test_summaries_of_a_grid_of_pieces_add_up_and_are_those_of_numpy(
+    rows: int, columns: int, data: st.DataObject
+) -> None:
     whole = values(rows, columns)
     row_cuts = [0, *sorted(data.draw(st.lists(st.integers(0, rows), max_size=3))), rows]
     column_cuts = [0, *sorted(data.draw(st.lists(st.integers(0, columns), max_size=3))), columns]
@@ -37,7 +39,9 @@ def test_summaries_of_a_grid_of_pieces_add_up_and_are_those_of_numpy(rows: int, 
 
 
 @given(st.integers(1, 80), st.integers(1, 1100), st.data())
-def test_a_matrix_that_lies_by_columns_has_the_summary_of_its_copy(rows: int, columns: int, data: st.DataObject) -> None:
+def test_a_matrix_that_lies_by_columns_has_the_summary_of_its_copy(
+    rows: int, columns: int, data: st.DataObject
+) -> None:
     top, left = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     shape, region = (rows + 4, columns + 4), ((top, top + rows), (left, left + columns))
     by_columns = values(columns, rows).T
@@ -74,7 +78,11 @@ def test_signs_of_equal_numbers_do_not_cancel_in_tensors_of_up_to_4096_elements_
 
     whole = [share(eights[:count], 8 * count) for count in range(1, 513)]
     assert min(whole) > 0.7 and max(whole) < 1.3
-    parts = [share(eights[at : at + width], 8 * width) for width in (2, 3, 4, 6, 8, 16) for at in range(0, 512 - width + 1, width)]
+    parts = [
+        share(eights[at : at + width], 8 * width)
+        for width in (2, 3, 4, 6, 8, 16)
+        for at in range(0, 512 - width + 1, width)
+    ]
     assert min(parts) > 0.4
 
 
@@ -86,4 +94,6 @@ def test_a_distance_is_at_least_what_the_largest_magnitudes_differ_by() -> None:
 def test_a_nan_is_the_largest() -> None:
     broken = values(5)
     broken[2] = np.nan
-    assert np.isnan(summarize(broken).largest) and np.isnan(add_summaries([summarize(values(3)), summarize(broken)]).largest)
+    assert np.isnan(summarize(broken).largest) and np.isnan(
+        add_summaries([summarize(values(3)), summarize(broken)]).largest
+    )

@@ -1,4 +1,5 @@
-"""What a run has twice is compared with itself: weights that were gathered, and activations that were computed again."""
+"""What a run has twice is compared with itself: weights that were gathered, and activations
+that were computed again."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def values(seed: int, *shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-def gathering(stale: int | None = None, step: int = 1, capture: frozenset[Key] = frozenset(), folder: Path | None = None) -> RunLedger:
+def gathering(
+    stale: int | None = None, step: int = 1, capture: frozenset[Key] = frozenset(), folder: Path | None = None
+) -> RunLedger:
     """Two copies that bring halves of a norm's weight together; `stale` gets the other's half of a step before."""
     writers = [LedgerWriter(rank, SHAPES, capture, folder, step=step) for rank in range(2)]
     for rank, writer in enumerate(writers):
@@ -63,8 +66,15 @@ def computing(again: dict[str, torch.Tensor], order: tuple[str, ...] = ("layers.
         for layer in reversed(order):
             core, mlp = again.get(f"{layer}.attention.core"), again.get(f"{layer}.mlp")
             spoils = rank == 1
-            writer.recomputed(f"{layer}.attention.core", Samples(), None, core if spoils and core is not None else values(rank, 1, 2, 3, 2))
-            writer.recomputed(f"{layer}.mlp", Samples(), (slice(0, 3),), mlp if spoils and mlp is not None else values(7, 1, 3, 4))
+            writer.recomputed(
+                f"{layer}.attention.core",
+                Samples(),
+                None,
+                core if spoils and core is not None else values(rank, 1, 2, 3, 2),
+            )
+            writer.recomputed(
+                f"{layer}.mlp", Samples(), (slice(0, 3),), mlp if spoils and mlp is not None else values(7, 1, 3, 4)
+            )
     return RunLedger.merge(writer.finish() for writer in writers)
 
 
@@ -78,14 +88,25 @@ def test_a_gather_is_no_activation_and_comes_before_all_that_uses_it() -> None:
     wrong, later = gathering(stale=0), Key(1, GRADIENT, DOWN)
     reference = RunLedger({later: gathering().pieces[Key(1, GATHERED, NORM)]})
     assert [each.key.phase for each in compare(reference, wrong, MODEL)] == [GATHERED, GRADIENT]
-    plan = Plan(MODEL, cluster_preset("this-host", 2), Layout(dp=2, zero=3), Batch(2, 1, 3), schedule=ScheduleChoice(max_active_stages=1))
+    plan = Plan(
+        MODEL,
+        cluster_preset("this-host", 2),
+        Layout(dp=2, zero=3),
+        Batch(2, 1, 3),
+        schedule=ScheduleChoice(max_active_stages=1),
+    )
     assert str(action_of(plan, Key(1, GATHERED, NORM), 0)) == "0UNSHARD"
     assert str(action_of(plan, Key(1, RECOMPUTED, "layers.1.mlp", 1), 1)) == "0B0"
 
 
 def test_a_reference_that_has_gathered_is_one_like_any_other() -> None:
     assert compare(gathering(), RunLedger({}), MODEL) == []
-    assert compare(computing({}), RunLedger({k: v for k, v in computing({}).pieces.items() if k.phase != RECOMPUTED}), MODEL) == []
+    assert (
+        compare(
+            computing({}), RunLedger({k: v for k, v in computing({}).pieces.items() if k.phase != RECOMPUTED}), MODEL
+        )
+        == []
+    )
 
 
 def test_what_a_rank_computes_again_is_what_it_was() -> None:

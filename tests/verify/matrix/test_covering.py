@@ -51,15 +51,21 @@ def pairs_of(rows: list[Row]) -> set[tuple[Feature, Feature]]:
     most=st.integers(2, 9),
     candidates=st.integers(1, 4),
 )
-def test_every_pair_that_a_possible_row_has_is_covered_and_no_other(sizes: list[int], most: int, candidates: int) -> None:
+def test_every_pair_that_a_possible_row_has_is_covered_and_no_other(
+    sizes: list[int], most: int, candidates: int
+) -> None:
     factors = {name: tuple(range(size)) for name, size in zip("abcde", sizes, strict=False)}
     space = space_of(factors, most)
     found = cover(space, candidates=candidates)
-    everything = [row for values in product(*factors.values()) if space.admits(row := dict(zip(factors, values, strict=True)))]
+    everything = [
+        row for values in product(*factors.values()) if space.admits(row := dict(zip(factors, values, strict=True)))
+    ]
     assert all(row in everything for row in found.rows)
     assert pairs_of(list(found.rows)) == pairs_of(everything) == set(found.covered)
     possible = {feature for row in everything for feature in row.items()}
-    assert {feature for feature, _ in found.impossible} == {(name, v) for name, values in factors.items() for v in values} - possible
+    assert {feature for feature, _ in found.impossible} == {
+        (name, v) for name, values in factors.items() for v in values
+    } - possible
     left = {pair for pair, _ in found.left}
     assert not left & found.covered and all(feature in possible for pair in left for feature in pair)
 

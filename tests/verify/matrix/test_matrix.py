@@ -1,4 +1,5 @@
-"""The matrix of layouts: what it covers, what it refuses, and 16 of its layouts against one device. `.ci/full` runs all of it."""
+"""The matrix of layouts: what it covers, what it refuses, and 16 of its layouts against one device.
+`.ci/full` runs all of it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NUM_SAMPLES = 16
 
 @cache
 def small() -> list[Row]:
-    """The layouts that eight ranks can run. Finding all takes seconds, which only the worker that runs this file should spend."""
+    """The layouts that eight ranks can run. Finding all takes seconds, which only the worker that runs
+    this file should spend."""
     return [row for row in matrix().rows if num_ranks(row) <= 8]
 
 
@@ -51,15 +53,25 @@ def values_of(name: str) -> set[str | int]:
 def test_at_least_120_layouts_show_every_schedule_degree_precision_and_kind_of_layer() -> None:
     assert len(matrix().rows) >= 120
     assert values_of("schedule") == set(CATALOG)
-    assert values_of("tp") >= {1, 2, 3, 4, 5, 6, 8} and values_of("pp") >= {1, 2, 3, 4, 5, 6, 8} and values_of("dp") >= {1, 2, 3, 4, 5, 6}
+    assert (
+        values_of("tp") >= {1, 2, 3, 4, 5, 6, 8}
+        and values_of("pp") >= {1, 2, 3, 4, 5, 6, 8}
+        and values_of("dp") >= {1, 2, 3, 4, 5, 6}
+    )
     assert values_of("dtype") == {"fp32", "bf16"} and values_of("attention") == {"mha", "gqa", "mla"}
-    assert values_of("mlp") == {"dense", "experts"} and values_of("mtp") == {"no", "yes"} and values_of("dropout") == {"no", "yes"}
+    assert (
+        values_of("mlp") == {"dense", "experts"}
+        and values_of("mtp") == {"no", "yes"}
+        and values_of("dropout") == {"no", "yes"}
+    )
     assert values_of("micro") == {1, 2, 3} and values_of("recompute") == set(FACTORS["recompute"])
 
 
 def test_every_refusal_says_what_would_be_admitted() -> None:
     for _, refusal in refusals():
-        assert all(any(word in problem for word in ("Use ", "Choose ", "Set ", "Leave ")) for problem in refusal.problems), refusal
+        assert all(
+            any(word in problem for word in ("Use ", "Choose ", "Set ", "Leave ")) for problem in refusal.problems
+        ), refusal
     assert len(refusals()) < 10
 
 
@@ -83,9 +95,13 @@ class OtherSeed(References):
         return super().of(replace(job, plan=replace(job.plan, train=replace(job.plan.train, seed=99))))
 
 
-def test_other_bits_fail_and_name_the_first_tensor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_bits_fail_and_name_the_first_tensor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = smallest()
-    only = [option for name in ("problem", "pipeline", "tp", "dp", "cp") for option in ("--only", f"{name}={row[name]}")]
+    only = [
+        option for name in ("problem", "pipeline", "tp", "dp", "cp") for option in ("--only", f"{name}={row[name]}")
+    ]
     monkeypatch.setattr(command, "References", OtherSeed)
     assert main([*only, "--steps", "1", "--jobs", "1"]) == 1
     text = capsys.readouterr().out
@@ -119,6 +135,8 @@ def test_the_list_tells_layouts_coverage_and_refusals(capsys: pytest.CaptureFixt
         ("tp=7", "Use one of 1, 2, 3, 4, 5, 6, 8"),
     ],
 )
-def test_an_axis_or_value_that_no_layout_has_is_refused(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_axis_or_value_that_no_layout_has_is_refused(
+    option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--only", option]) == 2
     assert message in capsys.readouterr().err

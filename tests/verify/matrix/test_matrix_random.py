@@ -1,4 +1,5 @@
-"""Random layouts of random problems, drawn by Hypothesis: each holds on every floor of proof, or is refused with what would be admitted.
+"""Random layouts of random problems, drawn by Hypothesis: each holds on every floor of proof, or is refused
+with what would be admitted.
 
 `RANDOM_LAYOUTS=200` runs so many of them on real ranks; the suite runs a few.
 """
@@ -30,7 +31,8 @@ NUM_RUNS = int(os.environ.get("RANDOM_LAYOUTS", "6"))
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """A problem of the matrix with what else its kind of model can have: norms of heads, experts with losses and a capacity."""
+    """A problem of the matrix with what else its kind of model can have: norms of heads, experts with
+    losses and a capacity."""
     problem = PROBLEMS[draw(st.sampled_from(sorted(PROBLEMS)))]
     model: dict[str, Any] = dict(problem.model)
     train: dict[str, Any] = dict(problem.train)
@@ -87,7 +89,9 @@ def tokens(draw: st.DrawFn, cp: int) -> Tokens:
     if cp == 1 or draw(st.integers(0, 9)) == 0:
         return Tokens(draw(st.integers(6, 20)), draw(st.integers(2, 9)), block)
     return Tokens(
-        2 * cp * block * draw(st.sampled_from((1, 2))), block, draw(st.sampled_from([n for n in range(1, block + 1) if block % n == 0]))
+        2 * cp * block * draw(st.sampled_from((1, 2))),
+        block,
+        draw(st.sampled_from([n for n in range(1, block + 1) if block % n == 0])),
     )
 
 
@@ -123,7 +127,9 @@ ADVICE = ("Use ", "Choose ", "Set ", "Leave ", "Give ", "Add ", "Write ")
 
 @settings(max_examples=NUM_RUNS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=problems().flatmap(plans), seed=st.integers(0, 9))
-def test_a_random_layout_has_the_bits_of_one_device_or_is_refused_with_advice(plan: Plan | PlanError, seed: int) -> None:
+def test_a_random_layout_has_the_bits_of_one_device_or_is_refused_with_advice(
+    plan: Plan | PlanError, seed: int
+) -> None:
     problems = plan.problems if isinstance(plan, PlanError) else unsupported(plan)
     event("refused" if problems else "run")
     assert all(any(word in problem for word in ADVICE) for problem in problems), problems

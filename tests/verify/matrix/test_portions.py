@@ -25,7 +25,9 @@ KNOWN = {axis: {value for values in kinds.values() for value in values} for axis
 
 def met(rows: Sequence[Row]) -> set[frozenset[tuple[str, str | int]]]:
     """The pairs of kinds in rows, one after the other."""
-    return {frozenset((kind_of(a), kind_of(b))) for row in rows for a, b in product(features(row), repeat=2) if a[0] != b[0]}
+    return {
+        frozenset((kind_of(a), kind_of(b))) for row in rows for a, b in product(features(row), repeat=2) if a[0] != b[0]
+    }
 
 
 def test_the_sample_is_of_the_matrix_and_every_pair_of_kinds_meets_in_it() -> None:
@@ -37,7 +39,9 @@ def test_the_sample_is_of_the_matrix_and_every_pair_of_kinds_meets_in_it() -> No
 
 
 def test_every_value_of_an_axis_with_kinds_has_one_kind() -> None:
-    values = {axis: {value for row in covering().rows for name, value in features(row) if name == axis} for axis in KINDS}
+    values = {
+        axis: {value for row in covering().rows for name, value in features(row) if name == axis} for axis in KINDS
+    }
     assert values == KNOWN
     assert sum(map(len, FAMILIES.values())) == len(values["schedule"])
 
@@ -66,9 +70,13 @@ def test_the_sample_of_mutants_shows_every_class_phase_scenario_and_subject() ->
     sample = chosen(None, sampled=True)
     assert len(sample) <= 25 and set(sample) <= set(MUTANTS)
     assert {each.scenario for each in sample} == {each.scenario for each in MUTANTS}
-    assert {subject for subject, table in zip(SUBJECTS, TABLES, strict=True) if not {*table.MUTANTS} & {*sample}} == set()
+    assert {
+        subject for subject, table in zip(SUBJECTS, TABLES, strict=True) if not {*table.MUTANTS} & {*sample}
+    } == set()
     for seen in (lambda each: each.expected.phase, lambda each: each.expected.kinds[0]):
-        of_all, of_sample = ({seen(each) for each in some if not isinstance(each.expected, Stops)} for some in (MUTANTS, sample))
+        of_all, of_sample = (
+            {seen(each) for each in some if not isinstance(each.expected, Stops)} for some in (MUTANTS, sample)
+        )
         assert of_sample == of_all
     assert any(isinstance(each.expected, Stops) for each in sample)
 

@@ -1,4 +1,5 @@
-"""Mutants of the backend whose first cause is easily misnamed: each is placed, classed, and told in the words that help."""
+"""Mutants of the backend whose first cause is easily misnamed: each is placed, classed, and
+told in the words that help."""
 
 from __future__ import annotations
 
@@ -10,14 +11,22 @@ WORDS = {
     "XX60": "bit flip: one bit of 1 element flipped (bit 9 of fp32, at [0, 7]).",
     "XX61": "other values: off by 1.0e+00 of their norm; the right and the wrong ones are whole multiples of 0.001",
     "XX62": "stale: those of step 1, in the shard of rank 1, in 2,072 of 6,216 elements: [86:173, 0:24].",
-    "XX63": "local mean: the whole sum is divided by the 26 tokens of the part of dp rank 0 (samples 0-1), and not by all 51.",
+    "XX63": (
+        "local mean: the whole sum is divided by the 26 tokens of the part of dp rank 0 (samples 0-1), and not "
+        "by all 51."
+    ),
     "XX63-b": "local mean: the mean of 2 means, each over its own number of tokens, 26 of the part of dp rank 0",
     "XX64": "scaled: the right values times 1/2, as tp is.",
     "XX64-c": "scaled: the right values times 1/2, as tp is.",
-    "XX65": "1UNSHARD, gathered weight layers.1.mlp.up.weight: stale: those of step 1, in the shard of rank 4, in 640 of 2,304",
+    "XX65": (
+        "1UNSHARD, gathered weight layers.1.mlp.up.weight: stale: those of step 1, in the shard of rank 4, in "
+        "640 of 2,304"
+    ),
     "XX66": "0B0, recomputed activation layers.1.attention.core of sample 0: scaled: the right values times 7/10.",
     "XX66-b": "0B0, recomputed activation layers.1.mlp of sample 0: doubled: the right values times 2",
-    "XX66-c": "0B0, recomputed activation layers.1.attention.norm of sample 0: permuted: the right values in other places.",
+    "XX66-c": (
+        "0B0, recomputed activation layers.1.attention.norm of sample 0: permuted: the right values in other places."
+    ),
 }
 
 

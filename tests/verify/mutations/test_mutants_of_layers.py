@@ -1,4 +1,5 @@
-"""Bugs inside of layers, on 3 and 5 tensor-parallel ranks: where they are found, what they are called, and on which ranks."""
+"""Bugs inside of layers, on 3 and 5 tensor-parallel ranks: where they are found, what they are
+called, and on which ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +9,23 @@ from shardproof.verify.mutations.catalog import MUTANTS
 from shardproof.verify.mutations.run import Score, judge_mutants
 
 LAYER_SIDE = (
-    *("MR01", "MR02", "MR04", "MR05", "MR06", "MR07", "MR09", "MR10", "MR12", "MR14", "MR18", "MR19", "MR20", "MR21", "MR23"),
+    *(
+        "MR01",
+        "MR02",
+        "MR04",
+        "MR05",
+        "MR06",
+        "MR07",
+        "MR09",
+        "MR10",
+        "MR12",
+        "MR14",
+        "MR18",
+        "MR19",
+        "MR20",
+        "MR21",
+        "MR23",
+    ),
     *("MX01", "MX02", "MX04", "MX05", "MX06", "RN02", "RN03", "RN04", "RN05", "RN07"),
     *("LY01", "LY02", "LY03", "LY04", "LY05", "PR01", "PR03", "PR05", "PR06", "PD01", "PD02"),
 )

@@ -1,5 +1,5 @@
-"""What mutants are judged in: a resumed run has the ledger of one that was not interrupted, an export reads back as it was trained, and
-nothing that was broken stays so."""
+"""What mutants are judged in: a resumed run has the ledger of one that was not interrupted, an export reads back as it
+was trained, and nothing that was broken stays so."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def run(plan: Plan, scenario: Callable | None = None, steps: int = 2) -> dict:
 
 @pytest.mark.parametrize(
     ("plan", "layout"),
-    [(tiny(tp=3, dp=2, samples=6, zero=1), Layout(dp=3, pp=2)), (tiny(dp=2, ep=2, model=EXPERTS, dtype="bf16"), Layout(tp=2))],
+    [
+        (tiny(tp=3, dp=2, samples=6, zero=1), Layout(dp=3, pp=2)),
+        (tiny(dp=2, ep=2, model=EXPERTS, dtype="bf16"), Layout(tp=2)),
+    ],
     ids=["tp3-zero1-to-pp2", "experts-bf16-to-tp2"],
 )
 def test_a_run_resumed_in_another_layout_goes_on_from_the_ledger_of_one_device(plan: Plan, layout: Layout) -> None:

@@ -1,4 +1,5 @@
-"""The mutation score: what is counted when a bug is seen, seen in the wrong place, or not seen, and when nothing is broken."""
+"""The mutation score: what is counted when a bug is seen, seen in the wrong place, or not seen, and
+when nothing is broken."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def other_data_on_several_ranks(transport: Any, job: ProofJob) -> RankLedger:
 
 
 def mutant(breaks: Any, expected: Expected | Stops, **fields: Any) -> Mutant:
-    return Mutant("X1-b", "a bug", "nobody/nothing#1", lambda: tiny(dp=3, samples=3), breaks, expected, steps=1, **fields)
+    return Mutant(
+        "X1-b", "a bug", "nobody/nothing#1", lambda: tiny(dp=3, samples=3), breaks, expected, steps=1, **fields
+    )
 
 
 class Owner:
@@ -165,8 +168,18 @@ def test_a_mutant_that_changes_nothing_is_missed_and_one_that_stops_is_located_b
     stops = Stops(r"rank 1 failed.*out of ideas", ranks=(1,))
     score = judge_mutants([mutant(nothing, EXPECTED), mutant(stops_rank_1, stops), mutant(stops_rank_1, EXPECTED)])
     report = report_of(score)
-    counts = {name: report[name] for name in ("ok", "injected", "caught", "located", "false_alarms", "missed", "clean_runs")}
-    assert counts == {"ok": False, "injected": 3, "caught": 2, "located": 1, "false_alarms": 0, "missed": 1, "clean_runs": 1}
+    counts = {
+        name: report[name] for name in ("ok", "injected", "caught", "located", "false_alarms", "missed", "clean_runs")
+    }
+    assert counts == {
+        "ok": False,
+        "injected": 3,
+        "caught": 2,
+        "located": 1,
+        "false_alarms": 0,
+        "missed": 1,
+        "clean_runs": 1,
+    }
     assert report["practice"] == {"loss_of_step_1": 2, "allclose_of_step_1": 2}
     assert [finding["rule"] for finding in report["findings"]] == ["mutant-missed"]
     assert "MISSED" in text_of(report)
@@ -186,7 +199,10 @@ def test_an_error_of_the_verifier_loses_the_score_of_one_mutant_alone(monkeypatc
     monkeypatch.setattr(run, "divergence", divergence)
     broken = mutant(multiplies_the_norm, EXPECTED)
     report = report_of(judge_mutants([broken, mutant(stops_rank_1, Stops("out of ideas", ranks=(1,)))]))
-    assert [(row["caught"], row["located"], row["failed"]) for row in report["mutants"]] == [(False, False, True), (True, True, False)]
+    assert [(row["caught"], row["located"], row["failed"]) for row in report["mutants"]] == [
+        (False, False, True),
+        (True, True, False),
+    ]
     assert (report["ok"], report["missed"], report["caught"]) == (False, 1, 1)
     (finding,) = report["findings"]
     assert finding["rule"] == "verifier-failed" and "KeyError: 'layers.0.mlp'" in finding["what"]
@@ -199,11 +215,19 @@ def test_stops_need_the_words_and_the_rank() -> None:
     assert not Stops("0STEP", (1,)).is_placed(failure) and not Stops("0F1", (2,)).is_placed(failure)
 
 
-def test_what_goes_wrong_between_copies_is_located_and_the_loss_of_step_1_does_not_see_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_goes_wrong_between_copies_is_located_and_the_loss_of_step_1_does_not_see_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["verify", "--mutations", "--only", "AL10, AL12, XX07", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [row["id"] for row in report["mutants"] if not row["located"]] == []
-    assert (report["injected"], report["caught"], report["located"], report["missed"], report["false_alarms"]) == (3, 3, 3, 0, 0)
+    assert (report["injected"], report["caught"], report["located"], report["missed"], report["false_alarms"]) == (
+        3,
+        3,
+        3,
+        0,
+        0,
+    )
     assert report["practice"]["loss_of_step_1"] == 0
     classes = {row["id"]: row["first_divergence"]["class"] for row in report["mutants"]}
     assert classes == {"AL10": "missing", "AL12": "order only", "XX07": "scaled"}
@@ -231,4 +255,6 @@ def test_every_mutant_has_its_own_name_and_no_bug_is_both_here_and_not() -> None
 
 def test_plans_of_mutants_are_exact_and_clip() -> None:
     plans = {each.id: each.plan() for each in MUTANTS}
-    assert [name for name, plan in plans.items() if plan.numerics.mode != "exact" or plan.optimizer.clip_grad_norm <= 0] == []
+    assert [
+        name for name, plan in plans.items() if plan.numerics.mode != "exact" or plan.optimizer.clip_grad_norm <= 0
+    ] == []

@@ -1,4 +1,5 @@
-"""Random faults at random places of random layouts: each is found, at the tensor that it changes first; and without one nothing is."""
+"""Random faults at random places of random layouts: each is found, at the tensor that it changes first; and
+without one nothing is."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @dataclass
 class Fault:
-    """A fault of one rank in a step, at a `place` among those that the rank has. What it did is entered in `changed`."""
+    """A fault of one rank in a step, at a `place` among those that the rank has. What it did is
+    entered in `changed`."""
 
     plan: Plan = field(repr=False)
     global_rank: int
@@ -102,7 +104,9 @@ def scales_a_gradient(fault: Fault, patches: Patches) -> None:
 def drops_a_message(fault: Fault, patches: Patches) -> None:
     calls = itertools.count()
     own, stages = fault.plan.layout.coordinates(fault.global_rank)["pp"], fault.plan.layout.pp
-    messages = fault.plan.microbatches_of(fault.plan.layout.coordinates(fault.global_rank)["dp"]) * (2 if 0 < own < stages - 1 else 1)
+    messages = fault.plan.microbatches_of(fault.plan.layout.coordinates(fault.global_rank)["dp"]) * (
+        2 if 0 < own < stages - 1 else 1
+    )
 
     def make(receive: Callable[..., Any]) -> Callable[..., Any]:
         def received(channel: Channel, *given: Any) -> Any:
@@ -138,7 +142,9 @@ def keeps_an_old_parameter(fault: Fault, patches: Patches) -> None:
             before = [one.tensor.clone() for one in optimizer.held]
             step(optimizer, *given)
             if fault.strikes():
-                moved = [place for place, one in enumerate(optimizer.held) if not torch.equal(one.tensor, before[place])]
+                moved = [
+                    place for place, one in enumerate(optimizer.held) if not torch.equal(one.tensor, before[place])
+                ]
                 place = moved[fault.place % len(moved)]
                 fault.changed = optimizer.held[place].name
                 optimizer.held[place].tensor.copy_(before[place])
@@ -154,7 +160,9 @@ def skips_a_microbatch(fault: Fault, patches: Patches) -> None:
 
     def nothing(contribution: Any) -> Any:
         if isinstance(contribution, OpenSums):
-            return replace(contribution, samples=[[torch.zeros_like(node) for node in sample] for sample in contribution.samples])
+            return replace(
+                contribution, samples=[[torch.zeros_like(node) for node in sample] for sample in contribution.samples]
+            )
         return [torch.zeros_like(each) for each in contribution]
 
     def make(add: Callable[..., None]) -> Callable[..., None]:
@@ -197,8 +205,8 @@ def breaks_of(plan: Plan) -> list[Breaks]:
 
 
 def is_where_it_broke(breaks: Breaks, fault: Fault, first: Difference) -> bool:
-    """Whether the first difference is the tensor that a fault changes first, on its rank: among others that hold parts of it, which are
-    told apart when values are looked at."""
+    """Whether the first difference is the tensor that a fault changes first, on its rank: among others that hold parts
+    of it, which are told apart when values are looked at."""
     if breaks is swaps_the_data_of_two_ranks:
         return (first.key.phase, first.key.tensor) == (ACTIVATION, "embedding.output")
     if breaks is skips_a_microbatch:
@@ -211,7 +219,8 @@ def is_where_it_broke(breaks: Breaks, fault: Fault, first: Difference) -> bool:
 
 
 def run(job: ProofJob) -> RunLedger:
-    """What the ranks of a job compute as threads of this process, all on one core: on several they only wake each other."""
+    """What the ranks of a job compute as threads of this process, all on one core: on several they
+    only wake each other."""
     job = replace(job, core=min(os.sched_getaffinity(0)))
     return RunLedger.merge(run_threads(MemoryWorld(job.plan.world_size, timeout_s=60), prove_rank, job))
 
@@ -222,9 +231,16 @@ def reference(one: str, steps: int) -> RunLedger:
     return run(ProofJob(Plan.from_toml(one), steps))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 @given(plan=plans(), steps=st.sampled_from((1, 1, 2)), data=st.data())
-def test_a_random_fault_is_found_where_it_is_and_a_right_run_has_no_finding(plan: Plan, steps: int, data: st.DataObject) -> None:
+def test_a_random_fault_is_found_where_it_is_and_a_right_run_has_no_finding(
+    plan: Plan, steps: int, data: st.DataObject
+) -> None:
     right = reference(one_device(plan).to_toml(), steps)
     assert compare(right, run(ProofJob(plan, steps)), plan.model) == [], plan.to_toml()
     breaks = data.draw(st.sampled_from(breaks_of(plan)))
@@ -244,4 +260,6 @@ def test_a_random_fault_is_found_where_it_is_and_a_right_run_has_no_finding(plan
     differences = compare(right, run(ProofJob(plan, steps, around=Broken(broken))), plan.model)
     assert differences, f"{breaks.__name__} was not seen: {fault}\n{plan.layout}"
     first = differences[0]
-    assert first.key.step == fault.step and is_where_it_broke(breaks, fault, first), f"{breaks.__name__}: {fault}\n{first}\n{plan.layout}"
+    assert first.key.step == fault.step and is_where_it_broke(breaks, fault, first), (
+        f"{breaks.__name__}: {fault}\n{first}\n{plan.layout}"
+    )

@@ -36,7 +36,20 @@ from shardproof.verify.run.bounds import (
 )
 
 GPT = ModelSpec(
-    "gpt", 2, 48, 96, 6, 6, 8, 101, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True
+    "gpt",
+    2,
+    48,
+    96,
+    6,
+    6,
+    8,
+    101,
+    64,
+    activation="gelu",
+    norm="layernorm",
+    position="learned",
+    tied_embeddings=True,
+    bias=True,
 )
 UNIT = UNIT_ROUNDOFF["fp32"]
 
@@ -100,7 +113,8 @@ def test_paths_get_longer_forward_then_backward_and_a_gradient_adds_the_tokens_o
 def test_a_layers_forward_counts_the_inputs_of_every_product() -> None:
     one, two = (StepBounds(plan_of(model=replace(GPT, ffn_hidden_size=ffn))) for ffn in (96, 192))
     key = Key(0, ACTIVATION, "layers.1.output", 0)
-    assert two.roundings(key).terms - one.roundings(key).terms == 2 * (96 + 96)  # the down-projection's terms, and the bias of the up one
+    # the down-projection's terms, and the bias of the up one
+    assert two.roundings(key).terms - one.roundings(key).terms == 2 * (96 + 96)
 
 
 def test_more_ranks_store_more_partial_sums_but_add_up_no_more_terms() -> None:
@@ -113,7 +127,9 @@ def test_state_is_bounded_by_the_gradients_bound_the_norm_and_the_learning_rate(
     plan = plan_of()
     bounds, name = StepBounds(plan), "layers.0.mlp.up.weight"
     largest = {Key(0, GRADIENT, each.name): 0.5 for each in parameters(GPT)} | {Key(0, SCALAR, "grad_norm"): 3.0}
-    largest |= {Key(0, OPTIMIZER, f"{name}.{moment}"): 0.0 for moment in ("exp_avg", "exp_avg_sq")} | {Key(0, WEIGHT, name): 2.0}
+    largest |= {Key(0, OPTIMIZER, f"{name}.{moment}"): 0.0 for moment in ("exp_avg", "exp_avg_sq")} | {
+        Key(0, WEIGHT, name): 2.0
+    }
     gradient, norm = (bounds.of(key, largest) for key in (Key(0, GRADIENT, name), Key(0, SCALAR, "grad_norm")))
     change = gradient + 0.5 * norm / 3.0
     assert norm > math.sqrt(48 * 96) * gradient

@@ -74,11 +74,15 @@ RIGHT: Mapping[str, Plan] = {
     "one expert, whose weight is always 1": small(model={**MIXTURE, "experts_per_token": 1}),
     "one expert and losses": small(model={**MIXTURE, "experts_per_token": 1, "router_scores": "sigmoid"}, train=ROUTED),
     "almost no room": small(model={**MIXTURE, "expert_capacity_factor": 0.3}, train={"router_jitter": 0.1, **ROUTED}),
-    "no room, groups, biases": small(model={**MIXTURE, **GROUPS, **DEEPSEEK, "expert_capacity_factor": 0.6}, dtype="bf16"),
+    "no room, groups, biases": small(
+        model={**MIXTURE, **GROUPS, **DEEPSEEK, "expert_capacity_factor": 0.6}, dtype="bf16"
+    ),
     "padding": small(model=MIXTURE, train={"ignore_token": 0, "padded": True, **ROUTED}),
     "heads normed without rotary positions": small(model={**SMALL, **BIASED, "qk_norm": True}),
     "the same in bf16": small(model={**SMALL, **BIASED, "qk_norm": True}, dtype="bf16"),
-    "latent attention with biases": small(model={**MLA, "norm": "layernorm", "bias": True, "activation": "gelu"}, dtype="bf16"),
+    "latent attention with biases": small(
+        model={**MLA, "norm": "layernorm", "bias": True, "activation": "gelu"}, dtype="bf16"
+    ),
     "gradients in bf16": small(dtype="bf16", gradient_dtype="bf16"),
     "fp16": small(model={**MIXTURE, "hidden_dropout": 0.2, "attention_dropout": 0.3}, dtype="fp16"),
     "window": small(model={**SMALL, "sliding_window": 3, "qk_norm": True, "activation": "geglu"}),
@@ -254,7 +258,9 @@ def test_a_gradient_that_both_sides_have_wrong_is_found_and_named(name: str, dty
     plan = small(model=model, dtype=dtype, train=ROUTED if "num_experts" in model else {})
     assert checked(plan).findings == ()
     found = checked(plan, breaks)
-    assert [(each.rule, each.where) for each in found.findings] == [("reference-gradient", f"step 1, one device, gradient {where}")]
+    assert [(each.rule, each.where) for each in found.findings] == [
+        ("reference-gradient", (f"step 1, one device, gradient {where}"))
+    ]
     assert not found.report["ok"]
 
 

@@ -1,5 +1,5 @@
-"""The forward by formulas: held against values worked out by hand, against right runs, and against mistakes that both sides of a proof
-share."""
+"""The forward by formulas: held against values worked out by hand, against right runs, and against mistakes that both
+sides of a proof share."""
 
 from __future__ import annotations
 
@@ -29,8 +29,21 @@ from shardproof.verify.run.reference import checked_ledger
 
 Function = Callable[..., Any]
 
-LATENT = {"kv_lora_rank": 12, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "head_dim": 6}
-EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8, "num_shared_experts": 1, "expert_bias": True}
+LATENT = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "head_dim": 6,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 8,
+    "num_shared_experts": 1,
+    "expert_bias": True,
+}
 GROUPS = {"num_router_groups": 2, "router_groups_per_token": 1, "router_group_scores": "top_two"}
 DEEPSEEK = {**EXPERTS, **GROUPS, "router_scores": "sigmoid"}
 
@@ -58,9 +71,19 @@ def _ranks_are_threads_here(monkeypatch: pytest.MonkeyPatch) -> None:
 # Right runs of what the tests of the reference do not have
 
 RIGHT: Mapping[str, Plan] = {
-    "grouped queries, window, normed heads": plan(model={"num_kv_heads": 2, "sliding_window": 5, "qk_norm": True, "activation": "geglu"}),
+    "grouped queries, window, normed heads": plan(
+        model={"num_kv_heads": 2, "sliding_window": 5, "qk_norm": True, "activation": "geglu"}
+    ),
     "latent attention": plan(model={**LATENT, "norm": "layernorm", "bias": True, "activation": "gelu_tanh"}),
-    "yarn": plan(model={**LATENT, "rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_positions": 6, "rope_mscale_all_dim": 0.8}),
+    "yarn": plan(
+        model={
+            **LATENT,
+            "rope_scaling": "yarn",
+            "rope_factor": 2.0,
+            "rope_original_positions": 6,
+            "rope_mscale_all_dim": 0.8,
+        }
+    ),
     "DeepSeek's router": plan(model={**DEEPSEEK, "activation": "relu_squared"}, dtype="bf16"),
     "packed": plan(train={"packed": True}, model={"position": "learned", "activation": "gelu", "padding_rows": 3}),
     "dropout": plan(model={"hidden_dropout": 0.1, "num_mtp_layers": 1}),
@@ -76,7 +99,11 @@ def test_a_right_forward_has_no_finding(name: str) -> None:
 
 
 def forgets_the_scale(patches: Patches) -> None:
-    patches.replace(F, "scaled_dot_product_attention", lambda original: lambda *given, **named: original(*given, **{**named, "scale": 1.0}))
+    patches.replace(
+        F,
+        "scaled_dot_product_attention",
+        lambda original: lambda *given, **named: original(*given, **{**named, "scale": 1.0}),
+    )
     patches.replace(attention_core, "FusedKernel", lambda original: lambda scale: original(1.0))
 
 
@@ -109,7 +136,11 @@ def forgets_epsilon(patches: Patches) -> None:
 def forgets_the_smoothing(patches: Patches) -> None:
     plain = cross_entropy.PLAIN
     make = cross_entropy.vocab_parallel_cross_entropy
-    patches.replace(cross_entropy, make.__name__, lambda original: lambda *given, **named: original(*given, **{**named, "choice": plain}))
+    patches.replace(
+        cross_entropy,
+        make.__name__,
+        lambda original: lambda *given, **named: original(*given, **{**named, "choice": plain}),
+    )
 
 
 def takes_the_worst_experts(patches: Patches) -> None:
@@ -177,4 +208,9 @@ def test_how_far_a_token_is_off_is_a_share_of_its_norm_and_of_the_usual_one() ->
 def test_sequences_and_names_of_a_plan() -> None:
     assert samples_checked(plan(samples=5)) == [0, 4] and samples_checked(plan(samples=1)) == [0]
     names = activation_names(plan(model={"num_mtp_layers": 1}))
-    assert len(set(names)) == len(names) and {"embedding.output", "layers.2.mlp.norm", "mtp.0.losses", "head.losses"} <= set(names)
+    assert len(set(names)) == len(names) and {
+        "embedding.output",
+        "layers.2.mlp.norm",
+        "mtp.0.losses",
+        "head.losses",
+    } <= set(names)

@@ -1,6 +1,8 @@
-"""The one device of a proof is checked itself: a mistake that both sides make is found under its name, and right runs have no finding.
+"""The one device of a proof is checked itself: a mistake that both sides make is found under its name, and
+right runs have no finding.
 
-The formulas of an update are held against what is computed by hand; runs are those of the real backend, broken where a test says so.
+The formulas of an update are held against what is computed by hand; runs are those of the real backend,
+broken where a test says so.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from shardproof.verify.run.reference import Reference, checked_ledger
 
 STEPS = 2
 SMALL = {"num_layers": 1, "hidden_size": 12, "ffn_hidden_size": 16, "num_heads": 3, "num_kv_heads": 3}
-EXPERTS = {**SMALL, "num_experts": 3, "experts_per_token": 2, "expert_ffn_hidden_size": 8, "num_shared_experts": 1, "expert_bias": True}
+EXPERTS = {
+    **SMALL,
+    "num_experts": 3,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 8,
+    "num_shared_experts": 1,
+    "expert_bias": True,
+}
 
 
 def small(**choices: Any) -> Plan:
@@ -92,7 +101,9 @@ def test_skipped_steps_of_fp16_change_no_weight_and_do_not_count() -> None:
 
 
 def takes_the_larger(patches: Patches) -> None:
-    patches.replace(training_rank, "clip_coefficient", lambda original: lambda norm, max_norm: max(1.0, max_norm / (norm + 1e-6)))
+    patches.replace(
+        training_rank, "clip_coefficient", lambda original: lambda norm, max_norm: max(1.0, max_norm / (norm + 1e-6))
+    )
 
 
 def forgets_bias_correction(patches: Patches) -> None:
@@ -103,7 +114,9 @@ def forgets_bias_correction(patches: Patches) -> None:
 
 
 def decays_everything(patches: Patches) -> None:
-    patches.replace(ShardedAdamW, "_update", lambda original: lambda self, pairs, decay, scale: original(self, pairs, True, scale))
+    patches.replace(
+        ShardedAdamW, "_update", lambda original: lambda self, pairs, decay, scale: original(self, pairs, True, scale)
+    )
 
 
 def updates_twice(patches: Patches) -> None:
@@ -118,11 +131,15 @@ def updates_twice(patches: Patches) -> None:
 
 
 def counts_only_some(patches: Patches) -> None:
-    patches.replace(Totals, "norm", lambda original: lambda self, held, gradients: original(self, held[1:], gradients[1:]))
+    patches.replace(
+        Totals, "norm", lambda original: lambda self, held, gradients: original(self, held[1:], gradients[1:])
+    )
 
 
 def divides_by_all_tokens(patches: Patches) -> None:
-    patches.replace(Totals, "mean_loss", lambda original: lambda self, losses, num_counted: original(self, losses, self._num_tokens))
+    patches.replace(
+        Totals, "mean_loss", lambda original: lambda self, losses, num_counted: original(self, losses, self._num_tokens)
+    )
 
 
 def counts_losses_twice(patches: Patches) -> None:
@@ -144,15 +161,41 @@ def _kept(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def _without_qkv(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [gradient * (not one.name.endswith("qkv.weight")) for one, gradient in zip(rank.optimizer.held, gradients, strict=True)]
+    return [
+        gradient * (not one.name.endswith("qkv.weight"))
+        for one, gradient in zip(rank.optimizer.held, gradients, strict=True)
+    ]
 
 
-UPDATE, GRADIENT = ("reference-update", "step 1, one device, "), ("reference-gradient", f"step {STEPS}, one device, gradient ")
+UPDATE, GRADIENT = (
+    ("reference-update", "step 1, one device, "),
+    ("reference-gradient", (f"step {STEPS}, one device, gradient ")),
+)
 MISTAKES: dict[str, tuple[Callable[[Patches], None], str, str, str]] = {
-    "max for min": (takes_the_larger, *UPDATE[:1], UPDATE[1] + "optimizer state embedding.tokens.weight.exp_avg", "times what is due"),
-    "no bias correction": (forgets_bias_correction, *UPDATE[:1], UPDATE[1] + "weight embedding.tokens.weight", "times what is due"),
-    "norms decay": (decays_everything, *UPDATE[:1], UPDATE[1] + "weight layers.0.attention.norm.weight", "12 of 12 elements"),
-    "twice": (updates_twice, *UPDATE[:1], UPDATE[1] + "optimizer state embedding.tokens.weight.exp_avg", "1.9 times what is due"),
+    "max for min": (
+        takes_the_larger,
+        *UPDATE[:1],
+        UPDATE[1] + ("optimizer state embedding.tokens.weight.exp_avg"),
+        "times what is due",
+    ),
+    "no bias correction": (
+        forgets_bias_correction,
+        *UPDATE[:1],
+        UPDATE[1] + "weight embedding.tokens.weight",
+        "times what is due",
+    ),
+    "norms decay": (
+        decays_everything,
+        *UPDATE[:1],
+        UPDATE[1] + "weight layers.0.attention.norm.weight",
+        "12 of 12 elements",
+    ),
+    "twice": (
+        updates_twice,
+        *UPDATE[:1],
+        UPDATE[1] + ("optimizer state embedding.tokens.weight.exp_avg"),
+        "1.9 times what is due",
+    ),
     "norm of some": (counts_only_some, "reference-norm", "step 1, one device, grad_norm", "times that"),
     "mean over all": (divides_by_all_tokens, "reference-loss", "step 1, one device, loss", "times that"),
     "twice in what is minimised": (
@@ -163,7 +206,12 @@ MISTAKES: dict[str, tuple[Callable[[Patches], None], str, str, str]] = {
     ),
     "undivided": (partial(_finishes, _undivided), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
     "step before": (partial(_finishes, _kept), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
-    "no gradient": (partial(_finishes, _without_qkv), *GRADIENT[:1], GRADIENT[1] + "layers.0.attention.qkv.weight", "gradients say 0"),
+    "no gradient": (
+        partial(_finishes, _without_qkv),
+        *GRADIENT[:1],
+        GRADIENT[1] + "layers.0.attention.qkv.weight",
+        "gradients say 0",
+    ),
 }
 
 
@@ -177,8 +225,12 @@ def test_a_mistake_of_both_sides_is_found_under_its_name(name: str) -> None:
 
 def test_losses_of_later_tokens_that_count_with_another_weight_are_named() -> None:
     found = checked(RIGHT["multi-token prediction"], partial(multiplies_later_losses, factor_of=lambda _: 3.0)).findings
-    assert [(each.rule, each.where) for each in found] == [("reference-gradient", "step 1, one device, activation gradient mtp.0.losses")]
-    assert "counts 0.15 times in what is minimised, and ought to 0.05 times; so it is with 8 of 8 tokens" in found[0].what
+    assert [(each.rule, each.where) for each in found] == [
+        ("reference-gradient", ("step 1, one device, activation gradient mtp.0.losses"))
+    ]
+    assert ("counts 0.15 times in what is minimised, and ought to 0.05 times; so it is with 8 of 8 tokens") in found[
+        0
+    ].what
 
 
 ROUTED = {"router_aux_loss": 0.01, "router_z_loss": 0.001}
@@ -202,7 +254,9 @@ def test_the_gradients_of_routers_follow_from_those_of_their_layers(name: str) -
 
 
 def weights_of_experts_count_more(patches: Patches) -> None:
-    patches.replace(router._WithLosses, "backward", lambda original: lambda ctx, dweights: original(ctx, 1.01 * dweights))
+    patches.replace(
+        router._WithLosses, "backward", lambda original: lambda ctx, dweights: original(ctx, 1.01 * dweights)
+    )
 
 
 def test_a_proof_whose_sides_are_equal_and_wrong_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""The regression of fast numerics on exact ones: closed forms, what rounding does that is no factor, and a factor in every class of
-parameter of the matrix's models, on real runs."""
+"""The regression of fast numerics on exact ones: closed forms, what rounding does that is no factor, and a factor in
+every class of parameter of the matrix's models, on real runs."""
 
 from __future__ import annotations
 
@@ -50,14 +50,18 @@ def scaled(found: Iterable[Coefficient]) -> set[str]:
     return {each.group for each in found if each.share > 1}
 
 
-def noisy(*, factor: float = 1.0, noise: float = 5e-3, name: str = DOWN, shape: tuple[int, ...] = (32, 50), seed: int = 0) -> list[Values]:
+def noisy(
+    *, factor: float = 1.0, noise: float = 5e-3, name: str = DOWN, shape: tuple[int, ...] = (32, 50), seed: int = 0
+) -> list[Values]:
     """A parameter of three layers in three steps, with independent errors."""
     generator, found = np.random.default_rng(seed), []
     for step in range(3):
         for layer in range(3):
             exact = generator.standard_normal(shape).astype(np.float32)
             error = noise * generator.standard_normal(shape)
-            found.append((Key(step, GRADIENT, name.format(layer)), exact, (factor * (exact + error)).astype(np.float32)))
+            found.append(
+                (Key(step, GRADIENT, name.format(layer)), exact, (factor * (exact + error)).astype(np.float32))
+            )
     return found
 
 
@@ -90,20 +94,27 @@ def test_a_tensor_that_one_token_scales_widens_nothing_and_moves_nothing() -> No
     values = noisy()
     key, exact, found = values[4]
     (pooled,) = coefficients(MODEL, [*values[:4], (key, exact, found * np.float32(1.04)), *values[5:]])
-    assert pooled.share < 0.2 and pooled.half_width == pytest.approx(coefficients(MODEL, noisy())[0].half_width, rel=0.1)
+    assert pooled.share < 0.2 and pooled.half_width == pytest.approx(
+        coefficients(MODEL, noisy())[0].half_width, rel=0.1
+    )
 
 
 def test_gradients_of_one_step_that_follow_from_scaled_gradients_of_activations_have_a_wide_interval() -> None:
     values = [each for each in noisy(factor=1.02) if each[0].step == 0]
     assert scaled(coefficients(MODEL, values)) == {"layers.*.mlp.down.weight"}
     upstream = noisy(factor=1.02, noise=1e-3, name="layers.{}.output", seed=1)
-    caused = [(Key(key.step, ACTIVATION_GRADIENT, key.tensor, sample=0), *pair) for key, *pair in upstream if key.step == 0]
+    caused = [
+        (Key(key.step, ACTIVATION_GRADIENT, key.tensor, sample=0), *pair) for key, *pair in upstream if key.step == 0
+    ]
     assert scaled(coefficients(MODEL, [*caused, *values])) == {"layers.*.output"}
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_a_gradient_that_is_rounding_alone_says_nothing(size: float) -> None:
-    values = [(key, exact, other * np.float32(size)) for (key, exact, _), (_, other, _) in zip(noisy(), noisy(seed=1), strict=True)]
+    values = [
+        (key, exact, other * np.float32(size))
+        for (key, exact, _), (_, other, _) in zip(noisy(), noisy(seed=1), strict=True)
+    ]
     (found,) = coefficients(MODEL, values)
     assert found.share < 1 and found.half_width > 1
 
@@ -119,7 +130,9 @@ def test_what_is_zero_in_either_numerics_is_left_to_the_bound() -> None:
 # Rows that are for something else
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("queries", slice(0, 8)), ("keys", slice(8, 12)), ("values", slice(12, 16))])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("queries", slice(0, 8)), ("keys", slice(8, 12)), ("values", slice(12, 16))]
+)
 def test_queries_keys_and_values_are_classes_of_their_own(kind: str, rows: slice) -> None:
     values = noisy(name="layers.{}.attention.qkv.weight", shape=(96, 32))
     for _, _, found in values:
@@ -150,7 +163,13 @@ def test_of_replicas_the_one_that_is_farthest_from_the_reference_counts(tmp_path
         expected[key] = exact
         copies = [found, found * np.float32(1.02), found]
         pieces[key] = tuple(
-            Piece(rank, copy.shape, full_region(copy.shape), summarize(copy), keep_values(tmp_path / f"{rank}.values", copy))
+            Piece(
+                rank,
+                copy.shape,
+                full_region(copy.shape),
+                summarize(copy),
+                keep_values(tmp_path / f"{rank}.values", copy),
+            )
             for rank, copy in enumerate(copies)
         )
     assert scaled(coefficients(MODEL, whole_values(expected, RunLedger(pieces)))) == {"layers.*.mlp.down.weight"}
@@ -193,7 +212,8 @@ def fast_values(plan: Plan, folder: Path, steps: int) -> list[Values]:
 
 
 def is_rounding(group: str) -> bool:
-    """A bias of keys changes all scores of a query alike: without rotary positions its gradient is zero, with them it is nearly so."""
+    """A bias of keys changes all scores of a query alike: without rotary positions its gradient is zero, with
+    them it is nearly so."""
     return group.endswith("qkv.bias (keys)")
 
 
@@ -205,7 +225,11 @@ def test_a_small_factor_is_found_in_every_class_of_parameter(name: str, tmp_path
     assert scaled(right) == set() and max(each.share for each in right) < 0.5
     upstream = [each for each in values if each[0].phase == ACTIVATION_GRADIENT]
     for group in {group_of(each.name): None for each in parameters(plan.model)}:
-        own = [(key, e, f * np.float32(FACTORS[plan.precision.dtype])) for key, e, f in values if group_of(key.tensor) == group]
+        own = [
+            (key, e, f * np.float32(FACTORS[plan.precision.dtype]))
+            for key, e, f in values
+            if group_of(key.tensor) == group
+        ]
         kinds = {each.group: each for each in coefficients(plan.model, [*upstream, *own]) if each.phase == GRADIENT}
         assert kinds and all(each.share > 1 or is_rounding(kind) for kind, each in kinds.items()), kinds
 
@@ -233,7 +257,9 @@ def scales_experts(patches: Patches) -> None:
 
 def scales_the_token_table(patches: Patches) -> None:
     """Sums of rows of the token table are a ten-thousandth too large."""
-    patches.replace(FastNumerics, "embedding_gradient", lambda original: lambda self, *args: original(self, *args) * 1.0001)
+    patches.replace(
+        FastNumerics, "embedding_gradient", lambda original: lambda self, *args: original(self, *args) * 1.0001
+    )
 
 
 @sampled(
@@ -243,7 +269,11 @@ def scales_the_token_table(patches: Patches) -> None:
             "gqa-layernorm",
             Layout(tp=2),
             scales_sums_over_tokens,
-            {f"{norm}.{part}" for norm in ("layers.*.attention.norm", "layers.*.mlp.norm", "head.norm") for part in ("weight", "bias")},
+            {
+                f"{norm}.{part}"
+                for norm in ("layers.*.attention.norm", "layers.*.mlp.norm", "head.norm")
+                for part in ("weight", "bias")
+            },
             1.02,
         ),
         (
@@ -272,7 +302,9 @@ def test_a_backend_that_scales_gradients_is_within_the_bound_and_its_classes_are
     assert f"HAVE A COMMON FACTOR: {len(groups)} of {len(check.coefficients)} classes" in fast_words(check.report)
 
 
-def test_a_proof_of_a_plan_whose_fast_gradients_are_scaled_fails_and_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_of_a_plan_whose_fast_gradients_are_scaled_fails_and_says_by_how_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broken = Broken(scales_the_token_table)
     monkeypatch.setattr(dynamic, "run_fast", lambda job, transport: run_fast(replace(job, around=broken), transport))
     proof = dynamic.prove(fast_plan("llama", Layout(tp=2)), transport="memory", steps=1)

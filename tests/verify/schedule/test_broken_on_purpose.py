@@ -1,4 +1,5 @@
-"""Nine ways to break a schedule, done to every schedule of the catalog: each is found under its rule name, and none on a right one."""
+"""Nine ways to break a schedule, done to every schedule of the catalog: each is found under its rule name,
+and none on a right one."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def swapped_receives(schedule: Schedule) -> Iterator[Broken]:
 
 
 def head_to_head_sends(schedule: Schedule) -> Iterator[Broken]:
-    """A receive moved behind the next send to the same rank, where nothing between uses what is received: both ranks send first."""
+    """A receive moved behind the next send to the same rank, where nothing between uses what is received:
+    both ranks send first."""
     for rank, row in enumerate(schedule.rows()):
         actions = list(row)
         for i, receive in enumerate(actions):
@@ -67,7 +69,10 @@ def head_to_head_sends(schedule: Schedule) -> Iterator[Broken]:
             kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
             for j in range(i + 1, len(actions)):
                 parts = actions[j].parts
-                if any(part.kind in kinds and (part.stage, part.microbatch) == (receive.stage, receive.microbatch) for part in parts):
+                if any(
+                    part.kind in kinds and (part.stage, part.microbatch) == (receive.stage, receive.microbatch)
+                    for part in parts
+                ):
                     break
                 if actions[j].kind in RECEIVES and peer(schedule, actions[j]) == peer(schedule, receive):
                     break
@@ -122,7 +127,10 @@ def layer_lost(schedule: Schedule) -> Iterator[Broken]:
     for stage, content in enumerate(holdings.stages):
         for layer in content:
             kept = tuple(each for each in content if each != layer)
-            yield schedule, Facts(layers=replace(holdings, stages=(*holdings.stages[:stage], kept, *holdings.stages[stage + 1 :])))
+            yield (
+                schedule,
+                Facts(layers=replace(holdings, stages=(*holdings.stages[:stage], kept, *holdings.stages[stage + 1 :]))),
+            )
 
 
 def whole(schedule: Schedule) -> LayerHoldings:
@@ -143,7 +151,8 @@ BREAKS: tuple[tuple[str, Callable[[Schedule], Iterator[Broken]]], ...] = (
 )
 
 WITHOUT_A_PLACE = {"rendezvous-cycle": {"GPipe", "LoopedBFS"}}
-"""GPipe and its interleaved form have all forwards before all backwards: no receive has a send behind it that can go first."""
+"""GPipe and its interleaved form have all forwards before all backwards: no receive has a send behind
+it that can go first."""
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG))
@@ -200,7 +209,9 @@ def test_no_right_schedule_breaks_any_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG))
-@pytest.mark.parametrize("choice", [{}, {"zero": 1, "mode": "fast"}, {"sp": True, "mode": "fast"}, {"tp": 1, "dp": 3}, {"dp": 1}])
+@pytest.mark.parametrize(
+    "choice", [{}, {"zero": 1, "mode": "fast"}, {"sp": True, "mode": "fast"}, {"tp": 1, "dp": 3}, {"dp": 1}]
+)
 def test_no_right_plan_breaks_any_rule(name: str, choice: dict, plan_of) -> None:
     plan = plan_of(name, **choice)
     schedule = build(name, pp=plan.layout.pp, vpp=plan.layout.vpp, num_microbatches=plan.num_microbatches)
@@ -213,7 +224,8 @@ def test_no_right_plan_breaks_any_rule(name: str, choice: dict, plan_of) -> None
 @pytest.mark.parametrize("name", sorted(CATALOG))
 def test_stages_gathered_by_unshard_are_called_in_one_order_and_right(name: str, plan_of) -> None:
     """ZeRO-3 with two stages gathered at a time: UNSHARD is a collective over data parallelism too."""
-    plan = plan_of(name, zero=3, mode="exact")  # fast numerics reduce after every microbatch, exact ones before the step
+    # fast numerics reduce after every microbatch, exact ones before the step
+    plan = plan_of(name, zero=3, mode="exact")
     plan = replace(plan, schedule=replace(plan.schedule, max_active_stages=2))
     schedule = lower(schedule_for(plan))
     assert check(schedule, plan=plan) == []

@@ -32,7 +32,8 @@ SCHEDULES = {
 
 
 def order_of(schedule: Schedule, recv_buffers: int) -> nx.DiGraph:
-    """Start and end of every action and transfer as nodes, an edge where one surely is before the other. Shares no code with the rule."""
+    """Start and end of every action and transfer as nodes, an edge where one surely is before the other. Shares
+    no code with the rule."""
     graph = nx.DiGraph()
     lanes: dict[tuple, list[tuple[Action, Action, int, int]]] = {}
     rank_of = schedule.placement.rank_of
@@ -99,7 +100,10 @@ def unsafe_pairs(schedule: Schedule, name: str, ring: int, recv_buffers: int) ->
             below = f"{s - 1}B{m}" if f"{s - 1}B{m}" in tokens else f"{s - 1}I{m}"
             writer, reader = {
                 "activations": (f"{s}F{m}", final),
-                "outputs": (f"{s}F{m}", gradient if s == last else f"{s}SEND_F{m}" if f"{s}SEND_F{m}" in tokens else f"{s + 1}F{m}"),
+                "outputs": (
+                    f"{s}F{m}",
+                    gradient if s == last else f"{s}SEND_F{m}" if f"{s}SEND_F{m}" in tokens else f"{s + 1}F{m}",
+                ),
                 "inputs": (f"{s}RECV_F{m}", final),
                 "output_gradients": (f"{s}RECV_B{m}", final),
                 "input_gradients": (gradient, f"{s}SEND_B{m}" if f"{s}SEND_B{m}" in tokens else below),
@@ -114,7 +118,9 @@ def unsafe_pairs(schedule: Schedule, name: str, ring: int, recv_buffers: int) ->
             if "RECV" in writer:
                 action = Action.from_str(writer)
                 step = -1 if action.kind is Kind.RECV_F else 1
-                filled = f"{action.stage + step}{'SEND_F' if action.kind is Kind.RECV_F else 'SEND_B'}{action.microbatch}"
+                filled = (
+                    f"{action.stage + step}{'SEND_F' if action.kind is Kind.RECV_F else 'SEND_B'}{action.microbatch}"
+                )
             if not nx.has_path(graph, ("end", reader), ("start", filled)):
                 found.add((writer, reader))
     return found
@@ -174,7 +180,8 @@ def test_one_slot_less_than_safe_is_reported_with_the_safe_ring() -> None:
 
 
 def test_two_stages_of_a_rank_may_share_a_slot_only_in_turn() -> None:
-    """Explicit slots are numbers on a rank: both stages keep their activations in slot 0, and stage 1 writes while stage 0 is live."""
+    """Explicit slots are numbers on a rank: both stages keep their activations in slot 0, and stage 1 writes
+    while stage 0 is live."""
     schedule = Schedule.from_csv("0F0,1F0,1B0,0B0\n")
     assert check(schedule, facts=Facts(buffers=Buffers(activations=((0,), (1,))))) == []
     findings = check(schedule, facts=Facts(buffers=Buffers(activations=((0,), (0,)))))

@@ -1,4 +1,5 @@
-"""`check`: silent on every schedule that runs right, and on no other. The oracle is a plain blocking execution of the lists."""
+"""`check`: silent on every schedule that runs right, and on no other. The oracle is a plain blocking
+execution of the lists."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def lowered_with_messages(draw: st.DrawFn) -> Schedule:
 
 
 def runs_right(schedule: Schedule) -> bool:
-    """Executes the rows blocking and in order, messages as rendezvous, and watches every value. Shares no code with the rules."""
+    """Executes the rows blocking and in order, messages as rendezvous, and watches every value. Shares
+    no code with the rules."""
     rows = [[part for action in row for part in action.parts] for row in schedule.rows()]
     values: list[set] = [set() for _ in rows]
     done: set = set()
@@ -64,7 +66,9 @@ def runs_right(schedule: Schedule) -> bool:
             if (rank, str(action)) in done:
                 return False
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                value, step, receive = (("out", s, m), 1, Kind.RECV_F) if action.kind is Kind.SEND_F else (("grad", s, m), -1, Kind.RECV_B)
+                value, step, receive = (
+                    (("out", s, m), 1, Kind.RECV_F) if action.kind is Kind.SEND_F else (("grad", s, m), -1, Kind.RECV_B)
+                )
                 if value not in values[rank] or not 0 <= s + step <= last_stage:
                     return False
                 peer = schedule.placement.rank_of(s + step, m)
@@ -84,10 +88,14 @@ def runs_right(schedule: Schedule) -> bool:
             done.add((rank, str(action)))
             cursors[rank] += 1
             progress = True
-    return all(cursor == len(row) for cursor, row in zip(cursors, rows, strict=True)) and _complete(schedule, values, done)
+    return all(cursor == len(row) for cursor, row in zip(cursors, rows, strict=True)) and _complete(
+        schedule, values, done
+    )
 
 
-def _compute(action: Action, rank: int, schedule: Schedule, have: set, rows: list, position: int, last_stage: int) -> bool:
+def _compute(
+    action: Action, rank: int, schedule: Schedule, have: set, rows: list, position: int, last_stage: int
+) -> bool:
     s, m = action.stage, action.microbatch
     if m is not None and schedule.placement.rank_of(s, m) != rank:
         return False
@@ -139,7 +147,9 @@ def test_every_lowered_schedule_runs_blocking_in_order(built: Schedule) -> None:
     assert runs_right(lower(built))
 
 
-@pytest.mark.parametrize("text", [VEE, PAIRS, TWO_DIRECTIONS], ids=["vee with I and W", "overlapped pairs", "two directions"])
+@pytest.mark.parametrize(
+    "text", [VEE, PAIRS, TWO_DIRECTIONS], ids=["vee with I and W", "overlapped pairs", "two directions"]
+)
 def test_vee_split_backwards_pairs_and_replicas_pass(text: str) -> None:
     schedule = Schedule.from_csv(text)
     assert check(schedule) == []
@@ -174,7 +184,9 @@ def test_repeating_any_action_anywhere_is_found(schedule: Schedule, data: st.Dat
 
 @settings(max_examples=300)
 @given(lowered_with_messages(), st.data())
-def test_swapping_two_actions_is_found_exactly_when_the_result_does_not_run_right(schedule: Schedule, data: st.DataObject) -> None:
+def test_swapping_two_actions_is_found_exactly_when_the_result_does_not_run_right(
+    schedule: Schedule, data: st.DataObject
+) -> None:
     rows = [list(row) for row in schedule.rows()]
     first, second = (data.draw(st.integers(0, len(rows) - 1)) for _ in range(2))
     second = data.draw(st.sampled_from([first, second]))
@@ -188,7 +200,9 @@ def test_swapping_two_actions_is_found_exactly_when_the_result_does_not_run_righ
 
 @settings(max_examples=200)
 @given(lowered_with_messages(), st.data())
-def test_moving_one_action_is_found_exactly_when_the_result_does_not_run_right(schedule: Schedule, data: st.DataObject) -> None:
+def test_moving_one_action_is_found_exactly_when_the_result_does_not_run_right(
+    schedule: Schedule, data: st.DataObject
+) -> None:
     rows = [list(row) for row in schedule.rows()]
     row = data.draw(st.sampled_from(rows))
     action = row.pop(data.draw(st.integers(0, len(row) - 1)))
@@ -215,7 +229,8 @@ def test_changing_one_number_or_the_kind_of_an_action_is_found(schedule: Schedul
 
 
 def naive(built: Schedule) -> Schedule:
-    """Messages as one would write them first: each receive right before its use, each send right after its value is made."""
+    """Messages as one would write them first: each receive right before its use, each send right
+    after its value is made."""
     after: dict[tuple[int, str], list[Action]] = {}
     before: dict[tuple[int, str], list[Action]] = {}
     for rank, row in enumerate(lower(built).rows()):
@@ -226,7 +241,11 @@ def naive(built: Schedule) -> Schedule:
             elif action.kind in (Kind.RECV_F, Kind.RECV_B):
                 before.setdefault((rank, f"{action.stage}{computed}{action.microbatch}"), []).append(action)
     rows = [
-        [each for action in row for each in (*before.get((rank, str(action)), ()), action, *after.get((rank, str(action)), ()))]
+        [
+            each
+            for action in row
+            for each in (*before.get((rank, str(action)), ()), action, *after.get((rank, str(action)), ()))
+        ]
         for rank, row in enumerate(built.rows())
     ]
     return with_rows(built, rows)
@@ -237,7 +256,8 @@ def test_naive_messages_of_interleaved_p3_close_a_ring_over_three_ranks() -> Non
     findings = check(naive(build("Interleaved1F1B", pp=3, vpp=2, num_microbatches=3)))
     assert [(finding.rule, finding.where) for finding in findings] == [("rendezvous-cycle", "rank 0, step 5, 0SEND_F2")]
     assert findings[0].what == (
-        "rank 0 in 0SEND_F2 waits for 1RECV_F2; rank 1 in 1SEND_F1 waits for 2RECV_F1; rank 2 in 2SEND_F0 waits for 3RECV_F0: "
+        "rank 0 in 0SEND_F2 waits for 1RECV_F2; rank 1 in 1SEND_F1 waits for 2RECV_F1; rank 2 in 2SEND_F0 waits for "
+        "3RECV_F0: "
         "rank 0 -> rank 1 -> rank 2 -> rank 0 is a circle. Only buffered sends get past it."
     )
 
@@ -248,7 +268,10 @@ def test_naive_messages_of_1f1b_deadlock_and_of_gpipe_do_not() -> None:
 
 
 def test_many_places_of_one_fault_are_counted_not_listed() -> None:
-    rows = [[action for action in row if action.kind is not Kind.B] for row in build("GPipe", pp=2, num_microbatches=50).rows()]
+    rows = [
+        [action for action in row if action.kind is not Kind.B]
+        for row in build("GPipe", pp=2, num_microbatches=50).rows()
+    ]
     findings = check(Schedule.from_rows("forward only", Placement.loop(2, 2, 50), rows))
     assert len(findings) == 21
     assert findings[-1].what == "the same in 80 more places."

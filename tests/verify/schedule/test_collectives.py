@@ -48,7 +48,9 @@ def test_number_of_calls_of_a_plan_is_that_of_its_program(plan_of) -> None:
     schedule = lower(build("1F1B", pp=3, num_microbatches=6))
     derived = plan_calls(plan, schedule)
     for pp_rank, row in enumerate(schedule.rows()):
-        expected = sum(isinstance(each, Collective) for action in row for each in operations(plan, action.kind, action.stage))
+        expected = sum(
+            isinstance(each, Collective) for action in row for each in operations(plan, action.kind, action.stage)
+        )
         assert len(derived.of_rank(plan.layout.global_rank(pp=pp_rank, tp=1, dp=1))) == expected
 
 
@@ -81,16 +83,21 @@ def test_swapped_microbatches_are_found_though_operation_and_size_agree() -> Non
     """A library would add microbatch 0 of one rank to microbatch 1 of the other and say nothing."""
     schedule = lower(build("GPipe", pp=1, num_microbatches=2))
     usual = "0F0:all_reduce:tp:mlp,0F1:all_reduce:tp:mlp\n"
-    given = calls_from_csv(usual + usual + "0F1:all_reduce:tp:mlp,0F0:all_reduce:tp:mlp\n", Layout(tp=3), schedule.placement)
+    given = calls_from_csv(
+        usual + usual + "0F1:all_reduce:tp:mlp,0F0:all_reduce:tp:mlp\n", Layout(tp=3), schedule.placement
+    )
     findings = check(schedule, facts=Facts(collectives=given))
     assert [(finding.rule, finding.where) for finding in findings] == [("collective-order", "rank 0, step 1, 0F1")]
     assert findings[0].what == (
-        "call 0 of rank 2 on tp (ranks 0, 1, 2) is 0F1:all_reduce:tp:mlp, where the other members call 0F0:all_reduce:tp:mlp."
+        "call 0 of rank 2 on tp (ranks 0, 1, 2) is 0F1:all_reduce:tp:mlp, where the other members call "
+        "0F0:all_reduce:tp:mlp."
     )
 
 
 def test_a_call_that_one_rank_never_makes_is_found() -> None:
-    given = calls("0F0:all_reduce:tp:a,0F0:all_reduce:tp:b\n0F0:all_reduce:tp:a\n0F0:all_reduce:tp:a,0F0:all_reduce:tp:b\n", tp=3)
+    given = calls(
+        "0F0:all_reduce:tp:a,0F0:all_reduce:tp:b\n0F0:all_reduce:tp:a\n0F0:all_reduce:tp:a,0F0:all_reduce:tp:b\n", tp=3
+    )
     findings = check(ONE_STAGE, facts=Facts(collectives=given))
     assert [finding.rule for finding in findings] == ["collective-order"]
     assert "call 1 of rank 1 on tp (ranks 0, 1, 2) is missing" in findings[0].what
@@ -156,7 +163,8 @@ def test_lists_pass_exactly_when_a_blocking_run_ends(data: st.DataObject) -> Non
 
 
 def test_tied_ends_of_dualpipe_and_its_copies_call_together(plan_of) -> None:
-    """Stage 0 lies on ranks 0 and 3, stage 3 on 3 and 0: no pair of ends, and REDUCE_GRAD of every stage over two copies times dp."""
+    """Stage 0 lies on ranks 0 and 3, stage 3 on 3 and 0: no pair of ends, and REDUCE_GRAD of every stage
+    over two copies times dp."""
     plan = plan_of("DualPipe", tp=1, dp=2)
     schedule = lower(build("DualPipe", pp=plan.layout.pp, num_microbatches=plan.num_microbatches))
     derived = plan_calls(plan, schedule)

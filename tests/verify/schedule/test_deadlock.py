@@ -83,7 +83,11 @@ def close_to_use(row: list[Action]) -> list[Action]:
     for action in row:
         if action.kind not in SENDS | RECEIVES:
             beside = neighbours.get(str(action), [])
-            moved += [*(each for each in beside if each.kind in RECEIVES), action, *(each for each in beside if each.kind in SENDS)]
+            moved += [
+                *(each for each in beside if each.kind in RECEIVES),
+                action,
+                *(each for each in beside if each.kind in SENDS),
+            ]
     return moved
 
 

@@ -48,7 +48,9 @@ def test_every_table_of_the_file_becomes_its_part() -> None:
         memory=ActivationMemory((8, 8), (32, 16)),
         messages=MessageFormats(("bf16[1,32,64]", ""), ("", "bf16[1, 32, 64]")),
         buffers=Buffers(outputs=2, inputs=(4, 3), activations=((0,), (1,)), recv_buffers=1),
-        layers=LayerHoldings(("embedding", "layers.0", "layers.1", "head"), (("embedding", "layers.0"), ("layers.1", "head"))),
+        layers=LayerHoldings(
+            ("embedding", "layers.0", "layers.1", "head"), (("embedding", "layers.0"), ("layers.1", "head"))
+        ),
     )
     assert check(schedule, facts=facts) == []
 
@@ -121,10 +123,25 @@ def test_messages_of_a_plan_have_the_bytes_of_its_program(plan_of) -> None:
         assert message_bytes(plan) == sizes[0] * sizes[1] * sizes[2] * {"fp32": 4, "bf16": 2}[element]
 
 
-SMALL = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--pp", "4", "--tp", "2", "--global-batch", "8"]
+SMALL = [
+    "--model",
+    "llama3-8b",
+    "--cluster",
+    "dgx-h100",
+    "--devices",
+    "8",
+    "--pp",
+    "4",
+    "--tp",
+    "2",
+    "--global-batch",
+    "8",
+]
 
 
-def test_facts_on_the_command_line_are_checked_and_mark_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_facts_on_the_command_line_are_checked_and_mark_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "schedule.csv").write_text(lower(build("1F1B", pp=2, num_microbatches=4)).to_csv())
     (tmp_path / "facts.toml").write_text("[buffers]\noutputs = 1\n")
     command = ["verify", str(tmp_path / "schedule.csv"), "--facts", str(tmp_path / "facts.toml")]
@@ -159,7 +176,9 @@ def test_a_plan_is_needed_to_write_collectives(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "schedule.csv"), "--write-collectives", str(tmp_path / "calls.csv")]) == 2
 
 
-def test_gpipe_with_many_microbatches_is_right_and_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpipe_with_many_microbatches_is_right_and_warned_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "schedule.csv").write_text(build("GPipe", pp=3, num_microbatches=7).to_csv())
     assert main(["verify", str(tmp_path / "schedule.csv"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

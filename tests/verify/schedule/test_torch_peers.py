@@ -1,7 +1,9 @@
-"""Every schedule class of the installed torch.distributed.pipelining, for a grid of sizes, loaded from its CSV and judged.
+"""Every schedule class of the installed torch.distributed.pipelining, for a grid of sizes, loaded
+from its CSV and judged.
 
-Known truth (torch 2.11 and 2.13): the compute-only listing of `Schedule1F1B` never forwards microbatch 0 on the last rank (and names a
-microbatch that does not exist); its execution does not use that listing. All others are right, with torch's own messages too.
+Known truth (torch 2.11 and 2.13): the compute-only listing of `Schedule1F1B` never forwards microbatch 0 on the last
+rank (and names a microbatch that does not exist); its execution does not use that listing. All others are right, with
+torch's own messages too.
 """
 
 from __future__ import annotations
@@ -64,12 +66,18 @@ def test_the_classes_of_torch_are_those_this_file_knows() -> None:
 def test_every_class_but_1f1b_lists_right_schedules(tmp_path: Path, name: str) -> None:
     for size in sizes(name):
         schedule = listing(tmp_path, name, size, with_comms=False)
-        assert (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages) == (size[0], size[1], size[0] * size[2])
+        assert (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages) == (
+            size[0],
+            size[1],
+            size[0] * size[2],
+        )
         assert check(schedule) == [], size
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in SINGLE])
-def test_messages_that_torch_adds_are_matched_in_one_order_and_run_with_every_meaning_of_a_send(tmp_path: Path, name: str) -> None:
+def test_messages_that_torch_adds_are_matched_in_one_order_and_run_with_every_meaning_of_a_send(
+    tmp_path: Path, name: str
+) -> None:
     for size in sizes(name):
         schedule = listing(tmp_path, name, size, with_comms=True)
         examination = examine(schedule)
@@ -85,8 +93,12 @@ def test_1f1b_never_forwards_microbatch_0_on_its_last_rank(tmp_path: Path, size:
     if f"{pp - 1}F0" in tokens:
         pytest.skip("this torch writes the order right")
     findings = check(schedule)
-    last = [finding for finding in findings if finding.what == f"stage {pp - 1} never runs the forward of microbatch 0."]
+    last = [
+        finding for finding in findings if finding.what == (f"stage {pp - 1} never runs the forward of microbatch 0.")
+    ]
     assert [(finding.rule, finding.where) for finding in last] == [("missing-forward", f"rank {pp - 1}")]
     # The other ranks are right: microbatch m, which only the last rank names, is all that is missing there.
     others = [finding for finding in findings if finding not in last]
-    assert all(f"microbatch {num_microbatches}." in finding.what or f"rank {pp - 1}" in finding.where for finding in others)
+    assert all(
+        f"microbatch {num_microbatches}." in finding.what or f"rank {pp - 1}" in finding.where for finding in others
+    )

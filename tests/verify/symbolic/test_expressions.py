@@ -26,7 +26,9 @@ A, B, C = symbol("a"), symbol("b"), symbol("c")
 
 
 def test_six_orders_and_two_groupings_of_three_terms_are_one_sum_and_twelve_orders():
-    results = [add(add(x, y), z) for x, y, z in permutations([A, B, C])] + [add(x, add(y, z)) for x, y, z in permutations([A, B, C])]
+    results = [add(add(x, y), z) for x, y, z in permutations([A, B, C])] + [
+        add(x, add(y, z)) for x, y, z in permutations([A, B, C])
+    ]
     assert len({result.unordered for result in results}) == 1
     assert len({result.ordered for result in results}) == 12
 
@@ -88,7 +90,13 @@ THIRDS = [cut(12, 3, member) for member in range(3)]
 def test_an_all_gather_puts_3_parts_of_12_tokens_together_and_refuses_anything_else():
     parts = [part_of(member, 3) for member in range(3)]
     assert collective("all_gather", parts, THIRDS, by_tokens=True) == [Part(A, (0, 12))] * 3
-    for wrong in ([parts[0]] * 3, [parts[1], parts[0], parts[2]], parts[:2], [Part(A, (0, 12))] * 3, [*parts[:2], Part(B, (8, 12))]):
+    for wrong in (
+        [parts[0]] * 3,
+        [parts[1], parts[0], parts[2]],
+        parts[:2],
+        [Part(A, (0, 12))] * 3,
+        [*parts[:2], Part(B, (8, 12))],
+    ):
         with pytest.raises(MisfitError, match="all_gather"):
             collective("all_gather", wrong, THIRDS, by_tokens=True)
 

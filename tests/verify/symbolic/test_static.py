@@ -1,4 +1,5 @@
-"""Right plans that a rule or the symbolic proof once refused: every one runs with the bits of one device (`test_matrix_random`)."""
+"""Right plans that a rule or the symbolic proof once refused: every one runs with the bits of one device
+(`test_matrix_random`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from shardproof.verify.symbolic.static import prove_static
 WHOLE_BLOCKS = Tokens(24, 2, 1)
 
 
-def plan_of(problem: str, tokens: Tokens = WHOLE_BLOCKS, *, schedule: str = "1F1B", shard: int | None = None, **degrees) -> Plan:
+def plan_of(
+    problem: str, tokens: Tokens = WHOLE_BLOCKS, *, schedule: str = "1F1B", shard: int | None = None, **degrees
+) -> Plan:
     layout = Layout(**degrees)
     choices = {"schedule": ScheduleChoice(schedule), "data_parallel": DataParallel(shard=shard)}
     return PROBLEMS[problem].plan(layout, tokens, Batch(6 * layout.dp, 1, tokens.sequence), **choices)
@@ -26,7 +29,9 @@ def plan_of(problem: str, tokens: Tokens = WHOLE_BLOCKS, *, schedule: str = "1F1
         pytest.param(plan_of("llama", cp=2), id="context-parallelism-alone"),
         pytest.param(plan_of("llama", cp=3, zero=2), id="context-parallelism-alone-zero2"),
         pytest.param(plan_of("gpt", cp=2, dp=2, zero=1, shard=2), id="shards-are-the-parts-of-a-sequence"),
-        pytest.param(plan_of("gpt-mtp", cp=3, pp=2, stages="Ett|tL", schedule="DualPipe"), id="two-replicas-and-context"),
+        pytest.param(
+            plan_of("gpt-mtp", cp=3, pp=2, stages="Ett|tL", schedule="DualPipe"), id="two-replicas-and-context"
+        ),
         pytest.param(plan_of("qwen3", tp=2, sequence_parallel=True), id="norms-of-heads-and-of-tokens"),
         pytest.param(plan_of("qwen3", tp=3, cp=2, sequence_parallel=True), id="norms-of-heads-and-of-tokens-of-a-part"),
         pytest.param(plan_of("llama", cp=2, sequence_parallel=True), id="own-tokens-of-one-rank-are-all-tokens"),

@@ -1,4 +1,5 @@
-"""The symbolic proof: silent on right plans, and every broken schedule found, with the kind of its fault and its place."""
+"""The symbolic proof: silent on right plans, and every broken schedule found, with the kind of
+its fault and its place."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from shardproof.verify.symbolic.symbolic import ORDER_RULE, VALUE_RULE, Symbolic
 
 
 def plan_of(
-    model="tiny-gpt", mode="exact", *, recompute="none", micro=1, per_copy=4, layers=None, schedule=None, stages=None, **degrees
+    model="tiny-gpt",
+    mode="exact",
+    *,
+    recompute="none",
+    micro=1,
+    per_copy=4,
+    layers=None,
+    schedule=None,
+    stages=None,
+    **degrees,
 ) -> Plan:
     layout = Layout(stages=stages, **degrees)
     return plan(
@@ -83,7 +93,9 @@ def test_fast_plans_are_the_same_mathematics_and_say_where_sums_are_reordered(ch
 
 def test_one_device_and_a_ladder_of_stages_keep_every_order_in_fast_numerics_but_that_of_the_norm():
     assert proof_of(plan_of(mode="fast")).findings == ()
-    assert [finding.where for finding in proof_of(plan_of(mode="fast", pp=4)).findings] == ["STEP, grad_norm and 1 more"]
+    assert [finding.where for finding in proof_of(plan_of(mode="fast", pp=4)).findings] == [
+        ("STEP, grad_norm and 1 more")
+    ]
 
 
 def test_every_builder_of_the_catalog_computes_what_one_device_computes():
@@ -103,9 +115,19 @@ def test_every_builder_of_the_catalog_computes_what_one_device_computes():
 def plans(draw: st.DrawFn) -> Plan:
     model = draw(st.sampled_from(["tiny-gpt", "tiny-gpt-6h", "tiny-llama"]))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]))
-    layout = {"tp": draw(st.sampled_from(divisors(model_preset(model).num_kv_heads))), "pp": pp, "vpp": vpp, "dp": draw(st.integers(1, 5))}
+    layout = {
+        "tp": draw(st.sampled_from(divisors(model_preset(model).num_kv_heads))),
+        "pp": pp,
+        "vpp": vpp,
+        "dp": draw(st.integers(1, 5)),
+    }
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
-    chosen = {**layout, "zero": draw(st.integers(0, 3)), "micro": draw(st.integers(1, 3)), "per_copy": draw(st.integers(1, 6))}
+    chosen = {
+        **layout,
+        "zero": draw(st.integers(0, 3)),
+        "micro": draw(st.integers(1, 3)),
+        "per_copy": draw(st.integers(1, 6)),
+    }
     return plan_of(model, "exact", recompute=recompute, **chosen)
 
 
@@ -180,9 +202,13 @@ def test_a_reduction_before_the_last_backward_leaves_a_microbatch_out():
 def test_a_missing_and_a_doubled_microbatch_are_counted():
     plan = plan_of(pp=2)
     missing = broken(plan, lambda rows: rows[0].remove(Action(0, Kind.B, 2)))
-    assert [finding.what for finding in missing] == ["microbatch 2 is missing from the gradient of stage 0 that STEP applies."]
+    assert [finding.what for finding in missing] == [
+        ("microbatch 2 is missing from the gradient of stage 0 that STEP applies.")
+    ]
     doubled = broken(plan, lambda rows: rows[0].insert(at(rows, 0, "0REDUCE_GRAD"), Action(0, Kind.B, 2)))
-    assert [finding.what for finding in doubled] == ["microbatch 2 is 2 times in the gradient of stage 0 that STEP applies."]
+    assert [finding.what for finding in doubled] == [
+        ("microbatch 2 is 2 times in the gradient of stage 0 that STEP applies.")
+    ]
 
 
 def test_a_backward_after_step_comes_too_late():
@@ -220,7 +246,9 @@ def test_samples_that_two_copies_see_are_found(monkeypatch):
     plan = plan_of(dp=3)
     monkeypatch.setattr(Plan, "copy_samples", lambda plan, stage, copy: (4 * min(copy, 1), 4 * min(copy, 1) + 4))
     (finding,) = proof_of(plan).findings
-    assert finding.what == "its copies see the samples [(0, 4), (4, 8), (4, 8)], which are not every one of 12 samples once."
+    assert finding.what == (
+        "its copies see the samples [(0, 4), (4, 8), (4, 8)], which are not every one of 12 samples once."
+    )
 
 
 def test_gpt3_on_1024_ranks_is_proved():
@@ -233,7 +261,22 @@ def test_gpt3_on_1024_ranks_is_proved():
 
 
 def verified(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    status = main(["verify", "--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--tp", "2", "--pp", "4", *arguments])
+    status = main(
+        [
+            "verify",
+            "--model",
+            "llama3-8b",
+            "--cluster",
+            "dgx-h100",
+            "--devices",
+            "8",
+            "--tp",
+            "2",
+            "--pp",
+            "4",
+            *arguments,
+        ]
+    )
     return status, capsys.readouterr().out
 
 
@@ -243,7 +286,9 @@ def test_verify_says_it_in_one_line_and_lists_reorderings_as_infos_in_json(capsy
     assert status == 0 and "8 ranks compared with one device, the same mathematics;" in line
     status, text = verified(capsys, "--global-batch", "8", "--json")
     report = json.loads(text)
-    assert status == 0 and report["ok"] and report["symbolic"]["same_mathematics"] and not report["symbolic"]["same_order"]
+    assert (
+        status == 0 and report["ok"] and report["symbolic"]["same_mathematics"] and not report["symbolic"]["same_order"]
+    )
     assert {(each["rule"], each["severity"]) for each in report["findings"] if each["rule"].startswith("other")} == {
         ("other-order", "info")
     }

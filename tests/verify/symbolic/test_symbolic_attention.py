@@ -1,4 +1,5 @@
-"""The symbolic proof of attention variants and multi-token prediction: what is right is proved, and every operation counts."""
+"""The symbolic proof of attention variants and multi-token prediction: what is right is proved, and
+every operation counts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,20 @@ from shardproof.verify.symbolic.symbolic import VALUE_RULE, prove
 
 QWEN = ModelSpec("qwen", 1, 32, 48, 8, 4, 4, 256, 32, qk_norm=True, qkv_bias=True)
 LATENT = ModelSpec(
-    "latent", 1, 32, 48, 4, 4, 12, 256, 32, q_lora_rank=10, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+    "latent",
+    1,
+    32,
+    48,
+    4,
+    4,
+    12,
+    256,
+    32,
+    q_lora_rank=10,
+    kv_lora_rank=14,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
 )
 WIDE = replace(LATENT, name="wide", q_lora_rank=0, v_head_dim=12, bias=True, norm="layernorm")
 AHEAD = ModelSpec("ahead", 1, 32, 48, 4, 4, 8, 256, 32, num_mtp_layers=2)
@@ -28,7 +42,9 @@ MODELS = [QWEN, LATENT, WIDE, AHEAD, TIED]
 UP = Recompute("selective", modules=("core_attn", "mla_up_proj"))
 
 
-def plan_of(model: ModelSpec, mode: str = "exact", *, recompute: Recompute | None = None, schedule: str = "1F1B", **degrees) -> Plan:
+def plan_of(
+    model: ModelSpec, mode: str = "exact", *, recompute: Recompute | None = None, schedule: str = "1F1B", **degrees
+) -> Plan:
     layout = Layout(**degrees)
     return plan(layout, model=model, samples=4 * layout.dp, recompute=recompute, schedule=schedule, mode=mode)
 
@@ -72,7 +88,8 @@ def mutants(plan: Plan, chosen: str):
 
                     def works(plan, stage, tp_rank, layer=work.layer, phase=phase, index=index, how=how):
                         return [
-                            _changed(each, phase, index, how) if each.layer == layer else each for each in stage_work(plan, stage, tp_rank)
+                            _changed(each, phase, index, how) if each.layer == layer else each
+                            for each in stage_work(plan, stage, tp_rank)
                         ]
 
                     yield work.layer, phase, how, Program(works=works)

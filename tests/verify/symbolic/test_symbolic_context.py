@@ -19,7 +19,9 @@ from shardproof.verify.symbolic.layers import Program
 from shardproof.verify.symbolic.symbolic import VALUE_RULE, SymbolicProof, prove
 
 
-def plan_of(model="tiny-gpt", mode="exact", *, recompute="none", ring=False, schedule="1F1B", qk_norm=False, **degrees) -> Plan:
+def plan_of(
+    model="tiny-gpt", mode="exact", *, recompute="none", ring=False, schedule="1F1B", qk_norm=False, **degrees
+) -> Plan:
     layout = Layout(**degrees)
     return plan(
         layout,
@@ -48,9 +50,13 @@ PLANS = [
     pytest.param({"cp": 2}, id="cp2"),
     pytest.param({"cp": 3, "dp": 2, "ring": True, "model": "tiny-llama"}, id="cp3-dp2-ring"),
     pytest.param({"cp": 2, "tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True}, id="cp2-tp2-pp2-dp2-sp"),
-    pytest.param({"cp": 2, "tp": 2, "qk_norm": True, "recompute": "selective", "model": "tiny-llama"}, id="cp2-norms-of-heads"),
+    pytest.param(
+        {"cp": 2, "tp": 2, "qk_norm": True, "recompute": "selective", "model": "tiny-llama"}, id="cp2-norms-of-heads"
+    ),
     pytest.param({"cp": 2, "pp": 2, "schedule": "DualPipe", "recompute": "full"}, id="cp2-replicas"),
-    pytest.param({"cp": 2, "tp": 2, "ep": 2, "sequence_parallel": True, "model": "tiny-deepseek"}, id="cp2-latent-experts-mtp"),
+    pytest.param(
+        {"cp": 2, "tp": 2, "ep": 2, "sequence_parallel": True, "model": "tiny-deepseek"}, id="cp2-latent-experts-mtp"
+    ),
     pytest.param({"cp": 2, "dp": 2, "ep": 4, "model": "tiny-moe"}, id="cp2-dp2-ep4"),
 ]
 
@@ -100,12 +106,19 @@ def test_every_exchange_of_a_layer_counts(choices, how):
 
                 def works(plan, stage, tp_rank, layer=work.layer, phase=phase, index=index):
                     return [
-                        replace(each, **{phase: changed(getattr(each, phase), index, how)}) if each.layer == layer else each
+                        replace(each, **{phase: changed(getattr(each, phase), index, how)})
+                        if each.layer == layer
+                        else each
                         for each in stage_work(plan, stage, tp_rank)
                     ]
 
                 wrong = wrong_places(plan, Program(works=works))
-                assert wrong and (work.layer in wrong[0] or "REDUCE_GRAD, embedding" in wrong[0]), (work.layer, phase, index, wrong)
+                assert wrong and (work.layer in wrong[0] or "REDUCE_GRAD, embedding" in wrong[0]), (
+                    work.layer,
+                    phase,
+                    index,
+                    wrong,
+                )
                 num_mutants += 1
     assert num_mutants >= 5
 
@@ -128,7 +141,9 @@ def test_every_exchange_of_gradients_and_losses_counts(choices, how):
                 continue
             other = "dp" if operation.axis in ("tp", "model") else "tp"
 
-            def actions(plan, each_kind, stage, tp_rank=0, dp_rank=0, *, replica=0, kind=kind, index=index, other=other):
+            def actions(
+                plan, each_kind, stage, tp_rank=0, dp_rank=0, *, replica=0, kind=kind, index=index, other=other
+            ):
                 ops = operations(plan, each_kind, stage, tp_rank, dp_rank, replica=replica)
                 if each_kind is not kind or stage != 0:
                     return ops
@@ -159,7 +174,12 @@ def test_a_missing_sum_of_key_gradients_says_so():
 @pytest.mark.parametrize(("cp", "num_heads"), [(2, 4), (3, 6)])
 def test_as_many_heads_as_tokens_are_not_taken_for_a_sequence(cp, num_heads):
     """The gradient of a norm of heads is a sum over heads, in the place where others have tokens."""
-    sizes = {"hidden_size": 4 * num_heads, "num_heads": num_heads, "num_kv_heads": num_heads, "max_positions": num_heads}
+    sizes = {
+        "hidden_size": 4 * num_heads,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "max_positions": num_heads,
+    }
     blocks = {"gradient_token_block": 1, "reduction_token_block": 1}
     few = plan(Layout(cp=cp), qk_norm=True, sequence=num_heads, samples=1, **sizes, **blocks)
     assert proof_of(few).findings == ()

@@ -1,4 +1,5 @@
-"""The symbolic proof of layers with experts: right plans are right, and every product and collective of theirs counts."""
+"""The symbolic proof of layers with experts: right plans are right, and every product and
+collective of theirs counts."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def changes_of(operation: object) -> tuple[str, ...]:
     ],
 )
 def test_every_product_and_collective_of_routed_experts_counts(choices: dict[str, Any]) -> None:
-    """Dropped, doubled, over another axis, of another size: found as other mathematics in the layer that has it, or the next one."""
+    """Dropped, doubled, over another axis, of another size: found as other mathematics in the layer that
+    has it, or the next one."""
     plan = plan_of(**choices)
     num_mutants = 0
     for work in stage_work(plan, 0):
@@ -132,7 +134,9 @@ def test_every_product_and_collective_of_routed_experts_counts(choices: dict[str
 
                     def works(plan, stage, tp_rank, layer=work.layer, phase=phase, index=index, how=how):
                         return [
-                            replace(each, **{phase: changed(getattr(each, phase), index, how)}) if each.layer == layer else each
+                            replace(each, **{phase: changed(getattr(each, phase), index, how)})
+                            if each.layer == layer
+                            else each
                             for each in stage_work(plan, stage, tp_rank)
                         ]
 
@@ -156,7 +160,11 @@ REDUCED = {
 def test_every_sum_of_expert_gradients_and_of_their_norm_counts(kind: Kind, choices: dict[str, Any]) -> None:
     plan = plan_of(**choices)
     axes = ("edp", "expert_replica", "ep", "etp")
-    found = [index for index, each in enumerate(operations(plan, kind, 0)) if isinstance(each, Collective) and each.axis in axes]
+    found = [
+        index
+        for index, each in enumerate(operations(plan, kind, 0))
+        if isinstance(each, Collective) and each.axis in axes
+    ]
     for index in found:
         for how in ("drop", "axis") if kind is Kind.STEP else ("drop", "double", "axis"):
 

@@ -1,4 +1,5 @@
-"""Broken programs: every product and every collective of layers, reductions and step counts, and the proof says which."""
+"""Broken programs: every product and every collective of layers, reductions and step counts, and
+the proof says which."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from shardproof.verify.symbolic.symbolic import ORDER_RULE, VALUE_RULE, Symbolic
 
 
 def plan_of(
-    model="tiny-gpt", mode="exact", *, recompute="none", micro=1, per_copy=4, layers=None, schedule=None, shard=None, **degrees
+    model="tiny-gpt",
+    mode="exact",
+    *,
+    recompute="none",
+    micro=1,
+    per_copy=4,
+    layers=None,
+    schedule=None,
+    shard=None,
+    **degrees,
 ) -> Plan:
     layout = Layout(**degrees)
     return plan(
@@ -67,7 +77,9 @@ def layer_mutants(plan: Plan, layers: tuple[str, ...], only_rank: int | None = N
             continue
         for phase in ("forward", "input_gradient", "weight_gradient", "recomputed"):
             for index, operation in enumerate(getattr(work, phase)):
-                for how in ("drop", "double", "axis") if isinstance(operation, Collective) else ("drop", "double", "size"):
+                for how in (
+                    ("drop", "double", "axis") if isinstance(operation, Collective) else ("drop", "double", "size")
+                ):
 
                     def works(plan, stage, tp_rank, layer=work.layer, phase=phase, index=index, how=how):
                         return [
@@ -87,20 +99,30 @@ def layer_mutants(plan: Plan, layers: tuple[str, ...], only_rank: int | None = N
         pytest.param({"mode": "fast", "tp": 4, "dp": 2, "recompute": "full"}, id="fast-full-recompute"),
         pytest.param({"mode": "exact", "tp": 4, "recompute": "distributed"}, id="distributed-recompute"),
         pytest.param(
-            {"mode": "fast", "model": "tiny-gpt-6h", "tp": 3, "dp": 2, "sequence_parallel": True, "recompute": "selective"}, id="fast-sp"
+            {
+                "mode": "fast",
+                "model": "tiny-gpt-6h",
+                "tp": 3,
+                "dp": 2,
+                "sequence_parallel": True,
+                "recompute": "selective",
+            },
+            id="fast-sp",
         ),
         pytest.param({"mode": "exact", "tp": 4, "sequence_parallel": True}, id="exact-sp"),
     ],
 )
 def test_every_product_and_collective_of_every_layer_counts(choices):
-    """A dropped one, a doubled one, a collective over dp instead of tp, a product of another size: found as other mathematics."""
+    """A dropped one, a doubled one, a collective over dp instead of tp, a product of another size:
+    found as other mathematics."""
     plan = plan_of(layers=1, **choices)
     num_mutants = 0
     for layer, phase, how, program in layer_mutants(plan, ("embedding", "layers.0", "head")):
         wrong = [finding for finding in proof_of(plan, program).findings if finding.rule == VALUE_RULE]
         assert wrong, (layer, phase, how)
         place = wrong[0].where
-        also = {"embedding.tokens": "REDUCE_GRAD, embedding", "head.output": "embedding.tokens.weight@output"}  # where it shows up
+        # where it shows up
+        also = {"embedding.tokens": "REDUCE_GRAD, embedding", "head.output": "embedding.tokens.weight@output"}
         assert layer in place or also.get(layer, layer) in place, (layer, phase, how, place)
         num_mutants += 1
     assert num_mutants > 80
@@ -121,7 +143,9 @@ def test_a_collective_that_one_rank_leaves_out_names_both_sides():
 def test_a_dropped_all_reduce_says_which_leaves_are_there():
     plan = plan_of(mode="fast", tp=2, layers=2)
     program = next(
-        program for layer, phase, how, program in layer_mutants(plan, ("layers.0.mlp.down",)) if phase == "forward" and how == "drop"
+        program
+        for layer, phase, how, program in layer_mutants(plan, ("layers.0.mlp.down",))
+        if phase == "forward" and how == "drop"
     )  # the first operation is the product
     assert proof_of(plan, program).findings[0].what == "the layer has 1 product, and the program lists 0."
     dropped = without_collectives(plan, "layers.0.mlp.down", "forward")
@@ -129,7 +153,8 @@ def test_a_dropped_all_reduce_says_which_leaves_are_there():
     num_leaves = plan.leaf_sizes.ffn.num_leaves
     assert finding.where == "pipeline rank 0, tp rank 0, 0F, layers.0.mlp.down (forward)"
     assert finding.what == (
-        f"it is the sum over leaves [0, {num_leaves // 2}) of {num_leaves} only: nothing has added the other ranks' parts."
+        f"it is the sum over leaves [0, {num_leaves // 2}) of {num_leaves} only: nothing has added the other ranks' "
+        "parts."
     )
 
 
@@ -149,7 +174,9 @@ def test_a_doubled_all_reduce_counts_everything_3_times_on_3_ranks():
     plan = plan_of("tiny-gpt-6h", "fast", tp=3)
     programs = layer_mutants(plan, ("layers.1.attention.output",))
     (program,) = [
-        p for _, phase, how, p in programs if phase == "forward" and how == "double" and len(p.works(plan, 0, 0)) and doubles(plan, p)
+        p
+        for _, phase, how, p in programs
+        if phase == "forward" and how == "double" and len(p.works(plan, 0, 0)) and doubles(plan, p)
     ]
     (finding,) = [finding for finding in proof_of(plan, program).findings if finding.rule == VALUE_RULE]
     assert finding.what == "it is 3 times the value on one device."
@@ -194,7 +221,10 @@ def test_copies_that_are_not_asked_do_what_the_first_does(model, mode, zero):
         pytest.param({"mode": "exact", "tp": 2, "pp": 2, "dp": 3, "zero": 2, "model": "tiny-llama"}, id="exact-zero2"),
         pytest.param({"mode": "fast", "pp": 2, "dp": 2, "schedule": "DualPipe", "per_copy": 8}, id="fast-dualpipe"),
         pytest.param({"mode": "exact", "pp": 2, "dp": 6, "zero": 1, "shard": 3}, id="exact-hybrid"),
-        pytest.param({"mode": "fast", "tp": 2, "pp": 2, "dp": 4, "zero": 2, "shard": 2, "sequence_parallel": True}, id="fast-zero2-hybrid"),
+        pytest.param(
+            {"mode": "fast", "tp": 2, "pp": 2, "dp": 4, "zero": 2, "shard": 2, "sequence_parallel": True},
+            id="fast-zero2-hybrid",
+        ),
     ],
 )
 def test_every_collective_of_the_reduction_and_the_step_counts(choices, how):
@@ -224,7 +254,9 @@ def test_every_collective_after_a_microbatch_counts(kinds, how):
             num_each = len(list(reduce_microbatch(plan, stage)))
             return changed(ops, len(ops) - num_each + index, how) if kind in kinds else ops
 
-        wrong = [finding.where for finding in proof_of(plan, step_program(change)).findings if finding.rule == VALUE_RULE]
+        wrong = [
+            finding.where for finding in proof_of(plan, step_program(change)).findings if finding.rule == VALUE_RULE
+        ]
         assert wrong and all(where.startswith(("0B", "0REDUCE_GRAD", "0W")) for where in wrong), wrong
 
 
@@ -261,12 +293,14 @@ def test_without_the_tied_tables_sum_first_and_last_stage_differ():
 
 
 def test_the_norm_of_gradients_in_parts_needs_the_sum_over_dp():
-    """Found by this proof in `core.program` itself: with ZeRO every copy holds a part of the gradient, and a norm over tp and pp alone
-    would be that of one part."""
+    """Found by this proof in `core.program` itself: with ZeRO every copy holds a part of the gradient, and a norm over
+    tp and pp alone would be that of one part."""
     plan = plan_of(mode="fast", dp=3, zero=1)
 
     def change(ops, kind, stage, tp_rank, dp_rank):
-        return tuple(each for each in ops if not (kind is Kind.STEP and each.layer == "grad_norm" and each.axis == "dp"))
+        return tuple(
+            each for each in ops if not (kind is Kind.STEP and each.layer == "grad_norm" and each.axis == "dp")
+        )
 
     (finding,) = [finding for finding in proof_of(plan, step_program(change)).findings if finding.rule == VALUE_RULE]
     assert finding.where == "STEP, grad_norm"
@@ -282,7 +316,9 @@ def test_the_sum_over_tp_must_be_for_exactly_the_gradients_of_own_tokens(forget,
             return [parameter for parameter in right(plan, stage) if parameter.name != "head.norm.weight"]
         return [each for each in stage_parameters(plan.model, plan.stages[stage]) if each.cut is None]
 
-    wrong = [finding for finding in proof_of(plan, Program(own_tokens=own_tokens)).findings if finding.rule == VALUE_RULE]
+    wrong = [
+        finding for finding in proof_of(plan, Program(own_tokens=own_tokens)).findings if finding.rule == VALUE_RULE
+    ]
     assert len(wrong) == 1 and where in wrong[0].where
     if not forget:
         assert "2 times the sum over the global batch" in wrong[0].what
@@ -313,9 +349,13 @@ def test_exact_numerics_with_a_library_all_reduce_are_another_order_and_nothing_
 def test_exact_numerics_with_sequence_parallelism_keep_every_order_and_say_where_a_cut_would_not(monkeypatch):
     plan = plan_of(mode="exact", tp=2, dp=3, pp=2, sequence_parallel=True)
     assert proof_of(plan).findings == ()
-    monkeypatch.setattr(Plan, "tokens_of", lambda plan, tp_rank: (0, 24) if plan.layout.tp == 1 else ((0, 13), (13, 24))[tp_rank])
+    monkeypatch.setattr(
+        Plan, "tokens_of", lambda plan, tp_rank: (0, 24) if plan.layout.tp == 1 else ((0, 13), (13, 24))[tp_rank]
+    )
     wrong = [finding for finding in proof_of(plan).findings if "REDUCE_GRAD" in finding.where]
-    assert {finding.what for finding in wrong} == {"sums over tokens are cut at token 13, inside a block of reduction_token_block=3."}
+    assert {finding.what for finding in wrong} == {
+        ("sums over tokens are cut at token 13, inside a block of reduction_token_block=3.")
+    }
     assert {finding.severity for finding in wrong} == {"error"}
 
 
@@ -331,5 +371,7 @@ def test_unshard_must_gather_over_all_copies():
                 return ops
             return () if axis is None else tuple(replace(each, axis=axis) for each in ops)
 
-        wrong = [finding for finding in prove(plan, schedule, step_program(change)).findings if finding.rule == VALUE_RULE]
+        wrong = [
+            finding for finding in prove(plan, schedule, step_program(change)).findings if finding.rule == VALUE_RULE
+        ]
         assert [finding.where for finding in wrong] == ["1UNSHARD"]

@@ -1,5 +1,5 @@
-"""The symbolic proof of what routers tell each other in REDUCE_GRAD and STEP: a collective that is missing, doubled or over another axis is
-found, and said where."""
+"""The symbolic proof of what routers tell each other in REDUCE_GRAD and STEP: a collective that is missing, doubled or
+over another axis is found, and said where."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ def test_the_right_program_is_proved(layout, mode):
 @pytest.mark.parametrize(("layout", "kind", "layer", "axis"), PLACES)
 def test_a_collective_that_is_dropped_doubled_or_elsewhere_is_found_where_it_is(layout, kind, layer, axis, how):
     plan = plan_of(LAYOUTS[layout], "exact")
-    findings = [each for each in prove(plan, schedule_for(plan), changed(how, kind, layer, axis)).findings if each.rule == VALUE_RULE]
+    findings = [
+        each
+        for each in prove(plan, schedule_for(plan), changed(how, kind, layer, axis)).findings
+        if each.rule == VALUE_RULE
+    ]
     assert findings and all(layer in finding.where for finding in findings)
 
 
@@ -90,5 +94,7 @@ def test_counts_of_equal_tokens_must_not_be_added_over_the_ranks_that_hold_them(
         counts = [each for each in found if each.layer == EXPERT_BIAS]
         return (*found, *(replace(each, axis="tp") for each in counts))
 
-    (finding, *_) = [each for each in prove(plan, schedule_for(plan), Program(actions=actions)).findings if each.rule == VALUE_RULE]
+    (finding, *_) = [
+        each for each in prove(plan, schedule_for(plan), Program(actions=actions)).findings if each.rule == VALUE_RULE
+    ]
     assert EXPERT_BIAS in finding.where

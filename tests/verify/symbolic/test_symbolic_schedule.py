@@ -1,4 +1,5 @@
-"""What a schedule computes, against a plain interpreter: ranks take turns, values are interned trees, sums are multisets."""
+"""What a schedule computes, against a plain interpreter: ranks take turns, values are interned
+trees, sums are multisets."""
 
 from __future__ import annotations
 
@@ -65,9 +66,13 @@ class Oracle:
             self.memory[rank, slot, s, m] = wire.pop(0)
             return True
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
-            step, slot, receive = (1, "out", Kind.RECV_F) if action.kind is Kind.SEND_F else (-1, "in gradient", Kind.RECV_B)
+            step, slot, receive = (
+                (1, "out", Kind.RECV_F) if action.kind is Kind.SEND_F else (-1, "in gradient", Kind.RECV_B)
+            )
             if 0 <= s + step <= self.last:
-                self.wires[receive, rank, self.schedule.placement.rank_of(s + step, m)].append(self.memory.get((rank, slot, s, m)))
+                self.wires[receive, rank, self.schedule.placement.rank_of(s + step, m)].append(
+                    self.memory.get((rank, slot, s, m))
+                )
         elif action.kind is Kind.REDUCE_GRAD:
             for entry in self.gradients[rank, s]:
                 entry[1] += 1
@@ -123,10 +128,21 @@ class Oracle:
 
     def right(self) -> bool:
         """Whether everything is what its name says, and reduced once."""
-        return not self.wrong and self.sums() and all(count == 1 for entries in self.applied.values() for _, count in entries)
+        return (
+            not self.wrong
+            and self.sums()
+            and all(count == 1 for entries in self.applied.values() for _, count in entries)
+        )
 
 
-NAMES = [("1F1B", 3, 1), ("GPipe", 2, 1), ("Interleaved1F1B", 2, 2), ("ZBH1", 3, 1), ("ZBVZeroBubble", 2, 2), ("DualPipe", 4, 1)]
+NAMES = [
+    ("1F1B", 3, 1),
+    ("GPipe", 2, 1),
+    ("Interleaved1F1B", 2, 2),
+    ("ZBH1", 3, 1),
+    ("ZBVZeroBubble", 2, 2),
+    ("DualPipe", 4, 1),
+]
 
 
 @st.composite
@@ -175,14 +191,17 @@ def test_the_plain_interpreter_finds_the_builders_right(name, pp, vpp):
 
 
 def test_crossed_messages_that_cross_back_are_the_same_sums_under_other_names():
-    """Stage 1 runs microbatches 0 and 1 under each other's names; stage 2 and the way back put everything right again."""
+    """Stage 1 runs microbatches 0 and 1 under each other's names; stage 2 and the way back put
+    everything right again."""
     rows = [
         "0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B1 0RECV_B0 0B1 0B0 0REDUCE_GRAD 0STEP",
         "1RECV_F0 1RECV_F1 1F0 1F1 1SEND_F1 1SEND_F0 1RECV_B1 1RECV_B0 1B0 1B1 1SEND_B0 1SEND_B1 1REDUCE_GRAD 1STEP",
         "2RECV_F0 2RECV_F1 2F0 2F1 2B0 2B1 2SEND_B0 2SEND_B1 2REDUCE_GRAD 2STEP",
     ]
     placement = lower(build("1F1B", pp=3, num_microbatches=2)).placement
-    schedule = Schedule.from_rows("crossed", placement, [[Action.from_str(text) for text in row.split()] for row in rows])
+    schedule = Schedule.from_rows(
+        "crossed", placement, [[Action.from_str(text) for text in row.split()] for row in rows]
+    )
     oracle, judgement = Oracle(schedule), judge(schedule)
     assert not oracle.stuck and oracle.sums() and oracle.wrong
     assert judgement.same_sums and {place.what.split(" instead")[0] for place in judgement.places} >= {

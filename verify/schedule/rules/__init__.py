@@ -1,4 +1,5 @@
-"""The static rules as one table. Each entry carries its documentation, a hint, and the smallest schedule that breaks it."""
+"""The static rules as one table. Each entry carries its documentation, a hint, and the smallest
+schedule that breaks it."""
 
 from .buffers import BUFFER_RULES
 from .collectives import COLLECTIVE_RULES

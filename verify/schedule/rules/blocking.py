@@ -16,9 +16,11 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Hops:
-    """What neighbouring stages hand over in one direction: tables [hop, microbatch] of indices or NONE, hop h joining stages h and h+1.
+    """What neighbouring stages hand over in one direction: tables [hop, microbatch] of indices or NONE, hop h
+    joining stages h and h+1.
 
-    `maker` makes the value and `user` needs it; `send` and `receive` carry it where `crossing` says that they are on different ranks.
+    `maker` makes the value and `user` needs it; `send` and `receive` carry it where `crossing` says that
+    they are on different ranks.
     """
 
     value: str
@@ -44,10 +46,11 @@ class Blocked:
 
 
 def run_blocking(schedule: Schedule, hops: Sequence[Hops], *, buffered: bool = False) -> Blocked:
-    """Runs all messages in list order, a SEND and its RECV together, as many pairs at once as can go; `buffered` sends go by themselves.
+    """Runs all messages in list order, a SEND and its RECV together, as many pairs at once as can go;
+    `buffered` sends go by themselves.
 
-    Sends and receives must be matched (`send-without-receive` and its siblings find nothing). Compute never blocks here: what it
-    needs was received before it on its own rank, which `late-receive` and `hand-over-order` check.
+    Sends and receives must be matched (`send-without-receive` and its siblings find nothing). Compute never blocks
+    here: what it needs was received before it on its own rank, which `late-receive` and `hand-over-order` check.
     """
     rank = schedule.pp_rank
     partner = partners(schedule, hops)

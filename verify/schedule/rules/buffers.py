@@ -1,9 +1,11 @@
-"""The rule about memory that is used again within a step: its last reader must have ended before the next writer starts.
+"""The rule about memory that is used again within a step: its last reader must have ended
+before the next writer starts.
 
-"Ended before" is happens-before under the execution rule: a rank's compute runs in list order; a transfer starts when its payload
-exists and the transfer before it on its lane has ended, and ends when it has been received; a compute action starts when its messages
-have arrived. Nothing makes compute wait for a send to leave, so the end of a send is known only through what the receiver does next.
-Sends are taken as rendezvous, the weakest promise: what is safe here is safe for buffered and stream-ordered sends.
+"Ended before" is happens-before under the execution rule: a rank's compute runs in list order; a transfer starts when
+its payload exists and the transfer before it on its lane has ended, and ends when it has been received; a compute
+action starts when its messages have arrived. Nothing makes compute wait for a send to leave, so the end of a send is
+known only through what the receiver does next. Sends are taken as rendezvous, the weakest promise: what is safe here is
+safe for buffered and stream-ordered sends.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def buffer_reuse(view: View) -> Iterator[Violation]:
 
 
 def least_rings(view: View, name: str, clocks: _Clocks | None = None, recv_buffers: int = 2) -> tuple[int, ...]:
-    """Per stage a ring size for the buffers `name` of `Buffers` that is safe; the least one where microbatches run in order."""
+    """Per stage a ring size for the buffers `name` of `Buffers` that is safe; the least one where
+    microbatches run in order."""
     clocks = clocks or _Clocks(view, recv_buffers)
     low = np.ones(view.schedule.num_stages, dtype=np.int64)
     high = np.full_like(low, view.schedule.num_microbatches)
@@ -64,7 +67,8 @@ def least_rings(view: View, name: str, clocks: _Clocks | None = None, recv_buffe
 class _Life:
     """Values of one kind: columns of their slot, the action that writes each, and the last that reads it.
 
-    `sends`: the reader is a send; `receives`: the writer is a receive. Both are then `direction` messages: 0 forward, 1 backward.
+    `sends`: the reader is a send; `receives`: the writer is a receive. Both are then `direction`
+    messages: 0 forward, 1 backward.
     """
 
     noun: str
@@ -88,14 +92,16 @@ def _life(view: View, slot: np.ndarray, name: str) -> _Life:
         case "activations":
             columns = ("the activations", forward, last, 0, False, False)
         case "outputs":
-            here = np.concatenate([forward[1:], gradient[-1:]])  # on one rank the next stage reads it, on the last stage the loss
+            # on one rank the next stage reads it, on the last stage the loss
+            here = np.concatenate([forward[1:], gradient[-1:]])
             columns = ("the output", forward, np.where(sent_forward != NONE, sent_forward, here), 0, True, False)
         case "inputs":
             columns = ("the input", received_forward, last, 0, False, True)
         case "output_gradients":
             columns = ("the output's gradient", received_back, last, 1, False, True)
         case _:
-            here = np.concatenate([np.full((1, forward.shape[1]), NONE), gradient[:-1]])  # nobody reads the first stage's
+            # nobody reads the first stage's
+            here = np.concatenate([np.full((1, forward.shape[1]), NONE), gradient[:-1]])
             columns = ("the input's gradient", gradient, np.where(sent_back != NONE, sent_back, here), 1, True, False)
     noun, writer, reader, direction, sends, receives = columns
     stage, microbatch = np.nonzero((writer != NONE) & (reader != NONE))
@@ -107,7 +113,8 @@ _MESSAGES = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 
 
 def _unsafe(view: View, clocks: _Clocks, life: _Life) -> tuple[np.ndarray, np.ndarray]:
-    """(a value, the next value in its slot), as rows of `life`, where the second may be written before the first has been read."""
+    """(a value, the next value in its slot), as rows of `life`, where the second may be written before
+    the first has been read."""
     old, new = _reuses(view, life)
     safe = _is_ordered(view, clocks, life, old, new)
     return old[~safe], new[~safe]
@@ -125,11 +132,17 @@ def _is_ordered(view: View, clocks: _Clocks, life: _Life, old: np.ndarray, new: 
     """Whether the last reader of each `old` value has ended before the writer of its `new` one starts."""
     reader, writer = life.reader[old], life.writer[new]
     ordered = np.zeros(len(old), dtype=bool)
-    is_send = np.isin(view.schedule.actions.kind[reader], (Kind.SEND_F, Kind.SEND_B)) if life.sends else np.zeros(len(old), dtype=bool)
+    is_send = (
+        np.isin(view.schedule.actions.kind[reader], (Kind.SEND_F, Kind.SEND_B))
+        if life.sends
+        else np.zeros(len(old), dtype=bool)
+    )
     if life.receives:
         lane = clocks.lanes[life.direction]
         # Posted only when compute has gone past the reader, or filled only by something made after it.
-        ordered = (lane.posted_after[writer] >= reader) | (clocks.known(lane.made_by[writer], view.rank[reader]) >= reader)
+        ordered = (lane.posted_after[writer] >= reader) | (
+            clocks.known(lane.made_by[writer], view.rank[reader]) >= reader
+        )
     else:
         ordered = reader < writer
     if is_send.any():
@@ -189,7 +202,8 @@ class _Clocks:
         return _Lane(*columns)
 
     def known(self, at: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """For each compute action `at`, the last compute action of `rank` that has surely ended before it starts or is the same."""
+        """For each compute action `at`, the last compute action of `rank` that has surely ended before it
+        starts or is the same."""
         result = np.full(len(at), NONE, dtype=np.int64)
         width = max(1, _MAX_CLOCK_ENTRIES // max(1, len(self.compute)))
         for first in range(0, self.view.schedule.num_ranks, width):
@@ -200,7 +214,8 @@ class _Clocks:
         return result
 
     def _table(self, ranks: range) -> np.ndarray:
-        """[compute action, rank] -> `known`, for an interval of ranks; the last row stands for no action and is NONE."""
+        """[compute action, rank] -> `known`, for an interval of ranks; the last row stands for
+        no action and is NONE."""
         if ranks not in self._tables:
             self._tables.clear()
             self._tables[ranks] = self._walk(ranks)
@@ -212,7 +227,8 @@ class _Clocks:
 
     @cached_property
     def _needs(self) -> np.ndarray:
-        """[forward or backward input, compute action] -> number of a compute action of another rank that ends before it starts."""
+        """[forward or backward input, compute action] -> number of a compute action of another rank that
+        ends before it starts."""
         view, nothing = self.view, len(self.compute)
         needs = np.full((2, len(view.schedule)), nothing)
         for row, hops, lane in zip((0, 1), view.hops, self.lanes, strict=True):

@@ -1,4 +1,5 @@
-"""Rules about collectives: every member of a communicator calls the same ones in the same order, and no circle of ranks waits."""
+"""Rules about collectives: every member of a communicator calls the same ones in the same order, and no
+circle of ranks waits."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def collective_order(view: View) -> Iterator[Violation]:
         for group in _distinct(groups):
             if len({calls.list_of[rank] for rank in group}) == 1:
                 continue
-            # What most members call is right; between two of one opinion each, the list that more ranks of the world run.
+            # What most members call is right; between two of one opinion each, the list that
+            # more ranks of the world run.
             members = Counter(identities[calls.list_of[rank]] for rank in group)
             if len(members) == 1:
                 continue
@@ -37,7 +39,8 @@ def collective_order(view: View) -> Iterator[Violation]:
 
 
 def collective_cycle(view: View) -> Iterator[Violation]:
-    """The first circle of ranks, each in a collective that another has not reached; asked when orders agree per communicator."""
+    """The first circle of ranks, each in a collective that another has not reached; asked when orders
+    agree per communicator."""
     calls = _calls(view)
     if next(collective_order(view), None) is not None:
         return
@@ -57,7 +60,9 @@ def gradient_axes(view: View) -> Iterator[Violation]:
         if number in told:
             continue
         told.add(number)
-        reducing = [call for call in calls.lists[number] if call.action.kind is Kind.REDUCE_GRAD and call.op in REDUCING]
+        reducing = [
+            call for call in calls.lists[number] if call.action.kind is Kind.REDUCE_GRAD and call.op in REDUCING
+        ]
         counts = _reductions(reducing)
         for stage in calls.placement.stages_of(calls.layout.coordinates(rank)["pp"]):
             expected = calls.gradient_axes[stage]
@@ -65,11 +70,14 @@ def gradient_axes(view: View) -> Iterator[Violation]:
                 if counts[stage, axis] != (axis in expected):
                     named = next((call for call in reducing if (call.action.stage, call.axis) == (stage, axis)), None)
                     times = f"{counts[stage, axis]} times instead of {'once' if axis in expected else 'never'}"
-                    yield _violation(view, rank, named, f"rank {rank} reduces the gradients of stage {stage} over {axis} {times}.")
+                    yield _violation(
+                        view, rank, named, (f"rank {rank} reduces the gradients of stage {stage} over {axis} {times}.")
+                    )
 
 
 def _reductions(calls: Iterable[Call]) -> Counter[tuple[int, str]]:
-    """How often gradients of a stage are added over an axis, those that a call names by its layer (a bucket, the norms of heads) apart."""
+    """How often gradients of a stage are added over an axis, those that a call names by its layer (a bucket, the
+    norms of heads) apart."""
     times = Counter((call.action.stage, call.axis, call.layer) for call in calls)
     found: Counter[tuple[int, str]] = Counter()
     for (stage, axis, _), count in times.items():
@@ -83,7 +91,8 @@ def _calls(view: View) -> Calls:
 
 
 def _distinct(groups: Mapping[int, tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
-    """Every group once. Its members share one tuple; as keys, groups of 10^5 ranks would be read whole for each of their members."""
+    """Every group once. Its members share one tuple; as keys, groups of 10^5 ranks would be read whole for
+    each of their members."""
     return {id(group): group for group in groups.values()}.values()
 
 
@@ -93,30 +102,44 @@ def _num_ranks(calls: Calls, identities: list[tuple], identity: tuple) -> int:
 
 
 def _waits(calls: Calls) -> dict[int, list[tuple[Call, tuple[int, ...]]]]:
-    """Rank -> its calls with those they wait for. Where all ranks of a list wait for the same lists, they run in step, and one rank
-    stands for each list."""
+    """Rank -> its calls with those they wait for. Where all ranks of a list wait for the same lists, they run in step,
+    and one rank stands for each list."""
     classes = list(calls.list_of)
     alike: dict[tuple[Communicators, int], tuple[int, ...]] = {}
     called = ((key, group) for key, groups in calls.members.items() for group in _distinct(groups))
     members = ((key, tuple(sorted({classes[rank] for rank in group}))) for key, group in called)
     if any(alike.setdefault((key, number), lists) != lists for key, lists in members for number in lists):
         everyone = enumerate(calls.list_of)
-        return {rank: [(call, calls.members[communicators(call)][rank]) for call in calls.lists[number]] for rank, number in everyone}
+        return {
+            rank: [(call, calls.members[communicators(call)][rank]) for call in calls.lists[number]]
+            for rank, number in everyone
+        }
     stands = {number: rank for rank, number in reversed(list(enumerate(classes)))}
     return {
-        rank: [(call, tuple(stands[other] for other in alike[communicators(call), number])) for call in calls.lists[number]]
+        rank: [
+            (call, tuple(stands[other] for other in alike[communicators(call), number])) for call in calls.lists[number]
+        ]
         for number, rank in stands.items()
     }
 
 
-def _difference(view: View, rank: int, group: tuple[int, ...], own: tuple[Call, ...], usual: tuple[Call, ...]) -> Violation:
+def _difference(
+    view: View, rank: int, group: tuple[int, ...], own: tuple[Call, ...], usual: tuple[Call, ...]
+) -> Violation:
     pairs = list(zip_longest(own, usual))
-    number = next(i for i, (mine, theirs) in enumerate(pairs) if mine is None or theirs is None or mine.identity != theirs.identity)
+    number = next(
+        i
+        for i, (mine, theirs) in enumerate(pairs)
+        if mine is None or theirs is None or mine.identity != theirs.identity
+    )
     mine, theirs = pairs[number]
     axis = (own or usual)[0].axis
     members = ", ".join(map(str, group[:8])) + (", ..." if len(group) > 8 else "")
     other = "nothing more" if theirs is None else str(theirs)
-    what = f"call {number} of rank {rank} on {axis} (ranks {members}) is {mine or 'missing'}, where the other members call {other}."
+    what = (
+        f"call {number} of rank {rank} on {axis} (ranks {members}) is {mine or 'missing'}, where the other "
+        f"members call {other}."
+    )
     return _violation(view, rank, mine or (own[-1] if own else None), what)
 
 
@@ -194,7 +217,8 @@ COLLECTIVE_RULES = (
     ),
     Rule(
         "gradient-axes",
-        "Gradients are summed exactly once over each axis along which ranks hold different parts of the sum, and over no other.",
+        "Gradients are summed exactly once over each axis along which ranks hold different parts of the sum, and "
+        "over no other.",
         "Reduce over exactly these axes, in one REDUCE_GRAD.",
         _ONE_STAGE,
         gradient_axes,

@@ -23,7 +23,11 @@ def wrong_rank(view: View) -> Iterator[Violation]:
     wrong = np.where(microbatch >= 0, owner != view.rank[index], ~holds[stage, view.rank[index]])
     for part in np.flatnonzero(wrong):
         token, rank = f"{stage[part]}{Kind(int(kind[part])).name}", int(view.rank[index[part]])
-        yield Violation(int(index[part]), rank, f"{token} is in the row of rank {rank}, but rank {owner[part]} holds stage {stage[part]}.")
+        yield Violation(
+            int(index[part]),
+            rank,
+            (f"{token} is in the row of rank {rank}, but rank {owner[part]} holds stage {stage[part]}."),
+        )
 
 
 def duplicate_action(view: View) -> Iterator[Violation]:
@@ -50,7 +54,11 @@ def missing_weight_gradient(view: View) -> Iterator[Violation]:
     """I without its W."""
     missing = (view.first(Kind.I) != NONE) & (view.first(Kind.W) == NONE) & (view.first(Kind.B) == NONE)
     for index in np.sort(view.first(Kind.I)[missing]):
-        yield Violation(int(index), int(view.rank[index]), "the input gradient is made, but W, the weight gradient, never follows.")
+        yield Violation(
+            int(index),
+            int(view.rank[index]),
+            ("the input gradient is made, but W, the weight gradient, never follows."),
+        )
 
 
 def doubled_gradient(view: View) -> Iterator[Violation]:
@@ -58,7 +66,11 @@ def doubled_gradient(view: View) -> Iterator[Violation]:
     split = np.maximum(view.first(Kind.I), view.first(Kind.W))
     doubled = (view.first(Kind.B) != NONE) & (split != NONE)
     for index in np.sort(split[doubled]):
-        yield Violation(int(index), int(view.rank[index]), "B of this stage and microbatch is there too, so a gradient is counted twice.")
+        yield Violation(
+            int(index),
+            int(view.rank[index]),
+            ("B of this stage and microbatch is there too, so a gradient is counted twice."),
+        )
 
 
 def backward_before_forward(view: View) -> Iterator[Violation]:
@@ -80,7 +92,8 @@ def hand_over_order(view: View) -> Iterator[Violation]:
 
 
 def compute_cycle(view: View) -> Iterator[Violation]:
-    """Compute actions over all ranks that wait for each other; only asked of schedules without messages of their own."""
+    """Compute actions over all ranks that wait for each other; only asked of schedules without
+    messages of their own."""
     try:
         add_messages(view.schedule)
     except UnrunnableError as error:
@@ -92,12 +105,16 @@ def compute_cycle(view: View) -> Iterator[Violation]:
 def _repeated(view: View, kinds: frozenset[Kind]) -> Iterator[Violation]:
     for kind in sorted(kinds):
         for index in view.repeated(kind):
-            yield Violation(int(index), int(view.rank[index]), f"{kind.name} of this stage and microbatch was there before.")
+            yield Violation(
+                int(index), int(view.rank[index]), (f"{kind.name} of this stage and microbatch was there before.")
+            )
 
 
 def _absent(view: View, missing: np.ndarray, verb: str) -> Iterator[Violation]:
     for stage, microbatch in np.argwhere(missing).tolist():
-        yield Violation(None, int(view.owner_table[stage, microbatch]), f"stage {stage} {verb} microbatch {microbatch}.")
+        yield Violation(
+            None, int(view.owner_table[stage, microbatch]), (f"stage {stage} {verb} microbatch {microbatch}.")
+        )
 
 
 def _out_of_order(view: View, first: np.ndarray, then: np.ndarray, what: str) -> Iterator[Violation]:
@@ -131,7 +148,9 @@ COMPUTE_RULES = (
         "0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0STEP\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1STEP\n",
         duplicate_message,
     ),
-    Rule("missing-forward", "Every stage runs every microbatch forward.", "Add the F.", "0F0,0B0,0B1\n", missing_forward),
+    Rule(
+        "missing-forward", "Every stage runs every microbatch forward.", "Add the F.", "0F0,0B0,0B1\n", missing_forward
+    ),
     Rule(
         "missing-backward",
         "Every stage runs every microbatch backward: B, or I and W.",

@@ -2,11 +2,11 @@
 
 - *rendezvous* (gloo): a send ends when its receive does;
 - *buffered* (MPI's buffered mode): a send ends at once;
-- *stream-ordered* (NCCL): sends and receives of one direction on a rank are one in-order queue beside the compute; a send waits for
-  its payload and its receive, compute waits for its messages.
+- *stream-ordered* (NCCL): sends and receives of one direction on a rank are one in-order queue beside the compute; a
+  send waits for its payload and its receive, compute waits for its messages.
 
-The rules run the lists *blocking, in order* with the first two meanings. A list that ends with blocking rendezvous ends with all
-three, early-posted receives included: every other execution drops waits from that one and adds none.
+The rules run the lists *blocking, in order* with the first two meanings. A list that ends with blocking rendezvous ends
+with all three, early-posted receives included: every other execution drops waits from that one and adds none.
 """
 
 from __future__ import annotations
@@ -26,19 +26,26 @@ SEND_MEANINGS = ("rendezvous", "buffered", "stream-ordered")
 def receive_cycle(view: View) -> Iterator[Violation]:
     """The first circle of ranks of which each waits in a receive, with sends that end at once."""
     if view.blocking.cycle and (blocked := run_blocking(view.schedule, view.hops, buffered=True)).cycle:
-        streams = "Only messages in streams beside the compute (NCCL) get" if runs_stream_ordered(view) else "No kind of send gets"
+        streams = (
+            "Only messages in streams beside the compute (NCCL) get"
+            if runs_stream_ordered(view)
+            else "No kind of send gets"
+        )
         yield _circle_violation(view, blocked, f"Every one of them is in a receive. {streams} past it.")
 
 
 def rendezvous_cycle(view: View) -> Iterator[Violation]:
     """The first circle of ranks that wait for each other when every send and receive blocks and lists run in order."""
     if view.blocking.cycle and not run_blocking(view.schedule, view.hops, buffered=True).cycle:
-        streams = "Buffered and stream-ordered (NCCL) sends get" if runs_stream_ordered(view) else "Only buffered sends get"
+        streams = (
+            "Buffered and stream-ordered (NCCL) sends get" if runs_stream_ordered(view) else "Only buffered sends get"
+        )
         yield _circle_violation(view, view.blocking, f"{streams} past it.")
 
 
 def send_meanings(view: View) -> dict[str, bool]:
-    """Meaning of a send -> whether the lists come to their end with it. Messages must be matched (`send-without-receive` and the like)."""
+    """Meaning of a send -> whether the lists come to their end with it. Messages must be matched
+    (`send-without-receive` and the like)."""
     if not view.blocking.cycle:
         return dict.fromkeys(SEND_MEANINGS, True)
     runs = (False, not run_blocking(view.schedule, view.hops, buffered=True).cycle, runs_stream_ordered(view))
@@ -85,7 +92,10 @@ def _fill_needs(needs: np.ndarray, row: int, hops: Hops) -> None:
 
 
 def _circle_violation(view: View, blocked: Blocked, remark: str) -> Violation:
-    waits = [f"rank {view.rank[index]} in {view.token(index)} waits for {view.token(blocked.partner[index])}" for index in blocked.cycle]
+    waits = [
+        (f"rank {view.rank[index]} in {view.token(index)} waits for {view.token(blocked.partner[index])}")
+        for index in blocked.cycle
+    ]
     ring = " -> ".join(f"rank {view.rank[index]}" for index in (*blocked.cycle, blocked.cycle[0]))
     what = f"{'; '.join(waits)}: {ring} is a circle. {remark}"
     return Violation(blocked.cycle[0], int(view.rank[blocked.cycle[0]]), what, blocked.cycle[1:])
@@ -101,7 +111,8 @@ DEADLOCK_RULES = (
     ),
     Rule(
         "rendezvous-cycle",
-        "Executing the lists in order with sends that end when their receive does, no circle of ranks waits for each other.",
+        "Executing the lists in order with sends that end when their receive does, no circle of ranks waits for each "
+        "other.",
         "Receive before sending on one of these ranks, or leave all messages to `lower`, whose order cannot deadlock.",
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0STEP\n"
         "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1STEP\n",

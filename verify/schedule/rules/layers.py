@@ -31,7 +31,9 @@ def repeated_layer(view: View) -> Iterator[Violation]:
     for stage, content in enumerate(layers.stages):
         for layer, count in Counter(content).items():
             if count > 1 or layer in seen:
-                yield _at_stage(view, stage, f"stage {stage} holds {layer}, which stage {seen.get(layer, stage)} holds already.")
+                yield _at_stage(
+                    view, stage, (f"stage {stage} holds {layer}, which stage {seen.get(layer, stage)} holds already.")
+                )
             seen.setdefault(layer, stage)
 
 
@@ -52,7 +54,9 @@ def layer_order(view: View) -> Iterator[Violation]:
         for layer in content:
             position = place.get(layer, latest)
             if position < latest:
-                yield _at_stage(view, stage, f"stage {stage} runs {layer} after {last}; the model has them the other way round.")
+                yield _at_stage(
+                    view, stage, (f"stage {stage} runs {layer} after {last}; the model has them the other way round.")
+                )
             elif position > latest:
                 latest, last = position, layer
 

@@ -14,8 +14,9 @@ from .view import View
 
 
 def held(view: View, stage_amount: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(index, amount held on its rank while it runs) of every forward, when a microbatch of stage s holds `stage_amount[s]` from the start
-    of its F to the end of its B or W. Exact for in-order execution; a pair holds what its backward frees until it ends."""
+    """(index, amount held on its rank while it runs) of every forward, when a microbatch of stage s holds
+    `stage_amount[s]` from the start of its F to the end of its B or W. Exact for in-order execution; a pair holds what
+    its backward frees until it ends."""
     kind, stage, _, index = view.parts
     forward, frees = kind == Kind.F, np.isin(kind, (Kind.B, Kind.W))
     change = np.where(forward, stage_amount[stage], 0) - np.where(frees, stage_amount[stage], 0)
@@ -47,8 +48,9 @@ def memory_over_capacity(view: View) -> Iterator[Violation]:
 
 
 _FEW_ENOUGH, _FEW_ENOUGH_AT_THE_END = 6, 2
-"""Times the pipeline ranks: so many microbatches may all be in flight. Of the schedules whose memory does not grow, ZB-H2 holds 2p-1
-on its first stage and interleaved ones hold up to 5p (when the last group is incomplete); their last stages at most 1.5p."""
+"""Times the pipeline ranks: so many microbatches may all be in flight. Of the schedules whose memory does not grow,
+ZB-H2 holds 2p-1 on its first stage and interleaved ones hold up to 5p (when the last group is incomplete); their
+last stages at most 1.5p."""
 
 
 def activation_growth(view: View) -> Iterator[Violation]:
@@ -60,7 +62,10 @@ def activation_growth(view: View) -> Iterator[Violation]:
             mine = (view.owner_table[stage] == rank) & (forward[stage] != NONE) & (gradient[stage] != NONE)
             few = (_FEW_ENOUGH_AT_THE_END if stage == placement.num_stages - 1 else _FEW_ENOUGH) * num_ranks
             if mine.sum() > few and forward[stage, mine].max() < gradient[stage, mine].min():
-                what = f"all {int(mine.sum())} microbatches of stage {stage} are held here, with {num_ranks} pipeline ranks."
+                what = (
+                    f"all {int(mine.sum())} microbatches of stage {stage} are held here, with {num_ranks} "
+                    "pipeline ranks."
+                )
                 yield Violation(int(forward[stage, mine].max()), rank, what)
                 break
 
@@ -77,9 +82,12 @@ MEMORY_RULES = (
     ),
     Rule(
         "activation-growth",
-        "No stage holds the activations of all microbatches at once when they are many: more than twice the pipeline ranks on the last "
-        "stage, six times on the others. Memory that grows with the number of microbatches buys no shorter bubble beyond that.",
-        "Use 1F1B or one of its relatives, whose memory does not depend on the number of microbatches, or fewer microbatches.",
+        "No stage holds the activations of all microbatches at once when they are many: more than twice the pipeline "
+        "ranks on the last "
+        "stage, six times on the others. Memory that grows with the number of microbatches buys no shorter bubble "
+        "beyond that.",
+        "Use 1F1B or one of its relatives, whose memory does not depend on the number of microbatches, or fewer "
+        "microbatches.",
         "0F0,0F1,0F2,0B0,0B1,0B2\n",
         activation_growth,
         severity="warning",

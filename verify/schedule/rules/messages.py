@@ -25,7 +25,10 @@ def send_without_receive(view: View) -> Iterator[Violation]:
     """Sends of values that cross ranks whose receive is not there."""
     for hops in view.hops:
         for index in np.sort(hops.send[hops.crossing & (hops.send != NONE) & (hops.receive == NONE)]):
-            what = f"the {hops.value} is sent, but {_counterpart(view, index)} is not there: this send would wait for ever."
+            what = (
+                f"the {hops.value} is sent, but {_counterpart(view, index)} is not there: this send would wait "
+                "for ever."
+            )
             yield Violation(int(index), int(view.rank[index]), what)
 
 
@@ -33,7 +36,10 @@ def receive_without_send(view: View) -> Iterator[Violation]:
     """Receives of values that cross ranks whose send is not there."""
     for hops in view.hops:
         for index in np.sort(hops.receive[hops.crossing & (hops.receive != NONE) & (hops.send == NONE)]):
-            what = f"the {hops.value} is received, but {_counterpart(view, index)} is not there: this receive would wait for ever."
+            what = (
+                f"the {hops.value} is received, but {_counterpart(view, index)} is not there: this receive would "
+                "wait for ever."
+            )
             yield Violation(int(index), int(view.rank[index]), what)
 
 
@@ -42,7 +48,9 @@ def missing_message(view: View) -> Iterator[Violation]:
     for hops in view.hops:
         absent = hops.crossing & (hops.user != NONE) & (hops.send == NONE) & (hops.receive == NONE)
         for index in np.sort(hops.user[absent]):
-            what = f"it needs the {hops.value} of the neighbour stage on another rank, which is neither sent nor received."
+            what = (
+                f"it needs the {hops.value} of the neighbour stage on another rank, which is neither sent nor received."
+            )
             yield Violation(int(index), int(view.rank[index]), what)
 
 
@@ -51,7 +59,10 @@ def needless_message(view: View) -> Iterator[Violation]:
     ends = ((Kind.SEND_F, -1), (Kind.RECV_F, 0), (Kind.SEND_B, 0), (Kind.RECV_B, -1))
     beyond = [view.first(kind)[stage] for kind, stage in ends]
     inside = [table[~hops.crossing] for hops in view.hops for table in (hops.send, hops.receive)]
-    for tables, what in ((beyond, "there is no stage on the other side."), (inside, "both stages are on this rank: nothing to send.")):
+    for tables, what in (
+        (beyond, "there is no stage on the other side."),
+        (inside, ("both stages are on this rank: nothing to send.")),
+    ):
         found = np.concatenate([table.ravel() for table in tables])
         for index in np.sort(found[found != NONE]):
             yield Violation(int(index), int(view.rank[index]), what)
@@ -62,7 +73,12 @@ def send_without_payload(view: View) -> Iterator[Violation]:
     for hops in view.hops:
         early = (hops.send != NONE) & (hops.maker != NONE) & (hops.send < hops.maker) & hops.crossing
         for send, maker in sorted(zip(hops.send[early].tolist(), hops.maker[early].tolist(), strict=True)):
-            yield Violation(send, int(view.rank[send]), f"the {hops.value} is sent before it is made ({view.place(maker)}).", (maker,))
+            yield Violation(
+                send,
+                int(view.rank[send]),
+                (f"the {hops.value} is sent before it is made ({view.place(maker)})."),
+                (maker,),
+            )
 
 
 def late_receive(view: View) -> Iterator[Violation]:
@@ -86,7 +102,12 @@ def message_order(view: View) -> Iterator[Violation]:
                 f"rank {view.rank[send[i]]} sends {view.token(send[i])} and then {view.token(send[i + 1])}, "
                 f"but this rank receives {view.token(receive[i + 1])} before {view.token(receive[i])}."
             )
-            yield Violation(int(receive[i + 1]), int(view.rank[receive[i + 1]]), what, (int(receive[i]), int(send[i]), int(send[i + 1])))
+            yield Violation(
+                int(receive[i + 1]),
+                int(view.rank[receive[i + 1]]),
+                what,
+                (int(receive[i]), int(send[i]), int(send[i + 1])),
+            )
 
 
 def message_format(view: View) -> Iterator[Violation]:
@@ -98,7 +119,9 @@ def message_format(view: View) -> Iterator[Violation]:
         if _spaceless(sent) != _spaceless(expected):
             carried = view.hops[0].receive[stage]
             found = np.concatenate([carried[carried != NONE], hop[hop != NONE]])
-            what = f"stage {stage} sends {sent}, and stage {stage + 1} expects {expected}; gradients go back the same way."
+            what = (
+                f"stage {stage} sends {sent}, and stage {stage + 1} expects {expected}; gradients go back the same way."
+            )
             yield Violation(int(found[0]), int(view.rank[found[0]]), what)
 
 

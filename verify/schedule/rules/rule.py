@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Violation:
-    """One place where a rule is broken: the index of the action (None where the fault is that there is none), its rank, what is wrong.
+    """One place where a rule is broken: the index of the action (None where the fault is that there is none),
+    its rank, what is wrong.
 
     `related` holds the indices of other actions that take part, such as the rest of a cycle.
     """
@@ -28,9 +29,11 @@ class Violation:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. `example` is the smallest schedule that breaks it and nothing else, as CSV, together with `example_facts`.
+    """A rule. `example` is the smallest schedule that breaks it and nothing else, as CSV,
+    together with `example_facts`.
 
-    `needs` names the part of `Facts` without which the rule is not asked. A warning is about a schedule that is right all the same.
+    `needs` names the part of `Facts` without which the rule is not asked. A warning is about a schedule
+    that is right all the same.
     """
 
     name: str

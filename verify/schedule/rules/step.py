@@ -26,7 +26,9 @@ def unshard_in_turn(view: View) -> Iterator[Violation]:
     wrong = ((kind == Kind.UNSHARD) & gathered) | ((kind == Kind.RESHARD) & ~gathered)
     for part in np.flatnonzero(wrong).tolist():
         state = "gathered already" if gathered[part] else "not gathered"
-        yield Violation(int(index[part]), int(view.rank[index[part]]), f"the parameters of stage {stage[part]} are {state}.")
+        yield Violation(
+            int(index[part]), int(view.rank[index[part]]), (f"the parameters of stage {stage[part]} are {state}.")
+        )
 
 
 def missing_reduction(view: View) -> Iterator[Violation]:
@@ -42,7 +44,9 @@ def repeated_reduction(view: View) -> Iterator[Violation]:
     index, _, reductions = _reductions(view)
     _, first = np.unique(reductions, return_index=True)
     for i in np.delete(index, first).tolist():
-        yield Violation(i, int(view.rank[i]), "the gradients of this stage were reduced before; they would be counted twice.")
+        yield Violation(
+            i, int(view.rank[i]), ("the gradients of this stage were reduced before; they would be counted twice.")
+        )
 
 
 def early_reduction(view: View) -> Iterator[Violation]:
@@ -54,7 +58,9 @@ def early_reduction(view: View) -> Iterator[Violation]:
     reductions, _, keys = _reductions(view)
     for i, late in zip(reductions.tolist(), last[keys].tolist(), strict=True):
         if late > i:
-            yield Violation(i, int(view.rank[i]), f"a backward of this stage is still to come ({view.place(late)}).", (late,))
+            yield Violation(
+                i, int(view.rank[i]), (f"a backward of this stage is still to come ({view.place(late)})."), (late,)
+            )
 
 
 def missing_step(view: View) -> Iterator[Violation]:
@@ -77,19 +83,28 @@ def step_stage(view: View) -> Iterator[Violation]:
     for i in np.flatnonzero(view.schedule.actions.kind == Kind.STEP).tolist():
         lowest = view.schedule.placement.stages_of(int(view.rank[i]))[0]
         if view.schedule.actions.stage[i] != lowest:
-            yield Violation(i, int(view.rank[i]), f"STEP covers all stages of the rank and is written with the lowest, here {lowest}STEP.")
+            yield Violation(
+                i,
+                int(view.rank[i]),
+                (f"STEP covers all stages of the rank and is written with the lowest, here {lowest}STEP."),
+            )
 
 
 def _reductions(view: View) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(indices of REDUCE_GRAD, keys rank * num_stages + stage of every held stage, keys of the REDUCE_GRADs)."""
     num_stages = view.schedule.num_stages
-    held = np.array(sorted(rank * num_stages + stage for stage, owners in enumerate(view.schedule.placement.ranks) for rank in owners))
+    held = np.array(
+        sorted(
+            rank * num_stages + stage for stage, owners in enumerate(view.schedule.placement.ranks) for rank in owners
+        )
+    )
     index = np.flatnonzero(view.schedule.actions.kind == Kind.REDUCE_GRAD)
     return index, held, view.rank[index].astype(np.int64) * num_stages + view.schedule.actions.stage[index]
 
 
 def _shard_states(view: View) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(kind, stage, index, gathered just before) of every action that needs or changes the state, by rank, stage, then index."""
+    """(kind, stage, index, gathered just before) of every action that needs or changes the state, by
+    rank, stage, then index."""
     kind, stage, _, index = view.parts
     changes = (kind == Kind.UNSHARD) | (kind == Kind.RESHARD)
     key = view.rank[index].astype(np.int64) * view.schedule.num_stages + stage

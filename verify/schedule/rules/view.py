@@ -30,7 +30,8 @@ class View:
 
     @cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(kind, stage, microbatch, index) of every action, the forward and backward of a pair apart; ascending by index."""
+        """(kind, stage, microbatch, index) of every action, the forward and backward of a pair
+        apart; ascending by index."""
         actions = self.schedule.actions
         index = np.arange(len(actions))
         pair = np.flatnonzero(actions.kind == Kind.OVERLAP_F_B)
@@ -57,7 +58,8 @@ class View:
             chosen = np.flatnonzero(kind == each)
             table = np.full(shape, NONE, dtype=np.int64)
             where = (stage[chosen], microbatch[chosen])
-            # Of repeated cells the last assignment stays: backwards, so that it is the first action (copies, as numpy may turn strides).
+            # Of repeated cells the last assignment stays: backwards, so that it is the first action (copies, as
+            # numpy may turn strides).
             table[where[0][::-1].copy(), where[1][::-1].copy()] = index[chosen][::-1].copy()
             tables[each] = table, index[chosen][table[where] != index[chosen]]
         return tables
@@ -95,8 +97,17 @@ class View:
         crossing = self.owner_table[:-1] != self.owner_table[1:]
         forward, gradient = self.first(Kind.F), self.gradient
         return (
-            Hops("output", self.first(Kind.SEND_F)[:-1], self.first(Kind.RECV_F)[1:], forward[:-1], forward[1:], crossing),
-            Hops("gradient", self.first(Kind.SEND_B)[1:], self.first(Kind.RECV_B)[:-1], gradient[1:], gradient[:-1], crossing),
+            Hops(
+                "output", self.first(Kind.SEND_F)[:-1], self.first(Kind.RECV_F)[1:], forward[:-1], forward[1:], crossing
+            ),
+            Hops(
+                "gradient",
+                self.first(Kind.SEND_B)[1:],
+                self.first(Kind.RECV_B)[:-1],
+                gradient[1:],
+                gradient[:-1],
+                crossing,
+            ),
         )
 
     def find(self, pp_rank: int, action: Action) -> int | None:
@@ -105,7 +116,9 @@ class View:
         lo, hi = np.searchsorted(index, self.schedule.offsets[pp_rank : pp_rank + 2])
         wanted, same = action.parts[0], slice(lo, hi)
         number = NONE if wanted.microbatch is None else wanted.microbatch
-        found = np.flatnonzero((kind[same] == wanted.kind) & (stage[same] == wanted.stage) & (microbatch[same] == number))
+        found = np.flatnonzero(
+            (kind[same] == wanted.kind) & (stage[same] == wanted.stage) & (microbatch[same] == number)
+        )
         return int(index[same][found[0]]) if len(found) else None
 
     @cached_property
