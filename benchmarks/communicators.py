@@ -1,6 +1,6 @@
 """Set-up of 4,096 ranks: what each opens, in which order, and how long that takes; prints one JSON line.
 
-Usage: python benchmarks/communicators.py             4,096 ranks: tp 8, cp 2, pp 16, dp 16, and with experts over 8 ranks
+Usage: python benchmarks/communicators.py             4,096 ranks: tp 8, cp 2, pp 16, dp 16, experts over 8
        python benchmarks/communicators.py PP DP       another size
 
 Every rank of the world makes its mesh, one after the other in this process, over process groups of torch's fake

@@ -1,9 +1,9 @@
 """Actions per second of the event engine on lowered schedules, with and without preparation (the waits of
 every action), in JSON lines.
 
-Usage: python benchmarks/engine.py                          the schedules below, the plain loops, and transfers that share links
+Usage: python benchmarks/engine.py                          the schedules below, plain loops, shared links
        python benchmarks/engine.py NAME PP MICROBATCHES     one schedule in this process
-       python benchmarks/engine.py growth                   1F1B from a million to 10^8 actions, each in a process of its own; the
+       python benchmarks/engine.py growth                   1F1B from a million to 10^8 actions, a process each; the
                                                             last line is the growth. Takes two minutes and 8 GB.
 Fails when the compiled loops miss their target. Memory that a process touches for the first time is slow on virtual
 machines (measured here, 2026-11: 0.5 GB/s, later 8), so every figure is the best of some repeats.

@@ -1,7 +1,7 @@
 """Build, lower and check at growing sizes: seconds, actions per second, peak memory, and how they grow
 from a million actions on.
 
-Usage: python benchmarks/scale.py                         all sizes below, each in a process of its own; the last line is the growth
+Usage: python benchmarks/scale.py                         all sizes below, a process each; the last line is the growth
        python benchmarks/scale.py PP MICROBATCHES [VPP]   one size in this process
 Prints one JSON line per size. Fails when a target is missed. The largest size takes about half a minute.
 """

@@ -1,6 +1,6 @@
 """The table of rooms in docs/design.md: every folder, its rule, and the folders that it imports, read from the code.
 
-Usage: python docs/make_rooms.py     writes the table of today into docs/design.md; look at what has changed before you commit
+Usage: python docs/make_rooms.py     writes the table of today into docs/design.md
 
 The rule of a folder is the first paragraph of its `__init__.py`. Rows of a room stand from the ground up: a folder
 imports only folders above it in the table. tests/test_architecture.py holds both.

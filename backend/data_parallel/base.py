@@ -2,7 +2,7 @@
 
 | implementation | each copy keeps | `core.plan.plan` |
 |---|---|---|
-| `replicated.ReplicatedStage` | everything: the sums of gradients go to all copies, all of which do the same update | `layout.zero=0` |
+| `replicated.ReplicatedStage` | every copy has all sums and does the same update | `layout.zero=0` |
 | `sharded.ShardedStage` | a part of every bucket, which it alone updates (ZeRO) | `layout.zero` from 1 on |
 | `torch_fsdp.TorchShardedStage` | rows of every parameter, by torch's `fully_shard` | `data_parallel.library="torch"` |
 

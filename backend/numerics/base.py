@@ -5,8 +5,8 @@ Shape suffixes: B samples of a microbatch, S sequence, C a feature dimension tha
 part), F a whole one, H hidden, V this rank's vocabulary. Every linear weight is stored [C, F], cut dimension first, so
 a column-parallel weight is [out, in] and a row-parallel one [in, out]; the same three products then serve both:
 
-- `project`:  y_C = x_F W^T   forward of a column-parallel, input gradient of a row-parallel layer; nothing is summed over ranks
-- `contract`: y_F = x_C W     forward of a row-parallel, input gradient of a column-parallel layer; sums over all ranks' features
+- `project`:  y_C = x_F W^T   forward of a column-parallel, input gradient of a row-parallel layer; no sum over ranks
+- `contract`: y_F = x_C W     forward of a row-parallel, input gradient of a column-parallel layer; sum over ranks
 - `weight_gradient`: W' = sum over tokens of x_C y_F^T
 """
 

@@ -198,8 +198,14 @@ def _elementwise(plan: Plan, device: torch.device) -> int:
         y = numerics.elementwise(function, x)
         return [y.detach(), *torch.autograd.grad(y, x, dy)]
 
-    functions: list[NormFunction] = [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), torch.exp, lambda x: (x * x + 1).log(),
-                                     lambda x: torch.rsqrt(x * x + 1)]  # fmt: skip
+    functions: list[NormFunction] = [
+        F.silu,
+        F.gelu,
+        lambda x: F.gelu(x, approximate="tanh"),
+        torch.exp,
+        lambda x: (x * x + 1).log(),
+        lambda x: torch.rsqrt(x * x + 1),
+    ]
     return sum(
         _count(part, whole[lo:hi])
         for function in functions

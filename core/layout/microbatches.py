@@ -43,8 +43,10 @@ def own_microbatches(total: int, dp: int, dp_rank: int, together: int = 1) -> tu
     """The microbatches `[lo, hi)` of a global batch of `total` that a data-parallel rank runs. Where dp does not divide
     them, earlier ranks have one more, or `together` more where a schedule runs so many in one go.
 
-    >>> [own_microbatches(14, 3, rank) for rank in range(3)], [own_microbatches(14, 3, rank, together=2) for rank in range(3)]
-    ([(0, 5), (5, 10), (10, 14)], [(0, 6), (6, 10), (10, 14)])
+    >>> [own_microbatches(14, 3, rank) for rank in range(3)]
+    [(0, 5), (5, 10), (10, 14)]
+    >>> [own_microbatches(14, 3, rank, together=2) for rank in range(3)]
+    [(0, 6), (6, 10), (10, 14)]
     """
     unit = together if total % dp and total % together == 0 and total // together >= dp else 1
     lo, hi = cut(total // unit, dp, dp_rank)

@@ -7,9 +7,9 @@ than those of the first training turn slower (`ModelSpec.rope_scaling`):
 | scaling | what turns slower | source |
 |---|---|---|
 | `linear` | all pairs, by the factor | Chen et al. 2023, arXiv 2306.15595 |
-| `dynamic` | slow pairs more than fast ones, in sequences longer than the original | transformers, `_compute_dynamic_ntk_parameters` |
-| `llama3` | pairs whose wave is long against the original sequence, with a smooth passage | transformers, `_compute_llama3_parameters` |
-| `yarn` | slow pairs by the factor, fast ones not, a ramp between; queries and keys grow | Peng et al. 2023, arXiv 2309.00071 |
+| `dynamic` | slow pairs more than fast ones, in longer sequences | transformers, `_compute_dynamic_ntk_parameters` |
+| `llama3` | pairs of long waves, with a smooth passage | transformers, `_compute_llama3_parameters` |
+| `yarn` | slow pairs by the factor, a ramp to fast ones; queries and keys grow | Peng et al. 2023, arXiv 2309.00071 |
 """
 
 from __future__ import annotations

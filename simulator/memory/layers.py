@@ -92,9 +92,15 @@ def mtp_nodes(tensors: LayerTensors) -> Iterator[Node]:
     hidden, normal = tensors.hidden, tensors.normalised
     yield Node("mtp.norms", 2 * (hidden + tensors.statistics), hidden, hidden)
     yield Node(
-        "mtp.projection", 2 * normal, 2 * hidden, hidden, forward_bytes=hidden, backward_bytes=2 * tensors.gathered,
-        weight_input_bytes=2 * normal, weight_gradient_bytes=hidden,
-    )  # fmt: skip
+        "mtp.projection",
+        2 * normal,
+        2 * hidden,
+        hidden,
+        forward_bytes=hidden,
+        backward_bytes=2 * tensors.gathered,
+        weight_input_bytes=2 * normal,
+        weight_gradient_bytes=hidden,
+    )
     yield from head_nodes(tensors)
 
 
@@ -355,9 +361,14 @@ def _experts(tensors: LayerTensors) -> Iterator[Node]:
         units = tensors.tokens * tensors.shared_ffn
         shared_up = units * tensors.halves * e
         yield Node(
-            "shared.up", 0, hidden, hidden + permuted, forward_bytes=sent + shared_up, backward_bytes=2 * tensors.gathered,
+            "shared.up",
+            0,
+            hidden,
+            hidden + permuted,
+            forward_bytes=sent + shared_up,
+            backward_bytes=2 * tensors.gathered,
             weight_gradient_bytes=shared_up,
-        )  # fmt: skip
+        )
         yield from _activated(
             tensors, "shared", units, hidden + permuted, work=tensors.gathered, modules=("moe", "shared_experts")
         )

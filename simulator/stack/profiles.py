@@ -40,11 +40,10 @@ of an attention backend). Fitted: calibration halves of dgxc-benchmarking, MLPer
 
 MEGATRON_2021_SHARE = 0.04
 """What Megatron-LM of early 2021 takes longer than that of 2022. Fitted: the mean over the four families of the
-calibration half of SC21,
-+- 0.01 (`--refit`: 0.05 does as well). Without any fit the same model in the same cut says so: 530B with 280 microbatches takes 54.1 s in
-SC21, table 1, and 49.1 s in Korthikanti et al. 2022, table 5, of which all-reduces beside weight gradients explain 1.1
-s and data parallelism 0.3 s. Between the two, norms became persistent kernels (Megatron-LM a2fdcdf06, 2021-10) and
-cuBLAS and NCCL moved on."""
+calibration half of SC21, give or take 0.01 (`--refit`: 0.05 does as well). Without any fit the same model in the same
+cut says so: 530B with 280 microbatches takes 54.1 s in SC21, table 1, and 49.1 s in Korthikanti et al. 2022, table 5,
+of which all-reduces beside weight gradients explain 1.1 s and data parallelism 0.3 s. Between the two, norms became
+persistent kernels (Megatron-LM a2fdcdf06, 2021-10) and cuBLAS and NCCL moved on."""
 
 _MEGATRON_2021 = Profile(
     # Megatron-LM v2.x and its forks: p2p_communication.py waits for every message; the "local" data parallelism

@@ -344,9 +344,16 @@ def test_nanotron_cuts_16_layers_with_a_head_of_four_into_10_and_6():
     }
     parallel = {"tp": 1, "pp": 2, "dp": 4, "vpp": 1, "sharding": "ZeRO-1"}
     row = published(
-        source="nanotron v0.5 (HF)", family="nanotron", model=model, parallel=parallel, hardware={"gpu": "H100-80GB", "count": 8},
-        batch={"micro": 1, "global": 64, "num_microbatches": 16}, precision="bf16", recompute="none", schedule="1F1B",
-    )  # fmt: skip
+        source="nanotron v0.5 (HF)",
+        family="nanotron",
+        model=model,
+        parallel=parallel,
+        hardware={"gpu": "H100-80GB", "count": 8},
+        batch={"micro": 1, "global": 64, "num_microbatches": 16},
+        precision="bf16",
+        recompute="none",
+        schedule="1F1B",
+    )
     assert [len(stage.layers) for stage in plan_of(row).plan.stages] == [10, 6]
 
 
@@ -354,12 +361,15 @@ def test_sizes_of_a_model_that_a_table_only_names_come_from_its_public_configura
     named = {"name": "GPT OSS 120B", "seq": 4096}
     parallel = {"tp": 1, "pp": 1, "dp": 64, "ep": 16, "sharding": "distributed optimizer (ZeRO-1)"}
     row = published(
-        source="Megatron-Bridge perf summary", family=(
-            "mbridge_26.06 NeMo Container_GPT OSS "
-            "120B"
-        ), model=named, parallel=parallel,
-        hardware={"gpu": "DGX-GB300", "count": 64}, batch={"micro": 4, "global": 1280}, precision="mxfp8", recompute=None,
-    )  # fmt: skip
+        source="Megatron-Bridge perf summary",
+        family=("mbridge_26.06 NeMo Container_GPT OSS 120B"),
+        model=named,
+        parallel=parallel,
+        hardware={"gpu": "DGX-GB300", "count": 64},
+        batch={"micro": 4, "global": 1280},
+        precision="mxfp8",
+        recompute=None,
+    )
     plan = plan_of(row).plan
     assert count_parameters(plan.model) == pytest.approx(116.8e9, rel=0.002)  # arXiv 2508.10925, table 1
     # without the token table of 0.6B: 5.1B, as there
@@ -419,9 +429,16 @@ def test_whole_experts_where_cut_ones_do_not_lie_on_a_stages_ranks():
 def test_megatron_core_of_2024_interleaves_single_layers_and_its_gpts_are_four_times_as_wide():
     model = {"name": "GPT 119B", "layers": 92, "hidden": 10240, "ffn": None, "heads": 80, "vocab": 131072, "seq": 4096}
     row = published(
-        source="Megatron-Core README r0.8", family="mcore_weak", model=model, hardware={"gpu": "H100-80GB SXM (Eos)", "count": 1536},
-        parallel={"tp": 8, "pp": 4, "dp": 48, "cp": 1}, batch={"global": 768}, precision="bf16", recompute=None, schedule=None,
-    )  # fmt: skip
+        source="Megatron-Core README r0.8",
+        family="mcore_weak",
+        model=model,
+        hardware={"gpu": "H100-80GB SXM (Eos)", "count": 1536},
+        parallel={"tp": 8, "pp": 4, "dp": 48, "cp": 1},
+        batch={"global": 768},
+        precision="bf16",
+        recompute=None,
+        schedule=None,
+    )
     plan = plan_of(row).plan
     assert (plan.layout.vpp, plan.model.ffn_hidden_size, plan.num_microbatches) == (23, 40960, 16)
     assert plan.layout.zero == 1 and plan.layout.sequence_parallel and plan.runtime.tp_comm_overlap
@@ -439,13 +456,16 @@ def test_llama_3_scatters_summed_gradients_and_leaves_the_ends_without_a_layer()
         "seq": 8192,
     }
     row = published(
-        source="Llama 3 herd", family="llama3_t4", model=model, hardware={"gpu": "H100-80GB HBM3 700W", "count": 8192},
+        source="Llama 3 herd",
+        family="llama3_t4",
+        model=model,
+        hardware={"gpu": "H100-80GB HBM3 700W", "count": 8192},
         parallel={"tp": 8, "pp": 16, "dp": 64, "cp": 1, "sharding": "FSDP (parameters not resharded after forward)"},
-        batch={"global": 2048}, precision="bf16", recompute=None, schedule=(
-            "interleaved 1F1B variant (tunable N), "
-            "uneven stages"
-        ),
-    )  # fmt: skip
+        batch={"global": 2048},
+        precision="bf16",
+        recompute=None,
+        schedule=("interleaved 1F1B variant (tunable N), uneven stages"),
+    )
     plan = plan_of(row).plan
     assert (plan.layout.zero, plan.layout.vpp, plan.layout.order) == (1, 8, "tp-cp-ep-pp-dp")
     assert [len(stage.layers) for stage in plan.stages] == [0, *[1] * 126, 0]

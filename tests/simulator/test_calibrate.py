@@ -33,14 +33,34 @@ class Row:
 
 SIZES = (16, 64, 256)
 VARIANTS = ("nt", "nn", "tn", "tn_")
-# fmt: off
 KERNELS = [
-    "add", "add_", "transpose", "row_mean", "row_norm", "token_sum", "layer_norm", "layer_norm_backward", "gelu_tanh",
-    "gelu_tanh_backward", "silu", "silu_backward", "exp", "cross_entropy", "cross_entropy_backward", "square_sum", "adamw", "rotate",
-    "rotate_backward", "repeat", "function", "function_backward_16", "layer_plain", "layer_plain_backward", "layer_gated",
+    "add",
+    "add_",
+    "transpose",
+    "row_mean",
+    "row_norm",
+    "token_sum",
+    "layer_norm",
+    "layer_norm_backward",
+    "gelu_tanh",
+    "gelu_tanh_backward",
+    "silu",
+    "silu_backward",
+    "exp",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "square_sum",
+    "adamw",
+    "rotate",
+    "rotate_backward",
+    "repeat",
+    "function",
+    "function_backward_16",
+    "layer_plain",
+    "layer_plain_backward",
+    "layer_gated",
     "layer_gated_backward",
 ]
-# fmt: on
 
 
 def rows() -> list[Row]:

@@ -38,8 +38,10 @@ _TWICE: Mapping[str, str] = {
         "What ranks bring together is right: look at the gather, at what it waits for, and at who writes into "
         "its buffer."
     ),
-    RECOMPUTED: "The rank had other values forward: look at what its recomputation reads (weights, buffers, random numbers), and at the "
-    "groups that it gathers from.",
+    RECOMPUTED: (
+        "The rank had other values forward: look at what its recomputation reads (weights, buffers, random numbers), "
+        "and at the groups that it gathers from."
+    ),
 }
 """Where to look, where a run itself has both the right values and the wrong ones."""
 

@@ -59,8 +59,10 @@ FORWARD = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2.5e-3}
 is by a sixth of it, in fp32 by a fiftieth."""
 
 HINTS = {
-    "reference-forward": "Both sides have it so, from inputs that are right: look at the forward of this part, its order of features, "
-    "mask, positions, scale and constants.",
+    "reference-forward": (
+        "Both sides have it so, from inputs that are right: look at the forward of this part, its order of features, "
+        "mask, positions, scale and constants."
+    ),
     "reference-loss": (
         "Both sides report it so: look at what the sum of the token losses is divided by, and which tokens are in it."
     ),
@@ -68,8 +70,10 @@ HINTS = {
     "reference-update": (
         "Both sides do: look at the clip coefficient, the optimizer's call and step count, and at which tensors decay."
     ),
-    "reference-gradient": "Both sides have it so: look at the backward of this part, the division by the token count, and at sums that are "
-    "not cleared between steps.",
+    "reference-gradient": (
+        "Both sides have it so: look at the backward of this part, the division by the token count, and at sums that "
+        "are not cleared between steps."
+    ),
 }
 
 

@@ -48,10 +48,32 @@ QWEN2 = ModelSpec("qwen2", 2, 48, 60, 6, 3, 8, 101, 64, qkv_bias=True, tied_embe
 QWEN3 = ModelSpec("qwen3", 2, 48, 60, 6, 3, 8, 101, 64, qk_norm=True)
 MIXTRAL = ModelSpec("mixtral", 2, 48, 60, 6, 3, 8, 101, 64, num_experts=4, experts_per_token=2)
 DEEPSEEK = ModelSpec(
-    "deepseek", 3, 48, 60, 6, 6, 12, 101, 64, num_experts=8, experts_per_token=2, num_shared_experts=1, expert_ffn_hidden_size=12,
-    first_dense_layers=1, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, num_mtp_layers=1,
-    router_scores="sigmoid", num_router_groups=4, router_groups_per_token=2, router_group_scores="top_two", expert_bias=True,
-)  # fmt: skip
+    "deepseek",
+    3,
+    48,
+    60,
+    6,
+    6,
+    12,
+    101,
+    64,
+    num_experts=8,
+    experts_per_token=2,
+    num_shared_experts=1,
+    expert_ffn_hidden_size=12,
+    first_dense_layers=1,
+    q_lora_rank=12,
+    kv_lora_rank=10,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    num_mtp_layers=1,
+    router_scores="sigmoid",
+    num_router_groups=4,
+    router_groups_per_token=2,
+    router_group_scores="top_two",
+    expert_bias=True,
+)
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}
 each_family = pytest.mark.parametrize(("family", "model"), FAMILIES.items(), ids=list(FAMILIES))
 

@@ -48,20 +48,43 @@ SHARED = {
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 16}
 MODELS = {
     "gpt2": ModelSpec(
-        "gpt2", 2, 48, 60, 6, 6, 8, 259, 64, activation="gelu", norm="layernorm", position="learned", tied_embeddings=True, bias=True
+        "gpt2",
+        2,
+        48,
+        60,
+        6,
+        6,
+        8,
+        259,
+        64,
+        activation="gelu",
+        norm="layernorm",
+        position="learned",
+        tied_embeddings=True,
+        bias=True,
     ),
     "llama": replace(LLAMA, bias=True, rope_scaling="linear", rope_factor=3.0, rope_theta=5000.0, head_dim=10),
     "mistral": replace(LLAMA, max_positions=16, sliding_window=9, rope_scaling="dynamic", rope_factor=2.0),
     "qwen2": replace(LLAMA, qkv_bias=True, tied_embeddings=True, sliding_window=13),
     "qwen3": replace(LLAMA, qk_norm=True, **YARN, rope_beta_fast=20.0),
     "mixtral": replace(LLAMA, **MIXTURE),
-    "qwen3_moe": replace(LLAMA, **MIXTURE, qk_norm=True, expert_ffn_hidden_size=24, first_dense_layers=1, normalized_router_weights=False),
+    "qwen3_moe": replace(
+        LLAMA, **MIXTURE, qk_norm=True, expert_ffn_hidden_size=24, first_dense_layers=1, normalized_router_weights=False
+    ),
     "deepseek_v2": replace(LLAMA, **SHARED, normalized_router_weights=False, router_scaling=2.0),
     "deepseek_v3": replace(
-        LLAMA, **SHARED, q_lora_rank=20, router_scores="sigmoid", router_group_scores="top_two", expert_bias=True, router_scaling=1.7,
-        **YARN, rope_mscale=0.8, rope_mscale_all_dim=1.0,
+        LLAMA,
+        **SHARED,
+        q_lora_rank=20,
+        router_scores="sigmoid",
+        router_group_scores="top_two",
+        expert_bias=True,
+        router_scaling=1.7,
+        **YARN,
+        rope_mscale=0.8,
+        rope_mscale_all_dim=1.0,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -69,9 +92,14 @@ def test_a_model_made_here_has_the_same_logits_in_transformers(family, tmp_path)
     model = MODELS[family]
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
     plan = Plan(
-        model, cluster_preset("this-host", 1), Layout(), Batch(2, 2, 24), precision=Precision("fp32"), numerics=Numerics("exact"),
+        model,
+        cluster_preset("this-host", 1),
+        Layout(),
+        Batch(2, 2, 24),
+        precision=Precision("fp32"),
+        numerics=Numerics("exact"),
         train=Train(data=str(tmp_path / "text")),
-    )  # fmt: skip
+    )
     transport = MemoryWorld(1).transport(0)
     rank = TrainingRank(transport, plan)
     generator = torch.Generator().manual_seed(11)

@@ -27,11 +27,34 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 BOUND = 2 * 58 * 259 * 2.0**-24
 SAMPLES, SEQUENCE = 4, 24
 MODEL = ModelSpec(
-    "deepseek", 2, 48, 60, 6, 6, 12, 259, 64, norm_eps=1e-6, num_experts=6, experts_per_token=2, num_shared_experts=1,
-    expert_ffn_hidden_size=12, first_dense_layers=1, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
-    num_mtp_layers=1, router_scores="sigmoid", router_scaling=1.5, num_router_groups=3, router_groups_per_token=2,
-    router_group_scores="top_two", expert_bias=True,
-)  # fmt: skip
+    "deepseek",
+    2,
+    48,
+    60,
+    6,
+    6,
+    12,
+    259,
+    64,
+    norm_eps=1e-6,
+    num_experts=6,
+    experts_per_token=2,
+    num_shared_experts=1,
+    expert_ffn_hidden_size=12,
+    first_dense_layers=1,
+    q_lora_rank=12,
+    kv_lora_rank=10,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    num_mtp_layers=1,
+    router_scores="sigmoid",
+    router_scaling=1.5,
+    num_router_groups=3,
+    router_groups_per_token=2,
+    router_group_scores="top_two",
+    expert_bias=True,
+)
 
 
 class Losses:
@@ -75,9 +98,14 @@ def test_transformers_predicts_the_token_after_next_from_our_files(layout, tmp_p
         torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3)).to(torch.uint8).numpy().tobytes()
     )
     plan = Plan(
-        MODEL, cluster_preset("this-host", layout.world_size), layout, Batch(SAMPLES, 2, SEQUENCE), precision=Precision("fp32"),
-        numerics=Numerics("exact"), train=Train(data=str(data)),
-    )  # fmt: skip
+        MODEL,
+        cluster_preset("this-host", layout.world_size),
+        layout,
+        Batch(SAMPLES, 2, SEQUENCE),
+        precision=Precision("fp32"),
+        numerics=Numerics("exact"),
+        train=Train(data=str(data)),
+    )
     found = {}
     for losses in run_threads(MemoryWorld(layout.world_size, timeout_s=60), step_rank, (plan, tmp_path / "model")):
         found |= losses

@@ -349,7 +349,8 @@ def test_a_script_whose_own_functions_travel_is_told_to_guard_its_main_part(tmp_
 ENDLESS = """
 import os, signal, time
 from shardproof.backend.launching.launch import run_ranks
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started in the background (`pytest &`) inherits it ignored
+# a job started in the background (`pytest &`) inherits it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def job(transport, payload):
     with open(f"{payload}/{transport.global_rank}", "w") as file:
         file.write(str(os.getpid()))

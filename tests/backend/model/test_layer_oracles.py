@@ -59,12 +59,36 @@ MLA = ModelSpec("mla", 2, 48, 60, 6, 6, 12, 259, 64, q_lora_rank=28, **LATENT)
 WIDE_QUERIES = replace(MLA, name="mla-wide-queries", q_lora_rank=0)
 MIXTRAL = ModelSpec("mixtral", 2, 48, 36, 6, 3, 8, 259, 64, num_experts=6, experts_per_token=2)
 GROUPED = ModelSpec(
-    "grouped", 2, 48, 60, 6, 6, 8, 259, 64, num_experts=6, experts_per_token=3, num_shared_experts=2, expert_ffn_hidden_size=12,
-    first_dense_layers=1, router_scores="sigmoid", router_scaling=1.5, num_router_groups=3, router_groups_per_token=2,
+    "grouped",
+    2,
+    48,
+    60,
+    6,
+    6,
+    8,
+    259,
+    64,
+    num_experts=6,
+    experts_per_token=3,
+    num_shared_experts=2,
+    expert_ffn_hidden_size=12,
+    first_dense_layers=1,
+    router_scores="sigmoid",
+    router_scaling=1.5,
+    num_router_groups=3,
+    router_groups_per_token=2,
     router_group_scores="top_two",
-)  # fmt: skip
-RAW = replace(GROUPED, name="raw", num_router_groups=0, router_groups_per_token=0, router_group_scores="max", router_scores="softmax",
-              normalized_router_weights=False, num_shared_experts=0)  # fmt: skip
+)
+RAW = replace(
+    GROUPED,
+    name="raw",
+    num_router_groups=0,
+    router_groups_per_token=0,
+    router_group_scores="max",
+    router_scores="softmax",
+    normalized_router_weights=False,
+    num_shared_experts=0,
+)
 MODELS = [GPT, LLAMA, QWEN2, QWEN3, SQUARED, MLA, WIDE_QUERIES]
 MIXTURES = [MIXTRAL, GROUPED, RAW]
 LAYOUTS = {
@@ -178,9 +202,18 @@ def step_of(tmp_path_factory):
         key = model, layout, mode, dtype, packed
         if key not in made:
             plan = exact_plan(
-                layout, model=model, samples=SAMPLES, micro=1 if layout.dp == 2 else 2, sequence=SEQUENCE, dtype=dtype, mode=mode,
-                gradient_token_block=6, reduction_token_block=3, data=str(data), packed=packed,
-            )  # fmt: skip
+                layout,
+                model=model,
+                samples=SAMPLES,
+                micro=1 if layout.dp == 2 else 2,
+                sequence=SEQUENCE,
+                dtype=dtype,
+                mode=mode,
+                gradient_token_block=6,
+                reduction_token_block=3,
+                data=str(data),
+                packed=packed,
+            )
             seen = Seen()
             run_threads(MemoryWorld(layout.world_size, timeout_s=60), step_rank, (plan, seen))
             rounded = torch.bfloat16 if dtype == "bf16" else torch.float32

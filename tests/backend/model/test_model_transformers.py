@@ -40,51 +40,155 @@ SAMPLES, SEQUENCE = 6, 24
 
 SIZES = {"vocab_size": 259, "initializer_range": 0.1}
 ROTARY = {
-    **SIZES, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 6,
-    "head_dim": 8, "max_position_embeddings": 64,
-}  # fmt: skip
+    **SIZES,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
 LATENT = {
-    **{key: value for key, value in ROTARY.items() if key != "head_dim"}, "num_key_value_heads": 12, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 36, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
-}  # fmt: skip
+    **{key: value for key, value in ROTARY.items() if key != "head_dim"},
+    "num_key_value_heads": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 MODELS = {
-    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config, {
-        **SIZES, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_inner": 96,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    }),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        transformers.GPT2Config,
+        {
+            **SIZES,
+            "n_positions": 64,
+            "n_embd": 48,
+            "n_layer": 2,
+            "n_head": 6,
+            "n_inner": 96,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
     "llama": ("LlamaForCausalLM", transformers.LlamaConfig, {**ROTARY, "rms_norm_eps": 1e-5}),
-    "llama-biased": ("LlamaForCausalLM", transformers.LlamaConfig, {**ROTARY, "attention_bias": True, "mlp_bias": True}),
+    "llama-biased": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig,
+        {**ROTARY, "attention_bias": True, "mlp_bias": True},
+    ),
     "mistral": ("MistralForCausalLM", transformers.MistralConfig, {**ROTARY, "sliding_window": 10}),
     "qwen2": ("Qwen2ForCausalLM", transformers.Qwen2Config, {**ROTARY, "tie_word_embeddings": True}),
-    "qwen2-windowed": ("Qwen2ForCausalLM", transformers.Qwen2Config, {
-        **ROTARY, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0,
-    }),
-    "qwen3": ("Qwen3ForCausalLM", transformers.Qwen3Config, ROTARY),
-    "mixtral": ("MixtralForCausalLM", transformers.MixtralConfig, {**ROTARY, "num_local_experts": 6, "num_experts_per_tok": 2}),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig, {
-        **ROTARY, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "norm_topk_prob": True, "mlp_only_layers": [0],
-    }),
-    "deepseek-v2": ("DeepseekV2ForCausalLM", transformers.DeepseekV2Config, {
-        **LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
-    }),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config, {
-        **LATENT, "q_lora_rank": 20, "n_group": 3, "topk_group": 2, "norm_topk_prob": True, "num_mtp_layers": 0,
-    }),
-    "llama-stretched": ("LlamaForCausalLM", transformers.LlamaConfig, {**ROTARY, "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }}),
-    "qwen3-stretched": ("Qwen3ForCausalLM", transformers.Qwen3Config, {**ROTARY, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
-    }}),
-    "deepseek-v3-stretched": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config, {
-        **LATENT, "q_lora_rank": 20, "n_group": 3, "topk_group": 2, "norm_topk_prob": True, "num_mtp_layers": 0, "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
-            "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "qwen2-windowed": (
+        "Qwen2ForCausalLM",
+        transformers.Qwen2Config,
+        {
+            **ROTARY,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 0,
         },
-    }),
-}  # fmt: skip
+    ),
+    "qwen3": ("Qwen3ForCausalLM", transformers.Qwen3Config, ROTARY),
+    "mixtral": (
+        "MixtralForCausalLM",
+        transformers.MixtralConfig,
+        {**ROTARY, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        transformers.Qwen3MoeConfig,
+        {
+            **ROTARY,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 36,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        transformers.DeepseekV2Config,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        transformers.DeepseekV3Config,
+        {
+            **LATENT,
+            "q_lora_rank": 20,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "llama-stretched": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig,
+        {
+            **ROTARY,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
+    "qwen3-stretched": (
+        "Qwen3ForCausalLM",
+        transformers.Qwen3Config,
+        {
+            **ROTARY,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "deepseek-v3-stretched": (
+        "DeepseekV3ForCausalLM",
+        transformers.DeepseekV3Config,
+        {
+            **LATENT,
+            "q_lora_rank": 20,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "num_mtp_layers": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+}
 DENSE = {
     "one device": Layout(),
     "tp2 dp3": Layout(tp=2, dp=3),

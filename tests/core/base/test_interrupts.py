@@ -9,7 +9,8 @@ import pytest
 PRELUDE = """
 import atexit, contextlib, ctypes, os, signal, sys, threading, time
 from shardproof.core.commands.cli import run_program
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started in the background (`pytest &`) inherits it ignored
+# a job started in the background (`pytest &`) inherits it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 @contextlib.contextmanager
 def something():
     try:

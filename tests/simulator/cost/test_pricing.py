@@ -149,8 +149,16 @@ def test_fsdp_unpacks_4_bytes_a_gathered_weight_and_packs_6_bytes_a_gradient():
 def test_the_first_zero_3_went_tensor_by_tensor_with_two_calls_for_every_rank():
     # Four products of 96 layers and two tables (token and position): 386 tensors, gathered forward, again for what is
     # computed again, again for the backward, and scattered: SC21 (table 2) measures 66.7 s at 768 and at 1,536 devices.
-    chosen = plan(Layout(dp=1536, zero=3), Runtime("deepspeed-zero3"), model=GPT, cluster="dgx-a100-80g", microbatches=1, sequence=2048,
-                  precision=Precision("fp16"), recompute=Recompute("full"))  # fmt: skip
+    chosen = plan(
+        Layout(dp=1536, zero=3),
+        Runtime("deepspeed-zero3"),
+        model=GPT,
+        cluster="dgx-a100-80g",
+        microbatches=1,
+        sequence=2048,
+        precision=Precision("fp16"),
+        recompute=Recompute("full"),
+    )
     pricing = Pricing(chosen)
     calls_s = 386 * 2 * 1536 * chosen.cluster.host_dispatch_s
     assert pricing.seconds(Kind.F, 0).dp_comm > calls_s and pricing.seconds(Kind.B, 0).dp_comm > 3 * calls_s

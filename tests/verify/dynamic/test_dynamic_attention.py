@@ -34,9 +34,26 @@ LATENT = ModelSpec(
     v_head_dim=4,
 )
 YARN = ModelSpec(
-    "yarn", 2, 32, 50, 3, 3, 6, 256, 32, kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6,
-    rope_scaling="yarn", rope_factor=4.0, rope_original_positions=8, bias=True, attention_dropout=0.1, hidden_dropout=0.1,
-)  # fmt: skip
+    "yarn",
+    2,
+    32,
+    50,
+    3,
+    3,
+    6,
+    256,
+    32,
+    kv_lora_rank=12,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=6,
+    rope_scaling="yarn",
+    rope_factor=4.0,
+    rope_original_positions=8,
+    bias=True,
+    attention_dropout=0.1,
+    hidden_dropout=0.1,
+)
 AHEAD = ModelSpec(
     "ahead",
     2,
@@ -53,9 +70,22 @@ AHEAD = ModelSpec(
     rope_original_positions=16,
 )
 TIED = ModelSpec(
-    "tied", 3, 32, 50, 4, 4, 6, 256, 32, kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4,
-    num_mtp_layers=1, tied_embeddings=True,
-)  # fmt: skip
+    "tied",
+    3,
+    32,
+    50,
+    4,
+    4,
+    6,
+    256,
+    32,
+    kv_lora_rank=12,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
+    num_mtp_layers=1,
+    tied_embeddings=True,
+)
 
 
 def tiny(

@@ -139,6 +139,6 @@ def test_state_is_bounded_by_the_gradients_bound_the_norm_and_the_learning_rate(
 
 
 def test_sections_are_layers_or_first_words() -> None:
-    assert [section_of(name) for name in ("layers.12.mlp.up.weight", "head.losses", "loss", "mtp.0.projection.weight")] == [
-        "layers.12", "head", "loss", "mtp.0"
-    ]  # fmt: skip
+    assert [
+        section_of(name) for name in ("layers.12.mlp.up.weight", "head.losses", "loss", "mtp.0.projection.weight")
+    ] == ["layers.12", "head", "loss", "mtp.0"]
