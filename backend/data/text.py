@@ -15,9 +15,16 @@ VOCABULARY_SIZE = 256
 
 STDLIB = "python-stdlib"
 
-STDLIB_SOURCES = tuple(
-    ["argparse", "ast", "asyncio/base_events", "asyncio/events", "asyncio/streams", "asyncio/tasks", "base64", "bdb", "calendar", "cmd", "code", "codecs", "configparser", "contextlib", "copy", "csv", "dataclasses", "difflib", "doctest", "enum", "fileinput", "fractions", "ftplib", "functools", "getopt", "gettext", "gzip", "heapq", "hmac", "imaplib", "inspect", "ipaddress", "json/decoder", "json/encoder", "locale", "logging/__init__", "mailbox", "mimetypes", "netrc", "optparse", "os", "pdb", "pickle", "pickletools", "platform", "plistlib", "poplib", "pprint", "profile", "pstats", "pydoc", "quopri", "random", "sched", "selectors", "shelve", "shlex", "shutil", "smtplib", "socket", "socketserver", "ssl", "statistics", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "timeit", "tokenize", "trace", "traceback", "tracemalloc", "types", "unittest/case", "unittest/mock", "urllib/parse", "urllib/request", "uuid", "warnings", "wave", "weakref", "webbrowser", "zipapp"]
-)
+_NAMES = """
+argparse ast asyncio/base_events asyncio/events asyncio/streams asyncio/tasks base64 bdb calendar cmd code codecs
+configparser contextlib copy csv dataclasses difflib doctest enum fileinput fractions ftplib functools getopt gettext
+gzip heapq hmac imaplib inspect ipaddress json/decoder json/encoder locale logging/__init__ mailbox mimetypes netrc
+optparse os pdb pickle pickletools platform plistlib poplib pprint profile pstats pydoc quopri random sched selectors
+shelve shlex shutil smtplib socket socketserver ssl statistics subprocess tarfile tempfile textwrap threading timeit
+tokenize trace traceback tracemalloc types unittest/case unittest/mock urllib/parse urllib/request uuid warnings wave
+weakref webbrowser zipapp
+"""
+STDLIB_SOURCES = tuple(_NAMES.split())
 """Sources that are training text: files of the standard library in every CPython since 3.11, none of them
 written at build time."""
 
