@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from torch import Tensor
+
 from ..tensor_parallel.context import LayerContext
 from ..transport.overlap import CommunicationLane, Work
 from .buckets import FlatBucket
@@ -55,7 +57,7 @@ def _place(part: str) -> int:
 
 
 def _shared(bucket: FlatBucket) -> Work:
-    def work():
+    def work() -> Tensor:
         bucket.share()
         return bucket.weights
 

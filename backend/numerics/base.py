@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Scalar(Protocol):
 
     def __float__(self) -> float: ...
 
-    def __add__(self, other, /): ...
+    def __add__(self, other: Any, /) -> Any: ...
 
     def over(self, group: Group) -> Scalar:
         """The sum over the members, the same on every one. One small collective; none in a group of one."""

@@ -113,7 +113,7 @@ class _RmsNorm(Function):
         g = dy_BSH * layer.weight.operand
         dx_BSH = (g - normed * (g * normed).mean(-1, keepdim=True)).mul_(rstd)
 
-        def gradient():
+        def gradient() -> Contribution:
             return layer.token_sums(normed * dy_BSH)
 
         layer.context.submit(layer.name, [(layer.weight_usage, gradient)], ctx.microbatch)

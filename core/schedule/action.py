@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex, overload
 
 import numpy as np
 
@@ -160,7 +161,11 @@ class ActionArray(Sequence[Action]):
     def __len__(self) -> int:
         return len(self.stage)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> ActionArray: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Action | ActionArray:
         if isinstance(index, slice):
             return self.take(index)
         kind = Kind(int(self.kind[index]))

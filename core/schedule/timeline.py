@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
@@ -116,7 +116,11 @@ class Spans(Sequence[Span]):
     def __len__(self) -> int:
         return len(self.start_s)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Span]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Span | list[Span]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         lane = self.lanes[self.lane[index]]
