@@ -39,7 +39,7 @@ class Row:
 
     def __getitem__(self, dotted: str) -> Any:
         """A field, such as `model.layers`; None when it is null or absent. Sizes that a table leaves out are
-        `published_models.size_of`."""
+        `models.size_of`."""
         found: Any = self.data
         section, _, field = dotted.partition(".")
         for name in dotted.split("."):

@@ -36,12 +36,11 @@ def counts_samples_of_its_own(patches: Patches) -> None:
     """Masks go by the sample among those of this data-parallel rank."""
 
     def hidden_mask(original: Function) -> Function:
-        def mask(context: Any, operation: str, microbatch: Any, x_BSH: Any) -> Any:
+        def mask(x_BSH: Any, context: Any, operation: str, microbatch: Any) -> Any:
             here = context.plan.layout.coordinates(context.tp.ranks[context.tp.rank])
             first, _ = context.plan.samples_of(here["dp"])
-            return original(
-                context, operation, replace(microbatch, first_sample=microbatch.first_sample - first), x_BSH
-            )
+            own = replace(microbatch, first_sample=microbatch.first_sample - first)
+            return original(x_BSH, context, operation, own)
 
         return mask
 
@@ -112,8 +111,9 @@ def draws_again(patches: Patches) -> None:
         return again
 
     def hidden_mask(original: Function) -> Function:
-        def mask(context: Any, operation: str, *of: Any) -> Any:
-            return original(context, f"{operation}/again" if getattr(inside, "again", False) else operation, *of)
+        def mask(x_BSH: Any, context: Any, operation: str, microbatch: Any) -> Any:
+            own = f"{operation}/again" if getattr(inside, "again", False) else operation
+            return original(x_BSH, context, own, microbatch)
 
         return mask
 

@@ -83,7 +83,7 @@ def leaves_experts_unscaled(patches: Patches, *, degree: int) -> None:
 
     def gradient(original: Function) -> Function:
         def computed(self: Any, *given: Any) -> Any:
-            return [(leaf, value * degree) for leaf, value in original(self, *given)]
+            return ((leaf, value * degree) for leaf, value in original(self, *given))
 
         return computed
 
