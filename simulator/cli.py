@@ -29,6 +29,7 @@ from ..core.model.parameters import count_parameters
 from ..core.plan.plan import ModularPlan, Plan
 from ..core.plan.rules import RULES
 from .search.fit import fit
+from .search.order import search_order
 from .search.search import REASONS, search
 from .search.sensitivity import sensitivity
 from .simulation.explain import explanation, idle_rows, path_rows, sensitivity_rows, variation_rows
@@ -70,6 +71,11 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--samples", type=int, metavar="N", help=("steps to draw from the plan's [variation] (as variation.samples)")
     )
+    group.add_argument(
+        "--search-schedule",
+        metavar="CSV",
+        help="search a faster order of this plan's actions, in the memory there is, and write the fastest known to CSV",
+    )
     add_durations(group)
 
 
@@ -87,12 +93,34 @@ def run_simulate(args: argparse.Namespace) -> int:
             "--sensitivity changes numbers of the cluster, which recorded durations do not depend on. "
             "Leave out one of them."
         )
+    _refuse_search(args, plan)
     simulation = simulate(plan, durations=read_durations(args))
     report = {**simulation.report, **explanation(simulation)}
+    if args.search_schedule and isinstance(plan, Plan):
+        found = search_order(plan)
+        write_text(args.search_schedule, found.schedule.to_csv())
+        report["schedule_search"] = {**found.report, "file": args.search_schedule}
     if args.sensitivity and isinstance(plan, Plan):
         report["sensitivity"] = [gain.report() for gain in sensitivity(plan)]
     emit(args, partial(simulate_text, plan, report), report)
     return 0
+
+
+def _refuse_search(args: argparse.Namespace, plan: Plan | ModularPlan) -> None:
+    """Raises `PlanError` where --search-schedule cannot be answered."""
+    if not args.search_schedule:
+        return
+    if not isinstance(plan, Plan):
+        raise PlanError("--search-schedule takes a plan of one model, and this one has [[modules]]. Leave it out.")
+    if args.durations:
+        raise PlanError(
+            "--search-schedule takes the modelled seconds of whole passes, and --durations has those of recorded "
+            "actions. Leave out one of them."
+        )
+    if not args.search_schedule.endswith(".csv"):
+        raise PlanError(
+            f"--search-schedule {args.search_schedule}: a schedule is written as CSV; end the name in .csv."
+        )
 
 
 def run_fit(args: argparse.Namespace) -> int:
@@ -163,6 +191,7 @@ def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any], width: in
             *_section(f"why rank {report['bubble_rank']} idles, which does so longest:", idle_rows(report), width),
             *_section("critical path:", path_rows(report), width),
             *_section("modules:", _module_rows(report), width),
+            *_section("search for a faster order of actions:", _search_rows(report), width),
             *_section("variation:", variation_rows(report), width),
             *_section(
                 "what a tenth of improvement would gain:", sensitivity_rows(report.get("sensitivity", [])), width
@@ -251,6 +280,24 @@ def _module_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         )
         rows.append((each["name"], ranks, each["layout"], parameters, peak, handed_on))
     return rows
+
+
+def _search_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """What --search-schedule found; empty without it."""
+    if (found := report.get("schedule_search")) is None:
+        return []
+    step, before = found["step_time_s"], found["step_time_before_s"]
+    gain = f"{abs(1 - step / before):.1%} {'less' if step < before else 'more'}"
+    gain = gain if found["found"] else "as before: nothing faster fits"
+    named = f"{found['best_named']}, {format_s(found['best_named_s'])}" if found["best_named"] else "none fits"
+    return [
+        ("step", f"{format_s(step)}, {gain}"),
+        ("peak memory", format_bytes(found["peak_memory_bytes"])),
+        ("passes and messages", f"{format_s(found['passes_s'])}, the shortest of {found['evaluated']} orders"),
+        ("no order is below", f"{format_s(found['lower_bound_s'])} ({found['bound_reason']})"),
+        ("shortest with a name", named),
+        ("written to", found["file"]),
+    ]
 
 
 def _during(report: Mapping[str, Any]) -> str:

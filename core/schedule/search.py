@@ -99,22 +99,47 @@ def search_schedule(
     for name, value in {"pp": pp, "num_microbatches": num_microbatches, "vpp": vpp, "evaluations": evaluations}.items():
         if not isinstance(value, int) or value < 1:
             raise ScheduleError(f"{name}={value!r} must be a whole number of at least 1.")
+    return search_placements(
+        _placements(pp, num_microbatches, vpp, replicas),
+        forward_s=forward_s,
+        backward_input_s=backward_input_s,
+        backward_weight_s=backward_weight_s,
+        send_s=send_s,
+        activation=activation,
+        capacity=capacity,
+        evaluations=evaluations,
+    )
+
+
+def search_placements(
+    placements: Sequence[Placement],
+    *,
+    forward_s: PerStage,
+    backward_input_s: PerStage,
+    backward_weight_s: PerStage,
+    send_s: PerStage,
+    activation: PerStage,
+    capacity: PerStage | None,
+    evaluations: int = 3000,
+) -> SearchResult:
+    """`search_schedule` over given placements, which have as many ranks, stages and microbatches as each other."""
+    num_ranks, num_stages = placements[0].num_ranks, placements[0].num_stages
     times = {
         "forward_s": forward_s,
         "backward_input_s": backward_input_s,
         "backward_weight_s": backward_weight_s,
         "send_s": send_s,
     }
-    seconds = {name: _numbers(name, value, pp * vpp, "stages") for name, value in times.items()}
-    units = _numbers("activation", activation, pp * vpp, "stages")
-    rooms = _numbers("capacity", math.inf if capacity is None else capacity, pp, "ranks")
+    seconds = {name: _numbers(name, value, num_stages, "stages") for name, value in times.items()}
+    units = _numbers("activation", activation, num_stages, "stages")
+    rooms = _numbers("capacity", math.inf if capacity is None else capacity, num_ranks, "ranks")
     scale = math.lcm(*(_fraction(value).denominator for value in (*units, *rooms) if value < math.inf))
     whole_units, whole_rooms = (
         tuple(int(_fraction(v) * scale) if v < math.inf else v for v in values) for values in (units, rooms)
     )
     problems = [
         Problem(placement, **seconds, activation=whole_units, capacity=whole_rooms)  # type: ignore[arg-type]
-        for placement in _placements(pp, num_microbatches, vpp, replicas)
+        for placement in placements
     ]
     feasible = [problem for problem in problems if not _short(problem)]
     if not feasible:

@@ -10,8 +10,8 @@ from ...core.base.findings import Finding
 from ...core.base.units import format_bytes
 from ...core.plan.plan import Plan
 from ..step.step import representatives
+from .margins import margins_of
 from .remedies import is_tried, remedies
-from .spare import spare_of
 
 OUT_OF_MEMORY = "out-of-memory"
 """The finding of a plan that does not fit."""
@@ -68,11 +68,11 @@ def fit(plan: Plan) -> Fit:
     """Peak memory of every pipeline rank against what is usable of its device (`capacity`), of its
     smallest where classes differ.
 
-    The report tells of the rank with the least to spare. Of the sizes of a device `device_bytes` is its total
+    The report describes the rank with the least left. Of the sizes of a device `device_bytes` is its total
     and `capacity_bytes` what a peak of live tensors may be; `reserved_memory_bytes` is what the allocator is
     expected to hold at the peak.
     """
-    found, ranks = spare_of(plan), representatives(plan)
+    found, ranks = margins_of(plan), representatives(plan)
     tightest = found.tightest
     memory = found.memories[tightest]
     return Fit(

@@ -11,7 +11,7 @@ from ...core.plan.plan import Plan, build_plan
 from ...core.plan.toml import Given, read_values
 from ..simulation.simulate import simulate
 from ..step.step import lowered_schedule
-from .spare import spare_of
+from .margins import margins_of
 
 Changes = Mapping[str, Any]
 """Dotted key of a plan -> the value it is given."""
@@ -115,14 +115,14 @@ def _changed(plan: Plan, changes: Changes) -> Plan:
 def _fitting(plan: Plan, changes: Changes) -> bool:
     """True where the changed plan is legal and fits."""
     try:
-        return spare_of(_changed(plan, changes)).fits
+        return margins_of(_changed(plan, changes)).fits
     except ShardproofError:
         return False
 
 
 def _told(plan: Plan, changes: Changes) -> dict[str, Any]:
     better = _changed(plan, changes)
-    found = spare_of(better)
+    found = margins_of(better)
     step_s = float(simulate(better).report["step_time_s"]) if len(lowered_schedule(better)) <= MOST_ACTIONS else None
     settings = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()]
     return {"set": settings, "peak_memory_bytes": found.memories[found.tightest].peak_bytes, "step_time_s": step_s}

@@ -78,10 +78,10 @@ class Simulation:
         return memory_samples(self.run, self.memory, self.plan, self.global_ranks)
 
 
-def simulate_first(plan: Plan) -> Simulation:
+def simulate_first(plan: Plan, schedule: Schedule | None = None) -> Simulation:
     """The step of data-parallel rank 0, which stands for all where replicas are alike; what
-    `variation` says is not read."""
-    graph = plan_graph(plan)
+    `variation` says is not read. `schedule` replaces that of the plan; it has the same placement."""
+    graph = plan_graph(plan) if schedule is None else _graph_of(plan, lower(schedule))
     pricing = Pricing(plan, gathers_scheduled=any(sort.kind is Kind.UNSHARD for sort in sorts_of(graph).sorts))
     run = run_plan(graph, pricing)
     memory = rank_memories(plan, graph.schedule, profile_of(plan).recv_buffers)
@@ -96,7 +96,13 @@ def plan_graph(plan: Plan) -> Graph:
         layout = plan.layout
         shape = (layout.pp, layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages)
         return _named_graph(plan.schedule.name, shape, profile.send_rule, profile.recv_buffers)
-    return build_graph(lowered_schedule(plan), sends=profile.send_rule, recv_buffers=profile.recv_buffers)
+    return _graph_of(plan, lowered_schedule(plan))
+
+
+def _graph_of(plan: Plan, schedule: Schedule) -> Graph:
+    """A lowered schedule with the waits of a plan's stack."""
+    profile = profile_of(plan)
+    return build_graph(schedule, sends=profile.send_rule, recv_buffers=profile.recv_buffers)
 
 
 @lru_cache(maxsize=64)

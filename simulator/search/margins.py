@@ -1,4 +1,4 @@
-"""The peaks of a plan's pipeline ranks beside what each may use of its device."""
+"""How far the peak of every pipeline rank is below what its device has usable."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..step.step import lowered_schedule
 
 
 @dataclass(frozen=True)
-class Spare:
-    """`memories` and `capacities` of the pipeline ranks; `tightest` is the one with the least to spare,
+class Margins:
+    """`memories` and `capacities` of the pipeline ranks; `tightest` is the one with the least left,
     of several the lowest."""
 
     memories: Sequence[RankMemory]
@@ -23,11 +23,11 @@ class Spare:
     @property
     def tightest(self) -> int:
         """Index of that rank."""
-        spare = [
+        margins = [
             capacity.usable_bytes - memory.peak_bytes
             for memory, capacity in zip(self.memories, self.capacities, strict=True)
         ]
-        return spare.index(min(spare))
+        return margins.index(min(margins))
 
     @property
     def fits(self) -> bool:
@@ -35,6 +35,6 @@ class Spare:
         return self.memories[self.tightest].peak_bytes <= self.capacities[self.tightest].usable_bytes
 
 
-def spare_of(plan: Plan) -> Spare:
+def margins_of(plan: Plan) -> Margins:
     """The peaks of a plan under its schedule. Raises `ScheduleError` when that cannot be built."""
-    return Spare(rank_memories(plan, lowered_schedule(plan), profile_of(plan).recv_buffers), capacities(plan))
+    return Margins(rank_memories(plan, lowered_schedule(plan), profile_of(plan).recv_buffers), capacities(plan))
