@@ -97,8 +97,10 @@ def rank_groups(plan: Plan | ModularPlan) -> Iterator[RankGroup]:
     if isinstance(plan, Plan):
         yield from _groups(plan, lambda count: lower(schedule_for(plan, count)), _peaks(plan))
         return
-    alike = replace(plan, variation=NO_VARIATION)  # memory does not vary, and steps of modules are not drawn
-    peaks = [Peak(each.peak_bytes, each.peak_action, each.components()) for each in service("simulate")(alike).memory]
+    unvaried = replace(plan, variation=NO_VARIATION)  # memory does not vary, and steps of modules are not drawn
+    peaks = [
+        Peak(each.peak_bytes, each.peak_action, each.components()) for each in service("simulate")(unvaried).memory
+    ]
     for part in plan.parts:
         own = peaks[part.first_stage : part.first_stage + part.layout.pp]
         yield from _groups(part, lambda count, part=part: part_schedule(plan, part, count), own, part.first_stage)
@@ -113,7 +115,7 @@ def _peaks(plan: Plan) -> list[Peak]:
 def _groups(plan: Plan, schedule_of: Any, peaks: list[Peak], first_stage: int = 0) -> Iterator[RankGroup]:
     """The groups of one model; stages and actions count from `first_stage`."""
     layout, first_rank = plan.layout, plan.layout.global_rank()
-    classes = [(lo, hi, schedule_of(plan.microbatches_of(lo))) for lo, hi in _alike_replicas(plan)]
+    classes = [(lo, hi, schedule_of(plan.microbatches_of(lo))) for lo, hi in _equal_replicas(plan)]
     members = np.sort(np.array(layout.groups("tp-cp-ep-dp")), axis=1)
     for pp_rank, ranks in enumerate(members):
         tp_rank, dp_rank = (_coordinate(ranks - first_rank, plan, axis) for axis in ("tp", "dp"))
@@ -150,7 +152,7 @@ def _group(
     )
 
 
-def _alike_replicas(plan: Plan) -> list[tuple[int, int]]:
+def _equal_replicas(plan: Plan) -> list[tuple[int, int]]:
     """Data-parallel ranks `[lo, hi)` with equally many microbatches: earlier ones have more."""
     dp, counts = plan.layout.dp, plan.microbatch_counts
     ends = [

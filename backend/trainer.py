@@ -168,7 +168,7 @@ class Trainer:
             say(f"warning: {warning}", sys.stderr)
         if under_torchrun():
             return self._fit_as_rank()
-        _check_travels(self._job)
+        _check_picklable(self._job)
         if self.transport == "nccl":
             _check_devices(self.plan.world_size)
         preload(*libraries_of(self.plan, saves=self.plan.checkpoint.folder is not None))
@@ -240,7 +240,7 @@ def _check_devices(needed: int) -> None:
         )
 
 
-def _check_travels(job: TrainJob) -> None:
+def _check_picklable(job: TrainJob) -> None:
     """Raises `TypeError` for a model or callback that cannot be sent to the ranks."""
     for name, value in (("model", job.model), ("on_step", job.on_step), ("observer", job.observer)):
         try:
@@ -341,7 +341,7 @@ def run_steps(
     recorded: tuple[list[Span], list[MemorySample], list[MeasuredPeak]] = ([], [], [])
     for step in range(first, steps):
         if step == steps - 1:
-            result, recorded = _step_kept(rank, step, transport, world, live_memory=live_memory)
+            result, recorded = _step_ending_at_ctrl_c(rank, step, transport, world, live_memory=live_memory)
         else:
             result, _ = rank.step(step)
         if step + 1 in validate_at:
@@ -366,7 +366,7 @@ def run_steps(
     )
 
 
-def _step_kept(
+def _step_ending_at_ctrl_c(
     rank: TrainingRank, step: int, transport: Transport, world: Group, *, live_memory: bool
 ) -> tuple[StepResult, tuple[list[Span], list[MemorySample], list[MeasuredPeak]]]:
     """A step that all ranks begin together, with its spans, its memory and, if live storages

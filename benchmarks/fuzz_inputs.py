@@ -66,7 +66,9 @@ class Input:
     def from_json(cls, text: str) -> Input:
         """The input that `to_json` wrote."""
         found = json.loads(text)
-        return cls(found["kind"], tuple(found["argv"]), {name: _read(told) for name, told in found["files"].items()})
+        return cls(
+            found["kind"], tuple(found["argv"]), {name: _read(record) for name, record in found["files"].items()}
+        )
 
 
 def _written(content: Content) -> dict[str, str]:
@@ -80,10 +82,10 @@ def _written(content: Content) -> dict[str, str]:
     return {"zlib": base64.b64encode(zlib.compress(content, 9)).decode()}
 
 
-def _read(told: Mapping[str, str]) -> Content:
-    if "node" in told:
-        return told["node"]
-    return told["text"].encode() if "text" in told else zlib.decompress(base64.b64decode(told["zlib"]))
+def _read(record: Mapping[str, str]) -> Content:
+    if "node" in record:
+        return record["node"]
+    return record["text"].encode() if "text" in record else zlib.decompress(base64.b64decode(record["zlib"]))
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def step_seconds(outer: Transport, given: tuple[Plan, int, int]) -> tuple[float,
         rank, found = TrainingRank(transport, plan, observer=observer), []
         if observer is not None:
             time_methods(inside, observer, ("activation", "_samples"))
-            time_methods(inside, rank._showing, ("gradients", "changed", "refreshed"))
+            time_methods(inside, rank._observation, ("gradients", "changed", "refreshed"))
         for step in range(1 + steps):
             inside[0] = 0.0
             found.append((_seconds(lambda step=step: rank.step(step)), inside[0]))  # type: ignore[misc]

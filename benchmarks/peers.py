@@ -215,7 +215,7 @@ def row_of(case: Case, ranks: Sequence[Measured]) -> Row:
         tuple(max(each) for each in zip(*step, strict=True))
         for step in zip(*(rank.seconds for rank in ranks), strict=True)
     ]
-    together = [
+    pairs = [
         tuple(sum(each) for each in zip(*step, strict=True))
         for step in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
     ]
@@ -233,7 +233,7 @@ def row_of(case: Case, ranks: Sequence[Measured]) -> Row:
         plan.schedule.name,
         statistics.median(peer / ours for ours, peer in slowest),
         interval_of_median([peer / ours for ours, peer in slowest]),
-        statistics.median(peer / ours for ours, peer in together),
+        statistics.median(peer / ours for ours, peer in pairs),
         ours_s,
         peer_s,
         plan.batch.global_size * plan.batch.sequence / ours_s,

@@ -16,7 +16,7 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Batch, Plan, Recompute
-from shardproof.simulator.engine.replicas import coupled_together, execute_replicas
+from shardproof.simulator.engine.replicas import coupled, execute_replicas
 from shardproof.simulator.simulation.simulate import simulate
 
 TARGET_S = 1.0
@@ -46,7 +46,7 @@ def measure(plan: Plan) -> dict[str, float]:
     graph = run.graph
     slowdown = 1 + np.abs(np.random.default_rng(1).normal(0.0, 0.01, size=(PP, DP)))
     duration_s = (run.end_s - run.start_s)[:, None] * np.where(graph.is_compute[:, None], slowdown[graph.rank], 1.0)
-    replicas = execute_replicas(graph, duration_s, coupled_together(DP))
+    replicas = execute_replicas(graph, duration_s, coupled(DP))
     done = perf_counter()
     return {
         "actions": duration_s.size,

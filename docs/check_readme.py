@@ -32,7 +32,7 @@ class Block:
     README says that it prints."""
 
     written: str
-    told: str
+    shown: str
 
     @property
     def command(self) -> str:
@@ -47,13 +47,13 @@ class Block:
     @property
     def is_whole(self) -> bool:
         """True when nothing of the output is left out."""
-        return "...\n" not in [line.lstrip() for line in self.told.splitlines(keepends=True)]
+        return "...\n" not in [line.lstrip() for line in self.shown.splitlines(keepends=True)]
 
     def matches(self, printed: str) -> bool:
         """Whether the command printed what README says."""
         lines = (
             "(?:.*\n)*?" if line.strip() == "..." else _ELAPSED.sub("in TIME", re.escape(_ELAPSED.sub("in TIME", line)))
-            for line in self.told.splitlines(keepends=True)
+            for line in self.shown.splitlines(keepends=True)
         )
         return re.fullmatch("".join(lines), _ELAPSED.sub("in TIME", printed)) is not None
 
@@ -86,14 +86,14 @@ def main(options: list[str]) -> int:
             print(f"as README says: {block.command}")
         elif "--write" in options and block.is_whole:
             README.write_text(
-                README.read_text().replace(f"{block.written}\n{block.told}```", f"{block.written}\n{printed}```")
+                README.read_text().replace(f"{block.written}\n{block.shown}```", f"{block.written}\n{printed}```")
             )
             print(f"written anew: {block.command}")
         else:
             differing += 1
             print(f"OTHERWISE: {block.command}")
-            told, now = (each.splitlines(keepends=True) for each in (block.told, printed))
-            print("".join(difflib.unified_diff(told, now, "README", "printed", n=0)))
+            shown, now = (each.splitlines(keepends=True) for each in (block.shown, printed))
+            print("".join(difflib.unified_diff(shown, now, "README", "printed", n=0)))
     return min(differing, 1)
 
 

@@ -109,9 +109,9 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
     values = {field: value for field, (value, _) in fields.items()}
     sources = {field: source for field, (_, source) in fields.items()}
     cluster = ClusterSpec(name=name, num_devices=MOST_RANKS, **values, sources=sources)
-    told = f"{measured}: steps of {len(PROBES)} small models over what their kernels say, geometric mean"
+    source = f"{measured}: steps of {len(PROBES)} small models over what their kernels say, geometric mean"
     return replace(
-        cluster, step_over_kernels=_step_over_kernels(rows, cluster), sources={**sources, "step_over_kernels": told}
+        cluster, step_over_kernels=_step_over_kernels(rows, cluster), sources={**sources, "step_over_kernels": source}
     )
 
 
@@ -155,14 +155,14 @@ def _never_faster(rows: Sequence[Row]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, ranks in dict.fromkeys((row.name, row.ranks) for row in rows):
         pools: list[list[float]] = []
-        alike = sorted((row for row in rows if (row.name, row.ranks) == (name, ranks)), key=lambda row: row.sizes)
-        for row in alike:
+        of_kernel = sorted((row for row in rows if (row.name, row.ranks) == (name, ranks)), key=lambda row: row.sizes)
+        for row in of_kernel:
             pools.append([row.seconds])
             while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
                 last = pools.pop()
                 pools[-1] += last
         level = [fmean(pool) for pool in pools for _ in pool]
-        found |= {f"{name}-{ranks}-{row.sizes[0]}": seconds for row, seconds in zip(alike, level, strict=True)}
+        found |= {f"{name}-{ranks}-{row.sizes[0]}": seconds for row, seconds in zip(of_kernel, level, strict=True)}
     return found
 
 
@@ -179,9 +179,9 @@ def _busy_share(rows: Sequence[Row], skew: float) -> float:
     """Share of its rate that a rank keeps while all cores compute: caches and memory are the cores' together. Steps on
     all cores end with the slowest rank's."""
     alone = {row.name: row.seconds for row in rows if row.kind == "alone"}
-    together_s = sum(row.seconds for row in rows if row.kind == "together")
+    simultaneous_s = sum(row.seconds for row in rows if row.kind == "together")
     waited_s = sum(skew * math.sqrt(PROBE_STEPS * seconds) / PROBE_STEPS for seconds in alone.values())
-    return min(1.0, sum(alone.values()) / (together_s - waited_s)) if together_s > waited_s else 1.0
+    return min(1.0, sum(alone.values()) / (simultaneous_s - waited_s)) if simultaneous_s > waited_s else 1.0
 
 
 def _attention_share(rows: Sequence[Row], kind: str, rate: float) -> float:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.base.files import read_text
-from ..core.base.findings import Finding, ProofFailed, Spot
+from ..core.base.findings import Finding, Location, ProofFailed
 from ..core.base.units import format_bytes
 from ..core.commands.commands import service
 from ..core.plan.plan import ModularPlan, Plan, any_plan
 from ..core.plan.toml import read_values
 from ..core.schedule.schedule import Schedule, read_csv
-from .schedule.spots import spot_of
+from .schedule.locations import location_of
 
 
 def assert_bitwise(
@@ -104,5 +104,5 @@ def _failed(title: str, findings: Sequence[Finding], source: str | None) -> Proo
     return ProofFailed(text, _placed(findings, source))
 
 
-def _placed(findings: Sequence[Finding], source: str | None) -> tuple[tuple[Finding, Spot], ...]:
-    return tuple((each, spot_of(each, source)) for each in findings)
+def _placed(findings: Sequence[Finding], source: str | None) -> tuple[tuple[Finding, Location], ...]:
+    return tuple((each, location_of(each, source)) for each in findings)

@@ -23,9 +23,9 @@ from .ledger.file import SavedLedger, is_ledger, read_ledger
 from .matrix.portions import add_portions, parse_part
 from .schedule.facts import Facts
 from .schedule.facts_file import read_facts
+from .schedule.locations import location_of
 from .schedule.plan_facts import plan_calls
 from .schedule.rules import RULES, Rule
-from .schedule.spots import spot_of
 from .symbolic.static import StaticProof, check_schedule, prove_static
 
 if TYPE_CHECKING:
@@ -95,20 +95,20 @@ def run(args: argparse.Namespace) -> int:
     if args.write_collectives is not None:
         return _write_collectives(args, plan, schedule)
     facts = Facts() if args.facts is None else read_facts(args.facts, schedule, plan)
-    return _tell_proof(args, check_schedule(schedule, facts)) if plan is None else _run_plan(args, plan, facts)
+    return _report_proof(args, check_schedule(schedule, facts)) if plan is None else _run_plan(args, plan, facts)
 
 
 def _run_plan(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> int:
     """The proofs of a plan: the static ones, and with --dynamic that of real ranks."""
     if not args.dynamic:
-        return _tell_proof(args, prove_static(plan, facts))
+        return _report_proof(args, prove_static(plan, facts))
     proof = _prove(args, plan, facts)
-    _tell(args, proof.text(), proof.report)
+    _report(args, proof.text(), proof.report)
     return 0 if proof.ok else 1
 
 
-def _tell_proof(args: argparse.Namespace, proof: StaticProof) -> int:
-    _tell(args, proof.text, proof.report)
+def _report_proof(args: argparse.Namespace, proof: StaticProof) -> int:
+    _report(args, proof.text, proof.report)
     return 0 if proof.ok else 1
 
 
@@ -142,7 +142,7 @@ def _score(args: argparse.Namespace) -> int:
             "--mutations runs the backend, which needs torch. Run `pip install 'shardproof[train]'`."
         ) from error
     report = report_of(judge_mutants(mutants, progress=lambda line: say(line, sys.stderr)))
-    _tell(args, text_of(report), report)
+    _report(args, text_of(report), report)
     return 0 if report["ok"] else 1
 
 
@@ -170,17 +170,17 @@ def _compare(args: argparse.Namespace) -> int:
         comparison = compare_saved(run, reference)
     else:
         comparison = compare_recorded(run, reference)
-    _tell(args, comparison.text, comparison.report)
+    _report(args, comparison.text, comparison.report)
     return 0 if comparison.ok else 1
 
 
-def _tell(args: argparse.Namespace, text: str, report: dict[str, Any]) -> None:
+def _report(args: argparse.Namespace, text: str, report: dict[str, Any]) -> None:
     """Prints a result, and with --format github its findings as annotations, too."""
     emit(args, text, report)
     if args.format == "github":
         for each in report["findings"]:
             finding = Finding(**each)
-            print(annotation(finding, spot_of(finding, args.plan)))
+            print(annotation(finding, location_of(finding, args.plan)))
 
 
 def list_rules(width: int | None = None) -> str:

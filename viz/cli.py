@@ -99,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             say(f"written: {output}", sys.stderr)
     if args.json:
-        told = {**summary(timeline), "compare": summary(other) if other else None, "file": output}
+        report = {**summary(timeline), "compare": summary(other) if other else None, "file": output}
         if other is not None:
-            told["lanes"] = [lane.report() for lane in compare_lanes(timeline, other)]
-        print(json.dumps(told, indent=2))
+            report["lanes"] = [lane.report() for lane in compare_lanes(timeline, other)]
+        print(json.dumps(report, indent=2))
     return 0
 
 

@@ -80,9 +80,9 @@ class ShardedAdamW:
             counts.append(state["step"])
         ends = [tuple(_end(each) for each in row) for row in rows if row[0].numel() % VECTOR_ELEMENTS]
         rows = [tuple(_whole_vectors(each) for each in row) for row in rows]
-        together = [_filled(torch.cat(kind)) for kind in zip(*ends, strict=True)]
+        flat = [_filled(torch.cat(kind)) for kind in zip(*ends, strict=True)]
         if ends:
-            rows.append(tuple(together))
+            rows.append(tuple(flat))
             counts.append(counts[0].clone())
         first, second = self._choice.betas
         UPDATES[self._choice.name](
@@ -103,7 +103,7 @@ class ShardedAdamW:
         for kind in (0, 2, 3) if ends else ():
             own = [row[kind] for row in ends]
             sizes = [len(end) for end in own]
-            torch._foreach_copy_(own, together[kind][: sum(sizes)].split(sizes))
+            torch._foreach_copy_(own, flat[kind][: sum(sizes)].split(sizes))
 
     def _state(self, one: Held) -> dict[str, Tensor]:
         """By torch's names, laid out as the tensor that is updated; zeros before the first step."""

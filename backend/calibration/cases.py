@@ -132,7 +132,7 @@ def products(pools: Pools, *, quick: bool) -> Iterator[Case]:
                     "product",
                     "tn",
                     (m, n, k),
-                    product_case((k, m), (k, n), lambda kept, dy: kept.t() @ dy, pools),
+                    product_case((k, m), (k, n), lambda x, dy: x.t() @ dy, pools),
                     1.0,
                 )
                 yield "product", "tn_", (m, n, k), _added_case(m, n, k, pools), 1.0
@@ -161,8 +161,8 @@ def _added_case(m: int, n: int, k: int, pools: Pools) -> Callable[[], Sequence[C
     return make
 
 
-def _add_product(total: Any, kept: Any, dy: Any) -> None:
-    total.addmm_(kept.t(), dy, alpha=1e-9)
+def _add_product(total: Any, x: Any, dy: Any) -> None:
+    total.addmm_(x.t(), dy, alpha=1e-9)
 
 
 def _several(make: Callable[[], Call], count: int) -> list[Call]:

@@ -29,7 +29,7 @@ MOST_CALLS = 5
 """Calls of a burst: the first finds its code and scratch pushed out of the caches by other kernels, as in a step."""
 
 ROUNDS, ROUNDS_QUICK = 25, 5
-KEPT_BYTES = 32 << 20
+RECENT_BYTES = 32 << 20
 """Results stay until so many bytes came after them, as activations do, so that new ones are written where no
 cache has been lately."""
 
@@ -116,10 +116,10 @@ def _sharing(transport: Any, job: MeasureJob) -> list[Measurement]:
     world = transport.group("measure", "tp", range(transport.world_size))
     cases = list(steps(transport.device))
     alone: list[list[float]] = [[] for _ in cases]
-    together: list[list[float]] = [[] for _ in cases]
+    simultaneous: list[list[float]] = [[] for _ in cases]
     made = [make()[0] for _, _, _, make, _ in cases]
     for turn in range(1 + job.rounds):
-        for call, *found in zip(made, alone, together, strict=True):
+        for call, *found in zip(made, alone, simultaneous, strict=True):
             for at_once, seconds in enumerate(found):
                 world.barrier()
                 start_s = perf_counter()
@@ -133,7 +133,7 @@ def _sharing(transport: Any, job: MeasureJob) -> list[Measurement]:
     ranks = transport.world_size
     return [
         *_measurements(cases, alone, ranks, job.quantile, "alone"),
-        *_measurements(cases, together, ranks, job.quantile, "together"),
+        *_measurements(cases, simultaneous, ranks, job.quantile, "together"),
     ]
 
 
@@ -141,7 +141,7 @@ def _measured(cases: Sequence[Case], rounds: int, device: Any) -> list[list[floa
     """Seconds of one call of each case, round by round."""
     seconds: list[list[float]] = [[] for _ in cases]
     made = [list(make()) for _, _, _, make, _ in cases]
-    kept = _Kept()
+    recent = _RecentResults()
     counts = []
     for calls in made:
         _timed(calls[:1], device)
@@ -150,7 +150,7 @@ def _measured(cases: Sequence[Case], rounds: int, device: Any) -> list[list[floa
         for found, calls, count in zip(seconds, made, counts, strict=True):
             total_s, results = _timed([calls[(turn * count + number) % len(calls)] for number in range(count)], device)
             found.append(total_s / count)
-            kept.add(results)
+            recent.add(results)
     return seconds
 
 
@@ -165,7 +165,7 @@ def _timed(calls: Sequence[Call], device: Any) -> tuple[float, list[Any]]:
     return perf_counter() - start_s, results
 
 
-class _Kept:
+class _RecentResults:
     """The last results, the oldest of which go first."""
 
     def __init__(self) -> None:
@@ -179,5 +179,5 @@ class _Kept:
                 if hasattr(tensor, "nbytes"):
                     self._results.append(tensor)
                     self._num_bytes += tensor.nbytes
-        while self._num_bytes > KEPT_BYTES:
+        while self._num_bytes > RECENT_BYTES:
             self._num_bytes -= self._results.popleft().nbytes

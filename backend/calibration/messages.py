@@ -38,7 +38,7 @@ def there_and_back(transport: Any, ends: Sequence[Any], payload: Any) -> None:
     lanes.finish()
 
 
-def beside_work(transport: Any, ends: Sequence[Any], payload: Any, work: Callable[[], Any]) -> None:
+def during_work(transport: Any, ends: Sequence[Any], payload: Any, work: Callable[[], Any]) -> None:
     """`TURNS` turns of work, in each of which both ranks send a message and receive one; nobody waits
     for any but at the end."""
     lanes = _Lanes(transport, ends, payload)

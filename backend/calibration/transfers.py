@@ -24,7 +24,7 @@ from .cases import (
     collective_call,
     product_case,
 )
-from .messages import TURNS, beside_work, open_ends, there_and_back
+from .messages import TURNS, during_work, open_ends, there_and_back
 
 WORK_TOKENS, WORK_HIDDEN, WORK_INNER = 512, 256, 512
 """Sizes of the MLP that a rank works on in every turn: about as long as half a layer of a small model does
@@ -65,7 +65,7 @@ def measure_transfers(transport: Any, *, rounds: int, quick: bool, quantile: flo
             payload = torch.zeros(max(1, size // 4), device=transport.device)
             messages += [
                 _Case("message", "message", size, partial(there_and_back, transport, ends, payload)),
-                _Case("message", "message_work", size, partial(beside_work, transport, ends, payload, work)),
+                _Case("message", "message_work", size, partial(during_work, transport, ends, payload, work)),
             ]
     works = {name: _work(pools, tokens) for name, tokens in SKEW_TOKENS.items()}
     skew = _Skew(works, _finished(collective_call("all_reduce", SKEW_BYTES, transport, world), transport.device))

@@ -23,7 +23,7 @@ from ...core.base.files import write_text
 from ...core.plan.plan import ModularPlan, Plan
 from ..data.corpus import Corpus
 from ..transport.base import Group
-from ..transport.gather_values import gather_values, together
+from ..transport.gather_values import gather_values, run_on_all
 from ..watch.watch import RankWatch
 from .index import INDEX_FILE, DamagedError
 from .resume import NoneWholeError, Saved, changes_since, damage_text, path_of, problem_of, saved_in
@@ -96,7 +96,7 @@ class Checkpoints:
     def _may_go_on(self, saved: Saved) -> list[str]:
         """Sentences that are to be said when a run goes on from a checkpoint. Raises on every rank, as rank 0 finds it,
         `DamagedError`, and `PlanError` where it is of another run or text."""
-        answer = together(self._world, self._device, lambda: self._opening(saved), watch=self._watch, name="check")
+        answer = run_on_all(self._world, self._device, lambda: self._opening(saved), watch=self._watch, name="check")
         kind, sentences = gather_values(self._world, answer, self._device)[0]
         if kind != "notices":
             raise (DamagedError if kind == "damaged" else PlanError)(sentences)
@@ -152,7 +152,7 @@ class Checkpoints:
     def _first_rank(self, work: Callable[[], None]) -> None:
         """Rank 0 works, and all go on when it is done."""
         leads = self._world.rank == 0
-        together(self._world, self._device, work if leads else lambda: None, watch=self._watch, name="save")
+        run_on_all(self._world, self._device, work if leads else lambda: None, watch=self._watch, name="save")
 
     def _begin(self, partial: Path, steps: int) -> None:
         self._clear()

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ...core.base.errors import PlanError, named
 from ...core.base.files import write_bytes
 from ..transport.base import Group
-from ..transport.gather_values import gather_values, together
+from ..transport.gather_values import gather_values, run_on_all
 from ..watch.watch import RankWatch
 from .files import digest_of, digest_of_file, opened, read_bytes
 from .index import INDEX_FILE, ITEM_BYTES, Block, Contents, DamagedError, SavedFile, SavedTensor, block_fields, block_of
@@ -90,7 +90,7 @@ def write_tensors(
     dealt = dealt_out(wanted)
     _check_whole(wanted, dealt)
     mine = [own[key] for key in dealt[world.rank]]
-    written = together(world, device, lambda: _write(path, mine, world.rank), watch=watch, name="save")
+    written = run_on_all(world, device, lambda: _write(path, mine, world.rank), watch=watch, name="save")
     everyone = gather_values(world, written, device)
     for rank, (keys, done) in enumerate(zip(dealt, everyone, strict=True)):
         if len(done["blocks"]) < len(keys):
@@ -98,7 +98,7 @@ def write_tensors(
             raise OSError(
                 f"{path}: rank {rank} has written {count} of its {len(keys)} pieces. Look at its disk, and save again."
             )
-    together(
+    run_on_all(
         world, device, lambda: _finish(path, wanted, everyone) if world.rank == 0 else None, watch=watch, name="save"
     )
 
@@ -236,9 +236,9 @@ def read_tensors(
     """
     contents = _agreed(path, world, device, watch)
     _check(path, contents, pieces, world, device)
-    own = together(world, device, lambda: damages(path, contents, world.rank, world.size), watch=watch, name="check")
+    own = run_on_all(world, device, lambda: damages(path, contents, world.rank, world.size), watch=watch, name="check")
     _raise_all(gather_values(world, own, device))
-    found = together(world, device, lambda: list(_fill(path, contents, pieces)), watch=watch, name="load")
+    found = run_on_all(world, device, lambda: list(_fill(path, contents, pieces)), watch=watch, name="load")
     _raise_all(gather_values(world, found, device))
 
 
@@ -259,7 +259,7 @@ def _agreed(path: Path, world: Group, device: torch.device, watch: RankWatch | N
         }
         return [[], {"steps": contents.steps, "save": contents.save, "files": files, "tensors": tensors}]
 
-    problems, *found = gather_values(world, together(world, device, read, watch=watch, name="check"), device)[0]
+    problems, *found = gather_values(world, run_on_all(world, device, read, watch=watch, name="check"), device)[0]
     if problems:
         raise DamagedError(problems)
     (fields,) = found

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.model.parameters import Parameter
-from ...core.program.buckets import Bucket, kept_interval
+from ...core.program.buckets import Bucket, owned_interval
 from ..gradients.parameter import Shard, canonical, canonical_slices
 from ..transport.base import Group
 
 
 @dataclass(frozen=True)
-class KeptPiece:
+class OwnedPiece:
     """A box of a parameter that this rank keeps: its place in the full parameter, its master weights and the run of
     the bucket's elements `[lo, hi)` of this rank's part that it is. `tensor` and gradients (`of`) have the
     parameter's orientation."""
@@ -49,7 +49,7 @@ class FlatBucket:
         self, bucket: Bucket, shards: Mapping[str, Shard], group: Group, cp: int, *, rests_in_parts: bool = False
     ):
         """`shards` are those of the stage that are trained, `group` joins the ranks that keep parts of one copy; `cp`
-        as in `kept_interval`."""
+        as in `owned_interval`."""
         self.bucket = bucket
         self.group = group
         self.rests_in_parts = rests_in_parts and group.size > 1
@@ -58,8 +58,8 @@ class FlatBucket:
         self.shards = [shards[name] for name in names]
         ends = list(accumulate((shard.storage.numel() for shard in self.shards), initial=0))
         self.places = list(pairwise(ends))
-        self.kept = [kept_interval(ends[-1], group.size, cp, member) for member in range(group.size)]
-        self.own = self.kept[group.rank]
+        self.owned = [owned_interval(ends[-1], group.size, cp, member) for member in range(group.size)]
+        self.own = self.owned[group.rank]
 
     def __len__(self) -> int:
         return self.places[-1][1] if self.places else 0
@@ -95,8 +95,10 @@ class FlatBucket:
         """Brings the fp32 weights of all copies together in `Shard.storage`, to be saved: one all-gather."""
         if not self.keeps_masters:
             return
-        parts = self.group.all_gather(self.master, [(hi - lo,) for lo, hi in self.kept])
-        whole = torch.cat([parts[member] for member in sorted(range(len(parts)), key=lambda member: self.kept[member])])
+        parts = self.group.all_gather(self.master, [(hi - lo,) for lo, hi in self.owned])
+        whole = torch.cat(
+            [parts[member] for member in sorted(range(len(parts)), key=lambda member: self.owned[member])]
+        )
         for shard, (first, last) in zip(self.shards, self.places, strict=True):
             shard.storage.data = whole[first:last].view(shard.storage.shape)
 
@@ -121,7 +123,7 @@ class FlatBucket:
             for shard in self.shards:
                 shard.operand.data = _nothing(self.dtype, shard.operand)
 
-    def pieces(self) -> Iterator[KeptPiece]:
+    def pieces(self) -> Iterator[OwnedPiece]:
         """What this rank keeps, parameter by parameter in boxes."""
         lo, hi = self.own
         for shard, (first, last) in zip(self.shards, self.places, strict=True):
@@ -133,7 +135,7 @@ class FlatBucket:
                 run = run_start - lo, run_start - lo + torch.Size(shape).numel()
                 run_start += torch.Size(shape).numel()
                 tensor = canonical(shard.parameter, self.master[slice(*run)].view(shape))
-                yield KeptPiece(shard.parameter, canonical_slices(shard, box), tensor, run, shape)
+                yield OwnedPiece(shard.parameter, canonical_slices(shard, box), tensor, run, shape)
 
     def share(self) -> None:
         """Every copy gets the updated weights of all others, as `gather` does; those that rest in parts wait for it."""
@@ -152,10 +154,10 @@ class FlatBucket:
             self.weights[lo:hi] = self.master
         if self.group.size == 1:
             return
-        longest = max(last - first for first, last in self.kept)
+        longest = max(last - first for first, last in self.owned)
         with self.group.recorder.layer(self.bucket.layer):
             gathered = self.group.all_gather(F.pad(self.weights[lo:hi], (0, longest - (hi - lo))))
-        for (first, last), part in zip(self.kept, gathered, strict=True):
+        for (first, last), part in zip(self.owned, gathered, strict=True):
             self.weights[first:last] = part[: last - first]
 
 

@@ -22,7 +22,7 @@ from ..numerics.fast import FastNumerics
 from ..transport.base import Group
 from ..transport.overlap import CommunicationLane
 from .base import DataParallel, SamplesOf
-from .buckets import FlatBucket, KeptPiece
+from .buckets import FlatBucket, OwnedPiece
 from .copies import StageCopies
 from .late import LateGather
 
@@ -54,7 +54,7 @@ class ShardedStage(DataParallel):
         self.weights = [each for each in flat if each not in tables[1:]]
         for each in self.weights:
             each.flatten()
-        self._kept: list[tuple[FlatBucket, KeptPiece]] = [
+        self._owned: list[tuple[FlatBucket, OwnedPiece]] = [
             (each, piece) for each in self.weights for piece in each.pieces()
         ]
         self._sums = sums
@@ -63,8 +63,8 @@ class ShardedStage(DataParallel):
         sums.reduce_in(self.gradients)
 
     @property
-    def pieces(self) -> Sequence[KeptPiece]:
-        return [piece for _, piece in self._kept]
+    def pieces(self) -> Sequence[OwnedPiece]:
+        return [piece for _, piece in self._owned]
 
     def _part_sums(self, plan: Plan, sums: Gradients, numerics: Numerics, lane: CommunicationLane | None) -> PartSums:
         assert isinstance(numerics, FastNumerics)
@@ -123,7 +123,7 @@ class ShardedStage(DataParallel):
         tied = {id(flat) for flat in self.weights if flat.bucket.usages[0].role and table is not None}
         return [
             piece.of(table if table is not None and id(flat) in tied else parts[flat.bucket.name])
-            for flat, piece in self._kept
+            for flat, piece in self._owned
         ]
 
     @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.layout.stage_parameters import stage_usages
 from ...core.model.parameters import TOKEN_TABLE
 from ...core.plan.plan import Plan
-from ...core.program.buckets import kept_interval
+from ...core.program.buckets import owned_interval
 from ...core.program.holdings import local_elements, num_shards
 from ...core.program.tensors import sequences_are_cut
 from ..base.recorder import Recorder
@@ -55,7 +55,7 @@ def _crossed(plan: Plan, mesh: Mesh, embedding: Tensor, output: Tensor, group: G
     """
     first, last = plan.placement.ranks[0], plan.placement.ranks[-1]
     replica_of_last = [last.index(pp_rank) for pp_rank in first]
-    lengths = [_kept(plan, mesh, pp_rank) for pp_rank in first]
+    lengths = [_owned(plan, mesh, pp_rank) for pp_rank in first]
     shapes = [(lengths[member] + lengths[replica_of_last[member]],) for member in range(group.size)]
     parts = [
         values.split([lengths[member], len(values) - lengths[member]])
@@ -69,7 +69,7 @@ def _crossed(plan: Plan, mesh: Mesh, embedding: Tensor, output: Tensor, group: G
     }
 
 
-def _kept(plan: Plan, mesh: Mesh, pp_rank: int) -> int:
+def _owned(plan: Plan, mesh: Mesh, pp_rank: int) -> int:
     """How many elements of the table's sum the replica of the first stage on a pipeline rank keeps."""
     here = mesh.coordinates
     elements = local_elements(
@@ -77,5 +77,5 @@ def _kept(plan: Plan, mesh: Mesh, pp_rank: int) -> int:
     )
     copy = plan.copy_of(0, dp_rank=here["dp"], pp_rank=pp_rank, cp_rank=here["cp"])
     parts = num_shards(plan, 0).dense
-    lo, hi = kept_interval(elements, parts, plan.layout.cp if sequences_are_cut(plan) else 1, copy % parts)
+    lo, hi = owned_interval(elements, parts, plan.layout.cp if sequences_are_cut(plan) else 1, copy % parts)
     return hi - lo

@@ -151,7 +151,7 @@ class Gradients:
             if len(waiting) < self._num_uses[key]:
                 return
             in_order = [waiting[use] for use in range(len(waiting))]
-            contribution = _beside(in_order) if key in self._owned else _added(in_order)
+            contribution = _concatenated(in_order) if key in self._owned else _added(in_order)
             del self._waiting[key, first_sample]
         self._sums[key].add(first_sample, contribution)
         if self._missing:
@@ -343,7 +343,7 @@ class Gradients:
         waiting = [key for bucket, keys in self._buckets if bucket.name == WAITING for key in keys]
         sums = [each for each in (self._sums[key] for key in waiting) if isinstance(each, ExactAccumulator)]
         names = [bucket.name for bucket, _ in self._buckets if not bucket.is_expert]
-        parts = self._context.reduce_kept(copies, samples_of, self._open_buckets, sums)
+        parts = self._context.reduce_owned(copies, samples_of, self._open_buckets, sums)
         self._context = ContextGradients(self._cp, self._num_samples)
         return dict(zip(names, parts, strict=True))
 
@@ -400,8 +400,8 @@ class Gradients:
     def num_bytes(self) -> int:
         """Bytes of all partial sums held now; lanes that reduce may take some away meanwhile."""
         held = [tensor for accumulator in list(self._sums.values()) for tensor in accumulator.held]
-        beside = [each.held for each in (self._context, self._parts) if each is not None]
-        return sum(tensor.nbytes for tensors in (held, *beside) for tensor in tensors)
+        others = [each.held for each in (self._context, self._parts) if each is not None]
+        return sum(tensor.nbytes for tensors in (held, *others) for tensor in tensors)
 
 
 def _added(contributions: Sequence[Contribution]) -> Contribution:
@@ -413,7 +413,7 @@ def _added(contributions: Sequence[Contribution]) -> Contribution:
     return first
 
 
-def _beside(contributions: Sequence[Contribution]) -> Contribution:
+def _concatenated(contributions: Sequence[Contribution]) -> Contribution:
     """The tree nodes [nodes, n] of what the uses of one parameter give, sample by sample, those of one use after those
     of another: they are added when their sums are finished."""
     return [torch.cat(list(uses)) for uses in zip(*contributions, strict=True)]

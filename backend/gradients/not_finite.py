@@ -48,12 +48,12 @@ def first(
     """The gradient that the backward came to first of those that are not finite, as one sentence: of what
     ranks have found in their `own`, else of the `sums` over ranks, given by name. Empty when there is none.
     All ranks call it together."""
-    if named := _tell(own, names, mesh, device, "before it is added up with others'"):
+    if named := _reported(own, names, mesh, device, "before it is added up with others'"):
         return named
     held: dict[str, list[Tensor]] = {name: [] for name in names}
     for name, tensor in sums:
         held[name].append(tensor)
-    return _tell(
+    return _reported(
         find(held),
         names,
         mesh,
@@ -62,7 +62,7 @@ def first(
     )
 
 
-def _tell(found: NotFinite | None, names: Sequence[str], mesh: Mesh, device: torch.device, when: str) -> str:
+def _reported(found: NotFinite | None, names: Sequence[str], mesh: Mesh, device: torch.device, when: str) -> str:
     """One sentence about what all ranks have found, the same on every rank, which all call it together; empty
     when none has found any.
 

@@ -411,7 +411,7 @@ def _server() -> _Server:
     return servers[0]
 
 
-KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+MALLOC_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """glibc keeps freed memory instead of giving it back to the system, which would zero it anew page by page: a copy of 57
 MB takes 6.7 ms instead of 31 (2 cores of a virtual machine, 2026-11)."""
 
@@ -421,7 +421,7 @@ def rank_environment(environment: Mapping[str, str], folder: Path) -> dict[str, 
     listens but on loopback, temporary files in `folder`, and unless the user chose others MKL's reproducible mode
     and memory that is kept."""
     fixed = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **loopback_variables()}
-    return {"MKL_CBWR": mkl_switch(), **KEPT_MEMORY, **environment, **fixed}
+    return {"MKL_CBWR": mkl_switch(), **MALLOC_KEEPS_MEMORY, **environment, **fixed}
 
 
 @contextlib.contextmanager

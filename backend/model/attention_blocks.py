@@ -70,7 +70,7 @@ class Kernel(Protocol):
         mask: Tensor,
         *,
         y: Tensor,
-        kept: Sequence[Tensor],
+        for_backward: Sequence[Tensor],
         start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
@@ -97,11 +97,11 @@ class FusedKernel:
         mask: Tensor,
         *,
         y: Tensor,
-        kept: Sequence[Tensor],
+        for_backward: Sequence[Tensor],
         start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = run(dy, q, k, v, y, kept[0], 0.0, False, attn_mask=mask, scale=self.scale)
+        dq, dk, dv = run(dy, q, k, v, y, for_backward[0], 0.0, False, attn_mask=mask, scale=self.scale)
         return dq, dk, dv
 
 
@@ -113,8 +113,10 @@ class PaddedKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         width = max(q.shape[-1], v.shape[-1])
-        y, kept = FusedKernel(self.scale).forward(_padded(q, width), _padded(k, width), _padded(v, width), mask, start)
-        return y[..., : v.shape[-1]], kept
+        y, for_backward = FusedKernel(self.scale).forward(
+            _padded(q, width), _padded(k, width), _padded(v, width), mask, start
+        )
+        return y[..., : v.shape[-1]], for_backward
 
     def backward(
         self,
@@ -125,12 +127,12 @@ class PaddedKernel:
         mask: Tensor,
         *,
         y: Tensor,
-        kept: Sequence[Tensor],
+        for_backward: Sequence[Tensor],
         start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, w = q.shape[-1], v.shape[-1]
         dy, q, k, v, y = (_padded(x, max(d, w)) for x in (dy, q, k, v, y))
-        dq, dk, dv = FusedKernel(self.scale).backward(dy, q, k, v, mask, y=y, kept=kept, start=start)
+        dq, dk, dv = FusedKernel(self.scale).backward(dy, q, k, v, mask, y=y, for_backward=for_backward, start=start)
         return dq[..., :d], dk[..., :d], dv[..., :w]
 
 
@@ -156,7 +158,7 @@ class RepeatedKernel:
         mask: Tensor,
         *,
         y: Tensor,
-        kept: Sequence[Tensor],
+        for_backward: Sequence[Tensor],
         start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (part.detach().requires_grad_() for part in (q, k, v))
@@ -198,13 +200,13 @@ class DropoutKernel:
         mask: Tensor,
         *,
         y: Tensor,
-        kept: Sequence[Tensor],
+        for_backward: Sequence[Tensor],
         start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, dy, scale = q.float(), k.float(), v.float(), dy.float(), self._scale(q)
         dq, dk, dv = torch.empty_like(q), torch.empty(k.shape, device=k.device), torch.empty(v.shape, device=v.device)
         for i, j in _places(q):
-            p = kept[0][i, j]
+            p = for_backward[0][i, j]
             dropped = self._dropped(i, j, start, p)
             torch.mm((p * dropped).t(), dy[i, j], out=dv[i, j])
             dp = torch.mm(dy[i, j], v[i, j].t()).mul_(dropped)

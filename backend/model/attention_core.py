@@ -62,16 +62,16 @@ class AttentionCore(nn.Module):
 
     def _kernel(self, q: Tensor, v: Tensor, microbatch: Microbatch) -> Kernel | None:
         """What computes a block; None where one causal call of the library does it all."""
-        context, alike = self.context, q.shape[-1] == v.shape[-1]
+        context, same_width = self.context, q.shape[-1] == v.shape[-1]
         if context.model.attention_dropout and microbatch.step is not None:
             return DropoutKernel(context, self.name, microbatch, self.scale)
-        if self.is_one_call(microbatch) and (alike or not self.exact):
+        if self.is_one_call(microbatch) and (same_width or not self.exact):
             return None
         if q.device.type != "cpu":
             return RepeatedKernel(self.scale)
         # for values as wide as keys the library works per sample and head, for others it
         # multiplies all of them together
-        return FusedKernel(self.scale) if alike else PaddedKernel(self.scale or 1 / math.sqrt(q.shape[-1]))
+        return FusedKernel(self.scale) if same_width else PaddedKernel(self.scale or 1 / math.sqrt(q.shape[-1]))
 
     def is_one_call(self, microbatch: Microbatch) -> bool:
         """Whether all queries are one block without a mask of its own; whoever drops no probabilities then
@@ -129,11 +129,11 @@ class _Blockwise(Function):
         saved: list[Tensor] = []
         for block in core.blocks(core.context.chunks_of(microbatch)):
             mask = block.mask(microbatch.documents, dtype, q.device, window=core.window)
-            part, kept = kernel.forward(
+            part, for_backward = kernel.forward(
                 block.of(q, dtype), keys[:, :, : block.end], values[:, :, : block.end], mask, block.start
             )
             y[:, :, block.rows] = part
-            saved += kept
+            saved += for_backward
         ctx.save_for_backward(q, k, v, y, *saved)
         return y.to(q.dtype)
 
@@ -147,10 +147,15 @@ class _Blockwise(Function):
         per_block = len(saved) // len(blocks)
         for number, block in enumerate(blocks):
             mask = block.mask(microbatch.documents, y.dtype, q.device, window=core.window)
-            kept = saved[number * per_block : (number + 1) * per_block]
+            for_backward = saved[number * per_block : (number + 1) * per_block]
             inputs = block.of(q, y.dtype), keys[:, :, : block.end], values[:, :, : block.end]
             dq_part, *others = kernel.backward(
-                block.of(dy, y.dtype), *inputs, mask, y=block.of(y, y.dtype), kept=kept, start=block.start
+                block.of(dy, y.dtype),
+                *inputs,
+                mask,
+                y=block.of(y, y.dtype),
+                for_backward=for_backward,
+                start=block.start,
             )
             dq[:, :, block.rows] = dq_part
             sums.add(block.index, torch.cat([_sum_of_heads(part, k.shape[1]) for part in others], -1))

@@ -37,7 +37,7 @@ def gathered(context: LayerContext, parts: Sequence[Tensor]) -> list[Tensor]:
     if group.size == 1:
         return list(parts)
     own = torch.cat(list(parts), -1)
-    members = _around(group, own) if context.plan.runtime.context_parallel == "ring" else group.all_gather(own)
+    members = _ring_gather(group, own) if context.plan.runtime.context_parallel == "ring" else group.all_gather(own)
     halves = [member.chunk(2, 2) for member in members]
     whole = torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], 2)
     return [part.contiguous() for part in whole.split([part.shape[-1] for part in parts], -1)]
@@ -50,7 +50,7 @@ def scattered(context: LayerContext, sums: KeySums, dtype: torch.dtype) -> Tenso
     return (_finished(context, sums) if context.numerics.mode == "exact" else _reduced(context, sums, dtype)).to(dtype)
 
 
-def _around(group: Group, own: Tensor) -> list[Tensor]:
+def _ring_gather(group: Group, own: Tensor) -> list[Tensor]:
     """What every member holds, passed on from neighbour to neighbour in size - 1 steps."""
     found, nothing = {group.rank: own.detach()}, own.new_empty(0)
     following = (group.rank + 1) % group.size

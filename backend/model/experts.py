@@ -172,11 +172,11 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (results, weights_TK), (outgoing, context) = ctx.saved_tensors, ctx.of
-        kept = outgoing.places_TK < outgoing.num_copies
+        is_sent = outgoing.places_TK < outgoing.num_copies
         weights = weights_TK.new_empty(outgoing.num_copies)
-        weights[outgoing.places_TK[kept]] = weights_TK[kept]
+        weights[outgoing.places_TK[is_sent]] = weights_TK[is_sent]
         dy_copies = dy_TH[outgoing.tokens]
         dots = context.numerics.row_dots(dy_copies, results)
         dweights_TK = torch.zeros_like(weights_TK)
-        dweights_TK[kept] = dots[outgoing.places_TK[kept]]
+        dweights_TK[is_sent] = dots[outgoing.places_TK[is_sent]]
         return (dy_copies * weights.unsqueeze(-1)).to(results.dtype), dweights_TK, None, None

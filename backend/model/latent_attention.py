@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from ...core.model.parameters import layer_prefix
 from ...core.model.rotary import attention_scale
 from ..tensor_parallel import (
-    BesideLinear,
     ColumnParallelLinear,
     LayerContext,
     Norm,
     RowParallelLinear,
+    SharedFeaturesLinear,
     WholeLinear,
     recomputed,
 )
@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
             self.q_up = ColumnParallelLinear(context, f"{self.prefix}.q")
         self.kv_down = WholeLinear(context, f"{self.prefix}.kv_down")
         self.kv_norm = Norm(context, f"{self.prefix}.kv_norm")
-        self.kv_up = BesideLinear(context, f"{self.prefix}.kv_up")
+        self.kv_up = SharedFeaturesLinear(context, f"{self.prefix}.kv_up")
         self.core = AttentionCore(context, f"{self.prefix}.core", scale=attention_scale(context.model))
         self.output = RowParallelLinear(context, f"{self.prefix}.output")
 

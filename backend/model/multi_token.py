@@ -56,7 +56,7 @@ class MultiTokenPrediction(nn.Module):
         if microbatch.step is not None:
             self.losses[microbatch.index] = self.context.numerics.sum([own_BS.detach() for own_BS in found])
         weight = self.context.plan.train.mtp_loss_weight / len(found)
-        return _Beside.apply(losses_BS, weight, *found)
+        return _AddsGradients.apply(losses_BS, weight, *found)
 
     def take_losses(self) -> list[Scalar]:
         """The sums of the modules' losses since the last call, one per microbatch."""
@@ -115,7 +115,7 @@ def later_targets(targets_BS: Tensor, num_modules: int, ignored: int, documents_
     return later
 
 
-class _Beside(torch.autograd.Function):
+class _AddsGradients(torch.autograd.Function):
     """The first losses; the backward gives the others their gradient times `weight`."""
 
     @staticmethod

@@ -102,10 +102,10 @@ class Router(nn.Module):
                     weights_BSK, losses_BS, microbatch.counted_share * microbatch.loss_scale
                 )
             if self.model.expert_capacity_factor is not None:
-                kept_BSK = self._kept(experts_BSK, _weights(deciding_BSE, experts_BSK, self.model))
+                chosen_BSK = self._within_capacity(experts_BSK, _weights(deciding_BSE, experts_BSK, self.model))
                 experts_BSK, weights_BSK = (
-                    experts_BSK.masked_fill(~kept_BSK, DROPPED),
-                    weights_BSK.masked_fill(~kept_BSK, 0.0),
+                    experts_BSK.masked_fill(~chosen_BSK, DROPPED),
+                    weights_BSK.masked_fill(~chosen_BSK, 0.0),
                 )
         return Routing(experts_BSK, weights_BSK)
 
@@ -169,7 +169,7 @@ class Router(nn.Module):
             losses_BS = losses_BS + _Sum.apply(shares_BSE * (counts_BE * (aux / even)).unsqueeze(1))
         return losses_BS
 
-    def _kept(self, experts_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
+    def _within_capacity(self, experts_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
         """Which choices have room, [b, s, K]: for every expert and sequence those with the largest weights, of
         equal ones the earliest."""
         model, sequence, factor = self.model, self.context.plan.batch.sequence, self.model.expert_capacity_factor
@@ -186,8 +186,8 @@ class Router(nn.Module):
         experts, weights = experts.gather(1, order).long(), weights.gather(1, order).contiguous().view(torch.float32)
         wanted = weights.new_full((samples, sequence, model.num_experts), -1.0).scatter_(-1, experts, weights)
         first = wanted.sort(dim=1, descending=True, stable=True).indices[:, :room]
-        kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, first, True)
-        return kept[:, places_S].gather(-1, experts_BSK)
+        within = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, first, True)
+        return within[:, places_S].gather(-1, experts_BSK)
 
     def _whole_sequences(self, x_BSN: Tensor) -> Tensor:
         """What all ranks hold of these sequences, in the order of the ranks."""

@@ -109,7 +109,7 @@ class ContextGradients:
         parts = [torch.cat(gathered[member::size]) for member in range(size)]
         return _unflattened(parts, widths, (self._shapes, shapes))
 
-    def reduce_kept(
+    def reduce_owned(
         self,
         copies: Copies,
         samples_of: Callable[[int], tuple[int, int]],
@@ -131,7 +131,7 @@ class ContextGradients:
             for node, parts in zip(nodes[copy], values, strict=True):
                 parts.append(torch.cat([each.tree.value(node).reshape(-1) for each in waiting])[lo:hi])
         widths = [hi - lo for lo, hi in (cut(each, size, self.cp.rank) for each in elements)]
-        kept = [[cut(width, num_copies, index) for width in widths] for index in range(num_copies)]
+        owned = [[cut(width, num_copies, index) for width in widths] for index in range(num_copies)]
         tree = _over_copies(
             shard, torch.stack([torch.cat(parts) for parts in values]), nodes, self.num_samples, size, widths
         )
@@ -141,7 +141,7 @@ class ContextGradients:
             held = tuple(maximal_nodes(self.num_samples, *samples) for samples in copies.of_replicate(samples_of))
             own = torch.stack([tree.value(node) for node in tree.nodes])
             finished = sum_over(copies.replicate, own, Summands(self.num_samples, held))
-        return list(finished.split([hi - lo for lo, hi in kept[copy]]))
+        return list(finished.split([hi - lo for lo, hi in owned[copy]]))
 
     def _own_part(self, node: Node, others: Mapping[str, ExactAccumulator], width: int) -> Tensor:
         """This rank's part of a node of the batch's tree: of what it has finished, and of what all have."""

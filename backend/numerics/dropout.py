@@ -24,8 +24,8 @@ def dropout_mask(seed: int, operation: str, step: int, index: Tensor, probabilit
 
     `index` is int64, the place of each element in the whole tensor of a step.
     """
-    kept = _random_bits(seed, operation, step, index) >= round(probability * (1 << _BITS))
-    return kept.to(torch.float32).mul_(1.0 / (1.0 - probability))
+    survives = _random_bits(seed, operation, step, index) >= round(probability * (1 << _BITS))
+    return survives.to(torch.float32).mul_(1.0 / (1.0 - probability))
 
 
 def uniform(seed: int, operation: str, step: int, index: Tensor) -> Tensor:

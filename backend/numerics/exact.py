@@ -202,8 +202,8 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
             }
             with group.recorder.layer(part.layer):
                 for num_rows in sorted({each.num_rows for each in of_part.values()}):
-                    alike = {name: each for name, each in of_part.items() if each.num_rows == num_rows}
-                    finished.update(finished_parts(alike, group, part))
+                    same_rows = {name: each for name, each in of_part.items() if each.num_rows == num_rows}
+                    finished.update(finished_parts(same_rows, group, part))
         return finished
 
     def reduce_gradients(

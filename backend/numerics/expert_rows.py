@@ -178,12 +178,12 @@ class ExactExpertNumerics(ExpertNumerics):
         if copies.replicate is None:
             return tree.root()
         some, size = next(iter(trees.values())), shard.size
-        together = [
+        gathered = [
             joined_nodes(some.samples.num_leaves, some.num_blocks, nodes[first : first + size])
             for first in range(0, len(nodes), size)
         ]
-        flat = _flat([tree], together[copies.replicate.rank])
-        return _whole(_joined(flat, copies.replicate, together, trees), copies.replicate, flat.shape[1])
+        flat = _flat([tree], gathered[copies.replicate.rank])
+        return _whole(_joined(flat, copies.replicate, gathered, trees), copies.replicate, flat.shape[1])
 
 
 class FastExpertNumerics(ExpertNumerics):

@@ -181,9 +181,9 @@ def _norm_rows_of(plan: Plan, device: torch.device, hidden: int) -> int:
         return x.square().mean(-1, keepdim=True), (x * dy).mean(-1, keepdim=True)
 
     return sum(
-        _count(alone, together[:1])
+        _count(alone, gathered[:1])
         for norm in (layer_norm, row_means)
-        for alone, together in zip(norm(x[:1].clone(), dy[:1].clone()), norm(x, dy), strict=True)
+        for alone, gathered in zip(norm(x[:1].clone(), dy[:1].clone()), norm(x, dy), strict=True)
     )
 
 

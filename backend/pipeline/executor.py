@@ -348,13 +348,13 @@ class Executor:
         place = self._watch.place(BACKWARD_LANE)
         place.waits(backward)
 
-        def beside() -> None:
+        def on_lane() -> None:
             place.runs(backward)
             with current.watch(None), current.watch(backward):
                 self._work(backward, gradient_BSH, current)
             place.done()
 
-        pairs.run(lambda: self._work(forward, hidden_BSH, current), beside)
+        pairs.run(lambda: self._work(forward, hidden_BSH, current), on_lane)
         for wait in pairs.take_waits():
             times_s = current.clock.at(wait.start_s), current.clock.at(wait.end_s)
             current.trace.spans.append(
@@ -459,10 +459,10 @@ def microbatch_of(action: Action) -> int:
 def forward_only(row: Sequence[Action]) -> list[Action]:
     """The forwards of a row with their messages and the gathers they need, in the row's order: a part of a
     legal order is legal."""
-    kept = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
+    kinds = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
     forward: list[Action] = []
     gathers: dict[int, Action] = {}  # by stage those that no forward has needed yet
-    for action in (part for each in row for part in each.parts if part.kind in kept):
+    for action in (part for each in row for part in each.parts if part.kind in kinds):
         if action.kind is Kind.UNSHARD:
             gathers[action.stage] = action
             continue

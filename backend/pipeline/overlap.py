@@ -34,7 +34,7 @@ class PairRunner:
         self.baton.begin()
         stream = self._caller_stream()
 
-        def beside() -> None:
+        def on_lane() -> None:
             try:
                 with stream, torch.autograd.set_multithreading_enabled(False), self.baton.held():
                     backward()
@@ -45,7 +45,7 @@ class PairRunner:
 
         try:
             with self.baton.held():
-                self._queue.put(beside)
+                self._queue.put(on_lane)
                 forward()
         except BaseException as error:
             self.baton.fail(error)

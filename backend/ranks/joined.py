@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.plan.plan import ModularPlan, ModulePlan
 from ...core.plan.schedule_of import part_schedule
-from ...core.program.bridge import Grid, Parcel, parcels, stage_grid
+from ...core.program.bridge import BridgeMessage, Grid, bridge_messages, stage_grid
 from ..base.microbatch import Microbatch
 from ..base.observe import Observer
 from ..pipeline.bridge import BridgeReceiver, BridgeSender
@@ -117,11 +117,13 @@ Line = list[BridgeSender] | list[BridgeReceiver]
 def _line(transport: Transport, name: str, source: Grid, destination: Grid, part: ModulePlan, *, sending: bool) -> Line:
     """This rank's ends of the bridge from one grid of whole batches to another."""
     here, channels = transport.global_rank, {}
-    calls: dict[int, list[Parcel]] = {}
-    for parcel in parcels(source, destination, part.batch.micro_size):
-        ends = parcel.message.source, parcel.message.destination
+    calls: dict[int, list[BridgeMessage]] = {}
+    for bridged in bridge_messages(source, destination, part.batch.micro_size):
+        ends = bridged.message.source, bridged.message.destination
         if here == ends[not sending]:
-            calls.setdefault(parcel.source_microbatch if sending else parcel.destination_microbatch, []).append(parcel)
+            calls.setdefault(bridged.source_microbatch if sending else bridged.destination_microbatch, []).append(
+                bridged
+            )
             if ends not in channels:
                 channels[ends] = transport.channel(f"{name}/{ends[0]}-{ends[1]}", *ends)
     lo, hi = part.samples_of(part.layout.coordinates(here)["dp"])

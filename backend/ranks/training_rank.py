@@ -57,7 +57,7 @@ from ..watch.halt import VALIDATION
 from .batches import Batches, whole_shape
 from .joined import Joined
 from .live_memory import LiveMeter
-from .showing import Showing
+from .observation import Observation
 from .totals import Totals
 
 
@@ -111,7 +111,7 @@ class TrainingRank:
         late = plan.data_parallel.overlap_param_gather and plan.layout.zero < 3
         self._gather_lane = CommunicationLane(transport.device, transport.recorder) if late else None
         own_lane = tuple(self.stages) if late and own_parts else ()
-        self._showing = None if observer is None else Showing(observer, plan, self.stages, own_lane)
+        self._observation = None if observer is None else Observation(observer, plan, self.stages, own_lane)
         self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
         self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
         self.batches = Batches(plan, self.mesh, transport)
@@ -261,8 +261,8 @@ class TrainingRank:
     def refresh(self) -> None:
         """Brings the weights, after they have changed, into what layers compute with; with ZeRO, those
         of all copies together."""
-        if self._showing is not None:
-            self._showing.coming()
+        if self._observation is not None:
+            self._observation.coming()
         for each in self.data_parallel.values():
             each.share()
         for stage in self.stages.values():
@@ -273,8 +273,8 @@ class TrainingRank:
         """Returns when weights that come together beside the next forward are there, and shows them to the observer."""
         for each in self.data_parallel.values():
             each.settle()
-        if self._showing is not None:
-            self._showing.settled()
+        if self._observation is not None:
+            self._observation.settled()
 
     @contextmanager
     def whole_masters(self) -> Iterator[None]:
@@ -331,7 +331,7 @@ class TrainingRank:
             )
         if not self.plan.layout.zero:
             return ReplicatedStage.of(self.plan, stage, module.trained, module.gradients, copies)
-        used = None if self._showing is None else functools.partial(self._showing.used, stage)
+        used = None if self._observation is None else functools.partial(self._observation.used, stage)
         late = None if self._gather_lane is None else LateGather(module.context, self._gather_lane, used)
         held = module.trained, module.gradients
         return ShardedStage(
@@ -378,28 +378,28 @@ class TrainingRank:
             raise DivergedError(self._diverged(step, loss, norm, gradients))
         self._not_finite.clear()
         self.loss_scale = scale.after(overflow=overflow)
-        showing = self._showing
+        observation = self._observation
         if overflow and not diverged:  # the loss scale bears it, on all ranks: what is no number has no bits to compare
-            if showing is not None:
-                showing.skipped(loss, self.optimizer)
+            if observation is not None:
+                observation.skipped(loss, self.optimizer)
         else:
-            if showing is not None:
-                showing.gradients(self.optimizer, gradients, share, loss, norm)
+            if observation is not None:
+                observation.gradients(self.optimizer, gradients, share, loss, norm)
             if not overflow:
                 self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
-            if showing is not None:
-                showing.changed(step, self.optimizer, updated=not overflow)
+            if observation is not None:
+                observation.changed(step, self.optimizer, updated=not overflow)
                 # also where nothing was updated: other ranks may have a norm that is finite, and
             # share weights with this one
             self.refresh()
-            if showing is not None:
-                showing.refreshed(self.optimizer, updated=not overflow)
+            if observation is not None:
+                observation.refreshed(self.optimizer, updated=not overflow)
         for router in self._routers:
             router.update_bias(0.0 if overflow else self.plan.train.expert_bias_rate)
-        if showing is not None:
-            showing.biases()
+        if observation is not None:
+            observation.biases()
             if not overflow:
-                showing.losses(aux_loss, mtp_loss)
+                observation.losses(aux_loss, mtp_loss)
         return loss, norm, aux_loss, mtp_loss
 
     def _diverged(self, step: int, loss: float, norm: float, gradients: Sequence[Tensor]) -> str:
@@ -436,5 +436,5 @@ class TrainingRank:
     def show_state(self, step: int) -> None:
         """Shows the observer, if there is one, the weights that training goes on from, and the moments if there are
         any, as those that `step` left; of a new start that is step -1."""
-        if self._showing is not None:
-            self._showing.state(step, self.optimizer)
+        if self._observation is not None:
+            self._observation.state(step, self.optimizer)

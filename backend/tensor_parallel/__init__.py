@@ -2,7 +2,6 @@
 
 from ..gradients.gradients import Gradients, WeightWork, finish_tied
 from ..gradients.parameter import Shard
-from .beside_linear import BesideLinear
 from .context import LayerContext
 from .cross_entropy import LossChoice, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from .data import TensorSpec, broadcast, context_part, context_positions, context_whole
@@ -12,10 +11,10 @@ from .fused import join_fused, split_fused
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import HeadNorm, Norm
 from .recompute import recomputed, recomputed_layer
+from .shared_features import SharedFeaturesLinear
 from .whole_linear import WholeLinear
 
 __all__ = [
-    "BesideLinear",
     "ColumnParallelLinear",
     "Gradients",
     "HeadNorm",
@@ -25,6 +24,7 @@ __all__ = [
     "PositionEmbedding",
     "RowParallelLinear",
     "Shard",
+    "SharedFeaturesLinear",
     "TensorSpec",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",

@@ -169,9 +169,9 @@ class Outgoing:
     def __init__(self, experts_TK: Tensor, num_experts: int):
         self.num_experts = num_experts
         flat, per_token = experts_TK.flatten(), experts_TK.shape[1]
-        kept = flat >= 0
-        self.num_copies = int(kept.sum())
-        sorted_places = torch.where(kept, flat, num_experts).argsort(stable=True)[: self.num_copies]
+        is_sent = flat >= 0
+        self.num_copies = int(is_sent.sum())
+        sorted_places = torch.where(is_sent, flat, num_experts).argsort(stable=True)[: self.num_copies]
         self.experts = flat[sorted_places]
         self.tokens = sorted_places // per_token
         places = flat.new_full(flat.shape, self.num_copies)
@@ -223,7 +223,7 @@ class Exchange:
             self.groups.ep.all_to_all(rows.split(list(outgoing)), [(number, *rows.shape[1:]) for number in incoming])
         )
 
-    def together(self, rows: Tensor) -> Tensor:
+    def gather_features(self, rows: Tensor) -> Tensor:
         """[n, ...] of all members of `etp`, in the order of `rows`."""
         etp = self.groups.etp
         if etp.size > 1:

@@ -34,10 +34,10 @@ class ExpertLinear(nn.Module):
         self.bias_usage: Usage | None
         self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.has(f"{name}.bias") else (None, None)
 
-    def together(self, rows_NF: Tensor, exchange: Exchange, layer: str) -> Tensor:
+    def gather_features(self, rows_NF: Tensor, exchange: Exchange, layer: str) -> Tensor:
         """All members' rows in order, from this rank's own; sent for `layer`."""
         with self.context.recorder.layer(layer):
-            return exchange.together(rows_NF)
+            return exchange.gather_features(rows_NF)
 
     def project(self, x_NF: Tensor, exchange: Exchange) -> Tensor:
         """Whole features to this rank's part of the cut ones."""
@@ -95,7 +95,7 @@ class ExpertDown(ExpertLinear):
 class _Up(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_NH: Tensor, linear: ExpertUp, exchange: Exchange, layer: str) -> Tensor:
-        x_NH = linear.together(rows_NH, exchange, layer)
+        x_NH = linear.gather_features(rows_NH, exchange, layer)
         ctx.linear, ctx.exchange, ctx.layer, ctx.microbatch = linear, exchange, layer, linear.context.microbatch
         ctx.save_for_backward(x_NH)
         y_NC = linear.project(x_NH, exchange)
@@ -125,7 +125,7 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Any, drows_NH: Tensor) -> tuple[Tensor, None, None, None, None]:
         linear, exchange = ctx.linear, ctx.exchange
         x_NC = ctx.saved_tensors[0] if ctx.source is None else ctx.source()
-        dy_NH = linear.together(drows_NH.contiguous(), exchange, ctx.layer)
+        dy_NH = linear.gather_features(drows_NH.contiguous(), exchange, ctx.layer)
         dx_NC = linear.project(dy_NH, exchange)
         sums = linear.context.numerics.expert_row_sums
         linear.submit(ctx, lambda: linear.weight_gradient(x_NC, dy_NH, exchange), lambda: sums(dy_NH, exchange.rows))

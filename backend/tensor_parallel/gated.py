@@ -41,11 +41,11 @@ def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
     """[b, s, f] -> [b, s, c/2]: the model's activation of the layer's even features, times its odd ones. Where the plan
     recomputes activations only these features stay."""
     context = layer.context
-    kept: list[Tensor] = []
-    y_BSC = _Gated.apply(x_BSF, layer, context.source_of(x_BSF), kept)
+    for_backward: list[Tensor] = []
+    y_BSC = _Gated.apply(x_BSF, layer, context.source_of(x_BSF), for_backward)
     if not _is_repeated(layer):
         return y_BSC
-    (gate, up), (activate, _) = kept, ACTIVATIONS[context.model.activation]
+    (gate, up), (activate, _) = for_backward, ACTIVATIONS[context.model.activation]
     return context.can_repeat(y_BSC, lambda: activate(gate) * up, f"{layer.name}.activation")
 
 
@@ -56,15 +56,15 @@ def _is_repeated(layer: ColumnParallelLinear) -> bool:
 class _Gated(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Source | None, kept: list[Tensor]
+        ctx: Any, x_BSF: Tensor, layer: ColumnParallelLinear, source: Source | None, for_backward: list[Tensor]
     ) -> Tensor:
-        """Leaves gate and up-projection in `kept` for who makes the result again."""
+        """Leaves gate and up-projection in `for_backward` for who makes the result again."""
         ctx.layer, ctx.microbatch, ctx.source, ctx.add_bias = layer, layer.context.microbatch, source, False
         activate, _ = ACTIVATIONS[layer.context.model.activation]
         gate, up = _project(layer, layer.gather(x_BSF))
         activated, again = activate(gate), _is_repeated(layer)
         if again:
-            kept += gate, up
+            for_backward += gate, up
         ctx.save_for_backward(*([] if source is not None else [x_BSF]), gate, up, *([] if again else [activated]))
         return activated * up
 

@@ -241,7 +241,7 @@ def column_backward(
 
     if layer.frozen:
         return contracted()
-    x_BSF, lane = _kept(ctx), context.lane
+    x_BSF, lane = _saved_input(ctx), context.lane
     if lane is None or context.weight_work.deferring:
         dx_BSF = contracted()
         layer.submit(ctx, lambda: weight_gradient(dy_BSC, layer.gather(x_BSF)), dy_BSC)
@@ -267,7 +267,7 @@ class _Row(Function):
         dy_BSF = layer.gather(own_dy_BSF)
         dx_BSC = layer.project(dy_BSF)
         if not layer.frozen:
-            x_BSC = _kept(ctx)
+            x_BSC = _saved_input(ctx)
             layer.submit(ctx, lambda: layer.weight_gradient(x_BSC, dy_BSF), own_dy_BSF)
         return dx_BSC, None, None, None
 
@@ -295,7 +295,7 @@ def _keep(ctx: Any, x: Tensor, layer: ParallelLinear, source: Source | None, add
     ctx.save_for_backward(*([] if layer.frozen or source is not None else [x]))
 
 
-def _kept(ctx: Any) -> Tensor:
+def _saved_input(ctx: Any) -> Tensor:
     return ctx.saved_tensors[0] if ctx.source is None else ctx.source()
 
 

@@ -165,10 +165,10 @@ def swap(
             f"{group}: swap needs two dimensions, but was given {split_dim} twice. Use all_to_all for one."
         )
 
-    def exchange(apart: int, apart_sizes: Sequence[int], together: int, together_sizes: Sequence[int]) -> Map:
+    def exchange(split: int, split_sizes: Sequence[int], joined: int, joined_sizes: Sequence[int]) -> Map:
         def run(part: Tensor) -> Tensor:
-            shapes = [_with(part, {apart: apart_sizes[group.rank], together: size}) for size in together_sizes]
-            return torch.cat(group.all_to_all(part.split(list(apart_sizes), apart), shapes), together)
+            shapes = [_with(part, {split: split_sizes[group.rank], joined: size}) for size in joined_sizes]
+            return torch.cat(group.all_to_all(part.split(list(split_sizes), split), shapes), joined)
 
         return run
 

@@ -61,8 +61,8 @@ class _Recomputed(torch.autograd.Function):
     ) -> Any:
         ctx.context, ctx.function, ctx.microbatch = context, function, context.microbatch
         ctx.sources, ctx.spread, ctx.shapes = sources, spread, [tensor.shape for tensor in tensors]
-        kept = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
-        ctx.save_for_backward(*(own_part(tensor, context) if spread else tensor for tensor in kept))
+        own = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
+        ctx.save_for_backward(*(own_part(tensor, context) if spread else tensor for tensor in own))
         y = function(*tensors)
         ctx.show = [context.shown_inside(each) for each in _names(name, y)]
         return _shown(ctx.show, y)

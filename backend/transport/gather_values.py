@@ -41,7 +41,7 @@ def _parsed(group: Group, body: torch.Tensor) -> Any:
         raise TransportError(f"{group}: a rank has sent what is no value: {error}.") from error
 
 
-def together(
+def run_on_all(
     group: Group, device: torch.device, work: Callable[[], T], *, watch: RankWatch | None = None, name: str = "work"
 ) -> T:
     """What this rank's `work` gives; returns when that of all ranks is done, which call this together. It may

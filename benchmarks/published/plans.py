@@ -47,17 +47,17 @@ def plan_of(row: Row, instead: Mapping[str, Any] | None = None) -> PublishedPlan
     stack = stack_of(row)
     if stack is None:
         raise RowError(f"the software of {row.source!r} is not described")
-    told = _Told(row, replace(stack, defaults={**stack.defaults, **instead}) if instead else stack)
+    row_facts = _RowFacts(row, replace(stack, defaults={**stack.defaults, **instead}) if instead else stack)
     try:
-        plan = _plan(told)
+        plan = _plan(row_facts)
     except RowError:
         raise
     except ShardproofError as error:
         raise RowError(f"no plan: {error}") from error
-    return PublishedPlan(plan, tuple(told.assumed))
+    return PublishedPlan(plan, tuple(row_facts.assumed))
 
 
-class _Told:
+class _RowFacts:
     """A row's fields, null ones filled from its stack's defaults; remembers which were."""
 
     def __init__(self, row: Row, stack: Stack):
@@ -88,80 +88,80 @@ class _Told:
         return None if value is None else bool(value)
 
 
-def _plan(told: _Told) -> Plan:
-    _refuse_unmodelled(told)
-    layout = _layout(told)
-    model = _model(told, layout)
-    layout = _cut(told, model, layout)
-    said = told.text("schedule").split(",")
+def _plan(row_facts: _RowFacts) -> Plan:
+    _refuse_unmodelled(row_facts)
+    layout = _layout(row_facts)
+    model = _model(row_facts, layout)
+    layout = _cut(row_facts, model, layout)
+    said = row_facts.text("schedule").split(",")
     schedule = SCHEDULES.get(said[0] or "none")
     if schedule is None:
         raise RowError(f"schedule {said[0]!r} is not in the catalog")
     synchronises = not (said[0] in POST_VALIDATED and len(said) == 1)
     return Plan(
         model=model,
-        cluster=_cluster(told),
+        cluster=_cluster(row_facts),
         layout=layout,
-        batch=_batch(told, layout),
-        runtime=_runtime(told),
-        precision=_precision(told),
-        recompute=_recompute(told, model, layout),
+        batch=_batch(row_facts, layout),
+        runtime=_runtime(row_facts),
+        precision=_precision(row_facts),
+        recompute=_recompute(row_facts, model, layout),
         schedule=ScheduleChoice("1F1B" if schedule == "Interleaved1F1B" and layout.vpp == 1 else schedule),
         numerics=_numerics(model, layout),
         optimizer=Optimizer(clip_grad_norm=Optimizer().clip_grad_norm if synchronises else 0.0),
-        data_parallel=_data_parallel(told, layout),
+        data_parallel=_data_parallel(row_facts, layout),
     )
 
 
-def _refuse_unmodelled(told: _Told) -> None:
+def _refuse_unmodelled(row_facts: _RowFacts) -> None:
     """Raises `RowError` for what no plan can say."""
-    name = told.text("model.name").lower()
+    name = row_facts.text("model.name").lower()
     if "mamba" in name or "nemotron_3" in name:
         raise RowError("state-space layers are not modelled")
-    if told.flag("parallel_block") or told.flag("sliding_window_attention"):
+    if row_facts.flag("parallel_block") or row_facts.flag("sliding_window_attention"):
         raise RowError("parallel blocks are not modelled, and how long the sliding window is was not published")
-    if told.row.family == "megascale_ablation" and told.text("notes").startswith("+"):
+    if row_facts.row.family == "megascale_ablation" and row_facts.text("notes").startswith("+"):
         raise RowError("parallel blocks are not modelled; every row of the ablation adds to those before")
-    if told.text("flags.vocab_method") in ("Vocab-1", "Vocab-2", "Interlaced"):
+    if row_facts.text("flags.vocab_method") in ("Vocab-1", "Vocab-2", "Interlaced"):
         raise RowError("a vocabulary cut over pipeline ranks is not modelled")
-    if told.row["kind"] == "finetune_step" and "SFT" not in told.text("source_ref"):
+    if row_facts.row["kind"] == "finetune_step" and "SFT" not in row_facts.text("source_ref"):
         raise RowError("fine-tuning steps with frozen parts are not modelled")
 
 
-def _model(told: _Told, layout: Layout) -> ModelSpec:
-    name, hidden, heads, vocab = (told.need(f"model.{field}") for field in ("name", "hidden", "heads", "vocab"))
-    if told.stack.pads_vocabulary:
+def _model(row_facts: _RowFacts, layout: Layout) -> ModelSpec:
+    name, hidden, heads, vocab = (row_facts.need(f"model.{field}") for field in ("name", "hidden", "heads", "vocab"))
+    if row_facts.stack.pads_vocabulary:
         vocab = -(-vocab // (128 * layout.tp)) * 128 * layout.tp
-    if told.stack.cuts_vocabulary:
+    if row_facts.stack.cuts_vocabulary:
         vocab = vocab // layout.tp * layout.tp
-    if told.row.source.startswith("Vocabulary Parallelism"):
+    if row_facts.row.source.startswith("Vocabulary Parallelism"):
         # the rows infer 2^15 from "32K"; sail-sg/VocabularyParallelism, artifact/exp_one_host.csv: 32,000
         vocab = vocab // 1024 * 1000
-    fields: dict[str, Any] = {**conventions(str(name)), **told.stack.model, **_experts(told)}
-    if told.row.source.startswith("nanotron"):
+    fields: dict[str, Any] = {**conventions(str(name)), **row_facts.stack.model, **_experts(row_facts)}
+    if row_facts.row.source.startswith("nanotron"):
         # scripts/scaling_benchmarks.py: models below 4B tie
-        fields["tied_embeddings"] = told.need("model.ffn") < 10_000
+        fields["tied_embeddings"] = row_facts.need("model.ffn") < 10_000
     latent = "kv_lora_rank" in fields
     return ModelSpec(
         name=str(name),
-        num_layers=told.get("model.layers") or _layers_from_size(told, layout),
+        num_layers=row_facts.get("model.layers") or _layers_from_size(row_facts, layout),
         hidden_size=hidden,
-        ffn_hidden_size=told.need("model.ffn"),
+        ffn_hidden_size=row_facts.need("model.ffn"),
         num_heads=heads,
-        num_kv_heads=heads if latent else told.get("model.kv_heads") or heads,
-        head_dim=192 if latent else told.get("model.head_dim") or hidden // heads,
+        num_kv_heads=heads if latent else row_facts.get("model.kv_heads") or heads,
+        head_dim=192 if latent else row_facts.get("model.head_dim") or hidden // heads,
         vocab_size=vocab,
-        max_positions=told.need("model.seq"),
+        max_positions=row_facts.need("model.seq"),
         **fields,
     )
 
 
-def _experts(told: _Told) -> dict[str, Any]:
+def _experts(row_facts: _RowFacts) -> dict[str, Any]:
     """Fields of mixtures of experts and latent attention."""
-    moe = told.get("model.moe")
+    moe = row_facts.get("model.moe")
     if not moe:
         return {}
-    width = moe.get("moe_ffn") or told.need("model.ffn")
+    width = moe.get("moe_ffn") or row_facts.need("model.ffn")
     fields = {
         "num_experts": moe["experts"],
         "experts_per_token": moe["topk"],
@@ -172,66 +172,72 @@ def _experts(told: _Told) -> dict[str, Any]:
     return {**fields, **(MLA if "MLA" in str(moe.get("attention")) else {})}
 
 
-def _layers_from_size(told: _Told, layout: Layout) -> int:
+def _layers_from_size(row_facts: _RowFacts, layout: Layout) -> int:
     """Layers of a GPT from its published size, as a multiple of the pipeline stages: 12 h^2 weights
     each, and the token table."""
-    size, hidden, vocab = told.need("model.params_b"), told.need("model.hidden"), told.need("model.vocab")
+    size, hidden, vocab = (
+        row_facts.need("model.params_b"),
+        row_facts.need("model.hidden"),
+        row_facts.need("model.vocab"),
+    )
     layers = max(1, round((size * 1e9 - vocab * hidden) / (12 * hidden**2) / layout.pp)) * layout.pp
-    told.assumed.append(f"model.layers={layers}")
+    row_facts.assumed.append(f"model.layers={layers}")
     return layers
 
 
-def _batch(told: _Told, layout: Layout) -> Batch:
+def _batch(row_facts: _RowFacts, layout: Layout) -> Batch:
     """The batch; microbatches as large as their number leaves them where their size is not published."""
-    sequences, micro = told.need("batch.global"), told.get("batch.micro")
-    if micro is None and (count := told.get("batch.num_microbatches")):
+    sequences, micro = row_facts.need("batch.global"), row_facts.get("batch.micro")
+    if micro is None and (count := row_facts.get("batch.num_microbatches")):
         micro = sequences // (layout.dp * count)
-    return Batch(sequences, micro or told.need("batch.micro"), told.need("model.seq"))
+    return Batch(sequences, micro or row_facts.need("batch.micro"), row_facts.need("model.seq"))
 
 
-def _layout(told: _Told) -> Layout:
-    sharding, notes = told.text("parallel.sharding"), told.text("notes")
-    pp, tp, cp = told.need("parallel.pp"), told.need("parallel.tp"), told.get("parallel.cp", 1)
-    dp = told.get("parallel.dp") or told.need("hardware.count") // (tp * pp * cp)
+def _layout(row_facts: _RowFacts) -> Layout:
+    sharding, notes = row_facts.text("parallel.sharding"), row_facts.text("notes")
+    pp, tp, cp = row_facts.need("parallel.pp"), row_facts.need("parallel.tp"), row_facts.get("parallel.cp", 1)
+    dp = row_facts.get("parallel.dp") or row_facts.need("hardware.count") // (tp * pp * cp)
     interleaved = pp > 1 and (
-        "nterleaved" in told.text("schedule") or "V-" in told.text("schedule") or told.row["parallel.vpp"]
+        "nterleaved" in row_facts.text("schedule")
+        or "V-" in row_facts.text("schedule")
+        or row_facts.row["parallel.vpp"]
     )
     return Layout(
         tp=tp,
         pp=pp,
         dp=dp,
         cp=cp,
-        ep=told.get("parallel.ep") or 1,
-        etp=_expert_tp(told, tp, cp, dp),
-        vpp=_chunks(told, pp) if interleaved else 1,
-        sequence_parallel=bool(told.get("parallel.sp")) and tp > 1,
+        ep=row_facts.get("parallel.ep") or 1,
+        etp=_expert_tp(row_facts, tp, cp, dp),
+        vpp=_chunks(row_facts, pp) if interleaved else 1,
+        sequence_parallel=bool(row_facts.get("parallel.sp")) and tp > 1,
         zero=next((stage for words, stage in ZERO if words in sharding), 0),
-        order=told.get("order")
+        order=row_facts.get("order")
         or ("tp-cp-ep-pp-dp" if "TP-PP-DP" in notes or "DP placed last" in notes else DEFAULT_ORDER),
     )
 
 
-def _expert_tp(told: _Told, tp: int, cp: int, dp: int) -> int | None:
+def _expert_tp(row_facts: _RowFacts, tp: int, cp: int, dp: int) -> int | None:
     """The experts' tensor parallelism; whole experts where cut ones would not lie on the ranks of a stage."""
-    etp: int | None = told.get("parallel.etp")
-    if etp is None and tp * cp * dp % (tp * (told.get("parallel.ep") or 1)):
-        told.assumed.append("parallel.etp=1")
+    etp: int | None = row_facts.get("parallel.etp")
+    if etp is None and tp * cp * dp % (tp * (row_facts.get("parallel.ep") or 1)):
+        row_facts.assumed.append("parallel.etp=1")
         return 1
     return etp
 
 
-def _chunks(told: _Told, pp: int) -> int:
+def _chunks(row_facts: _RowFacts, pp: int) -> int:
     """Stages per pipeline rank, from the table, from the schedule's shape or from the layers that a chunk holds."""
-    if told.text("schedule").startswith("V-"):
+    if row_facts.text("schedule").startswith("V-"):
         return 2
-    if (chunks := told.get("parallel.vpp")) is not None:
+    if (chunks := row_facts.get("parallel.vpp")) is not None:
         return int(chunks)
-    if told.row["model.layers"] and (each := told.get("layers_per_chunk")):
-        return int(told.row["model.layers"] // (pp * each))
-    return int(told.need("parallel.vpp"))
+    if row_facts.row["model.layers"] and (each := row_facts.get("layers_per_chunk")):
+        return int(row_facts.row["model.layers"] // (pp * each))
+    return int(row_facts.need("parallel.vpp"))
 
 
-def _cut(told: _Told, model: ModelSpec, layout: Layout) -> Layout:
+def _cut(row_facts: _RowFacts, model: ModelSpec, layout: Layout) -> Layout:
     """The layout with an uneven cut where stages do not divide the layers, or the source says that they were balanced.
 
     Embedding and head count as a layer each when that makes it even (MLPerf's ASYM_PP flags; Zero Bubble; Llama 3), and
@@ -239,11 +245,11 @@ def _cut(told: _Told, model: ModelSpec, layout: Layout) -> Layout:
     first stages hold one layer more (DeepSpeed's `partition_uniform`).
     """
     stages, layers = layout.num_stages, model.num_layers
-    if said := re.search(r"layers_per_stage=(\[\[.*?\]\])", told.text("notes")):
+    if said := re.search(r"layers_per_stage=(\[\[.*?\]\])", row_facts.text("notes")):
         counts = _counted(json.loads(said[1]))
-    elif told.text("flags.vocab_method") == "Redis":
-        counts = _balanced(model, stages, told.need("model.seq"))
-    elif told.stack.profile == "nanotron" and stages > 1:
+    elif row_facts.text("flags.vocab_method") == "Redis":
+        counts = _balanced(model, stages, row_facts.need("model.seq"))
+    elif row_facts.stack.profile == "nanotron" and stages > 1:
         counts = _by_cost(model, stages)
     elif layers % stages == 0:
         return layout
@@ -253,7 +259,7 @@ def _cut(told: _Told, model: ModelSpec, layout: Layout) -> Layout:
     else:
         each, more = divmod(layers, stages)
         counts = [each + (stage < more) for stage in range(stages)]
-        told.assumed.append("the first stages hold one layer more")
+        row_facts.assumed.append("the first stages hold one layer more")
     content, first = [], 0
     for stage, count in enumerate(counts):
         content.append(StageLayers(stage, first, first + count, embedding=stage == 0, head=stage == stages - 1))
@@ -295,96 +301,102 @@ def _balanced(model: ModelSpec, stages: int, sequence: int) -> list[int]:
     return [*(each + (stage >= stages - 1 - more) for stage in range(stages - 1)), last]
 
 
-def _precision(told: _Told) -> Precision:
-    said = told.need("precision")
+def _precision(row_facts: _RowFacts) -> Precision:
+    said = row_facts.need("precision")
     formats = (("nvfp4", ""), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"))
     dtype = next((ours for word, ours in formats if word in str(said)), "")
     if not dtype:
         raise RowError(f"precision {said!r} is not modelled")
     # Composer: `mixed_precision: PURE` reduces in the format of the weights, `DEFAULT` in fp32.
-    reduced = {"PURE": "bf16", "DEFAULT": "fp32"}.get(told.text("flags.mp_mode"), told.stack.gradient_dtype)
+    reduced = {"PURE": "bf16", "DEFAULT": "fp32"}.get(row_facts.text("flags.mp_mode"), row_facts.stack.gradient_dtype)
     scaling = None
-    if told.stack.profile == "torchtitan":
+    if row_facts.stack.profile == "torchtitan":
         scaling = next((reach for word, reach in (("rowwise", "row"), ("mxfp8", "block")) if word in str(said)), None)
     return Precision(dtype, reduced, scaling=scaling)  # type: ignore[arg-type]
 
 
-def _recompute(told: _Told, model: ModelSpec, layout: Layout) -> Recompute:
+def _recompute(row_facts: _RowFacts, model: ModelSpec, layout: Layout) -> Recompute:
     """torchtitan's `selective` by layer recomputes every second layer; by operation it goes by no modules
     (`Profile.selective_operators`). XLA's policies of saving projections repeat norms, core and the MLP up to its last
     product; attention's output, which MaxText's policy does not save, is not counted (1% to 2% of a step)."""
-    said = str(told.need("recompute"))
-    if told.row["recompute"] is None and (modules := recipe_of(told.row).modules):
+    said = str(row_facts.need("recompute"))
+    if row_facts.row["recompute"] is None and (modules := recipe_of(row_facts.row).modules):
         return Recompute("selective", modules=modules)
     if not said.startswith("selective"):
         return Recompute("full" if said.startswith("full") else "none")
-    if told.stack.profile not in ("torchtitan", "xla"):
+    if row_facts.stack.profile not in ("torchtitan", "xla"):
         return Recompute("selective")
     if "(layer)" in said:
         return Recompute("full", num_layers=max(1, model.num_layers // layout.num_stages // 2))
-    if told.stack.profile == "torchtitan":
+    if row_facts.stack.profile == "torchtitan":
         return Recompute("selective", modules=("core_attn",) if "core" in said else ("norm",))
     return Recompute("selective", modules=("core_attn", "norm", "mlp") if "save_qkv" in said else ("norm", "mlp"))
 
 
-def _runtime(told: _Told) -> Runtime:
-    tp_overlap = told.flag("tp_comm_overlap")
+def _runtime(row_facts: _RowFacts) -> Runtime:
+    tp_overlap = row_facts.flag("tp_comm_overlap")
     fields = {
-        "tp_comm_overlap": told.flag("async_tp") if tp_overlap is None else tp_overlap,
-        "p2p_overlap": told.flag("p2p_overlap"),
-        "launch_blocking": told.flag("cuda_launch_blocking"),
-        "compile": told.flag("torch_compile"),
-        "scatter_gather": False if "without scatter/gather" in told.text("notes") else None,
-        "cuda_graphs": True if "CUDA graphs" in told.text("notes") else told.flag("cuda_graphs"),
-        **recipe_of(told.row).runtime,
-        **told.stack.runtime,
+        "tp_comm_overlap": row_facts.flag("async_tp") if tp_overlap is None else tp_overlap,
+        "p2p_overlap": row_facts.flag("p2p_overlap"),
+        "launch_blocking": row_facts.flag("cuda_launch_blocking"),
+        "compile": row_facts.flag("torch_compile"),
+        "scatter_gather": False if "without scatter/gather" in row_facts.text("notes") else None,
+        "cuda_graphs": True if "CUDA graphs" in row_facts.text("notes") else row_facts.flag("cuda_graphs"),
+        **recipe_of(row_facts.row).runtime,
+        **row_facts.stack.runtime,
     }
-    return Runtime(profile=_profile(told), **fields)  # type: ignore[arg-type]
+    return Runtime(profile=_profile(row_facts), **fields)  # type: ignore[arg-type]
 
 
-def _profile(told: _Told) -> str:
+def _profile(row_facts: _RowFacts) -> str:
     """The row's software stack. Composer's `PURE` tables are older than the others:
     scripts/train/benchmarking/sweep.sh of llm-foundry takes an image of torch 1.13.1 before b2a43a1, which left
     them and added the rest, and of 2.1.0 from there on."""
-    if told.stack.sharded_profile is not None and "ZeRO-3" in told.text("parallel.sharding"):
-        return told.stack.sharded_profile
-    return "fsdp-1.13" if told.stack.profile == "fsdp" and told.text("flags.mp_mode") == "PURE" else told.stack.profile
+    if row_facts.stack.sharded_profile is not None and "ZeRO-3" in row_facts.text("parallel.sharding"):
+        return row_facts.stack.sharded_profile
+    return (
+        "fsdp-1.13"
+        if row_facts.stack.profile == "fsdp" and row_facts.text("flags.mp_mode") == "PURE"
+        else row_facts.stack.profile
+    )
 
 
-def _data_parallel(told: _Told, layout: Layout) -> DataParallel:
-    sharding = told.text("parallel.sharding")
+def _data_parallel(row_facts: _RowFacts, layout: Layout) -> DataParallel:
+    sharding = row_facts.text("parallel.sharding")
     group = re.search(r"over (\d+) GPUs|HSDP FSDP(\d+)", sharding)
-    shard = int(group[1] or group[2]) if group and layout.zero else told.stack.defaults.get("shard")
-    overlap = told.flag("grad_reduce_overlap")
+    shard = int(group[1] or group[2]) if group and layout.zero else row_facts.stack.defaults.get("shard")
+    overlap = row_facts.flag("grad_reduce_overlap")
     fields = {
         "overlap_grad_reduce": overlap,
         "overlap_param_gather": overlap,
         "shard": shard if shard is not None and shard < layout.dp and layout.dp % shard == 0 else None,
-        **told.stack.data_parallel,
+        **row_facts.stack.data_parallel,
     }
     return DataParallel(**fields)
 
 
-def _cluster(told: _Told) -> ClusterSpec:
-    gpu, network = told.text("hardware.gpu"), told.text("hardware.inter")
+def _cluster(row_facts: _RowFacts) -> ClusterSpec:
+    gpu, network = row_facts.text("hardware.gpu"), row_facts.text("hardware.inter")
     machine = next((machine for word, machine in MACHINES if word in gpu), None)
     if machine is None or machine.preset not in CLUSTER_PRESETS:
         raise RowError(f"device {gpu!r} has no preset")
     injection = next((rate for words, rate in NETWORKS if words in network), None)
-    base = cluster_preset(machine.preset, told.need("hardware.count"))
+    base = cluster_preset(machine.preset, row_facts.need("hardware.count"))
     changed = {**machine.fields, **({"node_network_bytes_per_s": injection} if injection else {})}
     if (cards := re.match(r"(\d+)x", network)) and base.devices_per_node == 8:  # racks of NVL72 count cards per tray
         changed["nics_per_node"] = int(cards[1])
-    if (products := told.get("fp32_products", "fp32")) != "fp32":
+    if (products := row_facts.get("fp32_products", "fp32")) != "fp32":
         changed["peak_flops_per_s"] = {**base.peak_flops_per_s, "fp32": base.peak_flops_per_s[products]}
-    if (power_share := machine.power_share * told.stack.power_share) < 1:
+    if (power_share := machine.power_share * row_facts.stack.power_share) < 1:
         slower = power_share**POWER_EXPONENT
         changed["sustained_share"] = base.sustained_share * slower
         changed["sustained_share_by_dtype"] = {
             dtype: share * slower for dtype, share in base.sustained_share_by_dtype.items()
         }
     return replace(
-        base, **changed, sources={**base.sources, **dict.fromkeys(changed, (f"{told.row.source}: {gpu}; {network}"))}
+        base,
+        **changed,
+        sources={**base.sources, **dict.fromkeys(changed, (f"{row_facts.row.source}: {gpu}; {network}"))},
     )
 
 

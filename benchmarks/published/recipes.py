@@ -50,14 +50,14 @@ class _Rule:
 
 _ALL, _RACKS, _BLACKWELL, _HOPPER = ("",), ("GB200", "GB300"), ("B200", "B300"), ("H100",)
 _ONCE, _GRAPHS = {"dispatch_once": True}, {"cuda_graphs": True}
-_BESIDE = {"dispatch_once": True, "ep_comm_overlap": True}
+_OVERLAPPED = {"dispatch_once": True, "ep_comm_overlap": True}
 
 MEGATRON_BRIDGE: tuple[_Rule, ...] = (
     _Rule("LLAMA3", _ALL, Recipe({"tp_comm_overlap": True})),  # tp_comm_overlap_cfg = userbuffers_*; 8B: where tp > 1
     _Rule("LLAMA3_8B", _BLACKWELL, Recipe(_GRAPHS), first=25.11),  # cuda_graph_scope = full_iteration
     _Rule("DeepSeekV3", _ALL, Recipe(modules=("mla_up_proj",))),
     _Rule("DeepSeekV3", _HOPPER, Recipe(modules=("mla_up_proj", "mlp"))),
-    _Rule("DeepSeekV3", _HOPPER, Recipe(_BESIDE), until=26.0),  # deepep, moe_a2a_overlap; run_script.py of v0.1
+    _Rule("DeepSeekV3", _HOPPER, Recipe(_OVERLAPPED), until=26.0),  # deepep, moe_a2a_overlap; run_script.py of v0.1
     _Rule("DeepSeekV3", _HOPPER, Recipe(_ONCE), first=26.0),  # hybridep
     # hybridep; scope attn, moe_router, moe_preprocess
     _Rule("DeepSeekV3", _RACKS, Recipe(_ONCE | _GRAPHS), first=25.11),
@@ -65,24 +65,28 @@ MEGATRON_BRIDGE: tuple[_Rule, ...] = (
     _Rule("DeepSeekV3", ("GB300",), Recipe(modules=("moe_act",)), precision="bf16"),
     _Rule("DeepSeekV3", ("GB200",), Recipe(modules=("mlp",)), first=26.04, precision="fp8"),
     _Rule(
-        "DeepSeekV3", ("DGX-B200",), Recipe(_BESIDE | _GRAPHS, ("mla_up_proj", "mlp")), first=26.041, precision="fp8"
+        "DeepSeekV3",
+        ("DGX-B200",),
+        Recipe(_OVERLAPPED | _GRAPHS, ("mla_up_proj", "mlp")),
+        first=26.041,
+        precision="fp8",
     ),
-    _Rule("DeepSeekV3", _BLACKWELL, Recipe(_BESIDE | _GRAPHS), first=26.06, precision="mxfp8"),  # full iteration
+    _Rule("DeepSeekV3", _BLACKWELL, Recipe(_OVERLAPPED | _GRAPHS), first=26.06, precision="mxfp8"),  # full iteration
     _Rule("Qwen3_30B", ("GB200", "DGX-B200"), Recipe(_GRAPHS), until=25.11),  # with token drop, cuda_graphs: true
     _Rule("Qwen3_30B", ("GB200", "GB300", "B300"), Recipe(_ONCE), first=25.11),  # hybridep
     _Rule("Qwen3_30B", ("GB200",), Recipe(_GRAPHS), first=25.11),  # scope with attn
     _Rule("Qwen3_30B", ("DGX-B200",), Recipe(_ONCE | _GRAPHS), first=26.04),
     # alltoall, moe_a2a_overlap
     _Rule("Qwen3_30B", _HOPPER, Recipe({"ep_comm_overlap": True}), first=25.11, until=26.0),
-    _Rule("Qwen3_30B", _HOPPER, Recipe(_BESIDE), first=26.0, until=26.04),  # deepep, moe_a2a_overlap
+    _Rule("Qwen3_30B", _HOPPER, Recipe(_OVERLAPPED), first=26.0, until=26.04),  # deepep, moe_a2a_overlap
     _Rule("Qwen3_30B", _HOPPER, Recipe(_ONCE), first=26.04),  # hybridep
     _Rule("Qwen3_30B", _HOPPER, Recipe(_GRAPHS), first=26.06, precision="fp8"),
-    _Rule("Qwen3_30B", _BLACKWELL, Recipe(_BESIDE | _GRAPHS), first=26.06, precision="mxfp8"),  # full iteration
+    _Rule("Qwen3_30B", _BLACKWELL, Recipe(_OVERLAPPED | _GRAPHS), first=26.06, precision="mxfp8"),  # full iteration
     _Rule("GPT OSS", ("GB300", "B300"), Recipe(_GRAPHS)),  # scope attn, moe_router, moe_preprocess
     _Rule("GPT OSS", ("GB200", "DGX-B200", "H100"), Recipe(modules=("norm", "moe_act"))),
     _Rule("GPT OSS", ("DGX-B200", "DGX-B300"), Recipe(_ONCE), first=26.04),  # hybridep
-    _Rule("GPT OSS", ("GB200",), Recipe(_BESIDE), first=26.04),  # hybridep, moe_a2a_overlap
-    _Rule("GPT OSS", _RACKS, Recipe(_BESIDE | _GRAPHS), first=26.06, precision="mxfp8"),  # full iteration
+    _Rule("GPT OSS", ("GB200",), Recipe(_OVERLAPPED), first=26.04),  # hybridep, moe_a2a_overlap
+    _Rule("GPT OSS", _RACKS, Recipe(_OVERLAPPED | _GRAPHS), first=26.06, precision="mxfp8"),  # full iteration
 )
 """Later rules add to earlier ones; modules replace."""
 

@@ -62,7 +62,7 @@ class Row:
         return str(self.data["family"])
 
     @cached_property
-    def likeness(self) -> tuple[Any, ...]:
+    def setting_key(self) -> tuple[Any, ...]:
         """Rows that share it are near-duplicates: same source, model and cut of the model. vTrain's single-node
         rows are put together from one time per hidden size, tp and microbatch (`validate.noise.layer_seconds`),
         which is what they share."""

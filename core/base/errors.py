@@ -54,8 +54,8 @@ class UnknownNameError(ShardproofError, LookupError):
 
     def __init__(self, what: str, name: str, known: Iterable[str], listed: str = ""):
         known = sorted(known)
-        told = f"{listed} lists the {len(known)} known ones." if listed else f"Known: {', '.join(known)}."
-        super().__init__(f"unknown {what} {name[:LONGEST_NAME]!r}{did_you_mean(name, known)} {told}")
+        listing = f"{listed} lists the {len(known)} known ones." if listed else f"Known: {', '.join(known)}."
+        super().__init__(f"unknown {what} {name[:LONGEST_NAME]!r}{did_you_mean(name, known)} {listing}")
 
 
 class RankFailure(ShardproofError, RuntimeError):

@@ -33,7 +33,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Spot:
+class Location:
     """Where a finding belongs in what the user wrote: a file, as the user named it, and a line, counted
     from 1; None where unknown."""
 
@@ -41,14 +41,14 @@ class Spot:
     line: int | None = None
 
 
-NOWHERE = Spot()
+NOWHERE = Location()
 
 
 class ProofFailed(AssertionError):
     """A proof that a test asserts does not hold: the message is for people, `findings` are its parts with the
     places they belong to."""
 
-    def __init__(self, text: str, findings: tuple[tuple[Finding, Spot], ...]):
+    def __init__(self, text: str, findings: tuple[tuple[Finding, Location], ...]):
         super().__init__(printable(text))
         self.findings = findings
 

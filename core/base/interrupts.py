@@ -47,7 +47,7 @@ class Interrupts:
     def __init__(self, command: str):
         self.came: int | None = None
         self._command = command
-        self._told: int | None = None
+        self._reported: int | None = None
         self._is_over = False
         self._raised: weakref.ref[Interrupted] | None = None
         self._noticed = threading.Event()
@@ -65,10 +65,10 @@ class Interrupts:
         """From now on nothing is raised: the exit code is known, and what is left is to leave."""
         self._is_over = True
 
-    def tell(self, number: int) -> int:
+    def report(self, number: int) -> int:
         """One line on standard error, the first time and once on a host that runs several ranks, and the exit code."""
-        if self._told is None:
-            self._told = number
+        if self._reported is None:
+            self._reported = number
             if sys.__stderr__ is not None and os.environ.get("LOCAL_RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # also while the other thread holds the stream's lock
                     os.write(
@@ -102,13 +102,13 @@ class Interrupts:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         if self._noticed.wait(STUCK_S):
             threading.Event().wait(UNWIND_S)
-        os._exit(self.tell(number))
+        os._exit(self.report(number))
 
     def _end(self) -> None:
         """The last thing that a process does which a signal has ended: libraries would join
         threads that wait for peers."""
-        if self._told is not None:
+        if self._reported is not None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
                     stream.flush()
-            os._exit(SIGNAL_EXIT + self._told)
+            os._exit(SIGNAL_EXIT + self._reported)

@@ -38,16 +38,16 @@ LEAST_PROSE = 24
 _COMMAND = re.compile("`[^`]+`")
 """What is copied as a whole, a command in a sentence, and not wrapped where it fits a line."""
 
-_KEPT = "\x1f"
+_NO_BREAK = "\x1f"
 """Stands for the spaces in it meanwhile."""
 
 
 def width_of(stream: TextIO) -> int | None:
     """Characters that a line written to `stream` may have; None for a pipe or a file, where
     lines may have any length."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and len(told) < 6 and int(told) > 0:
-        return max(int(told), NARROWEST)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and len(columns) < 6 and int(columns) > 0:
+        return max(int(columns), NARROWEST)
     try:
         return max(os.get_terminal_size(stream.fileno()).columns or USUAL, NARROWEST) if stream.isatty() else None
     except (OSError, ValueError):  # a terminal that was closed, or a stream that only says it is one
@@ -101,10 +101,10 @@ def ranking(header: Row, rows: Sequence[Row], width: int | None) -> list[str]:
     whole = [header, *rows]
     if width is None or _total(_natural(whole)) <= width - 2:
         return table(whole, width)
-    alike = {i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) == 1 and len(rows) > 1}
-    shown = [[cell for i, cell in enumerate(row) if i not in alike] for row in whole]
-    common = ", ".join(f"{header[i]} {rows[0][i]}" for i in sorted(alike))
-    said = ["", *_wrapped(f"All of them: {common}.", width)] if alike else []
+    constant = {i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) == 1 and len(rows) > 1}
+    shown = [[cell for i, cell in enumerate(row) if i not in constant] for row in whole]
+    common = ", ".join(f"{header[i]} {rows[0][i]}" for i in sorted(constant))
+    said = ["", *_wrapped(f"All of them: {common}.", width)] if constant else []
     widths = _natural(shown)
     if _total(widths) > width - 2 >= _total(widths, 1):
         return [*(line for row in shown for line in _cells(row, widths, 2, 1)), *said]
@@ -162,9 +162,10 @@ def _wrapped(line: str, width: int, hang: int = 2) -> list[str]:
     indent = line[: len(line) - len(line.lstrip(" "))]
     below = indent + " " * hang
     whole = _COMMAND.sub(
-        lambda found: found[0].replace(" ", _KEPT) if len(found[0]) <= width - len(below) else found[0], line.strip(" ")
+        lambda found: found[0].replace(" ", _NO_BREAK) if len(found[0]) <= width - len(below) else found[0],
+        line.strip(" "),
     )
     parts = textwrap.wrap(
         whole, width, initial_indent=indent, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
     )
-    return [part.replace(_KEPT, " ") for part in parts]
+    return [part.replace(_NO_BREAK, " ") for part in parts]

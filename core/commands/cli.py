@@ -55,7 +55,7 @@ def run_program(command: str, run: Callable[[], int]) -> int:
         return exit_code(command, run_noticed)
     except Interrupted as interrupted:
         interrupts.over()
-        return interrupts.tell(interrupted.number)
+        return interrupts.report(interrupted.number)
     finally:
         interrupts.over()
 
@@ -73,12 +73,12 @@ def exit_code(command: str, run: Callable[[], int]) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE, "0") != "0":
             traceback.print_exception(error)
-        code, words = _told(error)
+        code, words = _reported(error)
         say(shortened(f"{command}: {words}"), sys.stderr)
         return code
 
 
-def _told(error: Exception) -> tuple[int, str]:
+def _reported(error: Exception) -> tuple[int, str]:
     """The exit code and the words for an error."""
     if isinstance(error, InternalError):
         return 3, str(error)

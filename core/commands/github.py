@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..base.errors import PlanError, ShardproofError
 from ..base.files import read_text
-from ..base.findings import NOWHERE, Finding, Spot
+from ..base.findings import NOWHERE, Finding, Location
 from ..base.names import shortened
 from ..plan.toml import Given, Values, read_values
 
@@ -28,31 +28,31 @@ _AT_LINE = re.compile(r"(?P<file>[^\n:]+?)(?::(?P<line>\d+): |: line (?P<row>\d+
 """How messages begin that name a line of a file: `plan.toml:12: ...`, `schedule.csv: line 3 (rank 2), ...`."""
 
 
-def annotation(finding: Finding, spot: Spot = NOWHERE) -> str:
+def annotation(finding: Finding, location: Location = NOWHERE) -> str:
     """One line for a finding: its rule is the title; place, text and hint are the message.
 
-    >>> annotation(Finding("missing-step", "error", "rank 1", "there is no STEP.", "Add it."), Spot("plan.toml", 3))
+    >>> annotation(Finding("missing-step", "error", "rank 1", "there is no STEP.", "Add it."), Location("plan.toml", 3))
     '::error file=plan.toml,line=3,title=shardproof%3A missing-step::rank 1: there is no STEP.%0AAdd it.'
     """
     text = f"{finding.where}: {finding.what}" + (f"\n{finding.hint}" if finding.hint else "")
-    return _command(LEVELS[finding.severity], f"shardproof: {finding.rule}", text, spot)
+    return _command(LEVELS[finding.severity], f"shardproof: {finding.rule}", text, location)
 
 
 def error_annotations(verb: str, error: ShardproofError) -> Iterator[str]:
     """One line for every problem of bad input, at the file and line that its message opens with."""
     for problem in error.problems if isinstance(error, PlanError) else (str(error),):
         found = _AT_LINE.match(problem)
-        spot = NOWHERE if found is None else Spot(found["file"], int(found["line"] or found["row"]))
-        yield _command("error", f"shardproof {verb}", problem, spot)
+        location = NOWHERE if found is None else Location(found["file"], int(found["line"] or found["row"]))
+        yield _command("error", f"shardproof {verb}", problem, location)
 
 
 CAPACITY_KEYS = ("cluster.device_memory_bytes", "cluster.headroom", "cluster.preset", "cluster.file")
 """What says how much memory a device has, the nearest first."""
 
 
-def spot_of_keys(source: str | None, keys: Iterable[str]) -> Spot:
+def location_of_keys(source: str | None, keys: Iterable[str]) -> Location:
     """The place of the first of some dotted keys in a plan file, which has been read before; without a file, none."""
-    return NOWHERE if source is None else Spot(source, line_of(read_values(read_text(source), source), keys))
+    return NOWHERE if source is None else Location(source, line_of(read_values(read_text(source), source), keys))
 
 
 def line_of(values: Values, keys: Iterable[str]) -> int | None:
@@ -71,10 +71,10 @@ def _says_something(section: str, given: Given) -> bool:
     return section != "layout" or given.value != 1  # a degree of 1 cuts nothing
 
 
-def _command(level: str, title: str, text: str, spot: Spot) -> str:
+def _command(level: str, title: str, text: str, location: Location) -> str:
     known: Mapping[str, str | None] = {
-        "file": None if spot.file is None else _in_checkout(spot.file),
-        "line": None if spot.line is None else str(spot.line),
+        "file": None if location.file is None else _in_checkout(location.file),
+        "line": None if location.line is None else str(location.line),
         "title": title,
     }
     properties = ",".join(f"{name}={_escaped_property(value)}" for name, value in known.items() if value is not None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ..base.findings import ProofFailed, Spot
+from ..base.findings import Location, ProofFailed
 from .commands import service
 from .github import annotation
 
@@ -46,8 +46,10 @@ def pytest_runtest_makereport(
     report = yield
     if call.excinfo is not None and isinstance(error := call.excinfo.value, ProofFailed):
         path, line, _ = item.reportinfo()
-        test = Spot(os.fspath(path), None if line is None else line + 1)
-        lines = [annotation(finding, test if spot.file is None else spot) for finding, spot in error.findings]
+        test = Location(os.fspath(path), None if line is None else line + 1)
+        lines = [
+            annotation(finding, test if location.file is None else location) for finding, location in error.findings
+        ]
         setattr(report, ANNOTATIONS, lines)
     return report
 

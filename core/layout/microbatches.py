@@ -39,21 +39,21 @@ def constant_microbatches(
     return Microbatches(num_microbatches, num_microbatches * per_microbatch)
 
 
-def own_microbatches(total: int, dp: int, dp_rank: int, together: int = 1) -> tuple[int, int]:
+def own_microbatches(total: int, dp: int, dp_rank: int, multiple: int = 1) -> tuple[int, int]:
     """The microbatches `[lo, hi)` of a global batch of `total` that a data-parallel rank runs. Where dp does not divide
-    them, earlier ranks have one more, or `together` more where a schedule runs so many in one go.
+    them, earlier ranks have one more, or `multiple` more where a schedule runs so many in one go.
 
     >>> [own_microbatches(14, 3, rank) for rank in range(3)]
     [(0, 5), (5, 10), (10, 14)]
     >>> [own_microbatches(14, 3, rank, together=2) for rank in range(3)]
     [(0, 6), (6, 10), (10, 14)]
     """
-    unit = together if total % dp and total % together == 0 and total // together >= dp else 1
+    unit = multiple if total % dp and total % multiple == 0 and total // multiple >= dp else 1
     lo, hi = cut(total // unit, dp, dp_rank)
     return lo * unit, hi * unit
 
 
-def microbatch_counts(global_size: int, micro_size: int, dp: int, together: int = 1) -> tuple[int, ...]:
+def microbatch_counts(global_size: int, micro_size: int, dp: int, multiple: int = 1) -> tuple[int, ...]:
     """The numbers of microbatches that data-parallel ranks have, the largest first: one, or two (`own_microbatches`);
     none where the batch is no whole microbatches or has fewer than ranks.
 
@@ -61,7 +61,7 @@ def microbatch_counts(global_size: int, micro_size: int, dp: int, together: int 
     ((2,), (3, 2), ())
     """
     total, rest = divmod(global_size, micro_size)
-    ends = (own_microbatches(total, dp, dp_rank, together) for dp_rank in (0, dp - 1))
+    ends = (own_microbatches(total, dp, dp_rank, multiple) for dp_rank in (0, dp - 1))
     most, least = (hi - lo for lo, hi in ends)
     if rest or not least:
         return ()

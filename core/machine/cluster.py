@@ -168,8 +168,8 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
                 "where no switch adds."
             )
         if self.oversubscription < 1:
-            told = f"oversubscription={self.oversubscription}"
-            problems.append(f"{told} says how many times more enters a leaf switch than leaves it: at least 1.")
+            setting = f"oversubscription={self.oversubscription}"
+            problems.append(f"{setting} says how many times more enters a leaf switch than leaves it: at least 1.")
         if self.collective_library not in COLLECTIVE_LIBRARIES:
             problems.append(
                 f"collective_library={self.collective_library!r} is not one of {', '.join(COLLECTIVE_LIBRARIES)}."
@@ -180,15 +180,16 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
             )
         for key, seconds in self.kernel_curve.items():
             if kernel_key(key) is None or not seconds > 0:
-                told = f"kernel_curve={{{key!r} = {seconds}}}"
+                setting = f"kernel_curve={{{key!r} = {seconds}}}"
                 problems.append(
-                    f"{told}: seconds are above 0, keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes."
+                    f"{setting}: seconds are above 0, keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes."
                 )
         for key, seconds in self.collective_curve.items():
             if curve_key(key) is None or not seconds > 0:
-                told = f"collective_curve={{{key!r} = {seconds}}}"
+                setting = f"collective_curve={{{key!r} = {seconds}}}"
                 problems.append(
-                    f"{told}: seconds are above 0, keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, bytes."
+                    f"{setting}: seconds are above 0, keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, "
+                    "bytes."
                 )
         return problems
 

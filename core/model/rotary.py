@@ -40,8 +40,8 @@ def rotary_frequencies(model: ModelSpec, sequence: int) -> tuple[float, ...]:
             return tuple(_llama3(model, each) for each in plain)
         case "yarn":
             lo, hi = _yarn_ramp(model, width)
-            kept = (1 - min(max((i - lo) / (hi - lo), 0.0), 1.0) for i in range(width // 2))
-            return tuple(each / factor * (1 - keep) + each * keep for each, keep in zip(plain, kept, strict=True))
+            shares = (1 - min(max((i - lo) / (hi - lo), 0.0), 1.0) for i in range(width // 2))
+            return tuple(each / factor * (1 - keep) + each * keep for each, keep in zip(plain, shares, strict=True))
         case _:
             return plain
 

@@ -116,8 +116,8 @@ class Draft:
             )
         try:
             base = cluster_preset(preset, num_devices)
-            told = fields.pop("sources", {})
-            sources = {**base.sources, **dict.fromkeys(fields.keys() - {"name"}, SET_IN_PLAN), **told}
+            own_sources = fields.pop("sources", {})
+            sources = {**base.sources, **dict.fromkeys(fields.keys() - {"name"}, SET_IN_PLAN), **own_sources}
             return dataclasses.replace(base, **fields, sources=sources)
         except ShardproofError as error:
             self._failed("cluster", error, "cluster.preset")

@@ -34,7 +34,7 @@ from .build import plan_sections
 from .build_modules import modular_sections
 from .module import Module, ModuleLayout
 from .rules import broken_rules
-from .schedule_choice import chosen_placement, microbatches_together
+from .schedule_choice import chosen_placement, microbatch_multiple
 from .sections import (
     Batch,
     Checkpoint,
@@ -121,7 +121,7 @@ class Plan:
 
     def microbatches_of(self, dp_rank: int) -> int:
         """Microbatches per step on a data-parallel rank. Where dp does not divide those of the global batch, later
-        ranks have one less, or a schedule's `together`."""
+        ranks have one less, or a schedule's `multiple`."""
         lo, hi = self.samples_of(dp_rank)
         return (hi - lo) // self.batch.micro_size
 
@@ -129,7 +129,7 @@ class Plan:
     def microbatch_counts(self) -> tuple[int, ...]:
         """The different numbers of microbatches that data-parallel ranks have, the largest first."""
         return microbatch_counts(
-            self.batch.global_size, self.batch.micro_size, self.layout.dp, microbatches_together(self.schedule)
+            self.batch.global_size, self.batch.micro_size, self.layout.dp, microbatch_multiple(self.schedule)
         )
 
     @cached_property
@@ -180,8 +180,8 @@ class Plan:
 
     def samples_of(self, dp_rank: int) -> tuple[int, int]:
         """The contiguous interval of the global batch that a data-parallel rank owns."""
-        total, together = self.batch.global_size // self.batch.micro_size, microbatches_together(self.schedule)
-        lo, hi = own_microbatches(total, self.layout.dp, dp_rank, together)
+        total, multiple = self.batch.global_size // self.batch.micro_size, microbatch_multiple(self.schedule)
+        lo, hi = own_microbatches(total, self.layout.dp, dp_rank, multiple)
         return lo * self.batch.micro_size, hi * self.batch.micro_size
 
     def num_copies(self, stage: int) -> int:

@@ -13,9 +13,9 @@ from ..schedule.schedule import Schedule, read_csv
 from .sections import ScheduleChoice
 
 
-def microbatches_together(choice: ScheduleChoice) -> int:
+def microbatch_multiple(choice: ScheduleChoice) -> int:
     """The number that a schedule's numbers of microbatches are multiples of."""
-    return 1 if choice.file is not None else CATALOG[choice.name].together
+    return 1 if choice.file is not None else CATALOG[choice.name].multiple
 
 
 def chosen_placement(choice: ScheduleChoice, layout: Layout, num_microbatches: int) -> Placement:

@@ -113,19 +113,19 @@ def sparse_cluster(cluster: ClusterSpec) -> dict[str, Any]:
         return fields
     base = _fields(cluster_preset(cluster.name, cluster.num_devices))
     changed = {name: value for name, value in fields.items() if value != base[name] and name != "sources"}
-    told = {
+    own_sources = {
         name: text
         for name, text in cluster.sources.items()
         if base["sources"].get(name) != text and text != SET_IN_PLAN
     }
-    sources = {**base["sources"], **dict.fromkeys(changed, SET_IN_PLAN), **told}
+    sources = {**base["sources"], **dict.fromkeys(changed, SET_IN_PLAN), **own_sources}
     if sources != dict(cluster.sources):
         return {**fields}
     return {
         "preset": cluster.name,
         "num_devices": cluster.num_devices,
         **changed,
-        **({"sources": told} if told else {}),
+        **({"sources": own_sources} if own_sources else {}),
     }
 
 

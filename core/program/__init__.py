@@ -10,7 +10,7 @@ Letters: b samples per microbatch, s sequence, h hidden, n tensor-parallel size,
 biases, activations, rotations and softmax are elementwise or row-wise work without products; they are not listed here.
 """
 
-from .actions import are_alike, message_bytes, operations
+from .actions import copies_do_the_same, message_bytes, operations
 from .batch import load_batch
 from .context import finish_sequences
 from .gradients import EXPERT_BIAS, copies_axis, gradient_bytes, own_token_parameters, reduce_microbatch, tied_ends
@@ -59,8 +59,8 @@ __all__ = [
     "Operations",
     "Product",
     "activation_bytes",
-    "are_alike",
     "copies_axis",
+    "copies_do_the_same",
     "embedding_work",
     "finish_sequences",
     "gradient_bytes",

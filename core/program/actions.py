@@ -49,7 +49,7 @@ def operations(
         case Kind.REDUCE_GRAD:
             copy = (
                 0
-                if are_alike(plan, kind, pp_rank)
+                if copies_do_the_same(plan, kind, pp_rank)
                 else plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank)
             )
             return _once(plan, (kind, stage, tp_rank, copy), lambda: _reductions(plan, stage, tp_rank, copy))
@@ -60,14 +60,14 @@ def operations(
                 else ()
             )
         case Kind.STEP:
-            copy = 0 if are_alike(plan, kind, pp_rank) else dp_rank * plan.layout.cp + cp_rank
+            copy = 0 if copies_do_the_same(plan, kind, pp_rank) else dp_rank * plan.layout.cp + cp_rank
             sent = exchanged_of_table(plan, pp_rank, tp_rank, copy)  # and nothing else differs between copies
             return _once(plan, (kind, pp_rank, tp_rank, sent), lambda: tuple(step(plan, pp_rank, tp_rank, copy)))
         case _:
             return ()
 
 
-def are_alike(plan: Plan, kind: Kind, pp_rank: int) -> bool:
+def copies_do_the_same(plan: Plan, kind: Kind, pp_rank: int) -> bool:
     """Whether the copies of a pipeline rank have the same operations of an action.
 
     They have not where exact numerics reduce gradients, of which each sends the nodes of its own samples, and where

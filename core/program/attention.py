@@ -42,7 +42,7 @@ def _latent(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
     return (
         *queries,
         whole(tensors, f"{prefix}.attention.kv_down", rank + rotary, hidden),
-        column(tensors, f"{prefix}.attention.kv_up", heads, unit, in_features=rank, num_beside=rotary),
+        column(tensors, f"{prefix}.attention.kv_up", heads, unit, in_features=rank, num_shared=rotary),
         _core(tensors, f"{prefix}.attention.core"),
         row(tensors, f"{prefix}.attention.output", heads, model.v_head_dim),
     )

@@ -192,7 +192,7 @@ def messages(source: Grid, destination: Grid) -> tuple[Message, ...]:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class BridgeMessage:
     """What one rank has of one of its microbatches for one microbatch of another rank. Boxes count samples
     inside the microbatches.
 
@@ -206,7 +206,7 @@ class Parcel:
     message: Message
 
 
-def parcels(source: Grid, destination: Grid, micro_size: int) -> tuple[Parcel, ...]:
+def bridge_messages(source: Grid, destination: Grid, micro_size: int) -> tuple[BridgeMessage, ...]:
     """`messages` between grids that hold a whole batch, one range of samples a rank, cut into microbatches of
     `micro_size` samples on both sides; sorted by sample, source and destination. Raises as `messages`."""
     found: dict[tuple[int, int, int, int], list[Piece]] = defaultdict(list)
@@ -236,8 +236,12 @@ def parcels(source: Grid, destination: Grid, micro_size: int) -> tuple[Parcel, .
     for key, pieces in found.items():
         holding = source.holding_of(key[0])
         assert holding is not None
-        made.append(Parcel(holding.samples[0][0] + firsts[key], key[2], key[3], Message(*key[:2], tuple(pieces))))
-    return tuple(sorted(made, key=lambda parcel: (parcel.sample, parcel.message.source, parcel.message.destination)))
+        made.append(
+            BridgeMessage(holding.samples[0][0] + firsts[key], key[2], key[3], Message(*key[:2], tuple(pieces)))
+        )
+    return tuple(
+        sorted(made, key=lambda bridged: (bridged.sample, bridged.message.source, bridged.message.destination))
+    )
 
 
 def _overlaps(ones: Iterable[Holding], others: Iterable[Holding]) -> Iterator[tuple[Holding, Holding]]:

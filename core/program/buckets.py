@@ -151,11 +151,11 @@ def gathered_sizes(plan: Plan, stage: int, tp_rank: int) -> tuple[BucketSize, ..
     return tuple(each for each in sizes if each not in tables[1:])
 
 
-def kept_interval(elements: int, copies: int, cp: int, copy: int) -> tuple[int, int]:
+def owned_interval(elements: int, copies: int, cp: int, copy: int) -> tuple[int, int]:
     """The elements `[lo, hi)` of a bucket that a copy keeps: an even part; where context-parallel ranks finish
     sequences (`cp`) an even part of what its rank among them has finished.
 
-    >>> [kept_interval(10, 4, 1, copy) for copy in range(4)], [kept_interval(10, 4, 2, copy) for copy in range(4)]
+    >>> [owned_interval(10, 4, 1, copy) for copy in range(4)], [owned_interval(10, 4, 2, copy) for copy in range(4)]
     ([(0, 3), (3, 6), (6, 8), (8, 10)], [(0, 3), (5, 8), (3, 5), (8, 10)])
     """
     index, part = divmod(copy, cp)

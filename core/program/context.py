@@ -15,7 +15,7 @@ from ..base.reduction import cut, maximal_nodes
 from ..layout.chunks import Chunks
 from ..layout.stage_parameters import stage_usages
 from ..model.parameters import Parameter
-from .buckets import bucket_sizes, kept_interval, router_elements
+from .buckets import bucket_sizes, owned_interval, router_elements
 from .holdings import known_part, local_elements, num_shards, partial_elements
 from .open_kinds import OPEN_KINDS, OpenKind, open_kind
 from .tensors import sequences_are_cut
@@ -59,17 +59,19 @@ def finish_sequences(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0)
     if not given:
         return
     sent = 0
-    for together in _cut_together(plan, stage, tp_rank, given):
-        lo, hi = cut(sum(each.elements for each in together), cp, cp_rank)
+    for group in _groups_cut_as_one(plan, stage, tp_rank, given):
+        lo, hi = cut(sum(each.elements for each in group), cp, cp_rank)
         first = 0
-        for each in together:
+        for each in group:
             own = max(0, min(hi, first + each.elements) - max(lo, first))
             sent += _num_nodes(plan, each.kind, cp_rank) * each.uses * (each.elements - own)
             first += each.elements
     yield Collective("", "all_to_all", "cp", cp, plan.batch.micro_size * sent * PARTIAL_BYTES)
 
 
-def _cut_together(plan: Plan, stage: int, tp_rank: int, given: Sequence[OpenGradients]) -> list[list[OpenGradients]]:
+def _groups_cut_as_one(
+    plan: Plan, stage: int, tp_rank: int, given: Sequence[OpenGradients]
+) -> list[list[OpenGradients]]:
     """All gradients, of which every rank finishes an even part; with ZeRO each bucket, of which tied tables
     and routers are some."""
     if not plan.layout.zero:
@@ -106,7 +108,7 @@ def reduce_parts(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> 
     yield Collective("", "all_gather", axis, size, (hi - lo) * PARTIAL_BYTES * (size - 1))
 
 
-def reduce_kept(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> Iterator[Operation]:
+def reduce_owned(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> Iterator[Operation]:
     """REDUCE_GRAD of dense gradients with ZeRO: over the copies that hold the same part of them, each of which
     keeps a part of that."""
     cp, size, parts = plan.layout.cp, plan.num_copies(stage), num_shards(plan, stage).dense
@@ -114,16 +116,16 @@ def reduce_kept(plan: Plan, stage: int, tp_rank: int, copy: int, axis: str) -> I
     if not sizes:
         return
     part = sum(hi - lo for lo, hi in (cut(elements, cp, copy % cp) for elements in sizes))
-    kept = sum(hi - lo for lo, hi in (kept_interval(elements, parts, cp, copy % parts) for elements in sizes))
+    owned = sum(hi - lo for lo, hi in (owned_interval(elements, parts, cp, copy % parts) for elements in sizes))
     if parts > cp:
         num_nodes = len(maximal_nodes(plan.batch.global_size, *plan.copy_samples(stage, copy)))
         shard_axis = axis if parts == size else f"{axis}_shard"
-        yield Collective("", "all_to_all", shard_axis, parts, num_nodes * (part - kept) * PARTIAL_BYTES)
+        yield Collective("", "all_to_all", shard_axis, parts, num_nodes * (part - owned) * PARTIAL_BYTES)
     if parts < size:
         first = copy - copy % parts
         samples = plan.copy_samples(stage, first)[0], plan.copy_samples(stage, first + parts - 1)[1]
         num_nodes = len(maximal_nodes(plan.batch.global_size, *samples))
-        yield from replicated_part(axis, size // parts, copy // parts, kept, num_nodes)
+        yield from replicated_part(axis, size // parts, copy // parts, owned, num_nodes)
 
 
 def replicated_part(

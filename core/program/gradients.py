@@ -14,11 +14,11 @@ from .buckets import (
     are_bucketed,
     bucket_sizes,
     gathered_sizes,
-    kept_interval,
+    owned_interval,
     sums_are_sharded,
     waits_for_parts,
 )
-from .context import reduce_kept, reduce_parts, replicated_part
+from .context import reduce_owned, reduce_parts, replicated_part
 from .expert_tokens import ExpertNodes, expert_nodes, joined_nodes, num_token_blocks
 from .holdings import (
     PART_LAYERS,
@@ -208,17 +208,17 @@ def exchanged_of_table(plan: Plan, pp_rank: int, tp_rank: int, copy: int) -> int
         return table
     # of each end that it holds a rank has a part of the sum
     return sum(
-        _kept_of_table(plan, table, stage, pp_rank, copy)
+        _owned_of_table(plan, table, stage, pp_rank, copy)
         for stage in {0, len(plan.stages) - 1} & {*rank_stages(plan, pp_rank)}
     )
 
 
-def _kept_of_table(plan: Plan, elements: int, stage: int, pp_rank: int, copy: int) -> int:
+def _owned_of_table(plan: Plan, elements: int, stage: int, pp_rank: int, copy: int) -> int:
     """How many elements of a table's sum a rank keeps of a stage; `copy` counts the copies of
     its data-parallel group."""
     dp_rank, cp_rank = divmod(copy, plan.layout.cp)
     own, parts = plan.copy_of(stage, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank), num_shards(plan, stage).dense
-    lo, hi = kept_interval(elements, parts, plan.layout.cp if sequences_are_cut(plan) else 1, own % parts)
+    lo, hi = owned_interval(elements, parts, plan.layout.cp if sequences_are_cut(plan) else 1, own % parts)
     return hi - lo
 
 
@@ -275,7 +275,7 @@ def _exactly_reduced(plan: Plan, stage: int, tp_rank: int, copy: int) -> Iterato
     samples = plan.copy_samples(stage, first)[0], plan.copy_samples(stage, first + parts.dense - 1)[1]
     nodes = num_nodes, len(maximal_nodes(plan.batch.global_size, *samples))
     if sequences_are_cut(plan):
-        yield from (reduce_kept if plan.layout.zero else reduce_parts)(plan, stage, tp_rank, copy, axis)
+        yield from (reduce_owned if plan.layout.zero else reduce_parts)(plan, stage, tp_rank, copy, axis)
     elif are_bucketed(plan):
         for each in bucket_sizes(plan, stage, tp_rank):
             if not each.is_expert:

@@ -75,7 +75,7 @@ def group_work(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[LayerWork, .
 
 def stage_work(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
     """The layers of a stage in forward order."""
-    tp_rank = _first_alike(plan, tp_rank)
+    tp_rank = _first_with_same_cut(plan, tp_rank)
     key = ("stage_work", stage, tp_rank, cp_rank)
     if key not in plan.memo:
         plan.memo[key] = _stage_work(plan, stage, tp_rank, cp_rank)
@@ -95,7 +95,7 @@ def _stage_work(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> tuple[Lay
     return tuple(works)
 
 
-def _first_alike(plan: Plan, tp_rank: int) -> int:
+def _first_with_same_cut(plan: Plan, tp_rank: int) -> int:
     """The lowest tensor-parallel rank whose layers compute and send what this one's do.
 
     Only dense layers of fast numerics are compared, by the sizes they are made of: of exact sums

@@ -10,20 +10,20 @@ from .work import LayerWork, Operations, Product
 
 
 def column(
-    tensors: Tensors, layer: str, leaves: Leaves, unit: int, *, in_features: int | None = None, num_beside: int = 0
+    tensors: Tensors, layer: str, leaves: Leaves, unit: int, *, in_features: int | None = None, num_shared: int = 0
 ) -> LayerWork:
     """Output features cut. The input gradient sums over them, hence over ranks; tokens gathered for the forward are
     gathered again for the weight gradient rather than kept (Korthikanti et al. 2022, section 4.2.2).
 
-    `in_features` is the hidden size unless given; `num_beside` more features of each token travel with
+    `in_features` is the hidden size unless given; `num_shared` more features of each token travel with
     the input and its gradient.
     """
     k = tensors.plan.model.hidden_size if in_features is None else in_features
     m, n = tensors.tokens, tensors.owned(leaves, unit)
     return LayerWork(
         layer,
-        forward=(*tensors.gather(layer, k + num_beside), Product(layer, m, n, k)),
-        input_gradient=(Product(layer, m, k, n), *tensors.reduce(layer, leaves, k + num_beside)),
+        forward=(*tensors.gather(layer, k + num_shared), Product(layer, m, n, k)),
+        input_gradient=(Product(layer, m, k, n), *tensors.reduce(layer, leaves, k + num_shared)),
         weight_gradient=(*tensors.gather(layer, k), Product(layer, n, k, m)),
     )
 

@@ -52,7 +52,7 @@ class Builder:
     With `chunks` a rank holds `vpp` stages, 2 or more (1 or more where that is `plain` too), or exactly
     `fixed_vpp` (the two of a vee). `placement(pp, vpp, num_microbatches)` is that of the schedule, without
     building it. `condition(pp, num_microbatches)` gives the sentence that says why these sizes cannot be built
-    and which can, or None. Numbers of microbatches that can be built are multiples of `together`, by which
+    and which can, or None. Numbers of microbatches that can be built are multiples of `multiple`, by which
     those of data-parallel ranks differ.
     """
 
@@ -66,7 +66,7 @@ class Builder:
     plain: bool = False
     placement: Callable[[int, int, int], Placement] = _loop
     condition: Callable[[int, int], str | None] = _any_size
-    together: int = 1
+    multiple: int = 1
 
     def problem(self, *, pp: int, num_microbatches: int, vpp: int = 1) -> str | None:
         """Why these sizes cannot be built, with the nearest that can; None when they can."""
@@ -176,7 +176,7 @@ CATALOG: dict[str, Builder] = {
             dualpipe,
             placement=_replicated,
             condition=unpaired,
-            together=2,
+            multiple=2,
         ),
         Builder(
             "DualPipeV",

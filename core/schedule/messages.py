@@ -103,8 +103,8 @@ def _dataflow(schedule: Schedule) -> _Dataflow:
     needs_gradient[earlier] = gradient[backward_stage[earlier] + 1, backward_microbatch[earlier]]
     weight = np.flatnonzero(actions.kind == Kind.W)
     needs_gradient[weight] = gradient[actions.stage[weight], actions.microbatch[weight]]
-    reductions, before_twin = _replica_reductions(schedule)
-    needs_gradient[reductions] = before_twin
+    reductions, before_counterpart = _replica_reductions(schedule)
+    needs_gradient[reductions] = before_counterpart
     return _Dataflow(forward, gradient, (needs_forward, needs_gradient))
 
 
@@ -122,10 +122,10 @@ def _replica_reductions(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     stage, rank = schedule.actions.stage[index], schedule.pp_rank[index]
     at = np.full((schedule.num_ranks, schedule.num_stages), -1, dtype=np.int64)
     at[rank, stage] = index
-    twin_rank = np.where(rank == first[stage], second[stage], first[stage])
-    twin = at[twin_rank, stage]
-    has_one_before = twin > schedule.offsets[twin_rank]
-    return index[has_one_before], twin[has_one_before] - 1
+    counterpart_rank = np.where(rank == first[stage], second[stage], first[stage])
+    counterpart = at[counterpart_rank, stage]
+    has_one_before = counterpart > schedule.offsets[counterpart_rank]
+    return index[has_one_before], counterpart[has_one_before] - 1
 
 
 def _table(schedule: Schedule, chosen: np.ndarray, stage: np.ndarray, microbatch: np.ndarray, what: str) -> np.ndarray:

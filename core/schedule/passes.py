@@ -25,21 +25,19 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
     So the reductions of a rank's chunks do not come together at the end of the step but one by one, each beside the
     backwards of the chunks that are left, as in torch.distributed.pipelining and Megatron's interleaved schedule.
-    Replicas of a stage reduce together and all ranks have to list such reductions in one order: see `_together`.
+    Replicas of a stage reduce together and all ranks have to list such reductions in one order: see `_ready`.
     """
     last = _last_backwards(schedule)
     rank, stage = np.nonzero(last >= 0)
     before = last[rank, stage] + 1
     ready = before
     if any(len(owners) == 2 for owners in schedule.placement.ranks):
-        ready, before = _together(schedule, last, rank, stage)
+        ready, before = _ready(schedule, last, rank, stage)
     order = np.lexsort((stage, ready, rank))
     return _insert(schedule, before[order], stage[order], Kind.REDUCE_GRAD, pp_rank=rank[order])
 
 
-def _together(
-    schedule: Schedule, last: np.ndarray, rank: np.ndarray, stage: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _ready(schedule: Schedule, last: np.ndarray, rank: np.ndarray, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(a number that orders the reductions of `stage` on `rank`, the action each comes before)
     where stages have replicas.
 

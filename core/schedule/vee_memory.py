@@ -63,7 +63,7 @@ def _controlled(
     num_ordered = min(num_microbatches, 2 * len(block) + _MARGIN)
     slots = [{code: [first + _PERIOD * k for k in range(num_ordered)] for code, first in row.items()} for row in block]
     _fill_with_weights(slots)
-    _pull_together(slots, limit, range(slots[0][I0][0], slots[0][F0][-1] + 1) if keep_steady else range(0))
+    _close_gaps(slots, limit, range(slots[0][I0][0], slots[0][F0][-1] + 1) if keep_steady else range(0))
     _let_gradients_pass(slots)
     rows = [
         np.array([code for _, code in sorted((slot, code) for code in row for slot in row[code])], dtype=np.int8)
@@ -97,7 +97,7 @@ def _fill_with_weights(slots: _Slots) -> None:
             row[weight].append(last)
 
 
-def _pull_together(slots: _Slots, limit: int, fixed: range) -> None:
+def _close_gaps(slots: _Slots, limit: int, fixed: range) -> None:
     """Moves actions whose slot is not in `fixed` to earlier free ones, as far as inputs allow and no rank
     holds more than `limit`."""
     held = [_held(row) for row in slots]

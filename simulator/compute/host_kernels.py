@@ -110,9 +110,9 @@ def _grid(name: str, points: Mapping[tuple[int, ...], float]) -> Grid:
     sizes = tuple(tuple(sorted({key[axis] for key in points})) for axis in range(3))
     missing = [(m, n, k) for m in sizes[0] for n in sizes[1] for k in sizes[2] if (m, n, k) not in points]
     if missing:
-        told = "-".join(map(str, missing[0]))
+        lacking = "-".join(map(str, missing[0]))
         raise ClusterError(
-            f"kernel_curve has {name} products on no full grid: {name}-{told} is missing. Run "
+            f"kernel_curve has {name} products on no full grid: {name}-{lacking} is missing. Run "
             "shardproof calibrate again."
         )
     rates = [[[2.0 * m * n * k / points[m, n, k] for k in sizes[2]] for n in sizes[1]] for m in sizes[0]]

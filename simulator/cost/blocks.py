@@ -185,12 +185,12 @@ class BlockPricer:
         else:
             one = self._parts((*before, *products), work.layer, of="input")
         return (
-            self._beside(one, gathers, work.layer)
-            + self._beside(self._parts(weight_products, work.layer, of="weight"), after, work.layer)
+            self._overlapped(one, gathers, work.layer)
+            + self._overlapped(self._parts(weight_products, work.layer, of="weight"), after, work.layer)
             + self._parts(rest, work.layer, of="weight")
         )
 
-    def _beside(self, compute: Part, collectives: tuple[Operation, ...], layer: str) -> Part:
+    def _overlapped(self, compute: Part, collectives: tuple[Operation, ...], layer: str) -> Part:
         """Compute with collectives launched beside it: what outlasts it is exposed, and it slows down meanwhile."""
         if not collectives:
             return compute

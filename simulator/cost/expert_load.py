@@ -59,8 +59,8 @@ def draw_loads(plan: Plan, num_layers: int, rng: np.random.Generator) -> Loads:
     violation = float((counts.max(axis=1, initial=0.0) / fair - 1).mean()) if num_layers else 0.0
     capacities = [each for each in (variation.expert_capacity, model.expert_capacity_factor) if each is not None]
     if capacities and num_layers:
-        kept = np.minimum(counts, min(capacities) * fair)
-        dropped, counts = float((counts - kept).sum() / (tokens * num_layers)), kept
+        within = np.minimum(counts, min(capacities) * fair)
+        dropped, counts = float((counts - within).sum() / (tokens * num_layers)), within
     ranks = counts.reshape(num_layers, plan.layout.ep, model.num_experts // plan.layout.ep).sum(axis=2)
     return Loads(ranks.max(axis=1)[None] * plan.layout.ep / tokens, dropped, violation)
 

@@ -301,8 +301,8 @@ class _Kernels:
     def _norm_backward(self) -> Kernels:
         if self.model.norm == "layernorm":
             return [("layer_norm_backward", self.hidden, 1)]
-        around = [("row_mean", self.hidden, 1), ("add", self.tokens, 1), ("add_", self.hidden, 1)]
-        return [("layer_norm_backward", self.hidden, 1), *around]
+        others = [("row_mean", self.hidden, 1), ("add", self.tokens, 1), ("add_", self.hidden, 1)]
+        return [("layer_norm_backward", self.hidden, 1), *others]
 
     def _norm_weight(self) -> Kernels:
         h = self.model.hidden_size

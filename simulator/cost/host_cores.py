@@ -40,7 +40,7 @@ def core_loads(plan: Plan, sorts: Sorts, prices: Sequence[Seconds]) -> Traffic |
     if not shares_cores(plan.cluster, plan.layout.world_size):
         return None
     working = np.array([seconds.total_s > 0 for seconds in prices])
-    alike = plan.layout.world_size // plan.layout.pp
+    num_equal = plan.layout.world_size // plan.layout.pp
     capacity = float(plan.cluster.num_cores)
     route = np.where(working, 0, -1).astype(np.int32)
-    return Traffic(route[sorts.of_action], ({CORES: float(alike)},), [1.0], {CORES: capacity})
+    return Traffic(route[sorts.of_action], ({CORES: float(num_equal)},), [1.0], {CORES: capacity})

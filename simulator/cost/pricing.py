@@ -1,9 +1,9 @@
 """What every action of a plan costs: blocks put together to stages, with what passes between ranks
 and what hides behind what.
 
-`blocks` prices layers, `traffic` holds their memory-bound kernels, `travel` what ranks send, `profiles` what a stack
-runs at once. Modelled assumptions: tensor-parallel rank 0 (which holds the longest cut) and data-parallel rank 0 speak
-for their groups; experts are equally busy; an action takes the longer of its kernels and their launches.
+`blocks` prices layers, `traffic` holds their memory-bound kernels, `communication` what ranks send, `profiles` what a
+stack runs at once. Modelled assumptions: tensor-parallel rank 0 (which holds the longest cut) and data-parallel rank 0
+speak for their groups; experts are equally busy; an action takes the longer of its kernels and their launches.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ..engine.contention import Traffic
 from ..engine.seconds import COMPONENTS, GRID, NOTHING, Seconds, on_grid
 from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
+from .communication import CommunicationPricing, Place, composition
 from .expert_load import loaded_traffic, loaded_work
 from .host_blocks import host_block, host_check_s, host_flatten_s, host_step_s
 from .host_cores import core_loads, skew_s
 from .once_a_step import waited_s
 from .shared_links import shared_links
 from .traffic import group_traffic
-from .travel import Place, Travel, alike
 from .zero import alone_s, shared_card_s, table_share, uncovered, units
 
 __all__ = ["COMPONENTS", "GRID", "Pricing", "Seconds", "on_grid"]
@@ -65,14 +65,14 @@ class GraphPrices(NamedTuple):
     links: Traffic | None
 
 
-class Pricing(Travel):
+class Pricing(CommunicationPricing):
     """Prices of one plan, worked out once per kind of stage. `seconds(kind, stage)` is what every caller needs."""
 
     def unsharded(self, stage: int, replica: int = 0) -> tuple[Seconds, Seconds, Seconds]:
         """Forward, whole backward and split backward of a stage without what ZeRO sends inside them: no less than this
         is in `seconds` whatever the ZeRO stage."""
         place = Place(stage, self._owners[stage][replica])
-        key = ("unsharded", alike(self._groups[stage]), self._inner_spreads(place), self._of_host)
+        key = ("unsharded", composition(self._groups[stage]), self._inner_spreads(place), self._of_host)
         if key not in self._blocks:
             sums = not self._may_sum_shards
             forward, backward, *split = (
@@ -82,7 +82,7 @@ class Pricing(Travel):
         found: tuple[Seconds, Seconds, Seconds] = self._blocks[key]
         return found
 
-    def lies_alike(self) -> bool:
+    def is_placed_evenly(self) -> bool:
         """Whether the groups over which layers communicate lie alike on all pipeline ranks."""
         first, *others = (self._spreads.of_rank(self._inner_axes, 0, pp_rank) for pp_rank in range(self.plan.layout.pp))
         return all(each == first for each in others)
@@ -145,7 +145,7 @@ class Pricing(Travel):
         exposed_s = max(slowed_s(self.plan.cluster, compute_s, hidden_s, share=share), hidden_s) - compute_s
         return (both + Seconds(ep_comm=min(exposed_s - hidden_s, 0.0))).on_grid()
 
-    def _beside_other(self, work: Seconds, place: Place) -> Seconds:
+    def _paired(self, work: Seconds, place: Place) -> Seconds:
         """A forward or backward that runs beside the other of another microbatch, where a stack does that without a
         schedule that says so: what remains of the pair's exchanges is shared out by their lengths (Megatron-Core,
         `--overlap-moe-expert-parallel-comm`)."""
@@ -171,21 +171,21 @@ class Pricing(Travel):
             1 - max(1 / self._num_buckets(place), self._tables_last(place.stage)),
             self.seconds(Kind.B, sort.stage, replica),
         )
-        beside_s = backward.total_s * early
-        hidden_s = min(beside_s, reduce_s * early)
-        lost_s = slowed_s(self.plan.cluster, beside_s, hidden_s) - beside_s
-        lost_s += shared_card_s(self._crossing_s(backward, place) * early, beside_s, hidden_s)
-        return on_grid(beside_s), on_grid(reduce_s * (1 - early) + lost_s)
+        covering_s = backward.total_s * early
+        hidden_s = min(covering_s, reduce_s * early)
+        lost_s = slowed_s(self.plan.cluster, covering_s, hidden_s) - covering_s
+        lost_s += shared_card_s(self._crossing_s(backward, place) * early, covering_s, hidden_s)
+        return on_grid(covering_s), on_grid(reduce_s * (1 - early) + lost_s)
 
     def _priced(self, kind: Kind, place: Place) -> Seconds:
         if kind in (Kind.SEND_F, Kind.SEND_B):
             return Seconds(pp_comm=on_grid(self._message_s(kind, place)))
-        key = (kind, self._likeness(kind, place))
+        key = (kind, self._price_class(kind, place))
         if key not in self._shared:
             self._shared[key] = self._price(kind, place).on_grid()
         found: Seconds = self._shared[key]
         if self._is_host and kind in (Kind.F, Kind.B, Kind.I):
-            found += Seconds(pp_comm=on_grid(self._beside_messages_s(place)))
+            found += Seconds(pp_comm=on_grid(self._message_work_s(place)))
         return found
 
     def _work(self, kind: Kind, place: Place, sums_gradients: bool) -> Seconds:
@@ -196,7 +196,7 @@ class Pricing(Travel):
                 self._collective_s(operation, place) for operation in finish_sequences(self.plan, place.stage)
             )
             work += Seconds(cp_comm=finishing_s)
-        return self._beside_other(work, place) if kind in (Kind.F, Kind.B) else work
+        return self._paired(work, place) if kind in (Kind.F, Kind.B) else work
 
     def _price(self, kind: Kind, place: Place) -> Seconds:
         match kind:
@@ -319,14 +319,16 @@ class Pricing(Travel):
             uncovered_s = self._uncovered_s(place, communicated_s - reduce_s, reduce_s, backward=backward)
             communicated_s -= uncovered_s
         first = (
-            table_share(self.plan, place.stage, self._elements(place.stage)) if self.profile.tables_together else 0.0
+            table_share(self.plan, place.stage, self._elements(place.stage))
+            if self.profile.tables_in_one_gather
+            else 0.0
         )
         covered = 1 - max(1 / self._num_blocks(place.stage), first)
-        beside_s, hidden_s = work.total_s * covered, communicated_s * covered
+        covering_s, hidden_s = work.total_s * covered, communicated_s * covered
         if crossing_s := self._crossing_s(work, place) * covered:
-            work += Seconds(dp_comm=shared_card_s(crossing_s, beside_s, hidden_s))
-            beside_s = work.total_s * covered
-        exposed_s = max(slowed_s(self.plan.cluster, beside_s, hidden_s), hidden_s) - beside_s
+            work += Seconds(dp_comm=shared_card_s(crossing_s, covering_s, hidden_s))
+            covering_s = work.total_s * covered
+        exposed_s = max(slowed_s(self.plan.cluster, covering_s, hidden_s), hidden_s) - covering_s
         return work + Seconds(dp_comm=uncovered_s + communicated_s - hidden_s + exposed_s)
 
     def _crossing_s(self, work: Seconds, place: Place) -> float:
@@ -391,7 +393,7 @@ class Pricing(Travel):
             return 0.0
         total_s = 0.0
         for stage in stages:
-            key = ("waited", *alike(self._groups[stage]))
+            key = ("waited", *composition(self._groups[stage]))
             if key not in self._shared:
                 self._shared[key] = waited_s(self.plan, self.profile, stage)
             total_s += self._shared[key]
@@ -408,7 +410,7 @@ class Pricing(Travel):
         buckets = sum(self._num_buckets(Place(stage, place.pp_rank)) for stage in stages)
         tables = self._tables_last(stages[0]) * self._elements(stages[0]) / sum(map(self._elements, stages))
         first_s = gather_s * max(1 / buckets, tables)
-        beside_s = max(0.0, gather_s - first_s - waited_s)
-        longer_s = shared_card_s(sum(self._crossing_s(*each) for each in forwards), under_s, min(under_s, beside_s))
-        exposed_s = max(slowed_s(self.plan.cluster, under_s + longer_s, min(under_s, beside_s)), beside_s) - under_s
+        covering_s = max(0.0, gather_s - first_s - waited_s)
+        longer_s = shared_card_s(sum(self._crossing_s(*each) for each in forwards), under_s, min(under_s, covering_s))
+        exposed_s = max(slowed_s(self.plan.cluster, under_s + longer_s, min(under_s, covering_s)), covering_s) - under_s
         return gather_s - max(0.0, first_s - waited_s) - exposed_s

@@ -72,8 +72,8 @@ class _Loads:
         source, target = (layout.global_rank(pp=rank) // self._node for rank in (sort.pp_rank, peer))
         if source == target:
             return None
-        alike = float(self._alike(sort.pp_rank))
-        return {("out", source): alike, ("in", target): alike}, float(message_bytes(plan))
+        num_equal = float(self._num_equal_ranks(sort.pp_rank))
+        return {("out", source): num_equal, ("in", target): num_equal}, float(message_bytes(plan))
 
     def _reduction(self, sort: Sort) -> tuple[dict[Link, float], float] | None:
         """One ring crosses each node once (`simulator.network.topology.collective_loads`)."""
@@ -88,10 +88,10 @@ class _Loads:
         if not sent:
             return None
         node = plan.layout.global_rank(pp=sort.pp_rank) // self._node
-        groups = max(1.0, self._alike(sort.pp_rank) / spread.per_node)
+        groups = max(1.0, self._num_equal_ranks(sort.pp_rank) / spread.per_node)
         return {("out", node): groups, ("in", node): groups}, float(sent)
 
-    def _alike(self, pp_rank: int) -> int:
+    def _num_equal_ranks(self, pp_rank: int) -> int:
         """Devices of the first node of a pipeline rank that belong to it."""
         layout = self._plan.layout
         lo = layout.global_rank(pp=pp_rank) // self._node * self._node

@@ -67,12 +67,12 @@ def uncovered(plan: Plan, profile: Profile, unit: Held, *, backward: bool) -> Un
     return Uncovered(far if backward else near, near if backward else far, reduced)
 
 
-def shared_card_s(crossing_s: float, beside_s: float, hidden_s: float) -> float:
+def shared_card_s(crossing_s: float, covering_s: float, hidden_s: float) -> float:
     """Seconds that what a pass sends between nodes takes longer on cards over which weights and
     gradients travel meanwhile.
 
-    Of `beside_s`, the pass sends for `crossing_s`. Where both are under way each has half of a card, and what is hidden
-    takes its share of the pass. Never does a card carry both in less than the sum of their seconds.
+    Of `covering_s`, the pass sends for `crossing_s`. Where both are under way each has half of a card, and what is
+    hidden takes its share of the pass. Never does a card carry both in less than the sum of their seconds.
     """
-    halved_s = crossing_s * min(1.0, hidden_s / beside_s) / 2 if beside_s else 0.0
-    return max(halved_s, hidden_s + crossing_s - beside_s)
+    halved_s = crossing_s * min(1.0, hidden_s / covering_s) / 2 if covering_s else 0.0
+    return max(halved_s, hidden_s + crossing_s - covering_s)

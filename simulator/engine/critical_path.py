@@ -100,8 +100,8 @@ def _before(run: Run, index: int, start_s: float) -> int:
     if graph.schedule.actions.kind[index] == Kind.STEP:  # all ranks step together: some rank's last action ended then
         ended = np.flatnonzero((run.end_s == start_s) & (graph.schedule.actions.kind != Kind.STEP))
         return _evaluated(run, int(ended[0])) if len(ended) else -1
-    beside = [wait for wait in waits if run.start_s[wait] <= start_s < run.end_s[wait]]
-    return max(beside, key=lambda wait: run.end_s[wait], default=-1)
+    overlapping = [wait for wait in waits if run.start_s[wait] <= start_s < run.end_s[wait]]
+    return max(overlapping, key=lambda wait: run.end_s[wait], default=-1)
 
 
 def _evaluated(run: Run, index: int) -> int:

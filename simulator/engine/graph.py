@@ -294,9 +294,9 @@ class _Builder:
         at = np.full((self.schedule.num_ranks, self.schedule.num_stages), -1, dtype=np.int64)
         at[self.rank[reduce], self.stage[reduce]] = reduce
         first, second = pair[self.stage[reduce]].T
-        twin = at[np.where(self.rank[reduce] == first, second, first), self.stage[reduce]]
-        self.complain(reduce[twin < 0], "has no REDUCE_GRAD of its stage on the other replica's rank")
-        waits[2, reduce], waits[3, reduce] = waits[0, twin], waits[1, twin]
+        counterpart = at[np.where(self.rank[reduce] == first, second, first), self.stage[reduce]]
+        self.complain(reduce[counterpart < 0], "has no REDUCE_GRAD of its stage on the other replica's rank")
+        waits[2, reduce], waits[3, reduce] = waits[0, counterpart], waits[1, counterpart]
 
     def send_waits(
         self, waits: np.ndarray, partner: np.ndarray, before_in_lane: np.ndarray, posted_after: np.ndarray

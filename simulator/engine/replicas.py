@@ -42,7 +42,7 @@ class ReplicaRun:
         )
 
 
-def coupled_together(num_columns: int) -> dict[Kind, int]:
+def coupled(num_columns: int) -> dict[Kind, int]:
     """Couplings of `num_columns` data-parallel replicas: all of them reduce and gather together."""
     return dict.fromkeys(GRADIENTS_AND_PARAMETERS, num_columns)
 
@@ -97,7 +97,7 @@ def plain_replicas(
     )
     start_s, end_s = np.zeros((size + 1, width)), np.zeros((size + 1, width))
 
-    def together(row: np.ndarray, kind: int) -> np.ndarray:
+    def latest(row: np.ndarray, kind: int) -> np.ndarray:
         """The latest of each group, in all its columns."""
         return row if group[kind] == 1 else np.repeat(row.reshape(-1, group[kind]).max(axis=1), group[kind])
 
@@ -111,9 +111,9 @@ def plain_replicas(
             start = np.maximum(start, gathered)
         if lead[i]:
             start = np.maximum(start, start_s[graph.waits[[1, 3] if is_reduction else [1], i]].max(axis=0))
-        start = together(start, kind)
+        start = latest(start, kind)
         start_s[i] = start
-        end_s[i] = np.maximum(start + together(duration_s[i], kind), together(fed, kind) + tail[i])
+        end_s[i] = np.maximum(start + latest(duration_s[i], kind), latest(fed, kind) + tail[i])
     receives = np.flatnonzero(graph.is_receive)
     sends, posted_s = graph.partner[receives], end_s[graph.posted_after[receives]]
     start_s[receives] = np.maximum(start_s[sends], posted_s)

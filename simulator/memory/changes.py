@@ -21,12 +21,12 @@ MOST_BYTES = 2**62
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """Per action, in bytes: what it adds when it begins and, negative, when it ends; what its rank has `kept` while it
-    runs, and all that its rank holds `during` it, both beside what is static."""
+    """Per action, in bytes: what it adds when it begins and, negative, when it ends; what its rank has `retained` while
+    it runs, and all that its rank holds `during` it, both beside what is static."""
 
     begins: np.ndarray
     ends: np.ndarray
-    kept: np.ndarray
+    retained: np.ndarray
     during: np.ndarray
 
 
@@ -39,9 +39,16 @@ def _activations(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Chan
     """A forward holds its most while it runs and leaves what is kept; a backward needs that and more, and leaves
     nothing, or, where it is split, what the weight gradients need."""
     actions, sizes = schedule.actions, stage_sizes(plan)
-    kept, forward, backward, deferred, split, weight = (
+    retained, forward, backward, deferred, split, weight = (
         countable([getattr(size.tape, name) for size in sizes], schedule)
-        for name in ("kept_bytes", "forward_bytes", "backward_bytes", "deferred_bytes", "split_bytes", "weight_bytes")
+        for name in (
+            "retained_bytes",
+            "forward_bytes",
+            "backward_bytes",
+            "deferred_bytes",
+            "split_bytes",
+            "weight_bytes",
+        )
     )
     reduce = countable([size.reduce_bytes for size in sizes], schedule)
     kind, stage = actions.kind, actions.stage
@@ -49,18 +56,18 @@ def _activations(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Chan
     forwards = np.isin(kind, (Kind.F, Kind.OVERLAP_F_B))
     backwards = np.isin(kind, (Kind.B, Kind.I, Kind.OVERLAP_F_B))
     whole = np.where(kind == Kind.I, split[pair], backward[pair])
-    begins = np.where(forwards, forward[stage], 0) + np.where(backwards, whole - kept[pair], 0)
+    begins = np.where(forwards, forward[stage], 0) + np.where(backwards, whole - retained[pair], 0)
     if profile.pairs_in_turn:
-        in_turn = kept[stage] + np.maximum(forward[stage] - kept[stage], whole - kept[pair])
+        in_turn = retained[stage] + np.maximum(forward[stage] - retained[stage], whole - retained[pair])
         begins = np.where(kind == Kind.OVERLAP_F_B, in_turn, begins)
     begins += np.where(kind == Kind.W, weight[stage], 0) + np.where(kind == Kind.REDUCE_GRAD, reduce[stage], 0)
-    leaves = np.where(forwards, kept[stage], 0) - np.where(backwards, kept[pair], 0)
+    leaves = np.where(forwards, retained[stage], 0) - np.where(backwards, retained[pair], 0)
     leaves += np.where(kind == Kind.I, deferred[stage], 0) - np.where(kind == Kind.W, deferred[stage], 0)
     step = rank_step_bytes(plan, schedule.placement.stages_of_ranks)
     rank = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
     begins = np.where(kind == Kind.STEP, np.asarray(step, dtype=np.int64)[rank], begins)
     before = _before(schedule, leaves)
-    return Changes(begins, leaves - begins, before + np.where(forwards, kept[stage], 0), before + begins)
+    return Changes(begins, leaves - begins, before + np.where(forwards, retained[stage], 0), before + begins)
 
 
 def _gathers(plan: Plan, schedule: Schedule) -> Changes:
@@ -71,10 +78,10 @@ def _gathers(plan: Plan, schedule: Schedule) -> Changes:
         return Changes(nothing, nothing, nothing, nothing)
     sizes, stage = stage_sizes(plan), schedule.actions.stage
     size = countable([size.gathered_bytes for size in sizes], schedule)[stage]
-    beside = np.where(kind == Kind.UNSHARD, countable([size.gathering_bytes for size in sizes], schedule)[stage], 0)
+    gathering = np.where(kind == Kind.UNSHARD, countable([size.gathering_bytes for size in sizes], schedule)[stage], 0)
     brings, takes = np.where(kind == Kind.UNSHARD, size, 0), np.where(kind == Kind.RESHARD, -size, 0)
     before = _before(schedule, brings + takes)
-    return Changes(brings, takes, before + brings, before + brings + beside)
+    return Changes(brings, takes, before + brings, before + brings + gathering)
 
 
 def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:

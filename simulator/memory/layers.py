@@ -34,19 +34,21 @@ def layer_nodes(tensors: LayerTensors, *, moe: bool) -> tuple[Node, ...]:
     nodes = (*attention, *(_experts(tensors) if moe else _mlp(tensors)))
     recompute = tensors.plan.recompute
     if recompute.mode == "selective" and tensors.profile.selective_operators:
-        return tuple(_operators_kept(tensors, nodes))
+        return tuple(_operators_retained(tensors, nodes))
     return tuple(_selective(nodes, recompute.modules if recompute.mode == "selective" else ()))
 
 
-def full_recompute(nodes: tuple[Node, ...], input_bytes: int, kept_bytes: int | None = None) -> tuple[Node, ...]:
-    """A layer of which only the input is kept, or `kept_bytes` of it: everything else is dropped and comes back when
-    the backward starts, with its output."""
+def full_recompute(nodes: tuple[Node, ...], input_bytes: int, retained_bytes: int | None = None) -> tuple[Node, ...]:
+    """A layer of which only the input is kept, or `retained_bytes` of it: everything else is dropped and comes back
+    when the backward starts, with its output."""
     first, *rest = (
-        replace(node, dropped_bytes=node.saved_bytes, recompute="layer", beside_bytes=node.beside_bytes + input_bytes)
+        replace(
+            node, dropped_bytes=node.saved_bytes, recompute="layer", transient_bytes=node.transient_bytes + input_bytes
+        )
         for node in nodes
     )
     return (
-        replace(first, dropped_bytes=first.saved_bytes - (input_bytes if kept_bytes is None else kept_bytes)),
+        replace(first, dropped_bytes=first.saved_bytes - (input_bytes if retained_bytes is None else retained_bytes)),
         *rest,
     )
 
@@ -62,7 +64,7 @@ def _selective(nodes: tuple[Node, ...], modules: tuple[str, ...]) -> Iterator[No
             yield node
 
 
-def _operators_kept(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Iterator[Node]:
+def _operators_retained(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Iterator[Node]:
     """A layer that keeps its input, every second product's output (query, value, gate, down) and, unless the
     plan names the core among what is recomputed, the attention core's, and computes the rest again from them
     when its backward starts."""
@@ -72,7 +74,7 @@ def _operators_kept(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Iterator[
         if "core_attn" in tensors.plan.recompute.modules
         else tensors.attended + STATISTIC_BYTES * tensors.tokens * tensors.heads
     )
-    kept = {
+    retained = {
         nodes[0].name: tensors.hidden,
         "attention.core": tensors.queries + tensors.values + core,
         "mlp.activation": units,
@@ -82,7 +84,7 @@ def _operators_kept(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Iterator[
     }
     for node in nodes:
         yield replace(
-            node, dropped_bytes=node.saved_bytes - min(node.saved_bytes, kept.get(node.name, 0)), recompute="layer"
+            node, dropped_bytes=node.saved_bytes - min(node.saved_bytes, retained.get(node.name, 0)), recompute="layer"
         )
 
 
@@ -113,7 +115,7 @@ def embedding_nodes(tensors: LayerTensors) -> Iterator[Node]:
     yield Node(
         "embedding.tokens",
         saved,
-        beside_bytes=hidden,
+        transient_bytes=hidden,
         forward_bytes=2 * tensors.whole,
         backward_bytes=dense + tensors.gathered,
     )
@@ -173,13 +175,13 @@ def _attention(tensors: LayerTensors) -> Iterator[Node]:
     hidden, mixed, eager = tensors.hidden, tensors.queries + tensors.keys + tensors.values, tensors.profile.eager
     yield _norm_linear(tensors, "attention.qkv", hidden, tensors.normalised, mixed, module="norm")
     rotates = tensors.plan.model.position == "rope"
-    makes_tables = rotates and eager and (tensors.plan.train.packed or not tensors.profile.kept_tables)
+    makes_tables = rotates and eager and (tensors.plan.train.packed or not tensors.profile.stores_tables)
     tables = rotary_table_bytes(tensors.plan) if makes_tables else 0
     rotated = tensors.queries + tensors.keys if rotates else 0
     yield Node("attention.rotary", tables, mixed, hidden, forward_bytes=mixed + rotated)
     # keys and values repeated for every query head
-    kept = tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed
-    yield from _core(tensors, kept)
+    retained = tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed
+    yield from _core(tensors, retained)
 
 
 def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
@@ -262,7 +264,7 @@ def _latent_attention(tensors: LayerTensors) -> Iterator[Node]:
             low_q * tensors.operand,
             tensors.queries,
             module="mla_up_proj",
-            beside=hidden + down,
+            transient=hidden + down,
         )
     else:
         yield Node(
@@ -276,25 +278,38 @@ def _latent_attention(tensors: LayerTensors) -> Iterator[Node]:
         )
     latent, normal = (low_kv + rope) * e, low_kv * tensors.operand
     yield _norm_linear(
-        tensors, "attention.kv_up", latent, normal, keys_values, module="mla_up_proj", beside=hidden + tensors.queries
+        tensors,
+        "attention.kv_up",
+        latent,
+        normal,
+        keys_values,
+        module="mla_up_proj",
+        transient=hidden + tensors.queries,
     )
     yield Node("attention.rotary", 0, keys_values, hidden + tensors.queries, forward_bytes=keys_values)
     yield from _core(tensors, mixed)
 
 
 def _norm_linear(
-    tensors: LayerTensors, name: str, kept: int, normalised: int, output: int, *, module: str, beside: int | None = None
+    tensors: LayerTensors,
+    name: str,
+    retained: int,
+    normalised: int,
+    output: int,
+    *,
+    module: str,
+    transient: int | None = None,
 ) -> Node:
     """A norm fused with the column-parallel linear layer after it: input and normalised input are kept, the
     latter can be recomputed."""
-    full = tensors.gathered * kept // tensors.hidden if tensors.hidden else 0
+    full = tensors.gathered * retained // tensors.hidden if tensors.hidden else 0
     return Node(
         name,
-        kept + normalised + tensors.statistics,
-        kept,
-        tensors.hidden if beside is None else beside,
+        retained + normalised + tensors.statistics,
+        retained,
+        tensors.hidden if transient is None else transient,
         forward_bytes=full + output,
-        backward_bytes=(2 * full) or kept,
+        backward_bytes=(2 * full) or retained,
         drops=((module, normalised),),
         weight_input_bytes=normalised,
         weight_gradient_bytes=output,
@@ -311,7 +326,7 @@ def _mlp(tensors: LayerTensors) -> Iterator[Node]:
 
 
 def _activated(
-    tensors: LayerTensors, name: str, units: int, beside: int, *, work: int, modules: tuple[str, ...]
+    tensors: LayerTensors, name: str, units: int, transient: int, *, work: int, modules: tuple[str, ...]
 ) -> Iterator[Node]:
     """The activation, which keeps its input, and the down-product, which keeps the activation's output.
 
@@ -323,12 +338,12 @@ def _activated(
     gate = units * tensors.element if tensors.profile.eager and tensors.plan.model.gated else 0
     alone = "moe_act" if name == "experts" else "mlp_act"
     drops = (*((module, up + gate) for module in modules), (alone, gate))
-    yield Node(f"{name}.activation", up + gate, up, beside, forward_bytes=units * tensors.element, drops=drops)
+    yield Node(f"{name}.activation", up + gate, up, transient, forward_bytes=units * tensors.element, drops=drops)
     yield Node(
         f"{name}.down",
         out + mask,
         units * tensors.element,
-        beside,
+        transient,
         forward_bytes=work + tensors.hidden,
         backward_bytes=work,
         drops=(*((module, out) for module in modules), (alone, out)),
@@ -374,15 +389,15 @@ def _experts(tensors: LayerTensors) -> Iterator[Node]:
         )
     yield Node("experts.sort", 0, permuted, hidden, forward_bytes=sent + permuted)
     up = routed * tensors.expert_ffn * tensors.halves * e
-    kept = routed * model.hidden_size * tensors.operand
+    retained = routed * model.hidden_size * tensors.operand
     yield Node(
         "experts.up",
-        kept,
+        retained,
         permuted,
         hidden,
         forward_bytes=up,
-        drops=(("moe", kept),),
-        weight_input_bytes=kept,
+        drops=(("moe", retained),),
+        weight_input_bytes=retained,
         weight_gradient_bytes=up,
     )
     units = routed * tensors.expert_ffn

@@ -117,7 +117,7 @@ def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tupl
                 weights_bytes=weights + peak.gathered,
                 gradients_bytes=static + peak.summed,
                 optimizer_bytes=optimizer,
-                activations_bytes=peak.kept,
+                activations_bytes=peak.retained,
                 buffers_bytes=buffers[key] + peak.working,
                 gathered_bytes=peak.gathered,
                 working_bytes=peak.working,
@@ -135,7 +135,7 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
     """The most microbatches that each rank holds at once: from the start of a forward to the end of its
     backward (W where it is split)."""
     states, microbatch = states_of(schedule), np.append(np.ones(schedule.num_stages, dtype=np.int64), 0)
-    held = (states.kept + states.deferred).sum(axis=1) + microbatch[states.forward]
+    held = (states.retained + states.deferred).sum(axis=1) + microbatch[states.forward]
     return [int(held[lo:hi].max()) if hi > lo else 0 for lo, hi in pairwise(states.offsets.tolist())]
 
 

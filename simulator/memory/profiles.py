@@ -18,7 +18,7 @@ class MemoryProfile:
 
     `counted_masks`: dropout masks are made again from a counter instead of kept, and attention with dropout keeps fp32
     probabilities. `eager`: operations are not fused, so that rotation, attention and a gated activation keep copies.
-    `kept_tables`: angles of rotary positions are made once per stage, not by every layer for every microbatch.
+    `stores_tables`: angles of rotary positions are made once per stage, not by every layer for every microbatch.
     `growing_gradients`: sums of gradients exist from the first backward to the optimizer step only.
     `separate_gradients`: weight gradients are tensors of their own before they are added to those sums
     (`simulator.memory.own`). `pairs_in_turn`: the forward of an overlapped pair ends before its backward starts.
@@ -45,7 +45,7 @@ class MemoryProfile:
     dropout: bool = False
     fp32_gradients: bool = True
     eager: bool = False
-    kept_tables: bool = False
+    stores_tables: bool = False
     growing_gradients: bool = False
     separate_gradients: bool = False
     pairs_in_turn: bool = False
@@ -108,7 +108,7 @@ _PROFILES: Mapping[str, MemoryProfile] = {
         MemoryProfile(  # backend.model, backend.tensor_parallel
             "shardproof",
             eager=True,
-            kept_tables=True,
+            stores_tables=True,
             growing_gradients=True,
             separate_gradients=True,
             defers_products=True,

@@ -34,16 +34,18 @@ class StageSizes:
 
 def stage_activation_bytes(plan: Plan) -> list[int]:
     """Bytes one microbatch keeps on every stage between forward and backward."""
-    return [sizes.tape.kept_bytes for sizes in stage_sizes(plan)]
+    return [sizes.tape.retained_bytes for sizes in stage_sizes(plan)]
 
 
 def layer_activation_bytes(plan: Plan, *, moe: bool = False) -> int:
     """Bytes one microbatch keeps of one transformer layer."""
     tensors = LayerTensors(plan, memory_profile(plan))
-    return _part_memory(tensors, Group("moe" if moe else "dense", recomputed=plan.recompute.mode == "full")).kept_bytes
+    return _part_memory(
+        tensors, Group("moe" if moe else "dense", recomputed=plan.recompute.mode == "full")
+    ).retained_bytes
 
 
-class _Alike:
+class _SamePlan:
     """A plan as a key: equal to those that differ in the order of their schedule only."""
 
     def __init__(self, plan: Plan):
@@ -54,26 +56,26 @@ class _Alike:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alike) and self.key == other.key
+        return isinstance(other, _SamePlan) and self.key == other.key
 
 
 def stage_sizes(plan: Plan) -> tuple[StageSizes, ...]:
     """The sizes of every stage; stages of equal content share one object."""
     if "stage_sizes" not in plan.memo:
-        plan.memo["stage_sizes"] = _sizes(_Alike(plan))
+        plan.memo["stage_sizes"] = _sizes(_SamePlan(plan))
     found: tuple[StageSizes, ...] = plan.memo["stage_sizes"]
     return found
 
 
 @lru_cache(maxsize=1024)
-def _sizes(alike_plan: _Alike) -> tuple[StageSizes, ...]:
-    plan = alike_plan.plan
+def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
+    plan = keyed_plan.plan
     profile = memory_profile(plan)
     tensors = LayerTensors(plan, profile)
     layout = plan.layout
     cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
     parts = _tapes_of(profile, plan.model, cut, plan.batch, plan.precision, plan.recompute, plan.numerics)
-    alike: dict[tuple[object, ...], StageSizes] = {}
+    by_composition: dict[tuple[object, ...], StageSizes] = {}
     found = []
     for content in plan.stages:
         dense = (
@@ -82,9 +84,9 @@ def _sizes(alike_plan: _Alike) -> tuple[StageSizes, ...]:
             else 0
         )
         key = (len(content.layers), dense, content.embedding, content.head, len(plan.placement.ranks[content.stage]))
-        if key not in alike:
-            alike[key] = _sizes_of(plan, tensors, content.stage, parts)
-        found.append(alike[key])
+        if key not in by_composition:
+            by_composition[key] = _sizes_of(plan, tensors, content.stage, parts)
+        found.append(by_composition[key])
     return tuple(found)
 
 
@@ -111,7 +113,7 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: dict[Group, 
     return StageSizes(
         tape=tape
         if profile.defers_products
-        else replace(tape, deferred_bytes=tape.kept_bytes, split_bytes=tape.backward_bytes),
+        else replace(tape, deferred_bytes=tape.retained_bytes, split_bytes=tape.backward_bytes),
         weights_bytes=weights_bytes(plan, profile, stage),
         gradients_bytes=gradients_bytes(plan, profile, stage),
         optimizer_bytes=optimizer_bytes(plan, profile, stage),
@@ -148,7 +150,7 @@ def _part_memory(tensors: LayerTensors, group: Group) -> TapeMemory:
         case _:
             nodes = layer_nodes(tensors, moe=group.kind == "moe")
             return _tape(
-                tensors, full_recompute(nodes, tensors.hidden, tensors.kept_input) if group.recomputed else nodes
+                tensors, full_recompute(nodes, tensors.hidden, tensors.retained_input) if group.recomputed else nodes
             )
 
 

@@ -29,7 +29,7 @@ class States:
     `action` is the first action of the schedule in that state. `forward` and `backward` are the stages that
     run, `split` the one whose input gradient, `weight` whose weight gradient runs, `reduce` whose gradients are
     reduced; `step` is true for the optimizer step. The others have one column per stage of the rank:
-    microbatches `kept` and `deferred` (between input and weight gradient) by earlier actions, whether weights
+    microbatches `retained` and `deferred` (between input and weight gradient) by earlier actions, whether weights
     are `gathered`, and whether gradients are `summed`.
     """
 
@@ -42,7 +42,7 @@ class States:
     reduce: np.ndarray
     step: np.ndarray
     stages: np.ndarray
-    kept: np.ndarray
+    retained: np.ndarray
     deferred: np.ndarray
     gathered: np.ndarray
     summed: np.ndarray

@@ -81,7 +81,7 @@ def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *
     tables that are kept."""
     contents = [plan.stages[stage] for stage in stages]
     total = 0
-    if profile.kept_tables and plan.model.position == "rope" and not plan.train.packed:
+    if profile.stores_tables and plan.model.position == "rope" and not plan.train.packed:
         total += rotary_table_bytes(plan) * sum(bool(len(content.layers)) for content in contents)
     if any(max(num_shards(plan, stage)) > 1 for stage in stages):
         layer = max((_unit_elements(plan, stage) for stage in stages), default=0)

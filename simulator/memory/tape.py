@@ -18,7 +18,7 @@ class Node:
 
     `saved_bytes`: what its backward needs and no later node keeps too. `drops`: how much of it each module of
     selective recomputation would give up. `dropped_bytes`: what is given up, and brought back when the backward
-    reaches the group `recompute`. `gradient_bytes`: the gradient that its backward makes. `beside_bytes`: other
+    reaches the group `recompute`. `gradient_bytes`: the gradient that its backward makes. `transient_bytes`: other
     gradients alive meanwhile, such as that of a residual. `forward_bytes`, `backward_bytes`: temporary tensors of
     the two, operands that nobody keeps included. `weight_input_bytes`, `weight_gradient_bytes`: of a node with a
     weight gradient, the part of `saved_bytes` (or of a later node's) and the output gradient that are kept when the
@@ -29,7 +29,7 @@ class Node:
     name: str
     saved_bytes: int = 0
     gradient_bytes: int = 0
-    beside_bytes: int = 0
+    transient_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
     drops: tuple[tuple[str, int], ...] = ()
@@ -40,7 +40,7 @@ class Node:
     weight_bytes: int = 0
 
     @property
-    def kept_bytes(self) -> int:
+    def retained_bytes(self) -> int:
         """What is kept from forward to backward."""
         return self.saved_bytes - self.dropped_bytes
 
@@ -51,7 +51,7 @@ class TapeMemory:
     kept for this tape included; what a backward that puts weight gradients off leaves for them, the most held while
     that runs (`split_bytes`), and what the weight gradients hold beside when they run (`weight_bytes`)."""
 
-    kept_bytes: int
+    retained_bytes: int
     forward_bytes: int
     backward_bytes: int
     deferred_bytes: int
@@ -62,27 +62,27 @@ class TapeMemory:
     def __add__(self, later: TapeMemory) -> TapeMemory:
         """This tape, then `later`: its forward runs on top of what this one kept, its backward before
         this one frees anything."""
-        grows = self.kept_bytes + later.backward_bytes
+        grows = self.retained_bytes + later.backward_bytes
         return TapeMemory(
-            self.kept_bytes + later.kept_bytes,
-            max(self.forward_bytes, self.kept_bytes + later.forward_bytes),
+            self.retained_bytes + later.retained_bytes,
+            max(self.forward_bytes, self.retained_bytes + later.forward_bytes),
             max(self.backward_bytes, grows),
             self.deferred_bytes + later.deferred_bytes,
             self.backward_peak if self.backward_bytes > grows else later.backward_peak,
-            max(self.split_bytes + later.deferred_bytes, self.kept_bytes + later.split_bytes),
+            max(self.split_bytes + later.deferred_bytes, self.retained_bytes + later.split_bytes),
             max(self.weight_bytes, later.weight_bytes),
         )
 
     def times(self, count: int) -> TapeMemory:
         """So many tapes like this one, in a row."""
-        before = (count - 1) * self.kept_bytes
+        before = (count - 1) * self.retained_bytes
         return TapeMemory(
-            count * self.kept_bytes,
+            count * self.retained_bytes,
             before + self.forward_bytes,
             before + self.backward_bytes,
             count * self.deferred_bytes,
             self.backward_peak,
-            (count - 1) * max(self.kept_bytes, self.deferred_bytes) + self.split_bytes,
+            (count - 1) * max(self.retained_bytes, self.deferred_bytes) + self.split_bytes,
             self.weight_bytes,
         )
 
@@ -95,8 +95,8 @@ def tape_memory(nodes: Sequence[Node]) -> TapeMemory:
     backward, peak = backward_peak_bytes(nodes)
     deferred = sum(node.weight_input_bytes + node.weight_gradient_bytes for node in nodes)
     weight = max((node.weight_bytes for node in nodes), default=0)
-    kept, split = sum(node.kept_bytes for node in nodes), split_peak_bytes(nodes)
-    return TapeMemory(kept, forward_peak_bytes(nodes), backward, deferred, peak, split, weight)
+    retained, split = sum(node.retained_bytes for node in nodes), split_peak_bytes(nodes)
+    return TapeMemory(retained, forward_peak_bytes(nodes), backward, deferred, peak, split, weight)
 
 
 def forward_peak_bytes(nodes: Iterable[Node]) -> int:
@@ -114,7 +114,7 @@ def forward_peak_bytes(nodes: Iterable[Node]) -> int:
 
 def backward_peak_bytes(nodes: Sequence[Node]) -> tuple[int, str]:
     """The most held while the backward runs, and at which node."""
-    held = sum(node.kept_bytes for node in nodes)
+    held = sum(node.retained_bytes for node in nodes)
     dropped: dict[str, int] = {}
     for node in nodes:
         if node.dropped_bytes:
@@ -122,7 +122,7 @@ def backward_peak_bytes(nodes: Sequence[Node]) -> tuple[int, str]:
     peak, where, gradient = held, "", 0
     for node in reversed(nodes):
         held += dropped.pop(node.recompute, 0)
-        now = held + gradient + node.gradient_bytes + node.beside_bytes + node.backward_bytes
+        now = held + gradient + node.gradient_bytes + node.transient_bytes + node.backward_bytes
         if now > peak:
             peak, where = now, node.name
         held -= node.saved_bytes
@@ -135,11 +135,11 @@ def split_peak_bytes(nodes: Sequence[Node]) -> int:
     tensors back at the start of the backward, that of a whole backward."""
     if any(node.dropped_bytes for node in nodes):
         return backward_peak_bytes(nodes)[0]
-    held = peak = sum(node.kept_bytes for node in nodes)
+    held = peak = sum(node.retained_bytes for node in nodes)
     gradient = 0
     for node in reversed(nodes):
         backward = node.backward_bytes - node.weight_bytes
-        peak = max(peak, held + gradient + node.gradient_bytes + node.beside_bytes + backward)
+        peak = max(peak, held + gradient + node.gradient_bytes + node.transient_bytes + backward)
         held += node.weight_input_bytes + node.weight_gradient_bytes - node.saved_bytes
         gradient = node.gradient_bytes
     return peak

@@ -59,7 +59,7 @@ class LayerTensors:
         return self.own_tokens * self.plan.model.hidden_size * self.element
 
     @cached_property
-    def kept_input(self) -> int:
+    def retained_input(self) -> int:
         """What a layer that is recomputed whole keeps of its input."""
         return -(-self.hidden // self.plan.layout.tp) if self.plan.recompute.distribute else self.hidden
 

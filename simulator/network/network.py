@@ -46,11 +46,11 @@ class Choice:
         others = ", ".join(
             f"{algorithm}/{protocol} {seconds * 1e6:.1f} us" for algorithm, protocol, seconds in self.others
         )
-        told = (
+        text = (
             f"{self.algorithm}/{self.protocol} {self.seconds * 1e6:.1f} us, {self.bus_bytes_per_s / 1e9:.1f} GB/s "
             "on the bus"
         )
-        return f"{told} ({others})" if others else told
+        return f"{text} ({others})" if others else text
 
 
 def collective_s(cluster: ClusterSpec, spread: Spread, operation: Collective) -> float:

@@ -13,14 +13,14 @@ from .link_shares import rank_index
 from .spreads import strides
 
 
-def replicas_lie_alike(plan: Plan) -> bool:
+def replicas_placed_equally(plan: Plan) -> bool:
     """True when tensor-, context- and expert-parallel groups and neighbouring stages of every replica
     share nodes in the same way.
 
     Leaf switches count only where they are oversubscribed; elsewhere crossing them costs a
     microsecond (`leaf_latency_s`).
     """
-    return all(_alike(plan.layout, size) for size in levels(plan.cluster))
+    return all(_same_shift(plan.layout, size) for size in levels(plan.cluster))
 
 
 def levels(cluster: ClusterSpec) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def shift_of(plan: Plan, dp_rank: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _alike(layout: Layout, unit: int) -> bool:
+def _same_shift(layout: Layout, unit: int) -> bool:
     """Whether every replica is cut by the borders of units of `unit` ranks as the first one is."""
     if layout.dp == 1 or layout.world_size <= unit:
         return True

@@ -37,7 +37,7 @@ class Spreads:
     def __init__(self, plan: Plan, dp_rank: int = 0):
         self._plan = plan
         self._dp_rank = dp_rank
-        self._alike = plan.cluster.devices_per_node * max(1, plan.cluster.nodes_per_leaf)
+        self._period = plan.cluster.devices_per_node * max(1, plan.cluster.nodes_per_leaf)
         self._known: dict[tuple[object, ...], Spread] = {}
         self._of_ranks: dict[tuple[tuple[str, ...], int], tuple[Spread, ...]] = {}
         self._dense = strides(plan.layout, plan.layout.sizes)
@@ -49,7 +49,7 @@ class Spreads:
         Axes are those of `core.program.Collective`.
         """
         ranks = self.members(axis, stage, pp_rank)
-        key = (axis, len(ranks), int(ranks[0]) % self._alike, int(ranks[-1] - ranks[0]))
+        key = (axis, len(ranks), int(ranks[0]) % self._period, int(ranks[-1] - ranks[0]))
         if key not in self._known:
             self._known[key] = spread_of(self._plan.cluster, ranks.tolist())
         return self._known[key]
@@ -67,7 +67,7 @@ class Spreads:
 
     def shift(self, pp_rank: int) -> int:
         """Equal for pipeline ranks whose groups lie alike: how far their first rank is into a leaf switch's nodes."""
-        return self.global_rank(pp_rank) % self._alike
+        return self.global_rank(pp_rank) % self._period
 
     def global_rank(self, pp_rank: int) -> int:
         """The rank that stands for a pipeline rank."""

@@ -162,7 +162,7 @@ class _Walk:
         self._end_s: dict[object, float] = {}
         self._waits: dict[object, set[object]] = defaultdict(set)
 
-    def _together(self, place: Place, turn: Turn) -> object:
+    def _ready(self, place: Place, turn: Turn) -> object:
         """The same for all that do an action together."""
         group = self._group_of.get(turn.action.kind)
         return (turn, place.pp_rank, group[place.dp_rank]) if group else (turn, place)
@@ -171,7 +171,7 @@ class _Walk:
         """A pipeline with the recorded ends of its ranks' actions; a message ends when its receiver has it."""
         turns = [turn for row in graph.schedule.rows() for turn in _turns(row)]
         places = [Place(dp_rank, pp_rank) for pp_rank in graph.rank.tolist()]
-        done = [self._together(place, turn) for place, turn in zip(places, turns, strict=True)]
+        done = [self._ready(place, turn) for place, turn in zip(places, turns, strict=True)]
         for i, (place, turn, key) in enumerate(zip(places, turns, done, strict=True)):
             if turn.action.kind in RECEIVES:
                 continue
@@ -214,11 +214,11 @@ class _Known:
         self._pricing = pricing
         self._replica_of = plan.placement.replica_of
         self._exact = step
-        self._alike: dict[object, list[float]] = defaultdict(list)
+        self._of_class: dict[object, list[float]] = defaultdict(list)
         for place, of_place in step.items():
             for turn, seconds in of_place.items():
-                for like in _likenesses(turn.action.kind, turn.action.stage, place):
-                    self._alike[like].append(seconds)
+                for like in _classes_of(turn.action.kind, turn.action.stage, place):
+                    self._of_class[like].append(seconds)
 
     def seconds(self, turn: Turn, place: Place) -> float:
         """Seconds of an action at a place."""
@@ -247,11 +247,11 @@ class _Known:
         return None
 
     def _mean(self, kind: Kind, stage: int, place: Place) -> float | None:
-        like = next((each for each in _likenesses(kind, stage, place) if each in self._alike), None)
-        return None if like is None else fmean(self._alike[like])
+        like = next((each for each in _classes_of(kind, stage, place) if each in self._of_class), None)
+        return None if like is None else fmean(self._of_class[like])
 
 
-def _likenesses(kind: Kind, stage: int, place: Place) -> Iterator[object]:
+def _classes_of(kind: Kind, stage: int, place: Place) -> Iterator[object]:
     """What actions have in common that take about the same time, the most alike first. All messages of
     a plan have one size."""
     yield kind, stage, place

@@ -56,7 +56,7 @@ def _simulated(plan: Plan, graph: Graph, pricing: Pricing, timeline: Timeline) -
     """The step that one recorded step's durations give: that of the slowest replica."""
     duration_s = np.round(recorded_durations_s(plan, graph, timeline, pricing) * GRID) / GRID
     couplings, order = couplings_of(plan)
-    run = _steps_together(execute_replicas(graph, duration_s[:, order], couplings))
+    run = _steps_at_once(execute_replicas(graph, duration_s[:, order], couplings))
     compute = graph.is_compute & (graph.schedule.actions.kind != Kind.STEP)
     column = int(run.end_s[compute].max(axis=0).argmax())
     dp_rank, one = int(order[column]), run.run(column)
@@ -67,7 +67,7 @@ def _simulated(plan: Plan, graph: Graph, pricing: Pricing, timeline: Timeline) -
     return Simulation(plan, one, memory, report, prices, dp_rank, recorded=True)
 
 
-def _steps_together(run: ReplicaRun) -> ReplicaRun:
+def _steps_at_once(run: ReplicaRun) -> ReplicaRun:
     """No rank steps before all can: STEP takes the loss and the norm over all ranks."""
     steps = np.flatnonzero(run.graph.schedule.actions.kind == Kind.STEP)
     lasting_s = run.end_s[steps] - run.start_s[steps]

@@ -90,7 +90,7 @@ def family_bound_s(family: Family, pricing: Pricing) -> float:
     ranks, or where some layers only are recomputed.
     """
     plan = family.plan
-    if (plan.recompute.mode == "full" and not recomputes_all(plan)) or not pricing.lies_alike():
+    if (plan.recompute.mode == "full" and not recomputes_all(plan)) or not pricing.is_placed_evenly():
         return 0.0
     stages = [_Passes(*pricing.unsharded(stage)) for stage in range(plan.placement.num_stages)]
     work_s, exchange_s, compute_s = 0.0, 0.0, 0.0
@@ -169,8 +169,8 @@ def memory_bound_bytes(plan: Plan) -> int:
 def _running(held: list[StageSizes], running: StageSizes, count: int) -> int:
     """Activations of a rank that holds so many microbatches of each stage; the backward of the only one
     needs more than it keeps."""
-    kept = count * sum(size.tape.kept_bytes for size in held)
-    return kept + running.tape.backward_bytes - running.tape.kept_bytes if count == 1 else kept
+    retained = count * sum(size.tape.retained_bytes for size in held)
+    return retained + running.tape.backward_bytes - running.tape.retained_bytes if count == 1 else retained
 
 
 def _in_flight(plan: Plan, stage: int) -> int:

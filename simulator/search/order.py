@@ -94,8 +94,8 @@ def _searches(plan: Plan) -> Iterator[SearchResult]:
         kind: [pricing.seconds(kind, stage).total_s for stage in stages]
         for kind in (Kind.F, Kind.I, Kind.W, Kind.SEND_F, Kind.SEND_B)
     }
-    kept = [size.tape.kept_bytes for size in sizes]
-    more = [max(0, size.tape.deferred_bytes - size.tape.kept_bytes) for size in sizes]
+    retained = [size.tape.retained_bytes for size in sizes]
+    more = [max(0, size.tape.deferred_bytes - size.tape.retained_bytes) for size in sizes]
     for quarter in range(5 if any(more) else 1):
         try:
             yield search_placements(
@@ -104,7 +104,7 @@ def _searches(plan: Plan) -> Iterator[SearchResult]:
                 backward_input_s=seconds[Kind.I],
                 backward_weight_s=seconds[Kind.W],
                 send_s=[max(pair) for pair in zip(seconds[Kind.SEND_F], seconds[Kind.SEND_B], strict=True)],
-                activation=[size + quarter * extra // 4 for size, extra in zip(kept, more, strict=True)],
+                activation=[size + quarter * extra // 4 for size, extra in zip(retained, more, strict=True)],
                 capacity=_rooms(plan),
             )
         except ScheduleError:
@@ -121,7 +121,7 @@ def _rooms(plan: Plan) -> list[int]:
     for memory, capacity, stages in zip(found.memories, found.capacities, plan.placement.stages_of_ranks, strict=True):
         tapes = [sizes[stage].tape for stage in stages]
         working = max(
-            max(tape.forward_bytes, tape.backward_bytes, tape.split_bytes) - tape.kept_bytes for tape in tapes
+            max(tape.forward_bytes, tape.backward_bytes, tape.split_bytes) - tape.retained_bytes for tape in tapes
         )
         rooms.append(max(0, capacity.usable_bytes - memory.static_bytes - memory.summed_bytes - working))
     return rooms

@@ -41,10 +41,10 @@ def remedies(plan: Plan) -> list[dict[str, Any]]:
         return []
     found = _first_of_each(plan, {})
     if not found:
-        together = _all_in_place(plan)
-        found = [together] if _fitting(plan, together) else _first_of_each(plan, together)
-    told = [_told(plan, changes) for changes in found]
-    return sorted(told, key=lambda each: (each["step_time_s"] is None, each["step_time_s"] or 0.0))
+        multiple = _all_in_place(plan)
+        found = [multiple] if _fitting(plan, multiple) else _first_of_each(plan, multiple)
+    reports = [_reported(plan, changes) for changes in found]
+    return sorted(reports, key=lambda each: (each["step_time_s"] is None, each["step_time_s"] or 0.0))
 
 
 def _first_of_each(plan: Plan, base: Changes) -> list[Changes]:
@@ -120,7 +120,7 @@ def _fitting(plan: Plan, changes: Changes) -> bool:
         return False
 
 
-def _told(plan: Plan, changes: Changes) -> dict[str, Any]:
+def _reported(plan: Plan, changes: Changes) -> dict[str, Any]:
     better = _changed(plan, changes)
     found = margins_of(better)
     step_s = float(simulate(better).report["step_time_s"]) if len(lowered_schedule(better)) <= MOST_ACTIONS else None

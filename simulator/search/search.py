@@ -130,10 +130,12 @@ def _size(queue: list[tuple[float, int, Family | Cut | Plan]]) -> int:
 
 def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[tuple[float, Cut]]:
     """Every cut of a family with its cheap bound."""
-    for alike in cuts(family):
-        plan = alike[0].plan
+    for same_cut in cuts(family):
+        plan = same_cut[0].plan
         yield from zip(
-            chain_bounds_s(plan, [cut.schedule for cut in alike], Pricing(plan, shared=shared)), alike, strict=True
+            chain_bounds_s(plan, [cut.schedule for cut in same_cut], Pricing(plan, shared=shared)),
+            same_cut,
+            strict=True,
         )
 
 

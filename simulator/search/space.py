@@ -272,15 +272,15 @@ def _skeletons(
     for name in names:
         if CATALOG[name].vpp_problem(layout.pp, layout.vpp):
             tally.reject("interleaving-matches")
-        elif any(CATALOG[name].condition(layout.pp, count) for count in _counts(batch, layout, CATALOG[name].together)):
+        elif any(CATALOG[name].condition(layout.pp, count) for count in _counts(batch, layout, CATALOG[name].multiple)):
             tally.reject("schedule-can-be-built")
         else:
             legal.setdefault(CATALOG[name].placement, []).append(name)
-    return [Skeleton(layout, tuple(alike)) for alike in legal.values()]
+    return [Skeleton(layout, tuple(same_cut)) for same_cut in legal.values()]
 
 
-def _counts(batch: Batch, layout: Layout, together: int) -> tuple[int, ...]:
-    return microbatch_counts(batch.global_size, batch.micro_size, layout.dp, together)
+def _counts(batch: Batch, layout: Layout, multiple: int) -> tuple[int, ...]:
+    return microbatch_counts(batch.global_size, batch.micro_size, layout.dp, multiple)
 
 
 def _stages(space: SearchSpace, pinned: Pinned, degrees: dict[str, Any]) -> str | None:

@@ -72,38 +72,41 @@ def sensitivity_rows(gains: list[dict[str, Any]]) -> list[Row]:
     return [*rows, ("", "", f"{rest} others gain less than 0.01%", "")] if rest else rows
 
 
-def _difference_rows(told: Mapping[str, Any]) -> Iterator[Row]:
-    if not told:
+def _difference_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    if not report:
         return
-    nominal = format_s(told["nominal_step_time_s"])
+    nominal = format_s(report["nominal_step_time_s"])
     yield (
         "without differences",
-        (f"{nominal}; the slowest replica, {told['replica']}, takes {told['slowed_by']:.4g} times as long"),
+        (f"{nominal}; the slowest replica, {report['replica']}, takes {report['slowed_by']:.4g} times as long"),
     )
-    for entry in told.get("device_classes", ()):
+    for entry in report.get("device_classes", ()):
         over = ", which does not fit" if entry["peak_memory_bytes"] > entry["capacity_bytes"] else ""
         peak = f"{format_bytes(entry['peak_memory_bytes'])} of {format_bytes(entry['capacity_bytes'])}"
         yield f"{entry['num_devices']} of {entry['class']}", f"peak memory {peak}{over}"
-    if sampled := told.get("sampled_step_time_s"):
-        name = f"{told['samples']} steps drawn"
+    if sampled := report.get("sampled_step_time_s"):
+        name = f"{report['samples']} steps drawn"
         yield name, f"mean {format_s(sampled['mean'])}, standard deviation {format_s(sampled['std'])}"
         yield "5%, 50%, 95%, 99%", ", ".join(format_s(sampled[percent]) for percent in ("p5", "p50", "p95", "p99"))
         yield "shortest, longest", f"{format_s(sampled['min'])}, {format_s(sampled['max'])}"
-    if load := told.get("expert_load"):
+    if load := report.get("expert_load"):
         yield "busiest experts", f"{load['mean']:.3g} times the average load, at most {load['max']:.3g}"
-        yield "tokens dropped", f"{told['dropped_tokens_share']:.2%}"
+        yield "tokens dropped", f"{report['dropped_tokens_share']:.2%}"
 
 
-def _goodput_rows(told: Mapping[str, Any]) -> Iterator[Row]:
-    if told:
+def _goodput_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    if report:
         yield (
             "a failure every",
-            (f"{_long(told['job_mtbf_s'])}; a checkpoint every {_long(told['checkpoint_interval_s'])}"),
+            (f"{_long(report['job_mtbf_s'])}; a checkpoint every {_long(report['checkpoint_interval_s'])}"),
         )
-        best = _long(told["daly_interval_s"])
+        best = _long(report["daly_interval_s"])
         yield (
             "goodput",
-            (f"{told['goodput']:.2%}, {format_count(told['tokens_per_s'])} tokens per second (best interval {best})"),
+            (
+                f"{report['goodput']:.2%}, {format_count(report['tokens_per_s'])} tokens per second "
+                f"(best interval {best})"
+            ),
         )
 
 

@@ -8,7 +8,7 @@ from typing import overload
 from ...core.base.errors import PlanError
 from ...core.plan.plan import ModularPlan, Plan
 from ...core.schedule.timeline import Timeline
-from ..network.placement import replicas_lie_alike
+from ..network.placement import replicas_placed_equally
 from ..recorded.replay import simulate_recorded
 from ..step.modules import ModularSimulation, simulate_modules
 from ..step.step import Simulation, simulate_first
@@ -36,6 +36,6 @@ def simulate(plan: Plan | ModularPlan, *, durations: Sequence[Timeline] = ()) ->
         return simulate_modules(plan)
     if durations:
         return simulate_recorded(plan, durations)
-    if not (plan.variation.is_nothing and replicas_lie_alike(plan)):
+    if not (plan.variation.is_nothing and replicas_placed_equally(plan)):
         return simulate_varied(plan)
     return simulate_first(plan)

@@ -60,20 +60,20 @@ class Profile:
     a kernel all the same. `expert_bias_in_steps`: biases of the experts' results are added expert by expert, in kernels
     of their own. `fused_loss`: the cross-entropy runs in few passes over the logits. `fused_gradients`: weight-gradient
     products add to the sum over microbatches themselves. `context_overlap`: keys and values travel while attention
-    works on those that are there. `tables_together`: under ZeRO-3 embedding and head are gathered and reduced as one
-    unit, before the first layer and after the last. `gathers_by_tensor`: ZeRO-3 gathers weights and scatters gradients
-    tensor by tensor, each in a list with a part for every rank, and nothing runs beside it. `gather_ahead_elements`:
-    ZeRO-3 starts gathers, a block's dense weights and its experts apart, until so many parameters are under way, and
-    lets as many gradients wait for their reduction; `one_queue`: with sequence parallelism all kernels reach the device
-    through one queue, where what adds up reduced gradients holds back the kernels behind it, so that nothing runs
-    beside a reduction. `gather_copy_bytes`, `reduce_copy_bytes`: what a device moves per parameter to unpack gathered
-    weights, and to pack and scale 16-bit gradients before they are reduced and scattered; `reduce_cast_bytes` more
-    where they are reduced in fp32. `dropout`: residuals and attention probabilities pass a dropout. `gradient_dtype`:
-    what gradients are added up and reduced in; "fp32-of-bf16" is fp16 for fp16 weights and fp32 for others
-    (accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, v2.5 as later; DeepSpeed's BF16_Optimizer).
-    `optimizer_bytes`: memory traffic of the step per parameter. `cuda_graphs`: launches cost the host nothing.
-    `launch_blocking`: the host launches nothing before the last kernel has ended. `expert_overlap`: a forward's
-    exchanges of tokens between experts run beside the backward of another microbatch, and the reverse.
+    works on those that are there. `tables_in_one_gather`: under ZeRO-3 embedding and head are gathered and reduced as
+    one unit, before the first layer and after the last. `gathers_by_tensor`: ZeRO-3 gathers weights and scatters
+    gradients tensor by tensor, each in a list with a part for every rank, and nothing runs beside it.
+    `gather_ahead_elements`: ZeRO-3 starts gathers, a block's dense weights and its experts apart, until so many
+    parameters are under way, and lets as many gradients wait for their reduction; `one_queue`: with sequence
+    parallelism all kernels reach the device through one queue, where what adds up reduced gradients holds back the
+    kernels behind it, so that nothing runs beside a reduction. `gather_copy_bytes`, `reduce_copy_bytes`: what a device
+    moves per parameter to unpack gathered weights, and to pack and scale 16-bit gradients before they are reduced and
+    scattered; `reduce_cast_bytes` more where they are reduced in fp32. `dropout`: residuals and attention probabilities
+    pass a dropout. `gradient_dtype`: what gradients are added up and reduced in; "fp32-of-bf16" is fp16 for fp16
+    weights and fp32 for others (accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, v2.5 as later; DeepSpeed's
+    BF16_Optimizer). `optimizer_bytes`: memory traffic of the step per parameter. `cuda_graphs`: launches cost the host
+    nothing. `launch_blocking`: the host launches nothing before the last kernel has ended. `expert_overlap`: a
+    forward's exchanges of tokens between experts run beside the backward of another microbatch, and the reverse.
     `overlaps_in_pairs`: "always" where a pair of a schedule does so unasked; "asked" where pairs alone do so, with
     `expert_overlap`. `dispatch_once`: a token is sent once to each node that has some of its experts (inside a node: to
     each device), not to each expert. `amax_reduction`: with fp8, the ranks that agree on the largest magnitudes of
@@ -119,7 +119,7 @@ class Profile:
     launch_blocking: bool = False
     host_calls: float = 1.0
     engine_share: float = 0.0
-    tables_together: bool = False
+    tables_in_one_gather: bool = False
     gathers_by_tensor: bool = False
     gather_ahead_elements: float = inf
     one_queue: bool = False

@@ -233,7 +233,7 @@ _FSDP2 = Profile(
     overlap_param_gather=True,
     attention_kernel="flash-2",
     context_overlap=True,
-    tables_together=True,
+    tables_in_one_gather=True,
     gather_copy_bytes=FSDP2_GATHER_COPY_BYTES,
     reduce_copy_bytes=FSDP2_REDUCE_COPY_BYTES,
     reduce_cast_bytes=FSDP2_REDUCE_CAST_BYTES,
@@ -276,7 +276,7 @@ _XLA = replace(
     fused_loss=True,
     # jax.checkpoint: dead code is taken out of what a backward computes again (jax/_src/ad_checkpoint.py)
     recomputation_stops_early=True,
-    tables_together=False,
+    tables_in_one_gather=False,
     gather_copy_bytes=0.0,
     reduce_copy_bytes=0.0,
     reduce_cast_bytes=0.0,

@@ -18,7 +18,7 @@ import numpy as np
 from ...core.base.errors import PlanError
 from ...core.plan.plan import ModularPlan, ModulePlan
 from ...core.plan.schedule_of import modular_schedule, part_schedule
-from ...core.program.bridge import parcels, stage_grid
+from ...core.program.bridge import bridge_messages, stage_grid
 from ...core.program.work import activation_bytes
 from ...core.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 from ...core.schedule.schedule import Schedule
@@ -109,9 +109,9 @@ def bridge_bytes(
     giving, taking = reversed(grids) if backward else grids
     width = activation_bytes(plan.precision.dtype)
     found: dict[tuple[int, int], int] = {}
-    for parcel in parcels(giving, taking, plan.batch.micro_size):
-        ends = parcel.message.source, parcel.message.destination
-        found[ends] = found.get(ends, 0) + width * parcel.message.num_items
+    for bridged in bridge_messages(giving, taking, plan.batch.micro_size):
+        ends = bridged.message.source, bridged.message.destination
+        found[ends] = found.get(ends, 0) + width * bridged.message.num_items
     return found
 
 

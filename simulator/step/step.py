@@ -131,10 +131,10 @@ def run_plan(graph: Graph, pricing: Pricing) -> Run:
     run = (
         execute(graph, duration_s, **overlap) if links is None else execute_shared(graph, duration_s, links, **overlap)
     )
-    return _steps_together(run, duration_s) if pricing.plan.optimizer.clip_grad_norm else run
+    return _steps_at_once(run, duration_s) if pricing.plan.optimizer.clip_grad_norm else run
 
 
-def _steps_together(run: Run, duration: np.ndarray) -> Run:
+def _steps_at_once(run: Run, duration: np.ndarray) -> Run:
     """With clipping no rank may step before the global norm is known, hence before the last rank's
     gradients are reduced."""
     steps = np.flatnonzero(run.graph.schedule.actions.kind == Kind.STEP)

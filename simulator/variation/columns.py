@@ -21,7 +21,7 @@ from ..cost.pricing import Pricing
 from ..engine.attribution import Sorts
 from ..engine.seconds import Seconds
 from ..network.link_shares import DegradedSpreads, LinkShares, rank_index
-from ..network.placement import replicas_lie_alike, shift_of
+from ..network.placement import replicas_placed_equally, shift_of
 from ..network.spreads import Spreads
 
 SHARED_BY_EXPERTS = (Kind.F, Kind.B, Kind.I, Kind.OVERLAP_F_B)
@@ -76,7 +76,7 @@ class _Conditions:
         self._present = np.stack([(kinds == number).any(axis=(0, 1)) for number in range(len(self._classes))], axis=-1)
         has_faults = bool(variation.slow_links or variation.failed_links)
         self._links = LinkShares(plan) if has_faults else None
-        self._lies_alike = replicas_lie_alike(plan)
+        self._placed_equally = replicas_placed_equally(plan)
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._gathers_scheduled = any(sort.kind is Kind.UNSHARD for sort in sorts.sorts)
 
@@ -87,7 +87,7 @@ class _Conditions:
     def _place(self, dp_rank: int) -> tuple[bytes, int]:
         """Equal for data-parallel ranks whose groups lie alike and have equally slow links."""
         links = self._links.signature(dp_rank) if self._links else b""
-        return links, 0 if self._lies_alike else shift_of(self._plan, dp_rank)
+        return links, 0 if self._placed_equally else shift_of(self._plan, dp_rank)
 
     def prices(self, dp_rank: int) -> tuple[Seconds, ...]:
         """Seconds of every sort of action: of the slowest kind of device that a cell has, and its slowest device."""
@@ -108,7 +108,7 @@ class _Conditions:
             spreads: Spreads | None = None
             if self._links:
                 spreads = DegradedSpreads(plan, self._links, dp_rank)
-            elif not self._lies_alike:
+            elif not self._placed_equally:
                 spreads = Spreads(plan, dp_rank)
             self._pricings[key] = Pricing(
                 plan, gathers_scheduled=self._gathers_scheduled, spreads=spreads, expert_load=self._load
@@ -133,11 +133,11 @@ def couplings_of(plan: Plan) -> tuple[dict[Kind, int], np.ndarray]:
     backward. With a global gradient norm or sharded weights the step is taken together.
     """
     layout, dp = plan.layout, plan.layout.dp
-    order, together = _expert_blocks(plan)
+    order, block_size = _expert_blocks(plan)
     couplings = dict.fromkeys((Kind.REDUCE_GRAD, Kind.UNSHARD), dp)
     if plan.optimizer.clip_grad_norm or layout.zero:
         couplings[Kind.STEP] = dp
-    tied = dict.fromkeys(SHARED_BY_EXPERTS, together)
+    tied = dict.fromkeys(SHARED_BY_EXPERTS, block_size)
     if layout.zero == 3 or layout.zero == 2:
         shard = dp if plan.data_parallel.shard is None else max(1, plan.data_parallel.shard // layout.cp)
         sharded = shard if layout.zero == 3 else dp
@@ -163,5 +163,5 @@ def _expert_blocks(plan: Plan) -> tuple[np.ndarray, int]:
         members = np.unique(dp_of[group])
         block[np.isin(block, block[members])] = block[members].min()
     sizes = np.unique(block, return_counts=True)[1]
-    together = int(sizes[0]) if len(set(sizes.tolist())) == 1 else layout.dp
-    return np.argsort(block, kind="stable"), together
+    block_size = int(sizes[0]) if len(set(sizes.tolist())) == 1 else layout.dp
+    return np.argsort(block, kind="stable"), block_size

@@ -26,7 +26,7 @@ from ..engine.replicas import ReplicaRun, execute_replicas
 from ..engine.seconds import GRID, Seconds
 from ..memory.capacity import capacity_of_class
 from ..memory.memory import RankMemory
-from ..network.placement import replicas_lie_alike
+from ..network.placement import replicas_placed_equally
 from ..stack.provenance import Origin
 from ..step.step import Simulation, report_of, simulate_first
 from .columns import Columns, columns_of
@@ -71,15 +71,15 @@ def simulate_varied(plan: Plan) -> Simulation:
     found = _with_differences(plan) if plan.variation.has_differences else _again(plan, nominal)
     step_s = found.report["step_time_s"]
     if plan.variation.has_differences or plan.variation.is_random:
-        told: dict[str, Any] = {"nominal_step_time_s": nominal.report["step_time_s"], "replica": found.dp_rank}
-        told["slowed_by"] = step_s / nominal.report["step_time_s"]
+        report: dict[str, Any] = {"nominal_step_time_s": nominal.report["step_time_s"], "replica": found.dp_rank}
+        report["slowed_by"] = step_s / nominal.report["step_time_s"]
         if plan.variation.device_classes:
-            told["device_classes"] = _classes(plan, found.memory)
+            report["device_classes"] = _classes(plan, found.memory)
         if plan.variation.is_random:
             sampled = sample_steps(plan)
-            told |= sampled.report(plan)
+            report |= sampled.report(plan)
             step_s = float(sampled.step_s.mean())
-        found.report["variation"] = told
+        found.report["variation"] = report
     if plan.variation.device_mtbf_s is not None:
         found.report["goodput"] = goodput_of(plan, step_s).report()
     found.report["provenance"] = {
@@ -91,7 +91,7 @@ def simulate_varied(plan: Plan) -> Simulation:
 
 def _without_differences(plan: Plan) -> Simulation:
     """The step of a plan whose `variation` says nothing: its replicas may still lie differently over nodes."""
-    return simulate_first(plan) if replicas_lie_alike(plan) else _with_differences(plan)
+    return simulate_first(plan) if replicas_placed_equally(plan) else _with_differences(plan)
 
 
 def _again(plan: Plan, nominal: Simulation) -> Simulation:
@@ -154,20 +154,22 @@ class Sampled:
     def report(self, plan: Plan) -> dict[str, Any]:
         """The JSON keys."""
         step_s = self.step_s
-        told: dict[str, Any] = {"samples": len(step_s), "seed": plan.variation.seed}
+        report: dict[str, Any] = {"samples": len(step_s), "seed": plan.variation.seed}
         summary = {"mean": step_s.mean(), "std": step_s.std(), "min": step_s.min()}
         summary |= {
             f"p{percent}": value for percent, value in zip(PERCENTILES, np.percentile(step_s, PERCENTILES), strict=True)
         }
-        told["sampled_step_time_s"] = {name: float(value) for name, value in (summary | {"max": step_s.max()}).items()}
-        told["tokens_per_s"] = plan.batch.global_size * plan.batch.sequence / float(step_s.mean())
+        report["sampled_step_time_s"] = {
+            name: float(value) for name, value in (summary | {"max": step_s.max()}).items()
+        }
+        report["tokens_per_s"] = plan.batch.global_size * plan.batch.sequence / float(step_s.mean())
         if self.loads is not None:
             of_layers = self.loads.of_layers
             busiest = {"mean": of_layers.mean(), "p99": np.percentile(of_layers, 99), "max": of_layers.max()}
-            told["expert_load"] = {name: float(value) for name, value in busiest.items()}
-            told["expert_max_violation"] = self.loads.max_violation
-            told["dropped_tokens_share"] = self.loads.dropped_share
-        return told
+            report["expert_load"] = {name: float(value) for name, value in busiest.items()}
+            report["expert_max_violation"] = self.loads.max_violation
+            report["dropped_tokens_share"] = self.loads.dropped_share
+        return report
 
 
 def sample_steps(plan: Plan) -> Sampled:

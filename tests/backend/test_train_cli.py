@@ -60,10 +60,10 @@ def test_dry_run_groups_equal_ranks_within_the_terminals_width_and_starts_nothin
 def test_dry_run_tells_the_memory_of_fit_with_zero_and_whose_samples_are_whose(capsys):
     options = [*PLAN, "--devices", "4", "--pp", "2", "--zero", "1", "--global-batch", "6"]
     assert main(["fit", *options, "--json"]) == 0
-    told = {row["pp_rank"]: row["peak_memory_bytes"] for row in json.loads(capsys.readouterr().out)["per_rank"]}
+    reported = {row["pp_rank"]: row["peak_memory_bytes"] for row in json.loads(capsys.readouterr().out)["per_rank"]}
     assert main(["train", *options, "--dry-run", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert {group["pp"]: group["peak_memory_bytes"] for group in report["groups"]} == told
+    assert {group["pp"]: group["peak_memory_bytes"] for group in report["groups"]} == reported
     assert [group["ranks"] for group in report["groups"]] == [[[0, 1]], [[2, 3]]]
     assert [group["samples"] for group in report["groups"]] == [[0, 6], [0, 6]]
     assert [rank["samples"] for rank in report["ranks"]] == [[0, 3], [3, 6], [0, 3], [3, 6]]

@@ -234,8 +234,10 @@ def test_rows_of_the_repository_are_found_without_options():
 
 def test_without_the_repository_one_sentence_says_where_the_rows_are(tmp_path, capsys):
     assert main(["--data", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert "they belong to shardproof's repository, in benchmarks/published/rows" in told and told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert (
+        "they belong to shardproof's repository, in benchmarks/published/rows" in reported and reported.count("\n") == 1
+    )
 
 
 def test_command_names_a_source_that_is_not_there(tmp_path, capsys):

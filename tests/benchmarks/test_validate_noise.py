@@ -198,7 +198,7 @@ def test_a_source_is_held_to_its_own_repetitions_before_those_it_shares():
 
 def test_composed_rows_that_share_a_layer_time_fall_into_one_half():
     rows = [one for layers in (0.003, 0.004) for one in composed(layers)]
-    assert len({one.likeness for one in rows}) == 1 and len({is_calibration(one) for one in rows}) == 1
+    assert len({one.setting_key for one in rows}) == 1 and len({is_calibration(one) for one in rows}) == 1
 
 
 @pytest.mark.parametrize(("name", "value"), [("engine_share", 0.3), ("host_calls", 20.0)])

@@ -8,10 +8,10 @@ import pytest
 
 from shardproof import Plan, Schedule, assert_bitwise, assert_fits, assert_schedule
 from shardproof.core.base.errors import PlanError
-from shardproof.core.base.findings import Finding, ProofFailed, Spot
+from shardproof.core.base.findings import Finding, Location, ProofFailed
 from shardproof.core.schedule import build, lower
+from shardproof.verify.schedule.locations import location_of
 from shardproof.verify.schedule.rules import COLLECTIVE_RULES, DEADLOCK_RULES
-from shardproof.verify.schedule.spots import spot_of
 
 TEXT = """
 [model]
@@ -53,15 +53,15 @@ def test_right_ones_pass_in_every_form(tmp_path: Path) -> None:
 
 def test_a_schedule_that_leaves_out_a_backward_fails_at_its_row(tmp_path: Path) -> None:
     path = written(tmp_path / "wrong.csv", WITHOUT_BACKWARD)
-    for form, spot in (
-        (path, Spot(str(path), 2)),
-        (WITHOUT_BACKWARD, Spot()),
-        (Schedule.from_csv(WITHOUT_BACKWARD), Spot()),
+    for form, location in (
+        (path, Location(str(path), 2)),
+        (WITHOUT_BACKWARD, Location()),
+        (Schedule.from_csv(WITHOUT_BACKWARD), Location()),
     ):
         with pytest.raises(ProofFailed, match="missing-backward at rank 1") as caught:
             assert_schedule(form)
         ((finding, place),) = caught.value.findings
-        assert (finding.rule, place) == ("missing-backward", spot)
+        assert (finding.rule, place) == ("missing-backward", location)
 
 
 def test_the_schedule_file_of_a_plan_is_named_and_no_rank_is_started_for_it(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_schedule_file_of_a_plan_is_named_and_no_rank_is_started_for_it(tmp_
     for check in (assert_schedule, assert_bitwise):
         with pytest.raises(ProofFailed, match="receive-without-send") as caught:
             check(plan)
-        assert caught.value.findings[0][1] == Spot(str(path), 2)
+        assert caught.value.findings[0][1] == Location(str(path), 2)
 
 
 def test_a_plan_that_does_not_fit_fails_at_the_memory_of_its_device(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_a_plan_that_does_not_fit_fails_at_the_memory_of_its_device(tmp_path: Pa
                 TEXT.replace("num_devices = 6", "num_devices = 6\ndevice_memory_bytes = 1048576"),
             )
         )
-    ((finding, spot),) = caught.value.findings
-    assert (finding.rule, spot.line) == ("out-of-memory", 7)
+    ((finding, location),) = caught.value.findings
+    assert (finding.rule, location.line) == ("out-of-memory", 7)
 
 
 def test_a_schedule_where_only_a_plan_makes_sense_and_a_wrong_plan_are_refused() -> None:
@@ -109,5 +109,5 @@ def test_a_schedule_where_only_a_plan_makes_sense_and_a_wrong_plan_are_refused()
 )
 def test_findings_belong_to_the_key_they_are_about(tmp_path: Path, finding: Finding, line: int) -> None:
     plan = str(written(tmp_path / "plan.toml", TEXT))
-    assert spot_of(finding, plan) == Spot(plan, line)
-    assert spot_of(finding, None) == spot_of(finding, str(tmp_path)) == Spot()
+    assert location_of(finding, plan) == Location(plan, line)
+    assert location_of(finding, None) == location_of(finding, str(tmp_path)) == Location()

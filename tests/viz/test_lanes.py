@@ -50,8 +50,8 @@ def test_other_pairs_stay_one_above_the_other(full, measured):
     for other, scale in ((replace(measured, source="predicted"), "auto"), (otherwise, "auto"), (measured, "own")):
         panels = build_scene(full, PAPER, compare=other, scale=scale).panels
         assert [len(panel.rows) for panel in panels] == [2, 2]
-    told = build_scene(full, PAPER, compare=otherwise).panels[1].notes
-    assert told == ("other actions or another order on rank 0, lane compute",)
+    reported = build_scene(full, PAPER, compare=otherwise).panels[1].notes
+    assert reported == ("other actions or another order on rank 0, lane compute",)
 
 
 def test_lanes_are_compared_one_by_one(full, measured):

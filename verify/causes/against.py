@@ -18,16 +18,16 @@ from ...core.base.digest import Digest, Region, full_region
 from ...core.base.findings import Finding
 from ...core.plan.plan import ModularPlan, Plan
 from ..ledger.compare import Difference, compare, whole_summary
+from ..ledger.duplicates import PHASES, firsts
 from ..ledger.file import RecordedLedger, SavedLedger
 from ..ledger.ledger import BROUGHT, GATHERED, HELD_OUT, NO_STEP, RECOMPUTED, SCALAR, Key, Piece
 from ..ledger.modules import AnyPlan, own_key, plan_of_rank
-from ..ledger.relations import HINTS, ROUNDING, Around, Relation, earlier, relate
+from ..ledger.relations import HINTS, ROUNDING, Evidence, Relation, earlier, relate
 from ..ledger.summary import Summary
-from ..ledger.twice import PHASES, firsts
 from ..run.bounds import StepBounds
 from .axes import likely_axes, wrong_gradients
-from .closer import closer, with_flip
 from .describe import differing_words, divergence, later, problem_words, where_words
+from .summaries import explained_by_summaries, with_flip
 
 HOW_KEYS = frozenset(
     {"batch.micro_size", "numerics.mode", "precision.gradient_dtype", "train.timeout_s", "train.steps"}
@@ -142,19 +142,22 @@ class _Judge:
         axes = likely_axes(
             plan, own_key(self.run.plan, key), difference.global_ranks, holders, self._gradients[key.step]
         )
-        around = Around(layout=plan.layout, axes=axes)
+        evidence = Evidence(layout=plan.layout, axes=axes)
         if right is None:
             whole, of_run = whole_summary(expected), whole_summary(found, piece)
-            relation = relate(whole, of_run, around)
+            relation = relate(whole, of_run, evidence)
             return replace(
                 difference, relation=self._with_flip(key, relation, whole, of_run, piece, full_region(piece.shape))
             )
-        around = replace(around, before=earlier(key, piece, self.run.run), others=self._others(key, piece))
-        relation = relate(right.summary, piece.summary, around)
+        evidence = replace(evidence, before=earlier(key, piece, self.run.run), others=self._others(key, piece))
+        relation = relate(right.summary, piece.summary, evidence)
         relation = self._with_flip(key, relation, right.summary, piece.summary, piece, piece.region)
         copies = [each for each in found if each.region == piece.region]
         return replace(
-            difference, relation=closer(relation, right.summary, piece.summary, piece, copies, ROUNDING[around.dtype])
+            difference,
+            relation=explained_by_summaries(
+                relation, right.summary, piece.summary, piece, copies, ROUNDING[evidence.dtype]
+            ),
         )
 
     def _with_flip(
@@ -181,8 +184,8 @@ class _Judge:
             words = f"sample {other.sample}" if other.tensor == key.tensor else other.tensor
             found |= {each.digest: words for each in pieces if other != key and each.region == piece.region}
         right = self.reference.run.pieces.get(key, ())
-        parts = {each.summary.alike: each.global_rank for each in right if each.region != piece.region}
-        return found | {alike: f"rank {rank} of the reference" for alike, rank in parts.items()}
+        parts = {each.summary.value_digest: each.global_rank for each in right if each.region != piece.region}
+        return found | {value_digest: f"rank {rank} of the reference" for value_digest, rank in parts.items()}
 
     @cached_property
     def _by_place(self) -> dict[tuple[int, str], dict[Key, Sequence[Piece]]]:
@@ -199,23 +202,23 @@ def _digests(pieces: Sequence[Piece], region: Region) -> set[Digest]:
 
 def _other_problem(plan: AnyPlan, reference: AnyPlan) -> Iterator[Finding]:
     """What the two runs were to compute otherwise, as one finding."""
-    told = []
+    differing = []
     models = [
         [(part.name, part.model) for part in each.parts] if isinstance(each, ModularPlan) else each.model
         for each in (plan, reference)
     ]
     if models[0] != models[1]:
-        told.append("the models are others")
+        differing.append("the models are others")
     for section in OF_THE_PROBLEM:
         one, other = getattr(plan, section), getattr(reference, section)
-        told += [
+        differing += [
             f"{section}.{entry.name} is {getattr(one, entry.name)!r} and was {getattr(other, entry.name)!r}"
             for entry in fields(one)
             if f"{section}.{entry.name}" not in HOW_KEYS and getattr(one, entry.name) != getattr(other, entry.name)
         ]
-    if told:
+    if differing:
         hint = "Compare runs of one problem: only layout, schedule, recomputation and machines may differ."
-        yield Finding("other-problem", "error", "the plans", f"{'; '.join(told)}.", hint)
+        yield Finding("other-problem", "error", "the plans", f"{'; '.join(differing)}.", hint)
 
 
 def other_machines(run: SavedLedger | RecordedLedger, reference: SavedLedger | RecordedLedger) -> Iterator[Finding]:

@@ -30,14 +30,14 @@ from ..ledger.ledger import (
     RunLedger,
 )
 from ..ledger.modules import AnyPlan, own_key, plan_of_rank
-from ..ledger.relations import Around, Class, Known, Relation, earlier, relate, relate_values
+from ..ledger.relations import Class, Evidence, Known, Relation, earlier, relate, relate_values
 from ..ledger.summary import summarize
 from ..run.contributions import Contributions, Part
 from .axes import likely_axes, wrong_gradients
-from .local_means import told_by_counts
-from .norms import Squares, Suspects, told_by_squares
+from .local_means import explained_by_counts
+from .norms import Squares, Suspects, explained_by_squares
 from .part_groups import rank_of_token
-from .sums import told_by_columns, told_by_moved_use, told_by_narrow_operands, told_by_parts
+from .sums import explained_by_columns, explained_by_moved_use, explained_by_narrow_operands, explained_by_parts
 
 MOST_SAMPLES = 16
 LOSSES = "head.losses"
@@ -117,13 +117,13 @@ class Captured:
         plain = next((each for each in relations if not each.is_rough), None)
         if plain is None or plain.kind in ("scaled", "doubled"):
             for piece, related in zip(pieces, relations, strict=False):
-                if (told := self._counted(key, piece)) is not None:
-                    return replace(related, kind=told[0], words=told[1])
+                if (explained := self._counted(key, piece)) is not None:
+                    return replace(related, kind=explained[0], words=explained[1])
         if plain is not None:
             return plain
         for piece, related in zip(pieces, relations, strict=False):
-            if (told := self._told(key, piece, axes)) is not None:
-                return replace(related, kind=told[0], words=told[1])
+            if (explained := self._explained(key, piece, axes)) is not None:
+                return replace(related, kind=explained[0], words=explained[1])
         return next((each for each in relations if each.kind != "other values"), relations[0])
 
     def _is_wrong(self, key: Key, piece: Piece) -> bool:
@@ -134,7 +134,7 @@ class Captured:
     def _related(self, key: Key, piece: Piece, axes: Sequence[str]) -> Relation:
         """By itself: among its own elements, those of other samples and steps, and other tensors."""
         part = plan_of_rank(self.plan, piece.global_rank)
-        around = Around(
+        evidence = Evidence(
             before=earlier(key, piece, self.wrong),
             others=self._others(key, piece),
             layout=part.layout,
@@ -145,9 +145,9 @@ class Captured:
             of_counts=own_key(self.plan, key).tensor in {each.name for each in expert_biases(part.model)},
         )
         if key.phase == SCALAR:
-            return relate(self.right.pieces[key][0].summary, piece.summary, around)
+            return relate(self.right.pieces[key][0].summary, piece.summary, evidence)
         expected, found = part_of(self._whole(key), piece.region), piece.load()
-        return relate_values(expected, found, piece.shape, piece.region, around)
+        return relate_values(expected, found, piece.shape, piece.region, evidence)
 
     def _axes(self, difference: Difference) -> tuple[str, ...]:
         """Those that may have made a multiple of a tensor."""
@@ -180,7 +180,7 @@ class Captured:
         for each in self.wrong.pieces[key]:
             if each.region != piece.region:
                 own = part_of(self._whole(key), each.region)
-                found[summarize(own, each.shape, each.region).alike] = f"rank {each.global_rank}"
+                found[summarize(own, each.shape, each.region).value_digest] = f"rank {each.global_rank}"
         return found
 
     def _known(self, key: Key, piece: Piece) -> Iterator[Known]:
@@ -192,7 +192,7 @@ class Captured:
             same = (other.phase, other.tensor) == (key.phase, key.tensor)
             if (
                 not same
-                or self.right.pieces[other][0].kept is None
+                or self.right.pieces[other][0].stored is None
                 or len(self.right.pieces[other][0].shape) != len(piece.shape)
             ):
                 continue
@@ -216,7 +216,7 @@ class Captured:
         counted = [part for part, value in self._token_losses(key) if value]
         if not parts or not counted:
             return None
-        return told_by_counts(plan, parts, values, np.atleast_1d(found - expected), counted, _dtype(plan, key))
+        return explained_by_counts(plan, parts, values, np.atleast_1d(found - expected), counted, _dtype(plan, key))
 
     def _parts_of_mean(self, key: Key, piece: Piece) -> tuple[list[Part], np.ndarray]:
         """What of a tensor has tokens of its own: samples and tokens of a gradient or a loss; the tensor of
@@ -244,17 +244,17 @@ class Captured:
         values = ((each.sample, at, float(value)) for each in losses for at, value in enumerate(self._whole(each)))
         return [(Part(sample, (at, at + 1)), value) for sample, at, value in values]
 
-    def _told(self, key: Key, piece: Piece, axes: Sequence[str]) -> tuple[Class, str] | None:
+    def _explained(self, key: Key, piece: Piece, axes: Sequence[str]) -> tuple[Class, str] | None:
         plan = plan_of_rank(self.plan, piece.global_rank)
         if key.phase == SCALAR:
-            return self._scalar_told(plan, key, piece)
+            return self._explained_scalar(plan, key, piece)
         expected, found = part_of(self._whole(key), piece.region), piece.load()
         if self.parts.exists() and isinstance(self.plan, Plan):
             whole = Contributions.load(self.parts)
             scale = _scale(whole.values.sum(0), self._whole(key))
             box = tuple(slice(lo, hi) for lo, hi in piece.region)
             own = Contributions(whole.parts, whole.values[(slice(None), *box)])
-            told = told_by_parts(
+            explained = explained_by_parts(
                 plan,
                 piece.global_rank,
                 expected,
@@ -265,14 +265,14 @@ class Captured:
                 dtype=_dtype(plan, key),
                 axes=axes,
             )
-            if told is None and whole.narrow is not None:
-                told = told_by_narrow_operands(expected, found, whole.narrow[box])
-            told = told or told_by_moved_use(expected, found, whole, box, scale)
-            if told is not None:
-                return told
+            if explained is None and whole.narrow is not None:
+                explained = explained_by_narrow_operands(expected, found, whole.narrow[box])
+            explained = explained or explained_by_moved_use(expected, found, whole, box, scale)
+            if explained is not None:
+                return explained
         columns = {words: part_of(values, piece.region) for words, values in self._columns(plan, key)}
         extra = {words: (kind, part_of(values, piece.region)) for words, kind, values in self._extra(plan, key)}
-        return told_by_columns(expected, found, columns, extra, dtype=_dtype(plan, key))
+        return explained_by_columns(expected, found, columns, extra, dtype=_dtype(plan, key))
 
     def _columns(self, plan: Plan, key: Key) -> Iterator[tuple[str, np.ndarray]]:
         """What a tensor is the sum of, in words, where it is not recorded as a sum."""
@@ -302,9 +302,9 @@ class Captured:
             yield "a weight decay that it does not have", "scaled", _decay(plan, old)
 
     def _has(self, key: Key) -> bool:
-        return key in self.right.pieces and self.right.pieces[key][0].kept is not None
+        return key in self.right.pieces and self.right.pieces[key][0].stored is not None
 
-    def _scalar_told(self, plan: Plan, key: Key, piece: Piece) -> tuple[Class, str] | None:
+    def _explained_scalar(self, plan: Plan, key: Key, piece: Piece) -> tuple[Class, str] | None:
         right, found = float(self._whole(key)), float(piece.load())
         if key.tensor == "grad_norm":
             held = {each.tensor: each for each in context_of(key, self.right) if self._has(each)}
@@ -312,13 +312,13 @@ class Captured:
             squares = Squares.of_values(
                 elements, {name: self.wrong.pieces.get(each, ()) for name, each in held.items()}
             )
-            return told_by_squares(right, found, squares, Suspects.of_plan(plan, squares))
+            return explained_by_squares(right, found, squares, Suspects.of_plan(plan, squares))
         if not (parts := self._token_losses(key)):
             return None
         labels, values = zip(*parts, strict=True)
         own = Contributions(labels, np.array(values)[:, None])
         scale = _scale(own.values.sum(0), np.array([right]))
-        return told_by_parts(
+        return explained_by_parts(
             plan, piece.global_rank, np.array([right]), np.array([found]), own, scale=scale, dtype="fp32"
         )
 

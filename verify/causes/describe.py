@@ -33,7 +33,7 @@ _PROBLEMS: Mapping[Problem, str] = {
     "unclear": "these ranks of the reference hold the same tensor and have other bits",
 }
 
-_TWICE: Mapping[str, str] = {
+_DUPLICATES: Mapping[str, str] = {
     GATHERED: (
         "What ranks bring together is right: look at the gather, at what it waits for, and at who writes into "
         "its buffer."
@@ -235,8 +235,8 @@ def _first_words(
 
 def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
     """Which reduction to look at: the one over the axis that separates wrong replicas from right ones."""
-    if (twice := _TWICE.get(first.key.phase)) is not None:
-        return twice
+    if (words := _DUPLICATES.get(first.key.phase)) is not None:
+        return words
     wrong = set(first.global_ranks)
     regions = {piece.region for piece in run.pieces[first.key] if piece.global_rank in wrong}
     right = {piece.global_rank for piece in run.pieces[first.key] if piece.region in regions} - wrong

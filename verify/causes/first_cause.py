@@ -12,9 +12,9 @@ import numpy as np
 from ...core.base.digest import bit_words
 from ...core.plan.plan import Plan
 from ..ledger.compare import Difference, Values, compare, ranks_of
+from ..ledger.duplicates import as_two_runs, is_of_all, sources_of
 from ..ledger.ledger import ACTIVATION, RECOMPUTED, Key, Piece, RunLedger
 from ..ledger.modules import plan_of_rank
-from ..ledger.twice import as_two_runs, is_of_all, sources_of
 from ..run.proof_run import (
     PARTS_FILE,
     ProofJob,
@@ -44,12 +44,12 @@ def run_against(
     differences = compare(reference, run, job.plan.model if isinstance(job.plan, Plan) else job.plan)
     if differences:
         progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
-        one = replace(job, plan=one_device(job.plan), fault=None, around=None, skips_not_finite=False)
-        differences = _look_closer(differences, reference, run, one, job, transport)
+        one = replace(job, plan=one_device(job.plan), fault=None, wraps_rank=None, skips_not_finite=False)
+        differences = _with_values(differences, reference, run, one, job, transport)
     return run, differences
 
 
-def _look_closer(
+def _with_values(
     differences: Sequence[Difference],
     reference: RunLedger,
     run: RunLedger,
@@ -71,8 +71,8 @@ def _look_closer(
         if first_ranks := differences[0].global_ranks:
             dtype = plan_of_rank(many.plan, first_ranks[0]).precision.dtype
             right, wrong = as_two_runs(differences[0].key, right, wrong, first_ranks[0], dtype=dtype, folder=folders[0])
-        kept = {each.key for each in differences if each.key in chosen and each.key in right.pieces}
-        first, *rest = [explain(each, right, wrong) if each.key in kept else each for each in differences]
+        explained = {each.key for each in differences if each.key in chosen and each.key in right.pieces}
+        first, *rest = [explain(each, right, wrong) if each.key in explained else each for each in differences]
         if first.values is not None:
             captured = Captured(
                 many.plan, right, wrong, run, frozenset(each.key for each in differences), folders[0] / PARTS_FILE

@@ -24,7 +24,7 @@ Multiples = tuple[dict[Label, float], str]
 """How often each group is in a sum, and how that is said."""
 
 
-def told_by_counts(
+def explained_by_counts(
     plan: Plan, parts: Sequence[Part], values: np.ndarray, difference: np.ndarray, counted: Sequence[Part], dtype: str
 ) -> tuple[Class, str] | None:
     """Kind and words of a sum of `values` [parts, ...] that is off by `difference` [...] because parts of it were
@@ -45,8 +45,8 @@ def told_by_counts(
 
 def _suspects(plan: Plan, counts: Mapping[Label, int]) -> Iterator[Multiples]:
     total, number = sum(counts.values()), len(counts)
-    told = "; ".join(f"{count} of {named(plan, [label])}" for label, count in list(counts.items())[:4])
-    shown = f"{told}{f' and {number - 4} more' if number > 4 else ''}"
+    explained = "; ".join(f"{count} of {named(plan, [label])}" for label, count in list(counts.items())[:4])
+    shown = f"{explained}{f' and {number - 4} more' if number > 4 else ''}"
     own = {label: total / count for label, count in counts.items()}
     yield own, f"each part is divided by its own number of tokens, {shown}, and not by all {total}"
     yield (

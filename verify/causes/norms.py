@@ -101,7 +101,7 @@ class Suspects:
         return cls(groups, {f"rank {rank}": {rank} for rank in ranks}, None, SAME)
 
 
-def told_by_squares(right: float, found: float, squares: Squares, suspects: Suspects) -> tuple[Class, str] | None:
+def explained_by_squares(right: float, found: float, squares: Squares, suspects: Suspects) -> tuple[Class, str] | None:
     """Kind and words of a norm `found` where `right` is right. None where no count of some
     parameters gives that norm."""
     total = math.fsum(squares.whole.values())
@@ -123,8 +123,8 @@ def told_by_squares(right: float, found: float, squares: Squares, suspects: Susp
                 if rank in ranks
             }
             if 0 < (part := math.fsum(own.values())) < of_group * (1 - suspects.same):
-                told = f"of the squares of {words} only those that {holders} holds are counted"
-                matches.append((abs(lack + of_group - part), "missing", told))
+                explained = f"of the squares of {words} only those that {holders} holds are counted"
+                matches.append((abs(lack + of_group - part), "missing", explained))
     off, kind, words = min(matches, key=lambda match: match[0])
     if off <= suspects.same * max(total, total + lack) and off <= EXPLAINED * abs(lack):
         return kind, words

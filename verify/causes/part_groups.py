@@ -87,17 +87,19 @@ def in_words(plan: Plan, global_rank: int, factors: Mapping[Label, Fraction], ax
         return in_ratio(next(iter(factors.values())), plan.layout, axes)
     counted = {label: factor for label, factor in factors.items() if label != (("rest", 0),)}
     lost = [label for label, factor in factors.items() if factor == 0]
-    kept = {label: factor for label, factor in counted.items() if factor != 0}
+    present = {label: factor for label, factor in counted.items() if factor != 0}
     odd = {label: factor for label, factor in factors.items() if factor not in (0, 1)}
     if lost and not odd:
-        return "missing", f"only {named(plan, list(kept))}" if len(kept) < len(lost) else f"without {named(plan, lost)}"
+        return "missing", f"only {named(plan, list(present))}" if len(present) < len(
+            lost
+        ) else f"without {named(plan, lost)}"
     times = "; ".join(
         (f"{named(plan, [label])} {'twice' if factor == 2 else f'times {factor}'}")
         for label, factor in list(odd.items())[:4]
     )
     if lost:
         own = plan.layout.coordinates(global_rank)
-        is_own = all(dict(label).get(axis, rank) == rank for label in kept for axis, rank in own.items())
+        is_own = all(dict(label).get(axis, rank) == rank for label in present for axis, rank in own.items())
         if sum(counted.values()) == len(counted) and not is_own:
             return "permuted", f"{times}, and without {named(plan, lost)}"
         return "missing", f"without {named(plan, lost)}, and {times}"

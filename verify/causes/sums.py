@@ -24,7 +24,7 @@ LARGEST_DENOMINATOR = 16
 MOST_GROUPS = 96
 
 
-def told_by_parts(
+def explained_by_parts(
     plan: Plan,
     global_rank: int,
     expected: np.ndarray,
@@ -43,31 +43,36 @@ def told_by_parts(
     parts, difference = contributions.parts, found.astype(np.float64) - expected
     values = contributions.values * scale
     if (
-        told := _fitted(plan, global_rank, parts, values.reshape(len(parts), -1), difference.reshape(-1), dtype, axes)
+        explained := _fitted(
+            plan, global_rank, parts, values.reshape(len(parts), -1), difference.reshape(-1), dtype, axes
+        )
     ) is not None:
-        return told
+        return explained
     differ = difference != 0
     if (
         not differ.all()
-        and (told := _fitted(plan, global_rank, parts, values[:, differ], difference[differ], dtype, axes)) is not None
+        and (explained := _fitted(plan, global_rank, parts, values[:, differ], difference[differ], dtype, axes))
+        is not None
     ):
-        return told
+        return explained
     if (
         difference.size > 1
         and dtype == "fp32"
-        and (told := _rounded_parts(plan, parts, contributions.values, difference / scale)) is not None
+        and (explained := _rounded_parts(plan, parts, contributions.values, difference / scale)) is not None
     ):
-        return told
+        return explained
     by_rows = []
     for name, here in (rows or {}).items():
         if differ[here].any():
             part = values[:, here].reshape(len(parts), -1)
             by_rows.append((name, _fitted(plan, global_rank, parts, part, difference[here].reshape(-1), dtype, axes)))
-    kinds = {told and told[0] for _, told in by_rows}
+    kinds = {explained and explained[0] for _, explained in by_rows}
     if len(by_rows) < 2 or len(kinds) > 1 or None in kinds:
         return None
     return next(
-        (told[0], "; ".join(f"{name} {told[1]}" for name, told in by_rows if told)) for _, told in by_rows if told
+        (explained[0], "; ".join(f"{name} {explained[1]}" for name, explained in by_rows if explained))
+        for _, explained in by_rows
+        if explained
     )
 
 
@@ -93,7 +98,7 @@ def _fitted(
     return None
 
 
-def told_by_columns(
+def explained_by_columns(
     expected: np.ndarray,
     found: np.ndarray,
     columns: Mapping[str, np.ndarray],
@@ -131,10 +136,10 @@ def _columns_in_words(factors: Mapping[str, float], extra: Mapping[str, tuple[Cl
     if lost := [words for words, factor in factors.items() if abs(factor) < 1e-3]:
         return "missing", f"without {' and '.join(lost)}"
     odd = {words: factor for words, factor in factors.items() if abs(factor - 1) > 1e-5}
-    told = " and ".join(
+    explained = " and ".join(
         f"{words} {'twice' if abs(factor - 2) < 1e-3 else f'times {factor:.4g}'}" for words, factor in odd.items()
     )
-    return ("doubled" if all(abs(factor - 2) < 1e-3 for factor in odd.values()) else "scaled"), told
+    return ("doubled" if all(abs(factor - 2) < 1e-3 for factor in odd.values()) else "scaled"), explained
 
 
 def slack_of(values: np.ndarray, dtype: str) -> float:
@@ -225,14 +230,16 @@ def _in_pairs(sums: np.ndarray) -> np.ndarray:
     return sums[0]
 
 
-def told_by_narrow_operands(expected: np.ndarray, found: np.ndarray, narrow: np.ndarray) -> tuple[Class, str] | None:
+def explained_by_narrow_operands(
+    expected: np.ndarray, found: np.ndarray, narrow: np.ndarray
+) -> tuple[Class, str] | None:
     """Whether `found` is what products of operands in bf16 make of it, `narrow`, but for a tenth of its difference."""
     difference = np.linalg.norm(found.astype(np.float64) - expected)
     near = np.linalg.norm(found.astype(np.float64) - narrow) <= 0.1 * difference
     return ("order only", "the product of its operands after they were rounded to bf16") if near else None
 
 
-def told_by_moved_use(
+def explained_by_moved_use(
     expected: np.ndarray, found: np.ndarray, whole: Contributions, box: tuple[slice, ...], scale: float
 ) -> tuple[Class, str] | None:
     """Whether `found`, the part `box` of a gradient, has one use of its parameter in other places: what is left without

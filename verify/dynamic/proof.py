@@ -215,7 +215,7 @@ def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
         one, many = parent / "one", parent / "many"
         for folder in (one, many):
             folder.mkdir()
-        reference = run_ledger(replace(job, plan=exact, folder=one, fault=None, around=None), "memory")
+        reference = run_ledger(replace(job, plan=exact, folder=one, fault=None, wraps_rank=None), "memory")
         run = run_ledger(replace(job, folder=many, start=states(reference), skips_not_finite=True), transport)
         # a skipped step has no moments
         shown = {key: pieces for key, pieces in reference.pieces.items() if key in run.pieces}

@@ -235,7 +235,7 @@ def _supported_layout(plan: Plan) -> Layout:
 
 
 def _shrink(plan: Plan, most_ranks: int) -> Plan:
-    layout = _kept_layout(plan) if MAX_WORLD_SIZE < plan.layout.world_size <= most_ranks else _small_layout(plan)
+    layout = _same_degrees(plan) if MAX_WORLD_SIZE < plan.layout.world_size <= most_ranks else _small_layout(plan)
     model = _small_model(plan, layout)
     parts = model.is_moe and layout.expert_tp * layout.ep % layout.tp != 0
     micro = min(plan.batch.micro_size, 2)
@@ -275,7 +275,7 @@ def _small_layers(layers: tuple[int, ...] | None, model: ModelSpec) -> tuple[int
     return tuple(layer for layer in layers if layer < model.num_layers) or (model.num_layers - 1,)
 
 
-def _kept_layout(plan: Plan) -> Layout:
+def _same_degrees(plan: Plan) -> Layout:
     """The layout with the layers of a small model; a smaller one where a twin's sequence has no tokens for every
     tensor-parallel rank."""
     layout = plan.layout

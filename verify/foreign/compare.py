@@ -12,10 +12,11 @@ from typing import Any
 from ...core.base.digest import full_region, region_size
 from ...core.base.findings import Finding
 from ..causes.against import Comparison, other_machines
-from ..causes.closer import closer, with_flip
 from ..causes.describe import differing_words, later, problem_words
-from ..causes.norms import Squares, Suspects, told_by_squares
+from ..causes.norms import Squares, Suspects, explained_by_squares
+from ..causes.summaries import explained_by_summaries, with_flip
 from ..ledger.compare import Difference, compare, name_of, ranks_listed, whole_summary
+from ..ledger.duplicates import PHASES
 from ..ledger.file import RecordedLedger, SavedLedger
 from ..ledger.ledger import (
     ACTIVATION,
@@ -31,9 +32,8 @@ from ..ledger.ledger import (
     Piece,
     RunLedger,
 )
-from ..ledger.relations import HINTS, Around, Relation, earlier, relate
+from ..ledger.relations import HINTS, Evidence, Relation, earlier, relate
 from ..ledger.summary import Summary
-from ..ledger.twice import PHASES
 from .relations import related_norm, related_number
 from .tolerances import RELATIVE, ROUNDOFF, Tolerances, format_of
 
@@ -220,16 +220,16 @@ class _Judge:
             if key.tensor != "grad_norm":
                 return related_number(expected, found)
             squares = Squares.recorded(self._squares, key.step)
-            told = told_by_squares(expected.sums[0], found.sums[0], squares, Suspects.by_name(squares))
-            return related_norm(expected, found, told)
-        around = Around(before=earlier(key, piece, self.run), others=self._others(key, piece), dtype=self.dtype)
-        relation = relate(expected, found, around)
+            explained = explained_by_squares(expected.sums[0], found.sums[0], squares, Suspects.by_name(squares))
+            return related_norm(expected, found, explained)
+        evidence = Evidence(before=earlier(key, piece, self.run), others=self._others(key, piece), dtype=self.dtype)
+        relation = relate(expected, found, evidence)
         copies = [each for each in self.run.pieces[key] if each.region == piece.region]
         same = any(each.region == piece.region for each in self.reference.pieces[key])
         of = piece if same else replace(piece, region=full_region(piece.shape))
         if self.bitwise:
             relation = with_flip(relation, expected, found, of.shape, of.region, self.dtype)
-        return closer(relation, expected, found, of, copies, RELATIVE[self.dtype])
+        return explained_by_summaries(relation, expected, found, of, copies, RELATIVE[self.dtype])
 
     def _others(self, key: Key, piece: Piece) -> Mapping[Any, str]:
         """Other samples of the tensor in the same step, and its other parts, by digest."""
@@ -241,7 +241,7 @@ class _Judge:
             if each.region == piece.region
         }
         parts = [each for each in self.reference.pieces[key] if each.region != piece.region]
-        return found | {each.summary.alike: f"rank {each.global_rank} of the reference" for each in parts}
+        return found | {each.summary.value_digest: f"rank {each.global_rank} of the reference" for each in parts}
 
     def _hint(self, difference: Difference, relation: Relation) -> str:
         pieces = self.run.pieces[difference.key]
@@ -263,15 +263,15 @@ def _common(reference: RunLedger, run: RunLedger) -> tuple[RunLedger, RunLedger,
     sides: list[dict[Key, tuple[Piece, ...]]] = []
     alone: list[str] = []
     for own, other, words in ((reference, run, "the reference"), (run, reference, "the run")):
-        kept, left = {}, []
+        comparable, left = {}, []
         for key, pieces in own.pieces.items():
             if key == ROUNDOFF or key.phase in (SQUARE, *PHASES) or key.step > last:
                 continue
             if key.phase in MUST_BE or (key in other.pieces and _same_shape(pieces, other.pieces[key])):
-                kept[key] = pieces
+                comparable[key] = pieces
             else:
                 left.append(name_of(key._replace(sample=None)))
-        sides.append(kept)
+        sides.append(comparable)
         if left:
             names = list(dict.fromkeys(left))
             alone.append(f"{len(left):,} of {words} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")

@@ -36,8 +36,8 @@ def related_number(expected: Summary, found: Summary) -> Relation:
     )
 
 
-def related_norm(expected: Summary, found: Summary, told: tuple[Class, str] | None) -> Relation:
-    """How a wrong norm relates to the right one where all gradients are right; `told` says what is counted
+def related_norm(expected: Summary, found: Summary, explained: tuple[Class, str] | None) -> Relation:
+    """How a wrong norm relates to the right one where all gradients are right; `explained` says what is counted
     otherwise, if that is known."""
     right, wrong = expected.sums[0], found.sums[0]
     number = related_number(expected, found)
@@ -45,5 +45,5 @@ def related_norm(expected: Summary, found: Summary, told: tuple[Class, str] | No
         return number
     square = (wrong / right) ** 2
     share = f"{abs(1 - square):.2%} of its square {'is missing' if square < 1 else 'too much'}"
-    kind, words = told or ("missing" if square < 1 else "scaled", share)
+    kind, words = explained or ("missing" if square < 1 else "scaled", share)
     return replace(number, kind=kind, words=f"{wrong!r} instead of {right!r}, though all gradients are right: {words}")

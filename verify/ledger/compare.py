@@ -17,6 +17,7 @@ from ...core.model.model import ModelSpec
 from ...core.plan.plan import ModularPlan, Plan
 from ...core.plan.schedule_of import schedule_for
 from ...core.schedule.action import Action, Kind
+from .duplicates import PHASES, duplicates
 from .ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -34,7 +35,6 @@ from .ledger import (
 from .modules import in_whole, model_shapes, own_key, plan_of_rank, tensor_shapes
 from .relations import Class, Relation
 from .summary import Summary, add_summaries
-from .twice import PHASES, same_twice
 
 Problem = Literal["differs", "missing", "extra", "incomplete", "unclear"]
 """`missing`: no rank has the tensor, `extra`: the reference has not, `incomplete`: the ranks' pieces are not the whole
@@ -82,8 +82,8 @@ def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan
     the nearest to the cause.
 
     Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are
-    assembled, on both sides. What a run has twice (`twice`) is compared with itself. Without a model (another stack,
-    whose names say nothing of the order) differences stand as the reference recorded their tensors.
+    assembled, on both sides. What a run has twice (`duplicates`) is compared with itself. Without a model (another
+    stack, whose names say nothing of the order) differences stand as the reference recorded their tensors.
     """
     found = []
     for key, expected in reference.pieces.items():
@@ -94,9 +94,11 @@ def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan
             found.append(difference)
     extra = (key for key in run.pieces if key not in reference.pieces and key.phase not in PHASES)
     found += [Difference(key, "extra", ranks_of(run.pieces[key])) for key in extra]
-    for key, first, second in same_twice(run):
-        twice = _compare_tensor(key, first, second) if key.phase == GATHERED else _compare_ranks(key, first, second)
-        found += [] if twice is None else [twice]
+    for key, first, second in duplicates(run):
+        difference = (
+            _compare_tensor(key, first, second) if key.phase == GATHERED else _compare_ranks(key, first, second)
+        )
+        found += [] if difference is None else [difference]
     return found if model is None else sorted(found, key=_position(reference, model, found))
 
 

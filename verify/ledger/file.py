@@ -26,7 +26,7 @@ from .form import FORMAT, entry_of, header_problem
 from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedger, RunLedger
 from .modules import AnyPlan
 
-_TOGETHER = 64
+_LINES_AT_ONCE = 64
 """Lines written at once: half a megabyte of values empties the caches, and then a line alone costs the
 interpreter five times as much."""
 
@@ -50,7 +50,7 @@ class FileLedger(LedgerWriter, AbstractContextManager["FileLedger"]):
         """One line."""
         with self._lock:
             self._waiting.append((key, piece))
-            if key.phase in (WEIGHT, SCALAR) or len(self._waiting) == _TOGETHER:
+            if key.phase in (WEIGHT, SCALAR) or len(self._waiting) == _LINES_AT_ONCE:
                 self._write()
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ def _line(key: Key, piece: Piece) -> str:
         map(repr, numbers) if math.isfinite(sum(numbers)) else (json.dumps(_written(each)) for each in numbers)
     )
     return (
-        f'[{key.step},"{key.phase}",{json.dumps(key.tensor)},{sample},[{shape}],[{region}],"{to_hex(summary.digest)}","{summary.alike:016x}",'
+        f'[{key.step},"{key.phase}",{json.dumps(key.tensor)},{sample},[{shape}],[{region}],"{to_hex(summary.digest)}","{summary.value_digest:016x}",'
         f"{largest},[{','.join(sums)}]]\n"
     )
 

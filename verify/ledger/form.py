@@ -52,7 +52,7 @@ LARGEST_COUNT = 2**62
 """Of steps, samples and elements."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_ALIKE = re.compile(r"[0-9a-f]{16}")
+_VALUE_DIGEST = re.compile(r"[0-9a-f]{16}")
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
@@ -82,7 +82,7 @@ def entry_of(global_rank: int, line: Any) -> tuple[Key, Piece]:
     """One tensor, of a parsed line. Raises `ValueError` with what is wrong."""
     if not isinstance(line, list) or len(line) != 10:
         raise ValueError(f"{_short(line)} is no list of 10 values")
-    step, phase, tensor, sample, shape, region, digest, alike, largest, sums = line
+    step, phase, tensor, sample, shape, region, digest, value_digest, largest, sums = line
     if type(step) is not int or not NO_STEP <= step <= LARGEST_COUNT:
         raise ValueError(f"step {_short(step)} is no whole number from {NO_STEP}")
     if not isinstance(phase, str) or phase not in KINDS:
@@ -97,16 +97,16 @@ def entry_of(global_rank: int, line: Any) -> tuple[Key, Piece]:
     if (
         not isinstance(digest, str)
         or not _DIGEST.fullmatch(digest)
-        or not isinstance(alike, str)
-        or not _ALIKE.fullmatch(alike)
+        or not isinstance(value_digest, str)
+        or not _VALUE_DIGEST.fullmatch(value_digest)
     ):
-        raise ValueError(f"digests {_short([digest, alike])} have not 32 and 16 hexadecimal digits")
+        raise ValueError(f"digests {_short([digest, value_digest])} have not 32 and 16 hexadecimal digits")
     if not isinstance(sums, list) or len(sums) != NUM_SUMS:
         raise ValueError(f"sums {_short(sums)} are not {NUM_SUMS} numbers")
     lanes = int(digest[:16], 16), int(digest[16:], 16)
-    summary = Summary(lanes, int(alike, 16), _number(largest), tuple(map(_number, sums)))
-    kept = summary.sums[0] if phase == SCALAR else None
-    return Key(step, phase, tensor, sample), Piece(global_rank, tuple(shape), spans, summary, kept)
+    summary = Summary(lanes, int(value_digest, 16), _number(largest), tuple(map(_number, sums)))
+    stored = summary.sums[0] if phase == SCALAR else None
+    return Key(step, phase, tensor, sample), Piece(global_rank, tuple(shape), spans, summary, stored)
 
 
 def _region(region: Any, shape: list[int]) -> Region:

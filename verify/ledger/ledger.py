@@ -2,7 +2,7 @@
 
 Each rank keeps a `LedgerWriter`, which the trainer calls as its observer, and hands back a `RankLedger` of small
 numbers, or writes them to a file as they come (`ledger_file`). Values themselves are kept only when asked for
-(`capture`), in one file per rank (`kept`) in a folder that the caller owns.
+(`capture`), in one file per rank (`stored`) in a folder that the caller owns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.base.digest import Digest, Region, digest, full_region
-from .kept import Kept, keep_values
+from .stored import StoredValues, store_values
 from .summary import NUM_SUMS, Summary, summarize
 
 ACTIVATION = "activation"
@@ -55,14 +55,14 @@ class Key(NamedTuple):
 class Piece:
     """The part of a tensor that one rank saw: its region of `shape`, its summary, and its values where they were kept.
 
-    `kept` is where the values lie, or the value itself for a scalar.
+    `stored` is where the values lie, or the value itself for a scalar.
     """
 
     global_rank: int
     shape: tuple[int, ...]
     region: Region
     summary: Summary
-    kept: Kept | float | None = None
+    stored: StoredValues | float | None = None
 
     @property
     def digest(self) -> Digest:
@@ -71,8 +71,10 @@ class Piece:
 
     def load(self) -> np.ndarray:
         """The values, in the shape of the region. Only for scalars and captured tensors."""
-        assert self.kept is not None, "the values of this piece were not captured"
-        return self.kept.load() if isinstance(self.kept, Kept) else np.asarray(self.kept, dtype=np.float64)
+        assert self.stored is not None, "the values of this piece were not captured"
+        return (
+            self.stored.load() if isinstance(self.stored, StoredValues) else np.asarray(self.stored, dtype=np.float64)
+        )
 
 
 @dataclass(frozen=True)
@@ -234,11 +236,11 @@ class LedgerWriter:
         self._enter(Key(self.step if step is None else step, phase, name), _values(tensor), shape, region)
 
     def _enter(self, key: Key, values: np.ndarray, shape: tuple[int, ...], region: Region) -> None:
-        kept = None
+        stored = None
         if self.capture and key in self.capture:
             assert self.folder is not None
-            kept = keep_values(self.folder / f"{self.global_rank}.values", values)
-        self.keep(key, Piece(self.global_rank, shape, region, summarize(values, shape, region), kept))
+            stored = store_values(self.folder / f"{self.global_rank}.values", values)
+        self.keep(key, Piece(self.global_rank, shape, region, summarize(values, shape, region), stored))
 
     def keep(self, key: Key, piece: Piece) -> None:
         """Takes one entry into the ledger."""

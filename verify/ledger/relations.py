@@ -100,11 +100,11 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Around:
+class Evidence:
     """What else was computed, among which wrong values may be found again: `before` are the same tensor's summaries in
-    earlier steps, `others` names other tensors of the step by digest, or by `Summary.alike` where they may be in other
-    places. `layout` has the degrees of ratios, of the `axes` that may have made them; `dtype` is the format of the
-    tensor. `known` are tensors whose values were kept."""
+    earlier steps, `others` names other tensors of the step by digest, or by `Summary.value_digest` where they may be in
+    other places. `layout` has the degrees of ratios, of the `axes` that may have made them; `dtype` is the format of
+    the tensor. `known` are tensors whose values were kept."""
 
     before: Sequence[Summary] = ()
     others: Mapping[Digest | int, str] = field(default_factory=dict)
@@ -129,66 +129,79 @@ def _is_earlier(old: Key, key: Key) -> bool:
     return old.step < key.step and (old.phase, old.tensor) == (key.phase, key.tensor)
 
 
-def relate(expected: Summary, found: Summary, around: Around | None = None) -> Relation:
+def relate(expected: Summary, found: Summary, evidence: Evidence | None = None) -> Relation:
     """How `found` relates to `expected`, from their summaries."""
-    around, distance, norm = around or Around(), found.distance(expected), expected.norm
+    evidence, distance, norm = evidence or Evidence(), found.distance(expected), expected.norm
 
     def relation(kind: Class, words: str) -> Relation:
         return Relation(kind, words, distance, norm)
 
     if not (math.isfinite(found.largest) and all(map(math.isfinite, found.sums))):
         return relation("not finite", "not finite numbers")
-    if found.digest in {each.digest for each in around.before} - {EMPTY}:
+    if found.digest in {each.digest for each in evidence.before} - {EMPTY}:
         return relation("stale", "the values of an earlier step")
     if found.largest == 0 < expected.largest:
         return relation("missing", "all zero")
-    tells = unit_of(np.array([*expected.sums, expected.largest])) is None
-    if tells and found.alike == expected.alike:
+    is_distinctive = unit_of(np.array([*expected.sums, expected.largest])) is None
+    if is_distinctive and found.value_digest == expected.value_digest:
         return relation("permuted", "the right values in other places")
-    ratio = ratio_of(expected.sums, found.sums, around.dtype)
+    ratio = ratio_of(expected.sums, found.sums, evidence.dtype)
     if isinstance(ratio, Fraction):
-        return relation(*in_ratio(ratio, around.layout, around.axes))
-    if tells and (other := around.others.get(found.digest, around.others.get(found.alike))) is not None:
+        return relation(*in_ratio(ratio, evidence.layout, evidence.axes))
+    if (
+        is_distinctive
+        and (other := evidence.others.get(found.digest, evidence.others.get(found.value_digest))) is not None
+    ):
         return relation("permuted", f"the values of {other}")
-    told = apart(distance, norm, around.dtype) if ratio is None else in_ratio(ratio, around.layout, around.axes)
-    return replace(relation(*told), is_rough=True)
+    kind_and_words = (
+        apart(distance, norm, evidence.dtype) if ratio is None else in_ratio(ratio, evidence.layout, evidence.axes)
+    )
+    return replace(relation(*kind_and_words), is_rough=True)
 
 
 def relate_values(
-    expected: np.ndarray, found: np.ndarray, shape: Sequence[int], region: Region, around: Around | None = None
+    expected: np.ndarray,
+    found: np.ndarray,
+    shape: Sequence[int],
+    region: Region,
+    evidence: Evidence | None = None,
 ) -> Relation:
     """How the values of `region` of a tensor of `shape` relate to the right ones: of all its elements, or
     of those that differ."""
-    around = around or Around()
-    whole = relate(summarize(expected, shape, region), summarize(found, shape, region), around)
+    evidence = evidence or Evidence()
+    whole = relate(summarize(expected, shape, region), summarize(found, shape, region), evidence)
     right, wrong = expected.astype(np.float64), found.astype(np.float64)
     differ = right != wrong
     if (
         whole.kind != "stale"
         and differ.any()
-        and (flipped := flipped_bits(expected, found, region, around.dtype)) is not None
+        and (flipped := flipped_bits(expected, found, region, evidence.dtype)) is not None
     ):
         return replace(whole, kind="bit flip", words=flipped, is_rough=False)
     if whole.kind in ("not finite", "stale"):
         return whole
     if not differ.any():  # bits differ all the same: the sign of a zero
         return replace(whole, kind="order only", words="zeros of the other sign")
-    kind, words, is_rough = _of_elements(right[differ], wrong[differ], around)
+    kind, words, is_rough = _of_elements(right[differ], wrong[differ], evidence)
     if is_rough and not whole.is_rough:
         return whole
-    if is_rough and not around.of_counts and (same := _same_as_known(found, differ, region, around.known)) is not None:
+    if (
+        is_rough
+        and not evidence.of_counts
+        and (same := _same_as_known(found, differ, region, evidence.known)) is not None
+    ):
         (kind, words), is_rough = same, False
     if kind != "other values" and not differ.all():
-        words += _in_shard(differ, region, around.shards) + where_of(differ, region)
+        words += _in_shard(differ, region, evidence.shards) + where_of(differ, region)
     distance, norm = float(np.linalg.norm(wrong - right)), float(np.linalg.norm(right))
     return Relation(kind, words, distance, norm, is_rough)
 
 
-def _of_elements(expected: np.ndarray, found: np.ndarray, around: Around) -> tuple[Class, str, bool]:
+def _of_elements(expected: np.ndarray, found: np.ndarray, evidence: Evidence) -> tuple[Class, str, bool]:
     """Kind and words of a list of elements that all differ, and whether they are rough."""
-    if not found.any() and not around.of_counts:
+    if not found.any() and not evidence.of_counts:
         return "missing", "all zero", False
-    if around.dtype == "fp32" and np.array_equal(found, in_bf16(expected)):
+    if evidence.dtype == "fp32" and np.array_equal(found, in_bf16(expected)):
         return "order only", "rounded to bf16", False
     unit = unit_of(np.concatenate([expected, found]))
     if (
@@ -197,13 +210,13 @@ def _of_elements(expected: np.ndarray, found: np.ndarray, around: Around) -> tup
         and (unit is None or _is_no_chance(expected))
     ):
         return "permuted", "the right values in other places", False
-    ratio = None if around.of_counts else ratio_of(expected, found, around.dtype)
+    ratio = None if evidence.of_counts else ratio_of(expected, found, evidence.dtype)
     if ratio is not None and (len(found) > 2 or isinstance(ratio, Fraction)):
-        return *in_ratio(ratio, around.layout, around.axes), isinstance(ratio, float)
+        return *in_ratio(ratio, evidence.layout, evidence.axes), isinstance(ratio, float)
     distance, norm = (float(np.linalg.norm(each)) for each in (found - expected, expected))
-    if around.dtype == "fp32" and np.array_equal(found, in_bf16(found)) and distance <= norm * 2.0**-8:
+    if evidence.dtype == "fp32" and np.array_equal(found, in_bf16(found)) and distance <= norm * 2.0**-8:
         return "order only", f"rounded to bf16: off by {distance / norm:.1e} of their norm", False
-    kind, words = apart(distance, norm, around.dtype)
+    kind, words = apart(distance, norm, evidence.dtype)
     return (
         kind,
         words

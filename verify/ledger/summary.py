@@ -1,14 +1,14 @@
 """`Summary`: what a ledger keeps of a tensor instead of its values. Summaries of pieces add up to that of the
 whole, wherever it was cut.
 
-Equal digests are equal bits. Where they differ, the rest says how, long after the values are gone. `alike` is a digest
-without places: equal in two tensors that hold the same values in other places. `sums` are eight sums of all elements
-with signs that their places draw: they are linear, so those of a multiple are that multiple, and the mean square of the
-differences of two tensors' sums is, on average over signs, the squared distance of the tensors (Alon, Matias & Szegedy
-1996, The space complexity of approximating the frequency moments, section 2.2; with eight sums its standard deviation
-is half of it). Signs are those of a place in one of eight groups times the group's in a row of Hadamard's matrix, so
-that each element is added once, to its group (Charikar, Chen & Farach-Colton 2002, Finding frequent items in data
-streams, section 3), and the groups at the end.
+Equal digests are equal bits. Where they differ, the rest says how, long after the values are gone. `value_digest` is a
+digest without places: equal in two tensors that hold the same values in other places. `sums` are eight sums of all
+elements with signs that their places draw: they are linear, so those of a multiple are that multiple, and the mean
+square of the differences of two tensors' sums is, on average over signs, the squared distance of the tensors (Alon,
+Matias & Szegedy 1996, The space complexity of approximating the frequency moments, section 2.2; with eight sums its
+standard deviation is half of it). Signs are those of a place in one of eight groups times the group's in a row of
+Hadamard's matrix, so that each element is added once, to its group (Charikar, Chen & Farach-Colton 2002, Finding
+frequent items in data streams, section 3), and the groups at the end.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ...core.base.digest import (
 
 NUM_SUMS = 8
 
-_ALIKE_SEED = np.uint64(0xA4093822299F31D0)
-_ALIKE_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_VALUE_SEED = np.uint64(0xA4093822299F31D0)
+_VALUE_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SIGN_SEED = np.uint64(0xA458FEA3F4933D7E)
 """Sixteen digits of pi, chosen so that signs of equal numbers do not cancel in small tensors
 (its test says in which)."""
@@ -50,11 +50,11 @@ _HADAMARD = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`digest` sees every bit and its place, `alike` every bit; `largest` is the largest magnitude
+    """`digest` sees every bit and its place, `value_digest` every bit; `largest` is the largest magnitude
     (NaN if there is one)."""
 
     digest: Digest = EMPTY
-    alike: int = 0
+    value_digest: int = 0
     largest: float = 0.0
     sums: tuple[float, ...] = (0.0,) * NUM_SUMS
 
@@ -98,9 +98,11 @@ def summarize_plainly(words: np.ndarray, index: np.ndarray) -> Summary:
     signed = np.where(signs >> place & np.uint64(1), -values, values)
     group = (place + (signs >> np.uint64(61))) % np.uint64(NUM_SUMS)
     sums = _HADAMARD @ np.array([signed[group == each].sum() for each in range(NUM_SUMS)])
-    mixed = (words.astype(np.uint64) + _ALIKE_SEED) * _ALIKE_FACTOR
-    alike = int((mixed ^ (mixed >> np.uint64(32))).sum(dtype=np.uint64))
-    return Summary(digest_plainly(words, index), alike, float(np.abs(values).max(initial=0.0)), tuple(sums.tolist()))
+    mixed = (words.astype(np.uint64) + _VALUE_SEED) * _VALUE_FACTOR
+    value_digest = int((mixed ^ (mixed >> np.uint64(32))).sum(dtype=np.uint64))
+    return Summary(
+        digest_plainly(words, index), value_digest, float(np.abs(values).max(initial=0.0)), tuple(sums.tolist())
+    )
 
 
 def add_summaries(summaries: Iterable[Summary]) -> Summary:
@@ -108,7 +110,7 @@ def add_summaries(summaries: Iterable[Summary]) -> Summary:
     parts = list(summaries)
     return Summary(
         add(each.digest for each in parts),
-        sum(each.alike for each in parts) % 2**64,
+        sum(each.value_digest for each in parts) % 2**64,
         float(np.max([each.largest for each in parts], initial=0.0)),
         tuple(math.fsum(column) for column in zip(*(each.sums for each in parts), strict=True)) or (0.0,) * NUM_SUMS,
     )

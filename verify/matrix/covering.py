@@ -140,11 +140,11 @@ def _impossible(space: Space) -> Iterator[tuple[Feature, Row]]:
                         yield feature, row
 
 
-def first_possible(space: Space, plain: Row, kept: Sequence[Feature]) -> Row | None:
+def first_possible(space: Space, plain: Row, features: Sequence[Feature]) -> Row | None:
     """The first possible row with some features: `plain`, one with one or two other values, or one that is
     drawn; None without any."""
     return next(
-        (row for row in _nearby(space, plain) if set(kept) <= set(space.features(row)) and space.admits(row)), None
+        (row for row in _nearby(space, plain) if set(features) <= set(space.features(row)) and space.admits(row)), None
     )
 
 
@@ -158,13 +158,13 @@ def _nearby(space: Space, plain: Row) -> Iterator[Row]:
         yield {name: draw.choice((plain[name], draw.choice(values))) for name, values in space.factors.items()}
 
 
-def _grown(space: Space, start: Row, kept: Sequence[Feature], missing: _Missing, draw: random.Random) -> Row:
-    """A possible row with the features `kept` whose other values were chosen, one factor after
+def _grown(space: Space, start: Row, features: Sequence[Feature], missing: _Missing, draw: random.Random) -> Row:
+    """A possible row with `features` whose other values were chosen, one factor after
     another, by missing pairs."""
     row = start
     for name in draw.sample(list(space.factors), len(space.factors)):
         values = draw.sample(list(space.factors[name]), len(space.factors[name]))
-        others = [other for value in values if set(kept) <= set(space.features(other := {**row, name: value}))]
+        others = [other for value in values if set(features) <= set(space.features(other := {**row, name: value}))]
         row = _best_of(space, others if name in space.varied else [row, *others], missing)
     return row
 

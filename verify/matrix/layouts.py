@@ -162,9 +162,9 @@ def refusals() -> tuple[tuple[tuple[Feature, ...], Refusal], ...]:
     wide = matrix_space(MANY_RANKS)
     given = [*(((feature,), row) for feature, row in matrix().impossible), *matrix().left]
     return tuple(
-        (kept, refusal)
-        for kept, row in given
-        if isinstance(refusal := plan_of(row, MANY_RANKS), Refusal) and first_possible(wide, row, kept) is None
+        (features, refusal)
+        for features, row in given
+        if isinstance(refusal := plan_of(row, MANY_RANKS), Refusal) and first_possible(wide, row, features) is None
     )
 
 
@@ -354,7 +354,7 @@ def _microbatches(schedule: str, *, pp: int, dp: int, micro: int, short: bool) -
     two rounds unless they are long. With `short` the last data-parallel rank has fewer than the others, and the
     rounds are two or more."""
     least = max(-(-6 // (dp * micro)), 2 if short or (pp > 1 and dp * micro <= 6) else 1)
-    exists, together = CATALOG[schedule].condition, CATALOG[schedule].together
+    exists, multiple = CATALOG[schedule].condition, CATALOG[schedule].multiple
     counts = range(least, least + 4 * pp)
-    rounds = next((m for m in counts if exists(pp, m) is None and not (short and exists(pp, m - together))), least)
-    return rounds * dp - short * together
+    rounds = next((m for m in counts if exists(pp, m) is None and not (short and exists(pp, m - multiple))), least)
+    return rounds * dp - short * multiple

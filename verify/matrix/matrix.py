@@ -229,8 +229,8 @@ def _sorted(values: Iterable[str | int]) -> list[str | int]:
 def refusals_text(covering: Covering) -> str:
     """The refusals, those with the same sentences together, and how many pairs are only too large to try."""
     grouped: dict[tuple[str, ...], list[str]] = {}
-    for kept, refusal in refusals():
-        grouped.setdefault(refusal.problems, []).append(_words(kept))
+    for given, refusal in refusals():
+        grouped.setdefault(refusal.problems, []).append(_words(given))
     too_large = len(covering.impossible) + len(covering.left) - len(refusals())
     lines = [
         (f"Refused: {len(refusals())} values or pairs of values. {too_large} pairs need more than {MAX_RANKS} ranks.")
@@ -241,9 +241,9 @@ def refusals_text(covering: Covering) -> str:
     return "\n".join(lines)
 
 
-def _words(kept: Iterable[Feature]) -> str:
+def _words(features: Iterable[Feature]) -> str:
     """`tp=3 with cp=2`, `ep=2`."""
-    return " with ".join(f"{name}={value}" for name, value in kept)
+    return " with ".join(f"{name}={value}" for name, value in features)
 
 
 # The command
@@ -298,7 +298,7 @@ def _run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {
         "num_layouts": len(rows),
         "num_pairs": len(covering.covered),
-        "refused": [{"what": _words(kept), "problems": list(refusal.problems)} for kept, refusal in refusals()],
+        "refused": [{"what": _words(given), "problems": list(refusal.problems)} for given, refusal in refusals()],
     }
     if args.list:
         emit(args, "\n".join([*map(label, rows), *words]), {**report, "layouts": [dict(row) for row in rows]})

@@ -76,13 +76,13 @@ def modular(given: Sequence[tuple[str, str, tuple[str, ...]]]) -> ModularPlan:
         first, layout = modules[-1].last_rank + 1 if modules else 0, LAYOUTS[written]
         model = replace(model_preset("tiny-gpt-6h"), num_layers=2)
         modules.append(Module(name, first, first + layout.world_size - 1, model, layout, inputs))
-    alike = len({module.layout.dp for module in modules}) == 1
+    same_dp = len({module.layout.dp for module in modules}) == 1
     return ModularPlan(
         tuple(modules),
         cluster_preset("this-host", modules[-1].last_rank + 1),
         Batch(7, 1, 24),
         precision=Precision("fp32"),
-        schedule=ScheduleChoice("1F1B" if alike else "GPipe"),
+        schedule=ScheduleChoice("1F1B" if same_dp else "GPipe"),
         numerics=Numerics("exact", gradient_token_block=2, reduction_token_block=2),
         optimizer=Optimizer(clip_grad_norm=0.05),
         train=Train(steps=2, learning_rate=1e-2),

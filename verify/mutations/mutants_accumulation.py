@@ -122,7 +122,7 @@ def reduces_every_microbatch(patches: Patches) -> None:
     def reduce(original: Function) -> Function:
         def reduced(self: Any, gradients: Any, group: Any, samples_of: Any) -> Any:
             totals: dict[str, Tensor] = {}
-            for microbatch in zip(*(kept.pop(id(each)) for each in gradients.values()), strict=True):
+            for microbatch in zip(*(owned.pop(id(each)) for each in gradients.values()), strict=True):
                 for name, value in zip(gradients, microbatch, strict=True):
                     over_ranks = torch.stack(group.all_gather(value)).sum(0)
                     totals[name] = totals[name] + over_ranks if name in totals else over_ranks
@@ -130,11 +130,11 @@ def reduces_every_microbatch(patches: Patches) -> None:
 
         return reduced
 
-    kept: dict[int, list[Tensor]] = {}
+    owned: dict[int, list[Tensor]] = {}
 
     def add(original: Function) -> Function:
         def added(self: Any, first_sample: int, contribution: Any) -> None:
-            kept.setdefault(id(self), []).extend(value.clone() for value in contribution)
+            owned.setdefault(id(self), []).extend(value.clone() for value in contribution)
             original(self, first_sample, contribution)
 
         return added
@@ -179,7 +179,7 @@ def never_clears(patches: Patches) -> None:
         def found(self: Any) -> list[Tensor]:
             gradients = original(self)
             if (old := before.get(id(self))) is not None:
-                gradients = [new + kept for new, kept in zip(gradients, old, strict=True)]
+                gradients = [new + owned for new, owned in zip(gradients, old, strict=True)]
             before[id(self)] = [each.clone() for each in gradients]
             return gradients
 

@@ -109,7 +109,7 @@ def brings_an_old_part(member: int, patches: Patches, *, updates_late: int) -> N
     def bring(original: Function) -> Function:
         def brought(self: Any) -> None:
             original(self)
-            lo, hi = self.kept[member]
+            lo, hi = self.owned[member]
             held = before.setdefault(id(self), [])
             if not held or not torch.equal(held[-1], self.weights[lo:hi]):
                 held.append(self.weights[lo:hi].clone())

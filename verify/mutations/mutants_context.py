@@ -35,7 +35,7 @@ def keeps_the_block_before(patches: Patches) -> None:
 
         return recorded
 
-    def around(original: Function) -> Function:
+    def ring(original: Function) -> Function:
         def blocks(group: Any, own: Any) -> Any:
             found = original(group, own)
             if inside.__dict__.pop("backward", False):
@@ -46,7 +46,7 @@ def keeps_the_block_before(patches: Patches) -> None:
         return blocks
 
     patches.replace(AttentionCore, "record_backward", record_backward)
-    patches.replace(attention_exchange, "_around", around)
+    patches.replace(attention_exchange, "_around", ring)
 
 
 def forgets_the_window(patches: Patches) -> None:

@@ -48,10 +48,12 @@ def reduces_over_data_parallel_ranks_only(patches: Patches) -> None:
     def reduce(original: Function) -> Function:
         def reduced(self: Any, copies: Any, *given: Any) -> dict[str, Tensor]:
             whole, sums = original(self, copies, *given), own.pop(id(self))
-            alike = slice(self.cp.rank, None, self.cp.size)  # the copies that have the same tokens of their sequences
+            same_tokens = slice(
+                self.cp.rank, None, self.cp.size
+            )  # the copies that have the same tokens of their sequences
             return {
                 **whole,
-                **{key: torch.stack(copies.all_gather(value)[alike]).sum(0) for key, value in sums.items()},
+                **{key: torch.stack(copies.all_gather(value)[same_tokens]).sum(0) for key, value in sums.items()},
             }
 
         return reduced
@@ -65,11 +67,11 @@ def brings_weights_to_other_places(patches: Patches) -> None:
 
     def bring(original: Function) -> Function:
         def brought(self: Any) -> None:
-            kept = self.kept
+            owned = self.owned
             if "head.output.weight" in self.keys:
-                self.kept = [*kept[1:], kept[0]]
+                self.owned = [*owned[1:], owned[0]]
             original(self)
-            self.kept = kept
+            self.owned = owned
 
         return brought
 

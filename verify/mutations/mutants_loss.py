@@ -133,7 +133,7 @@ def multiplies_later_losses(patches: Patches, *, factor_of: Callable[[Any], floa
         return lambda cls, losses_BS, weight, *others: original(cls, losses_BS, weight * here.factor, *others)
 
     patches.replace(multi_token.MultiTokenPrediction, "add_losses", add_losses)
-    patches.replace(multi_token._Beside, "apply", apply)
+    patches.replace(multi_token._AddsGradients, "apply", apply)
 
 
 def global_over_own_tokens(context: Any) -> float:

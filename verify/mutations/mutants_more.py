@@ -195,7 +195,7 @@ def leaves_the_last_part_stale(patches: Patches) -> None:
 
     def bring(original: Function) -> Function:
         def brought(self: Any) -> None:
-            first, last = self.kept[-1]
+            first, last = self.owned[-1]
             before = self.weights[first:last].clone()
             original(self)
             if self.group.rank != self.group.size - 1:

@@ -93,8 +93,8 @@ def walks_past_the_padding(patches: Patches) -> None:
     def make(bring: Callable[..., None]) -> Callable[..., None]:
         def brought(bucket: FlatBucket) -> None:
             bring(bucket)
-            longest = max(hi - lo for lo, hi in bucket.kept)
-            parts = [F.pad(bucket.weights[lo:hi], (0, longest - (hi - lo))) for lo, hi in bucket.kept]
+            longest = max(hi - lo for lo, hi in bucket.owned)
+            parts = [F.pad(bucket.weights[lo:hi], (0, longest - (hi - lo))) for lo, hi in bucket.owned]
             bucket.weights.copy_(torch.cat(parts)[: len(bucket)])
 
         return brought

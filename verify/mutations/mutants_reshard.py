@@ -69,11 +69,11 @@ def matches_by_position(patches: Patches) -> None:
 
     def make(read_tensors: Callable[..., None]) -> Callable[..., None]:
         def read(path: Path, pieces: Sequence[Piece], *where: Any) -> None:
-            alike: dict[Any, list[Piece]] = defaultdict(list)
+            by_place: dict[Any, list[Piece]] = defaultdict(list)
             for piece in pieces:
-                alike[piece.name.startswith(STATE), piece.shape, str(piece.slices)].append(piece)
+                by_place[piece.name.startswith(STATE), piece.shape, str(piece.slices)].append(piece)
             names: dict[int, str] = {}
-            for each in alike.values():
+            for each in by_place.values():
                 if not each[0].name.startswith(STATE):
                     names |= {
                         id(piece): name for piece, name in zip(each, sorted(piece.name for piece in each), strict=True)

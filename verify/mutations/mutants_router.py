@@ -106,7 +106,7 @@ MUTANTS = (
         "the weight of the losses of multi-token prediction is left at 1",
         "NVIDIA/Megatron-LM#4070",
         plan=lambda: tiny(tp=3, model={"num_mtp_layers": 1}),
-        breaks=partial(leaves_a_scale_unset, owner=multi_token._Beside),
+        breaks=partial(leaves_a_scale_unset, owner=multi_token._AddsGradients),
         expected=Expected(ACTIVATION_GRADIENT, "mtp.0.losses", ("scaled",), ("B",), ranks=(0, 1, 2)),
     ),
     Mutant(

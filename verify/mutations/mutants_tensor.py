@@ -60,7 +60,7 @@ def keeps_sums_of_own_heads(patches: Patches) -> None:
 
 def sums_over_the_world(patches: Patches, *, layer: str) -> None:
     """The reduce-scatter of a row-parallel layer's output goes over all ranks."""
-    _open_beside(patches, "world", lambda layout, here: range(layout.world_size))
+    _open_group(patches, "world", lambda layout, here: range(layout.world_size))
 
     def finish_contract(original: Function) -> Function:
         def finished(linear: Any, partial_BSF: Any, dtype: Any) -> Any:
@@ -68,7 +68,7 @@ def sums_over_the_world(patches: Patches, *, layer: str) -> None:
             if linear.name != layer:
                 return own
             tp, sizes = linear.context.tp, linear.context.tokens.sizes
-            world = tp.opened_beside
+            world = tp.wrong_group
             shapes = [(own.shape[0], sizes[member % tp.size], own.shape[2]) for member in range(world.size)]
             return sum(world.all_gather(own, shapes)[tp.rank :: tp.size])
 
@@ -79,12 +79,12 @@ def sums_over_the_world(patches: Patches, *, layer: str) -> None:
 
 def gathers_over_other_ranks(patches: Patches) -> None:
     """Recomputation brings the parts of a saved input together over a data-parallel group of the same size."""
-    _open_beside(patches, "mixed", lambda layout, here: layout.group_of(here, "dp"))
+    _open_group(patches, "mixed", lambda layout, here: layout.group_of(here, "dp"))
 
     def from_parts(original: Function) -> Function:
         def gathered(part: Any, shape: Any, layers: Any, layer: str) -> Any:
             with layers.recorder.layer(layer):
-                return all_parts(part, layers.tp.opened_beside, 0, [len(part)] * layers.tp.size).view(shape)
+                return all_parts(part, layers.tp.wrong_group, 0, [len(part)] * layers.tp.size).view(shape)
 
         return gathered
 
@@ -161,14 +161,14 @@ def draws_routers_apart(patches: Patches, *, tp: int) -> None:
     patches.replace(context, "initial_shard", initial_shard)
 
 
-def _open_beside(patches: Patches, name: str, members: Function) -> None:
-    """Another group for each rank's tensor-parallel one to be mistaken for: its `opened_beside`."""
+def _open_group(patches: Patches, name: str, members: Function) -> None:
+    """Another group for each rank's tensor-parallel one to be mistaken for: its `wrong_group`."""
 
     def make(original: Function) -> Function:
         def init(mesh: Any, transport: Any, layout: Any, *given: Any, **options: Any) -> None:
             original(mesh, transport, layout, *given, **options)
             ranks = list(members(layout, transport.global_rank))
-            mesh.tp.opened_beside = transport.group(f"{name}/{ranks[0]}", name, ranks)
+            mesh.tp.wrong_group = transport.group(f"{name}/{ranks[0]}", name, ranks)
 
         return init
 

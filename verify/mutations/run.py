@@ -79,7 +79,7 @@ def judge_mutants(mutants: Sequence[Mutant], *, progress: Progress = lambda line
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 progress(
-                    f"{number}/{len(mutants)} {futures[future].id} {_told(future.result())}: {future.result().words}"
+                    f"{number}/{len(mutants)} {futures[future].id} {_summary(future.result())}: {future.result().words}"
                 )
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -95,7 +95,7 @@ def _assert_reached(broken: Broken) -> None:
         raise AssertionError("nothing that the mutant replaces was called. Let it replace what the backend calls now")
 
 
-def _told(verdict: Verdict) -> str:
+def _summary(verdict: Verdict) -> str:
     if not verdict.caught:
         return "FAILED" if verdict.failed else "MISSED"
     wrong = [what for what, right in (("place", verdict.is_placed), ("class", verdict.is_classed)) if not right]
@@ -137,11 +137,11 @@ class Judge:
         job = ProofJob(plan, mutant.steps, scenario=mutant.scenario, stall_s=STALL_S)
         reference = self._reference(job)
         self._once(self._clean, job, lambda: self._prove_clean(mutant.id, job))
-        kept = self._kept(job)
-        assert kept.folder is not None
-        broken = Broken(mutant.breaks, kept.folder / "reached")
+        owned = self._with_folder(job)
+        assert owned.folder is not None
+        broken = Broken(mutant.breaks, owned.folder / "reached")
         try:
-            run, differences = run_against(reference, replace(kept, around=broken), "memory")
+            run, differences = run_against(reference, replace(owned, wraps_rank=broken), "memory")
         except (RankFailure, PlanError) as failure:
             _assert_reached(broken)
             placed = isinstance(mutant.expected, Stops) and mutant.expected.is_placed(failure)
@@ -159,7 +159,7 @@ class Judge:
     def _reference(self, job: ProofJob) -> RunLedger:
         """One device."""
         job = replace(job, plan=one_device(job.plan))
-        return self._once(self._references, job, lambda: run_ledger(self._kept(job), "memory"))
+        return self._once(self._references, job, lambda: run_ledger(self._with_folder(job), "memory"))
 
     def _prove_clean(self, mutant_id: str, job: ProofJob) -> Proof:
         """The plan as it is through every floor, as `verify --dynamic` asks them."""
@@ -183,7 +183,7 @@ class Judge:
                 future.set_exception(error)
         return future.result()
 
-    def _kept(self, job: ProofJob) -> ProofJob:
+    def _with_folder(self, job: ProofJob) -> ProofJob:
         """The same job, which keeps the values that the usual practice looks at."""
         assert isinstance(job.plan, Plan)
         return replace(job, capture=first_step_keys(job.plan), folder=Path(tempfile.mkdtemp(dir=self._folder)))

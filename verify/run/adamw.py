@@ -35,12 +35,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Expected:
-    """What an update leaves in a tensor, how far rounding may be from it, and what was `kept` of the tensor
+    """What an update leaves in a tensor, how far rounding may be from it, and what was `carried` of the tensor
     before: the rest was added."""
 
     values: np.ndarray
     bound: np.ndarray
-    kept: np.ndarray
+    carried: np.ndarray
 
 
 def clipping(norm: float, max_norm: float) -> float:
@@ -54,8 +54,8 @@ def clipping(norm: float, max_norm: float) -> float:
 
 def moment(before: np.ndarray, gradient: np.ndarray, beta: float, power: int) -> Expected:
     """m = beta m + (1 - beta) g, of squares with `power` 2 (Kingma & Ba 2015, algorithm 1)."""
-    kept, added = beta * before, (1 - beta) * gradient**power
-    return Expected(kept + added, ROUNDINGS * UNIT * (np.abs(before) + np.abs(added)) + LEAST, kept)
+    carried, added = beta * before, (1 - beta) * gradient**power
+    return Expected(carried + added, ROUNDINGS * UNIT * (np.abs(before) + np.abs(added)) + LEAST, carried)
 
 
 def weight(before: np.ndarray, first: np.ndarray, second: np.ndarray, choice: Choice, count: int) -> Expected:
@@ -70,6 +70,6 @@ def weight(before: np.ndarray, first: np.ndarray, second: np.ndarray, choice: Ch
 
 def ratio_added(expected: Expected, found: np.ndarray) -> float:
     """How many times what had to be added was added, in the mean square."""
-    due = expected.values - expected.kept
+    due = expected.values - expected.carried
     squares = float((due * due).sum())
-    return float(((found - expected.kept) * due).sum()) / squares if squares else math.nan
+    return float(((found - expected.carried) * due).sum()) / squares if squares else math.nan

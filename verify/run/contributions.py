@@ -312,8 +312,8 @@ def _by_expert(label: Part, rows: np.ndarray, outgoing: Any, weights_TK: Any) ->
     tokens, experts = outgoing.tokens.cpu().numpy(), outgoing.experts.cpu().numpy()
     places = outgoing.places_TK.cpu().numpy()
     if weights_TK is not None:
-        kept, weights = places < outgoing.num_copies, np.zeros(outgoing.num_copies)
-        weights[places[kept]] = _wide(weights_TK)[kept]
+        is_sent, weights = places < outgoing.num_copies, np.zeros(outgoing.num_copies)
+        weights[places[is_sent]] = _wide(weights_TK)[is_sent]
         rows = rows * weights[:, None]
     for expert in range(outgoing.num_experts):
         total, own = np.zeros((len(places), rows.shape[1])), experts == expert

@@ -19,7 +19,18 @@ from ...core.model.parameters import TOKEN_TABLE, layer_prefix, mtp_prefix
 from ...core.model.rotary import attention_scale, rotary_frequencies, rotary_growth
 from ...core.plan.plan import Plan
 from . import draws
-from .formulas import Array, alike, expert_weights, gelu, gelu_tanh, library, log_sum, router_scores, sigmoid, softmax
+from .formulas import (
+    Array,
+    expert_weights,
+    gelu,
+    gelu_tanh,
+    library,
+    log_sum,
+    router_scores,
+    same_kind,
+    sigmoid,
+    softmax,
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ class Decoder:
             rotary_growth(self.model),
         )
         angles = (self.positions[:, None] * frequencies).reshape(len(x), *[1] * (x.ndim - 2), -1)
-        cos, sin = alike(x, np.cos(angles) * growth), alike(x, np.sin(angles) * growth)
+        cos, sin = same_kind(x, np.cos(angles) * growth), same_kind(x, np.sin(angles) * growth)
         first, second = x[..., : len(frequencies)], x[..., len(frequencies) :]
         return self.stored(library(x).concatenate([first * cos - second * sin, first * sin + second * cos], -1))
 
@@ -158,7 +169,7 @@ class Decoder:
         seen = (keys <= queries) & ((keys > queries - window) if window else True)
         if documents is not None:
             seen &= keys >= documents[:, None]
-        visible, found = alike(q_SND, seen), []
+        visible, found = same_kind(q_SND, seen), []
         for head in range(q_SND.shape[1]):
             scores = self.single(q_SND[:, head] @ k_SND[:, head].T * attention_scale(self.model))
             shares = self.single(softmax(library(q_SND).where(visible, scores, -math.inf)))
@@ -172,11 +183,15 @@ class Decoder:
             return x
         row = (self.inputs.sample * self.model.num_heads + head) * length
         index = (row + np.arange(len(x))[:, None]) * length + np.arange(len(x))
-        return x * alike(x, draws.dropout_factor(*self._draw(f"{prefix}.core"), index, share))
+        return x * same_kind(x, draws.dropout_factor(*self._draw(f"{prefix}.core"), index, share))
 
     def _dropped(self, operation: str, x_SH: Array) -> Array:
         share = self.model.hidden_dropout
-        return x_SH * alike(x_SH, draws.dropout_factor(*self._draw(operation), self._index(), share)) if share else x_SH
+        return (
+            x_SH * same_kind(x_SH, draws.dropout_factor(*self._draw(operation), self._index(), share))
+            if share
+            else x_SH
+        )
 
     def _index(self) -> np.ndarray:
         """[S, H]: the numbers of a hidden state's elements in the whole tensor of a step."""
@@ -201,15 +216,17 @@ class Decoder:
         jitter = self.plan.train.router_jitter
         if not jitter:
             return x_SH
-        return x_SH * alike(x_SH, 1 + jitter * (2 * draws.uniform(*self._draw(f"{prefix}.router"), self._index()) - 1))
+        return x_SH * same_kind(
+            x_SH, 1 + jitter * (2 * draws.uniform(*self._draw(f"{prefix}.router"), self._index()) - 1)
+        )
 
     def _experts(self, prefix: str, x_SH: Array, logits_SE: Array, layer: int) -> Array:
         """Chosen experts' results times their weights, and shared ones (DeepSeek-V3, arXiv 2412.19437, equations
         12-16)."""
-        chosen_SE, kept_SE = self.chosen(layer, logits_SE)
-        weights_SE = expert_weights(router_scores(logits_SE, self.model), alike(x_SH, chosen_SE), self.model)
+        chosen_SE, routed_SE = self.chosen(layer, logits_SE)
+        weights_SE = expert_weights(router_scores(logits_SE, self.model), same_kind(x_SH, chosen_SE), self.model)
         y_SH = library(x_SH).zeros_like(x_SH)
-        for expert, (rows, results) in enumerate(self.results(prefix, x_SH, kept_SE)):
+        for expert, (rows, results) in enumerate(self.results(prefix, x_SH, routed_SE)):
             y_SH[rows] += weights_SE[rows, expert, None] * results
         if self.model.num_shared_experts:
             y_SH = y_SH + self._linear(
@@ -217,7 +234,7 @@ class Decoder:
             )
         return y_SH
 
-    def results(self, prefix: str, x_SH: Array, kept_SE: np.ndarray) -> Iterator[tuple[Array, Array]]:
+    def results(self, prefix: str, x_SH: Array, routed_SE: np.ndarray) -> Iterator[tuple[Array, Array]]:
         """For every expert the tokens that it works on, [S], and what it makes of them."""
         experts, num_experts = f"{prefix}.experts", self.model.num_experts
         up, down = (list(self.weight(f"{experts}.{part}.weight")) for part in ("up", "down"))
@@ -226,7 +243,7 @@ class Decoder:
             for part in ("up", "down")
         ]
         for expert in range(num_experts):
-            rows = alike(x_SH, np.flatnonzero(kept_SE[:, expert]))
+            rows = same_kind(x_SH, np.flatnonzero(routed_SE[:, expert]))
             units = self.activated(self.stored(x_SH[rows] @ up[expert].T + biases[0][expert]))
             yield rows, self.stored(units @ down[expert].T + biases[1][expert])
 
@@ -260,7 +277,7 @@ class Decoder:
         log_sums, smoothing = log_sum(logits), train.label_smoothing
         at_target = logits[np.arange(len(logits)), np.where(counts, targets_S, 0)]
         losses = log_sums - (1 - smoothing) * at_target - smoothing * logits.mean(-1) + train.z_loss * log_sums**2
-        return losses * alike(losses, counts.astype(np.float64))
+        return losses * same_kind(losses, counts.astype(np.float64))
 
     def _ahead(self, normed_SH: Array) -> list[Array]:
         """Multi-token prediction (DeepSeek-V3, section 2.2): module k joins a token's hidden state with a later token's

@@ -33,7 +33,7 @@ Rounding = Callable[[Array], Array]
 class Step:
     """What a step is made from: `weights` by name, fp64 and rounded as products take them, the biases of experts among
     them; `sequences` in the order of the batch; of every router and sequence, by (layer, sample), what the step's own
-    forward made: `logits` [S, E] and which experts worked on a token (`kept`, [S, E]); of somebody's own layers
+    forward made: `logits` [S, E] and which experts worked on a token (`routed`, [S, E]); of somebody's own layers
     (`own_block`) the `outputs` [S, H]."""
 
     plan: Plan
@@ -42,7 +42,7 @@ class Step:
     num_counted: int
     loss_scale: float
     logits: Mapping[tuple[int, int], np.ndarray]
-    kept: Mapping[tuple[int, int], np.ndarray]
+    routed: Mapping[tuple[int, int], np.ndarray]
     outputs: Mapping[tuple[int, int], np.ndarray]
     own_block: bool
 
@@ -176,7 +176,7 @@ class _Differentiated(Decoder):
         """As the step's own forward chose. A token that found no room somewhere had chosen what the formulas say,
         unless these tell two that are equal but for rounding apart in another way; then it had what it got."""
         model, train, place = self.model, self.plan.train, (layer, self.inputs.sample)
-        scores_SE, kept_SE = router_scores(self.step.logits[place], model), self.step.kept[place]
+        scores_SE, routed_SE = router_scores(self.step.logits[place], model), self.step.routed[place]
         bias = self.step.weights[expert_bias_name(layer)] if model.expert_bias else 0.0
         chosen_SE, _ = chosen_experts(scores_SE + bias, model)
         if train.adds_router_losses:
@@ -184,4 +184,4 @@ class _Differentiated(Decoder):
             self.routers.append(
                 router_losses(logits_SE, load_E, model, aux=train.router_aux_loss, z=train.router_z_loss)
             )
-        return np.where((kept_SE & ~chosen_SE).any(-1, keepdims=True), kept_SE, chosen_SE), kept_SE
+        return np.where((routed_SE & ~chosen_SE).any(-1, keepdims=True), routed_SE, chosen_SE), routed_SE

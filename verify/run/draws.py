@@ -29,5 +29,5 @@ def uniform(seed: int, operation: str, step: int, index: np.ndarray) -> np.ndarr
 
 def dropout_factor(seed: int, operation: str, step: int, index: np.ndarray, probability: float) -> np.ndarray:
     """fp64 of the shape of `index`: 0 where an element is dropped, 1/(1-p) where it is kept."""
-    kept = uniform(seed, operation, step, index) >= round(probability * 2**BITS) * 2.0**-BITS
-    return kept / (1.0 - probability)
+    survives = uniform(seed, operation, step, index) >= round(probability * 2**BITS) * 2.0**-BITS
+    return survives / (1.0 - probability)

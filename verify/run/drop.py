@@ -109,7 +109,7 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
         own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name == fault.tensor}
         return {**numerics.reduce_experts(gradients, group, nodes), **own}
 
-    def kept(gradients: Mapping[str, Any], group: Any, reduce: Callable[[], Any]) -> Any:
+    def with_own_part(gradients: Mapping[str, Any], group: Any, reduce: Callable[[], Any]) -> Any:
         """A member's part of all gradients that `reduce` gives, in which those of the faulty one are its own."""
         ends = list(accumulate((each.held[0].numel() for each in gradients.values()), initial=0))
         (first, last), own = cut(ends[-1], group.size, group.rank), []
@@ -125,10 +125,12 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
     def reduce_gradients_part(
         gradients: Mapping[str, Any], copies: Any, samples_of: Callable[[int], tuple[int, int]]
     ) -> Any:
-        return kept(gradients, copies.shard, lambda: numerics.reduce_gradients_part(gradients, copies, samples_of))
+        return with_own_part(
+            gradients, copies.shard, lambda: numerics.reduce_gradients_part(gradients, copies, samples_of)
+        )
 
     def reduce_experts_part(gradients: Mapping[str, Any], copies: Any, nodes: Any) -> Any:
-        return kept(gradients, copies.shard, lambda: numerics.reduce_experts_part(gradients, copies, nodes))
+        return with_own_part(gradients, copies.shard, lambda: numerics.reduce_experts_part(gradients, copies, nodes))
 
     faulty.reduce_gradients = reduce_gradients
     faulty.reduce_experts = reduce_experts

@@ -11,9 +11,9 @@ import numpy as np
 
 from ...core.plan.plan import Plan
 from ..ledger.compare import compare
-from ..ledger.kept import Kept
+from ..ledger.duplicates import PHASES
 from ..ledger.ledger import ACTIVATION, HELD_OUT, OPTIMIZER, WEIGHT, Key, Piece, RunLedger
-from ..ledger.twice import PHASES
+from ..ledger.stored import StoredValues
 from .bounds import StepBounds
 from .regression import Coefficient, Values, coefficients
 
@@ -124,7 +124,7 @@ def _distance(expected: np.ndarray, found: np.ndarray) -> float:
     return float(np.abs(found.astype(np.float64) - expected).max(initial=0.0))
 
 
-def states(reference: RunLedger) -> dict[Key, Kept]:
+def states(reference: RunLedger) -> dict[Key, StoredValues]:
     """Where the weights and moments of every step of a captured run on one device lie, and the
     logits of its routers."""
     found = {}
@@ -132,6 +132,6 @@ def states(reference: RunLedger) -> dict[Key, Kept]:
         if key.phase in (OPTIMIZER, WEIGHT) or (
             key.phase in (ACTIVATION, HELD_OUT) and key.tensor.endswith(".mlp.router")
         ):
-            assert isinstance(piece.kept, Kept), f"{key} was not captured"
-            found[key] = piece.kept
+            assert isinstance(piece.stored, StoredValues), f"{key} was not captured"
+            found[key] = piece.stored
     return found

@@ -29,7 +29,7 @@ def library(x: Array) -> Any:
     return np if isinstance(x, np.ndarray) else sys.modules["torch"]
 
 
-def alike(x: Array, values: np.ndarray) -> Array:
+def same_kind(x: Array, values: np.ndarray) -> Array:
     """Values as an array of the library that `x` is of, beside it."""
     return values if isinstance(x, np.ndarray) else library(x).as_tensor(values, device=x.device)
 

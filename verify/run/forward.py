@@ -25,7 +25,7 @@ from .formulas import chosen_experts, expert_loads, expert_weights, router_losse
 DIFFERENCE = 1e-5
 """What logits are moved by for a gradient; the error is its square."""
 
-VALUES_KEPT = 2**26
+MOST_VALUES = 2**26
 """Activations that are kept, all together: of as many layers as there is room for, from the first."""
 
 
@@ -70,7 +70,7 @@ def samples_checked(plan: Plan) -> list[int]:
 def layers_checked(plan: Plan) -> range:
     """The layers whose activations are kept."""
     model = plan.model
-    return range(min(model.num_layers, max(1, VALUES_KEPT // (12 * plan.batch.sequence * model.hidden_size))))
+    return range(min(model.num_layers, max(1, MOST_VALUES // (12 * plan.batch.sequence * model.hidden_size))))
 
 
 def activation_names(plan: Plan) -> list[str]:

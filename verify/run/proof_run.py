@@ -21,7 +21,6 @@ from ...core.base.findings import Finding
 from ...core.layout.layout import Layout
 from ...core.machine.variation import NO_VARIATION
 from ...core.plan.plan import Batch, DataParallel, ModularPlan, Plan, Recompute, ScheduleChoice
-from ..ledger.kept import Kept
 from ..ledger.ledger import (
     ACTIVATION,
     HELD_OUT,
@@ -34,6 +33,7 @@ from ..ledger.ledger import (
     RunLedger,
 )
 from ..ledger.modules import parts_of, plan_of_rank, tensor_shapes, uncut
+from ..ledger.stored import StoredValues
 from .contributions import ContributionWriter
 from .drop import DropReduction, drop_reduction
 
@@ -68,7 +68,7 @@ class ProofJob:
     block: BlockFactory | None = None
     skips_not_finite: bool = False
     """Lets a run with numbers that are not finite go on to its end, where it is compared with one that has none."""
-    start: Mapping[Key, Kept] = field(default_factory=dict)
+    start: Mapping[Key, StoredValues] = field(default_factory=dict)
     """Where weights and moments lie that every step but the first starts from, and what routers choose by; none to go
     on from the step before, and to choose by their own scores."""
     core: int | None = None
@@ -76,7 +76,7 @@ class ProofJob:
     several; None for any."""
     scenario: Scenario | None = None
     """What every rank does, where it is not `train_steps`."""
-    around: Callable[[int], AbstractContextManager[None]] | None = None
+    wraps_rank: Callable[[int], AbstractContextManager[None]] | None = None
     """What a rank of the sharded run does that in, by its number."""
     stall_s: float | None = None
     """Ends the run when no rank has come further for so long; None for the plan's own limit, `train.timeout_s`."""
@@ -142,7 +142,7 @@ def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
     gc.set_threshold(ALLOCATIONS_BETWEEN_COLLECTIONS)
     if job.core is not None:
         os.sched_setaffinity(0, {job.core})  # of this thread, and of those that it starts
-    with nullcontext() if job.around is None else job.around(transport.global_rank):
+    with nullcontext() if job.wraps_rank is None else job.wraps_rank(transport.global_rank):
         return (job.scenario or train_steps)(transport, job)
 
 
@@ -196,7 +196,7 @@ def follow(writer: LedgerWriter, rank: Any) -> None:
         writer.follow(rank)
 
 
-def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
+def _restore(rank: Any, start: Mapping[Key, StoredValues], step: int) -> None:
     """Gives a training rank the weights and moments that are in `start` as they were after a step."""
     import torch
 
@@ -213,7 +213,7 @@ def _restore(rank: Any, start: Mapping[Key, Kept], step: int) -> None:
     rank.refresh()
 
 
-def _hold_routing(rank: Any, start: Mapping[Key, Kept]) -> None:
+def _hold_routing(rank: Any, start: Mapping[Key, StoredValues]) -> None:
     """Has routers choose experts by the logits that are in `start`. Rounding may tell two experts of nearly equal
     scores apart otherwise, and what another expert makes of a token is no rounding of what the first one does."""
     import torch

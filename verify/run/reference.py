@@ -42,10 +42,10 @@ from .reference_run import (
     COUNTED_FILE,
     DERIVATIVE_FILE,
     SEQUENCES_FILE,
-    kept_keys,
+    captured_keys,
+    captured_steps,
     loss_names,
     reference_steps,
-    steps_kept,
 )
 
 EXACT = 1e-9
@@ -90,10 +90,10 @@ def checked_ledger(job: ProofJob) -> tuple[RunLedger, Reference | None]:
     the latter is not asked."""
     if not isinstance(job.plan, Plan):
         return run_ledger(job, "memory"), None
-    steps = steps_kept(job.plan, job.steps)
+    steps = captured_steps(job.plan, job.steps)
     with scratch_folder("reference-") as folder:
-        kept = replace(job, capture=kept_keys(job.plan, steps), folder=folder, scenario=reference_steps)
-        ledger = run_ledger(kept, "memory")
+        capturing = replace(job, capture=captured_keys(job.plan, steps), folder=folder, scenario=reference_steps)
+        ledger = run_ledger(capturing, "memory")
         return ledger, _Check(job.plan, ledger, folder, steps, job.block is not None).result()
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from ...core.model.parameters import count_parameters, expert_biases, parameters
 from ...core.plan.plan import Plan
-from ..ledger.kept import Kept
 from ..ledger.ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -27,6 +26,7 @@ from ..ledger.ledger import (
     Key,
     RankLedger,
 )
+from ..ledger.stored import StoredValues
 from .decoder import Inputs
 from .derivative import Step, derivative, tested_names
 from .forward import activation_names, as_multiplied, gradient_names, samples_checked
@@ -42,12 +42,12 @@ CAPTURE_BYTES = 2**30
 the first in any case."""
 
 
-def steps_kept(plan: Plan, steps: int) -> int:
+def captured_steps(plan: Plan, steps: int) -> int:
     """Of how many steps values are kept."""
     return max(1, min(steps, CAPTURE_BYTES // (16 * count_parameters(plan.model))))
 
 
-def kept_keys(plan: Plan, steps: int) -> frozenset[Key]:
+def captured_keys(plan: Plan, steps: int) -> frozenset[Key]:
     """Everything that a check of so many steps looks at."""
     names = [each.name for each in parameters(plan.model)]
     moments = [f"{name}.{moment}" for name in names for moment in ("exp_avg", "exp_avg_sq")]
@@ -74,17 +74,17 @@ def reference_steps(transport: Any, job: ProofJob) -> RankLedger:
     rank, writer = trained(transport, job)
     ledger = writer.finish()
     assert job.folder is not None and isinstance(job.plan, Plan)
-    kept = {key: piece.kept for key, piece in ledger.entries if isinstance(piece.kept, Kept)}
-    last = max(key.step for key in kept)
+    stored = {key: piece.stored for key, piece in ledger.entries if isinstance(piece.stored, StoredValues)}
+    last = max(key.step for key in stored)
     counted = np.stack([_counted(rank, step) for step in range(last + 1)])
     np.save(job.folder / COUNTED_FILE, counted)
     sequences = _sequences(rank, last, samples_checked(job.plan))
     parts = {f"{name}.{each.sample}": getattr(each, name) for each in sequences for name in Inputs.ARRAYS}
     there = {name: part for name, part in parts.items() if part is not None}
     np.savez(job.folder / SEQUENCES_FILE, allow_pickle=False, **there)
-    with_gradients = [key.step for key in kept if key.phase == GRADIENT]
+    with_gradients = [key.step for key in stored if key.phase == GRADIENT]
     if with_gradients:
-        held = _Held(rank, job.plan, max(with_gradients), kept, job.block is not None)
+        held = _Held(rank, job.plan, max(with_gradients), stored, job.block is not None)
         (job.folder / DERIVATIVE_FILE).write_text(json.dumps(held.compared(counted[held.step])))
     return ledger
 
@@ -129,18 +129,18 @@ class _Routed:
 
 @dataclass
 class _Held:
-    """Gradients of one step, held to those of formulas. `kept` is where values lie."""
+    """Gradients of one step, held to those of formulas. `stored` is where values lie."""
 
     rank: Any
     plan: Plan
     step: int
-    kept: Mapping[Key, Kept]
+    stored: Mapping[Key, StoredValues]
     own_block: bool
 
     def compared(self, counted: np.ndarray) -> dict[str, Any]:
         """The loss by formulas, and the fields of `Measured` of every part of every gradient that formulas give."""
         names = tested_names(self.plan, own_block=self.own_block)
-        names = [name for name in names if Key(self.step, GRADIENT, name) in self.kept]
+        names = [name for name in names if Key(self.step, GRADIENT, name) in self.stored]
         if not names:
             return {}
         right = derivative(self._as_made(max(1, int(counted.sum()))), self.rank.transport.device)
@@ -153,37 +153,37 @@ class _Held:
     def _as_made(self, num_counted: int) -> Step:
         model, dtype = self.plan.model, self.plan.precision.dtype
         before, held = self.step - 1, [each.name for each in (*parameters(model), *expert_biases(model))]
-        names = [name for name in held if Key(before, WEIGHT, name) in self.kept]
+        names = [name for name in held if Key(before, WEIGHT, name) in self.stored]
         weights = {name: as_multiplied(name, self._load(WEIGHT, name, before), dtype) for name in names}
-        routed, kept = _Routed(), dict[tuple[int, int], np.ndarray]()
+        observed, routed = _Routed(), dict[tuple[int, int], np.ndarray]()
         if model.is_moe or self.own_block:
-            kept = self._forward(routed)
+            routed = self._forward(observed)
         return Step(
             self.plan,
             weights,
             list(_sequences(self.rank, self.step)),
             num_counted,
             loss_scale=self.rank.loss_scale.value,
-            logits=routed.logits,
-            kept=kept,
-            outputs=routed.outputs,
+            logits=observed.logits,
+            routed=routed,
+            outputs=observed.outputs,
             own_block=self.own_block,
         )
 
-    def _forward(self, routed: _Routed) -> dict[tuple[int, int], np.ndarray]:
-        """Goes forward once more from the weights before the step, shows that to `routed`, and returns which experts
+    def _forward(self, observed: _Routed) -> dict[tuple[int, int], np.ndarray]:
+        """Goes forward once more from the weights before the step, lets `observed` see it, and returns which experts
         worked on tokens."""
         import torch
 
-        stage, kept = self.rank.stages[0], dict[tuple[int, int], np.ndarray]()
+        stage, routed = self.rank.stages[0], dict[tuple[int, int], np.ndarray]()
 
         def keep(router: Any, _: Any, routing: Any) -> None:
             layer, first = int(router.name.split(".")[1]), router.context.microbatch.first_sample
             all_experts = np.arange(self.plan.model.num_experts)
             for row, experts_SK in enumerate(routing.experts_BSK.cpu().numpy()):
-                kept[layer, first + row] = (experts_SK[..., None] == all_experts).any(1)
+                routed[layer, first + row] = (experts_SK[..., None] == all_experts).any(1)
 
-        observer, stage.context.observer = stage.context.observer, routed
+        observer, stage.context.observer = stage.context.observer, observed
         hooks = [router.register_forward_hook(keep) for router in stage.routers]
         try:
             with torch.no_grad():
@@ -199,7 +199,7 @@ class _Held:
             stage.context.observer = observer
             for hook in hooks:
                 hook.remove()
-        return kept
+        return routed
 
     def _load(self, phase: str, name: str, step: int) -> np.ndarray:
-        return self.kept[Key(step, phase, name)].load().astype(np.float64)
+        return self.stored[Key(step, phase, name)].load().astype(np.float64)

@@ -1,10 +1,10 @@
 """Facts about a training stack as a TOML file, for `verify --facts`. Every table is optional:
 
-[memory]       stage_bytes = [8, 8]         capacity_bytes = [32, 16]
-[messages]     outputs = ["bf16[1,4096,8192]", ""]      inputs = ["", "bf16[1,4096,8192]"]
-[buffers]      outputs = 2      inputs = [4, 3]      recv_buffers = 2      (also activations, output_gradients, input_gradients)
-[layers]       model = 4 or ["embedding", "layers.0", ...]      stages = [["embedding", "layers.0"], ["layers.1", "head"]]
-[collectives]  file = "calls.csv"      (one line per global rank, see `verify.schedule.calls`)
+[memory]       stage_bytes = [8, 8]         capacity_bytes = [32, 16] [messages]     outputs = ["bf16[1,4096,8192]", ""]
+inputs = ["", "bf16[1,4096,8192]"] [buffers]      outputs = 2      inputs = [4, 3]      recv_buffers = 2      (also
+activations, output_gradients, input_gradients) [layers]       model = 4 or ["embedding", "layers.0", ...]      stages =
+[["embedding", "layers.0"], ["layers.1", "head"]] [collectives]  file = "calls.csv"      (one line per global rank, see
+`verify.schedule.calls`)
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class _TransformerLayer:
         if not self.ranks.plan.recompute.distribute:
             return x
         size, name = self.ranks.tp, self.prefix.removesuffix(".")
-        kept = [replace(part, elements=(tp_rank, size)) if size > 1 else part for tp_rank, part in enumerate(x)]
-        _, again = self.ranks.walk(self.again_of(name), kept, [])
+        own = [replace(part, elements=(tp_rank, size)) if size > 1 else part for tp_rank, part in enumerate(x)]
+        _, again = self.ranks.walk(self.again_of(name), own, [])
         return self.ranks.settle("recomputation", name, again, x)
 
     @property

@@ -48,11 +48,11 @@ class ExpertGrid:
             found[t, d] = place["dp"], place["ep"], place["tp"]
         return found
 
-    def summed(self, values: np.ndarray, alike: Sequence[int]) -> np.ndarray:
+    def summed(self, values: np.ndarray, equal_indices: Sequence[int]) -> np.ndarray:
         """[tp, dp, ...] the sums over the ranks that agree in these places, on every one of them."""
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for cell, place in self.places.items():
-            groups.setdefault(tuple(place[index] for index in alike), []).append(cell)
+            groups.setdefault(tuple(place[index] for index in equal_indices), []).append(cell)
         result = np.empty_like(values)
         for cells in groups.values():
             at = tuple(np.array(cells).T)

@@ -25,7 +25,7 @@ from ...core.program import (
     Operation,
     Operations,
     Product,
-    are_alike,
+    copies_do_the_same,
     operations,
     own_token_parameters,
     stage_work,
@@ -55,9 +55,11 @@ class Program:
     ) -> list[tuple[int, Operations]]:
         """What the data-parallel ranks of a stage do in an action, without repeating: (the first rank that
         does it, its operations)."""
-        alike = self.actions is operations and are_alike(plan, kind, plan.placement.ranks[stage][replica])
+        same_on_copies = self.actions is operations and copies_do_the_same(
+            plan, kind, plan.placement.ranks[stage][replica]
+        )
         found: dict[int, tuple[int, Operations]] = {}
-        for dp_rank in range(1 if alike else plan.layout.dp):
+        for dp_rank in range(1 if same_on_copies else plan.layout.dp):
             own = self.actions(plan, kind, stage, tp_rank, dp_rank, replica=replica)
             found.setdefault(id(own), (dp_rank, own))
         return list(found.values())

@@ -74,15 +74,15 @@ class DenseMlp(LayerHalf):
 class _Copies:
     """Copies of tokens, or what experts make of them, by the tensor-parallel rank that holds the tokens.
 
-    `told` are the axes over which counts have gone ahead, `spread` says that copies are with their experts' ranks,
-    `together` that those of all members of `etp` are. While a sum over an expert's width waits for these, `members` are
+    `counted` are the axes over which counts have gone ahead, `spread` says that copies are with their experts' ranks,
+    `gathered` that those of all members of `etp` are. While a sum over an expert's width waits for these, `members` are
     what each of them has, by rank.
     """
 
     parts: list[Part]
-    told: frozenset[str]
+    counted: frozenset[str]
     spread: bool = False
-    together: bool = False
+    gathered: bool = False
     members: tuple[tuple[Part, ...], ...] = ()
 
 
@@ -109,16 +109,16 @@ class SparseMlp(LayerHalf):
     def forward(self, x: list[Part], phase: Phase) -> list[Part]:
         saved = self.saved = {"x": x, "routing": mapped("routing", self._scores(x, phase))}
         copies = self._own(mapped("copies", x, saved["routing"]))
-        untold = frozenset(axis for axis, size in self.axes.items() if size == 1)
-        rows = self._travel(self._operations("mlp.dispatch", phase), _Copies(copies, untold))
+        trivial = frozenset(axis for axis, size in self.axes.items() if size == 1)
+        rows = self._exchange(self._operations("mlp.dispatch", phase), _Copies(copies, trivial))
         rows = self._settled(phase, "mlp.dispatch", rows, self._own(x))
         saved["rows"] = rows.parts
         saved["up"] = self._up(self._operations("mlp.experts.up", phase), rows, phase)
         saved["activation"] = mapped("activation", saved["up"])
         operations = self._operations("mlp.experts.down", phase)
         sums = self._contract(operations, "mlp.experts.down", replace(rows, parts=saved["activation"]))
-        travel, gather = _apart(self._operations("mlp.combine", phase))
-        rows = self._settled(phase, "mlp.combine", self._travel(travel, sums), self._own(x), home=True)
+        exchanges, gather = _apart(self._operations("mlp.combine", phase))
+        rows = self._settled(phase, "mlp.combine", self._exchange(exchanges, sums), self._own(x), home=True)
         saved["results"] = self._biased(rows.parts, "mlp.experts.down")
         y = self._gathered(gather, mapped("combine", saved["results"], self._own(saved["routing"])))
         y = self.ranks.settle(phase, f"{self.prefix}mlp.combine tokens", y, x)
@@ -133,11 +133,11 @@ class SparseMlp(LayerHalf):
     def backward(self, dy: list[Part]) -> list[Part]:
         saved, own_dy = self.saved, self._own(dy)
         phase: Phase = "input gradient"
-        travel, gather = _apart(self.operations("mlp.combine", "input_gradient"))
+        exchanges, gather = _apart(self.operations("mlp.combine", "input_gradient"))
         weights = self._gathered(gather, mapped("row dots", own_dy, saved["results"]))
         weights = self.ranks.settle(phase, f"{self.prefix}mlp.combine weights", weights, dy)
-        told = frozenset(self.axes)
-        rows = self._travel(travel, _Copies(mapped("weighted", own_dy, self._own(saved["routing"])), told))
+        counted = frozenset(self.axes)
+        rows = self._exchange(exchanges, _Copies(mapped("weighted", own_dy, self._own(saved["routing"])), counted))
         rows = self._settled(phase, "mlp.combine", rows, own_dy)
         dactivation = self._project(self.operations("mlp.experts.down", "input_gradient"), "mlp.experts.down", rows)
         dactivation = self._settle_cut(phase, "mlp.experts.down", dactivation)
@@ -147,8 +147,8 @@ class SparseMlp(LayerHalf):
         sums = self._contract(
             self.operations("mlp.experts.up", "input_gradient"), "mlp.experts.up", replace(rows, parts=dup)
         )
-        travel, gather = _apart(self.operations("mlp.dispatch", "input_gradient"))
-        rows = self._settled(phase, "mlp.dispatch", self._travel(travel, sums), own_dy, home=True)
+        exchanges, gather = _apart(self.operations("mlp.dispatch", "input_gradient"))
+        rows = self._settled(phase, "mlp.dispatch", self._exchange(exchanges, sums), own_dy, home=True)
         dx = self._gathered(gather, mapped("sum of copies", rows.parts))
         dx = self.ranks.settle(phase, f"{self.prefix}mlp.dispatch tokens", dx, dy)
         operations = self.operations("mlp.router", "input_gradient"), self.operations("mlp.router", "weight_gradient")
@@ -171,16 +171,14 @@ class SparseMlp(LayerHalf):
         axes = (self.ranks.tp > 1 and self.layout.sequence_parallel) + (self.layout.cp > 1)
         compared = bool(self.ranks.plan.train.router_aux_loss) + (self.model.expert_capacity_factor is not None)
         needed = axes * compared
-        told = [rest for _, rest in operations]
-        if any(len(own) != needed or not all(isinstance(each, Collective) for each in own) for own in told):
-            what = (
-                f"{len(told[0])} operations follow the scores, and ranks tell each other of their tokens {needed} times"
-            )
+        later = [rest for _, rest in operations]
+        if any(len(own) != needed or not all(isinstance(each, Collective) for each in own) for own in later):
+            what = f"{len(later[0])} operations follow the scores, and ranks exchange their tokens {needed} times"
             self.ranks.note(what)
-            untold = [replace(part, value=symbol("untold", what)) for part in scores]
-            return self.ranks.settle(phase, f"{self.prefix}mlp.router", untold, x)
+            unknown = [replace(part, value=symbol("not exchanged", what)) for part in scores]
+            return self.ranks.settle(phase, f"{self.prefix}mlp.router", unknown, x)
         for first in range(0, needed, max(1, axes)):
-            _, whole = self.ranks.walk([own[first : first + axes] for own in told], scores, [])
+            _, whole = self.ranks.walk([own[first : first + axes] for own in later], scores, [])
             wanted = [Part(_NOTHING, (0, self.ranks.keys)) for _ in scores]
             self.ranks.settle(phase, f"{self.prefix}mlp.router", whole, wanted)
         return scores
@@ -191,7 +189,7 @@ class SparseMlp(LayerHalf):
 
     # Copies on their way
 
-    def _travel(self, operations: Sequence[Operations], rows: _Copies) -> _Copies:
+    def _exchange(self, operations: Sequence[Operations], rows: _Copies) -> _Copies:
         """The collectives of copies over `ep` and `etp`, one after the other."""
         for row in zip_longest(*operations):
             try:
@@ -212,28 +210,28 @@ class SparseMlp(LayerHalf):
         op, axis, size = kind
         if self.axes.get(axis) != size:
             raise MisfitError(f"{op} over {axis} names {size} ranks of {self.axes.get(axis, 'none')}")
-        if axis not in rows.told:
-            return replace(rows, told=rows.told | {axis})
+        if axis not in rows.counted:
+            return replace(rows, counted=rows.counted | {axis})
         if axis == "ep":
-            if op != "all_to_all" or rows.members or (rows.together and self.axes["etp"] > 1):
+            if op != "all_to_all" or rows.members or (rows.gathered and self.axes["etp"] > 1):
                 raise MisfitError(f"{op} over ep is given rows that the members of etp have brought together")
             return replace(rows, spread=not rows.spread)
         if op == "all_gather":
-            if rows.together or rows.members:
+            if rows.gathered or rows.members:
                 raise MisfitError("all_gather over etp is given rows that are together already")
-            return replace(rows, together=True)
+            return replace(rows, gathered=True)
         if not rows.members:
             raise MisfitError(f"{op} over etp is given rows that are no partial sums")
         finished = [
             replace(members[0], value=_finished(op, members), leaves=None, nodes=()) for members in rows.members
         ]
-        return replace(rows, parts=finished, together=False, members=())
+        return replace(rows, parts=finished, gathered=False, members=())
 
     def _settled(self, phase: Phase, layer: str, rows: _Copies, wanted: list[Part], *, home: bool = False) -> _Copies:
         """The rows where they are needed, with their experts or at home."""
         apart = [
             axis
-            for axis, there in (("ep", rows.spread), ("etp", rows.together))
+            for axis, there in (("ep", rows.spread), ("etp", rows.gathered))
             if self.axes[axis] > 1 and there == home
         ]
         if rows.members and self.axes["etp"] > 1:
@@ -243,7 +241,7 @@ class SparseMlp(LayerHalf):
             self.ranks.note(f"copies are {where}: nothing has moved them over {' and '.join(apart)}")
             rows = replace(rows, parts=[replace(part, value=symbol("elsewhere", layer, *apart)) for part in rows.parts])
         parts = self.ranks.settle(phase, f"{self.prefix}{layer}", rows.parts, wanted)
-        return replace(rows, parts=parts, spread=not home, together=not home, members=())
+        return replace(rows, parts=parts, spread=not home, gathered=not home, members=())
 
     def _gathered(self, operations: Sequence[Operations], parts: list[Part]) -> list[Part]:
         """Tokens of all tensor-parallel ranks, where each has sent an even part of what all hold."""

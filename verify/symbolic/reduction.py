@@ -119,11 +119,11 @@ def reduced_gradients(
             continue
         wanted = gradients.wanted[usage.key]
         if not np.array_equal(total, wanted):
-            alike = len(
+            num_equal = len(
                 [each for each in usages if _treatment(each, states, covered) == _treatment(usage, states, covered)]
             )
             what = _how(total, wanted, per_holder, operations) + (
-                (f" (and {alike - 1} more gradients alike)") if alike > 1 else ""
+                (f" (and {num_equal - 1} more gradients alike)") if num_equal > 1 else ""
             )
             differences.append(StepDifference("value", f"{stage}REDUCE_GRAD, {usage.key}", what))
         gradients.values[usage.key] = wanted  # what follows is judged on its own
@@ -264,11 +264,11 @@ def _reduce_usage(
                 own = _collective(gradients, operation, own)
         total += own
     gradients.wanted[usage.key] = wanted
-    _check_together(gradients)
+    _check_placement(gradients)
     return total
 
 
-def _check_together(gradients: StageGradients) -> None:
+def _check_placement(gradients: StageGradients) -> None:
     """Raises `MisfitError` where hybrid sharding has left a rank less than the part it is to keep."""
     if gradients.divided:
         gradients.divided = False
@@ -303,7 +303,7 @@ def _reduce_experts(
             own = _collective(gradients, operation, own)
         total += own
     gradients.wanted[usage.key] = wanted
-    _check_together(gradients)
+    _check_placement(gradients)
     in_parts = plan.layout.zero > 0 and num_shards(plan, gradients.stage).expert > 1
     if gradients.is_part != in_parts and per_holder:
         raise MisfitError(

@@ -169,7 +169,7 @@ class _Prover:
         one = _one_device(self.plan)
         one_works = _by_block(Program().works(one, 0, 0), list(blocks_of(one.model, one.stages[0])))
         proved: dict[tuple[object, ...], tuple[Block, list[Difference], dict[str, tuple[tuple[int, int], ...]]]] = {}
-        alike: dict[Block, list[int]] = {}
+        stages_of: dict[Block, list[int]] = {}
         for content in self.plan.stages:
             works = [self.program.works(self.plan, content.stage, tp_rank) for tp_rank in range(self.plan.layout.tp)]
             blocks = list(blocks_of(self.plan.model, content))
@@ -188,10 +188,10 @@ class _Prover:
                     }
                     proved[key] = block, ranks.differences, states
                 first, _, states = proved[key]
-                alike.setdefault(first, []).append(content.stage)
+                stages_of.setdefault(first, []).append(content.stage)
                 self.states[content.stage].update({_usage_key(block, name): tokens for name, tokens in states.items()})
         for first, differences, _ in proved.values():
-            yield from self._layer_findings(first, differences, alike[first])
+            yield from self._layer_findings(first, differences, stages_of[first])
 
     def _layer_findings(self, block: Block, differences: list[Difference], stages: list[int]) -> Iterator[Finding]:
         more = f", and in {len(stages) - 1} layers alike" if len(stages) > 1 else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from ....core.plan.plan import Plan
 from ....simulator.compute import compute
-from ....simulator.cost import travel
+from ....simulator.cost import communication
 from ....simulator.stack import profiles
 
 Held = tuple[Callable[[Plan], float], Callable[[Plan, float], AbstractContextManager[Plan]]]
@@ -77,10 +77,10 @@ def aligned(index: int) -> Held:
         ends[index // 3] = min(value, 1.0)
         try:
             compute.ALIGNED_SHARES = compute.aligned_shares(*ends)
-            travel.forget()
+            communication.forget()
             yield plan
         finally:
             compute.ALIGNED_SHARES = before
-            travel.forget()
+            communication.forget()
 
     return (lambda plan: compute.ALIGNED_SHARES[index]), held

@@ -51,17 +51,17 @@ def across_publications(rows: Iterable[Row]) -> list[Floor]:
     Replicas may differ: they add a few percent at most where their gradients are reduced over the network. A
     publication with several such rows counts with their median."""
 
-    def alike(row: Row) -> Hashable:
+    def setting(row: Row) -> Hashable:
         width = str(row["precision"]).lower().replace("bf16", "16").replace("fp16", "16").replace("None", "16")
         device = str(row["hardware.gpu"]).split()[0].split("-")[0]
-        told = (*(row[name] for name in _SIZES), *(row[f"parallel.{name}"] or 1 for name in _CUT))
-        return (*told, device, width.replace("none", "16"), str(row["recompute"]).split()[0])
+        published = (*(row[name] for name in _SIZES), *(row[f"parallel.{name}"] or 1 for name in _CUT))
+        return (*published, device, width.replace("none", "16"), str(row["recompute"]).split()[0])
 
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for members in _grouped(rows, alike).values():
+    for members in _grouped(rows, setting).values():
         by_source = {source: _median_s(found) for source, found in _grouped(members, lambda row: row.source).items()}
         names = sorted(map(str, by_source))
-        if alike(members[0])[0] is None:  # type: ignore[index]
+        if setting(members[0])[0] is None:  # type: ignore[index]
             continue
         for one in range(len(names)):
             for other in range(one):
@@ -89,8 +89,8 @@ def across_stages(rows: Iterable[Row]) -> list[Floor]:
     """vTrain's multi-node rows: seconds of a sequence in a layer for one model, tp and microbatch, from 2, 4, 8 and 16
     stages. The layer is the same; what a step costs once differs by a few percent."""
     multi = [row for row in rows if row.family == "vtrain_multi" and row["parallel.pp"] > 1]
-    alike = _grouped(multi, lambda row: (row["parallel.tp"], row["model.name"], row["batch.micro"]))
-    times = [(found[0]["parallel.tp"], [sequence_layer_s(row) for row in found]) for found in alike.values()]
+    setting = _grouped(multi, lambda row: (row["parallel.tp"], row["model.name"], row["batch.micro"]))
+    times = [(found[0]["parallel.tp"], [sequence_layer_s(row) for row in found]) for found in setting.values()]
     named = [("vTrain multi-node", [values for _, values in times])]
     named += [
         (f"vTrain multi-node, tp={tp}", [values for other, values in times if other == tp])

@@ -68,9 +68,9 @@ def _bubble(row: Row, rows: Iterable[Row]) -> Iterator[PartPrediction]:
     busy longest, from its first to its last action, is compared (the authors' cost: Qi et al. 2024, section 5.3)."""
     if row["measured.bubble_rate"] is None:
         return
-    alike = ("source", "model.name", "parallel.pp", "batch.num_microbatches")
+    fields = ("source", "model.name", "parallel.pp", "batch.num_microbatches")
     times = next(
-        (other for other in rows if other["kind"] == "stage_time" and all(other[name] == row[name] for name in alike)),
+        (other for other in rows if other["kind"] == "stage_time" and all(other[name] == row[name] for name in fields)),
         None,
     )
     said = str(row["schedule"])

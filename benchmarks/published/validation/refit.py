@@ -155,7 +155,7 @@ def _refit(coefficient: Coefficient, rows: Sequence[Row]) -> Fit | None:
         if seconds is None:
             continue
         value = coefficient.today(plan)
-        families.setdefault(row.likeness, []).append(_log_errors(coefficient, plan, value, seconds))
+        families.setdefault(row.setting_key, []).append(_log_errors(coefficient, plan, value, seconds))
     if len(families) < 2:
         return None
     means = [

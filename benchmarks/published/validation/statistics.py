@@ -51,7 +51,7 @@ def grouped(predictions: Iterable[Prediction], key: Callable[[Row], Hashable]) -
 def is_calibration(row: Row) -> bool:
     """True for the half of the rows that coefficients may be fitted to: by a hash of what near-duplicates share, so
     that they stay together."""
-    digest = hashlib.blake2b(repr(row.likeness).encode(), digest_size=1).digest()
+    digest = hashlib.blake2b(repr(row.setting_key).encode(), digest_size=1).digest()
     return digest[0] % 2 == 0
 
 
@@ -62,8 +62,8 @@ def noise_floors(rows: Iterable[Row], reading: Callable[[Row], float | None]) ->
     for row in rows:
         if (value := reading(row)) is not None:
             names = ("model", "hardware", "parallel", "batch", "precision", "recompute", "schedule", "flags")
-            alike = [*(row[name] for name in names), "scatter/gather" in str(row["notes"]) and row["notes"]]
-            repeats.setdefault((row.source, json.dumps(alike, sort_keys=True)), []).append(value)
+            fields = [*(row[name] for name in names), "scatter/gather" in str(row["notes"]) and row["notes"]]
+            repeats.setdefault((row.source, json.dumps(fields, sort_keys=True)), []).append(value)
     spreads: dict[str, list[float]] = {}
     for (source, _), values in repeats.items():
         if len(values) > 1:

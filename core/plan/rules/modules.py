@@ -115,7 +115,7 @@ def modules_have_a_schedule(modules: Modules, schedule: ScheduleChoice) -> Itera
         )
 
 
-def modules_recompute_alike(modules: Modules, recompute: Recompute) -> Iterator[str]:
+def modules_recompute_equally(modules: Modules, recompute: Recompute) -> Iterator[str]:
     """Layers that are recomputed are not named by numbers, which every module begins anew."""
     if recompute.layers is not None and len(modules) > 1:
         yield (

@@ -75,8 +75,8 @@ def interleaving_matches(schedule: ScheduleChoice, layout: Layout) -> Iterator[s
 
 def sizes_are_built(schedule: ScheduleChoice, layout: Layout, batch: Batch) -> Iterator[str]:
     """The schedule exists for this number of ranks and microbatches."""
-    together = CATALOG[schedule.name].together if schedule.file is None and schedule.name in CATALOG else 1
-    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp, together)
+    multiple = CATALOG[schedule.name].multiple if schedule.file is None and schedule.name in CATALOG else 1
+    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp, multiple)
     if schedule.file is None and schedule.name in CATALOG:
         yield from filter(None, (CATALOG[schedule.name].condition(layout.pp, count) for count in counts))
     elif schedule.file is not None and len(counts) > 1:

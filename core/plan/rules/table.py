@@ -33,7 +33,7 @@ from .modules import (
     modules_form_a_tree,
     modules_have_a_schedule,
     modules_have_names,
-    modules_recompute_alike,
+    modules_recompute_equally,
 )
 from .recompute import (
     distributed_inputs_are_whole,
@@ -56,7 +56,7 @@ from .training import (
     checkpoints_have_a_folder,
     dtype_has_peak,
     loss_scales_are_powers_of_two,
-    padding_is_told_apart,
+    padding_is_distinguished,
     scalings_are_modelled,
 )
 from .variation import (
@@ -321,7 +321,7 @@ RULES: tuple[Rule, ...] = (
         "padding-is-told-apart",
         ("train.padded", "train.packed", "train.ignore_token", "runtime.trim_padding"),
         "padded documents have a token that counts for nothing, and only they are trimmed",
-        padding_is_told_apart,
+        padding_is_distinguished,
     ),
     Rule(
         "dtype-has-peak",
@@ -399,7 +399,7 @@ RULES: tuple[Rule, ...] = (
         "modules-recompute-alike",
         ("modules.name", "recompute.layers"),
         ("layers are not named by numbers"),
-        modules_recompute_alike,
+        modules_recompute_equally,
     ),
 )
 """Every cross-key rule. The first key of a rule that the file gives is the line that its problems point at."""

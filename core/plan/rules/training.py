@@ -74,7 +74,7 @@ def dtype_has_peak(precision: Precision, cluster: ClusterSpec) -> Iterator[str]:
         yield f'dtype="{precision.dtype}" has no peak rate on cluster {cluster.name}. Use one of {", ".join(known)}.'
 
 
-def padding_is_told_apart(train: Train, runtime: Runtime) -> Iterator[str]:
+def padding_is_distinguished(train: Train, runtime: Runtime) -> Iterator[str]:
     """Padded documents have a token that counts for nothing, and only they can be trimmed."""
     if train.padded and train.packed:
         yield "packed=true puts several documents into a sequence and padded=true one. Leave one of the two out."

@@ -24,20 +24,20 @@ def classes_are_known(variation: Variation, cluster: ClusterSpec, precision: Pre
     """Classes are presets that have a rate for the plan's dtype, and no device is of two."""
     seen: dict[int, str] = {}
     for preset, names in variation.device_classes.items():
-        told = f'device_classes={{{preset} = "{names}"}}'
+        setting = f'device_classes={{{preset} = "{names}"}}'
         if preset not in CLUSTER_PRESETS:
-            yield f"{told}: {preset!r} is no cluster preset{did_you_mean(preset, CLUSTER_PRESETS)}"
+            yield f"{setting}: {preset!r} is no cluster preset{did_you_mean(preset, CLUSTER_PRESETS)}"
             continue
         if precision.dtype not in cluster_preset(preset, cluster.num_devices).peak_flops_per_s:
             yield (
-                f'{told}: devices of {preset} have no peak rate for dtype="{precision.dtype}". Use another dtype '
+                f'{setting}: devices of {preset} have no peak rate for dtype="{precision.dtype}". Use another dtype '
                 "or class."
             )
-        complaints = list(_complaints(told, names, cluster))
+        complaints = list(_complaints(setting, names, cluster))
         yield from complaints
         for rank in () if complaints else devices_named(names, cluster):
             if rank in seen:
-                yield f"{told}: device-{rank} is of class {seen[rank]} already. Name every device once."
+                yield f"{setting}: device-{rank} is of class {seen[rank]} already. Name every device once."
                 break
             seen[rank] = preset
 
@@ -130,8 +130,8 @@ def checkpoints_need_failures(variation: Variation) -> Iterator[str]:
         )
 
 
-def _complaints(told: str, names: str, cluster: ClusterSpec) -> Iterator[str]:
+def _complaints(setting: str, names: str, cluster: ClusterSpec) -> Iterator[str]:
     try:
         devices_named(names, cluster)
     except ValueError as error:
-        yield f"{told}: {error}"
+        yield f"{setting}: {error}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardproof.backend.data_parallel.buckets import boxes
-from shardproof.core.program.buckets import kept_interval
+from shardproof.core.program.buckets import owned_interval
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (4, 1, 3)])
@@ -22,5 +22,5 @@ def test_boxes_are_a_run_of_elements_in_order(shape):
 @pytest.mark.parametrize(("copies", "cp"), [(1, 1), (5, 1), (6, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("elements", [3, 10, 101])
 def test_copies_keep_every_element_once(elements, copies, cp):
-    kept = [range(*kept_interval(elements, copies, cp, copy)) for copy in range(copies)]
+    kept = [range(*owned_interval(elements, copies, cp, copy)) for copy in range(copies)]
     assert sorted(element for part in kept for element in part) == list(range(elements))

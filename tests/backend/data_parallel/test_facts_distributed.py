@@ -17,7 +17,7 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stage_parameters import Usage, stage_usages
 from shardproof.core.model.parameters import TOKEN_TABLE, Parameter
 from shardproof.core.plan.plan import Batch, Numerics, Plan
-from shardproof.core.program.buckets import bucket_sizes, filled_buckets, gradient_buckets, kept_interval
+from shardproof.core.program.buckets import bucket_sizes, filled_buckets, gradient_buckets, owned_interval
 from shardproof.core.schedule.action import Kind
 
 
@@ -59,7 +59,7 @@ def test_parameters_lie_in_reverse_order_one_behind_the_other():
     laid = [usage.parameter.name for bucket in gradient_buckets(plan, 0) for usage in bucket.usages]
     assert laid == [usage.parameter.name for usage in reversed(stage_usages(plan.model, plan.stages[0]))]
     for bucket, size in zip(gradient_buckets(plan, 0), bucket_sizes(plan, 0, 0), strict=True):
-        lengths = [hi - lo for lo, hi in (kept_interval(size.elements, 3, 1, copy) for copy in range(3))]
+        lengths = [hi - lo for lo, hi in (owned_interval(size.elements, 3, 1, copy) for copy in range(3))]
         assert sum(lengths) == sum(usage.parameter.num_elements for usage in bucket.usages)
         assert max(lengths) - min(lengths) <= 1
 

@@ -35,7 +35,7 @@ def start(tmp_path):
         run.process.wait()
 
 
-def told(run: Started) -> str:
+def reported(run: Started) -> str:
     """The line that the end has added to the progress lines."""
     lines = run.errors.splitlines()
     assert "Traceback" not in run.errors and all(
@@ -47,7 +47,7 @@ def told(run: Started) -> str:
 def test_while_ranks_start_a_signal_to_the_parent_ends_all(start):
     run = start("shardproof", *TRAIN, "--tp", "2", "--transport", "memory")
     wait_until(lambda: len(processes_of(run.mark)) > 1, "the server of ranks")
-    assert (run.end(signal.SIGTERM), told(run), run.left()) == (143, "shardproof train: ended by SIGTERM.", [])
+    assert (run.end(signal.SIGTERM), reported(run), run.left()) == (143, "shardproof train: ended by SIGTERM.", [])
 
 
 def test_a_local_run_listens_on_loopback_alone_whatever_interface_is_named_and_ends_with_its_terminal(start):
@@ -56,7 +56,7 @@ def test_a_local_run_listens_on_loopback_alone_whatever_interface_is_named_and_e
     run = start("shardproof", *TRAIN, "--dp", "2", *library, GLOO_SOCKET_IFNAME=OTHER)
     run.wait_for("step 1/")
     assert listens(list(processes_of(run.mark))) == {"127.0.0.1"}
-    assert (run.end(signal.SIGINT, group=True), told(run), run.left()) == (
+    assert (run.end(signal.SIGINT, group=True), reported(run), run.left()) == (
         130,
         ("shardproof train: ended by SIGINT."),
         [],
@@ -69,7 +69,7 @@ def test_a_run_that_is_ended_while_it_saves_leaves_the_checkpoint_before_whole(s
     run.wait_for("step 2/")
     folder = run.folder / "saved"
     wait_until(lambda: any(folder.glob("*.partial")), "a checkpoint under way")
-    assert (run.end(signal.SIGINT), told(run), run.left()) == (130, "shardproof train: ended by SIGINT.", [])
+    assert (run.end(signal.SIGINT), reported(run), run.left()) == (130, "shardproof train: ended by SIGINT.", [])
     steps = saved_in(folder)[-1].steps
     monkeypatch.chdir(run.folder)
     assert main([*saves, "--set", f"train.steps={steps + 1}", "--resume", "--json"]) == 0

@@ -139,10 +139,10 @@ def poisoned_step(transport, plan):
 
 
 def test_a_gradient_of_a_pair_that_is_no_number_is_told_by_all_ranks():
-    told = run_threads(
+    reported = run_threads(
         MemoryWorld(2, timeout_s=60), poisoned_step, tiny(Layout(dp=2, ep=2), mode="fast", recompute=Recompute())
     )
-    assert told[0] == told[1] and "no finite numbers" in told[0] and "rank 1" in told[0], told
+    assert reported[0] == reported[1] and "no finite numbers" in reported[0] and "rank 1" in reported[0], reported
 
 
 # turns
@@ -154,12 +154,12 @@ def runner():
 
 
 def test_each_part_computes_while_the_other_waits_and_never_both_at_once(runner):
-    baton, told, computing = runner.baton, [], []
+    baton, reported, computing = runner.baton, [], []
 
     def compute(name):
         assert not computing, f"{name} beside {computing}"
         computing.append(name)
-        told.append(name)
+        reported.append(name)
         computing.clear()
 
     data = {name: threading.Semaphore(0) for name in ("forward", "backward")}
@@ -173,7 +173,7 @@ def test_each_part_computes_while_the_other_waits_and_never_both_at_once(runner)
         compute(name)
 
     runner.run(lambda: part("forward", "backward"), lambda: part("backward", "forward"))
-    assert told[:2] == ["forward", "backward"] and told.count("forward") == told.count("backward") == 4
+    assert reported[:2] == ["forward", "backward"] and reported.count("forward") == reported.count("backward") == 4
 
 
 def test_a_part_without_the_other_is_idle_while_it_waits_and_a_thread_without_the_baton_lends_nothing(runner):

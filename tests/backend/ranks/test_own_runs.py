@@ -51,9 +51,9 @@ def test_a_collective_that_sends_other_bytes_is_told_with_its_rank_and_action(wo
     ranks = workers(plan.layout.world_size).run(own.record_rank, plan)
     ranks[3].sent["0F1"].pop()
     ranks[1].lanes["compute"].reverse()
-    told = own.compare(plan, ranks).differences
-    assert told[0] == "rank 1 lane compute: order of actions"
-    assert told[1].startswith("rank 3 0F1: sent [Collective(")
+    reported = own.compare(plan, ranks).differences
+    assert reported[0] == "rank 1 lane compute: order of actions"
+    assert reported[1].startswith("rank 3 0F1: sent [Collective(")
 
 
 def test_there_are_at_least_twelve_layouts_of_two_models():

@@ -93,8 +93,8 @@ def test_a_layer_keeps_what_the_memory_model_says(model: str, layout: Layout, ch
     tensors = LayerTensors(plan, memory_profile(plan))
     nodes = layer_nodes(tensors, moe=False)
     predicted = sum(
-        node.kept_bytes
-        for node in (full_recompute(nodes, tensors.hidden, tensors.kept_input) if mode == "full" else nodes)
+        node.retained_bytes
+        for node in (full_recompute(nodes, tensors.hidden, tensors.retained_input) if mode == "full" else nodes)
     )
     assert three - two == pytest.approx(predicted, rel=0.01, abs=512)
 
@@ -116,8 +116,8 @@ def test_a_distributed_input_is_kept_in_equal_parts(tp: int) -> None:
     assert whole == 4 * 2 * 24 * model_preset(model).hidden_size
     assert sum(kept[distributed]) == whole and set(kept[distributed]) == {whole // tp}
     tensors = LayerTensors(plan := plan_of(model, 2, distributed, Layout(tp=tp)), memory_profile(plan))
-    nodes = full_recompute(layer_nodes(tensors, moe=False), tensors.hidden, tensors.kept_input)
-    assert sum(node.kept_bytes for node in nodes) == whole // tp
+    nodes = full_recompute(layer_nodes(tensors, moe=False), tensors.hidden, tensors.retained_input)
+    assert sum(node.retained_bytes for node in nodes) == whole // tp
 
 
 def trained(transport, plan: Plan) -> list[torch.Tensor]:

@@ -350,12 +350,12 @@ def test_a_rank_of_torchrun_tells_its_defects_and_those_of_its_machine_alike():
         transport.recorder.layer("layers.0.mlp"),
     ):
         known["finish"]()
-    told = str(failed(transport, caught.value))
+    reported = str(failed(transport, caught.value))
     words = (
         "rank 0 failed: IndexError: pop from empty list, in 0F1 (step 2, microbatch 1) at layers.0.mlp, in "
         "finish (defective.py:2"
     )
-    assert told.startswith(words) and isinstance(failed(transport, caught.value), RankDefect)
+    assert reported.startswith(words) and isinstance(failed(transport, caught.value), RankDefect)
     full = failed(transport, OSError(28, "No space left on device"))
     assert not isinstance(full, RankDefect) and str(full) == (
         "rank 0 failed: OSError: [Errno 28] No space left on device"

@@ -73,8 +73,8 @@ def test_absurd_values_of_every_key_make_a_plan_or_a_short_refusal(section: str)
 def test_verbs_say_the_bound_and_end_with_2(assignment: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     for verb in (["fit"], ["simulate"], ["verify"], ["draw"], ["train", "--dry-run"]):
         assert main([*verb, *SMALL, "--set", assignment]) == 2
-        told = capsys.readouterr().err
-        assert words in told and len(told) < 1000
+        reported = capsys.readouterr().err
+        assert words in reported and len(reported) < 1000
 
 
 def test_repeats_of_stages_are_counted_before_they_are_written_out() -> None:

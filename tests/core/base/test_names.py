@@ -68,8 +68,8 @@ def test_long_lines_are_cut_in_the_middle_alone() -> None:
 
 
 def test_a_message_of_many_lines_ends_with_how_many_follow() -> None:
-    told = shortened("\n".join(f"problem {i}" for i in range(5000))).split("\n")
-    assert told == [*(f"problem {i}" for i in range(110)), "... and 4,890 more lines."]
+    reported = shortened("\n".join(f"problem {i}" for i in range(5000))).split("\n")
+    assert reported == [*(f"problem {i}" for i in range(110)), "... and 4,890 more lines."]
 
 
 def test_a_plan_called_like_a_command_prints_none(tmp_path, monkeypatch, capsys) -> None:
@@ -87,5 +87,5 @@ def test_a_model_called_like_a_command_prints_none(tmp_path, capsys) -> None:
     options = ("--cluster", "dgx-a100-80g", "--devices", "8", "--set", "batch.global=8", "--set", "batch.sequence=2048")
     assert main(["fit", "--format", "github", str(plan), *options]) == 1
     output, error = capsys.readouterr()
-    told = [line for line in (output + error).splitlines() if "##[" in line]
-    assert all(line.startswith("::") for line in told)
+    reported = [line for line in (output + error).splitlines() if "##[" in line]
+    assert all(line.startswith("::") for line in reported)

@@ -134,7 +134,7 @@ def test_a_terminal_is_asked_for_its_width(columns):
 
 def test_a_pipe_has_no_width_and_columns_counts_before_all(monkeypatch):
     assert width_of(StringIO()) is None
-    for told, width in (
+    for reported, width in (
         ("80", 80),
         ("7", NARROWEST),
         ("0", None),
@@ -143,8 +143,8 @@ def test_a_pipe_has_no_width_and_columns_counts_before_all(monkeypatch):
         ("9" * 5000, None),
         ("", None),
     ):
-        monkeypatch.setenv("COLUMNS", told)
-        assert width_of(StringIO()) == width, told
+        monkeypatch.setenv("COLUMNS", reported)
+        assert width_of(StringIO()) == width, reported
 
 
 def test_sentences_are_wrapped_below_their_indent_and_commands_and_long_words_stay_whole():
@@ -229,7 +229,7 @@ def test_readme_shows_what_an_80_column_terminal_shows(check_readme):
     blocks = check_readme.blocks((ROOT / "README.md").read_text())
     assert len(blocks) >= 4 and any(block.is_cheap for block in blocks)
     for block in blocks:
-        assert too_long(f"$ {block.written}\n{block.told}", 80) == [], block.command
+        assert too_long(f"$ {block.written}\n{block.shown}", 80) == [], block.command
         assert shlex.split(block.command)[0] == "shardproof"
 
 

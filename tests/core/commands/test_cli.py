@@ -75,18 +75,18 @@ def test_the_example_of_a_verb_runs_in_an_empty_folder(verb, monkeypatch, tmp_pa
 
 def test_an_unknown_model_is_answered_by_the_closest_and_by_where_all_are_listed(capsys):
     assert main(["fit", "--model", "llama3-70B"]) == 2
-    told = f"did you mean 'llama3-70b'? `shardproof presets models` lists the {len(MODEL_PRESETS)} known ones.\n"
-    assert capsys.readouterr().err.endswith(told)
+    reported = f"did you mean 'llama3-70b'? `shardproof presets models` lists the {len(MODEL_PRESETS)} known ones.\n"
+    assert capsys.readouterr().err.endswith(reported)
     assert main(["presets", "models"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(MODEL_PRESETS)
 
 
 def test_a_search_says_that_it_takes_no_modules(capsys):
     assert main(["plan", str(ROOT / "examples/encoder_decoder.toml")]) == 2
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert (
         "here [[modules]] have no meaning. They are taken by simulate, verify, draw and train."
-    ) in told and told.count("modules") == 1
+    ) in reported and reported.count("modules") == 1
 
 
 def test_help_of_a_verb_has_an_example(capsys):

@@ -10,7 +10,7 @@ import pytest
 
 from shardproof import Finding
 from shardproof.core.base.errors import PlanError, ScheduleError
-from shardproof.core.base.findings import Spot
+from shardproof.core.base.findings import Location
 from shardproof.core.commands import github
 from shardproof.core.commands.cli import main
 from shardproof.core.commands.github import annotation, error_annotations, line_of
@@ -56,7 +56,7 @@ def parsed(line: str) -> tuple[str, dict[str, str], str]:
 
 def test_any_text_comes_back_from_one_line() -> None:
     finding = Finding("a-rule", "error", "rank 3, 1F4", "100% wrong,\r\n::error::of 50%25", "Look: here, there.")
-    level, properties, text = parsed(annotation(finding, Spot("a,b:c%.toml", 7)))
+    level, properties, text = parsed(annotation(finding, Location("a,b:c%.toml", 7)))
     assert level == "error" and properties == {"file": "a,b:c%.toml", "line": "7", "title": "shardproof: a-rule"}
     assert text == f"{finding.where}: {finding.what}\n{finding.hint}"
 
@@ -71,8 +71,8 @@ def test_files_are_named_from_the_root_of_the_checkout(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path / "training")
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
     finding = Finding("rule", "error", "here", "this.")
-    assert parsed(annotation(finding, Spot("plan.toml", 1)))[1]["file"] == "training/plan.toml"
-    assert parsed(annotation(finding, Spot("/elsewhere/plan.toml")))[1]["file"] == "/elsewhere/plan.toml"
+    assert parsed(annotation(finding, Location("plan.toml", 1)))[1]["file"] == "training/plan.toml"
+    assert parsed(annotation(finding, Location("/elsewhere/plan.toml")))[1]["file"] == "/elsewhere/plan.toml"
 
 
 def test_every_problem_of_an_input_is_at_its_line() -> None:

@@ -20,7 +20,7 @@ from shardproof.core.plan.keys.modules import MODULE_KEYS
 from shardproof.core.plan.module import ModuleLayout
 from shardproof.core.plan.rules import RULES
 from shardproof.core.plan.schedule_of import modular_schedule, part_schedule
-from shardproof.core.program.bridge import parcels, stage_grid
+from shardproof.core.program.bridge import bridge_messages, stage_grid
 from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.joined import joined_schedule
@@ -263,19 +263,19 @@ def test_parcels_bring_every_sample_once_from_the_microbatch_that_has_it(
     ]
     arrived: Counter[tuple[int, int]] = Counter()
     samples = []
-    for parcel in parcels(*grids, micro):
-        ranks = parcel.message.source, parcel.message.destination
+    for bridged in bridge_messages(*grids, micro):
+        ranks = bridged.message.source, bridged.message.destination
         firsts = [
             part.samples_of(part.layout.coordinates(rank)["dp"])[0]
             for part, rank in zip((source, target), ranks, strict=True)
         ]
-        numbers = parcel.source_microbatch, parcel.destination_microbatch
-        for piece in parcel.message.pieces:
+        numbers = bridged.source_microbatch, bridged.destination_microbatch
+        for piece in bridged.message.pieces:
             (lo, hi), (to_lo, to_hi) = piece.source[0], piece.destination[0]
             assert 0 <= lo < hi <= micro and hi - lo == to_hi - to_lo
             taken, put = (first + number * micro for first, number in zip(firsts, numbers, strict=True))
             assert taken + lo == put + to_lo
             arrived.update((ranks[1], sample) for sample in range(put + to_lo, put + to_hi))
-        samples.append(parcel.sample)
+        samples.append(bridged.sample)
     wanted = {(target.first_rank + dp, sample) for dp in range(there) for sample in range(*target.samples_of(dp))}
     assert arrived == Counter(wanted) and samples == sorted(samples)

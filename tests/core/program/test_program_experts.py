@@ -109,9 +109,9 @@ def test_an_all_to_all_each_way_moves_a_copy_per_expert_but_for_the_local_share(
         ("combine", "input_gradient"),
     ):
         (work,) = (each for each in transformer_work(plan, 1) if each.layer == f"layers.1.mlp.{part}")
-        told = [("all_to_all", 4, counts)] if (part, kind) == ("dispatch", "forward") else []
-        assert sent(getattr(work, kind), "ep") == [*told, ("all_to_all", 4, one_way)]
-        assert len(getattr(work, kind)) == len(told) + 1
+        reported = [("all_to_all", 4, counts)] if (part, kind) == ("dispatch", "forward") else []
+        assert sent(getattr(work, kind), "ep") == [*reported, ("all_to_all", 4, one_way)]
+        assert len(getattr(work, kind)) == len(reported) + 1
     assert sent(forward(plan, 0, "mlp"), "ep") == []  # a dense layer
     assert sent(forward(plan_of(dp=4), 1, "mlp"), "ep") == []  # all experts are at home
 

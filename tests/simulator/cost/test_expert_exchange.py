@@ -26,9 +26,9 @@ from shardproof.simulator.compute.compute import (
     throttled_s,
 )
 from shardproof.simulator.cost.blocks import BlockPricer
+from shardproof.simulator.cost.communication import distinct_share
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.cost.traffic import layer_traffic
-from shardproof.simulator.cost.travel import distinct_share
 from shardproof.simulator.stack.profiles import PROFILES
 
 MIXTRAL = model_preset("mixtral-8x7b")

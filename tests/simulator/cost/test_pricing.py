@@ -26,8 +26,8 @@ from shardproof.core.plan.plan import (
 from shardproof.core.program import Collective, Product, gradient_elements, held_elements, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.compute import product_s
+from shardproof.simulator.cost.communication import Place, forget
 from shardproof.simulator.cost.pricing import PARTS, Pricing
-from shardproof.simulator.cost.travel import Place, forget
 from shardproof.simulator.engine.attribution import Sort, busy_s, sorts_of
 from shardproof.simulator.engine.seconds import COMPONENTS, GRID, Seconds
 from shardproof.simulator.search.search import lower_bound_s

@@ -12,8 +12,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
 from shardproof.core.program import Held, held_elements
 from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.communication import Place
 from shardproof.simulator.cost.pricing import Pricing
-from shardproof.simulator.cost.travel import Place
 from shardproof.simulator.cost.zero import shared_card_s, uncovered, units
 from shardproof.simulator.engine.attribution import Sort
 from shardproof.simulator.stack.profiles import FSDP_UNIT_ELEMENTS, PROFILES

@@ -23,7 +23,7 @@ NODES = st.builds(
     name=st.just("node"),
     saved_bytes=SIZES,
     gradient_bytes=SIZES,
-    beside_bytes=SIZES,
+    transient_bytes=SIZES,
     forward_bytes=SIZES,
     backward_bytes=SIZES,
 )
@@ -40,7 +40,7 @@ def most_alive(nodes: list[Node]) -> tuple[int, int]:
         lifetimes += [
             (i, back, node.saved_bytes),
             (i, i, node.forward_bytes),
-            (back, back, node.backward_bytes + node.beside_bytes),
+            (back, back, node.backward_bytes + node.transient_bytes),
         ]
         lifetimes.append((back, back + 1, node.gradient_bytes))  # the node before takes it
     alive = [sum(size for first, last, size in lifetimes if first <= step <= last) for step in range(2 * n)]
@@ -51,7 +51,7 @@ def most_alive(nodes: list[Node]) -> tuple[int, int]:
 def test_peaks_are_those_of_the_lifetimes(nodes: list[Node]) -> None:
     memory = tape_memory(nodes)
     assert (memory.forward_bytes, memory.backward_bytes) == most_alive(nodes)
-    assert memory.kept_bytes == sum(node.saved_bytes for node in nodes)
+    assert memory.retained_bytes == sum(node.saved_bytes for node in nodes)
 
 
 @given(TAPES, st.integers(1, 5))
@@ -59,7 +59,10 @@ def test_equal_tapes_in_a_row_are_a_tape_added_to_itself(nodes: list[Node], coun
     one, total = tape_memory(nodes), EMPTY
     for _ in range(count):
         total = total + one
-    assert (total.kept_bytes, total.deferred_bytes) == (one.times(count).kept_bytes, one.times(count).deferred_bytes)
+    assert (total.retained_bytes, total.deferred_bytes) == (
+        one.times(count).retained_bytes,
+        one.times(count).deferred_bytes,
+    )
     assert (total.forward_bytes, total.backward_bytes) == (
         one.times(count).forward_bytes,
         one.times(count).backward_bytes,
@@ -70,14 +73,14 @@ def test_equal_tapes_in_a_row_are_a_tape_added_to_itself(nodes: list[Node], coun
 def test_a_recomputed_layer_keeps_its_input_and_peaks_with_everything_and_its_output(nodes: list[Node]) -> None:
     whole, kept = tape_memory(nodes), min(1, nodes[0].saved_bytes)
     again = tape_memory(full_recompute(tuple(nodes), kept))
-    assert again.kept_bytes == kept
+    assert again.retained_bytes == kept
     assert again.backward_bytes == whole.backward_bytes + kept
 
 
 def test_a_recomputed_module_comes_back_for_its_own_backward_only() -> None:
     nodes = [Node("a", 5), Node("b", 7, dropped_bytes=7, recompute="mlp"), Node("c", 1)]
     memory = tape_memory(nodes)
-    assert memory.kept_bytes == 6
+    assert memory.retained_bytes == 6
     assert memory.backward_bytes == 12  # c has gone when b's 7 are back
     assert memory.backward_peak == "b"
     assert memory.forward_bytes == 12

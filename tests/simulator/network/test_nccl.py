@@ -164,8 +164,8 @@ def test_on_a100_ll128_pays_the_ramp_too():
 
 
 def test_the_choice_says_what_the_others_would_have_taken():
-    told = str(best_algorithm(RING_ONLY, Spread(1, 8), collective("all_gather", 8, 100 * MIB)))
-    assert told.startswith("ring/LL128 ") and "GB/s on the bus (ring/Simple" in told
+    reported = str(best_algorithm(RING_ONLY, Spread(1, 8), collective("all_gather", 8, 100 * MIB)))
+    assert reported.startswith("ring/LL128 ") and "GB/s on the bus (ring/Simple" in reported
     with pytest.raises(ValueError, match="a group of one"):
         best_algorithm(H100, Spread(1, 1), collective("all_gather", 1, 8))
 

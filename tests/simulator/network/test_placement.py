@@ -10,7 +10,7 @@ from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import DataParallel, Plan
 from shardproof.simulator.network.network import spread_of
-from shardproof.simulator.network.placement import replicas_lie_alike
+from shardproof.simulator.network.placement import replicas_placed_equally
 from shardproof.simulator.network.spreads import Spreads
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.step.step import simulate_first
@@ -63,7 +63,7 @@ def patterns(plan: Plan, dp_rank: int) -> list[object]:
 def test_replicas_lie_alike_exactly_where_their_groups_do(layout):
     plan = plan_of(layout)
     alike = all(patterns(plan, dp_rank) == patterns(plan, 0) for dp_rank in range(layout.dp))
-    assert replicas_lie_alike(plan) is alike
+    assert replicas_placed_equally(plan) is alike
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.degrees} {layout.order}")
@@ -99,7 +99,7 @@ def test_a_replica_whose_tensor_parallel_groups_cross_nodes_sets_the_pace():
     lie on two nodes each."""
     plan = plan_of(Layout(tp=2, pp=3, dp=4, order="pp-tp-dp"))
     simulation, first = simulate(plan), simulate_first(plan)
-    assert not replicas_lie_alike(plan) and simulation.dp_rank in (1, 2)
+    assert not replicas_placed_equally(plan) and simulation.dp_rank in (1, 2)
     assert simulation.report["step_time_s"] > first.report["step_time_s"]
     assert simulation.report["time_s"]["tp_comm"] > 2 * first.report["time_s"]["tp_comm"]
     assert sum(simulation.report["time_s"].values()) == simulation.report["step_time_s"]
@@ -114,7 +114,7 @@ def test_replicas_that_lie_alike_are_simulated_once_and_all_of_them_give_the_sam
 def test_oversubscribed_leaf_switches_make_replicas_differ():
     plan = plan_of(Layout(tp=8, pp=3, dp=4))
     shaped = replace(plan, cluster=replace(plan.cluster, nodes_per_leaf=6))
-    assert replicas_lie_alike(plan) and replicas_lie_alike(shaped)
+    assert replicas_placed_equally(plan) and replicas_placed_equally(shaped)
     narrow = replace(shaped, cluster=replace(shaped.cluster, oversubscription=4.0))
-    assert not replicas_lie_alike(narrow)
+    assert not replicas_placed_equally(narrow)
     assert simulate(narrow).report["step_time_s"] >= simulate_first(narrow).report["step_time_s"]

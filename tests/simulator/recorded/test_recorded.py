@@ -190,8 +190,8 @@ def test_simulate_and_draw_take_recorded_durations(tmp_path, monkeypatch, capsys
     ]
     plan += ["--set", "model.num_layers=3", "--durations", "run.timeline.json.gz"]
     assert main(["simulate", *plan]) == 0
-    told = capsys.readouterr().out
-    assert "Durations measured (1F1B), split by cause" in told and "its own actions lasting longer" not in told
+    reported = capsys.readouterr().out
+    assert "Durations measured (1F1B), split by cause" in reported and "its own actions lasting longer" not in reported
     assert main(["draw", *plan, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["makespan_s"] == pytest.approx(recorded("1F1B").makespan_s)
     assert main(["simulate", *plan, "--sensitivity"]) == 2

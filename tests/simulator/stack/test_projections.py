@@ -12,9 +12,9 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan, Recompute
 from shardproof.core.program import Collective, Group, Product, group_work
 from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.communication import Place
 from shardproof.simulator.cost.flops import step_flops
 from shardproof.simulator.cost.pricing import Pricing
-from shardproof.simulator.cost.travel import Place
 from shardproof.simulator.memory.sizes import layer_activation_bytes
 from shardproof.simulator.stack.projections import second_products, separate, sum_bytes
 

@@ -151,9 +151,9 @@ def test_devices_that_are_all_of_another_class_are_a_cluster_of_those_devices():
     report = simulate(plan).report
     expected = simulate(replace(without(plan), cluster=as_device(plan.cluster, "dgx-a100-80g"))).report
     assert {**report["time_s"]} == expected["time_s"] and report["step_time_s"] == expected["step_time_s"]
-    (told,) = report["variation"]["device_classes"]
-    assert told["num_devices"] == 32 and told["peak_memory_bytes"] == report["peak_memory_bytes"]
-    assert told["capacity_bytes"] == expected["capacity_bytes"]
+    (reported,) = report["variation"]["device_classes"]
+    assert reported["num_devices"] == 32 and reported["peak_memory_bytes"] == report["peak_memory_bytes"]
+    assert reported["capacity_bytes"] == expected["capacity_bytes"]
 
 
 def test_a_stage_on_slower_devices_lies_between_all_fast_and_all_slow_and_says_what_does_not_fit():
@@ -296,9 +296,9 @@ def test_loads_of_experts_are_those_of_their_sample_too():
 
 def test_steps_do_not_depend_on_how_many_are_run_at_a_time(monkeypatch):
     plan = llama(Layout(tp=2, pp=2, dp=2), jitter=0.05, hiccups_per_s=1.0, hiccup_s=0.01, samples=7)
-    together = sample_steps(plan).step_s
+    joined = sample_steps(plan).step_s
     monkeypatch.setattr(variation_module, "LARGEST_BLOCK", 1)
-    assert np.array_equal(sample_steps(plan).step_s, together)
+    assert np.array_equal(sample_steps(plan).step_s, joined)
 
 
 def test_jitter_of_one_device_has_the_mean_and_deviation_of_a_sum():
@@ -362,12 +362,12 @@ def test_transfers_that_jitter_leave_a_step_without_them_alone():
 
 
 def test_the_report_tells_percentiles_in_order():
-    told = simulate(llama(Layout(tp=2, pp=2, dp=2), jitter=0.05, samples=50, seed=2)).report["variation"]
-    drawn = told["sampled_step_time_s"]
-    assert told["samples"] == 50 and told["seed"] == 2
+    reported = simulate(llama(Layout(tp=2, pp=2, dp=2), jitter=0.05, samples=50, seed=2)).report["variation"]
+    drawn = reported["sampled_step_time_s"]
+    assert reported["samples"] == 50 and reported["seed"] == 2
     order = [drawn[name] for name in ("min", "p5", "p25", "p50", "p75", "p95", "p99", "max")]
     assert order == sorted(order) and drawn["min"] < drawn["mean"] < drawn["max"]
-    assert told["tokens_per_s"] == pytest.approx(8 * 2048 / drawn["mean"])
+    assert reported["tokens_per_s"] == pytest.approx(8 * 2048 / drawn["mean"])
 
 
 @pytest.mark.parametrize("schedule", ["DualPipe", "ZBVZeroBubble", "Interleaved1F1B"])
@@ -392,15 +392,15 @@ def test_every_kind_of_schedule_can_be_varied(schedule):
 
 
 def test_expert_imbalance_costs_and_capacity_buys_some_of_it_back_with_dropped_tokens():
-    def told(**fields) -> dict:
+    def reported(**fields) -> dict:
         report = simulate(mixtral(Layout(dp=16, ep=8), samples=20, **fields)).report
         return report["variation"]
 
     even, chance, uneven, capped = (
-        told(jitter=1e-9),
-        told(expert_imbalance=0.0),
-        told(expert_imbalance=0.5),
-        told(expert_imbalance=0.5, expert_capacity=1.1),
+        reported(jitter=1e-9),
+        reported(expert_imbalance=0.0),
+        reported(expert_imbalance=0.5),
+        reported(expert_imbalance=0.5, expert_capacity=1.1),
     )
     means = [entry["sampled_step_time_s"]["mean"] for entry in (even, chance, capped, uneven)]
     assert means == sorted(means) and means[3] > 1.05 * means[0]

@@ -51,7 +51,7 @@ def with_growing_sums(patches: Patches) -> None:
 def first_of(plan: Plan, breaks, transport="memory") -> tuple[dict, str]:
     """The first divergence and its finding, of two steps."""
     reference = run_ledger(ProofJob(one_device(plan), 2), "memory")
-    run, differences = run_against(reference, ProofJob(plan, 2, around=Broken(breaks), stall_s=60), transport)
+    run, differences = run_against(reference, ProofJob(plan, 2, wraps_rank=Broken(breaks), stall_s=60), transport)
     first = divergence(plan, differences[0])
     json.dumps(first, allow_nan=False)
     return first, str(describe(plan, run, differences)[0])

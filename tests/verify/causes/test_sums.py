@@ -13,8 +13,8 @@ from helpers.plans import plan
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import parameters
 from shardproof.core.plan.plan import Plan
-from shardproof.verify.causes.norms import Squares, Suspects, told_by_squares
-from shardproof.verify.causes.sums import told_by_columns, told_by_moved_use, told_by_parts
+from shardproof.verify.causes.norms import Squares, Suspects, explained_by_squares
+from shardproof.verify.causes.sums import explained_by_columns, explained_by_moved_use, explained_by_parts
 from shardproof.verify.run.contributions import Contributions, Part
 
 SHAPE = (12, 9)
@@ -38,11 +38,11 @@ def summands(parts: list[Part], seed: int = 0) -> Contributions:
     return Contributions(tuple(parts), values)
 
 
-def told(plan: Plan, own: Contributions, factors: list[float], rank: int = 0, scale: float = 0.25):
+def reported(plan: Plan, own: Contributions, factors: list[float], rank: int = 0, scale: float = 0.25):
     """What is said of the sum of parts times factors, rounded as a run rounds it."""
     total = [scale * np.tensordot(each, own.values, 1) for each in (np.ones(len(factors)), factors)]
     expected, found = (each.astype(np.float32) for each in total)
-    return told_by_parts(plan, rank, expected, found, own, scale=scale)
+    return explained_by_parts(plan, rank, expected, found, own, scale=scale)
 
 
 SAMPLES = [Part(sample, (lo, lo + 4)) for sample in range(6) for lo in range(0, SEQUENCE, 4)]
@@ -95,7 +95,7 @@ LEAVES = [Part(leaf=leaf, num_leaves=6) for leaf in range(6)]
     ],
 )
 def test_gradients_name_ranks_samples_and_tokens(degrees: dict[str, int], factor, kind: str, words: str) -> None:
-    found = told(plan_of(**degrees), summands(SAMPLES), [float(factor(part)) for part in SAMPLES])
+    found = reported(plan_of(**degrees), summands(SAMPLES), [float(factor(part)) for part in SAMPLES])
     assert found is not None and found[0] == kind and words in found[1]
 
 
@@ -104,7 +104,7 @@ def test_gradients_name_ranks_samples_and_tokens(degrees: dict[str, int], factor
     [(2, {3, 4, 5}, "without the part of tp rank 1"), (3, {4, 5}, ("without the part of tp rank 2"))],
 )
 def test_leaves_of_products_name_tensor_parallel_ranks(tp: int, lost: set[int], words: str) -> None:
-    assert told(plan_of(tp=tp), summands(LEAVES), [float(part.leaf not in lost) for part in LEAVES]) == (
+    assert reported(plan_of(tp=tp), summands(LEAVES), [float(part.leaf not in lost) for part in LEAVES]) == (
         "missing",
         words,
     )
@@ -112,7 +112,7 @@ def test_leaves_of_products_name_tensor_parallel_ranks(tp: int, lost: set[int], 
 
 def test_a_bias_that_every_rank_adds_is_what_is_added_to_the_product() -> None:
     own = summands([*LEAVES, Part(rest=True)])
-    found = told(plan_of(tp=3), own, [1.0] * 6 + [3.0])
+    found = reported(plan_of(tp=3), own, [1.0] * 6 + [3.0])
     assert found == ("scaled", "the right sum with the part of what is added to the product times 3")
 
 
@@ -126,7 +126,7 @@ def test_any_whole_multiples_of_ranks_are_found_and_never_called_otherwise(
     by_rank = data.draw(
         st.lists(st.sampled_from([0, 1, 2]), min_size=dp, max_size=dp).filter(lambda each: each != [1] * dp)
     )
-    found = told(
+    found = reported(
         plan,
         own,
         [float(by_rank[sample // 2]) for sample in range(2 * dp)],
@@ -152,16 +152,16 @@ def test_what_no_multiple_explains_is_not_explained() -> None:
     own, plan = summands(SAMPLES), plan_of(dp=3)
     right = own.values.sum(0).astype(np.float32)
     noise = right + np.random.default_rng(7).normal(size=SHAPE).astype(np.float32)
-    assert told_by_parts(plan, 0, right, noise, own, scale=1.0) is None
+    assert explained_by_parts(plan, 0, right, noise, own, scale=1.0) is None
     rounding = np.nextafter(right, np.float32(9))
-    assert told_by_parts(plan, 0, right, rounding, own, scale=1.0) is None
+    assert explained_by_parts(plan, 0, right, rounding, own, scale=1.0) is None
 
 
 def test_parts_that_were_rounded_to_bf16_before_they_were_added() -> None:
     own, plan = summands([Part(sample) for sample in range(6)]), plan_of(dp=3)
     ranks = own.values.reshape(3, 2, *SHAPE).sum(1).astype(np.float32)
     narrow = ((ranks.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
-    found = told_by_parts(plan, 0, own.values.sum(0).astype(np.float32) / 3, narrow.sum(0) / 3, own, scale=1 / 3)
+    found = explained_by_parts(plan, 0, own.values.sum(0).astype(np.float32) / 3, narrow.sum(0) / 3, own, scale=1 / 3)
     assert found is not None and found[0] == "order only" and "bf16" in found[1]
 
 
@@ -174,19 +174,22 @@ def test_one_number_names_the_rank_that_is_missing_in_a_loss() -> None:
         (losses[2:4].sum() / 2, "missing", "dp rank 1 (samples 2-3) times 3"),
         ((losses.sum() + losses[5, 0]) / 6, "doubled", "microbatch 1 of dp rank 2 twice"),
     ]:
-        told = told_by_parts(plan, 1, np.array([right]), np.array([found]), own, scale=1 / 6)
-        assert told is not None and told[0] == kind and words in told[1]
+        reported = explained_by_parts(plan, 1, np.array([right]), np.array([found]), own, scale=1 / 6)
+        assert reported is not None and reported[0] == kind and words in reported[1]
 
 
 def test_uses_of_a_table_are_missing_or_in_other_places() -> None:
     own = summands([Part(sample, use=use) for sample in range(3) for use in ("embedding", "output")])
-    lost = told(plan_of(pp=2), own, [1.0, 0.0] * 3)
+    lost = reported(plan_of(pp=2), own, [1.0, 0.0] * 3)
     assert lost == ("missing", "without the part of its use as output")
     uses = own.values.reshape(3, 2, *SHAPE).sum(0)
     right, crossed = uses.sum(0).astype(np.float32), (uses[0] + np.roll(uses[1], 3, 0)).astype(np.float32)
     box = (slice(0, 12), slice(0, 9))
-    assert told_by_moved_use(right, crossed, own, box, 1.0) == ("permuted", "with its use as output in other places")
-    assert told_by_moved_use(right, np.float32(2) * crossed, own, box, 1.0) is None
+    assert explained_by_moved_use(right, crossed, own, box, 1.0) == (
+        "permuted",
+        "with its use as output in other places",
+    )
+    assert explained_by_moved_use(right, np.float32(2) * crossed, own, box, 1.0) is None
 
 
 def test_columns_name_the_update_that_is_scaled_and_values_that_were_added() -> None:
@@ -199,7 +202,7 @@ def test_columns_name_the_update_that_is_scaled_and_values_that_were_added() -> 
         (old + update, "missing", "without the decay"),
         (right + old, "stale", "with those of the step before added"),
     ]:
-        found = told_by_columns(
+        found = explained_by_columns(
             right,
             wrong.astype(np.float32),
             columns if kind != "stale" else {},
@@ -228,6 +231,6 @@ def test_a_norm_names_the_parameters_that_are_counted_wrongly(counts, kind: str,
     total = {each.name: float(squares[each.name].sum()) for each in parameters(plan.model)}
     wrong = sum(float(counts(each)) * total[each.name] for each in parameters(plan.model))
     known, right = Squares.of_values(squares, {}), sum(total.values()) ** 0.5
-    found = told_by_squares(right, wrong**0.5, known, Suspects.of_plan(plan, known))
+    found = explained_by_squares(right, wrong**0.5, known, Suspects.of_plan(plan, known))
     assert found is not None and found[0] == kind and words in found[1]
-    assert told_by_squares(right, right * 1.2345, known, Suspects.of_plan(plan, known)) is None
+    assert explained_by_squares(right, right * 1.2345, known, Suspects.of_plan(plan, known)) is None

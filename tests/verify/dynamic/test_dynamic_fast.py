@@ -19,7 +19,6 @@ from shardproof.core.plan.plan import (
     Numerics,
 )
 from shardproof.verify.dynamic.proof import ProofJob, one_device, prove, run_fast, run_ledger
-from shardproof.verify.ledger.kept import keep_values
 from shardproof.verify.ledger.ledger import (
     ACTIVATION,
     GRADIENT,
@@ -31,6 +30,7 @@ from shardproof.verify.ledger.ledger import (
     Piece,
     RunLedger,
 )
+from shardproof.verify.ledger.stored import store_values
 from shardproof.verify.ledger.summary import summarize
 from shardproof.verify.matrix.problems import PROBLEMS, Tokens
 from shardproof.verify.mutations import parse_fault
@@ -98,7 +98,7 @@ def ledger(values: dict[Key, np.ndarray], folder: Any, rank: int = 0) -> RunLedg
     """Captured tensors, whole on one rank."""
     pieces = {}
     for key, array in values.items():
-        kept = keep_values(folder / f"{rank}.values", array)
+        kept = store_values(folder / f"{rank}.values", array)
         pieces[key] = (Piece(rank, array.shape, full_region(array.shape), summarize(array), kept),)
     return RunLedger(pieces)
 

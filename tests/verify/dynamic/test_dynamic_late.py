@@ -86,7 +86,7 @@ def test_a_forward_that_does_not_wait_is_found_with_the_weights_that_it_used(
 
 def test_a_proof_over_processes_finds_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dynamic.prove(PLAN).ok
-    monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, around=Broken(NO_WAIT)))
+    monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, wraps_rank=Broken(NO_WAIT)))
     first = dynamic.prove(PLAN).report["first_divergence"]
     assert (first["step"], first["phase"], first["tensor"]) == (2, WEIGHT, "layers.1.attention.qkv.weight")
     assert first["class"] == "stale"

@@ -29,7 +29,7 @@ def limited(**degrees) -> Plan:
 def test_sends_in_the_wrong_order_end_the_proof_after_the_plans_limit_and_name_the_circle(
     transport, monkeypatch
 ) -> None:
-    monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, around=Broken(sends_the_last_first)))
+    monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, wraps_rank=Broken(sends_the_last_first)))
     with pytest.raises(RankFailure) as caught:
         dynamic.prove(limited(pp=2), transport=transport, steps=1)
     text = str(caught.value)

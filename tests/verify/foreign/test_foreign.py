@@ -21,7 +21,7 @@ from shardproof import Recorder
 from shardproof.core.base.digest import digest
 from shardproof.core.base.errors import PlanError
 from shardproof.verify.causes.against import Comparison
-from shardproof.verify.causes.norms import Squares, Suspects, told_by_squares
+from shardproof.verify.causes.norms import Squares, Suspects, explained_by_squares
 from shardproof.verify.cli import VERIFY
 from shardproof.verify.foreign import Slice
 from shardproof.verify.foreign.compare import compare_recorded
@@ -490,5 +490,5 @@ def test_what_a_norm_counts_is_told_by_squares(counts, words):
     known = Squares({"a": 2.17, "c": 3.31, "b.0.w": 0.29 + 0.13, "b.1.w": 0.41 + 0.19}, parts)
     squares = (2.17, 3.31, 0.29 + 0.41, 0.13 + 0.19)
     found = math.sqrt(np.dot(counts, squares))
-    told = told_by_squares(math.sqrt(sum(squares)), found, known, Suspects.by_name(known))
-    assert words == "None" if told is None else told[1] == words
+    reported = explained_by_squares(math.sqrt(sum(squares)), found, known, Suspects.by_name(known))
+    assert words == "None" if reported is None else reported[1] == words

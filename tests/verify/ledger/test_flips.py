@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.core.base.digest import full_region
-from shardproof.verify.causes.closer import with_flip
-from shardproof.verify.ledger.relations import Around, Relation, in_bf16, relate, relate_values
+from shardproof.verify.causes.summaries import with_flip
+from shardproof.verify.ledger.relations import Evidence, Relation, in_bf16, relate, relate_values
 from shardproof.verify.ledger.summary import summarize
 
 RIGHT = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
@@ -25,7 +25,7 @@ def flipped(right: np.ndarray, *flips: tuple[tuple[int, ...], int]) -> np.ndarra
 
 
 def by_values(right: np.ndarray, wrong: np.ndarray, dtype: str = "fp32") -> Relation:
-    return relate_values(right, wrong, right.shape, full_region(right.shape), Around(dtype=dtype))
+    return relate_values(right, wrong, right.shape, full_region(right.shape), Evidence(dtype=dtype))
 
 
 def by_digests(right: np.ndarray, wrong: np.ndarray, dtype: str = "fp32") -> Relation:
@@ -36,10 +36,10 @@ def by_digests(right: np.ndarray, wrong: np.ndarray, dtype: str = "fp32") -> Rel
 @pytest.mark.parametrize("told", [by_values, by_digests])
 @given(row=st.integers(0, 39), column=st.integers(0, 49), bit=st.integers(0, 31))
 def test_one_flipped_bit_is_named_with_its_element(
-    told: Callable[..., Relation], row: int, column: int, bit: int
+    reported: Callable[..., Relation], row: int, column: int, bit: int
 ) -> None:
     with np.errstate(all="ignore"):
-        found = told(RIGHT, flipped(RIGHT, ((row, column), bit)))
+        found = reported(RIGHT, flipped(RIGHT, ((row, column), bit)))
     assert (found.kind, found.words) == (
         "bit flip",
         (f"one bit of 1 element flipped (bit {bit} of fp32, at [{row}, {column}])"),

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from shardproof.core.base.digest import add, digest
-from shardproof.verify.ledger.kept import keep_values
 from shardproof.verify.ledger.ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -20,6 +19,7 @@ from shardproof.verify.ledger.ledger import (
     LedgerWriter,
     RunLedger,
 )
+from shardproof.verify.ledger.stored import store_values
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,6 @@ def test_tensors_kept_in_one_file_are_told_apart(tmp_path: Path) -> None:
         np.ones(0, np.float32),
         np.asarray(2.5, np.float32),
     )
-    kept = [keep_values(tmp_path / "values", each) for each in (first, second, number)]
+    kept = [store_values(tmp_path / "values", each) for each in (first, second, number)]
     for each, values in zip(kept, (first, second, number), strict=True):
         assert each.load().shape == values.shape and np.array_equal(each.load(), values)

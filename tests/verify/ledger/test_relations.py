@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from helpers.paths import ROOT
 from shardproof.core.base.digest import full_region
 from shardproof.core.layout.layout import Layout
-from shardproof.verify.ledger.relations import HINTS, Around, Class, Known, relate, relate_values
+from shardproof.verify.ledger.relations import HINTS, Class, Evidence, Known, relate, relate_values
 from shardproof.verify.ledger.summary import Summary, summarize
 
 RIGHT = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
 
 
-def by_summaries(right: np.ndarray, wrong: np.ndarray, around: Around | None = None):
-    return relate(summarize(right), summarize(wrong), around)
+def by_summaries(right: np.ndarray, wrong: np.ndarray, wraps_rank: Evidence | None = None):
+    return relate(summarize(right), summarize(wrong), wraps_rank)
 
 
-def by_values(right: np.ndarray, wrong: np.ndarray, around: Around | None = None):
-    return relate_values(right, wrong, right.shape, full_region(right.shape), around)
+def by_values(right: np.ndarray, wrong: np.ndarray, wraps_rank: Evidence | None = None):
+    return relate_values(right, wrong, right.shape, full_region(right.shape), wraps_rank)
 
 
 @pytest.mark.parametrize("related", [by_summaries, by_values])
@@ -96,10 +96,10 @@ def test_a_part_that_is_wrong_is_related_by_itself(
 def test_stale_values_other_samples_and_the_axis_of_a_ratio_are_named() -> None:
     old, new = (np.random.default_rng(seed).normal(size=99).astype(np.float32) for seed in (0, 1))
     for related in (by_summaries, by_values):
-        assert related(new, old, Around(before=[summarize(old)])).kind == "stale"
-        other = related(new, old, Around(others={summarize(old).digest: "sample 3"}))
+        assert related(new, old, Evidence(before=[summarize(old)])).kind == "stale"
+        other = related(new, old, Evidence(others={summarize(old).digest: "sample 3"}))
         assert (other.kind, other.words) == ("permuted", "the values of sample 3")
-        assert "1/3, as dp is" in related(new, new / np.float32(3), Around(layout=Layout(tp=2, dp=3))).words
+        assert "1/3, as dp is" in related(new, new / np.float32(3), Evidence(layout=Layout(tp=2, dp=3))).words
 
 
 def test_a_tensor_that_went_through_bf16_is_called_so() -> None:
@@ -110,7 +110,7 @@ def test_a_tensor_that_went_through_bf16_is_called_so() -> None:
 
 def test_a_constant_is_told_by_its_values_where_its_signed_sums_cancel() -> None:
     tenth, one = (np.full(16, value, np.float32) for value in (0.1, 1.0))
-    found = by_values(tenth, one, Around(others={summarize(one).digest: "head.losses"}))
+    found = by_values(tenth, one, Evidence(others={summarize(one).digest: "head.losses"}))
     assert (found.kind, found.words) == ("scaled", "the right values times 10")
 
 
@@ -126,7 +126,7 @@ def test_counts_that_are_equal_by_chance_are_not_called_permuted(related: Callab
     assert found.kind == "other values"
     assert related is by_summaries or "whole multiples of 0.001, as counts give" in found.words
     assert (
-        related(biases, dropped, Around(others={summarize(dropped).digest: "layers.1.mlp.router.expert_bias"})).kind
+        related(biases, dropped, Evidence(others={summarize(dropped).digest: "layers.1.mlp.router.expert_bias"})).kind
         == "other values"
     )
 
@@ -139,9 +139,9 @@ def test_many_counts_in_other_places_are_no_chance() -> None:
 def test_few_elements_of_a_tensor_of_counts_are_given_no_name() -> None:
     biases, zeroed = np.float32([1e-3, -1e-3, 1e-3, -1e-3]), np.float32([1e-3, -1e-3, 0, 0])
     before = (Known("stale", "those before the first step", np.zeros(4, np.float32), ((0, 4),)),)
-    assert by_values(biases, zeroed, Around(known=before)).kind == "missing"
-    assert by_values(biases, zeroed, Around(known=before, of_counts=True)).kind == "other values"
-    assert by_values(biases, np.float32([-1e-3, 1e-3, 1e-3, -1e-3]), Around(of_counts=True)).kind == "other values"
+    assert by_values(biases, zeroed, Evidence(known=before)).kind == "missing"
+    assert by_values(biases, zeroed, Evidence(known=before, of_counts=True)).kind == "other values"
+    assert by_values(biases, np.float32([-1e-3, 1e-3, 1e-3, -1e-3]), Evidence(of_counts=True)).kind == "other values"
 
 
 def test_a_part_that_is_old_is_named_with_the_rank_that_keeps_it() -> None:
@@ -155,12 +155,12 @@ def test_a_part_that_is_old_is_named_with_the_rank_that_keeps_it() -> None:
         4: [((10, 20), (0, 50))],
     }
     known = (Known("stale", "those of step 3", old, full_region(RIGHT.shape)),)
-    found = by_values(RIGHT, wrong, Around(known=known, shards=shards))
+    found = by_values(RIGHT, wrong, Evidence(known=known, shards=shards))
     assert (found.kind, found.words) == (
         "stale",
         "those of step 3, in the shard of ranks 1, 4, in 500 of 2,000 elements: [10:20, 0:50]",
     )
-    assert "shard" not in by_values(RIGHT, old, Around(known=known, shards=shards)).words
+    assert "shard" not in by_values(RIGHT, old, Evidence(known=known, shards=shards)).words
 
 
 def test_every_kind_is_in_the_documentation_with_a_place_to_look() -> None:

@@ -20,7 +20,7 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def equal(one: Summary, other: Summary) -> bool:
-    same = (one.digest, one.alike, one.largest) == (other.digest, other.alike, other.largest)
+    same = (one.digest, one.value_digest, one.largest) == (other.digest, other.value_digest, other.largest)
     return same and one.sums == pytest.approx(other.sums, abs=1e-12)
 
 
@@ -50,8 +50,8 @@ def test_a_matrix_that_lies_by_columns_has_the_summary_of_its_copy(
 
 def test_the_same_values_in_other_places_are_alike() -> None:
     one, turned = summarize(values(60, 50)), summarize(np.ascontiguousarray(values(60, 50)[::-1]))
-    assert one.alike == turned.alike and one.digest != turned.digest
-    assert summarize(2 * values(60, 50)).alike != one.alike
+    assert one.value_digest == turned.value_digest and one.digest != turned.digest
+    assert summarize(2 * values(60, 50)).value_digest != one.value_digest
 
 
 def test_the_sums_of_a_multiple_are_the_multiple() -> None:

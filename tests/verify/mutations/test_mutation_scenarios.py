@@ -73,9 +73,9 @@ class Noted(Patches):
 
 def test_what_mutants_replace_is_there_and_comes_back_and_they_travel_to_ranks() -> None:
     for each in MUTANTS:
-        around = pickle.loads(pickle.dumps((Broken(each.breaks), each.scenario)))[0]
+        wraps_rank = pickle.loads(pickle.dumps((Broken(each.breaks), each.scenario)))[0]
         with Noted() as patches:
-            around.breaks(patches)
+            wraps_rank.breaks(patches)
             assert patches.replaced, each.id
             assert all(inspect.getattr_static(owner, name) is not was for owner, name, was in patches.replaced), each.id
         assert all(inspect.getattr_static(owner, name) is was for owner, name, was in patches.replaced), each.id

@@ -51,7 +51,7 @@ def small(*, sequence: int = 8, gradient_dtype: str | None = None, **choices: An
 
 
 def checked(plan: Plan, breaks: Callable[[Patches], None] | None = None, *, block: Any = None) -> Reference:
-    found = checked_ledger(ProofJob(plan, 1, around=None if breaks is None else Broken(breaks), block=block))[1]
+    found = checked_ledger(ProofJob(plan, 1, wraps_rank=None if breaks is None else Broken(breaks), block=block))[1]
     assert found is not None
     return found
 
@@ -64,10 +64,10 @@ def checked(plan: Plan, breaks: Callable[[Patches], None] | None = None, *, bloc
 def test_right_gradients_of_the_matrix_are_those_of_formulas_with_room_to_spare(name: str, dtype: str) -> None:
     plan = PROBLEMS[name].plan(Layout(), TOKENS[0], Batch(2, 1, TOKENS[0].sequence))
     found = checked(one_device(replace(plan, precision=Precision(dtype))))
-    told = found.report["derivative"]
-    assert found.findings == () and told["parameters"] == told["of"]
-    assert told["used"] <= 1 / 3
-    assert told["said"] == pytest.approx(told["found"], rel=OFF[dtype] / 4)
+    reported = found.report["derivative"]
+    assert found.findings == () and reported["parameters"] == reported["of"]
+    assert reported["used"] <= 1 / 3
+    assert reported["said"] == pytest.approx(reported["found"], rel=OFF[dtype] / 4)
 
 
 RIGHT: Mapping[str, Plan] = {
@@ -108,8 +108,8 @@ def test_a_graph_that_is_too_large_is_made_layer_by_layer(monkeypatch: pytest.Mo
 def test_behind_somebodys_own_layers_gradients_are_checked_too(num_later: int) -> None:
     plan = small(model={**MIXTURE, "num_mtp_layers": num_later}, train=ROUTED)
     norm = "mtp.0.norm.weight" if num_later else "head.norm.weight"
-    told = checked(plan, block=TransformerBlock)
-    assert told.findings == () and told.report["derivative"]["parameters"] == 2
+    reported = checked(plan, block=TransformerBlock)
+    assert reported.findings == () and reported.report["derivative"]["parameters"] == 2
     for name in (norm, "head.output.weight"):
         found = checked(plan, partial(scales, name=name, factor=1.01), block=TransformerBlock).findings
         assert [each.where for each in found] == [f"step 1, one device, gradient {name}"]
@@ -277,9 +277,9 @@ MANY = {**SMALL, "num_experts": 32, "experts_per_token": 1, "expert_ffn_hidden_s
 
 def test_experts_without_tokens_are_told_and_have_no_gradient() -> None:
     plan = small(model=MANY)
-    told = checked(plan).report["derivative"]
+    reported = checked(plan).report["derivative"]
     name = f"{EXPERTS_OF_1}.down.weight"
-    experts_left = sorted(int(each.rsplit(" ", 1)[1]) for each in told["zero"] if each.startswith(name))
+    experts_left = sorted(int(each.rsplit(" ", 1)[1]) for each in reported["zero"] if each.startswith(name))
     assert 16 <= len(experts_left) < 32  # 16 tokens choose one each
     left = experts_left[0]
 
@@ -299,8 +299,8 @@ def test_experts_without_tokens_are_told_and_have_no_gradient() -> None:
 
 
 def test_biases_of_keys_without_rotary_positions_are_told_as_rounding_alone() -> None:
-    told = checked(small(model=BIASES)).report["derivative"]
-    assert told["untested"] == [f"layers.{layer}.attention.qkv.bias of keys" for layer in range(2)]
+    reported = checked(small(model=BIASES)).report["derivative"]
+    assert reported["untested"] == [f"layers.{layer}.attention.qkv.bias of keys" for layer in range(2)]
     assert checked(small(model={**SMALL, "qkv_bias": True})).report["derivative"]["untested"] == []
 
 

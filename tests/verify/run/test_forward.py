@@ -54,7 +54,7 @@ def plan(*, samples: int = 2, sequence: int = 12, **choices: Any) -> Plan:
 
 def findings(plan: Plan, breaks: Callable[[Patches], None] | None = None) -> list[tuple[str, str]]:
     """Rule and place of what is found on one device."""
-    job = ProofJob(plan, 1, around=None if breaks is None else Broken(breaks))
+    job = ProofJob(plan, 1, wraps_rank=None if breaks is None else Broken(breaks))
     found = checked_ledger(job)[1]
     assert found is not None and found.report["activations"] > 0
     return [(each.rule, each.where) for each in found.findings]

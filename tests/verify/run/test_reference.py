@@ -61,7 +61,7 @@ def _ranks_are_threads_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(plan: Plan, breaks: Callable[[Patches], None] | None = None) -> Reference:
-    found = checked_ledger(ProofJob(plan, STEPS, around=None if breaks is None else Broken(breaks)))[1]
+    found = checked_ledger(ProofJob(plan, STEPS, wraps_rank=None if breaks is None else Broken(breaks)))[1]
     assert found is not None
     return found
 
@@ -260,7 +260,7 @@ def weights_of_experts_count_more(patches: Patches) -> None:
 
 
 def test_a_proof_whose_sides_are_equal_and_wrong_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, around=Broken(takes_the_larger)))
+    monkeypatch.setattr(dynamic, "ProofJob", partial(ProofJob, wraps_rank=Broken(takes_the_larger)))
     proof = prove(tiny(samples=2, sequence=8, model=SMALL, dp=2), transport="memory", steps=1)
     assert proof.report["tensors_different"] == 0 and not proof.ok
     assert proof.findings[0].rule == "reference-update" and not proof.report["reference"]["ok"]

@@ -22,7 +22,6 @@ from shardproof.core.plan.plan import Batch, Numerics, Plan
 from shardproof.verify.causes.describe import fast_findings, fast_words
 from shardproof.verify.dynamic import proof as dynamic
 from shardproof.verify.dynamic.proof import ProofJob, one_device, run_fast, run_ledger
-from shardproof.verify.ledger.kept import keep_values
 from shardproof.verify.ledger.ledger import (
     ACTIVATION_GRADIENT,
     GRADIENT,
@@ -31,6 +30,7 @@ from shardproof.verify.ledger.ledger import (
     Piece,
     RunLedger,
 )
+from shardproof.verify.ledger.stored import store_values
 from shardproof.verify.ledger.summary import summarize
 from shardproof.verify.matrix.layouts import stages
 from shardproof.verify.matrix.problems import PROBLEMS, TOKENS
@@ -168,7 +168,7 @@ def test_of_replicas_the_one_that_is_farthest_from_the_reference_counts(tmp_path
                 copy.shape,
                 full_region(copy.shape),
                 summarize(copy),
-                keep_values(tmp_path / f"{rank}.values", copy),
+                store_values(tmp_path / f"{rank}.values", copy),
             )
             for rank, copy in enumerate(copies)
         )
@@ -235,7 +235,7 @@ def test_a_small_factor_is_found_in_every_class_of_parameter(name: str, tmp_path
 
 
 def broken_run(plan: Plan, breaks: Callable[[Patches], None], steps: int = 3) -> Any:
-    return run_fast(ProofJob(plan, steps, captured(plan, steps), around=Broken(breaks)), "memory")
+    return run_fast(ProofJob(plan, steps, captured(plan, steps), wraps_rank=Broken(breaks)), "memory")
 
 
 def scales_sums_over_tokens(patches: Patches) -> None:
@@ -306,7 +306,9 @@ def test_a_proof_of_a_plan_whose_fast_gradients_are_scaled_fails_and_says_by_how
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken = Broken(scales_the_token_table)
-    monkeypatch.setattr(dynamic, "run_fast", lambda job, transport: run_fast(replace(job, around=broken), transport))
+    monkeypatch.setattr(
+        dynamic, "run_fast", lambda job, transport: run_fast(replace(job, wraps_rank=broken), transport)
+    )
     proof = dynamic.prove(fast_plan("llama", Layout(tp=2)), transport="memory", steps=1)
     assert proof.report["bits_different"] == 0 and proof.report["fast"]["tensors_outside"] == 0
     assert not proof.ok and [finding.rule for finding in proof.findings] == ["common-factor"]

@@ -55,11 +55,11 @@ def gradient_axes(view: View) -> Iterator[Violation]:
     calls = _calls(view)
     if calls.gradient_axes is None:
         return
-    told: set[int] = set()
+    reported: set[int] = set()
     for rank, number in enumerate(calls.list_of):
-        if number in told:
+        if number in reported:
             continue
-        told.add(number)
+        reported.add(number)
         reducing = [
             call for call in calls.lists[number] if call.action.kind is Kind.REDUCE_GRAD and call.op in REDUCING
         ]
@@ -105,10 +105,10 @@ def _waits(calls: Calls) -> dict[int, list[tuple[Call, tuple[int, ...]]]]:
     """Rank -> its calls with those they wait for. Where all ranks of a list wait for the same lists, they run in step,
     and one rank stands for each list."""
     classes = list(calls.list_of)
-    alike: dict[tuple[Communicators, int], tuple[int, ...]] = {}
+    lists_of: dict[tuple[Communicators, int], tuple[int, ...]] = {}
     called = ((key, group) for key, groups in calls.members.items() for group in _distinct(groups))
     members = ((key, tuple(sorted({classes[rank] for rank in group}))) for key, group in called)
-    if any(alike.setdefault((key, number), lists) != lists for key, lists in members for number in lists):
+    if any(lists_of.setdefault((key, number), lists) != lists for key, lists in members for number in lists):
         everyone = enumerate(calls.list_of)
         return {
             rank: [(call, calls.members[communicators(call)][rank]) for call in calls.lists[number]]
@@ -117,7 +117,8 @@ def _waits(calls: Calls) -> dict[int, list[tuple[Call, tuple[int, ...]]]]:
     stands = {number: rank for rank, number in reversed(list(enumerate(classes)))}
     return {
         rank: [
-            (call, tuple(stands[other] for other in alike[communicators(call), number])) for call in calls.lists[number]
+            (call, tuple(stands[other] for other in lists_of[communicators(call), number]))
+            for call in calls.lists[number]
         ]
         for number, rank in stands.items()
     }

@@ -14,6 +14,7 @@ from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import parameters
 from shardproof.core.plan.plan import Batch, Plan, ScheduleChoice
 from shardproof.verify.ledger.compare import action_of, compare
+from shardproof.verify.ledger.duplicates import as_two_runs
 from shardproof.verify.ledger.ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -25,7 +26,6 @@ from shardproof.verify.ledger.ledger import (
     LedgerWriter,
     RunLedger,
 )
-from shardproof.verify.ledger.twice import as_two_runs
 
 MODEL = ModelSpec("tiny", 2, 4, 8, 2, 2, 2, 16, 8)
 SHAPES = {parameter.name: parameter.shape for parameter in parameters(MODEL)}

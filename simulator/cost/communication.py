@@ -56,7 +56,7 @@ class Place(NamedTuple):
     pp_rank: int
 
 
-class Travel:
+class CommunicationPricing:
     """What the actions of one plan send, worked out once per kind of stage."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Travel:
         self._inner_axes = (*inner, "etp") if plan.model.is_moe else inner
         self._axes = (*self._inner_axes, "dp", "edp") if plan.model.is_moe else (*inner, "dp")
         self._messages: dict[tuple[int, int], float] = {}
-        self._alike: dict[Place, int] = {}
+        self._price_classes: dict[Place, int] = {}
 
     def spread(self, axis: str, place: Place) -> Spread:
         """How a group of a stage on its pipeline rank lies over nodes; axes are those of `core.program`."""
@@ -115,7 +115,7 @@ class Travel:
 
     def _num_buckets(self, place: Place) -> int:
         """Buckets of a stage's gradients."""
-        key = ("buckets", *alike(self._groups[place.stage]))
+        key = ("buckets", *composition(self._groups[place.stage]))
         if key not in self._shared:
             self._shared[key] = num_buckets(self.plan, self.profile, place.stage)
         found: int = self._shared[key]
@@ -127,7 +127,7 @@ class Travel:
             return 0.0
         return table_share(self.plan, stage, self._elements(stage))
 
-    def _beside_messages_s(self, place: Place) -> float:
+    def _message_work_s(self, place: Place) -> float:
         """Seconds that the messages of a pass, one in and one out for every neighbour on another rank, take from the
         work of a rank on a core of its own. With fewer cores than ranks messages are work themselves (`host_cores`)."""
         cluster = self.plan.cluster
@@ -136,24 +136,24 @@ class Travel:
         ends = sum(self._message_s(kind, place) > 0 for kind in (Kind.SEND_F, Kind.SEND_B))
         return ends * message_work_s(cluster, message_bytes(self.plan))
 
-    def _likeness(self, kind: Kind, place: Place) -> object:
+    def _price_class(self, kind: Kind, place: Place) -> object:
         """Equal for stages whose actions cost the same: they hold as many layers of each kind, on
         groups that lie alike."""
         if kind is not Kind.STEP:
-            return self._stage_likeness(place)
+            return self._stage_price_class(place)
         stages = rank_stages(self.plan, place.pp_rank)
         tied = bool(tied_ends(self.plan, place.pp_rank))
         first = place.pp_rank if self.profile.overlap_param_gather else 0
-        return (first, tied, *(self._stage_likeness(Place(stage, place.pp_rank)) for stage in stages))
+        return (first, tied, *(self._stage_price_class(Place(stage, place.pp_rank)) for stage in stages))
 
-    def _stage_likeness(self, place: Place) -> int:
-        if place not in self._alike:
-            key: tuple[object, ...] = (alike(self._groups[place.stage]), self._rank_spreads(place))
+    def _stage_price_class(self, place: Place) -> int:
+        if place not in self._price_classes:
+            key: tuple[object, ...] = (composition(self._groups[place.stage]), self._rank_spreads(place))
             if self._replicated:
                 key = (*key, self.spread(copies_axis(self.plan, place.stage), place))
             numbers = self._shared.setdefault("likenesses", {})
-            self._alike[place] = numbers.setdefault(key, len(numbers))
-        return self._alike[place]
+            self._price_classes[place] = numbers.setdefault(key, len(numbers))
+        return self._price_classes[place]
 
     def _rank_spreads(self, place: Place) -> tuple[Spread, ...]:
         """The spreads of the axes that do not depend on the stage, in the order of `_axes`."""
@@ -180,7 +180,7 @@ class Travel:
 
     def _communication(self, kind: Kind, place: Place) -> Seconds:
         """Seconds of the collectives of REDUCE_GRAD, UNSHARD or STEP."""
-        key = ("communication", kind, self._likeness(kind, place))
+        key = ("communication", kind, self._price_class(kind, place))
         if key not in self._shared:
             total, width = Seconds(), self.profile.gradient_bytes(self.plan.precision.dtype)
             replica = self.plan.placement.replica_of(*place)
@@ -217,7 +217,7 @@ class Travel:
         return max(1, sum(group.count for group in self._groups[stage]))
 
     def _held(self, stage: int) -> Held:
-        key = ("held", *alike(self._groups[stage]))
+        key = ("held", *composition(self._groups[stage]))
         if key not in self._shared:
             self._shared[key] = held_elements(self.plan, stage)
         return self._shared[key]
@@ -254,7 +254,7 @@ def _spreads_of(plan: Plan, known: dict[tuple[object, ...], Spreads]) -> Spreads
     return known[key]
 
 
-def alike(groups: tuple[Group, ...]) -> tuple[object, ...]:
+def composition(groups: tuple[Group, ...]) -> tuple[object, ...]:
     """Equal for stages that hold as many parts of each kind."""
     return tuple((group.kind, group.count, group.recomputed) for group in groups)
 

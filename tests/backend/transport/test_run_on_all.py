@@ -12,7 +12,7 @@ import torch
 
 from shardproof.backend.transport import gather_values as module
 from shardproof.backend.transport.base import TransportError
-from shardproof.backend.transport.gather_values import gather_values, together
+from shardproof.backend.transport.gather_values import gather_values, run_on_all
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import RankFailure
 
@@ -79,7 +79,7 @@ def test_ranks_wait_for_one_that_works_and_raise_what_it_raises(monkeypatch):
             return transport.global_rank
 
         group = world_of(transport)
-        return together(group, transport.device, work), group.num_calls
+        return run_on_all(group, transport.device, work), group.num_calls
 
     (first, calls), (second, _) = run_threads(MemoryWorld(2, timeout_s=60), on_rank, False)
     assert (first, second) == (0, 1) and calls > 1

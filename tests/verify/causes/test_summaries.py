@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from shardproof.core.base.digest import full_region
-from shardproof.verify.causes.closer import closer
+from shardproof.verify.causes.summaries import explained_by_summaries
 from shardproof.verify.ledger.ledger import Piece
 from shardproof.verify.ledger.relations import Relation, relate
 from shardproof.verify.ledger.summary import summarize
@@ -23,7 +23,7 @@ def looked_at(right: np.ndarray, *copies: np.ndarray) -> Relation:
     """How the first of several copies relates to what is right, the others being those of other ranks."""
     held = [piece(each, rank) for rank, each in enumerate(copies)]
     expected = summarize(right)
-    return closer(relate(expected, held[0].summary), expected, held[0].summary, held[0], held, 1e-5)
+    return explained_by_summaries(relate(expected, held[0].summary), expected, held[0].summary, held[0], held, 1e-5)
 
 
 def test_terms_that_were_not_added_are_told_from_all_of_them() -> None:

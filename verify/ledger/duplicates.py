@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from ...core.base.digest import Region
-from .kept import keep_values
 from .ledger import ACTIVATION, BROUGHT, GATHERED, NO_STEP, RECOMPUTED, WEIGHT, Key, Piece, RunLedger
 from .relations import in_bf16
+from .stored import store_values
 from .summary import summarize
 
 PHASES = frozenset({BROUGHT, GATHERED, RECOMPUTED})
 
 
-def same_twice(run: RunLedger) -> Iterator[tuple[Key, Sequence[Piece], Sequence[Piece]]]:
+def duplicates(run: RunLedger) -> Iterator[tuple[Key, Sequence[Piece], Sequence[Piece]]]:
     """What has to be equal, with its name: the first and the second, as pieces of one tensor. Recomputed
     ones come rank by rank."""
     for key, pieces in run.pieces.items():
@@ -63,7 +63,7 @@ def as_two_runs(
     if key.phase != RECOMPUTED:
         return right, wrong
     forward = right.pieces.get(key._replace(phase=ACTIVATION), ())
-    if is_of_all(forward, wrong.pieces[key]) and forward[0].kept is not None:
+    if is_of_all(forward, wrong.pieces[key]) and forward[0].stored is not None:
         same = {
             each: pieces
             for each, pieces in right.pieces.items()
@@ -87,11 +87,11 @@ def _weights_before(key: Key, right: RunLedger, dtype: str, folder: Path) -> dic
     """The weights of one device after each step before, as layers have them one step later."""
     found: dict[Key, Sequence[Piece]] = {}
     for source in sources_of(key):
-        if source in right.pieces and (piece := right.pieces[source][0]).kept is not None:
+        if source in right.pieces and (piece := right.pieces[source][0]).stored is not None:
             values = _in(piece.load(), dtype)
-            kept = keep_values(folder / "gathered.values", values)
+            stored = store_values(folder / "gathered.values", values)
             found[key._replace(step=source.step + 1)] = [
-                replace(piece, summary=summarize(values, piece.shape, piece.region), kept=kept)
+                replace(piece, summary=summarize(values, piece.shape, piece.region), stored=stored)
             ]
     return found
 

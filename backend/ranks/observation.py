@@ -1,4 +1,4 @@
-"""`Showing`: what a training rank shows its observer of gradients and state. It waits for nothing that
+"""`Observation`: what a training rank shows its observer of gradients and state. It waits for nothing that
 the step does not wait for.
 
 Weights that come together beside the next forward (`data_parallel.late`) are shown twice: those that this rank has
@@ -21,7 +21,7 @@ from ..gradients.parameter import Shard
 from ..model.transformer import Stage
 
 
-class Showing:
+class Observation:
     """One rank's. `late` are the stages whose updated weights come together beside the next forward."""
 
     def __init__(self, observer: Observer, plan: Plan, stages: Mapping[int, Stage], late: Iterable[int]):

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ...core.base.files import read_text
-from ...core.base.findings import NOWHERE, Finding, Spot
+from ...core.base.findings import NOWHERE, Finding, Location
 from ...core.commands.github import CAPACITY_KEYS, line_of
 from ...core.plan.toml import read_values
 from .rules import COLLECTIVE_RULES, LAYER_RULES, MEMORY_RULES, RULES
@@ -36,7 +36,7 @@ _AXIS_WORDS = {
 """What the words of a finding name -> the key that it is about."""
 
 
-def spot_of(finding: Finding, source: str | None) -> Spot:
+def location_of(finding: Finding, source: str | None) -> Location:
     """The place of a finding about the plan or the schedule CSV in the file `source`; without a file, none.
 
     Raises `OSError` and `PlanError` for a file that cannot be read.
@@ -49,7 +49,7 @@ def spot_of(finding: Finding, source: str | None) -> Spot:
     keys = _keys_about(finding)
     if keys == _SCHEDULE and (written := values.get("schedule", {}).get("file")) is not None:
         return _row_of(finding, str((written.folder or Path()) / str(written.value)))
-    return Spot(source, line_of(values, keys))
+    return Location(source, line_of(values, keys))
 
 
 _SCHEDULE = ("schedule.file", "schedule.name", "layout.pp")
@@ -64,7 +64,7 @@ def _keys_about(finding: Finding) -> tuple[str, ...]:
     return (*(key for word, key in _AXIS_WORDS.items() if word in words), *DEGREES)
 
 
-def _row_of(finding: Finding, source: str) -> Spot:
+def _row_of(finding: Finding, source: str) -> Location:
     """The line of a schedule CSV: it has one for each pipeline rank."""
     found = re.search(r"\brank (\d+)", finding.where)
-    return Spot(source, None if found is None else int(found.group(1)) + 1)
+    return Location(source, None if found is None else int(found.group(1)) + 1)

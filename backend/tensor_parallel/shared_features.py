@@ -12,7 +12,7 @@ from .context import LayerContext
 from .linear import ColumnParallelLinear, column_backward
 
 
-class BesideLinear(ColumnParallelLinear):
+class SharedFeaturesLinear(ColumnParallelLinear):
     """[b, s, f] and [b, s, r] of own tokens -> [b, s, c] and [b, s, l, r] of all: the second once for each
     of this rank's l leaves.
 
@@ -24,36 +24,36 @@ class BesideLinear(ColumnParallelLinear):
         super().__init__(context, name)
         self.num_own = len(self.leaves.bounds)
 
-    def spread(self, x_BSF: Tensor, beside_BSR: Tensor) -> tuple[Tensor, Tensor]:
+    def spread(self, x_BSF: Tensor, shared_BSR: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` is for a layer without company."""
-        return _Beside.apply(x_BSF, beside_BSR, self)
+        return _SharedFeatures.apply(x_BSF, shared_BSR, self)
 
 
-class _Beside(torch.autograd.Function):
+class _SharedFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSF: Tensor, beside_BSR: Tensor, layer: BesideLinear) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_BSF: Tensor, shared_BSR: Tensor, layer: SharedFeaturesLinear) -> tuple[Tensor, Tensor]:
         ctx.layer, ctx.microbatch, ctx.add_bias = layer, layer.context.microbatch, True
         ctx.source = layer.context.source_of(x_BSF)
         ctx.save_for_backward(*([x_BSF] if ctx.source is None else []))
-        widths = [x_BSF.shape[-1], beside_BSR.shape[-1]]
+        widths = [x_BSF.shape[-1], shared_BSR.shape[-1]]
         if layer.context.tokens is not None:
-            x_BSF, beside_BSR = (
-                part.contiguous() for part in layer.gather(torch.cat([x_BSF, beside_BSR], -1)).split(widths, -1)
+            x_BSF, shared_BSR = (
+                part.contiguous() for part in layer.gather(torch.cat([x_BSF, shared_BSR], -1)).split(widths, -1)
             )
         y_BSC = layer.project(x_BSF)
         if layer.bias is not None:
             y_BSC.add_(layer.bias.operand)
-        return y_BSC, beside_BSR.unsqueeze(2).repeat(1, 1, layer.num_own, 1)
+        return y_BSC, shared_BSR.unsqueeze(2).repeat(1, 1, layer.num_own, 1)
 
     @staticmethod
-    def backward(ctx: Any, dy_BSC: Tensor, dbeside_BSLR: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy_BSC: Tensor, dshared_BSLR: Tensor) -> tuple[Tensor, Tensor, None]:
         layer, dy_BSC = ctx.layer, dy_BSC.contiguous()
 
         def product() -> Tensor:
             return torch.cat(
-                [layer.partial_contract(dy_BSC), layer.context.numerics.partial_sum(dbeside_BSLR, layer.leaves)], -1
+                [layer.partial_contract(dy_BSC), layer.context.numerics.partial_sum(dshared_BSLR, layer.leaves)], -1
             )
 
-        widths = [layer.shard.storage.shape[1], dbeside_BSLR.shape[-1]]
+        widths = [layer.shard.storage.shape[1], dshared_BSLR.shape[-1]]
         dx_BSF, dbeside_BSR = (part.contiguous() for part in column_backward(ctx, dy_BSC, product).split(widths, -1))
         return dx_BSF, dbeside_BSR, None

@@ -24,7 +24,7 @@ LARGEST_LOG = 64
 """Numbers up to which a shift is named as their logarithm: that of a softmax which adds up something so often."""
 
 
-def closer(
+def explained_by_summaries(
     relation: Relation, expected: Summary, found: Summary, of: Piece, copies: Sequence[Piece], tolerance: float
 ) -> Relation:
     """A relation of which only a distance was known, looked at closer; any other as it is. `of` says the

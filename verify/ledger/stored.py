@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredValues:
     """Where values of some shape lie: in `file` from `first_byte` on."""
 
     file: str
@@ -22,10 +22,10 @@ class Kept:
         return np.fromfile(self.file, np.float32, number, offset=self.first_byte).reshape(self.shape)
 
 
-def keep_values(file: Path, values: np.ndarray) -> Kept:
+def store_values(file: Path, values: np.ndarray) -> StoredValues:
     """Appends values to a file, which need not be there yet. Threads may append to one file at once."""
     written = np.ascontiguousarray(values, np.float32)
     with file.open("ab") as end:
         end.write(written.data)
         end.flush()
-        return Kept(str(file), end.tell() - written.nbytes, values.shape)
+        return StoredValues(str(file), end.tell() - written.nbytes, values.shape)
