@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--live-memory",
         action="store_true",
         help=(
-            "count every tensor's bytes in the last step (slower), so that the timeline and the result tell the "
+            "count every tensor's bytes in the last step (slower), so that the timeline and the result show the "
             "peak of every rank"
         ),
     )

@@ -36,7 +36,7 @@ and `groups` say all."""
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a rank holds, as `fit` tells it: bytes, the action then, and bytes by component."""
+    """The most that a rank holds, as `fit` reports it: bytes, the action then, and bytes by component."""
 
     num_bytes: int
     action: str

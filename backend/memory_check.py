@@ -23,7 +23,7 @@ STATES = ("weights", "gradients", "optimizer")
 
 FORKED_BYTES = 36e6
 TORCH_BYTES = 146e6
-"""What a process takes beside its tensors: a rank forked from the server of ranks in a tiny run (private pages), and
+"""What a process takes besides its tensors: a rank forked from the server of ranks in a tiny run (private pages), and
 one that has loaded torch itself (torch 2.13 for CPUs, 2026-11-23, /proc/PID/smaps_rollup)."""
 
 CERTAIN_SHARE = 0.9
@@ -42,7 +42,7 @@ class Need:
 
 
 def check_memory(plan: Plan | ModularPlan, transport: str, available_bytes: float | None = None) -> str | None:
-    """A warning where memory may run out, None where it will do or cannot be told. Raises
+    """A warning where memory may run out, None where there is enough or none can know. Raises
     `PlanError` where it cannot do.
 
     On GPUs the plan's cluster says what a rank has, and `fit` decides. Under torchrun the first rank of each

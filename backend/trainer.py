@@ -41,7 +41,7 @@ NUM_VALIDATIONS = 4
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What every rank of a run is told. Everything in it can be pickled; functions are those of modules.
+    """What every rank of a run gets. Everything in it can be pickled; functions are those of modules.
 
     `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out
     losses; `live_memory` counts every tensor storage of the last step, which slows that step down; `save_huggingface`
@@ -265,7 +265,7 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
     """The whole run on one rank: the job for `launch.run_ranks`."""
     import torch
 
-    if transport.device.type == "cuda":  # before the observer is made, which tells where the rank runs
+    if transport.device.type == "cuda":  # before the observer is made, which records where the rank runs
         torch.cuda.set_device(transport.device)
     observer = job.observer(transport.global_rank) if job.observer is not None else None
     with _own_folder(transport, job.plan), observer if isinstance(observer, AbstractContextManager) else nullcontext():

@@ -81,7 +81,7 @@ def _unsupported_torch(plan: Plan) -> Iterator[tuple[bool, str, str]]:
 
 
 def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    """`(wrong, what, instead)` of what runs beside products, messages between stages alone, and of fused launches."""
+    """`(wrong, what, instead)` of what overlaps with products, messages between stages alone, and of fused launches."""
     for name in ("compile", "cuda_graphs", "launch_blocking", "fused_loss", "dropout"):
         value = getattr(plan.runtime, name)
         written = "true" if value is True else value
@@ -132,7 +132,7 @@ def _unsupported_schedule(plan: Plan) -> list[str]:
             "the backend adds up a tied table between ranks that hold one end each, or on ranks that hold both, but "
             "in "
             f"{plan.schedule.file} the first stage lies on ranks {first} and the last on {last}. Place the ends "
-            "alike, or use "
+            "in the same way, or use "
             "model.tied_embeddings=false."
         )
     return problems

@@ -12,7 +12,7 @@ REPEATS = 7
 
 
 def main() -> None:
-    """Median and best of some runs, beside an interpreter that does nothing."""
+    """Median and best of some runs, and of an interpreter that does nothing."""
     report: dict[str, object] = {"benchmark": "cli_help", "repeats": REPEATS}
     commands = {"help": ["-m", "shardproof", "--help"], "python": ["-c", "pass"]}
     for name, arguments in commands.items():

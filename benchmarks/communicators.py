@@ -6,7 +6,7 @@ Usage: python benchmarks/communicators.py             4,096 ranks: tp 8, cp 2, p
 Every rank of the world makes its mesh, one after the other in this process, over process groups of torch's fake
 backend: no sockets, so the seconds are those of working out the groups and of torch's own objects. Then the openings of
 all ranks are replayed with the meaning of a rendezvous (a communicator is there when all its members have come to it),
-which must come to its end. Beside it what torch's own `init_device_mesh` takes on one rank for the five axes alone,
+which must come to its end. Next to it what torch's own `init_device_mesh` takes on one rank for the five axes alone,
 where every rank makes the groups of all.
 """
 

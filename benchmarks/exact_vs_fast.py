@@ -6,9 +6,9 @@ and where the time goes.
 Both modes run the same layers, schedule, transport and optimizer on the same batch. The ranks are threads of this
 process, on one core each, which runs in the environment of ranks (`backend.launching.launch.rank_environment`). What
 counts is the processor time of the process, so waiting and other programs do not enter. Both modes take turns in going
-first, a round's ratio is that of two steps that ran one after the other, and the median over rounds is told, with the
-least and the largest. `--parts` says where it goes: seconds inside each operation of `Numerics`, summed over ranks, and
-all the rest, to which belong weight gradients that fast numerics add straight to their sums. Hidden 2048 with four
+first, a round's ratio is that of two steps that ran one after the other, and the median over rounds is printed, with
+the least and the largest. `--parts` says where it goes: seconds inside each operation of `Numerics`, summed over ranks,
+and all the rest, to which belong weight gradients that fast numerics add straight to their sums. Hidden 2048 with four
 layers takes 13 GB. Numbers are in docs/measurements.md.
 """
 

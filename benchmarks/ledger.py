@@ -53,7 +53,7 @@ def step_seconds(outer: Transport, given: tuple[Plan, int, int]) -> tuple[float,
     """Processor seconds of one training step without and with a ledger, and those of the second inside of the ledger.
 
     Inside is all that an observer is shown and does, gradients divided for its eyes among it. Of the steps
-    with a ledger the middle one is told, by the share inside. The process is that of a rank, whose memory
+    with a ledger the middle one is printed, by the share inside. The process is that of a rank, whose memory
     is kept as ranks keep it.
     """
     from shardproof.backend.ranks.training_rank import TrainingRank

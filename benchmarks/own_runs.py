@@ -199,7 +199,7 @@ class Row:
 
 
 def compare(plan: Plan, ranks: Sequence[Recorded]) -> Row:
-    """The recorded step beside the simulated one, rank by rank; the peaks are those of the rank
+    """The recorded step next to the simulated one, rank by rank; the peaks are those of the rank
     with the largest error."""
     simulation = simulate(plan)
     peaks = []
@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the timed plans to take, for a short look")
     parser.add_argument("--write-cluster", help="where to leave the cluster file that was calibrated in between")
     args = parser.parse_args()
-    from own_steps import TimedRow, calibrated_cluster, replayed, timed, timed_lines, timed_row  # beside this file
+    from own_steps import TimedRow, calibrated_cluster, replayed, timed, timed_lines, timed_row  # next to this file
 
     # what is wrong with the file is said before the long part
     cluster = calibrated_cluster(args.cluster) if args.cluster else None

@@ -1,4 +1,4 @@
-"""Seconds of own runs beside two predictions: from a calibration of single kernels, and from a first run's
+"""Seconds of own runs next to two predictions: from a calibration of single kernels, and from a first run's
 durations of single actions.
 
 `own_runs.py` has the plans and the command.
@@ -105,7 +105,7 @@ class Timing:
 def timed(plans: Sequence[Plan], *, rounds: int, quantile: float, pause_s: float, calibrate: bool) -> Timing:
     """Rounds in which every plan takes its steps, one plan after the other, with short calibrations in between.
 
-    So whatever slows the machine for a while slows kernels and steps alike. `pause_s` lets others work between rounds.
+    So whatever slows the machine for a while slows kernels as well as steps. `pause_s` lets others work between rounds.
     """
     groups = sorted({2, *(plan.layout.world_size for plan in plans)} - {1})
     seconds: list[list[float]] = [[] for _ in plans]
@@ -134,7 +134,7 @@ def calibrated_cluster(path: str) -> ClusterSpec:
 
 
 def timed_row(plan: Plan, seconds: list[float], cluster: ClusterSpec, quantile: float) -> TimedRow:
-    """The seconds of a plan beside its prediction on the calibrated cluster."""
+    """The seconds of a plan next to its prediction on the calibrated cluster."""
     cluster = replace(cluster, num_devices=plan.layout.world_size)
     predicted_s = simulate(replace(plan, cluster=cluster)).report["step_time_s"]
     return _row(plan, plan.schedule.name, predicted_s, seconds, quantile)

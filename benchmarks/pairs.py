@@ -8,7 +8,7 @@ equal losses. Exposed are, without turns, the seconds inside exchanges of a pair
 part computed (there are more inside exchanges then, because a rank may come late while its other part computes). On one
 machine gloo moves bytes by the processors that compute, so the second table puts a wire between the ranks: every
 exchange of tokens takes longer by its bytes over `--wire-bytes-per-s`, in which the processors are free, as they are
-beside a network card. Numbers are in docs/measurements.md.
+while a network card works. Numbers are in docs/measurements.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens per second beside torch's own parallelism: DDP, FSDP2, DTensor tensor parallelism,
+"""Tokens per second next to torch's own parallelism: DDP, FSDP2, DTensor tensor parallelism,
 torch.distributed.pipelining.
 
     python benchmarks/peers.py [--only ddp pp_zbv ...] [--ranks 2 4] [--rounds 6] [--json]
@@ -6,7 +6,7 @@ torch.distributed.pipelining.
 Both train the same Llama from the same weights on the same batches, fp32, fast numerics, gloo, one thread a rank, in
 the same rank processes: a round is one step of each, and the order changes with every round. A peer is timed only once
 its losses and gradient norms of the first steps agree with ours. A ratio is ours over the peer's tokens per second, the
-median over rounds with its 95% interval (order statistics, so whatever the distribution); beside it that of processor
+median over rounds with its 95% interval (order statistics, so whatever the distribution); next to it that of processor
 time (the peer's over ours, all ranks together, to which waiting and other programs add nothing), and the peak of live
 tensor storages on the worst rank, ours with the simulator's prediction.
 """

@@ -65,7 +65,7 @@ def measure(pp: int, num_microbatches: int, vpp: int = 1) -> dict[str, Any]:
     lowered = perf_counter()
     findings = check(schedule)
     checked = perf_counter()
-    cpu_s = process_time() - cpu_start  # tells the load of a shared machine from the work
+    cpu_s = process_time() - cpu_start  # separates the load of a shared machine from the work
     assert not findings, findings[:3]
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     return {

@@ -4,8 +4,8 @@ with a cache of its own.
 
     python benchmarks/verify.py [--only 8|64|16384] [--json]
 
-Seconds on the clock and of all processors together: the second tells the work from the load of a shared machine. Exit
-code 1 when a proof fails, or takes longer than promised. Numbers are in docs/measurements.md.
+Seconds on the clock and of all processors together: the second separates the work from the load of a shared machine.
+Exit code 1 when a proof fails, or takes longer than promised. Numbers are in docs/measurements.md.
 """
 
 from __future__ import annotations

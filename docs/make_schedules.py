@@ -1,4 +1,4 @@
-"""Writes docs/schedules.md and its pictures: every schedule of the catalog, drawn and measured beside
+"""Writes docs/schedules.md and its pictures: every schedule of the catalog, drawn and measured next to
 its paper's closed form.
 
 Run `python docs/make_schedules.py` after a schedule changed; `tests/test_schedule_gallery.py` compares the
@@ -237,7 +237,7 @@ def decimal(value: Fraction) -> str:
 
 
 def picture_name(name: str) -> str:
-    """The file of a schedule's picture, beside those of other pages."""
+    """The file of a schedule's picture, next to those of other pages."""
     return f"schedule-{name}.svg"
 
 

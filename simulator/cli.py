@@ -56,13 +56,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_fit(parser: argparse.ArgumentParser) -> None:
-    """Adds those options, and how findings are told."""
+    """Adds those options, and how findings are printed."""
     add_plan(parser)
     add_output(parser, findings=True)
 
 
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
-    """Adds those options, and what else of the step to tell."""
+    """Adds those options, and what else of the step to report."""
     configure(parser)
     group = parser.add_argument_group("what-if")
     group.add_argument(

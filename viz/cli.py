@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Draws; exit code 0."""
     output = None if args.output in (None, "-") else args.output
     if output is not None:
-        kind_of(output)  # a wrong suffix is told before the simulation
+        kind_of(output)  # a wrong suffix is reported before the simulation
     timeline, time_unit = _read(args)
     other = None
     if args.compare is not None:

@@ -57,7 +57,7 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One timeline as actions or as shares. `axis` is in seconds, and longer than the makespan where a longer
-    timeline is beside it."""
+    timeline is next to it."""
 
     heading: str
     makespan_s: float

@@ -221,7 +221,7 @@ def _row(
 
 
 def _names(row: Row, track: Track, style: Style, width: float, top: float, is_second: bool) -> Iterator[Text]:
-    """The rank beside its compute lane, of two timelines which one that is, and the idle share."""
+    """The rank next to its compute lane, of two timelines which one that is, and the idle share."""
     middle = top + style.track / 2
     size = 11.0 if style.track >= 16 else 8.5
     lift = size * 0.45 if track.source and not is_second else 0.0

@@ -1,6 +1,6 @@
 """A timeline as a picture without pixels: rows, tracks, boxes, axes, memory curves and a legend, in seconds and bytes.
 
-All renderers draw the same `Scene`. What can be seen depends on the resolution, so the scene is told how many
+All renderers draw the same `Scene`. What can be seen depends on the resolution, so the scene gets how many
 columns (pixels or characters) the time axis has: where actions would be thinner than a few of them, a track shows
 *shares* instead: each bucket of time is filled from below with the part of it that each kind of action takes, and
 what stays empty is idle.

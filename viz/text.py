@@ -21,7 +21,7 @@ from .memory import MemoryCurve
 from .panels import Box, Panel, Row, Scene, Track
 
 MARGIN = 18
-"""Characters that names and numbers beside the plot take at least."""
+"""Characters that names and numbers next to the plot take at least."""
 
 LETTERS = {Kind.F: "F-", Kind.B: "B=", Kind.I: "I:", Kind.W: "W~", Kind.STEP: "S#"}
 """Plain form of a kind: its letter and what fills the rest of the box."""

@@ -1,4 +1,4 @@
-"""What the bits of a run depend on beside its plan: the kind of machine, the versions of the libraries,
+"""What the bits of a run depend on besides its plan: the kind of machine, the versions of the libraries,
 the kernels they choose."""
 
 from __future__ import annotations

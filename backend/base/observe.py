@@ -46,7 +46,7 @@ class Observer(Protocol):
         """AdamW's two moments after the step."""
 
     def weight(self, name: str, slices: Slices, tensor: Tensor, *, step: int | None = None) -> None:
-        """This rank's slice of a parameter after the step. Weights that come together beside a forward of the next step
+        """This rank's slice of a parameter after the step. Weights that are gathered during a forward of the next step
         are shown again, with their `step`, where that forward uses them; None is the step that has begun last."""
 
     def recomputed(self, name: str, microbatch: Microbatch, tokens: tuple[slice, ...] | None, tensor: Tensor) -> None:

@@ -47,7 +47,7 @@ class Recorder:
     """Collects operations with the action and layer they belong to. Layers and the executor set the scope;
     transports report calls.
 
-    One recorder belongs to one rank. Scopes are per thread, because gradient reductions run beside the compute lane;
+    One recorder belongs to one rank. Scopes are per thread, because gradient reductions run outside the compute lane;
     message lanes pass their action explicitly.
     """
 

@@ -304,8 +304,8 @@ def _elementwise(pools: Pools) -> dict[str, Callable[[int], Call]]:
 
 
 def _heads() -> dict[str, Callable[[Pools, int], Call]]:
-    """Name -> a call on heads of `HEAD_WIDTH` elements and `HEAD_TOKENS` tokens: rotation of heads that lie beside each
-    other, its backward, and repetition."""
+    """Name -> a call on heads of `HEAD_WIDTH` elements and `HEAD_TOKENS` tokens: rotation of heads that lie next to
+    each other, its backward, and repetition."""
     import torch
 
     from ..model.rotary import rope_table, turned
@@ -338,7 +338,7 @@ def _heads() -> dict[str, Callable[[Pools, int], Call]]:
 
 
 def _function_calls(device: Any) -> dict[str, Call]:
-    """A layer that does nothing, forward and backward: what Python and autograd cost beside the kernels."""
+    """A layer that does nothing, forward and backward: what Python and autograd cost besides the kernels."""
     import torch
 
     class Nothing(torch.autograd.Function):

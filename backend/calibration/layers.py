@@ -1,4 +1,4 @@
-"""Layers of next to no size: what a layer costs on a host beside the work that grows with its tensors.
+"""Layers of next to no size: what a layer costs on a host besides the work that grows with its tensors.
 
 Python, autograd's graph, views, the books of weight gradients and the first microseconds of every kernel are in it, as
 the backend's own blocks have them.

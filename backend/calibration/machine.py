@@ -1,6 +1,6 @@
 """What this machine takes for the pieces of a training step: products, kernels, collectives and messages, measured.
 
-Cases take turns, round after round, so that a machine that is slower for a while is slower for all of them alike; each
+Cases take turns, round after round, so that a machine that is slower for a while is slower for all of them; each
 case is timed in short bursts over operands from all over a large pool, and the result is a quantile over the rounds,
 the median unless asked otherwise. Ranks are those of training: processes with one thread each, MKL in its reproducible
 mode, our groups and channels.
@@ -22,7 +22,7 @@ from .steps import steps
 from .transfers import measure_transfers
 
 BURST_S = 0.6e-3
-"""A burst has as many calls as fill about this time: long beside the clock's resolution, short beside
+"""A burst has as many calls as fill about this time: long against the clock's resolution, short against
 what else a machine does."""
 
 MOST_CALLS = 5
@@ -36,7 +36,7 @@ cache has been lately."""
 
 @dataclass(frozen=True)
 class MeasureJob:
-    """What the ranks are told: `compute` measures products, kernels and steps on one rank, `sharing` steps on one rank
+    """What the ranks do: `compute` measures products, kernels and steps on one rank, `sharing` steps on one rank
     and on all at once, `transfers` collectives and messages."""
 
     part: Literal["compute", "sharing", "transfers"]

@@ -1,4 +1,4 @@
-"""Whole training steps of one rank as cases of `measure_machine`: what kernels take beside each other, as in no
+"""Whole training steps of one rank as cases of `measure_machine`: what kernels take one after the other, as in no
 loop over one of them."""
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ LEAST_TURNS = 2
 
 def measure_transfers(transport: Any, *, rounds: int, quick: bool, quantile: float) -> list[Measurement]:
     """Collectives over all ranks by the bytes of the whole tensor; between two ranks also messages: `message` is what
-    passes between a send and its receive, `message_work` what one of each costs the work of a rank beside them. Global
+    passes between a send and its receive, `message_work` what one of each costs the work of a rank meanwhile. Global
     rank 0 has the seconds."""
     import torch
 
@@ -157,14 +157,14 @@ class _Case:
         self._seconds.append(_seconds(self.call, 1) / per - less_s)
 
     def row(self, ranks: int, quantile: float) -> Measurement:
-        """The seconds of one call; no less than the shortest, or than the clock can tell."""
+        """The seconds of one call; no less than the shortest, or than the clock's resolution."""
         chosen_s, low_s, high_s = _quantiles(self._seconds, (quantile, 0.25, 0.75))
         seconds = max(chosen_s, self._least_s if self._least_s < float("inf") else LEAST_S)
         return Measurement(self.kind, self.name, (self.size,), ranks, seconds, (high_s - low_s) / seconds)
 
 
 LEAST_S = 1e-6
-"""What cannot be told from nothing."""
+"""What cannot be distinguished from nothing."""
 
 
 def _seconds(call: Callable[[], Any], times: int) -> float:

@@ -1,6 +1,6 @@
 """`Contents`: what a checkpoint's folder holds, to the byte, and the index file that says so. Needs no torch.
 
-Beside the files of `torch.distributed.checkpoint` (DCP) and `state.json` lies `shardproof.json`,
+Next to the files of `torch.distributed.checkpoint` (DCP) and `state.json` lies `shardproof.json`,
 which DCP does not look at:
 
     {"digest": "<of all bytes that follow this line's comma>",
@@ -14,7 +14,7 @@ A block lies in rows, little-endian, from byte `first` of its file on: reading t
 nor `.metadata`. Digests are those of `core.base.digest` over words of eight bytes. One folder's files and blocks belong
 together because the index names each by its digest: one of an older checkpoint or of another run has another. That
 guards against errors. Who edits a checkpoint and computes all digests anew has made another checkpoint, which nothing
-here can tell from one that was saved.
+here can distinguish from one that was saved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which checkpoint a run goes on from, and whether it may: decided before ranks start, and without torch.
 
 `checkpoint.folder` holds one folder per checkpoint, `step-00000020` after 20 steps: the tensors as
-`torch.distributed.checkpoint` writes them, `state.json`, and the index that tells whether all of it is as it was saved
+`torch.distributed.checkpoint` writes them, `state.json`, and the index that shows whether all of it is as it was saved
 (`index`). A folder of that name got its name when everything in it had reached the disk. Small files and the lengths of
 all are looked at here; ranks read the rest before they use it.
 """

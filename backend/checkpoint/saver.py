@@ -72,8 +72,8 @@ class Checkpoints:
 
     def restore(self, path: Path, rank: TrainingRank) -> int:
         """Makes a rank go on from a checkpoint, or where it is damaged from the newest whole one before it, which
-        standard error is told. Gives the number of steps that were done. Raises `PlanError` on every rank where that is
-        one of another model or of another text, and where none is whole."""
+        standard error reports it. Gives the number of steps that were done. Raises `PlanError` on every rank where that
+        is one of another model or of another text, and where none is whole."""
         own = [[saved.path.name, saved.steps] for saved in saved_in(path.parent) if saved.steps <= steps_of(path)][::-1]
         damaged: list[str] = []
         for name, steps in gather_values(self._world, own, self._device)[0]:

@@ -67,7 +67,7 @@ class Piece:
 
     @property
     def described(self) -> list[Any]:
-        """Tensor, shape, format, and the block's place and shape, as they travel."""
+        """Tensor, shape, format, and the block's place and shape, as they are sent."""
         return [
             self.name,
             list(self.shape),
@@ -281,7 +281,7 @@ def _raise_all(found: Sequence[Sequence[str]]) -> None:
 @torch.no_grad()
 def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[str]:
     """Fills pieces, file by file, with what was compared with its digest a moment before; what is another
-    is told and not used."""
+    is reported and not used."""
     wanted: defaultdict[str, list[tuple[Block, list[Piece]]]] = defaultdict(list)
     of_name: defaultdict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:

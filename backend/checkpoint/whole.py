@@ -22,7 +22,7 @@ STATE_FILE = "state.json"
 from, and the `problem`."""
 
 STATE_FORMAT = 2
-"""`format` of a `STATE_FILE` that has an index beside it; those before have none."""
+"""`format` of a `STATE_FILE` that has an index next to it; those before have none."""
 
 MAX_STATE_BYTES = 1 << 24
 
@@ -109,7 +109,7 @@ def quick_damages(path: Path) -> list[str]:
 
 def damages(path: Path, contents: Contents, share: int, num_shares: int) -> list[str]:
     """What is wrong with the files of a checkpoint, of which one in `num_shares` is looked at, from the `share`-th
-    on: each is read once. Files that differ are told with the tensors that have changed in them. Nothing for a
+    on: each is read once. Files that differ are reported with the tensors that have changed in them. Nothing for a
     checkpoint without digests."""
     names = sorted(contents.files, key=lambda name: (-contents.files[name].num_bytes, name))
     return [problem for name in names[share::num_shares] for problem in _damages_of(path, contents, name)]

@@ -14,7 +14,7 @@ from ...core.plan.plan import ModularPlan, Plan
 from .text import VOCABULARY_SIZE, documents_of
 
 MOST_IDS_OF_BYTES = 2 * VOCABULARY_SIZE
-"""A vocabulary of bytes has at most as many marks (of ends, of padding) beside the bytes. Vocabularies that tokenizers
+"""A vocabulary of bytes has at most as many marks (of ends, of padding) besides the bytes. Vocabularies that tokenizers
 learned have thousands of ids: of the model presets that are not of bytes the smallest has 32,000."""
 
 TOKENIZER_FILES = (

@@ -1,4 +1,4 @@
-"""`LateGather`: updated weights come together beside the next step's first forward, each before the part of
+"""`LateGather`: updated weights are gathered during the next step's first forward, each before the part of
 the stage that needs it."""
 
 from __future__ import annotations

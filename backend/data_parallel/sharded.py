@@ -44,8 +44,8 @@ class ShardedStage(DataParallel):
         late: LateGather | None = None,
     ):
         """`shards` are the trained ones, `sums` their gradients; `copies` those of the stage and of its experts. Where
-        gradients are reduced after every microbatch, `lane` does it beside the backward; `late` brings updated weights
-        beside the next forward."""
+        gradients are reduced after every microbatch, `lane` does it during the backward; `late` gathers updated weights
+        during the next forward."""
         self._copies = copies
         flat = [self._bucket(plan, each, shards) for each in gradient_buckets(plan, stage)]
         flat = [each for each in flat if len(each)]
@@ -107,7 +107,7 @@ class ShardedStage(DataParallel):
         return sum(each.gathered_bytes for each in self.weights)
 
     def share(self) -> None:
-        """All copies get the weights that each has updated; beside the next forward where the plan says so."""
+        """All copies get the weights that each has updated; during the next forward where the plan says so."""
         if self._late is None:
             for each in self.weights:
                 each.share()

@@ -1,5 +1,5 @@
 """Where a gradient stopped being a number: seen on the rank whose part of the sum it is in, before the sum
-spreads it, and told to all.
+spreads it, and reported to all.
 
 Every rank sees that *something* is not finite in the norm of the whole gradient, so all of them
 end, or skip, the same step.
@@ -85,5 +85,5 @@ def _reported(found: NotFinite | None, names: Sequence[str], mesh: Mesh, device:
 
 def _rank_of(mesh: Mesh, copy: int, member: int) -> int:
     """The global rank at a place of the data-parallel and a place of the model group: groups of the
-    same axes are cut alike."""
+    same axes are cut in the same way."""
     return mesh.dp.ranks[copy] - mesh.dp.ranks[mesh.dp.rank] + mesh.model.ranks[member]

@@ -31,7 +31,7 @@ class Reduced:
 
 
 class PartSums:
-    """The buckets of a stage that wait for nothing but their own gradients; with a `lane` they are reduced beside the
+    """The buckets of a stage that wait for nothing but their own gradients; with a `lane` they are reduced during the
     rest of the backward."""
 
     def __init__(

@@ -162,7 +162,7 @@ class Folder:
 
 def _check_own(path: Path) -> None:
     """Raises `PlanError` for what is no regular file of the folder: a pipe, a folder, or a link that leads out of it.
-    Links of a download cache lead to `blobs` beside `snapshots` (huggingface_hub, "Understand caching")."""
+    Links of a download cache lead to `blobs` next to `snapshots` (huggingface_hub, "Understand caching")."""
     try:
         real, folder = path.resolve(), path.parent.resolve()
         is_regular = real.is_file() or not real.exists()

@@ -2,8 +2,8 @@
 
 Sources: the published files' own headers, and `transformers` 5.23 (`models/*/modeling_*.py`, `conversion_mapping.py`).
 Two arrangements differ from ours: GPT-2 keeps linear weights as [in, out], and DeepSeek the pairs that rotary positions
-turn side by side (2i, 2i + 1), where ours are half a head apart (i, i + d/2); queries and keys are permuted alike, so
-their products stay the same.
+turn side by side (2i, 2i + 1), where ours are half a head apart (i, i + d/2); queries and keys are permuted in the same
+way, so their products stay the same.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Workers:
             raise ValueError(f"transport={transport!r} is not known. Use 'gloo', 'nccl' or 'memory'.")
         if os.environ.get(RANK_VARIABLE):
             raise RuntimeError(
-                "this process is a rank, and ranks start no ranks. A script whose own classes or functions travel to "
+                "this process is a rank, and ranks start no ranks. A script whose own classes or functions are sent to "
                 "the ranks is "
                 "imported by them: put what it does under `if __name__ == '__main__':`."
             )
@@ -283,7 +283,7 @@ class _Pool:
                 try:
                     messages.append((sources[source], *pickle.loads(source.recv_bytes())))
                 except (EOFError, OSError):
-                    del sources[source]  # the lifeline will tell how it ended
+                    del sources[source]  # the lifeline will report how it ended
             if messages or self.ended:
                 return messages
 
@@ -337,7 +337,7 @@ class _Server:
         with theirs, _without_signals():
             self._process = self._start(theirs)
             atexit.register(self.close)
-            # after the server has been told of it, which removes it however this process ends
+            # after the server knows of it, which removes it however this process ends
             self.folder.mkdir(mode=0o700)
         if wanted := _wanted():
             self.load(wanted)

@@ -115,7 +115,7 @@ def _failure(global_rank: int, error: BaseException, places: Mapping[int, tuple[
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # an exception that cannot travel is told in words
+    except Exception:  # an exception that cannot be pickled is reported in words
         pickled = b""
     origin = whose(error)
     summary = error_words(error) + ("" if origin == "foreseen" else place_of(error, *places.get(global_rank, ())))

@@ -1,7 +1,7 @@
 """The process that starts ranks: it loads torch once and forks, so that a rank is there in
 milliseconds instead of seconds.
 
-`launch` starts one such server per Python process and tells it over a Unix socket what to fork. The standard library's
+`launch` starts one such server per Python process and says over a Unix socket what to fork. The standard library's
 fork server does a similar job, but takes over the caller's environment as it is (torch must find `MKL_CBWR` and
 `OMP_NUM_THREADS` set) and imports the caller's script into every child, so that a three-line training script would have
 to be guarded by `if __name__ == "__main__"`.

@@ -34,7 +34,7 @@ def torchrun_transport(
     """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless
     `device` says otherwise.
 
-    A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which tells what
+    A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which shows what
     each was doing then. A process may make several, one after the other, if all ranks do. Where all ranks are on one
     machine they listen on loopback, unless the environment names interfaces.
 

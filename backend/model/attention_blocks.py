@@ -58,7 +58,7 @@ class Kernel(Protocol):
     values v [b, heads, keys, w]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The result [b, heads, l, w], and what the backward needs beside it and its arguments. `start` is
+        """The result [b, heads, l, w], and what the backward needs besides it and its arguments. `start` is
         the block's first token."""
 
     def backward(

@@ -6,7 +6,7 @@ blocks: of `gradient_token_block` tokens in exact numerics, whole chunks of this
 keys up to its own end, with a mask. The gradients of keys and values are sums over blocks: in exact numerics the
 canonical tree over all blocks of the sequence, in which a block has nothing for keys behind its end. Context-parallel
 ranks bring keys and values together for the forward and again for the backward, and each gets the gradients of its own.
-A ring (Liu et al. 2023, Ring Attention, arXiv 2310.01889) is another way for the same keys and values to travel; what
+A ring (Liu et al. 2023, Ring Attention, arXiv 2310.01889) is another way to send the same keys and values; what
 is computed with them stays the same.
 """
 

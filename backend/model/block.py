@@ -41,7 +41,7 @@ class BlockContext:
     layout. What communicates otherwise is built of `backend.tensor_parallel.mappings` over `tp`, the
     tensor-parallel group, with `numerics`; `tokens` says which tokens of each sequence this rank holds between
     cut layers, None all. `made` are the layers made so far, by name: the block holds each of them as a
-    submodule, and no parameter beside theirs (`own_block`).
+    submodule, and no parameter besides theirs (`own_block`).
     """
 
     def __init__(self, layers: LayerContext):

@@ -3,9 +3,9 @@ predict tokens further ahead.
 
 Module k (from 0) joins the hidden state of token i with the embedding of token i + k + 1, and predicts token i + k + 2.
 The hidden state is that of the final norm, or of the module's before its own, which is what the published weights were
-trained with (transformers' `MtpModel`, vLLM's `deepseek_mtp`; the paper does not tell). Where a sequence or a document
+trained with (transformers' `MtpModel`, vLLM's `deepseek_mtp`; the paper does not say). Where a sequence or a document
 ends before that, nothing is predicted. Token table and output head are the model's own; their gradients are sums over
-all uses. In training the modules' losses are minimised beside the model's, with weight `train.mtp_loss_weight` divided
+all uses. In training the modules' losses are minimised with the model's, with weight `train.mtp_loss_weight` divided
 by their number; the loss that is reported is the model's.
 """
 

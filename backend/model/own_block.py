@@ -23,7 +23,7 @@ INSTEAD: Sequence[tuple[tuple[type[nn.Module], ...], str]] = (
 ANY_LAYER = "one of the context's layers, whose parameters are the model's, or register_buffer for what nobody trains"
 
 REGISTERED = ("_parameters", "_buffers")
-"""Where torch keeps what `named_parameters` and `named_buffers` tell."""
+"""Where torch keeps what `named_parameters` and `named_buffers` return."""
 
 
 def check_block(block: object, layer: int, *, made: Mapping[nn.Module, str], earlier: Mapping[nn.Module, str]) -> None:
@@ -32,7 +32,7 @@ def check_block(block: object, layer: int, *, made: Mapping[nn.Module, str], ear
 
     `made` are the layers that its context has made, by name, `earlier` those of the blocks before it. Gradients, cuts,
     saved files and ledgers know the parameters of `made` alone, so the block may have no others, trained or frozen. It
-    must hold all of these: a module that is none of its submodules is not told of `eval()`, and its router not of the
+    must hold all of these: a module that is none of its submodules does not hear of `eval()`, and its router not of the
     step's end.
     """
     whose = f"the block {type(block).__name__} of layer {layer}"

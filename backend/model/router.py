@@ -319,7 +319,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _WithLosses(torch.autograd.Function):
-    """The weights; the backward gives every token's losses the gradient `share` beside."""
+    """The weights; the backward gives every token's losses the gradient `share` as well."""
 
     @staticmethod
     def forward(ctx: Any, weights_BSK: Tensor, losses_BS: Tensor, share: float) -> Tensor:

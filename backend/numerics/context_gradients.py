@@ -191,7 +191,7 @@ def _samples(given: Given) -> list[list[Tensor]]:
 
 
 def _open_values(uses: Sequence[Given], sample: int) -> list[Tensor]:
-    """The values that travel."""
+    """The values that are sent."""
     return [value for each in uses if isinstance(each, OpenSums) for value in each.samples[sample]]
 
 

@@ -19,7 +19,7 @@ class Copies:
     joins those that keep equal parts.
 
     `gathers` and `backwards` have the members of `shard`: communicators for weights that come together, and for
-    gradients that are reduced inside a backward, beside what else the ranks exchange.
+    gradients that are reduced inside a backward, besides what else the ranks exchange.
     """
 
     whole: Group

@@ -5,7 +5,7 @@ Products run on tiles whose shapes follow from the leaf sizes (`tiles`), sums ov
 elementwise additions (`tree`).
 
 Everything is computed in fp32, from operands in bf16 too (torch's CPU has no product of bf16 with an fp32 result),
-partial sums travel in fp32, and a result is rounded to the format of its operands once, when it is finished.
+partial sums are sent in fp32, and a result is rounded to the format of its operands once, when it is finished.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TokenNodes:
     nodes [nodes, n] of it, those of each layer that uses it one after the other.
 
     The batch's tree is over whole samples, so nothing can be added before `finished_parts` has met the other ranks: a
-    vector or two per sample of the step are held, which is little beside the matrices of a layer.
+    vector or two per sample of the step are held, which is little against the matrices of a layer.
     """
 
     def __init__(self, num_samples: int):

@@ -30,7 +30,7 @@ class FastNumerics(FastExpertNumerics, Numerics):
     mode = "fast"
 
     def __init__(self, device: torch.device, gradient_dtype: torch.dtype = torch.float32):
-        """`gradient_dtype` is the format in which gradients are summed over microbatches and travel;
+        """`gradient_dtype` is the format in which gradients are summed over microbatches and sent;
         ranks add them up in fp32."""
         super().__init__(device)
         self.gradient_dtype = gradient_dtype
@@ -100,7 +100,7 @@ class FastNumerics(FastExpertNumerics, Numerics):
     def finish_parts(
         self, gradients: Mapping[str, Accumulator], group: Group, owned: Mapping[str, OwnedPart]
     ) -> dict[str, Accumulator]:
-        """What ranks know of different tokens or heads travels in fp32: vectors, which cost little."""
+        """What ranks know of different tokens or heads is sent in fp32: vectors, which cost little."""
         finished: dict[str, Accumulator] = {name: FastAccumulator(self.gradient_dtype) for name in gradients}
         for name, total in self._reduced(gradients, group, wide=False).items():
             finished[name].add(0, total)
@@ -112,7 +112,7 @@ class FastNumerics(FastExpertNumerics, Numerics):
         return self._reduced(gradients, group, wide=self.gradient_dtype != torch.float32)
 
     def _reduced(self, gradients: Mapping[str, Accumulator], group: Group, *, wide: bool) -> dict[str, Tensor]:
-        """Sums over the members in fp32; `wide` ones travel in `gradient_dtype`."""
+        """Sums over the members in fp32; `wide` ones are sent in `gradient_dtype`."""
         totals = {
             name: accumulator.total
             for name, accumulator in gradients.items()

@@ -1,7 +1,7 @@
 """Measures what exact numerics assume of the library on this machine, with a plan's own shapes.
 
 The canonical order fixes every sum over ranks, leaves, tokens and samples. What is left to the library must not change
-its bits when more of the same is computed beside it: a tile product inside of larger tensors, an attention head beside
+its bits when more of the same is computed with it: a tile product inside of larger tensors, an attention head next to
 others, a norm's row among others, an elementwise function on a longer tensor, the optimizer's update of a longer
 tensor. Each assumption is a row of `PROBES`.
 """
@@ -241,7 +241,7 @@ PROBES = (
     Probe("product-alignment", "a tile product does not depend on addresses and strides", _SWITCH, _products),
     Probe(
         "attention-slices",
-        ("attention of one (sample, head) does not depend on the others beside it"),
+        ("attention of one (sample, head) does not depend on the others next to it"),
         _REPORT,
         _attention,
     ),

@@ -92,7 +92,7 @@ def sum_products_into(
 
 
 def scratch(like: Tensor, num_rows: int, num_leaves: int) -> list[Tensor]:
-    """The buffers [num_rows, ...] that a tree over so many leaves needs beside its result: the right half of
+    """The buffers [num_rows, ...] that a tree over so many leaves needs besides its result: the right half of
     every level above a leaf."""
     return [like.new_empty(num_rows, *like.shape[1:]) for _ in range((num_leaves - 1).bit_length())]
 

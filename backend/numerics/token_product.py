@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ROWS_AT_ONCE = 256
-"""Rows of a gradient whose product is held beside the sum where the library cannot add a narrow
+"""Rows of a gradient whose product is held besides the sum where the library cannot add a narrow
 product to an fp32 sum."""
 
 

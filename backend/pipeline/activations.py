@@ -14,7 +14,7 @@ from ...core.schedule.timeline import MemorySample
 
 
 class MemoryMeter(Protocol):
-    """What the executor tells a meter. `ActivationMeter` costs nothing and sees what lasts,
+    """What the executor reports to a meter. `ActivationMeter` costs nothing and sees what lasts,
     `backend.ranks.live_memory.LiveMeter` sees all."""
 
     samples: list[MemorySample]
@@ -51,7 +51,7 @@ class ActivationMeter:
         self._held: dict[tuple[int, int], int] = {}
 
     def watch(self) -> AbstractContextManager[object]:
-        """Nothing to do: autograd tells what it saves."""
+        """Nothing to do: autograd reports what it saves."""
         return nullcontext()
 
     def during(self, action: Action, *, compute: bool) -> AbstractContextManager[None]:

@@ -122,7 +122,7 @@ class Executor:
     """Runs the row of one pipeline rank.
 
     `stages` are the rank's own, by stage number; `channel(direction, peer, sending)` is the line to a pipeline rank;
-    `message_shape` is the shape `[samples, sequence, hidden]` of every message, or a function that tells it from the
+    `message_shape` is the shape `[samples, sequence, hidden]` of every message, or a function that gives it from the
     microbatch: both ends of a message have the microbatch, so they know how long it is without asking each other.
     """
 

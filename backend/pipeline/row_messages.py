@@ -1,4 +1,4 @@
-"""Messages that the compute lane itself sends and receives, at their places in the row, instead of lanes beside it.
+"""Messages that the compute lane itself sends and receives, at their places in the row, instead of lanes next to it.
 
 Executed so, a row needs no threads, and products wait for the messages listed before them. Two ways:
 
@@ -30,7 +30,7 @@ RowOrder = Literal["in order", "together"]
 
 
 def row_order_of(runtime: Runtime) -> RowOrder | None:
-    """How a plan wants messages in the row; None where they run beside products, which is the default."""
+    """How a plan wants messages in the row; None where they overlap with products, which is the default."""
     if runtime.p2p_overlap is not False:
         return None
     return "in order" if runtime.p2p_batched is False else "together"

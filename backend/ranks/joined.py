@@ -147,7 +147,7 @@ def _grid(part: ModulePlan, pp_rank: int) -> Grid:
 
 
 class ModuleTransport(Transport):
-    """A rank's way to the others of its module, as if there were none beside. Ranks keep their numbers; names
+    """A rank's way to the others of its module, as if there were no others. Ranks keep their numbers; names
     are the module's own."""
 
     def __init__(self, transport: Transport, name: str, world_size: int):

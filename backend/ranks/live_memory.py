@@ -2,8 +2,8 @@
 the action at their peak.
 
 Every operation that a watched thread dispatches is looked at: a storage counts from the first operation that makes or
-reads it until it is freed, whoever frees it. So saved activations, gradients, messages and temporary tensors count
-alike; scratch memory inside a kernel, and what the allocator rounds up, do not. Looking costs some microseconds an
+reads it until it is freed, whoever frees it. So saved activations, gradients, messages and temporary tensors all
+count; scratch memory inside a kernel, and what the allocator rounds up, do not. Looking costs some microseconds an
 operation: steps whose seconds count run without.
 """
 

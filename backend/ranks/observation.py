@@ -1,7 +1,7 @@
 """`Observation`: what a training rank shows its observer of gradients and state. It waits for nothing that
 the step does not wait for.
 
-Weights that come together beside the next forward (`data_parallel.late`) are shown twice: those that this rank has
+Weights that are gathered during the next forward (`data_parallel.late`) are shown twice: those that this rank has
 updated with the step, and all of them where a forward first uses them. Whoever forgets to wait for them shows what
 the forward computes with.
 """
@@ -22,7 +22,7 @@ from ..model.transformer import Stage
 
 
 class Observation:
-    """One rank's. `late` are the stages whose updated weights come together beside the next forward."""
+    """One rank's. `late` are the stages whose updated weights are gathered during the next forward."""
 
     def __init__(self, observer: Observer, plan: Plan, stages: Mapping[int, Stage], late: Iterable[int]):
         self._observer = observer

@@ -270,7 +270,7 @@ class TrainingRank:
                 stage.shards[name].refresh()
 
     def settle(self) -> None:
-        """Returns when weights that come together beside the next forward are there, and shows them to the observer."""
+        """Returns when weights that are gathered during the next forward are there, and shows them to the observer."""
         for each in self.data_parallel.values():
             each.settle()
         if self._observation is not None:

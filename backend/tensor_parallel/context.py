@@ -52,7 +52,7 @@ class LayerContext:
 
     `dtype` is the format of hidden states. `chunks` are the tokens of each sequence that this context-parallel rank
     has; `tokens` says which of those the ranks hold between the cut layers, and None means all (no sequence
-    parallelism). `lane` runs collectives beside products, where the plan overlaps them (`runtime.tp_comm_overlap`).
+    parallelism). `lane` overlaps collectives with products, where the plan overlaps them (`runtime.tp_comm_overlap`).
     `comes_to` hears of each part of the stage (`embedding`, `layers.3`, `head`) before it runs forward.
     """
 
@@ -164,7 +164,7 @@ class LayerContext:
     @property
     def microbatch(self) -> Microbatch | None:
         """The microbatch that the calling thread runs forward: that of a forward, or that a backward
-        recomputes beside it."""
+        recomputes at the same time."""
         return self._running.microbatch
 
     @property

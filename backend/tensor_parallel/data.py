@@ -38,7 +38,7 @@ def broadcast(
 ) -> dict[str, Tensor]:
     """The tensors of member `source` on every member, by name, on `device`; all other members hand in None.
 
-    One exchange of bytes where all members know `specs`, the same on each; without them a description travels
+    One exchange of bytes where all members know `specs`, the same on each; without them a description is sent
     first (two more exchanges). Raises `ValueError` when the source's tensors are not those of `specs`, or when
     another member brings some.
     """
@@ -50,7 +50,7 @@ def broadcast(
         None if tensors is None else {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in tensors.items()}
     )
     if specs is not None and found is not None and list(specs.items()) != list(found.items()):
-        raise ValueError(f"{group}: broadcast was told to expect {_text(specs)}, but the source has {_text(found)}.")
+        raise ValueError(f"{group}: broadcast expects {_text(specs)}, but the source has {_text(found)}.")
     if group.size > 1 and specs is None:
         specs = _described(found, group, source, device)
     payload = None if tensors is None else _bytes_of(tensors.values(), device)

@@ -2,8 +2,9 @@
 
 Copies are sorted by expert and go to its rank by an all-to-all over `ep`; the members of `etp`, each of which holds a
 part of every expert's width, then bring theirs together. A rank knows of every *chunk* of what arrives (one sender,
-sample, piece of a token block, and expert) how many rows it has, because the senders' counts travel first, as integers.
-So it can put the rows in an order that depends on the problem alone: by expert, and in it by sample and token.
+sample, piece of a token block, and expert) how many rows it has, because the senders' counts are sent first, as
+integers. So it can put the rows in an order that depends on the problem alone: by expert, and in it by sample and
+token.
 
 Letters: T tokens that a rank sends, K experts of a token, H hidden, N rows that arrive.
 """

@@ -99,7 +99,7 @@ class ParallelLinear(nn.Module, ABC):
         return self.context.numerics.partial_contract(x_BSC, self.shard.operand, self.leaves)
 
     def record_product(self, m: int, n: int, k: int) -> None:
-        """Tells the recorder, where it listens, of a product [m, k] x [k, n] of this layer."""
+        """Reports to the recorder, if there is one, a product [m, k] x [k, n] of this layer."""
         recorder = self.context.recorder
         if recorder.enabled:
             with recorder.layer(self.name):
@@ -230,7 +230,7 @@ def column_backward(
     """The input gradient of a column-parallel layer, the sum over ranks of what `product` brings to it; weight and bias
     get theirs. `product` and `weight_gradient` are the layer's own unless given.
 
-    Where the plan overlaps them, the input is gathered beside the product, and the sum is taken beside the product of
+    Where the plan overlaps them, the input is gathered during the product, and the sum is taken during the product of
     the weight gradient (Megatron-Core's `LinearWithGradAccumulationAndAsyncCommunication`).
     """
     layer, context = ctx.layer, ctx.layer.context

@@ -14,11 +14,11 @@ is meant is the sum over members). Each mapping and what its backward does:
 | `all_to_all` | rows here -> rows there | the rows that others send | the rows go back |
 | `swap` | cut along one dimension -> cut along another | all-to-all | all-to-all |
 
-After `gather`, all members go on alike, so each has the whole gradient; after `all_gather`, each goes on in its own way
-and has one summand of it. Sums are those of `numerics`: fast ones are the library's; exact ones follow the canonical
-tree over `Summands`, whose bits do not depend on how leaves lie on members. Where `summands` is given, a partial tensor
-has a leading dimension with one value per node of this member, and so has what `copy` and `all_gather` hand out;
-without it every member is one leaf and there is no such dimension.
+After `gather`, all members go on in the same way, so each has the whole gradient; after `all_gather`, each goes on in
+its own way and has one summand of it. Sums are those of `numerics`: fast ones are the library's; exact ones follow the
+canonical tree over `Summands`, whose bits do not depend on how leaves lie on members. Where `summands` is given, a
+partial tensor has a leading dimension with one value per node of this member, and so has what `copy` and `all_gather`
+hand out; without it every member is one leaf and there is no such dimension.
 
 Nothing is written into an argument. In a group of one member, a mapping without `summands` returns its
 argument. Backwards are mappings themselves, so second derivatives work, and their collectives are recorded
@@ -69,7 +69,7 @@ def scatter(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = 
 
 
 def gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """All members' parts along `dim`, for members that go on alike. `sizes[i]` items come from member i;
+    """All members' parts along `dim`, for members that go on in the same way. `sizes[i]` items come from member i;
     without it as many as from here.
 
     Raises `ValueError` when the sizes contradict the part handed in.

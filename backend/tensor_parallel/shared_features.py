@@ -1,4 +1,4 @@
-"""A column-parallel layer with features travelling beside its input: the rotary key of latent attention,
+"""A column-parallel layer with features that are gathered with its input: the rotary key of latent attention,
 which all heads share."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class SharedFeaturesLinear(ColumnParallelLinear):
     """[b, s, f] and [b, s, r] of own tokens -> [b, s, c] and [b, s, l, r] of all: the second once for each
     of this rank's l leaves.
 
-    One gather brings both to every rank. The gradients of the copies are summed over the leaves of all ranks, beside
+    One gather brings both to every rank. The gradients of the copies are summed over the leaves of all ranks, with
     the input's, in one exchange.
     """
 

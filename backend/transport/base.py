@@ -117,7 +117,7 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, wide: bool = False, used_up: bool = False) -> Tensor:
         """The sum or maximum over the members, in the order the library chooses: for fast numerics only.
 
-        A `wide` sum is made in fp32, member after member, of elements that travel in the tensor's own format, and
+        A `wide` sum is made in fp32, member after member, of elements that are sent in the tensor's own format, and
         rounded once. A tensor that is `used_up` may be written over, and be the result. Recorded as a ring: 2(n-1)/n of
         the payload leaves each rank, rounded up to whole bytes.
         """

@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors, and work that some of them do while the others wait for it."""
+"""What ranks send each other besides tensors, and work that some of them do while the others wait for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import Group, TransportError
 T = TypeVar("T")
 
 ROUND_S = 0.5
-"""How often ranks that work, and those that wait for them, tell each other that they are there: well below
+"""How often ranks that work, and those that wait for them, signal that they are there: well below
 any `train.timeout_s`."""
 
 MAX_BYTES = 1 << 30
@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 30
 
 
 def gather_values(group: Group, value: Any, device: torch.device) -> list[Any]:
-    """Every member's `value`, in member order, on every member. It travels as JSON: tuples arrive as lists, and nothing
+    """Every member's `value`, in member order, on every member. It is sent as JSON: tuples arrive as lists, and nothing
     that a peer sends is executed. Raises `TransportError` for what is no JSON, or larger than `MAX_BYTES`."""
     body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [int(size) for size in group.all_gather(torch.tensor([body.numel()], dtype=torch.int64, device=device))]
@@ -47,7 +47,7 @@ def run_on_all(
     """What this rank's `work` gives; returns when that of all ranks is done, which call this together. It may
     take as long as it likes.
 
-    The work runs in a thread beside this one, and every `ROUND_S` seconds all ranks tell each other that they are
+    The work runs in a thread of its own, and every `ROUND_S` seconds all ranks signal that they are
     there. So no call waits longer than that for its peers, a rank that ends is noticed, and on the board of `watch` the
     ranks move. Raises what the work raises.
     """

@@ -22,7 +22,7 @@ def loopback_variables() -> dict[str, str]:
 
 
 def gloo_interfaces() -> list[str]:
-    """The interfaces that gloo is told to use; none where it is to look up the name of the host."""
+    """The interfaces that gloo is to use; none where it is to look up the name of the host."""
     return [name for name in os.environ.get(GLOO_VARIABLE, "").split(",") if name]
 
 

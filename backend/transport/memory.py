@@ -46,7 +46,7 @@ class MemoryWorld:
         self._places: dict[tuple[Any, ...], _Meeting | _Mailbox] = {}
 
     def transport(self, global_rank: int, recorder: Recorder | None = None) -> MemoryTransport:
-        """The transport of one rank. What tells where that rank is lies in `places` from now on."""
+        """The transport of one rank. Where that rank is lies in `places` from now on."""
         transport = MemoryTransport(self, global_rank, recorder)
         self.places[global_rank] = transport.recorder, transport.watch
         return transport

@@ -36,7 +36,7 @@ class Mesh:
     """What one rank communicates through.
 
     `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `tp_gradients` joins the same ranks for
-    gradients of their own tokens or heads, which are reduced beside the compute lane (None in a group of one), and
+    gradients of their own tokens or heads, which are reduced outside the compute lane (None in a group of one), and
     `tp_cp_gradients` those of all parts of a sequence; `cp` cuts sequences; `dp` cuts the batch and, as its fastest
     axis, sequences; `copies(stage)` joins all copies of a stage; `model` spans tensor and pipeline parallelism (one
     copy of the model, or two where stages have replicas); `embedding` joins the ranks that hold the first and the last
@@ -194,7 +194,7 @@ def _ranks(layout: Layout, coordinates: dict[str, int], **axes: Sequence[int]) -
 
 
 def _open(transport: Transport, axis: str, ranks: Sequence[int]) -> Group:
-    # the groups of an axis share no rank, so the first member tells them apart
+    # the groups of an axis share no rank, so the first member distinguishes them
     return transport.group(f"{axis}/{ranks[0]}", axis, ranks)
 
 

@@ -1,4 +1,4 @@
-"""`CommunicationLane`: collectives that run beside the products of the thread that asked for them."""
+"""`CommunicationLane`: collectives that overlap with the products of the thread that asked for them."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def _joined(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The tensor's elements in order, as a flat tensor of bytes: every dtype travels alike, also those
+    """The tensor's elements in order, as a flat tensor of bytes: every dtype is sent so, also those
     a library cannot add."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 

@@ -47,7 +47,7 @@ def describe_exit(exit_code: int) -> str:
 
 
 def late(found: Mapping[int, Whereabouts | None], board: Board, timeout_s: float) -> RankFailure:
-    """The failure of a job that took too long: names the ranks that wait for nobody, else tells what all wait in."""
+    """The failure of a job that took too long: names the ranks that wait for nobody, else what all wait in."""
     halt = explain(found, board)
     if halt.is_circle or not halt.holders:
         return _explained(f"the ranks still wait for each other after {timeout_s:g} s", halt, None)

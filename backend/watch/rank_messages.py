@@ -1,4 +1,4 @@
-"""What `launch` and its ranks tell each other. No torch here: the starter of ranks does not need it."""
+"""The messages of `launch` and its ranks. No torch here: the starter of ranks does not need it."""
 
 from __future__ import annotations
 

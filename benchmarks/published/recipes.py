@@ -93,11 +93,11 @@ MEGATRON_BRIDGE: tuple[_Rule, ...] = (
 
 MODEL_ZOO: Mapping[str, Recipe] = {"Mixtral-8x22B": Recipe({"tp_comm_overlap": True})}
 """Model -> what its configuration switches on. That of Qwen2-57B-A14B has no `--tp-comm-overlap`; its
-`--moe-shared-expert-overlap`, exchanges beside the shared experts, is not modelled."""
+`--moe-shared-expert-overlap`, exchanges during the shared experts, is not modelled."""
 
 
 def recipe_of(row: Row) -> Recipe:
-    """What the recipe of a row switches on beside its layout; nothing where no recipe is known."""
+    """What the recipe of a row switches on besides its layout; nothing where no recipe is known."""
     if row.source.startswith("MoE Parallel Folding"):
         return next((recipe for model, recipe in MODEL_ZOO.items() if model in str(row["model.name"])), NOTHING_SAID)
     if not row.source.startswith("Megatron-Bridge"):

@@ -1,6 +1,6 @@
 """Published measurements as data: rows, what they measured in seconds and bytes, and which rows are near-duplicates.
 
-A row is one JSON object (fields and tiers: the README beside the files). Sources print rates rather than seconds; they
+A row is one JSON object (fields and tiers: the README next to the files). Sources print rates rather than seconds; they
 are turned back with the formula that the source itself used, so that an error of a prediction is an error in time.
 """
 

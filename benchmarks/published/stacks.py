@@ -40,7 +40,7 @@ MLA: Mapping[str, Any] = {
 
 
 def conventions(name: str) -> Mapping[str, Any]:
-    """What a family of models has beside its sizes, by the model's name."""
+    """What a family of models has besides its sizes, by the model's name."""
     lower = name.lower()
     if "nemotron" in lower:
         return NEMOTRON
@@ -103,7 +103,7 @@ _DGXC = replace(
 )
 _NEMO_1 = replace(
     _NEMO,
-    note=f"{_NEMO.note}; NeMo 1 does not look gradients through unless told (megatron_gpt_model.py, setup_mcore_distributed_parallel); it "
+    note=f"{_NEMO.note}; NeMo 1 does not check gradients unless asked to (megatron_gpt_model.py, setup_mcore_distributed_parallel); it "
     "compiles the squared ReLU (nemo/collections/nlp/modules/common/megatron/utils.py at v2.1.0)",
     data_parallel={"check_gradients": False},
 )
@@ -152,7 +152,7 @@ STACKS: Mapping[str, Stack] = {
     ),
     "Korthikanti 2022": Stack(
         "megatron-2022",
-        "Megatron-LM of 2022; backward all-reduces run beside the weight gradients (section 6.2, on table 4)",
+        "Megatron-LM of 2022; backward all-reduces overlap with the weight gradients (section 6.2, on table 4)",
         runtime={"tp_comm_overlap": True},
     ),
     "vTrain (MICRO24)": _VTRAIN,
@@ -349,7 +349,7 @@ STACKS: Mapping[str, Stack] = {
         "chunk with only the "
         "embedding and the last with only the head, so a chunk is one layer; gradients are summed over microbatches "
         "in fp32 before they "
-        "are scattered, and weights stay gathered, which is ZeRO-1 in what travels; data parallelism outermost. "
+        "are scattered, and weights stay gathered, which is ZeRO-1 in what is sent; data parallelism outermost. "
         "Sequence parallelism: "
         "without it activations are 2.5 times the devices' memory",
         {"recompute": "none", "batch.micro": 1, "parallel.vpp": 8, "parallel.sp": True, "order": "tp-cp-ep-pp-dp"},

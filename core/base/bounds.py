@@ -100,7 +100,7 @@ BOUNDS: dict[str, Bound] = {
     "cluster.rank_skew_root_s": Bound(1e3, "a second's work would wait for a quarter of an hour", least=1e-9),
     "cluster.step_over_kernels": Bound(1e3, "kernels measured one by one take about as long as in a step", least=1e-3),
 }
-"""Section and field -> the bound of a number that its name does not tell, or that is tighter."""
+"""Section and field -> the bound of a number that its name does not imply, or that is tighter."""
 
 _BY_ENDING = (
     ("_bytes_per_s", RATE),

@@ -81,7 +81,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Writes a file. Nobody sees half of a regular one: a temporary file beside it is renamed over it, with the
+    """Writes a file. Nobody sees half of a regular one: a temporary file next to it is renamed over it, with the
     permissions it had. Links are followed; devices and pipes stay what they are and are written to."""
     _check_name(path)
     named = Path(path)
@@ -190,7 +190,7 @@ def _write_all(file: FileIO, content: bytes) -> None:
 
 
 def _check_name(path: str | Path) -> None:
-    """Raises `FileError` for a name with control characters, which would end the line of a message that tells it. Bytes
+    """Raises `FileError` for a name with control characters, which would end the line of a message that has it. Bytes
     that are no UTF-8 may be in names."""
     if not is_plain(os.fspath(path).encode("utf-8", "replace").decode()):
         raise FileError(

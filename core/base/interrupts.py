@@ -19,7 +19,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNAL_EXIT = 128
 """A shell's exit code of a program that a signal ended is this and the signal's number: 130 and 143."""
 PASSED_ON_S = 0.1
-"""So long the main thread may take to notice before it is told once more."""
+"""So long the main thread may take to notice before it is notified once more."""
 STUCK_S = 2.0
 """So long the main thread may stay in a library's call. What it has open is then left to the
 server of ranks to remove."""
@@ -41,7 +41,7 @@ class Interrupts:
 
     While one is on its way through the main thread others change nothing, so that what closes is not interrupted:
     launchers repeat what the terminal has sent. `came` is the first signal's number. For the main thread alone;
-    `command` begins the line that tells of the end.
+    `command` begins the line that reports the end.
     """
 
     def __init__(self, command: str):

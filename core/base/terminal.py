@@ -2,7 +2,7 @@
 fit goes on the next line.
 
 The width is COLUMNS where it is set, else that of the terminal that a stream writes to, 80 where the terminal does not
-tell. A pipe and a file have none: `grep` finds whole sentences and rows there, and what is written does not depend on
+say. A pipe and a file have none: `grep` finds whole sentences and rows there, and what is written does not depend on
 who looks. Scripts have --json.
 """
 
@@ -23,7 +23,7 @@ Text = str | Callable[[int | None], str]
 Row = Sequence[str]
 
 USUAL = 80
-"""Columns of a terminal that does not tell how many it has."""
+"""Columns of a terminal that does not say how many it has."""
 
 NARROWEST = 40
 """Narrower text is harder to read than lines that the terminal breaks."""
@@ -97,7 +97,7 @@ def table(rows: Sequence[Row], width: int | None, *, indent: int = 2) -> list[st
 
 def ranking(header: Row, rows: Sequence[Row], width: int | None) -> list[str]:
     """A table of alternatives. Where it is too wide, what all of them have in common is said once below it instead, and
-    if that is not enough its columns stand closer."""
+    if that is not enough its columns are nearer to each other."""
     whole = [header, *rows]
     if width is None or _total(_natural(whole)) <= width - 2:
         return table(whole, width)

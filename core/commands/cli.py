@@ -62,7 +62,7 @@ def run_program(command: str, run: Callable[[], int]) -> int:
 
 def exit_code(command: str, run: Callable[[], int]) -> int:
     """What `run` returns; 2 for an error that the user can do something about and 3 for a defect of ours, which are
-    told on standard error after the name of the `command`."""
+    reported on standard error after the name of the `command`."""
     try:
         code = run()
         sys.stdout.flush()
@@ -146,7 +146,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells wrong usage in a sentence rather than after two screens of options."""
+    """Reports wrong usage in a sentence rather than after two screens of options."""
 
     def error(self, message: str) -> NoReturn:
         """Exit code 2; of an option that there is not, the closest there is."""

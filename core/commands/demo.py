@@ -254,7 +254,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec("torch") is None:  # told now rather than after the first half
+    if importlib.util.find_spec("torch") is None:  # reported now rather than after the first half
         raise MissingExtraError(
             "demo proves and trains, which needs torch, and that is not installed. Run `pip install "
             "'shardproof[train]'`. "

@@ -1,4 +1,4 @@
-"""The training steps that `calibrate` measures beside single kernels, and prices from them: what a step takes
+"""The training steps that `calibrate` measures besides single kernels, and prices from them: what a step takes
 longer than its kernels."""
 
 from __future__ import annotations

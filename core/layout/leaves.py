@@ -23,7 +23,7 @@ MAX_DEGREE = 8
 
 @dataclass(frozen=True)
 class Leaves:
-    """`num_items` items in blocks of `block`; the last block may be shorter, in every layout alike."""
+    """`num_items` items in blocks of `block`; the last block may be shorter, in every layout the same."""
 
     num_items: int
     block: int

@@ -29,7 +29,7 @@ class Piece:
 @dataclass(frozen=True)
 class RoutedTokens:
     """Which tokens of a sequence each rank sends to experts: its own under sequence parallelism, otherwise an even part
-    of what all tensor-parallel ranks hold alike. Exact numerics cut between blocks of `reduction_block` tokens and
+    of what all tensor-parallel ranks hold copies of. Exact numerics cut between blocks of `reduction_block` tokens and
     count `gradient_block`s."""
 
     sequence: int

@@ -90,7 +90,7 @@ def _even(num_layers: int, num_stages: int) -> list[int]:
 def _parse(text: str) -> list[int]:
     """Layers per stage. `X*n` repeats a letter, `(...)*n` a group, `|` ends a stage, commas are decoration.
 
-    `m`, a module of multi-token prediction, may be written or left out: it always lies beside the loss.
+    `m`, a module of multi-token prediction, may be written or left out: it always lies next to the loss.
     """
     expanded = _expand(text.replace(" ", "").replace(",", ""))
     cells = expanded.split("|")
@@ -105,7 +105,7 @@ def _parse(text: str) -> list[int]:
         raise LayoutError(f"stages={shown(text)} expands to {shown(expanded)}, {wanted}.")
     if any("m" in cell for cell in cells[:-1]):
         alone = "puts m (multi-token prediction) on a stage of its own"
-        raise LayoutError(f"stages={shown(text)} {alone}. Write it beside L, in the last stage.")
+        raise LayoutError(f"stages={shown(text)} {alone}. Write it next to L, in the last stage.")
     return [cell.count("t") for cell in cells]
 
 

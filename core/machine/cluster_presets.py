@@ -1,4 +1,4 @@
-"""Clusters by name. Every number has its source beside it; what is only an estimate says so."""
+"""Clusters by name. Every number has its source next to it; what is only an estimate says so."""
 
 from __future__ import annotations
 

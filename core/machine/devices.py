@@ -36,7 +36,7 @@ _KERNELS: Facts = {
     "memory_curve": ({}, "kernels follow the memory bandwidth"),
     "kernel_curve": ({}, "kernels follow the memory bandwidth"),
     "busy_core_share": (1.0, "every device computes on its own"),
-    "rank_skew_root_s": (0.0, "devices run alike; see variation"),
+    "rank_skew_root_s": (0.0, "devices are equally fast; see variation"),
     "num_cores": (0, "every device computes on its own"),
     "step_over_kernels": (1.0, "in the efficiencies"),
 }
@@ -62,7 +62,7 @@ V100_32G: Facts = {
     "attention_forward_efficiency": (0.4, f"{ESTIMATE}no FlashAttention-2 for this device"),
     "attention_backward_efficiency": (0.3, f"{ESTIMATE}no FlashAttention-2 for this device"),
     "attention_half_head_dim": (20.0, f"{ESTIMATE}as on an A100"),
-    "host_dispatch_s": (8e-6, f"{ESTIMATE}as beside an A100"),
+    "host_dispatch_s": (8e-6, f"{ESTIMATE}as for an A100"),
     "flash_attention_2_share": (1.0, "in the attention efficiencies"),
     "overlap_compute_share": (0.8, f"{MODELLED}16 channels of NCCL, a processor each, of 80"),
 }

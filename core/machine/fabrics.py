@@ -135,7 +135,7 @@ ALPS: Facts = {
     "oversubscription": (1.0, f"{ESTIMATE}a dragonfly without bottleneck"),
 }
 
-_PLANES = "DeepSeek-AI, ISCA 2025, section 5.1: eight planes, a fat tree each; the nodes under one leaf are not told"
+_PLANES = "DeepSeek-AI, ISCA 2025, section 5.1: eight planes, a fat tree each; the nodes under one leaf are not given"
 
 H800_POD: Facts = {
     **_HOPPER,

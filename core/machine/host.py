@@ -54,7 +54,7 @@ _CORE: Facts = {
     "kernel_curve": ({}, f"{NOMINAL}none measured"),
     "num_cores": (0, "in the rates, which are those of a rank's share of the cores"),
     "busy_core_share": (1.0, f"{NOMINAL}cores do not disturb each other"),
-    "rank_skew_root_s": (0.0, f"{NOMINAL}ranks run alike"),
+    "rank_skew_root_s": (0.0, f"{NOMINAL}ranks are equally fast"),
     "step_over_kernels": (1.0, "in the efficiencies"),
     "attention_half_head_dim": (0.0, f"{NOMINAL}width does not matter to a scalar core"),
     "network_efficiency": (1.0, "the link rate is a measured one"),

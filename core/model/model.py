@@ -96,7 +96,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from one low-rank
     vector a token, queries from another one if `q_lora_rank` is given; `head_dim` is then `qk_nope_head_dim +
     qk_rope_head_dim`. `num_mtp_layers` multi-token-prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2)
-    follow the last layer, beside the output head.
+    follow the last layer, next to the output head.
 
     A token's router makes `router_scores` of its experts, and takes those with the highest. With `num_router_groups` it
     first takes `router_groups_per_token` groups of neighbouring experts by `router_group_scores`, the best score in a
@@ -404,7 +404,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
 
     @property
     def shared_expert_width(self) -> int:
-        """Width of the MLP that all tokens take beside their experts; 0 without one."""
+        """Width of the MLP that all tokens take besides their experts; 0 without one."""
         return self.num_shared_experts * self.expert_width
 
     @property

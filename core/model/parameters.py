@@ -36,7 +36,7 @@ class Parameter:
     feature; None means replicated.
 
     `unit` is the number of rows (or columns) of the cut dimension per item of the feature. `init` is the
-    standard deviation of a normal draw, or a constant when `constant` is set. `decay` tells whether weight
+    standard deviation of a normal draw, or a constant when `constant` is set. `decay` says whether weight
     decay applies. The first dimension of an `expert` counts experts, which expert parallelism cuts, and its
     `cut` is over expert tensor parallelism.
     """

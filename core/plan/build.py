@@ -66,7 +66,7 @@ class Draft:
 
     def nouns(self, *, without: Collection[str] = ()) -> dict[str, Any]:
         """Section -> noun, without the sections that have problems of their own, and without model and layout
-        where those are told."""
+        where those are reported."""
         own = {"model": self.model, "layout": self.layout}
         found: dict[str, Any] = {section: make() for section, make in own.items() if section not in without}
         found |= {section: self._plain(section) for section in NOUNS if section not in _COMPOSED}

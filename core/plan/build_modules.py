@@ -37,7 +37,8 @@ def modular_sections(values: Values, source: str) -> dict[str, Any]:
         if section in values:
             first = next(iter(values[section].values()), None)
             whole.problem_at(
-                first, (f"[{section}] stands beside [[modules]], of which each has its own. Write [modules.{section}].")
+                first,
+                (f"[{section}] stands next to [[modules]], of which each has its own. Write [modules.{section}]."),
             )
     nouns = whole.nouns(without=OWN_SECTIONS)
     modules: list[Module] = []

@@ -107,7 +107,7 @@ class Plan:
 
         Raises `PlanError` with every problem of the text, each with its line.
         """
-        # the type is that of a text without [[modules]], so that its callers need not tell the two kinds apart
+        # the type is that of a text without [[modules]], so that its callers need not distinguish the two kinds
         return cast("Plan", any_plan(read_values(text, source), source))
 
     def to_toml(self) -> str:
@@ -363,7 +363,7 @@ class ModularPlan:
 
     @property
     def has_equal_dp(self) -> bool:
-        """True when all modules cut the batch alike."""
+        """True when all modules cut the batch in the same way."""
         return len({module.layout.dp for module in self.modules}) == 1
 
     @property

@@ -46,22 +46,22 @@ class Runtime:
 
     `attention` is one fused kernel (the best there is, FlashAttention 1 or 2, or Triton's) or products with all scores
     in memory; `compile` fuses elementwise kernels; `tp_comm_overlap` and `p2p_overlap` run tensor-parallel collectives
-    and messages between stages beside products; `cuda_graphs` launches a stage's kernels as one; `scatter_gather` sends
+    and messages between stages during products; `cuda_graphs` launches a stage's kernels as one; `scatter_gather` sends
     messages that all tensor-parallel ranks hold in parts; with `launch_blocking` the host waits for every kernel
     (CUDA_LAUNCH_BLOCKING=1); `fused_loss` writes the gradient of the loss over the logits instead of keeping an fp32
     softmax; `dropout` says whether a stack drops elements of residuals and attention probabilities where the model
     names no share (Megatron-LM does). `context_parallel` says how keys and values reach the other ranks of a sequence:
-    all at once, or from neighbour to neighbour. `ep_comm_overlap` runs the exchanges of tokens between experts beside
+    all at once, or from neighbour to neighbour. `ep_comm_overlap` runs the exchanges of tokens between experts during
     the computation of another microbatch (our own backend all exchanges of a layer, in the pairs of a schedule);
     `dispatch_once` sends a token once to each node, inside a node once to each device, and not once to each of its
     experts (DeepEP, HybridEP). `amax_reduction` says which ranks agree on the largest magnitudes of fp8 operands after
     every pass of a stage: none (scales of the tensors at hand), those of one replica of the model, or of all replicas
     (delayed scaling, Megatron-Core with and without `tp_only_amax_red`).
 
-    Where messages between stages do not run beside products, `p2p_batched` says whether those that follow each other in
-    a rank's list begin together (as without it) or one ends before the next begins; both are modelled alike. With
-    `trim_padding` a microbatch of padded documents ends with its longest one, in whole blocks of tokens: layers and
-    messages are as long as it is, and no bit of the result changes; what is modelled is the whole sequence.
+    Where messages between stages do not overlap with products, `p2p_batched` says whether those that follow each other
+    in a rank's list begin together (as without it) or one ends before the next begins; both are modelled in the same
+    way. With `trim_padding` a microbatch of padded documents ends with its longest one, in whole blocks of tokens:
+    layers and messages are as long as it is, and no bit of the result changes; what is modelled is the whole sequence.
     """
 
     profile: ProfileName = "shardproof"
@@ -204,7 +204,7 @@ class Train(Bounded, section="train"):
     share by which a router's inputs are scaled at random, and `expert_bias_rate` what a step adds to the bias of an
     expert that had less than its even share of the tokens, or takes from one that had more (`backend.model.router`).
 
-    When no rank has ended an action for `timeout_s`, all are ended, and what each was waiting for is told.
+    When no rank has ended an action for `timeout_s`, all are ended, and what each was waiting for is reported.
     """
 
     steps: int = 20

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
 
 TOKEN_BYTES = 8
-"""Tokens, their targets, those of multi-token prediction and the beginnings of documents travel as int64, and with
+"""Tokens, their targets, those of multi-token prediction and the beginnings of documents are sent as int64, and with
 tokens that do not count the number of those that do."""
 
 

@@ -2,11 +2,11 @@
 
 The elements of a bucket lie one parameter after the other, the last one first, as backward finishes them, each in
 storage orientation. Every copy of the stage keeps one interval of each bucket (`cut`). The sums of a tied table are
-buckets of their own, so that both ends of the model cut it alike and add their parts. Where context-parallel ranks
-finish sequences after every microbatch, what waits for tensor-parallel ranks until REDUCE_GRAD is a bucket of its own
-too, and the others lie by kind (`context.open_gradients`); so it is where buckets are reduced before REDUCE_GRAD. With
-`data_parallel.bucket_bytes` the dense parameters make several buckets, none of which cuts a parameter. Routers, which
-compute in fp32, are a bucket of their own where the other weights come together in another format.
+buckets of their own, so that both ends of the model cut it in the same way and add their parts. Where context-parallel
+ranks finish sequences after every microbatch, what waits for tensor-parallel ranks until REDUCE_GRAD is a bucket of its
+own too, and the others lie by kind (`context.open_gradients`); so it is where buckets are reduced before REDUCE_GRAD.
+With `data_parallel.bucket_bytes` the dense parameters make several buckets, none of which cuts a parameter. Routers,
+which compute in fp32, are a bucket of their own where the other weights come together in another format.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """What the bucket's collectives are called: those of experts are told apart by their axis."""
+        """What the bucket's collectives are called: those of experts differ by their axis."""
         return "" if self.name == EXPERTS else self.name
 
     @property
@@ -170,7 +170,7 @@ def _bucket_bytes(plan: Plan) -> int | None:
 
 def filled_buckets(plan: Plan, usages: list[Usage]) -> list[tuple[str, list[Usage]]]:
     """Buckets that are closed as soon as they have `bucket_bytes`, by the sizes of the first
-    tensor-parallel rank, alike on all."""
+    tensor-parallel rank, the same on all."""
     limit = _bucket_bytes(plan)
     if limit is None:
         return [(DENSE, usages)]

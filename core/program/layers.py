@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """`count` parts of a stage that are alike but for their names; `layer` is the first of them, or the
+    """`count` parts of a stage that are equal but for their names; `layer` is the first of them, or the
     number of the MTP module.
 
     `recomputed` means that only their input is kept.

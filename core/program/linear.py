@@ -15,7 +15,7 @@ def column(
     """Output features cut. The input gradient sums over them, hence over ranks; tokens gathered for the forward are
     gathered again for the weight gradient rather than kept (Korthikanti et al. 2022, section 4.2.2).
 
-    `in_features` is the hidden size unless given; `num_shared` more features of each token travel with
+    `in_features` is the hidden size unless given; `num_shared` more features of each token are gathered with
     the input and its gradient.
     """
     k = tensors.plan.model.hidden_size if in_features is None else in_features

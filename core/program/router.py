@@ -1,4 +1,4 @@
-"""The router of a layer with experts: the product that scores them, and what ranks tell each other
+"""The router of a layer with experts: the product that scores them, and what ranks send each other
 about the tokens' choices."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def router_work(tensors: Tensors, layer: str) -> LayerWork:
 
 
 def _over_sequence(tensors: Tensors, layer: str, own_bytes: int, part_bytes: int) -> Operations:
-    """What a tensor-parallel rank, and then a context-parallel rank, tells the others that hold tokens
+    """What a tensor-parallel rank, and then a context-parallel rank, sends the others that hold tokens
     of the same sequences."""
     layout = tensors.plan.layout
     over_tp = (tensors.tp_collective(layer, "all_gather", own_bytes * (layout.tp - 1)),)

@@ -13,7 +13,7 @@ EXACT_SCALAR_BYTES = 24 * 8
 FAST_SCALAR_BYTES = 8
 """Payload of a scalar summed in fp64."""
 PARTIAL_BYTES = 4
-"""Partial sums, gradients and softmax statistics travel in fp32 whatever the precision of the products."""
+"""Partial sums, gradients and softmax statistics are sent in fp32 whatever the precision of the products."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class _Dataflow:
 
     forward: np.ndarray  # [stage, microbatch] -> the F (or pair) that makes the stage's output
     gradient: np.ndarray  # [stage, microbatch] -> the B or I (or pair) that makes the gradient of the stage's input
-    needs: tuple[np.ndarray, np.ndarray]  # per action: what it waits for beside its rank's previous action
+    needs: tuple[np.ndarray, np.ndarray]  # per action: what it waits for besides its rank's previous action
 
 
 @dataclass(frozen=True)

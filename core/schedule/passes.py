@@ -23,7 +23,7 @@ _COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B)
 def add_reductions(schedule: Schedule) -> Schedule:
     """REDUCE_GRAD of a stage right after the last action on its rank that adds to its weight gradients (B or W).
 
-    So the reductions of a rank's chunks do not come together at the end of the step but one by one, each beside the
+    So the reductions of a rank's chunks do not come together at the end of the step but one by one, each during the
     backwards of the chunks that are left, as in torch.distributed.pipelining and Megatron's interleaved schedule.
     Replicas of a stage reduce together and all ranks have to list such reductions in one order: see `_ready`.
     """

@@ -68,7 +68,7 @@ class Schedule:
 
     @property
     def pp_rank(self) -> np.ndarray:
-        """The pipeline rank of every action, as an int32 array beside the columns of `actions`."""
+        """The pipeline rank of every action, as an int32 array next to the columns of `actions`."""
         return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.offsets))
 
     @property

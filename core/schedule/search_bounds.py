@@ -210,7 +210,7 @@ def _hops_s(problem: Problem, route: Route) -> tuple[list[float], list[float]]:
 
 def _lane_bounds(problem: Problem) -> Iterator[Bound]:
     """The one-machine bound of every lane: the messages of one direction between two ranks
-    travel one after the other."""
+    are sent one after the other."""
     lanes: dict[tuple[int, int, Kind], list[_Job]] = {}
     for route in problem.routes:
         hops_s, classes = _hops_s(problem, route), _classes(problem, route)

@@ -4,7 +4,7 @@ evaluation of an order of actions.
 Inside the search an action is a *code*, `kind * N + stage * m + microbatch` for F, B, I, W (`Kind` 0 to 3), with N =
 stages x microbatches, and a candidate is one list of codes per rank. Its times follow the simulator's execution rule
 with buffered sends: a rank runs its list in order, each action as soon as its input has arrived; values for one
-neighbour and one direction travel one after the other. The tests hold the two to the same numbers.
+neighbour and one direction are sent one after the other. The tests hold the two to the same numbers.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Spans(Sequence[Span]):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of one step and memory over time; `source` tells a prediction from a measurement."""
+    """Spans of one step and memory over time; `source` distinguishes a prediction from a measurement."""
 
     spans: Spans
     source: Literal["predicted", "measured"]

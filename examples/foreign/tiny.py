@@ -1,4 +1,4 @@
-"""A small transformer and its data in plain torch, which the runs beside this file train in their own ways.
+"""A small transformer and its data in plain torch, which the runs next to this file train in their own ways.
 
     python examples/foreign/tiny.py right.ledger
 

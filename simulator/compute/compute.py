@@ -25,7 +25,7 @@ from ...core.machine.cluster import ClusterSpec
 from ...core.program import Product
 
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of one activation element. With fp8 only the inputs of products are cast; activations travel and rest in 16
+"""Bytes of one activation element. With fp8 only the inputs of products are cast; activations are sent and held in 16
 bits (Micikevicius et al. 2022, section 4)."""
 
 OPERAND_BYTES = {**ELEMENT_BYTES, "fp8": 1}
@@ -71,7 +71,7 @@ UNFUSED_BYTES = {(2, False): 4, (2, True): 6, (4, False): 17, (4, True): 21}
 """Bytes per score that unfused attention moves between its two products, by the bytes of a number, forward and
 backward. In 16 bits masked softmax reads and writes (4), backward reads the gradient and its own output and writes (6).
 In 32 bits, for which Megatron has no masked softmax in one kernel (megatron/model/fused_softmax.py,
-is_kernel_available), the mask is a kernel of its own (9, 9) beside softmax (8, 12)."""
+is_kernel_available), the mask is a kernel of its own (9, 9) next to softmax (8, 12)."""
 
 DROPOUT_BYTES = {2: 5, 4: 9}
 """Bytes per score of a dropout, by the bytes of a number: read, write and the mask, forward
@@ -340,7 +340,7 @@ def host_s(cluster: ClusterSpec, num_kernels: float) -> float:
 
 
 def slowed_s(cluster: ClusterSpec, compute_s: float, communication_s: float, *, share: float | None = None) -> float:
-    """Seconds of compute while a collective runs beside it for `communication_s`: until that ends, compute keeps a
+    """Seconds of compute while a collective overlaps with it for `communication_s`: until that ends, compute keeps a
     share of its rate, the cluster's `overlap_compute_share` unless another is given."""
     share = cluster.overlap_compute_share if share is None else share
     return compute_s / share if compute_s <= communication_s * share else compute_s + communication_s * (1 - share)

@@ -55,7 +55,7 @@ MAKES_NO_OPERAND = ".mlp.down"
 """A product whose result is added to the residual, so that no gradient needs it."""
 
 CHUNK_CALLS = 6
-"""Calls with which the library launches a chunk of a product beside its collective: the product, a send, a receive, an
+"""Calls with which the library launches a chunk of a product with its collective: the product, a send, a receive, an
 event and two waits for it (Transformer Engine, comm_gemm_overlap.cpp, split_overlap_ag)."""
 
 ACCUMULATION_BYTES = 8
@@ -88,7 +88,7 @@ _ELEMENTWISE = {"mlp_act": "mlp"}
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The parts of a block by action kind: F, I, W, and B, which is I and W with what runs beside each other."""
+    """The parts of a block by action kind: F, I, W, and B, which is I and W with what overlaps."""
 
     forward: Part
     input_gradient: Part
@@ -172,8 +172,8 @@ class BlockPricer:
         return self._parts(found, layer, of="forward")
 
     def _chain(self, work: LayerWork) -> Part:
-        """The whole backward of one layer. What precedes the weight gradient's product runs beside the input
-        gradient's, and what follows that beside the weight gradient's (Korthikanti et al. 2022, section 4.2.2;
+        """The whole backward of one layer. What precedes the weight gradient's product overlaps with the input
+        gradient's, and what follows that with the weight gradient's (Korthikanti et al. 2022, section 4.2.2;
         Megatron's asynchronous linear layer)."""
         first, second = work.input_gradient, work.weight_gradient
         if self.profile.tensor_overlap in ("none", "forward") or not any(isinstance(op, Product) for op in second):
@@ -191,7 +191,7 @@ class BlockPricer:
         )
 
     def _overlapped(self, compute: Part, collectives: tuple[Operation, ...], layer: str) -> Part:
-        """Compute with collectives launched beside it: what outlasts it is exposed, and it slows down meanwhile."""
+        """Compute with collectives launched during it: what outlasts it is exposed, and it slows down meanwhile."""
         if not collectives:
             return compute
         other = self._parts(collectives, layer, of="weight")
@@ -290,7 +290,7 @@ class BlockPricer:
 
     def _attention(self, found: tuple[Operation, ...], *, of: Pass) -> Part:
         """The core on this rank's queries. With context parallelism all but the first of the cp blocks of keys and
-        values travel while attention works on those before."""
+        values are sent while attention works on those before."""
         cluster, fused, backward = self.plan.cluster, self.profile.fused_attention, of == "input"
         dtype, share = self.plan.precision.dtype, self.profile.attention_share(cluster, backward=backward)
         dropout = self.profile.dropout

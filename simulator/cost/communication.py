@@ -1,5 +1,5 @@
-"""What travels between the ranks of a plan, and what that takes: collectives, messages, gradients in buckets; and which
-stages are alike, so that each price is worked out once."""
+"""What the ranks of a plan send each other, and what that takes: collectives, messages, gradients in buckets; and which
+stages cost the same, so that each price is worked out once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class CommunicationPricing:
         self.plan = plan
         self.profile = profile_of(plan)
         self._is_host = is_host(plan)
-        # what prices of a host depend on beside
+        # what else prices of a host depend on
         self._of_host = (plan.num_microbatches, rate_share(plan)) if self._is_host else ()
         self._gathers_scheduled = gathers_scheduled
         self._cache: dict[tuple[object, ...], Seconds] = {}
@@ -138,7 +138,7 @@ class CommunicationPricing:
 
     def _price_class(self, kind: Kind, place: Place) -> object:
         """Equal for stages whose actions cost the same: they hold as many layers of each kind, on
-        groups that lie alike."""
+        groups that are placed in the same way."""
         if kind is not Kind.STEP:
             return self._stage_price_class(place)
         stages = rank_stages(self.plan, place.pp_rank)

@@ -26,7 +26,7 @@ EXPERT_AXES = ("ep", "etp")
 
 
 LEAST_IMBALANCE = 1e-6
-"""Below this experts expect equal shares: no number of tokens would tell the difference."""
+"""Below this experts expect equal shares: no number of tokens would show the difference."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,7 @@ def _met(plan: Plan, part: Part, meetings: int) -> Part:
 
 
 def host_step_s(plan: Plan, stages: tuple[int, ...]) -> float:
-    """Seconds of the update of a rank that holds `stages`, beside what it sends: for every tensor the squares of its
+    """Seconds of the update of a rank that holds `stages`, besides what it sends: for every tensor the squares of its
     rows, and AdamW, which divides by the token count and clips as it goes."""
     cluster, total_s = plan.cluster, 0.0
     for parameter in (parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])):

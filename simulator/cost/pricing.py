@@ -83,7 +83,7 @@ class Pricing(CommunicationPricing):
         return found
 
     def is_placed_evenly(self) -> bool:
-        """Whether the groups over which layers communicate lie alike on all pipeline ranks."""
+        """Whether the groups over which layers communicate are placed in the same way on all pipeline ranks."""
         first, *others = (self._spreads.of_rank(self._inner_axes, 0, pp_rank) for pp_rank in range(self.plan.layout.pp))
         return all(each == first for each in others)
 
@@ -146,7 +146,7 @@ class Pricing(CommunicationPricing):
         return (both + Seconds(ep_comm=min(exposed_s - hidden_s, 0.0))).on_grid()
 
     def _paired(self, work: Seconds, place: Place) -> Seconds:
-        """A forward or backward that runs beside the other of another microbatch, where a stack does that without a
+        """A forward or backward that overlaps with the other of another microbatch, where a stack does that without a
         schedule that says so: what remains of the pair's exchanges is shared out by their lengths (Megatron-Core,
         `--overlap-moe-expert-parallel-comm`)."""
         if not self.profile.expert_overlap or self.profile.overlaps_in_pairs == "asked" or not work.ep_comm:
@@ -160,7 +160,7 @@ class Pricing(CommunicationPricing):
         long after that at least one bucket remains; (0, 0) where a stack reduces after the backward.
 
         Buckets fill one by one during the last backward, and the last is full when it ends (Li et al. 2020, PyTorch
-        distributed, section 3.2.3). What the backward loses while the reduction runs beside it is put at the end.
+        distributed, section 3.2.3). What the backward loses while the reduction overlaps with it is put at the end.
         """
         replica = self.plan.placement.replica_of(sort.stage, sort.pp_rank)
         reduce_s = self.seconds(Kind.REDUCE_GRAD, sort.stage, replica).total_s
@@ -290,7 +290,7 @@ class Pricing(CommunicationPricing):
         return pricer.block(works, pieces, recomputes_all=group.recomputed)
 
     def _with_sharding(self, work: Seconds, place: Place, *, gathers: bool, reduces: bool, backward: bool) -> Seconds:
-        """Adds what ZeRO-2 and 3 communicate inside a forward or backward, layer by layer beside the computation of the
+        """Adds what ZeRO-2 and 3 communicate inside a forward or backward, layer by layer during the computation of the
         next layer, and the copies around it.
 
         ZeRO-3 gathers weights before every forward and every backward (Rajbhandari et al. 2020, section 7.2.2), ZeRO-2
@@ -332,16 +332,16 @@ class Pricing(CommunicationPricing):
         return work + Seconds(dp_comm=uncovered_s + communicated_s - hidden_s + exposed_s)
 
     def _crossing_s(self, work: Seconds, place: Place) -> float:
-        """Seconds of a pass in which tokens are exchanged between nodes, between which its weights travel too; 0 for a
-        stack that hides the exchanges, of which only what is left is known."""
+        """Seconds of a pass in which tokens are exchanged between nodes, between which its weights are sent too; 0 for
+        a stack that hides the exchanges, of which only what is left is known."""
         plan = self.plan
         if plan.layout.ep == 1 or self.profile.expert_overlap or self.spread("ep", place).num_nodes == 1:
             return 0.0
         return work.ep_comm if self.spread(copies_axis(plan, place.stage), place).num_nodes > 1 else 0.0
 
     def _uncovered_s(self, place: Place, gather_s: float, reduce_s: float, *, backward: bool) -> float:
-        """Seconds of what ZeRO-2 and 3 communicate in a pass over a stage's blocks that nothing runs
-        beside (`zero.uncovered`)."""
+        """Seconds of what ZeRO-2 and 3 communicate in a pass over a stage's blocks that overlap
+        with nothing (`zero.uncovered`)."""
         plan, expert_s = self.plan, 0.0
         alone = uncovered(plan, self.profile, units(plan, place.stage, self._held(place.stage)), backward=backward)
         if gather_s and plan.layout.ep > 1:
@@ -350,7 +350,7 @@ class Pricing(CommunicationPricing):
         return alone.dense * (gather_s - expert_s) + alone.expert * expert_s + alone.reduced * reduce_s
 
     def _by_tensor(self, place: Place, communicated_s: float, *, gathers: bool, reduces: bool) -> Seconds:
-        """What ZeRO-3 communicates when every tensor goes alone and nothing runs beside it; what is computed again
+        """What ZeRO-3 communicates when every tensor goes alone and nothing overlaps with it; what is computed again
         gathers again. `communicated_s` is what all tensors take as one."""
         again = reduces and gathers and self.plan.recompute.mode == "full"
         if again:

@@ -1,4 +1,4 @@
-"""The links that a plan's transfers load, for the engine's shared run: messages, and reductions that run beside them.
+"""The links that a plan's transfers load, for the engine's shared run: messages, and reductions that overlap with them.
 
 Only one rank per pipeline rank is simulated, so a transfer stands for the equal ones of its node at the same time: of
 every device that holds the same stages, and of every group that those form. What is shared here is what a node sends

@@ -77,7 +77,7 @@ EAGER_SQUARED_RELU = Traffic(8, 2, 20, 4)
 tools/autograd/derivatives.yaml, `pow` and `relu`)."""
 
 ROUTER_KERNELS = 8
-"""Kernels of a router beside its product: scores, top-k, normalisation, token counts, auxiliary loss, index maps
+"""Kernels of a router besides its product: scores, top-k, normalisation, token counts, auxiliary loss, index maps
 (Megatron-Core moe_utils.py, unfused). Counted, approximately."""
 
 
@@ -222,7 +222,7 @@ def _routed_tokens(plan: Plan) -> float:
 def _routing(plan: Plan) -> Traffic:
     """Router scores in fp32; tokens put in the order of experts and back, on either side of the exchange: two
     reorderings forward (each read and written), the weighted sum of the copies, and the same backward (Megatron-Core
-    token_dispatcher.py, all-to-all). Those beside the experts move what was gathered from all ranks that share one."""
+    token_dispatcher.py, all-to-all). Those next to the experts move what was gathered from all ranks that share one."""
     sizes, model = _Sizes(plan), plan.model
     copies = _routed_tokens(plan) * model.hidden_size * sizes.element
     local = model.num_experts // plan.layout.ep > 1

@@ -1,4 +1,4 @@
-"""What ZeRO-2 and 3 cost a stack beside the bytes they send: units that nothing covers, gathers begun too late, and
+"""What ZeRO-2 and 3 cost a stack besides the bytes they send: units that nothing covers, gathers begun too late, and
 tensors that go one by one."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..stack.profile import Profile
 
 
 class Uncovered(NamedTuple):
-    """Whether nothing runs beside the gathers of dense weights, those of experts, and the reductions of gradients."""
+    """Whether nothing overlaps with the gathers of dense weights, those of experts, and the reductions of gradients."""
 
     dense: bool
     expert: bool
@@ -52,7 +52,7 @@ def units(plan: Plan, stage: int, held: Held) -> Held:
 
 
 def uncovered(plan: Plan, profile: Profile, unit: Held, *, backward: bool) -> Uncovered:
-    """What nothing runs beside, in a pass over blocks whose weights are gathered and reduced in such units.
+    """What nothing overlaps with, in a pass over blocks whose weights are gathered and reduced in such units.
 
     A gather takes those after it along until `gather_ahead_elements` are under way: a block's dense weights and
     then its experts, backward the other way round. So the next block's are begun early over what lies between, the
@@ -69,7 +69,7 @@ def uncovered(plan: Plan, profile: Profile, unit: Held, *, backward: bool) -> Un
 
 def shared_card_s(crossing_s: float, covering_s: float, hidden_s: float) -> float:
     """Seconds that what a pass sends between nodes takes longer on cards over which weights and
-    gradients travel meanwhile.
+    gradients are sent meanwhile.
 
     Of `covering_s`, the pass sends for `crossing_s`. Where both are under way each has half of a card, and what is
     hidden takes its share of the pass. Never does a card carry both in less than the sum of their seconds.

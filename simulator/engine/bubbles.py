@@ -24,7 +24,7 @@ CAUSES = {
     "sharing": "its own actions lasting longer, as ranks share cores, most {longest}",
     "end": "after its step, until the last rank ends",
 }
-"""Cause -> what people read. `waiting` is told apart by the kind and stage of what is waited for."""
+"""Cause -> what people read. `waiting` is divided by the kind and stage of what is waited for."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Transfers that share a link share its bandwidth: the engine's fluid model, and how to tell that nothing is shared.
+"""Transfers that share a link share its bandwidth: the engine's fluid model, and how to see that nothing is shared.
 
 A transfer moves at the rate it has alone until links on its route carry as much as they can. Then all that
 cross a full link go down together to one rate in bytes per second, except those that are slower anyhow: max-min
@@ -251,7 +251,7 @@ class _Fluid:
         self.settled.append(i)
 
     def spread(self) -> None:
-        """Tells what waits for the actions that have settled."""
+        """Notifies what waits for the actions that have settled."""
         while self.settled:
             done = self.settled.pop()
             for i, slot in self.followers[done]:

@@ -80,7 +80,7 @@ def critical_path(run: Run, prices: Sequence[Seconds]) -> CriticalPath:
         before = _before(run, index, start_s)
         lasts_s = prices[int(sorts.of_action[index])].total_s
         if before >= 0 and start_s < run.end_s[before] <= end_s and end_s > start_s + lasts_s:
-            start_s = float(run.end_s[before])  # it began beside that, but it is what follows that which ends last
+            start_s = float(run.end_s[before])  # it began during that, but it is what follows that which ends last
         if end_s > start_s:
             segments.append(Segment(index, start_s, end_s))
         index, end_s = before, start_s
@@ -90,7 +90,7 @@ def critical_path(run: Run, prices: Sequence[Seconds]) -> CriticalPath:
 
 
 def _before(run: Run, index: int, start_s: float) -> int:
-    """The action that an action waited for until it started: one that ended then, or beside which it
+    """The action that an action waited for until it started: one that ended then, or during which it
     started early; -1 for none."""
     graph = run.graph
     waits = [wait for wait in graph.waits[:, index].tolist() if wait >= 0]

@@ -24,7 +24,7 @@ from . import kernel
 Sends = Literal["buffered", "rendezvous", "blocking"]
 """What ends a send: its duration, or its receive too. `blocking` is a rendezvous during which the sender computes
 nothing: a send starts when its rank reaches it, and F, B, I, W and STEP start when the last SEND_F and the last SEND_B
-listed before them have ended (an overlapped pair is made to run beside messages and does not wait for them)."""
+listed before them have ended (an overlapped pair is made to overlap with messages and does not wait for them)."""
 
 DP_LANE = "dp"
 NUM_WAITS = 4

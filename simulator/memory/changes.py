@@ -22,7 +22,7 @@ MOST_BYTES = 2**62
 @dataclass(frozen=True, eq=False)
 class Changes:
     """Per action, in bytes: what it adds when it begins and, negative, when it ends; what its rank has `retained` while
-    it runs, and all that its rank holds `during` it, both beside what is static."""
+    it runs, and all that its rank holds `during` it, both besides what is static."""
 
     begins: np.ndarray
     ends: np.ndarray

@@ -151,7 +151,7 @@ def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
     # torch's own keeps the targets and how many count
     if tensors.profile.separate_gradients and _is_plain_loss(tensors.plan):
         rows = tensors.tokens * INDEX_BYTES + STATISTIC_BYTES
-    if tensors.profile.eager_loss:  # beside the softmax its gradient and that of the loss, both fp32
+    if tensors.profile.eager_loss:  # besides the softmax its gradient and that of the loss, both fp32
         copies = 2 + (tensors.profile.loss_copies if tensors.plan.layout.tp > 1 else 0)
         yield Node(
             "head.loss",
@@ -227,7 +227,7 @@ def _kernel_sums(tensors: LayerTensors) -> int:
     of a fused kernel holds.
 
     Modelled: FlashAttention-2 documents that of the queries alone. On Blackwell the peaks of the DeepSeek-V2 rows of
-    SimuMax, which lie in this backward, need 1,000 to 1,040 MiB beside q, k, v and their gradients; this gives 1,024.
+    SimuMax, which lie in this backward, need 1,000 to 1,040 MiB besides q, k, v and their gradients; this gives 1,024.
     No other published peak lies here.
     """
     model = tensors.plan.model

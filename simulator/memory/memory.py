@@ -3,7 +3,7 @@ the action that sets it.
 
 What a microbatch leaves between its forward and its backward, and the most either holds while it runs, comes from
 tapes of the actual layers (`memory_tape`, `memory_layers`); what stays throughout from shapes (`memory_static`);
-what a software stack holds beside from `memory_profiles`. Bytes are those of tensors, as
+what else a software stack holds from `memory_profiles`. Bytes are those of tensors, as
 `torch.cuda.max_memory_allocated` counts them; the allocator's rounding and the CUDA context come on top in
 `RankMemory.reserved_bytes` and `device_bytes`.
 """
@@ -56,7 +56,7 @@ class RankMemory:
     the part of `gradients_bytes` that exists from the first backward to the step only. `peak_action` is the action at
     the peak, "" where it is the static state. `lasting_bytes` is the most that outlives an action: the peak without
     buffers and without what one action needs alone, as our backend measures it (`backend.pipeline.activations`).
-    `reserved_bytes` is what the allocator holds at the peak, `context_bytes` what the device holds beside it.
+    `reserved_bytes` is what the allocator holds at the peak, `context_bytes` what the device holds besides it.
     """
 
     pp_rank: int

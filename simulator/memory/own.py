@@ -1,4 +1,4 @@
-"""What our own backend holds beside saved activations: weight gradients before they are summed, and what
+"""What our own backend holds besides saved activations: weight gradients before they are summed, and what
 REDUCE_GRAD and STEP bring.
 
 Weight gradients never pass through autograd (`backend.gradients.gradients`): each is a tensor of its own, added to the
@@ -26,7 +26,7 @@ NORM_BEFORE = ("attention.qkv", "mlp.up")
 its output's gradient."""
 
 EXACT_REDUCE = 4
-"""The same of exact numerics (`backend.numerics.tree.sum_over`): flat and by node; beside them cut and arrived, later
+"""The same of exact numerics (`backend.numerics.tree.sum_over`): flat and by node; besides them cut and arrived, later
 gathered and the result."""
 
 
@@ -54,7 +54,7 @@ def _own(node: Node, tensors: LayerTensors) -> Node:
 
 
 def own_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
-    """What REDUCE_GRAD of a stage holds beside its sums; a stage without copies is not reduced."""
+    """What REDUCE_GRAD of a stage holds besides its sums; a stage without copies is not reduced."""
     if plan.num_copies(stage) == 1:
         return 0
     if plan.layout.zero:
@@ -68,7 +68,7 @@ def own_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
 
 
 def _exchanged_bytes(plan: Plan, stage: int, flat_bytes: int) -> int:
-    """What a sum over CPUs of so few bytes holds beside them (`ProcessGroup._exchanged_all_reduce` of the backend): of
+    """What a sum over CPUs of so few bytes holds besides them (`ProcessGroup._exchanged_all_reduce` of the backend): of
     two members all is sent to both and arrives from both; of more a part padded to equal lengths, its sum, and all
     parts twice while they are put together."""
     copies = plan.num_copies(stage)
@@ -87,9 +87,9 @@ def _largest_bucket(plan: Plan, stage: int) -> float:
 
 
 def own_step_bytes(plan: Plan, pp_rank: int, stages: Sequence[int], gradients_bytes: int) -> int:
-    """The most that STEP of a rank holds beside `gradients_bytes` of sums.
+    """The most that STEP of a rank holds besides `gradients_bytes` of sums.
 
-    First a tied table's two sums are put together; where they lie on two ranks each is sent twice and arrives beside
+    First a tied table's two sums are put together; where they lie on two ranks each is sent twice and arrives next to
     the other's. Gradients are divided and clipped where they lie, and the update is one pass over what is there.
     """
     parameters = [parameter for stage in stages for parameter in stage_parameters(plan.model, plan.stages[stage])]

@@ -1,7 +1,7 @@
-"""What our own backend holds with ZeRO beside weights, sums and optimizer state: buckets on their way to the ranks
+"""What our own backend holds with ZeRO besides weights, sums and optimizer state: buckets on their way to the ranks
 that keep parts of them.
 
-Gradients of a bucket are copied into what is sent, one part for each rank; updated weights arrive beside what was sent
+Gradients of a bucket are copied into what is sent, one part for each rank; updated weights arrive next to what was sent
 and go into their place (`backend.numerics.fast.FastNumerics.scattered`, `backend.data_parallel.buckets.FlatBucket`).
 """
 
@@ -22,14 +22,14 @@ from ...core.program.buckets import (
 FP32_BYTES = 4
 
 EXACT_SENT = 2
-"""Copies of a bucket's sums that exact numerics hold beside them while they are reduced: by node, and what arrives."""
+"""Copies of a bucket's sums that exact numerics hold besides them while they are reduced: by node, and what arrives."""
 
 GATHERED = 2
-"""Copies of a bucket's weights that a gather holds beside them: what is sent to all, and what arrives."""
+"""Copies of a bucket's weights that a gather holds besides them: what is sent to all, and what arrives."""
 
 
 def sharded_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
-    """What REDUCE_GRAD of a stage holds beside `gradients_bytes` of sums."""
+    """What REDUCE_GRAD of a stage holds besides `gradients_bytes` of sums."""
     sizes = bucket_sizes(plan, stage, 0)
     if sums_are_sharded(plan):  # nothing is left but what waited, and copies that keep equal parts
         waited = sum(2 * FP32_BYTES * each.elements for each in sizes if waits_for_parts(plan, each.layer))
@@ -50,7 +50,7 @@ def sharded_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
 
 
 def gathering_bytes(plan: Plan, stage: int) -> int:
-    """What UNSHARD of a stage holds beside the weights that it brings."""
+    """What UNSHARD of a stage holds besides the weights that it brings."""
     width = weight_bytes(plan.precision.dtype)
     return max(
         (_gathered(plan, stage, each) * width // FP32_BYTES for each in gathered_sizes(plan, stage, 0)), default=0
@@ -75,7 +75,7 @@ def backward_bytes(plan: Plan, stage: int, tape_bytes: int) -> int:
 
 
 def sharded_step_bytes(plan: Plan, stages: Sequence[int], gradients_bytes: int, *, tied_bytes: int) -> int:
-    """The most that STEP holds beside `gradients_bytes`: the parts of the sums, and while they are still there what a
+    """The most that STEP holds besides `gradients_bytes`: the parts of the sums, and while they are still there what a
     tied table's sum needs, then weights that come together."""
     reduced = sum(_part(plan, stage, each) for stage in stages for each in bucket_sizes(plan, stage, 0))
     weights = [(stage, each) for stage in stages for each in gathered_sizes(plan, stage, 0)]
@@ -88,7 +88,7 @@ def sharded_step_bytes(plan: Plan, stages: Sequence[int], gradients_bytes: int, 
 
 
 def _gathered(plan: Plan, stage: int, size: BucketSize) -> int:
-    """Bytes beside a bucket of fp32 weights while it comes together."""
+    """Bytes besides a bucket of fp32 weights while it comes together."""
     alone = num_shards(plan, stage)[size.is_expert] == 1
     return 0 if alone else GATHERED * FP32_BYTES * size.elements + _part(plan, stage, size)
 

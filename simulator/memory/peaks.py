@@ -19,7 +19,7 @@ from .states import states_of
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one rank when it holds most, beside what is static, and the most that ever outlives an action."""
+    """Bytes of one rank when it holds most, besides what is static, and the most that ever outlives an action."""
 
     during: int
     retained: int

@@ -22,7 +22,7 @@ class MemoryProfile:
     `growing_gradients`: sums of gradients exist from the first backward to the optimizer step only.
     `separate_gradients`: weight gradients are tensors of their own before they are added to those sums
     (`simulator.memory.own`). `pairs_in_turn`: the forward of an overlapped pair ends before its backward starts.
-    `weight_gradients`: beside fp32 sums gradients also exist in the format of the weights. `fp16_gradients`: gradients
+    `weight_gradients`: besides fp32 sums gradients also exist in the format of the weights. `fp16_gradients`: gradients
     of fp16 weights are fp16. `vocabulary_multiple`: tables are padded to so many rows times tp.
     `cross_entropy_in_place`: the loss writes its gradient over the logits; `eager_loss`: logits are cast to fp32, and
     softmax and loss are operations of their own; where logits are cut over tp, with `loss_copies` more fp32 tensors.
@@ -35,7 +35,7 @@ class MemoryProfile:
     next one. `keeps_fp8_operands`: with fp8, kept inputs of products are fp8. `fp32_weights`: weights rest in fp32 and
     are cast when they are gathered. `defers_products`: after an input gradient only the operands of the weight
     gradients stay, not all that the forward kept. `allocator_factor`: reserved over allocated bytes of the caching
-    allocator, which CPUs have not; `zero_context_bytes`: what the device shows beside it where a ZeRO stage is on, if
+    allocator, which CPUs have not; `zero_context_bytes`: what the device shows besides it where a ZeRO stage is on, if
     not `reserved.reserved_bytes`.
     """
 
@@ -86,11 +86,11 @@ ALLOCATOR_FACTOR = 1.04
 (they span 1.03 to 1.07)."""
 
 DEEPSPEED_CONTEXT_BYTES = 11_800_000_000
-"""Device memory beside the allocator under DeepSpeed of 2022: communicators of the world, of each axis, of each pair of
-stages and of ZeRO, ZeRO's buckets of 5e8 elements, and what the allocator keeps of other phases. Fitted: the mean over
-the ten families of the calibration half of the BLOOM chronicles (34 rows), +- 1e9; it does not depend on model, layout
-or microbatch. Without ZeRO it is as elsewhere: 2 to 4 GB remain of what Sailor's runs take (docs/validation.md). What
-the allocator keeps it gives back when it must, so `capacity` does not count this but `reserved.reserved_bytes`."""
+"""Device memory besides the allocator under DeepSpeed of 2022: communicators of the world, of each axis, of each pair
+of stages and of ZeRO, ZeRO's buckets of 5e8 elements, and what the allocator keeps of other phases. Fitted: the mean
+over the ten families of the calibration half of the BLOOM chronicles (34 rows), +- 1e9; it does not depend on model,
+layout or microbatch. Without ZeRO it is as elsewhere: 2 to 4 GB remain of what Sailor's runs take (docs/validation.md).
+What the allocator keeps it gives back when it must, so `capacity` does not count this but `reserved.reserved_bytes`."""
 
 _MEGATRON_2021 = MemoryProfile(
     "megatron-2021",
@@ -149,7 +149,7 @@ _PROFILES: Mapping[str, MemoryProfile] = {
             eager=True,  # nanotron/models/llama.py: GLUActivation, keys and values of every query head
             eager_loss=True,  # nanotron/parallel/tensor_parallel/functional.py, sharded_cross_entropy of fp32 logits
             dense_embedding_gradient=True,
-            # nanotron/optim/gradient_accumulator.py: bf16 gradients beside the fp32 sums, in DDP's buckets
+            # nanotron/optim/gradient_accumulator.py: bf16 gradients besides the fp32 sums, in DDP's buckets
             weight_gradients=True,
             head_workspace_bytes=TORCH_WORKSPACE_BYTES,
             allocator_factor=ALLOCATOR_FACTOR,

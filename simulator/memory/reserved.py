@@ -1,7 +1,7 @@
-"""Device memory that a process holds beside its tensors: the context of CUDA and its libraries, and the
+"""Device memory that a process holds besides its tensors: the context of CUDA and its libraries, and the
 buffers of communicators.
 
-Messages of PyTorch that ran out of memory tell it: what the process holds, less what the allocator does.
+Messages of PyTorch that ran out of memory say it: what the process holds, less what the allocator does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HOST_PROCESS_BYTES = 150_000_000
 
 
 def reserved_bytes(plan: Plan) -> int:
-    """Bytes of a device that a rank of the plan takes beside its tensors. Modelled: a context with three rings, a ring
+    """Bytes of a device that a rank of the plan takes besides its tensors. Modelled: a context with three rings, a ring
     for every further axis that is cut, and what ranks that exchange tokens of experts hold for each other."""
     if plan.cluster.collective_library == "gloo":
         return HOST_PROCESS_BYTES

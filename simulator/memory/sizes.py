@@ -92,7 +92,7 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
 
 @lru_cache(maxsize=256)
 def _tapes_of(*_family: object) -> dict[Group, TapeMemory]:
-    """The tapes of parts that plans share whose layers are cut alike, whatever their stages, copies and
+    """The tapes of parts that plans share whose layers are cut in the same way, whatever their stages, copies and
     ZeRO; empty at first."""
     return {}
 
@@ -128,7 +128,7 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: dict[Group, 
 
 @lru_cache(maxsize=64)
 def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """What the optimizer step of every rank, which holds the stages `owned`, holds beside all else."""
+    """What the optimizer step of every rank, which holds the stages `owned`, holds besides all else."""
     sizes = stage_sizes(plan)
     if not memory_profile(plan).separate_gradients:
         return tuple(sum(sizes[stage].step_bytes for stage in stages) for stages in owned)

@@ -60,7 +60,7 @@ def optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
 
 
 def step_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
-    """What the optimizer step holds beside: fp32 copies of 16-bit gradients (Megatron's
+    """What the optimizer step holds in addition: fp32 copies of 16-bit gradients (Megatron's
     Float16OptimizerWithFloat16Params)."""
     if profile.gradient_bytes(plan.precision.dtype) >= MASTER_BYTES or plan.layout.zero >= 2:
         return 0

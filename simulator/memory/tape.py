@@ -49,7 +49,7 @@ class Node:
 class TapeMemory:
     """A tape in a few numbers: kept from forward to backward; the most held while forward and backward run, what was
     kept for this tape included; what a backward that puts weight gradients off leaves for them, the most held while
-    that runs (`split_bytes`), and what the weight gradients hold beside when they run (`weight_bytes`)."""
+    that runs (`split_bytes`), and what the weight gradients hold in addition when they run (`weight_bytes`)."""
 
     retained_bytes: int
     forward_bytes: int

@@ -147,7 +147,7 @@ class DegradedSpreads(Spreads):
         return Spread(found.num_nodes, found.per_node, found.num_leaves, shares)
 
     def shift(self, pp_rank: int) -> int:
-        """No two pipeline ranks lie alike."""
+        """No two pipeline ranks are placed in the same way."""
         return pp_rank
 
     def between(self, pp_rank: int, peer: int) -> ClusterSpec:

@@ -81,7 +81,7 @@ GB/s on eight B200 (SimuMax v1.2, tables and fits of its nccl_fit.py and b200_bf
 
 ALL_TO_ALL_NETWORK_SHARE = 0.87
 """What an all-to-all reaches of the network as a share of what its cards do: 37.0 of 42.5 GB/s on two nodes of B200
-(Vultr POC, dgxc nccl log, alltoall_v2 beside ib_write_bw)."""
+(Vultr POC, dgxc nccl log, alltoall_v2 next to ib_write_bw)."""
 
 MESSAGE_CHANNELS, MESSAGE_CHANNEL_BYTES, NETWORK_MESSAGE_CHANNELS = 32, 2**24, 2
 """Most channels of a message inside a node, and the bytes beyond which it takes twice as many (NCCL 2.13 to 2.30,

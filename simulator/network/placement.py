@@ -1,4 +1,4 @@
-"""Whether data-parallel replicas lie alike over nodes, so that one of them stands for all."""
+"""Whether data-parallel replicas are placed in the same way over nodes, so that one of them stands for all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def levels(cluster: ClusterSpec) -> tuple[int, ...]:
 
 
 def shift_of(plan: Plan, dp_rank: int) -> int:
-    """How far a replica's first rank is into the largest unit; replicas with equal shifts lie alike."""
+    """How far a replica's first rank is into the largest unit; replicas with equal shifts are placed in the same
+    way."""
     return int(dp_rank * strides(plan.layout, plan.layout.sizes)["dp"] % levels(plan.cluster)[-1])
 
 

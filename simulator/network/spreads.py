@@ -30,8 +30,8 @@ class Spreads:
     """The groups of a plan's tensor-parallel rank 0 of one data-parallel rank (0) on every pipeline
     rank, each looked at once.
 
-    Groups that are shifted copies of each other lie alike where the shift is a whole number of leaf switches; only
-    one of them is laid out.
+    Groups that are shifted copies of each other are placed in the same way where the shift is a whole number of leaf
+    switches; only one of them is laid out.
     """
 
     def __init__(self, plan: Plan, dp_rank: int = 0):
@@ -66,7 +66,8 @@ class Spreads:
         return self._plan.cluster
 
     def shift(self, pp_rank: int) -> int:
-        """Equal for pipeline ranks whose groups lie alike: how far their first rank is into a leaf switch's nodes."""
+        """Equal for pipeline ranks whose groups are placed in the same way: how far their first rank is into a leaf
+        switch's nodes."""
         return self.global_rank(pp_rank) % self._period
 
     def global_rank(self, pp_rank: int) -> int:

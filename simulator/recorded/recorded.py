@@ -55,7 +55,7 @@ def recorded_durations_s(plan: Plan, graph: Graph, timeline: Timeline, pricing: 
     An action that was not recorded takes the mean of its kind and stage on its rank, else on any rank; a backward what
     its halves took, halves their part of a whole one by `pricing`, a pair its forward and its backward; a microbatch
     that a replica does not have, where dp does not divide them, takes nothing there. Raises `TimelineError` for a step
-    over other ranks or stages than the plan's, and for an action that no recorded one tells anything of.
+    over other ranks or stages than the plan's, and for an action that is like no recorded one.
     """
     known = _Known(plan, _durations_s(plan, graph, timeline), pricing)
     found = np.zeros((len(graph.rank), plan.layout.dp))
@@ -252,7 +252,7 @@ class _Known:
 
 
 def _classes_of(kind: Kind, stage: int, place: Place) -> Iterator[object]:
-    """What actions have in common that take about the same time, the most alike first. All messages of
+    """What actions have in common that take about the same time, the most similar first. All messages of
     a plan have one size."""
     yield kind, stage, place
     yield kind, stage

@@ -57,7 +57,7 @@ def search_order(plan: Plan) -> FoundOrder:
     """Searches an order of F, I and W for the placement of a plan.
 
     Every stage has the seconds of its own F, I and W, and a rank may hold as many bytes of activations as its device
-    has left beside all else. What was found is then simulated as a whole, with reductions, optimizer and memory, and
+    has left besides all else. What was found is then simulated as a whole, with reductions, optimizer and memory, and
     counts only where it fits, and is faster than the plan's own schedule or that one does not fit. Raises `PlanError`
     for a plan whose schedule says more than an order, and `ScheduleError` where not even one microbatch fits.
     """
@@ -114,7 +114,7 @@ def _searches(plan: Plan) -> Iterator[SearchResult]:
 
 
 def _rooms(plan: Plan) -> list[int]:
-    """Bytes that each pipeline rank has for activations: what its device has left beside the static state and the
+    """Bytes that each pipeline rank has for activations: what its device has left besides the static state and the
     most that one action of its stages needs alone."""
     found, sizes = margins_of(plan), stage_sizes(plan)
     rooms = []

@@ -50,7 +50,7 @@ REASONS = {
     "illegal-layout": "degrees or rank order contradict each other",
     "not-simulated": f"left over after {MAX_SIMULATIONS} simulations",
 }
-"""Reasons for a rejection beside the rules of `core.plan.rules`."""
+"""Reasons for a rejection besides the rules of `core.plan.rules`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +159,7 @@ def _misfit(plan: Plan) -> str | None:
 
 
 def _memories(plan: Plan) -> tuple[RankMemory, ...]:
-    """Peaks of the pipeline ranks. After two rounds of warm-up 1F1B holds no more, so few microbatches tell all."""
+    """Peaks of the pipeline ranks. After two rounds of warm-up 1F1B holds no more, so a few microbatches are enough."""
     layout, microbatches = plan.layout, plan.num_microbatches
     if plan.schedule.name in ("1F1B", "Interleaved1F1B") and plan.numerics.mode == "fast":
         microbatches = min(microbatches, 2 * layout.num_stages + microbatches % layout.pp)

@@ -63,7 +63,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 of which ZBAuto, itself a search over orders, is tried only when it is pinned; torch.distributed.pipelining has
 `get_schedule_class` (schedules.py); Megatron-Core `get_forward_backward_func` (pipeline_parallel/schedules.py) and
 `--overlap-moe-expert-parallel-comm`; Megatron-LM of 2021 had GPipe until PipeDream-flush replaced it (Narayanan et al.
-2021, section 2.2); DeepSpeed's `TrainSchedule` is 1F1B, nanotron has all-forward-all-backward beside it; stacks without
+2021, section 2.2); DeepSpeed's `TrainSchedule` is 1F1B, nanotron also has all-forward-all-backward; stacks without
 pipelines have one stage."""
 
 MAX_CHUNKS = 8

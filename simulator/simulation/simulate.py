@@ -24,8 +24,8 @@ def simulate(plan: Plan | ModularPlan, *, durations: Sequence[Timeline] = ()) ->
 
     One rank per pipeline rank is simulated: tensor- and data-parallel rank 0. Its peers run the same actions at the
     same time. Where replicas lie differently over nodes, or the plan's `variation` says that they differ, all are
-    simulated, and the slowest is told. With `durations`, recorded steps of the plan's ranks and stages, actions take
-    what they took there instead of their prices; the recorded schedule may be another one. Memory and bytes are
+    simulated, and the slowest is reported. With `durations`, recorded steps of the plan's ranks and stages, actions
+    take what they took there instead of their prices; the recorded schedule may be another one. Memory and bytes are
     predicted as ever. A plan of modules is run as a whole (`modules`).
     """
     if isinstance(plan, ModularPlan):

@@ -31,7 +31,7 @@ class Casts:
     `input_bytes` in the forward; `input_again_bytes` in the backward, for the weight gradient; `gradient_bytes` of the
     output's gradient, for both products. `weight_bytes` and `weight_again_bytes` in every forward and backward; both
     zero where weights are cast once a step. `norms_cast`: a norm writes its output narrow. `gathers_narrow`: tokens are
-    cast before tensor-parallel ranks gather them, each rank its own, so that half the bytes travel, and
+    cast before tensor-parallel ranks gather them, each rank its own, so that half the bytes are sent, and
     `transposed_bytes` turn what was gathered.
     """
 

@@ -2,8 +2,8 @@
 after every pass of a stage.
 
 Transformer Engine joins the magnitudes of all layers that a device holds, whichever of its stages ran, takes their
-maxima over a group by one all-reduce that nothing runs beside, and moves histories and scales on by one kernel: when a
-stage's forward ends, and again when its backward does (pytorch/fp8.py at v1.13, `fp8_autocast_exit` and
+maxima over a group by one all-reduce that nothing overlaps with, and moves histories and scales on by one kernel: when
+a stage's forward ends, and again when its backward does (pytorch/fp8.py at v1.13, `fp8_autocast_exit` and
 `reduce_and_update_fp8_tensors`). The group is Megatron-Core's (parallel_state.py, `get_amax_reduction_group`): all
 replicas of a pipeline rank, or with `tp_only_amax_red` one.
 """
@@ -24,7 +24,7 @@ AmaxRanks = Literal["model", "replicas"]
 AXES_OF_RANKS: Mapping[AmaxRanks, str] = {"model": "tp_cp", "replicas": "tp_cp_dp"}
 
 PRODUCTS_OF_LAYER = 4
-"""Linear layers of a transformer layer, beside further experts, whose few bytes change nothing."""
+"""Linear layers of a transformer layer, besides further experts, whose few bytes change nothing."""
 
 AMAXES = {True: 2, False: 3}
 """Magnitudes kept for one of them, backward (the output's gradient, the input's) and forward (input, weight, output),

@@ -12,7 +12,7 @@ from .casts import TRANSFORMER_ENGINE_CASTS, Casts
 from .delayed_scaling import AmaxRanks
 
 TensorOverlap = Literal["none", "backward", "forward", "all"]
-"""Which tensor-parallel collectives run beside products: none; those of the backward, launched beside the
+"""Which tensor-parallel collectives overlap with products: none; those of the backward, launched during the
 weight-gradient product (Megatron's asynchronous all-reduce); those of the forward, cut into chunks (async TP: 20% less
 time for the forward of Llama 3 70B and 8% for all of the step; discuss.pytorch.org/t/209487); or both (Transformer
 Engine's userbuffers)."""
@@ -43,12 +43,12 @@ cleared (4), and 4 for its scaling by the clipping coefficient."""
 class Profile:
     """A software stack. Sizes in bytes.
 
-    `sends`, `recv_buffers`: what ends a send, and how many receives are posted ahead. `p2p_overlap`: messages travel
-    beside compute; without it sender and receiver stand still meanwhile. `scatter_gather`: without sequence parallelism
-    a message crosses nodes in tp parts and is gathered on the links of the receiving node (Narayanan et al. 2021,
-    section 4.1). `tensor_overlap`: see `TensorOverlap`; `tensor_overlap_asked` is what `runtime.tp_comm_overlap = true`
-    makes of it. `overlap_grad_reduce`, `overlap_param_gather`: gradients are reduced beside the last backward, weights
-    gathered beside the first forward, both by buckets of about `bucket_elements` parameters, or
+    `sends`, `recv_buffers`: what ends a send, and how many receives are posted ahead. `p2p_overlap`: messages overlap
+    with compute; without it sender and receiver stand still meanwhile. `scatter_gather`: without sequence parallelism a
+    message crosses nodes in tp parts and is gathered on the links of the receiving node (Narayanan et al. 2021, section
+    4.1). `tensor_overlap`: see `TensorOverlap`; `tensor_overlap_asked` is what `runtime.tp_comm_overlap = true` makes
+    of it. `overlap_grad_reduce`, `overlap_param_gather`: gradients are reduced during the last backward, weights
+    gathered during the first forward, both by buckets of about `bucket_elements` parameters, or
     `bucket_elements_per_copy` times the copies if that is more. `check_gradients`, `optimizer_by_tensor`: the host
     waits for each bucket to be looked through for NaN; ZeRO 1 copies gradients and weights tensor by tensor
     (`simulator.cost.once_a_step`). `fp8_tables_last`: with fp8 weights tables are reduced last and gathered first.
@@ -59,33 +59,34 @@ class Profile:
     for its square. `scaled_rotation_in_steps`: where rotation also scales queries and keys (YaRN) each of its steps is
     a kernel all the same. `expert_bias_in_steps`: biases of the experts' results are added expert by expert, in kernels
     of their own. `fused_loss`: the cross-entropy runs in few passes over the logits. `fused_gradients`: weight-gradient
-    products add to the sum over microbatches themselves. `context_overlap`: keys and values travel while attention
+    products add to the sum over microbatches themselves. `context_overlap`: keys and values are sent while attention
     works on those that are there. `tables_in_one_gather`: under ZeRO-3 embedding and head are gathered and reduced as
     one unit, before the first layer and after the last. `gathers_by_tensor`: ZeRO-3 gathers weights and scatters
-    gradients tensor by tensor, each in a list with a part for every rank, and nothing runs beside it.
+    gradients tensor by tensor, each in a list with a part for every rank, and nothing overlaps with it.
     `gather_ahead_elements`: ZeRO-3 starts gathers, a block's dense weights and its experts apart, until so many
     parameters are under way, and lets as many gradients wait for their reduction; `one_queue`: with sequence
     parallelism all kernels reach the device through one queue, where what adds up reduced gradients holds back the
-    kernels behind it, so that nothing runs beside a reduction. `gather_copy_bytes`, `reduce_copy_bytes`: what a device
-    moves per parameter to unpack gathered weights, and to pack and scale 16-bit gradients before they are reduced and
-    scattered; `reduce_cast_bytes` more where they are reduced in fp32. `dropout`: residuals and attention probabilities
-    pass a dropout. `gradient_dtype`: what gradients are added up and reduced in; "fp32-of-bf16" is fp16 for fp16
-    weights and fp32 for others (accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, v2.5 as later; DeepSpeed's
-    BF16_Optimizer). `optimizer_bytes`: memory traffic of the step per parameter. `cuda_graphs`: launches cost the host
-    nothing. `launch_blocking`: the host launches nothing before the last kernel has ended. `expert_overlap`: a
-    forward's exchanges of tokens between experts run beside the backward of another microbatch, and the reverse.
-    `overlaps_in_pairs`: "always" where a pair of a schedule does so unasked; "asked" where pairs alone do so, with
-    `expert_overlap`. `dispatch_once`: a token is sent once to each node that has some of its experts (inside a node: to
-    each device), not to each expert. `amax_reduction`: with fp8, the ranks that agree on the largest magnitudes of
-    operands after every pass (`delayed_scaling`); none where scales are those of the tensors at hand. `router_dtype`:
-    number format of the operands of routers' products; scores are fp32 in either case. `separate_projections`: queries,
-    keys, values, gate and up are products of their own, whose input gradients are added up. `selective_operators`:
-    selective recomputation keeps the results of every second product, and of attention unless the plan's modules name
-    its core, and repeats all else. `recomputation_stops_early`: repeating a layer or module ends when all that
-    gradients need is there again. `keeps_gathered`: tokens gathered for a forward are kept, or repeated with it, not
-    gathered once more for the weight gradient. `casts`: how operands of products come to 8 bits. `engine_share`: what
-    the runtime takes beside, as a share of the seconds of a stage. `host_calls`: host time per kernel in units of the
-    cluster's `host_dispatch_s`: Python modules, autograd nodes, views and small kernels not counted.
+    kernels behind it, so that nothing overlaps with a reduction. `gather_copy_bytes`, `reduce_copy_bytes`: what a
+    device moves per parameter to unpack gathered weights, and to pack and scale 16-bit gradients before they are
+    reduced and scattered; `reduce_cast_bytes` more where they are reduced in fp32. `dropout`: residuals and attention
+    probabilities pass a dropout. `gradient_dtype`: what gradients are added up and reduced in; "fp32-of-bf16" is fp16
+    for fp16 weights and fp32 for others (accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, v2.5 as later;
+    DeepSpeed's BF16_Optimizer). `optimizer_bytes`: memory traffic of the step per parameter. `cuda_graphs`: launches
+    cost the host nothing. `launch_blocking`: the host launches nothing before the last kernel has ended.
+    `expert_overlap`: a forward's exchanges of tokens between experts overlap with the backward of another microbatch,
+    and the reverse. `overlaps_in_pairs`: "always" where a pair of a schedule does so unasked; "asked" where pairs alone
+    do so, with `expert_overlap`. `dispatch_once`: a token is sent once to each node that has some of its experts
+    (inside a node: to each device), not to each expert. `amax_reduction`: with fp8, the ranks that agree on the largest
+    magnitudes of operands after every pass (`delayed_scaling`); none where scales are those of the tensors at hand.
+    `router_dtype`: number format of the operands of routers' products; scores are fp32 in either case.
+    `separate_projections`: queries, keys, values, gate and up are products of their own, whose input gradients are
+    added up. `selective_operators`: selective recomputation keeps the results of every second product, and of attention
+    unless the plan's modules name its core, and repeats all else. `recomputation_stops_early`: repeating a layer or
+    module ends when all that gradients need is there again. `keeps_gathered`: tokens gathered for a forward are kept,
+    or repeated with it, not gathered once more for the weight gradient. `casts`: how operands of products come to 8
+    bits. `engine_share`: what the runtime takes in addition, as a share of the seconds of a stage. `host_calls`: host
+    time per kernel in units of the cluster's `host_dispatch_s`: Python modules, autograd nodes, views and small kernels
+    not counted.
     """
 
     name: str

@@ -42,7 +42,7 @@ MEGATRON_2021_SHARE = 0.04
 """What Megatron-LM of early 2021 takes longer than that of 2022. Fitted: the mean over the four families of the
 calibration half of SC21, give or take 0.01 (`--refit`: 0.05 does as well). Without any fit the same model in the same
 cut says so: 530B with 280 microbatches takes 54.1 s in SC21, table 1, and 49.1 s in Korthikanti et al. 2022, table 5,
-of which all-reduces beside weight gradients explain 1.1 s and data parallelism 0.3 s. Between the two, norms became
+of which all-reduces during weight gradients explain 1.1 s and data parallelism 0.3 s. Between the two, norms became
 persistent kernels (Megatron-LM a2fdcdf06, 2021-10) and cuBLAS and NCCL moved on."""
 
 _MEGATRON_2021 = Profile(
@@ -154,9 +154,9 @@ _NEMO_2502 = replace(_MEGATRON_TE, name="nemo-25.02", fused_squared_relu=False)
 (transformer/mlp.py)."""
 
 ZERO_BUBBLE_SHARE = 0.06
-"""What the zero-bubble fork of Megatron-LM takes beside what is counted. Fitted: the mean over the four families of the
-calibration half of its tables (25 rows), +- 0.012. By stages (its table 6) the forward takes longer than counted, the
-weight gradient less."""
+"""What the zero-bubble fork of Megatron-LM takes besides what is counted. Fitted: the mean over the four families of
+the calibration half of its tables (25 rows), +- 0.012. By stages (its table 6) the forward takes longer than counted,
+the weight gradient less."""
 
 ZERO_BUBBLE_TE_SHARE = 0.115
 """The same of its fork with Transformer Engine. Fitted: the mean over the calibration half of Vocabulary
@@ -213,13 +213,13 @@ _multi_tensor_adamw): decay (8), first moment (12), second (8 + 12), root (8), t
 norm and scaling of the gradient (4 + 8)."""
 
 TORCHTITAN_SHARE = 0.10
-"""What torchtitan takes beside what is counted. Fitted: the mean over the four families of the calibration half of its
+"""What torchtitan takes besides what is counted. Fitted: the mean over the four families of the calibration half of its
 A100 and H100 tables (7 rows), +- 0.015. Three readings of torchao that it was not fitted to agree: Llama 3 8B on 8 H100
 in bf16, fp8 with a scale per tensor, and per row trains 6,150, 7,690 and 6,768 tokens a second and device
 (torchao/float8/README.md at 6243040), predicted 6,172, 7,870 and 6,897."""
 
 FSDP_SHARE = 0.07
-"""What FSDP with Composer takes beside what is counted. Fitted: the mean over llm-foundry's calibration half on three
+"""What FSDP with Composer takes besides what is counted. Fitted: the mean over llm-foundry's calibration half on three
 devices (56 rows of two families), +- 0.004 (`--refit`)."""
 
 _FSDP2 = Profile(
@@ -314,7 +314,7 @@ PROFILES: Mapping[str, Profile] = {
 
 
 OVERLAPS_INTERLEAVED = ("megatron-te", "megatron-fsdp", "nemo-24.05", "nemo-25.02", "nanotron", "zero-bubble-te")
-"""Stacks whose messages run beside compute in interleaved schedules only, unless a plan says otherwise."""
+"""Stacks whose messages overlap with compute in interleaved schedules only, unless a plan says otherwise."""
 
 
 def profile_of(plan: Plan) -> Profile:

@@ -1,6 +1,6 @@
 """`simulate` of a plan of several modules: every module is priced by its own plan, and all run as one schedule.
 
-Modelled assumptions beside those of `pricing`: a module's groups lie over nodes as if its first rank began one; a
+Modelled assumptions besides those of `pricing`: a module's groups lie over nodes as if its first rank began one; a
 message over a bridge takes as long as that rank of either side needs which has most to send or receive, one part after
 the other; sends are buffered where modules join; where modules cut the batch differently, the microbatches of each are
 as many, and so much larger, as those of the last.

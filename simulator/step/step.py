@@ -79,7 +79,7 @@ class Simulation:
 
 
 def simulate_first(plan: Plan, schedule: Schedule | None = None) -> Simulation:
-    """The step of data-parallel rank 0, which stands for all where replicas are alike; what
+    """The step of data-parallel rank 0, which stands for all where replicas are equal; what
     `variation` says is not read. `schedule` replaces that of the plan; it has the same placement."""
     graph = plan_graph(plan) if schedule is None else _graph_of(plan, lower(schedule))
     pricing = Pricing(plan, gathers_scheduled=any(sort.kind is Kind.UNSHARD for sort in sorts_of(graph).sorts))

@@ -85,7 +85,7 @@ class _Conditions:
         return self._factor[dp_rank].tobytes(), self._present[dp_rank].tobytes(), *self._place(dp_rank)
 
     def _place(self, dp_rank: int) -> tuple[bytes, int]:
-        """Equal for data-parallel ranks whose groups lie alike and have equally slow links."""
+        """Equal for data-parallel ranks whose groups are placed in the same way and have equally slow links."""
         links = self._links.signature(dp_rank) if self._links else b""
         return links, 0 if self._placed_equally else shift_of(self._plan, dp_rank)
 

@@ -41,7 +41,7 @@ class Goodput:
 
 
 def goodput_of(plan: Plan, step_s: float) -> Goodput:
-    """The goodput of a plan whose steps take `step_s` on average. All devices fail alike, so the run fails as
+    """The goodput of a plan whose steps take `step_s` on average. All devices fail equally often, so the run fails as
     often as all together."""
     variation = plan.variation
     assert variation.device_mtbf_s is not None

@@ -3,7 +3,7 @@ from seeded distributions.
 
 Known differences give every data-parallel rank a pipeline of its own (`columns`), coupled where ranks wait for each
 other (`replicas`); the report is then that of the slowest replica. Random ones are drawn `samples` times, each sample
-from a generator of its own, so that sample i is the same whatever is drawn beside it. Contention between transfers is
+from a generator of its own, so that sample i is the same whatever else is drawn. Contention between transfers is
 that of the plan without differences.
 """
 
@@ -41,7 +41,7 @@ PRICED_LOADS = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 1
 taken to be straight."""
 
 TRANSFERS = (Kind.REDUCE_GRAD, Kind.UNSHARD)
-"""Collectives whose time `comm_jitter` spreads beside that of messages, once for all their members;
+"""Collectives whose time `comm_jitter` spreads as well as that of messages, once for all their members;
 `jitter` spreads computing."""
 
 ORIGINS: dict[str, Origin] = {
@@ -63,7 +63,7 @@ def simulate_varied(plan: Plan) -> Simulation:
     """`simulate` for a plan whose replicas lie differently over nodes, or whose `variation` says something.
 
     The report is that of the slowest replica; its entry `variation` compares it with the plan without differences and
-    tells the percentiles of the drawn steps, `goodput` what failures leave of them.
+    has the percentiles of the drawn steps, `goodput` what failures leave of them.
     """
     if plan.variation.is_nothing:
         return _with_differences(plan)

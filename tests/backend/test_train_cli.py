@@ -57,7 +57,7 @@ def test_dry_run_groups_equal_ranks_within_the_terminals_width_and_starts_nothin
     assert "ranks 2-3: stage 1: layers 2-3, head;" in words
 
 
-def test_dry_run_tells_the_memory_of_fit_with_zero_and_whose_samples_are_whose(capsys):
+def test_dry_run_reports_the_memory_of_fit_with_zero_and_whose_samples_are_whose(capsys):
     options = [*PLAN, "--devices", "4", "--pp", "2", "--zero", "1", "--global-batch", "6"]
     assert main(["fit", *options, "--json"]) == 0
     reported = {row["pp_rank"]: row["peak_memory_bytes"] for row in json.loads(capsys.readouterr().out)["per_rank"]}
@@ -216,7 +216,7 @@ def test_no_steps_are_trained_and_only_validated(capsys):
         (["-o", "."], "directory"),
     ],
 )
-def test_bad_input_of_training_is_told_in_a_sentence(options, message, capsys):
+def test_bad_input_of_training_is_reported_in_a_sentence(options, message, capsys):
     assert main([*TINY, *options]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""

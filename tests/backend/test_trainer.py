@@ -348,7 +348,7 @@ def test_the_layers_of_every_family_run(model):
     assert unsupported(replace(plan, model=replace(model_preset(model), num_layers=plan.model.num_layers))) == []
 
 
-def test_a_callback_that_cannot_travel_is_named_before_ranks_start():
+def test_a_callback_that_cannot_be_pickled_is_named_before_ranks_start():
     with pytest.raises(TypeError, match=r"on_step=.*top level of a module"):
         Trainer(tiny(), on_step=lambda result: None).fit()
 

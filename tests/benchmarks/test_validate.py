@@ -109,7 +109,7 @@ def test_near_duplicates_fall_into_one_half():
     assert len({is_calibration(row) for row in rows}) == 1
 
 
-def test_noise_is_the_spread_of_rows_that_are_alike_in_every_published_field():
+def test_noise_is_the_spread_of_rows_that_are_equal_in_every_published_field():
     rows = [Row({**ROW, "measured": {"step_s": seconds}}) for seconds in (1.0, 1.06, 1.02)] + [
         Row({**ROW, "precision": "bf16"})
     ]

@@ -122,7 +122,7 @@ def test_waits_for_the_slower_rank_grow_with_the_root_of_the_work_and_are_no_par
     waited = sum(root * math.sqrt(3 * seconds) / 3 for seconds in alone)
     assert found.busy_core_share == pytest.approx(sum(alone) / (sum(alone) / 0.9 - waited))
     same = [replace(row, seconds=1e-3) if row.name == "long_work" else row for row in slow]
-    # nothing can be told
+    # nothing can be known
     assert calibrated(same, name="here", num_cores=2, memory_bytes=8e9, when="now").rank_skew_root_s == 0.0
     # Four ranks have no core each: they wait for cores, which is simulated, and their collectives stay as measured.
     crowded = [replace(row, ranks=4) if row.kind in ("turn", "collective") else row for row in slow]

@@ -55,7 +55,7 @@ def test_plan_writes_the_best_as_a_plan_that_simulates(tmp_path: Path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["best.toml"]
 
 
-def test_plan_tells_why_the_others_lost(capsys):
+def test_plan_reports_why_the_others_lost(capsys):
     assert main(SEARCH) == 0
     text = capsys.readouterr().out
     assert "The others lost because:" in text and "bound-above-best" in text

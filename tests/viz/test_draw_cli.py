@@ -52,7 +52,7 @@ def test_plan_is_simulated_and_shows_one_row_per_pipeline_rank(folder, capsys):
     assert "S# optimizer step" in out and "memory" in out
 
 
-def test_predicted_plan_beside_its_recording_has_the_same_length(folder, capsys):
+def test_predicted_plan_next_to_its_recording_has_the_same_length(folder, capsys):
     assert main(["draw", *PLAN, "-o", "predicted.timeline.json"]) == 0
     capsys.readouterr()
     assert main(["draw", *PLAN, "--compare", "predicted.timeline.json"]) == 0
@@ -67,7 +67,7 @@ def test_output_is_chosen_by_the_suffix(folder, capsys, name):
     assert {path.name for path in folder.iterdir()} == {"two.csv", "run.timeline.json", name}
 
 
-def test_json_tells_makespan_bubbles_and_peaks(folder, capsys):
+def test_json_has_makespan_bubbles_and_peaks(folder, capsys):
     assert main(["draw", "run.timeline.json", "--json", "--compare", "run.timeline.json", "-o", "x.svg"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["makespan_s"] == 9.0 and report["bubble_fraction"] == pytest.approx(1 / 3)

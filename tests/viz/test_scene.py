@@ -22,7 +22,7 @@ def test_each_compute_span_is_one_box_labelled_by_its_microbatch(tiny):
     assert [box.kind for box in second.tracks[0].boxes] == [Kind.F, Kind.B, Kind.F, Kind.B]
 
 
-def test_heading_tells_makespan_and_bubble_one_third(tiny):
+def test_heading_has_makespan_and_bubble_one_third(tiny):
     (panel,) = build_scene(tiny, PAPER, time_unit="unit").panels
     assert panel.heading == "Predicted: 9 units, bubble 33.3% on every rank"
     assert (panel.makespan_s, panel.bubble_fraction, panel.bubble_rank) == (9.0, pytest.approx(1 / 3), 0)

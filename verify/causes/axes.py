@@ -1,4 +1,4 @@
-"""Which axis a wrong multiple of a tensor comes from, where several have its degree: told by what ranks bring to the
+"""Which axis a wrong multiple of a tensor comes from, where several have its degree: found by what ranks bring to the
 tensor, by the ranks that hold it wrongly, and by the other gradients that are wrong."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def likely_axes(
     """The axes over which a tensor may have been averaged or added once too often. `key` has the name in its own model.
 
     `wrong` are the ranks that hold it wrongly, of `holders`; `gradients` are all parameters whose gradients are
-    wrong in the same step. More than one of equal degree are left only where nothing of this tells them apart;
+    wrong in the same step. More than one of equal degree are left only where nothing of this distinguishes them;
     all axes where none fits.
     """
     cut = [axis for axis in AXES if degree_of(plan.layout, axis) > 1]

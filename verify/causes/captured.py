@@ -44,8 +44,8 @@ LOSSES = "head.losses"
 
 
 def context_of(key: Key, reference: RunLedger) -> list[Key]:
-    """The tensors whose values tell about one that differs: itself in the steps around and for other samples, and
-    what it is made from."""
+    """The tensors whose values explain one that differs: itself in the steps before and after and for other samples,
+    and what it is made from."""
     if key.phase == SCALAR:
         phase, tensor = (
             (GRADIENT, None)
@@ -70,7 +70,7 @@ def context_of(key: Key, reference: RunLedger) -> list[Key]:
 
 
 def _losses(key: Key, reference: RunLedger) -> list[Key]:
-    """The losses of all tokens of a step, which tell how many of them count."""
+    """The losses of all tokens of a step, which show how many of them count."""
     return [each for each in reference.pieces if (each.step, each.phase, each.tensor) == (key.step, ACTIVATION, LOSSES)]
 
 
@@ -106,7 +106,7 @@ class Captured:
     parts: Path
 
     def relation(self, difference: Difference) -> Relation:
-        """How a difference relates to what is right; of the ranks that hold it wrongly the first that tells most."""
+        """How a difference relates to what is right; of the ranks that hold it wrongly the first that explains most."""
         key = difference.key
         pieces = [piece for piece in self.wrong.pieces[key] if self._is_wrong(key, piece)]
         before = {(piece.global_rank, piece.region, piece.digest) for piece in self.first_run.pieces[key]}

@@ -254,7 +254,7 @@ def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
 
 
 def _axis_between(plan: Plan, wrong: set[int], right: set[int], phase: str) -> str:
-    """The kind of reduction that tells wrong ranks from right ones: over tensor or data parallelism, or
+    """The kind of reduction that separates wrong ranks from right ones: over tensor or data parallelism, or
     over replicas of a stage."""
 
     def separates(axis: str) -> bool:

@@ -1,5 +1,5 @@
 """The first tensor of a run that is not right, and what happened to it: both programs run again and keep
-the values that tell."""
+the values that explain it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _summed(key: Key, reference: RunLedger, run: RunLedger) -> Key | None:
 def _within_budget(
     differences: Sequence[Difference], reference: RunLedger, run: RunLedger, world_size: int
 ) -> frozenset[Key]:
-    """The tensors to keep: the first that differs, what tells about it, and as many of the others
+    """The tensors to keep: the first that differs, what explains it, and as many of the others
     as there is room for."""
     first = differences[0].key
     sources = [*sources_of(first), *context_of(_summed(first, reference, run) or first, reference)]

@@ -1,4 +1,4 @@
-"""Means that ranks, microbatches or samples took over their own tokens, told by the numbers of
+"""Means that ranks, microbatches or samples took over their own tokens, explained by the numbers of
 these where they are unequal.
 
 A mean over N tokens is a sum of parts divided by N. Who divides by the n tokens of a part alone makes N/n of it.

@@ -1,4 +1,4 @@
-"""A wrong norm told by its squares: which parameters, or which ranks' parts of them, are counted twice,
+"""A wrong norm explained by its squares: which parameters, or which ranks' parts of them, are counted twice,
 several times or not at all.
 
 One mechanism for proofs, which have a plan and all values, and for ledgers of other stacks, which have names and

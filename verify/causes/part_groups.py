@@ -1,4 +1,4 @@
-"""Groups of the parts of a sum, by the ranks that bring them, by microbatches, sequences and what else tells
+"""Groups of the parts of a sum, by the ranks that bring them, by microbatches, sequences and what else separates
 them apart; in words."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What summaries tell beyond a distance: that ranks hold terms of a sum which was not taken, that all values are off by
+"""What summaries show beyond a distance: that ranks hold terms of a sum which was not taken, that all values are off by
 one number, and that one bit of one element is another.
 
 Signed sums are linear, so those of a sum of tensors are the sums of theirs, and those of a shift are a
@@ -27,7 +27,7 @@ LARGEST_LOG = 64
 def explained_by_summaries(
     relation: Relation, expected: Summary, found: Summary, of: Piece, copies: Sequence[Piece], tolerance: float
 ) -> Relation:
-    """A relation of which only a distance was known, looked at closer; any other as it is. `of` says the
+    """A relation of which only a distance was known, explained further; any other as it is. `of` says the
     place of both tensors, `copies` are what the ranks of the run hold of it, and values agree to
     `tolerance`, a share of their norm."""
     if relation.kind not in ("other values", "order only"):
@@ -73,7 +73,7 @@ def _missing_sum(expected: Summary, copies: Sequence[Piece], relation: Relation,
 def _shifted(
     expected: Summary, found: Summary, shape: Sequence[int], region: Region, relation: Relation, tolerance: float
 ) -> Relation | None:
-    """Values that are all off by the same number, which the sums of a tensor of ones tell; None of others,
+    """Values that are all off by the same number, which the sums of a tensor of ones show; None of others,
     and of numbers alone."""
     if region_size(region) < 2:
         return None

@@ -1,4 +1,5 @@
-"""A wrong sum told by its parts: which of them are missing, come twice or are scaled, found by least squares in fp64.
+"""A wrong sum explained by its parts: which of them are missing, come twice or are scaled, found by least squares in
+fp64.
 
 Parts are put into groups, those that one rank of an axis brings first, then microbatches, sequences and single parts;
 the first grouping of which simple multiples make up the wrong values to rounding is the answer.

@@ -139,7 +139,7 @@ def prove(
     progress: Progress = lambda line: None,
 ) -> Proof:
     """Asks the static floors (`prove_static`), and where they hold runs `steps` steps of the plan (or of its twin) and
-    of one device, compares every tensor of every rank, and checks the one device itself by formulas (`reference`).
+    of one device, compares every tensor of every rank, and checks the single device itself by formulas (`reference`).
 
     A plan in fast numerics is proved in exact ones first, and then run as it is, by torch's `fully_shard` where it says
     so and ranks are processes, and held to the derived bounds (`bounds`) and to having no common factor (`regression`);
@@ -148,7 +148,7 @@ def prove(
     `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as
     for `Trainer`. `transport` is gloo unless the plan has more ranks than a twin, and no more than run as threads:
     then ranks are threads. `fault` is injected into the sharded run only. `facts` are more for the rules to check.
-    `scenario` is what ranks do beside training; `references` keep what one device computes for the next plan of the
+    `scenario` is what ranks do besides training; `references` keep what one device computes for the next plan of the
     same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many processes or threads run as
     one host has time for. Raises `PlanError` for a fault that the run cannot have, and for a block that cannot be
     trained; `RankFailure` when a rank dies, or when no rank comes further for `train.timeout_s`;

@@ -160,7 +160,7 @@ class _Judge:
         if relation is None:
             what, hint = problem_words(difference.problem)
             if difference.problem == "incomplete":
-                hint = "Tell the recorder what part of it each rank holds (`cuts`), or leave it out (`names`)."
+                hint = "Give the recorder the part of it that each rank holds (`cuts`), or leave it out (`names`)."
             return Finding(f"tensor-{difference.problem}", "error", _where(difference), what, hint)
         far = "" if self.bitwise or not math.isfinite(judged.share) else f", {judged.share:.3g} times what is allowed"
         return Finding(

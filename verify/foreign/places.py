@@ -86,7 +86,7 @@ def place_as(tensor: Any, raw: Any) -> Placed | None:
     part in one dimension more.
 
     None where neither fits. A style that ends a module (`RowwiseParallel(output_layouts=Shard(1))`)
-    leaves only sizes to tell by.
+    leaves only sizes to go by.
     """
     from torch.distributed.tensor import Replicate, Shard
 

@@ -215,7 +215,7 @@ class Recorder:
         if not root.trains or not root.microbatches:
             return
         if _in_backward():  # an activation checkpoint: what it computes again must be what it was
-            if root.calls[name] > 1:  # and cannot be told from another call of the same module
+            if root.calls[name] > 1:  # and cannot be distinguished from another call of the same module
                 return
             microbatch = root.microbatches[min(root.recomputed[name], len(root.microbatches) - 1)]
             root.recomputed[name] += 1
@@ -289,7 +289,7 @@ class Recorder:
                 yield shared, value
             elif not hasattr(value, "forward"):
                 raise PlanError(
-                    f"{name} and another parameter are both called {shared!r}. Tell them apart with `names`."
+                    f"{name} and another parameter are both called {shared!r}. Give them different names with `names`."
                 )
 
     def _place(self, tensor: Any, name: str) -> Placed | None:
@@ -359,7 +359,7 @@ def _in_backward() -> bool:
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors in a module's output, with what tells them from each other: nothing for a tensor alone, `.0`,
+    """The tensors in a module's output, with what distinguishes them: nothing for a tensor alone, `.0`,
     `.1` or a key in others."""
     import torch
 

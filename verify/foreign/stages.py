@@ -1,5 +1,5 @@
 """Which microbatch a stage of torch.distributed.pipelining works on, which the order of its calls
-does not always tell."""
+does not always say."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Tolerances:
                 return self._relative(key.step) * norm + self._noise(key)
 
     def _of_norm(self, step: int, norm: float) -> float:
-        """The norm of all gradients is off by no more than the norm of what they are off by, which the ledgers tell by
+        """The norm of all gradients is off by no more than the norm of what they are off by, which the ledgers give by
         signed sums with a standard deviation of a half, and by the rounding of its own sum."""
         distances = [
             (off, right) for key, (off, right) in self._apart.items() if (key.step, key.phase) == (step, GRADIENT)

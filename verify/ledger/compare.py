@@ -164,8 +164,8 @@ def whole_summary(pieces: Sequence[Piece], one: Piece | None = None) -> Summary:
 
 
 def _covers(regions: Sequence[Region]) -> list[list[Region]]:
-    """Sets of regions that do not overlap, such that every region is in one: ranks that hold a tensor alike may cut it
-    otherwise among their copies (ZeRO). A set takes what no other has before what others have."""
+    """Sets of regions that do not overlap, such that every region is in one: ranks that hold copies of a tensor may cut
+    it otherwise among their copies (ZeRO). A set takes what no other has before what others have."""
     covers: list[list[Region]] = []
     left = list(regions)
     while left:

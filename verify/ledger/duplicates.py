@@ -46,7 +46,7 @@ def is_of_all(forward: Sequence[Piece], again: Sequence[Piece]) -> bool:
 
 
 def sources_of(key: Key) -> list[Key]:
-    """The tensors of a reference that tell what is right of one that a run has twice, the nearest first."""
+    """The tensors of a reference that show what is right of one that a run has twice, the nearest first."""
     if key.phase == GATHERED:
         return [Key(step, WEIGHT, key.tensor) for step in range(key.step - 1, NO_STEP - 1, -1)]
     return [key._replace(phase=ACTIVATION)] if key.phase == RECOMPUTED else []

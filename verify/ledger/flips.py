@@ -1,4 +1,4 @@
-"""Flipped bits: elements of which each differs from the right one in a single bit, told by values, or of one
+"""Flipped bits: elements of which each differs from the right one in a single bit, found by values, or of one
 element by two digests."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def flipped_bit(expected: Summary, found: Summary, shape: Sequence[int], region:
     """The same of two summaries of a region of a tensor, where one element differs: its key, which no other
     has, is in both digests."""
     off = np.abs(np.subtract(found.sums, expected.sums))
-    # one element enters all sums alike
+    # one element enters all sums in the same way
     if region_size(region) < FEW or np.ptp(off) > 1e-3 * off.max() + 1e-12 * expected.norm:
         return None
     at = _one_bit_apart(expected.digest, found.digest, shape, region)

@@ -1,4 +1,4 @@
-"""`relate`: how the wrong values of a tensor relate to the right ones, from their summaries, or closer
+"""`relate`: how the wrong values of a tensor relate to the right ones, from their summaries, or more exactly
 where the values were kept.
 
 One table of kinds for proofs and for ledgers of runs that are over. A kind is named only where it follows from the

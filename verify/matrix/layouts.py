@@ -169,7 +169,7 @@ def refusals() -> tuple[tuple[tuple[Feature, ...], Refusal], ...]:
 
 
 def features(row: Row) -> tuple[Feature, ...]:
-    """What a row combines. Degrees of experts count where there are experts, the way of keys where they travel, the
+    """What a row combines. Degrees of experts count where there are experts, the way of keys where they are sent, the
     split of the batch where it is split."""
     return _features(_chosen(_values(row)))
 

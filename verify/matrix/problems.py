@@ -87,7 +87,7 @@ class Problem:
 
     @functools.cached_property
     def features(self) -> tuple[tuple[str, str], ...]:
-        """What tells it from other problems, for the coverage table."""
+        """What distinguishes it from other problems, for the coverage table."""
         return (
             ("attention", self.attention),
             ("mlp", "experts" if self.is_moe else "dense"),

@@ -54,7 +54,7 @@ class Stops:
     ranks: tuple[int, ...] | None = None
 
     def is_placed(self, failure: RankFailure | PlanError) -> bool:
-        """Whether a failure tells where the bug is."""
+        """Whether a failure shows where the bug is."""
         rank = failure.global_rank if isinstance(failure, RankFailure) else None
         return re.search(self.words, str(failure)) is not None and (self.ranks is None or rank in self.ranks)
 

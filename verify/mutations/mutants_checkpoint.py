@@ -103,7 +103,7 @@ def only_the_first_writes(patches: Patches) -> None:
 
 
 def every_replica_writes(patches: Patches) -> None:
-    """What several ranks hold alike is not told apart: each of them writes it."""
+    """What several ranks hold as copies is not distinguished: each of them writes it."""
     patches.replace(
         tensors,
         "dealt_out",
@@ -116,7 +116,7 @@ FIRST_MOMENT = "embedding.tokens.weight.exp_avg"
 MUTANTS = (
     Mutant(
         "CK05",
-        "context-parallel ranks both write a shard that they hold alike",
+        "context-parallel ranks both write a shard that both hold",
         "NVIDIA/Megatron-LM@de29065b88",
         plan=lambda: tiny(cp=2, dp=2),
         breaks=every_replica_writes,

@@ -50,7 +50,7 @@ def keeps_the_block_before(patches: Patches) -> None:
 
 
 def forgets_the_window(patches: Patches) -> None:
-    """Blocks of queries are not told how many keys they may see."""
+    """Blocks of queries do not know how many keys they may see."""
     patches.replace(Block, "mask", lambda original: lambda block, *given, window: original(block, *given))
 
 

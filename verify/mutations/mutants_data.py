@@ -42,7 +42,7 @@ def seeds_each_rank(patches: Patches) -> None:
 
 
 def reads_the_same_samples(patches: Patches) -> None:
-    """The sampler is not told the rank: all read the samples of the first."""
+    """The sampler does not get the rank: all read the samples of the first."""
 
     def make(batch: Callable[..., Any]) -> Callable[..., Any]:
         def first(corpus: Corpus, step: int, first_sample: int, last_sample: int, *rest: Any) -> Any:

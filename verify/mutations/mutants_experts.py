@@ -102,7 +102,7 @@ def adds_bias_on_every_rank(patches: Patches, *, layer: str) -> None:
 
 
 def sums_equal_gradients(patches: Patches) -> None:
-    """The backward of a gather after which all ranks go on alike adds their gradients, which are equal."""
+    """The backward of a gather after which all ranks go on in the same way adds their gradients, which are equal."""
 
     def gather(original: Function) -> Function:
         return lambda x, group, *, dim, sizes: _Summed.apply(original(x, group, dim=dim, sizes=sizes), group)

@@ -258,7 +258,7 @@ def global_over_own(microbatch: Any) -> float:
 
 
 def rounds_before_adding(patches: Patches) -> None:
-    """Gradients travel as bfloat16."""
+    """Gradients are sent as bfloat16."""
 
     def reduce(original: Function) -> Function:
         def reduced(self: Any, gradients: Any, group: Any, samples_of: Any) -> dict[str, Tensor]:
@@ -406,7 +406,7 @@ MUTANTS = (
     ),
     Mutant(
         "XX16",
-        "gradients travel in bfloat16",
+        "gradients are sent in bfloat16",
         OURS,
         whole_plan,
         rounds_before_adding,

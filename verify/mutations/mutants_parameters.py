@@ -25,7 +25,7 @@ from .plans import tiny
 
 
 def evaluates_before_the_gather(patches: Patches) -> None:
-    """Updated weights come together beside the next training step, and nobody waits for them before the
+    """Updated weights are gathered during the next training step, and nobody waits for them before the
     held-out pass in between."""
     held: dict[int, list[FlatBucket]] = {}
 
@@ -135,7 +135,7 @@ def zero3() -> Plan:
 
 
 def late_plan(bucket_bytes: int | None = None) -> Plan:
-    """Updated weights come together beside the next forward."""
+    """Updated weights are gathered during the next forward."""
     return tiny(
         dp=3,
         samples=3,

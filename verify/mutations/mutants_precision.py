@@ -91,7 +91,7 @@ def counts_padding(patches: Patches) -> None:
 MUTANTS = (
     Mutant(
         "PR01",
-        "gradients are reduced from copies in bf16, beside sums in fp32",
+        "gradients are reduced from copies in bf16, not from the sums in fp32",
         "deepspeedai/DeepSpeed#5170",
         plan=lambda: tiny(dp=3, samples=6),
         breaks=reduces_a_narrow_copy,

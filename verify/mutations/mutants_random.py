@@ -69,7 +69,7 @@ def drops_nothing_after_validation(patches: Patches) -> None:
 
 
 def counts_layers_of_its_stage(patches: Patches) -> None:
-    """Attention is told the number of its layer in the stage."""
+    """Attention gets the number of its layer in the stage."""
 
     def dropped(original: Function) -> Function:
         def mask(kernel: Any, *where: Any) -> Any:

@@ -31,7 +31,7 @@ def scales_router_losses(patches: Patches, *, factor: float) -> None:
 
 
 def leaves_a_scale_unset(patches: Patches, *, owner: Any) -> None:
-    """Losses beside the model's are multiplied by 1, which their scale starts with."""
+    """Losses besides the model's are multiplied by 1, which their scale starts with."""
 
     def forward(original: Function) -> Function:
         if owner is router._WithLosses:

@@ -56,7 +56,7 @@ class Patches:
         setattr(owner, name, made)
 
     def _seen(self, made: Any) -> Any:
-        """The same, telling when it is called. What is no function (a constant, a class) cannot tell,
+        """The same, recording when it is called. What is no function (a constant, a class) cannot record it,
         and counts as reached."""
         if not isinstance(made, (FunctionType, MethodType, BuiltinFunctionType, partial)):
             self._reached()

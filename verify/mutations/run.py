@@ -38,7 +38,7 @@ Problem = tuple[Plan, int, Scenario]
 class Verdict:
     """What was said of one mutant. `first` is the JSON form of the first divergence, None where nothing differs or the
     run stopped; `words` is the finding for people. `is_placed` and `is_classed` compare with what was expected. Of a
-    mutant that is not caught `failed` says that the verifier itself did, as `words` tell."""
+    mutant that is not caught `failed` says that the verifier itself did, as `words` say."""
 
     mutant: Mutant
     caught: bool

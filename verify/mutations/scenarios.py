@@ -1,4 +1,4 @@
-"""What the ranks of a mutated run do, and one device too, beside `dynamic.train_steps`: each is called by
+"""What the ranks of a mutated run do, and one device too, besides `dynamic.train_steps`: each is called by
 every rank, with its job."""
 
 from __future__ import annotations

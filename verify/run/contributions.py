@@ -1,10 +1,10 @@
 """What one tensor of one device is the sum of: recorded while that device runs again, so that a wrong sum
-can be told by its parts.
+can be explained by its parts.
 
 The gradient of a parameter is a sum over sequences and blocks of their tokens. The output of a row-parallel layer and
 the input gradient of a column-parallel one are sums over leaves of the features that are cut, those of experts sums
-over experts. Parts are computed beside the run in fp64 and change none of its bits. Imported by ranks only for a proof
-that has failed; torch comes as the tensors do.
+over experts. Parts are computed apart from the run in fp64 and change none of its bits. Imported by ranks only for a
+proof that has failed; torch comes as the tensors do.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Contributions:
 
 @dataclass
 class ContributionWriter(LedgerWriter):
-    """A `LedgerWriter` of one device that writes the contributions to the tensor `wanted` beside it, to `target`.
+    """A `LedgerWriter` of one device that writes the contributions to the tensor `wanted` to the file `target` as well.
 
     `follow` has to be called before the first step.
     """

@@ -174,7 +174,7 @@ class _Differentiated(Decoder):
 
     def chosen(self, layer: int, logits_SE: Array) -> tuple[np.ndarray, np.ndarray]:
         """As the step's own forward chose. A token that found no room somewhere had chosen what the formulas say,
-        unless these tell two that are equal but for rounding apart in another way; then it had what it got."""
+        unless these rank two that are equal but for rounding in another way; then it had what it got."""
         model, train, place = self.model, self.plan.train, (layer, self.inputs.sample)
         scores_SE, routed_SE = router_scores(self.step.logits[place], model), self.step.routed[place]
         bias = self.step.weights[expert_bias_name(layer)] if model.expert_bias else 0.0

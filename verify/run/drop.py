@@ -84,7 +84,7 @@ def parse_fault(text: str) -> DropReduction:
 
 
 def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[[], str]) -> Any:
-    """A copy of a rank's `backend.numerics.Numerics` that has the fault. `current_layer` tells for
+    """A copy of a rank's `backend.numerics.Numerics` that has the fault. `current_layer` says for
     which layer it is called."""
     faulty = copy.copy(numerics)
 

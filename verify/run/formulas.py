@@ -30,7 +30,7 @@ def library(x: Array) -> Any:
 
 
 def same_kind(x: Array, values: np.ndarray) -> Array:
-    """Values as an array of the library that `x` is of, beside it."""
+    """Values as an array of the library that `x` is of, on its device."""
     return values if isinstance(x, np.ndarray) else library(x).as_tensor(values, device=x.device)
 
 

@@ -104,7 +104,7 @@ def router_gradients(
     plan: Plan, sequence: Recorded, gradients: Mapping[str, np.ndarray], share: float
 ) -> Iterator[Made]:
     """What the gradients of routers' logits must be, from those of their layers' results; `share` is how much what a
-    router adds for a token counts beside a token's loss: the tokens that count over all tokens."""
+    router adds for a token counts with the token's loss: the tokens that count over all tokens."""
     forward = _Checked(plan, sequence, own_block=False)
     for layer in routed_layers(plan):
         name = f"{layer_prefix(layer)}.mlp"

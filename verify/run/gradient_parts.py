@@ -1,4 +1,4 @@
-"""A gradient beside that of formulas, part by part: what backward computes apart from each other may be wrong alone,
+"""A gradient next to that of formulas, part by part: what backward computes apart from each other may be wrong alone,
 and so it is held alone. numpy only."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ OFF = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 0.1}
 ROUNDINGS = {"fp32": 4000.0, "fp16": 8.0, "bf16": 8.0}
 """So many times as far as rounding moves the gradient of formulas may a gradient be apart from it, if that is more. It
 is where little but rounding is left of it, as of that of keys' biases without rotary positions, which move all scores
-of a query alike; in fp32 the exponentials of the library, right to 20 bits, are rounded more than here. Right runs of
-the matrix's models use at most 0.01 of what both allow in fp32, 0.18 in fp16 and 0.26 in bf16; after six steps at three
-times their learning rate 0.12 in fp32 and 0.28 in bf16."""
+of a query by as much; in fp32 the exponentials of the library, right to 20 bits, are rounded more than here. Right runs
+of the matrix's models use at most 0.01 of what both allow in fp32, 0.18 in fp16 and 0.26 in bf16; after six steps at
+three times their learning rate 0.12 in fp32 and 0.28 in bf16."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def usual_size(measured: Sequence[Measured]) -> float:
 
 
 def measure(plan: Plan, name: str, gradient: np.ndarray, right: np.ndarray, rounded: np.ndarray) -> Iterator[Measured]:
-    """The parts of a parameter's gradient beside those of formulas, of which `rounded` is what rounding left."""
+    """The parts of a parameter's gradient next to those of formulas, of which `rounded` is what rounding left."""
     for words, index in parts_of(plan, name, right.shape):
         own, of_formulas = gradient[index], right[index]
         norm = float(np.linalg.norm(of_formulas))

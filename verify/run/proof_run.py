@@ -1,4 +1,5 @@
-"""One run of a proof: what every rank does, with a ledger as observer, and the one device that it is compared with."""
+"""One run of a proof: what every rank does, with a ledger as observer, and the single device that it is compared
+with."""
 
 from __future__ import annotations
 
@@ -214,7 +215,7 @@ def _restore(rank: Any, start: Mapping[Key, StoredValues], step: int) -> None:
 
 
 def _hold_routing(rank: Any, start: Mapping[Key, StoredValues]) -> None:
-    """Has routers choose experts by the logits that are in `start`. Rounding may tell two experts of nearly equal
+    """Has routers choose experts by the logits that are in `start`. Rounding may rank two experts of nearly equal
     scores apart otherwise, and what another expert makes of a token is no rounding of what the first one does."""
     import torch
 
@@ -253,7 +254,7 @@ def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
 
 
 def _stall_s(job: ProofJob) -> float | None:
-    """What ranks may wait for each other. One rank waits for nobody, and may have work beside a
+    """What ranks may wait for each other. One rank waits for nobody, and may have work besides a
     schedule's (`reference_run`)."""
     if job.plan.world_size == 1:
         return None

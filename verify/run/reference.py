@@ -1,4 +1,4 @@
-"""The one device of a proof, checked itself: against formulas in fp64 that share no code with the backend.
+"""The single device of a proof, checked itself: against formulas in fp64 that share no code with the backend.
 
 A sharded run that equals one device is wrong where both are: a clip coefficient that is the larger of two numbers,
 gradients of the step before that nobody cleared. What one device computes in its steps is therefore held against what

@@ -1,6 +1,6 @@
-"""What the one device of a proof does beyond its steps, so that it can be checked itself: it keeps its values,
+"""What the single device of a proof does beyond its steps, so that it can be checked itself: it keeps its values,
 and what sequences of its last step were made from, and computes the gradients of one step by formulas
-(`derivative`) beside its own.
+(`derivative`) besides its own.
 
 Where tokens are routed it goes forward once more from the weights before that step, and keeps what its routers chose.
 """
@@ -38,7 +38,7 @@ SEQUENCES_FILE = "sequences.npz"
 DERIVATIVE_FILE = "derivative.json"
 
 CAPTURE_BYTES = 2**30
-"""Values of the one device that are kept: gradients, moments and weights of as many steps as there is room for,
+"""Values of the single device that are kept: gradients, moments and weights of as many steps as there is room for,
 the first in any case."""
 
 
@@ -70,7 +70,7 @@ def loss_names(plan: Plan) -> list[str]:
 
 
 def reference_steps(transport: Any, job: ProofJob) -> RankLedger:
-    """A `Scenario`: the trainer's steps, and what is written beside the ledger into the job's folder."""
+    """A `Scenario`: the trainer's steps, and what is written besides the ledger into the job's folder."""
     rank, writer = trained(transport, job)
     ledger = writer.finish()
     assert job.folder is not None and isinstance(job.plan, Plan)

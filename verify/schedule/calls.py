@@ -28,7 +28,7 @@ _RANKS = re.compile(r"\d+(\+\d+)*")
 
 
 Communicators = tuple[str, int | None]
-"""What tells communicators of one rank apart: the axis, and for `replica` the stage whose copies they join."""
+"""What distinguishes communicators of one rank: the axis, and for `replica` the stage whose copies they join."""
 
 
 @dataclass(frozen=True)

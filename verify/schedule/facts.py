@@ -31,8 +31,8 @@ class ActivationMemory:
 @dataclass(frozen=True)
 class MessageFormats:
     """Shape and type of messages, as text such as `bf16[1,4096,8192]`: `outputs[s]` is what stage s sends forward,
-    `inputs[s]` what it allocates to receive. Gradients travel back in the same formats. `outputs` of the last stage and
-    `inputs` of the first are not read.
+    `inputs[s]` what it allocates to receive. Gradients are sent back in the same formats. `outputs` of the last stage
+    and `inputs` of the first are not read.
     """
 
     outputs: tuple[str, ...]
@@ -102,7 +102,7 @@ class LayerHoldings:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything known beside the schedule. Rules whose part is None are not asked."""
+    """Everything known besides the schedule. Rules whose part is None are not asked."""
 
     memory: ActivationMemory | None = None
     messages: MessageFormats | None = None

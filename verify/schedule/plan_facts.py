@@ -1,4 +1,4 @@
-"""`plan_facts`: what a plan says beside its schedule: layers of the stages, formats of messages,
+"""`plan_facts`: what a plan says besides its schedule: layers of the stages, formats of messages,
 collectives of every rank."""
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ file = "calls.csv"
 a real run. `layers`, `messages` and `collectives` follow from a plan; `memory` and `buffers` are given.
 
 A send has three meanings: *rendezvous* (it ends when its receive does; gloo), *buffered* (it ends at once) and *stream-ordered* (one
-in-order queue per rank and direction beside the compute; NCCL). A schedule passes when it runs with all three, blocking and in list
-order; `buffer-reuse` takes the weakest promise, rendezvous beside a compute lane that never waits for a send to leave.
+in-order queue per rank and direction next to the compute; NCCL). A schedule passes when it runs with all three, blocking and in list
+order; `buffer-reuse` takes the weakest promise, rendezvous with a compute lane that never waits for a send to leave.
 """
 
 

@@ -131,7 +131,7 @@ class GroupedAttention(Attention):
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention; the rotary key travels beside the low-rank vector of keys and values."""
+    """Multi-head latent attention; the rotary key is gathered with the low-rank vector of keys and values."""
 
     def __init__(self, ranks: Ranks, prefix: str, parameters: Mapping[str, Parameter], operations: OperationsOf):
         super().__init__(ranks, prefix, parameters, operations)

@@ -164,7 +164,7 @@ class SparseMlp(LayerHalf):
 
     def _scores(self, x: list[Part], phase: Phase) -> list[Part]:
         """What the router says of a rank's tokens. Where it compares the tokens of a sequence, the ranks that
-        hold others of that sequence then tell each other theirs: those of tensor parallelism first, then those
+        hold others of that sequence then exchange theirs: those of tensor parallelism first, then those
         of context parallelism."""
         operations = [_until_product(own) for own in self._operations("mlp.router", phase)]
         scores = self.router.forward([product for product, _ in operations], x, phase)

@@ -50,8 +50,8 @@ class StepDifference:
 
 @dataclass
 class StageGradients:
-    """The gradients of one stage: arrays [tp, dp, replica] of digests by usage, alike for
-    usages that are treated alike.
+    """The gradients of one stage: arrays [tp, dp, replica] of digests by usage, one for
+    usages that are treated in the same way.
 
     `is_part` says that each copy has finished a part of the elements only (ZeRO), `in_turn` that these are parts of
     a sum over tensor- and context-parallel ranks, which have to come together first, `divided` that they are parts
@@ -123,7 +123,7 @@ def reduced_gradients(
                 [each for each in usages if _treatment(each, states, covered) == _treatment(usage, states, covered)]
             )
             what = _how(total, wanted, per_holder, operations) + (
-                (f" (and {num_equal - 1} more gradients alike)") if num_equal > 1 else ""
+                (f" (and {num_equal - 1} more gradients)") if num_equal > 1 else ""
             )
             differences.append(StepDifference("value", f"{stage}REDUCE_GRAD, {usage.key}", what))
         gradients.values[usage.key] = wanted  # what follows is judged on its own

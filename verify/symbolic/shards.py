@@ -19,7 +19,7 @@ Level = Literal["", "shard", "replicate"]
 Cell = tuple[int, ...]
 """(tp rank, dp rank with its cp rank as the fastest axis, replica)."""
 Place = Callable[[Cell], tuple[tuple[int, ...], int]]
-"""What tells a cell's group of copies from others, and the cell's place in it."""
+"""What distinguishes a cell's group of copies from others, and the cell's place in it."""
 
 
 def split_axis(axis: str) -> tuple[str, Level]:

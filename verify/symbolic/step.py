@@ -97,7 +97,7 @@ class Step:
         return own, total
 
     def _with_experts(self, own: np.ndarray, wanted: np.uint64) -> tuple[np.ndarray, np.uint64]:
-        """The squares of experts, which lie on another grid, beside the others; with ZeRO every copy's
+        """The squares of experts, which lie on another grid, and the others; with ZeRO every copy's
         own part counts them."""
         if not self.plan.model.is_moe or self.plan.layout.zero:
             return own, wanted

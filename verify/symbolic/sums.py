@@ -18,7 +18,7 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Judgement:
-    """`places` are first causes; `same_sums` tells that all gradients and losses are the same sums all the same.
+    """`places` are first causes; `same_sums` says that all gradients and losses are the same sums all the same.
 
     `num_reductions[pp_rank, stage]` are the numbers of REDUCE_GRAD that contributions of a stage go through before
     STEP: (1,) is right. `unordered_stages` are those whose microbatches are not added in ascending order.

@@ -81,7 +81,7 @@ class SymbolicProof:
 
     @property
     def report(self) -> dict[str, Any]:
-        """For JSON, beside the findings."""
+        """For JSON, besides the findings."""
         return {
             "same_mathematics": self.same_mathematics,
             "same_order": self.same_order,
@@ -110,7 +110,7 @@ class SymbolicProof:
 def prove(plan: Plan, schedule: Schedule, program: Program | None = None) -> SymbolicProof:
     """Runs the plan's program over its schedule, lowered first if it is not, on expressions.
 
-    `program` replaces `core.program` on the ranks, not on the one device. Raises `ScheduleError` for a
+    `program` replaces `core.program` on the ranks, not on the single device. Raises `ScheduleError` for a
     schedule that cannot be lowered.
     """
     if beyond := beyond_proof(plan):
@@ -194,7 +194,7 @@ class _Prover:
             yield from self._layer_findings(first, differences, stages_of[first])
 
     def _layer_findings(self, block: Block, differences: list[Difference], stages: list[int]) -> Iterator[Finding]:
-        more = f", and in {len(stages) - 1} layers alike" if len(stages) > 1 else ""
+        more = f" and {len(stages) - 1} more layers" if len(stages) > 1 else ""
         token = {"forward": "F", "recomputation": "B", "input gradient": "B", "weight gradient": "W"}
         orders = [difference for difference in differences if difference.kind == "order"]
         for difference in differences:

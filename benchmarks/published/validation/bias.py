@@ -1,4 +1,4 @@
-"""Mean errors of sources and series, beside the noise of what they measured."""
+"""Mean errors of sources and series, next to the noise of what they measured."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Named causes of errors beyond 12%: what in the data, or outside the model, explains a whole class of rows.
 
 A cause is a property of a class of rows that can be checked without their prediction. It excuses nothing by itself: the
-page prints it beside every outlier, and outliers without a cause are counted.
+page prints it next to every outlier, and outliers without a cause are counted.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ CAUSES: tuple[Cause, ...] = (
         "one expert after the other, tokens padded to a capacity, none of it fused (moe_grouped_gemm: false, "
         "cfg/grok1_314b.yaml at "
         "v25.04.01); on GB200 the README's expert tensor parallelism of 4 is 8 in its launch.sh at v25.05",
-        "fp8 saves three quarters of what is predicted, on H100 and GB200 alike; H100: what is missing of a layer "
+        "fp8 saves three quarters of what is predicted, on H100 and on GB200; H100: what is missing of a layer "
         "(1.2 ms in 21) depends "
         "on neither stages, replicas nor experts of a rank",
     ),
@@ -200,7 +200,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "one-microbatch",
         lambda row: row.source.startswith("MLPerf") and row["batch.num_microbatches"] == 1,
-        "nothing hides what a step costs once beside what is counted: data, callbacks, an allocator near its limit",
+        "nothing hides what a step costs once besides what is counted: data, callbacks, an allocator near its limit",
         "notes of the rows; '#fix OOM' above max_split_size_mb:128 and CUBLAS_WORKSPACE_CONFIG=:16:8 in Cisco's "
         "config_DGXH100_*.sh",
     ),

@@ -31,7 +31,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class CollectivePrediction:
-    """One collective's time predicted beside the measured one. `refused` says why there is no prediction."""
+    """One collective's time predicted next to the measured one. `refused` says why there is no prediction."""
 
     row: Row
     algorithm: str = ""

@@ -38,7 +38,7 @@ def device_field(name: str, dtype: str = "") -> Held:
 
 
 def engine_share() -> Held:
-    """What the plan's stack takes beside what is counted."""
+    """What the plan's stack takes besides what is counted."""
     return (lambda plan: profiles.PROFILES[plan.runtime.profile].engine_share), _stack_field("engine_share")
 
 

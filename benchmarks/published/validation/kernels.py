@@ -53,7 +53,7 @@ falling with their size."""
 
 @dataclass(frozen=True)
 class KernelPrediction:
-    """One kernel's time predicted beside the measured one. `refused` says why there is no prediction."""
+    """One kernel's time predicted next to the measured one. `refused` says why there is no prediction."""
 
     row: Row
     kernel: str

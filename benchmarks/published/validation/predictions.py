@@ -1,4 +1,4 @@
-"""A published training row -> its prediction: seconds and bytes beside what was measured, or the
+"""A published training row -> its prediction: seconds and bytes next to what was measured, or the
 reason why there is none."""
 
 from __future__ import annotations

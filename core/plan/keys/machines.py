@@ -244,15 +244,19 @@ def runtime_keys() -> tuple[Key, ...]:
             **{**switch, "type": "str"},
         ),
         Key(name="compile", doc="a compiler fuses elementwise kernels", **switch),
-        Key(name="tp_comm_overlap", doc="tensor-parallel collectives run beside products", **switch),
-        Key(name="p2p_overlap", doc="messages between stages run beside products", **switch),
+        Key(name="tp_comm_overlap", doc="tensor-parallel collectives overlap with products", **switch),
+        Key(name="p2p_overlap", doc="messages between stages overlap with products", **switch),
         Key(
             name="p2p_batched",
             doc="without p2p_overlap: neighbouring messages of a rank's list begin together, not one by one",
             **{**switch, "read_by": "backend.pipeline.row_messages", "default_note": "true"},
         ),
         Key(name="cuda_graphs", doc="the kernels of an action are launched as one", **switch),
-        Key(name="ep_comm_overlap", doc="tokens travel between experts beside another microbatch's products", **switch),
+        Key(
+            name="ep_comm_overlap",
+            doc="tokens are exchanged between experts during another microbatch's products",
+            **switch,
+        ),
         Key(
             name="context_parallel",
             doc="how keys and values reach the ranks that have other parts of a sequence",

@@ -119,7 +119,7 @@ def model_keys() -> tuple[Key, ...]:
         Key(name="experts_per_token", doc="experts that each token takes", read_by="core.program.mlp", **number),
         Key(
             name="num_shared_experts",
-            doc=("experts that every token takes, beside its own"),
+            doc=("experts that every token takes, besides its own"),
             read_by="core.model.model",
             **number,
         ),

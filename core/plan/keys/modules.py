@@ -1,4 +1,4 @@
-"""The keys of one of [[modules]], beside its [modules.model] and [modules.layout]."""
+"""The keys of one of [[modules]], besides its [modules.model] and [modules.layout]."""
 
 from __future__ import annotations
 

@@ -17,14 +17,12 @@ JOINED = ("1F1B", "GPipe")
 
 
 def modules_have_names(modules: Modules) -> Iterator[str]:
-    """Modules are there, and their names tell them apart."""
+    """Modules are there, and their names differ."""
     if not modules:
         yield "a plan of modules has none. Write [[modules]], or [model] and [layout]."
     for name, count in Counter(module.name for module in modules).items():
         if count > 1:
-            yield (
-                f'name="{name}" is that of {count} modules. Parameters are told apart by it: give each module its own.'
-            )
+            yield (f'name="{name}" is that of {count} modules. Give each module its own.')
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
             yield f'name="{name}" cannot begin the names of parameters. Use letters, digits, _ and -, a letter first.'
 

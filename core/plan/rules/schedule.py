@@ -133,7 +133,7 @@ def stages_are_sharded(schedule: ScheduleChoice, layout: Layout) -> Iterator[str
 
 
 def batches_are_waited_for(runtime: Runtime) -> Iterator[str]:
-    """Messages beside the products have lanes of their own, which need no batches."""
+    """Messages during the products have lanes of their own, which need no batches."""
     if runtime.p2p_batched is not None and runtime.p2p_overlap is not False:
         written = str(runtime.p2p_batched).lower()
         yield (

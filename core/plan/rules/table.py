@@ -318,7 +318,7 @@ RULES: tuple[Rule, ...] = (
         scalings_are_modelled,
     ),
     Rule(
-        "padding-is-told-apart",
+        "padding-is-distinguished",
         ("train.padded", "train.packed", "train.ignore_token", "runtime.trim_padding"),
         "padded documents have a token that counts for nothing, and only they are trimmed",
         padding_is_distinguished,
@@ -368,7 +368,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "modules-have-names",
         ("modules.name",),
-        ("modules are there, and their names tell them apart"),
+        ("modules are there, and their names differ"),
         modules_have_names,
     ),
     Rule(
@@ -396,7 +396,7 @@ RULES: tuple[Rule, ...] = (
         modules_have_a_schedule,
     ),
     Rule(
-        "modules-recompute-alike",
+        "modules-recompute-equally",
         ("modules.name", "recompute.layers"),
         ("layers are not named by numbers"),
         modules_recompute_equally,

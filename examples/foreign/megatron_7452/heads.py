@@ -28,7 +28,7 @@ class Norm(nn.Module):
 
 class Attention(nn.Module):
     """[samples, tokens, hidden] -> the same, from this rank's heads. `sink` is a logit that every softmax has
-    beside those of the keys.
+    next to those of the keys.
 
     A norm behind it would undo what it does but for rounding, and its gradient with it.
     """

@@ -1,4 +1,4 @@
-"""What the examples beside this file share: the borders of a tensor-parallel region (Shoeybi et al. 2019,
+"""What the examples next to this file share: the borders of a tensor-parallel region (Shoeybi et al. 2019,
 section 3), and how to start.
 
 The faults are those of an audit of Megatron Core, NVIDIA/Megatron-LM#7452 (2026-09-17), each written anew in plain

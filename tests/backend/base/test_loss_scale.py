@@ -186,7 +186,7 @@ def test_no_bit_depends_on_the_layout(plan):
     assert len(proof.report["losses"]) == plan.train.steps
 
 
-def test_a_run_tells_which_steps_it_skipped():
+def test_a_run_reports_which_steps_it_skipped():
     result = Trainer(tiny(initial_loss_scale=2.0**15, loss_scale_hysteresis=1, steps=4), transport="memory").fit()
     assert result.skipped_steps == (0,) and result.report["skipped_steps"] == [0]
     assert result.report["grad_norms"][0] is None and all(result.report["grad_norms"][1:])

@@ -385,7 +385,7 @@ def test_what_changes_bits_and_nothing_else_is_said_and_layouts_are_not(tmp_path
     assert fast.changes == ('numerics.mode="fast", saved with "exact"',)
 
 
-def test_folders_that_a_run_cannot_use_are_told_before_it_starts(tmp_path):
+def test_folders_that_a_run_cannot_use_are_reported_before_it_starts(tmp_path):
     plan = tiny(tmp_path / "run")
     assert Trainer(plan, resume=True).resumption is None, (
         "nothing was saved yet: the first start of a job that may be restarted"

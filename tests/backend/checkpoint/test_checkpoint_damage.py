@@ -92,7 +92,7 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(runs, tmp_path) -> Path:
-    """A copy of the first run's folder, to be damaged, beside one of the second's."""
+    """A copy of the first run's folder, to be damaged, and one of the second's."""
     shutil.copytree(runs / "1", tmp_path / "1")
     return shutil.copytree(runs / "0", tmp_path / "0")
 
@@ -257,7 +257,7 @@ def test_of_200_random_damages_each_is_named_and_no_damaged_tensor_is_used(part,
         shutil.rmtree(folder)
 
 
-def test_a_flipped_bit_in_a_tensor_is_told_with_file_and_tensor(folder, monkeypatch, capfd):
+def test_a_flipped_bit_in_a_tensor_is_reported_with_file_and_tensor(folder, monkeypatch, capfd):
     block = contents_of(path_of(folder, 40)).tensors["c"].blocks[1]
     file = path_of(folder, 40) / block.file
     content = bytearray(file.read_bytes())
@@ -437,7 +437,7 @@ def test_bombs_in_pickles_and_indexes_are_refused_before_they_take_memory(tmp_pa
 
 
 def test_edited_sizes_in_an_index_with_a_digest_of_its_own_are_refused_in_words(folder):
-    """Such an index cannot be told from a real one by digests; what it asks for must still make sense."""
+    """Such an index cannot be distinguished from a real one by digests; what it asks for must still make sense."""
     good = contents_of(path_of(folder, 40))
     text = good.to_bytes().split(b"\n", 1)[1]
     block = good.tensors["a"].blocks[0]
@@ -469,7 +469,7 @@ def test_a_saved_folder_is_an_ordinary_checkpoint_of_dcp(folder, tmp_path):
 # the folder's lock
 
 
-def test_a_second_run_in_a_folder_is_told_who_has_it_and_the_first_leaves_nothing(tmp_path):
+def test_a_second_run_in_a_folder_reports_who_has_it_and_the_first_leaves_nothing(tmp_path):
     world = MemoryWorld(1).transport(0)
     group, folder = world.group("world", "world", range(1)), tmp_path / "run"
     with locked(folder, group, world.device):

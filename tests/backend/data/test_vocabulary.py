@@ -41,7 +41,7 @@ def text(tmp_path):
 # ids of the data
 
 
-def test_the_largest_id_of_a_folder_is_told_with_the_models_and_the_key(text):
+def test_the_largest_id_of_a_folder_is_reported_with_the_models_and_the_key(text):
     assert unknown_ids(plan_of(text, vocab_size=122)) == [
         f"train.data='{text}' has ids (bytes) up to 122, and model.vocab_size=122 of tiny-gpt has ids up to 121. "
         "Use model.vocab_size=123 or more."

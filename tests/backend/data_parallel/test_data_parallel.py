@@ -46,7 +46,7 @@ PLANS = {
     "experts-bf16-cp2": tiny(Layout(cp=2, dp=2, zero=1), model="tiny-moe", samples=2, dtype="bf16"),
 }
 """A table tied over stages whose replicas keep other parts of its two ends, and routers in fp32
-beside weights in bf16."""
+besides weights in bf16."""
 
 
 @sampled("plan", PLANS.values(), ids=PLANS.keys(), on_push=3)
@@ -92,7 +92,7 @@ def test_where_dualpipes_batch_does_not_divide_data_parallel_ranks_differ_by_two
         tiny(Layout(pp=2, dp=3), samples=13, schedule="DualPipe")
 
 
-def test_routers_come_together_in_fp32_beside_weights_in_bf16():
+def test_routers_come_together_in_fp32_with_weights_in_bf16():
     plan = PLANS["experts-bf16-ep2"]
     sizes = {each.layer: each.elements for each in gathered_sizes(plan, 0, 0) if each.layer == ROUTERS}
     assert sizes == {ROUTERS: 2 * plan.model.num_experts * plan.model.hidden_size}

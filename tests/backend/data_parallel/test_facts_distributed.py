@@ -66,7 +66,7 @@ def test_parameters_lie_in_reverse_order_one_behind_the_other():
 
 def test_a_shared_table_has_buckets_of_its_own():
     """test_param_layout.py, shared_embedding: so that first and last stage, which add up its two
-    sums, cut them alike."""
+    sums, cut them in the same way."""
     for stages, roles in (([0, 1], ["embedding", "output"]), ([0, 0], ["output", "embedding"])):
         plan = tiny(Layout(pp=2 if stages[1] else 1, dp=2, zero=1))
         tables = [

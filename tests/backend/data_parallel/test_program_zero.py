@@ -75,7 +75,7 @@ LAYOUTS = [
     pytest.param(
         Layout(tp=2, pp=2, dp=3, sequence_parallel=True, zero=2),
         {"model": "tiny-llama", "samples": 6, "bucket_bytes": 50_000, "early": True, "schedule": "ZBH1"},
-        id="zero2-buckets-beside-the-backward",
+        id="zero2-buckets-during-the-backward",
     ),
     pytest.param(
         Layout(dp=4, zero=2),

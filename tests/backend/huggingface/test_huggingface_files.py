@@ -321,7 +321,7 @@ def test_a_folder_with_other_tensors_is_refused_with_their_names(tmp_path, chang
     assert expected in str(caught.value)
 
 
-def test_all_problems_of_a_folder_are_told_at_once(tmp_path):
+def test_all_problems_of_a_folder_are_reported_at_once(tmp_path):
     folder, _ = written(tmp_path, LLAMA)
     changed(folder, lambda t: (t.pop("model.norm.weight"), t.update({"new": torch.zeros(1)})))
     with pytest.raises(PlanError) as caught:

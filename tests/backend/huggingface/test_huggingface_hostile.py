@@ -17,7 +17,7 @@ from shardproof.core.base.errors import PlanError
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with one tensor `x`, and another one, `outside`, beside it."""
+    """A folder with one tensor `x`, and another one, `outside`, next to it."""
     for name in ("model", "outside"):
         (tmp_path / name).mkdir()
         save_file({"x": torch.arange(6.0)}, tmp_path / name / "model.safetensors")

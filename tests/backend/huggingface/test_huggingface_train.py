@@ -35,7 +35,7 @@ steps = 2
 
 
 def plan_of(tmp_path, *, tp=1, pp=1, dp=1, dtype="fp32", load=None) -> Plan:
-    """`load` is a folder beside the plan file, whose paths are relative to it."""
+    """`load` is a folder next to the plan file, whose paths are relative to it."""
     text = TEXT.format(tp=tp, pp=pp, dp=dp, dtype=dtype) + (f'load = "{load}"\n' if load else "")
     return Plan.from_toml(text, str(tmp_path / "plan.toml"))
 
@@ -113,7 +113,7 @@ def test_a_model_of_own_blocks_without_all_parameters_is_not_saved_and_says_so_b
     assert not (tmp_path / "own").exists()
 
 
-def test_a_tensor_that_is_missing_is_told_as_a_problem_of_the_plan(tmp_path):
+def test_a_tensor_that_is_missing_is_reported_as_a_problem_of_the_plan(tmp_path):
     Trainer(plan_of(tmp_path), transport="memory", save_huggingface=str(tmp_path / "llama")).fit()
     file = tmp_path / "llama" / "model.safetensors"
     content = file.read_bytes()

@@ -76,7 +76,7 @@ def test_a_run_that_is_ended_while_it_saves_leaves_the_checkpoint_before_whole(s
     assert f"after {steps} steps" in capfd.readouterr().err and saved_in(folder)[-1].steps == steps + 1
 
 
-def test_ranks_of_torchrun_on_one_host_listen_on_loopback_and_one_of_them_tells_of_the_end(start):
+def test_ranks_of_torchrun_on_one_host_listen_on_loopback_and_one_of_them_reports_the_end(start):
     run = start(
         "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof", *TRAIN, "--dp", "2"
     )
@@ -121,7 +121,7 @@ def listening_job(transport, payload):
 
 
 @pytest.mark.skipif(OTHER == "lo", reason="this machine has only loopback")
-def test_over_several_hosts_gloo_listens_where_it_is_told_and_the_store_of_rank_0_on_the_masters_address(workers):
+def test_over_several_hosts_gloo_listens_where_it_is_asked_to_and_the_store_of_rank_0_on_the_masters_address(workers):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

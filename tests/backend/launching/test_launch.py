@@ -198,7 +198,7 @@ def deadlock_job(transport, _):
 
 
 @sampled("transport", ["gloo", "memory"], on_push=1)
-def test_ranks_that_wait_for_each_other_are_told_apart_from_a_rank_that_hangs(transport):
+def test_ranks_that_wait_for_each_other_are_distinguished_from_a_rank_that_hangs(transport):
     with Workers(2, transport) as workers:
         workers.run(who_job)  # so that the time limit is not spent on start-up
         with pytest.raises(RankFailure) as caught:
@@ -215,7 +215,7 @@ def test_a_time_limit_that_start_up_uses_up_says_so():
 
 
 def survivor_job(transport, _):
-    """Rank 1 goes away quietly; rank 0 tells what its transport says about it."""
+    """Rank 1 goes away quietly; rank 0 returns what its transport says about it."""
     group = transport.group("world", "tp", (0, 1))
     if transport.global_rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -236,7 +236,7 @@ def unpicklable_job(transport, _):
     return (lambda: 0) if transport.global_rank == 1 else 0
 
 
-def test_a_result_that_cannot_travel_is_a_failure_of_its_rank():
+def test_a_result_that_cannot_be_pickled_is_a_failure_of_its_rank():
     with pytest.raises(RankFailure, match=r"rank 1 failed: .*pickle"):
         run_ranks(unpicklable_job, world_size=2)
 
@@ -311,7 +311,7 @@ def test_a_script_without_a_main_guard_leaves_no_warning_and_never_imports_torch
     assert (done.stdout, done.stderr, done.returncode) == ("[10, 11, 12] [20, 21, 22]\n[30, 31] False\n", "", 0)
 
 
-def test_functions_and_classes_of_the_script_itself_travel(tmp_path):
+def test_functions_and_classes_of_the_script_itself_are_pickled(tmp_path):
     done = run_script(
         tmp_path,
         """
@@ -333,7 +333,7 @@ def test_functions_and_classes_of_the_script_itself_travel(tmp_path):
     assert (done.stdout, done.stderr) == ("[Pair(rank=0, text='abab'), Pair(rank=1, text='abab')]\n", "")
 
 
-def test_a_script_whose_own_functions_travel_is_told_to_guard_its_main_part(tmp_path):
+def test_a_script_whose_own_functions_are_pickled_is_asked_to_guard_its_main_part(tmp_path):
     done = run_script(
         tmp_path,
         """

@@ -136,7 +136,7 @@ def test_no_bit_depends_on_how_the_sequence_is_cut(cp, block, sequence, packed, 
 
 
 @pytest.mark.parametrize("sample", [0, 1])
-def test_no_bit_depends_on_the_samples_and_heads_beside_it(sample):
+def test_no_bit_depends_on_the_samples_and_heads_next_to_it(sample):
     plan, tensors, documents = plan_of(2, block=3), inputs(24), beginnings(24)
     whole = run(plan, tensors, documents)
     twice = [each[sample : sample + 1].expand(2, -1, -1, -1).contiguous() for each in tensors]
@@ -176,7 +176,7 @@ def test_dropout_takes_the_same_elements_whatever_the_cut(cp):
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_bf16_rounds_once_where_numerics_are_exact(mode):
     """Exact: one rounding to 8 bits. Fast: the library rounds probabilities too, and partial sums over
-    ranks travel in bf16."""
+    ranks are sent in bf16."""
     tensors = [each.bfloat16() for each in inputs(24, groups=3)]
     plan = replace(plan_of(2, mode, block=3), precision=Precision("bf16"))
     error = largest_error(run(plan, tensors), plain(tensors))

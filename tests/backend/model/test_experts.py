@@ -1,7 +1,7 @@
 """Mixture of experts against a loop over tokens in fp64, and what every rank records against `core.program`.
 
 Bound. As in `test_model_oracle`: a product that sums K terms is off by at most K u of its operands' norms (u =
-2^-24), and first-order errors add along a chain. A layer with experts has the dense chain and beside it the
+2^-24), and first-order errors add along a chain. A layer with experts has the dense chain and besides it the
 router's product and softmax, so 2 * (2 * 11 + 3) = 50 operations of at most 108 terms (six samples of 18 tokens),
 relative to a gradient's norm.
 """

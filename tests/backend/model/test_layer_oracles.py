@@ -301,7 +301,7 @@ def plain_mlp(model: ModelSpec, w: dict[str, Tensor], name: str, x: Tensor) -> T
 
 
 def plain_latent_attention(model: ModelSpec, w: dict[str, Tensor], name: str, x: Tensor, places: Places) -> Tensor:
-    """DeepSeek-V2, equations 37 to 47: every head has a key of its own beside the rotary one that all share."""
+    """DeepSeek-V2, equations 37 to 47: every head has a key of its own besides the rotary one that all share."""
     b, s, _ = x.shape
     heads, nope, rope, value = model.num_heads, model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
     if model.q_lora_rank:

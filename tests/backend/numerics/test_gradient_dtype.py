@@ -42,7 +42,7 @@ def tiny(layout, *, mode="exact", dtype="bf16", gradient_dtype="bf16", global_si
 
 
 def summed(transport, op):
-    """A wide sum of what every rank drew, beside what each drew."""
+    """A wide sum of what every rank drew, besides what each drew."""
     group = transport.group("dp", "dp", range(transport.world_size))
     recorder = transport.recorder
     recorder.enabled = True

@@ -41,7 +41,7 @@ def test_the_sum_of_three_microbatches_is_that_of_their_products_in_fp64(dtype: 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0), (torch.bfloat16, 2 * ROWS_AT_ONCE * FULL)])
 def test_adding_a_microbatch_holds_no_second_tensor_of_the_weight(dtype: torch.dtype, most: int) -> None:
-    """fp32: nothing beside the sum. bf16: the product of some rows, an eighth of the weight's bf16 bytes here."""
+    """fp32: nothing besides the sum. bf16: the product of some rows, an eighth of the weight's bf16 bytes here."""
     x, y = (each.flatten(0, 1) for each in microbatches(dtype)[0])
     total, meter = TokenProduct(x, y).total(), LiveMeter(0)
     assert total.nbytes == WEIGHT_BYTES

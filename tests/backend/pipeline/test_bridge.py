@@ -257,7 +257,7 @@ class Modules:
         return [number * size * plan.layout.dp + dp_rank * size for number in range(self.rounds)]
 
     def grid(self, module: int, number: int = 0) -> Grid:
-        """Where the hidden states between the modules lie in a round; in others they lie alike, some samples on."""
+        """Where the hidden states between the modules lie in a round; in others they lie the same, some samples on."""
         plan = self.plan(module)
         firsts = [self.first_samples(module, dp_rank)[number] for dp_rank in range(plan.layout.dp)]
         return stage_grid(

@@ -138,7 +138,7 @@ def poisoned_step(transport, plan):
     return str(caught.value)
 
 
-def test_a_gradient_of_a_pair_that_is_no_number_is_told_by_all_ranks():
+def test_a_gradient_of_a_pair_that_is_no_number_is_reported_by_all_ranks():
     reported = run_threads(
         MemoryWorld(2, timeout_s=60), poisoned_step, tiny(Layout(dp=2, ep=2), mode="fast", recompute=Recompute())
     )
@@ -157,7 +157,7 @@ def test_each_part_computes_while_the_other_waits_and_never_both_at_once(runner)
     baton, reported, computing = runner.baton, [], []
 
     def compute(name):
-        assert not computing, f"{name} beside {computing}"
+        assert not computing, f"{name} during {computing}"
         computing.append(name)
         reported.append(name)
         computing.clear()

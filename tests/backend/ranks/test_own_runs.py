@@ -46,7 +46,7 @@ def test_actions_order_and_bytes_are_exact_and_peak_memory_within_5_percent(name
     assert abs(row.peak_error) <= 0.05, f"predicted {row.predicted_peak_bytes}, measured {row.measured_peak_bytes}"
 
 
-def test_a_collective_that_sends_other_bytes_is_told_with_its_rank_and_action(workers):
+def test_a_collective_that_sends_other_bytes_is_reported_with_its_rank_and_action(workers):
     plan = RUNS["gpt tp2 dp2"]
     ranks = workers(plan.layout.world_size).run(own.record_rank, plan)
     ranks[3].sent["0F1"].pop()

@@ -220,7 +220,7 @@ def test_a_frozen_layer_keeps_no_input_and_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_fused_parts_of_published_weights_are_cut_alike_and_come_apart_again(tp: int) -> None:
+def test_fused_parts_of_published_weights_are_cut_in_one_way_and_come_apart_again(tp: int) -> None:
     """Gate and up-projection, then query, key and value with two query heads of 3 to a group: every rank's
     features are its items'."""
     for widths, num_items in (((1, 1), 6), ((6, 3, 3), 6)):

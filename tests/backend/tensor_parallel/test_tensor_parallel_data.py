@@ -107,7 +107,7 @@ def refused_job(transport, case):
     [
         ("both", "this one was given some, but member 0 is the source"),
         ("none", "this one was given none, but it is the source"),
-        ("other", r"told to expect x \[2, 4\] float32, but the source has x \[2, 3\] float32"),
+        ("other", r"broadcast expects x \[2, 4\] float32, but the source has x \[2, 3\] float32"),
     ],
 )
 def test_the_wrong_member_and_other_tensors_are_refused(case, message):

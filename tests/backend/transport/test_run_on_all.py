@@ -1,4 +1,4 @@
-"""What ranks tell each other is data: nothing that a peer sends is executed, and what is no data
+"""What ranks send each other is data: nothing that a peer sends is executed, and what is no data
 ends the run in words."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ every_world = pytest.mark.parametrize("world_size", WORLDS)
 
 
 def payload(source, destination, shape, dtype):
-    """A tensor that tells where it comes from and where it goes: values 0..15, which every dtype here holds exactly."""
+    """A tensor that shows where it comes from and where it goes: values 0..15, which every dtype here holds exactly."""
     count = torch.Size(shape).numel()
     return ((torch.arange(count) + 3 * source + 5 * destination) % 16).reshape(shape).to(torch.float32).to(dtype)
 
@@ -209,7 +209,7 @@ def sums_job(transport, counts):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_gloo_sums_of_few_bytes_are_made_in_member_order_and_large_ones_are_alike_on_all_members(workers, world_size):
+def test_gloo_sums_of_few_bytes_are_made_in_member_order_and_large_ones_are_equal_on_all_members(workers, world_size):
     """Of one and of many elements a member, within `EXCHANGED_BYTES`, and of more."""
     counts = (1, 7, 1000, EXCHANGED_BYTES // 4)
     ranks = workers(world_size, "gloo").run(sums_job, counts)

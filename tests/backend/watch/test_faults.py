@@ -67,7 +67,7 @@ NOTICED_S = 60
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls one rank in the middle of an action of the second step: `kill` or `hang`. `struck_file` is told
+    """What befalls one rank in the middle of an action of the second step: `kill` or `hang`. `struck_file` gets
     when. With `at_collective` not at a layer."""
 
     plan: Plan
@@ -92,7 +92,7 @@ def faulty_rank(transport, fault):
     if transport.global_rank == fault.global_rank:
         action, recorder, open_channel = Action.from_str(fault.action), transport.recorder, transport.channel
         board = transport.watch.board
-        recorder.enabled = True  # then it is told of every product, with its layer
+        recorder.enabled = True  # then it hears of every product, with its layer
         plain_layer, plain_collective = recorder.layer, recorder.collective
 
         def layer(name):
@@ -261,7 +261,7 @@ def test_a_rank_that_hangs_in_a_part_of_a_pair_names_what_each_part_of_the_other
     assert f"{part} in strike (" in text, text
 
 
-def test_a_job_that_moves_is_not_ended_however_short_the_limit_beside_its_length():
+def test_a_job_that_moves_is_not_ended_however_short_the_limit_against_its_length():
     assert run_ranks(
         faulty_rank, Fault(tiny(Layout(pp=2)), 9, "0F0", "hang"), world_size=2, transport="memory", stall_s=30.0
     ) == [3, 3]
@@ -278,7 +278,7 @@ def collective(*_, **__):
     if str(recorder.scope[0]) == action and not layer:
         raise error
 """
-"""Code of a module of ours, as far as its name tells."""
+"""Code of a module of ours, as far as its name says."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class Defect:
 def defective_rank(transport, defect):
     if transport.global_rank == 1:
         recorder = transport.recorder
-        recorder.enabled = True  # then it is told of every product
+        recorder.enabled = True  # then it hears of every product
         known = {"__name__": "shardproof.backend.defective", "recorder": recorder, **vars(defect)}
         exec(compile(OURS, "/shardproof/backend/defective.py", "exec"), known)
         recorder.product, recorder.collective = known["product"], known["collective"]
@@ -339,7 +339,7 @@ def test_an_exception_that_nobody_foresaw_is_a_defect_of_ours_named_with_action_
     assert "defective.py" in failure.__notes__[0] and type(failure.__cause__) is type(defect.error)
 
 
-def test_a_rank_of_torchrun_tells_its_defects_and_those_of_its_machine_alike():
+def test_a_rank_of_torchrun_reports_its_defects_and_those_of_its_machine_in_the_same_way():
     transport = MemoryWorld(1).transport(0)
     transport.watch.phase = SECOND_STEP
     known = {"__name__": "shardproof.backend.defective", "nodes": []}
@@ -434,7 +434,7 @@ def test_a_wait_is_matched_with_where_the_peer_is_in_its_row(board):
     assert halt.holders == (2,) and not halt.is_circle
 
 
-def test_a_peer_that_has_done_what_is_waited_for_or_never_will_is_told(board):
+def test_a_peer_that_has_done_what_is_waited_for_or_never_will_is_reported(board):
     show(board, 0, "0F0 0F1 0B0", "0B0", needs="1B0", peer=1)
     show(board, 1, "1F0 1F1 1B0", "1F1", needs="0F1", peer=0)
     show(board, 2, "2F0 2B0", "2F0", needs="1F9", peer=1)
@@ -459,7 +459,7 @@ def test_a_backward_is_named_as_the_peer_splits_or_pairs_it(board):
     )
 
 
-def test_different_collectives_under_one_number_are_told_apart(board):
+def test_different_collectives_under_one_number_are_distinguished(board):
     for rank in (0, 1):
         show(board, rank, "0F0", "0F0")
     found = {

@@ -127,7 +127,7 @@ time.sleep(60)
     assert ended_by(body) == (143, "closed\nleft\n", "program: ended by SIGTERM.\n")
 
 
-def test_one_rank_of_a_host_tells_it(monkeypatch):
+def test_one_rank_of_a_host_reports_it(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert ended_by("ready(); time.sleep(60)", signal.SIGTERM) == (143, "ready\nclosed\nleft\n", "")
 

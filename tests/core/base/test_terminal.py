@@ -174,7 +174,7 @@ def test_a_ranking_says_once_what_all_have_in_common_where_it_is_too_wide():
     assert ranking(header, rows, 44)[0].split() == ["step", "schedule", "micro"]
     narrower = ranking(header, rows, 40)
     assert narrower[0].split() == ["step", "schedule"] and narrower[-1] == "All of them: micro 4."
-    assert max(map(len, ranking(header, rows, 34))) == 33, "columns closer together"
+    assert max(map(len, ranking(header, rows, 34))) == 33, "narrower gaps"
     assert ranking(header, rows[:1], 40)[0].split() == ["step", "schedule", "micro"], (
         "one alternative has nothing in common with others"
     )
@@ -198,8 +198,8 @@ def test_a_file_is_the_same_from_every_terminal(monkeypatch, tmp_path, capsys):
     texts = []
     for width in ("60", "132"):
         monkeypatch.setenv("COLUMNS", width)
-        assert main(["verify", str(ROOT / "examples/tiny_tp2_pp2_dp2.toml"), "-o", str(tmp_path / "told.txt")]) == 0
-        texts.append((tmp_path / "told.txt").read_text())
+        assert main(["verify", str(ROOT / "examples/tiny_tp2_pp2_dp2.toml"), "-o", str(tmp_path / "printed.txt")]) == 0
+        texts.append((tmp_path / "printed.txt").read_text())
     assert texts[0] == texts[1] and max(map(len, texts[0].splitlines())) > 132
     assert capsys.readouterr().out
 

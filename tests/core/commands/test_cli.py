@@ -49,7 +49,7 @@ def test_an_unknown_option_exits_2(capsys):
     assert "--jsno" in capsys.readouterr().err
 
 
-def test_wrong_usage_is_told_in_a_sentence_with_the_closest_option(capsys):
+def test_wrong_usage_is_reported_in_a_sentence_with_the_closest_option(capsys):
     for arguments, words in (
         (
             ["plan", "--jsno"],

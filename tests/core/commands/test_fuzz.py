@@ -131,7 +131,7 @@ def outcome_of(code: int = 2, error: str = "", output: str = "", seconds: float 
         (outcome_of(2, "a \x1b[2J"), "control characters printed: a \\xNb[NJ"),
     ],
 )
-def test_what_should_not_happen_is_told(outcome, said):
+def test_what_should_not_happen_is_reported(outcome, said):
     given = inputs.Input("plan", ("fit", "plan.toml", *inputs.GITHUB), {})
     assert [each.replace("  ", "") for each in outcome.complaints(given)] == [said]
 

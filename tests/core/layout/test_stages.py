@@ -51,7 +51,7 @@ def test_an_embedding_may_have_a_stage_of_its_own():
     assert [len(stage.layers) for stage in stages] == [0, 4, 0]
 
 
-def test_modules_of_multi_token_prediction_may_be_written_beside_the_loss():
+def test_modules_of_multi_token_prediction_may_be_written_next_to_the_loss():
     written = assign_layers(61, Layout(pp=16, stages="Et*3|(t*4|)*14t*2m*2L"))
     assert written == assign_layers(61, Layout(pp=16, stages="Et*3|(t*4|)*14t*2L"))
     assert (num_mtp_written("E(t|)*3,tm*2L"), num_mtp_written("EtL")) == (2, 0)
@@ -74,7 +74,7 @@ def test_layers_that_do_not_divide_name_the_divisors_and_an_uneven_form():
         ("EttttttL|", "last stage L"),
         ("Ettt|xttL", "has 'x'"),
         ("Ettt|tttLm", "if anywhere, before L"),
-        ("Etttttt|m|L", "m \\(multi-token prediction\\) on a stage of its own. Write it beside L"),
+        ("Etttttt|m|L", "m \\(multi-token prediction\\) on a stage of its own. Write it next to L"),
         ("E(t*3|t*3L", r"has '\('"),
         ("Et*999999|L", "expands to more than"),
         ("Et*9999999|L", r"has '\*9'"),

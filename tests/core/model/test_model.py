@@ -49,8 +49,8 @@ PRINTED = [
     ("megatron-22b", 22, 22),  # Korthikanti et al. 2022, table 3, and the two below
     ("mt-nlg-530b", 530, 530),
     ("megatron-1t", 1008, 1008),  # 1T there, 1008.0 in Narayanan et al. 2021, table 1
-    ("nemotron4-15b", 16, 16),  # arXiv 2402.16819: 15 B, of them 12.5 B beside both embeddings
-    ("nemotron4-340b", 341, 341),  # arXiv 2406.11704, table 1: 331.6 B beside 9.4 B of embeddings
+    ("nemotron4-15b", 16, 16),  # arXiv 2402.16819: 15 B, of them 12.5 B besides both embeddings
+    ("nemotron4-340b", 341, 341),  # arXiv 2406.11704, table 1: 331.6 B besides 9.4 B of embeddings
 ]
 
 
@@ -66,7 +66,7 @@ def test_total_and_active_parameters_round_to_the_printed_ones(name, total, acti
     assert round(count_active_parameters(model) / 1e9) == active
 
 
-def test_deepseek_v3_has_671_billion_parameters_of_which_a_token_uses_37_beside_its_prediction_module():
+def test_deepseek_v3_has_671_billion_parameters_of_which_a_token_uses_37_besides_its_prediction_module():
     """The checkpoint's count without its 58 * 256 routing biases, which gradients do not touch,
     and without the module."""
     with_module = model_preset("deepseek-v3")

@@ -133,7 +133,7 @@ BROKEN = {
         '[schedule]\nname = "ZBH1"\n[precision]',
         ("Use schedule.name = 1F1B or GPipe"),
     ),
-    "modules-recompute-alike": (
+    "modules-recompute-equally": (
         "[precision]",
         '[recompute]\nmode = "full"\nlayers = [0]\n[precision]',
         "layers by numbers, which every module counts from 0",
@@ -160,7 +160,7 @@ def test_each_rule_catches_its_minimal_failing_plan(rule) -> None:
         ('ranks = "2-4"', "ranks = 2", 15, 'module "right": ranks = 2 must be a text in quotes'),
         ("tp = 3", "tp = 3\nzeroo = 1", 30, "module \"last\": unknown key 'zeroo' in [layout]; did you mean 'zero'?"),
         ("tp = 3", "tp = 9\ndp = 1", 29, 'module "last": tp=9 leaves some ranks without any'),
-        ("[batch]", "[layout]\ntp = 2\n[batch]", 2, "[layout] stands beside [[modules]], of which each has its own."),
+        ("[batch]", "[layout]\ntp = 2\n[batch]", 2, "[layout] stands next to [[modules]], of which each has its own."),
         ('"right", "left"', '"right", "lft"', 25, 'inputs of module "last" name "lft", which is no earlier module.'),
         ('preset = "tiny-moe"', "num_layers = 2", 27, 'module "last": [model] lacks hidden_size'),
         (
@@ -172,7 +172,7 @@ def test_each_rule_catches_its_minimal_failing_plan(rule) -> None:
         ("sequence = 32", "sequence = -1", 3, "sequence = -1 must be at least 1"),
     ],
 )
-def test_what_is_wrong_with_a_module_is_told_with_its_line_and_name(
+def test_what_is_wrong_with_a_module_is_reported_with_its_line_and_name(
     before: str, after: str, line: int, problem: str
 ) -> None:
     text = JOINING.replace(before, after)
@@ -181,7 +181,7 @@ def test_what_is_wrong_with_a_module_is_told_with_its_line_and_name(
     assert any(each.startswith(f"plan.toml:{line}: ") and problem in each for each in found), found
 
 
-def test_what_is_missing_is_told_once() -> None:
+def test_what_is_missing_is_reported_once() -> None:
     assert problems_of(JOINING.replace('name = "left"\n', "")) == (
         ('plan.toml: module 1: it lacks name. Give it, as in name = "encoder".'),
     )

@@ -201,7 +201,7 @@ def test_all_problems_of_a_file_come_together_in_line_order():
     assert lines == sorted(lines)
 
 
-def test_a_key_in_the_wrong_section_is_told_its_own():
+def test_a_key_in_the_wrong_section_is_reported_with_its_own():
     (problem,) = problems_of(GPT3.replace("[runtime]", "[runtime]\ntp = 8"))
     assert problem == "plan.toml:7: unknown key 'tp' in [runtime]; it belongs to [layout]."
 
@@ -405,7 +405,7 @@ BROKEN = {
         ("[runtime]", "[runtime]\np2p_batched = false"),
         ("p2p_overlap=false is not set. Set it, or leave"),
     ),
-    "padding-is-told-apart": (
+    "padding-is-distinguished": (
         ("steps = 20", "steps = 20\npadded = true"),
         "padded=true fills sequences up with ignore_token, which is not",
     ),

@@ -1,4 +1,4 @@
-"""Layers with experts against closed forms: products, the tokens that travel, who holds and who adds up what."""
+"""Layers with experts against closed forms: products, the tokens that are sent, who holds and who adds up what."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_step_multiplies_the_matrices_a_token_meets_in_every_layout(layout):
 
 def test_an_all_to_all_each_way_moves_a_copy_per_expert_but_for_the_local_share():
     """Rajbhandari et al. 2022, DeepSpeed-MoE: of b*s*k copies of h elements 1 - 1/ep leave the rank, to the experts and
-    back. How many go to each expert is told first, one int64 for each expert and sequence."""
+    back. How many go to each expert is sent first, one int64 for each expert and sequence."""
     plan = plan_of(dp=4, ep=4)
     one_way, counts = B * S * K * H * 2 * 3 // 4, B * E * 8 * 3 // 4
     for part, kind in (
@@ -131,7 +131,7 @@ def test_expert_tensor_parallelism_gathers_before_the_experts_and_scatters_after
 
 @pytest.mark.parametrize("etp", [1, 2])
 def test_ranks_with_the_same_tokens_send_a_part_each_and_gather_results_and_gradients(etp):
-    """The copies of half the tokens travel; then the other rank is told this one's results, its input gradients,
+    """The copies of half the tokens are sent; then the other rank gets this one's results, its input gradients,
     and those of weights."""
     plan = plan_of(tp=2, ep=2, dp=2, etp=etp)
     works = {each.layer.removeprefix("layers.1.mlp."): each for each in transformer_work(plan, 1)}

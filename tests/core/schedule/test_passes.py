@@ -271,7 +271,7 @@ def counterpart(cell: str) -> str:
 
 def test_replicas_list_their_reductions_in_one_order_as_soon_as_both_are_ready() -> None:
     """DualPipe p=4, m=10: of the outer stages, 0 is last on rank 0 and on rank 3; every pair of ranks lists
-    its shared stages alike."""
+    its shared stages in the same way."""
     lowered = lower(build("DualPipe", pp=4, num_microbatches=10))
     order = [[action.stage for action in actions if action.kind is Kind.REDUCE_GRAD] for actions in lowered.rows()]
     assert order[0] == order[3]

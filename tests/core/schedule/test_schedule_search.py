@@ -212,7 +212,7 @@ class Exhaustive:
             if self.owner[stage][microbatch] != rank or ready_s > now or (self.waited[rank] and ready_s < now):
                 continue
             if (kind, stage) == ("F", 0) and microbatch > min(entering):
-                continue  # microbatches of one route are alike, so they enter in order
+                continue  # microbatches of one route are equal, so they enter in order
             if (
                 kind == "F"
                 and self.given.capacity

@@ -1,4 +1,4 @@
-"""How tokens travel between experts, what of it hides, in which format routers multiply, and what
+"""How tokens are exchanged between experts, what of it hides, in which format routers multiply, and what
 published recipes switch on."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_experts_cut_over_tensor_parallel_ranks_sort_what_these_have_gathered():
     assert cut.backward_bytes - whole.backward_bytes == 4 * copies * (4 - 1)
 
 
-def test_exchanges_beside_another_microbatch_leave_what_slows_it_down_and_nothing_else_changes():
+def test_exchanges_during_another_microbatch_leave_what_slows_it_down_and_nothing_else_changes():
     plain = forward_and_backward(Runtime("megatron-te"), Layout(dp=8, ep=8))
     beside = forward_and_backward(Runtime("megatron-te", ep_comm_overlap=True), Layout(dp=8, ep=8))
     for before, after in zip(plain, beside, strict=True):

@@ -178,7 +178,7 @@ def test_tables_are_gathered_first_and_have_nothing_to_hide_behind():
 
 
 def test_the_first_or_last_chunk_of_an_overlapped_collective_is_always_exposed():
-    """One of tp chunks, and what the products lose while the others run beside them."""
+    """One of tp chunks, and what the products lose while the others overlap with them."""
     layout = Layout(tp=8, sequence_parallel=True)
     none = layer_of(plan(layout, Runtime("torchtitan"))).forward.seconds.tp_comm
     overlapped = layer_of(plan(layout, Runtime("torchtitan", tp_comm_overlap=True))).forward.seconds.tp_comm

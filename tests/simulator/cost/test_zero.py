@@ -1,4 +1,4 @@
-"""What nothing runs beside under ZeRO-2 and 3: gathers that are not begun early enough, and reductions in the
+"""What nothing overlaps with under ZeRO-2 and 3: gathers that are not begun early enough, and reductions in the
 only queue to a device."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_units_of_a_block_are_its_dense_weights_and_its_experts_unless_all_ranks
     assert units(whole, 0, held_elements(whole, 0)) == Held(dense + 8 * expert, 0)
 
 
-def test_one_queue_leaves_nothing_beside_a_reduction_and_what_is_gathered_where_it_was():
+def test_one_queue_leaves_nothing_during_a_reduction_and_what_is_gathered_where_it_was():
     layout = Layout(tp=2, dp=32, ep=8, zero=3, sequence_parallel=True)
     queue, queues = Pricing(plan(layout)), Pricing(plan(layout), shared={})
     queues.profile = replace(FSDP, one_queue=False)
@@ -93,7 +93,7 @@ def test_a_block_of_more_than_400_million_parameters_is_gathered_and_reduced_alo
         (2.0, 10.0, 20.0, 12.0),
     ],
 )
-def test_exchanges_between_nodes_share_cards_with_the_weights_that_travel_meanwhile(crossing, beside, hidden, longer):
+def test_exchanges_between_nodes_share_cards_with_the_weights_that_are_sent_meanwhile(crossing, beside, hidden, longer):
     assert shared_card_s(crossing, beside, hidden) == pytest.approx(longer)
 
 

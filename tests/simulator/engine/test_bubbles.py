@@ -44,7 +44,7 @@ def test_1f1b_on_2_ranks_idles_for_3_of_9_seconds_on_each():
     assert run.end_s.max() == 9
 
 
-def test_the_time_of_a_message_is_told_apart_from_the_wait_for_its_payload():
+def test_the_time_of_a_message_is_distinguished_from_the_wait_for_its_payload():
     run = unit_run(pp=2, num_microbatches=1, send_s=0.25)
     (waiting, message) = sorted(idle_of(run, 0), key=lambda idle: idle.cause, reverse=True)
     assert (waiting.cause, waiting.of, waiting.seconds) == ("waiting", "1B", 3.25)
@@ -118,7 +118,7 @@ def test_a_replica_that_waits_for_a_slower_one_says_so():
     assert path.segments[0] == (-1, 0.0, 5.0)  # what made the other replica late is not known here
 
 
-def test_ranks_that_share_cores_last_longer_and_all_of_it_is_told():
+def test_ranks_that_share_cores_last_longer_and_all_of_it_is_reported():
     """Four ranks on two cores: what they last beyond their price is `other` in the report and `sharing` here."""
     cluster = replace(cluster_preset("this-host", 4), num_cores=2)
     plan = Plan(model_preset("tiny-gpt"), cluster, Layout(pp=4), Batch(8, 1, 64), precision=Precision("fp32"))

@@ -210,7 +210,7 @@ def test_a_blocking_send_keeps_its_rank_from_computing():
         times[sends] = {
             str(span.action): (span.start_s, span.end_s) for span in timeline.spans if span.lane == "compute"
         }
-    assert times["rendezvous"]["0F1"] == (1, 2), "0SEND_F0 runs beside it"
+    assert times["rendezvous"]["0F1"] == (1, 2), "0SEND_F0 overlaps with it"
     assert times["blocking"]["0F1"] == (6, 7), "0SEND_F0 runs until 6"
     # 1F0 6-7, 1B0 7-9, 1SEND_B0 9-14 meanwhile rank 1 stands still, and 1RECV_F1 is posted at 9
     assert times["rendezvous"]["1F1"] == (14, 15)

@@ -152,7 +152,7 @@ def answer(capsys, *arguments: str) -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize("from_file", [True, False], ids=["plan file", "options alone"])
-def test_every_remedy_fits_when_it_is_set_and_tells_its_peak_and_step(tmp_path, capsys, monkeypatch, from_file):
+def test_every_remedy_fits_when_it_is_set_and_reports_its_peak_and_step(tmp_path, capsys, monkeypatch, from_file):
     path = tmp_path / "plan.toml"
     path.write_text(
         llama(Layout(tp=4, pp=2, dp=4), model="llama3-70b", micro=2, recompute=Recompute("selective")).to_toml()

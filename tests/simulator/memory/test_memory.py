@@ -164,7 +164,7 @@ def heaviest(plan: Plan):
     return max(rank_memories(plan, schedule_for(plan)), key=lambda rank: rank.peak_bytes)
 
 
-def test_nanotron_holds_gradients_in_bf16_beside_their_fp32_sums():
+def test_nanotron_holds_gradients_in_bf16_besides_their_fp32_sums():
     memory = heaviest(stack("nanotron", Layout(tp=8)))
     assert memory.gradients_bytes == pytest.approx(6 / 2 * memory.weights_bytes, rel=1e-3)
 

@@ -37,7 +37,7 @@ DEEPSEEK = ModelSpec(
 HIDDEN = S * H * E
 STATISTICS = 4 * S
 LATENTS = S * E * (1536 + 1536 + 512 + 64 + 512)
-"""Low-rank queries and keys with their normalised forms; the rotary part of the keys lies beside the latent one."""
+"""Low-rank queries and keys with their normalised forms; the rotary part of the keys lies besides the latent one."""
 OPERANDS = S * HEADS * E * (192 + 192 + 128)
 """Queries, keys and values."""
 ATTENTION = 2 * HIDDEN + STATISTICS + LATENTS + 2 * STATISTICS + OPERANDS + S * HEADS * 128 * E + 4 * S * HEADS

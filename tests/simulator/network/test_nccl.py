@@ -38,7 +38,7 @@ def chosen(cluster, op: str, payload: float, nodes: int, per_node: int = 8) -> s
 
 
 def test_eight_h100_reduce_by_ring_ll_to_1_mib_and_in_the_switch_beyond():
-    """What NCCL told of itself in nccl-tests issue 309, where the switch begins at 2 MiB. From there to 16 MiB
+    """What NCCL printed of itself in nccl-tests issue 309, where the switch begins at 2 MiB. From there to 16 MiB
     rings are within 4% here."""
     assert {chosen(H100, "all_reduce", 2**power, 1) for power in range(3, 21)} == {"ring/LL"}
     assert {chosen(H100, "all_reduce", 2**power, 1) for power in range(25, 35)} == {"nvls/Simple"}

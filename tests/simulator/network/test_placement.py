@@ -60,7 +60,7 @@ def patterns(plan: Plan, dp_rank: int) -> list[object]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.degrees} {layout.order}")
-def test_replicas_lie_alike_exactly_where_their_groups_do(layout):
+def test_replicas_are_placed_equally_exactly_where_their_groups_do(layout):
     plan = plan_of(layout)
     alike = all(patterns(plan, dp_rank) == patterns(plan, 0) for dp_rank in range(layout.dp))
     assert replicas_placed_equally(plan) is alike
@@ -106,7 +106,7 @@ def test_a_replica_whose_tensor_parallel_groups_cross_nodes_sets_the_pace():
     assert "variation" not in simulation.report
 
 
-def test_replicas_that_lie_alike_are_simulated_once_and_all_of_them_give_the_same():
+def test_replicas_that_are_placed_equally_are_simulated_once_and_all_of_them_give_the_same():
     plan = plan_of(Layout(tp=2, pp=2, dp=6))
     assert simulate(plan).report == simulate_first(plan).report
 

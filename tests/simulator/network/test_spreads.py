@@ -1,5 +1,5 @@
 """`Spreads`: the groups of rank 0 of every pipeline rank are those that `Layout` enumerates, and
-shifted groups lie alike."""
+shifted groups are placed in the same way."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_bounds_are_the_makespan_itself_for_1f1b_on_one_node_without_messages():
     assert lower_bound_s(plan, Pricing(plan)) == simulate(plan).report["step_time_s"]
 
 
-def test_exact_numerics_hold_sums_that_few_microbatches_do_not_tell():
+def test_exact_numerics_hold_sums_that_few_microbatches_do_not_show():
     model = replace(model_preset("tiny-gpt"), num_layers=2)
     plan = Plan(model, cluster_preset("this-host", 2), Layout(pp=2), Batch(13, 1, 64), numerics=Numerics("exact"))
     assert _memories(plan) == simulate(plan).memory

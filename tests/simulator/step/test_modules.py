@@ -1,5 +1,5 @@
 """`simulate` of several modules: two halves of a model cost what its two stages do, and branches
-run beside each other."""
+overlap with each other."""
 
 from __future__ import annotations
 

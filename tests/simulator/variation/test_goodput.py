@@ -78,7 +78,7 @@ def test_llama_3s_419_failures_in_54_days_leave_its_90_percent_with_fast_checkpo
     ) is reaches
 
 
-def test_the_report_tells_goodput_only_where_devices_fail():
+def test_the_report_has_goodput_only_where_devices_fail():
     report = simulate(llama(device_mtbf_s=1.6e7, checkpoint_s=50.0, restart_s=100.0)).report
     plain = simulate(llama()).report
     assert "goodput" not in plain and report["step_time_s"] == plain["step_time_s"]

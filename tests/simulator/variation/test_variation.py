@@ -339,7 +339,7 @@ def test_replicas_wait_for_the_slowest_of_them():
 
 
 def test_jitter_of_a_device_for_a_whole_step_is_not_averaged_away():
-    """One device: every action of a step scales alike, so the deviation of the step is that of the device."""
+    """One device: every action of a step scales equally, so the deviation of the step is that of the device."""
     plan = llama(Layout(), microbatches=8, device_spread=0.1, samples=2000)
     nominal = simulate(without(plan)).report
     computing = sum(nominal["time_s"][name] for name in COMPUTING)
@@ -361,7 +361,7 @@ def test_transfers_that_jitter_leave_a_step_without_them_alone():
     assert sample_steps(llama(Layout(dp=4), comm_jitter=0.5, samples=5)).step_s.std() > 0
 
 
-def test_the_report_tells_percentiles_in_order():
+def test_the_report_has_percentiles_in_order():
     reported = simulate(llama(Layout(tp=2, pp=2, dp=2), jitter=0.05, samples=50, seed=2)).report["variation"]
     drawn = reported["sampled_step_time_s"]
     assert reported["samples"] == 50 and reported["seed"] == 2

@@ -1,5 +1,5 @@
 """Ledgers of two runs are compared after the fact: any two layouts, with the kind of every difference, and
-rounding told from faults."""
+rounding distinguished from faults."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_first_difference_along_the_dataflow_is_named_with_rank_action_and_k
     assert (same_cut["ranks"], same_cut["class"]) == ([4], "doubled")
 
 
-def test_a_lost_tensor_and_half_a_line_at_the_end_are_told_apart(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_lost_tensor_and_half_a_line_at_the_end_are_distinguished(saved: Callable[..., Path], tmp_path: Path) -> None:
     lost = spoiled(saved("tp = 3"), tmp_path / "lost", lambda line: None if line[1] == "gradient" else line)
     rules = [
         finding.rule for finding in compare_saved(read_ledger(lost), read_ledger(saved("pp = 2\ndp = 3"))).findings
@@ -224,8 +224,8 @@ def test_a_gather_and_a_recomputation_are_named_in_saved_ledgers_too(
         assert (first["ranks"], first["class"]) == ([1], "doubled")
 
 
-def test_a_flipped_bit_of_a_cut_weight_is_told_by_digests(saved: Callable[..., Path], tmp_path: Path) -> None:
-    """The digest of one element more by 2^bit times its key; all sums off alike."""
+def test_a_flipped_bit_of_a_cut_weight_is_found_by_digests(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """The digest of one element more by 2^bit times its key; all sums off by as much."""
     name, shape, element, bit = "layers.0.mlp.up.weight", (48, 24), (40, 3), 14
     keys = [int(lane[0]) for lane in keys_of(np.array([element[0] * shape[1] + element[1]], dtype=np.uint64))]
 

@@ -38,7 +38,7 @@ def named(plan, phase, tensor, wrong=RANKS, gradients=frozenset(), sample=None) 
         (GRADIENT, "head.output.weight", RANKS, ALL, ["dp"]),  # tensor parallelism cuts it: no sum over tp
         (GRADIENT, "head.norm.weight", RANKS, ALL, ["dp"]),  # so are those that tp cuts
         (GRADIENT, "head.norm.weight", RANKS, WHOLE, ["tp"]),  # and only those that it does not cut
-        (GRADIENT, "head.norm.weight", RANKS, {"head.norm.weight"}, ["tp", "dp"]),  # nothing tells
+        (GRADIENT, "head.norm.weight", RANKS, {"head.norm.weight"}, ["tp", "dp"]),  # nothing shows
         # one group of tp is wrong, and the other is right
         (GRADIENT, "head.norm.weight", (0, 1), {"head.norm.weight"}, ["tp"]),
         (GRADIENT, "head.norm.weight", (0, 2), {"head.norm.weight"}, ["dp"]),
@@ -51,7 +51,7 @@ def named(plan, phase, tensor, wrong=RANKS, gradients=frozenset(), sample=None) 
         (WEIGHT, "layers.0.attention.qkv.weight", RANKS, frozenset(), ["dp"]),
     ],
 )
-def test_axes_are_told_apart_as_far_as_the_data_tell(phase, tensor, wrong, gradients, axes) -> None:
+def test_axes_are_distinguished_as_far_as_the_data_allow(phase, tensor, wrong, gradients, axes) -> None:
     assert named(PLAN, phase, tensor, wrong, frozenset(gradients)) == axes
 
 

@@ -1,4 +1,4 @@
-"""Divisions by a rank's own number of tokens are told by the numbers, where they are unequal."""
+"""Divisions by a rank's own number of tokens are found by the numbers, where they are unequal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What summaries tell beyond a distance: terms whose sum was not taken, and values that are all off by one number."""
+"""What summaries show beyond a distance: terms whose sum was not taken, and values that are all off by one number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def looked_at(right: np.ndarray, *copies: np.ndarray) -> Relation:
     return explained_by_summaries(relate(expected, held[0].summary), expected, held[0].summary, held[0], held, 1e-5)
 
 
-def test_terms_that_were_not_added_are_told_from_all_of_them() -> None:
+def test_terms_that_were_not_added_are_found_from_all_of_them() -> None:
     first, second = RIGHT * np.float32(0.25) + 1, RIGHT * np.float32(0.75) - 1
     found = looked_at(RIGHT, first, second, second)
     assert (found.kind, found.words) == (
@@ -39,7 +39,7 @@ def test_terms_that_were_not_added_are_told_from_all_of_them() -> None:
     assert looked_at(RIGHT, first, first).kind == "other values"
 
 
-def test_a_shift_of_few_elements_is_told_with_the_logarithm_that_it_may_be() -> None:
+def test_a_shift_of_few_elements_is_reported_with_the_logarithm_that_it_may_be() -> None:
     assert looked_at(RIGHT, RIGHT + np.float32(math.log(3))).words == (
         "the right values plus 1.09861 everywhere, which is log(3)"
     )

@@ -1,4 +1,4 @@
-"""A wrong sum is told by its parts: every rank, sequence or leaf that is missing, doubled or scaled is named."""
+"""A wrong sum is explained by its parts: every rank, sequence or leaf that is missing, doubled or scaled is named."""
 
 from __future__ import annotations
 

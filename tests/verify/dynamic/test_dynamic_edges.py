@@ -1,5 +1,5 @@
 """Pipelines at the edge of what schedules are made for: fewer microbatches than ranks, stages without a layer,
-vees of two ranks; with messages beside the products, together, and one by one in the row's order. No bit
+vees of two ranks; with messages during the products, together, and one by one in the row's order. No bit
 differs from one device."""
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_a_stage_that_stays_in_eval_mode_is_found() -> None:
     assert verdict.located
 
 
-def test_a_held_out_activation_is_told_like_one_of_training() -> None:
+def test_a_held_out_activation_is_reported_like_one_of_training() -> None:
     plan, key = tiny(tp=3), Key(0, HELD_OUT, "layers.0.mlp", 2)
     difference = Difference(
         key, "differs", (1,), Values(1, 8, 2, (0, 0), 1.0, 2.0), Relation("doubled", "twice", 1.0, 1.0)

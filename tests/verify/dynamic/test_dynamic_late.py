@@ -1,4 +1,4 @@
-"""Weights that come together beside the next forward (`overlap_param_gather`) are proved as they run: nobody
+"""Weights that are gathered during the next forward (`overlap_param_gather`) are proved as they run: nobody
 waits for an observer."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor-parallel collectives beside products: the same bits, the same operations, and really at the same time."""
+"""Tensor-parallel collectives during products: the same bits, the same operations, and really at the same time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ SP = {"sequence_parallel": True}
     ],
     on_push=2,
 )
-def test_no_bit_differs_with_collectives_beside_products(plan: Plan) -> None:
+def test_no_bit_differs_with_collectives_during_products(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=2)
     assert proof.changes == () and proof.findings == () and proof.report["bits_different"] == 0
 
@@ -113,7 +113,7 @@ def test_every_action_records_what_it_would_without_overlap(mode: str) -> None:
 
 
 def backward_of_one_layer(transport, plan):
-    """Each product of the backward waits for the collective that is to run beside it."""
+    """Each product of the backward waits for the collective that is to overlap with it."""
     tp = transport.group("tp", "tp", range(2))
     context = LayerContext(plan, tp=tp, numerics=make_numerics(plan), recorder=transport.recorder)
     layer = ColumnParallelLinear(context, "layers.0.mlp.up")
@@ -135,7 +135,7 @@ def backward_of_one_layer(transport, plan):
 
     def beside(work, event):
         def run(*arguments):
-            assert event.wait(10), "nothing runs beside this product"
+            assert event.wait(10), "nothing overlaps with this product"
             return work(*arguments)
 
         return run
@@ -151,7 +151,7 @@ def backward_of_one_layer(transport, plan):
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_input_and_input_gradient_travel_beside_the_two_products(mode: str) -> None:
+def test_input_and_input_gradient_are_exchanged_during_the_two_products(mode: str) -> None:
     assert run_threads(MemoryWorld(2, timeout_s=60), backward_of_one_layer, tiny(Layout(tp=2, **SP), mode=mode)) == [
         True,
         True,

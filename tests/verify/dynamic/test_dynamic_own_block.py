@@ -148,7 +148,7 @@ def test_no_bit_of_an_own_block_differs(plan: Plan, block: type[nn.Module]) -> N
     assert proof.report["tensors_compared"] > 50
 
 
-def test_an_own_block_travels_to_the_ranks_of_gloo_and_is_another_model_than_ours() -> None:
+def test_an_own_block_is_sent_to_the_ranks_of_gloo_and_is_another_model_than_ours() -> None:
     own, ours = prove(tiny(Layout(tp=2)), block=Plain, steps=1), prove(tiny(Layout(tp=2)), transport="memory", steps=1)
     assert own.ok and own.report["losses"] != ours.report["losses"]
 

@@ -174,7 +174,7 @@ def test_between_steps_and_after_an_evaluation_only_parts_of_the_weights_are_lef
     )
 
 
-def test_zero_3_with_gradients_reduced_beside_every_backward_is_within_the_bounds_over_gloo() -> None:
+def test_zero_3_with_gradients_reduced_during_every_backward_is_within_the_bounds_over_gloo() -> None:
     plan = tiny(dp=2, zero=3, active=1, bucket_bytes=30_000, overlap=True, schedule="ZBH1")
     proof = prove(replace(plan, numerics=Numerics("fast")), steps=2)
     assert proof.ok and proof.report["fast"]["tensors"] > 100

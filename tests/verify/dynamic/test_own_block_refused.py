@@ -14,7 +14,7 @@ from shardproof.verify.mutations.plans import EXPERTS, tiny
 
 
 class Sound(nn.Module):
-    """What a block may have beside its context's layers: buffers, which nobody trains."""
+    """What a block may have besides its context's layers: buffers, which nobody trains."""
 
     def __init__(self, context, layer):
         super().__init__()
@@ -172,7 +172,7 @@ def test_training_and_assertions_refuse_it_over_processes_too() -> None:
             start()
 
 
-def test_all_problems_of_a_block_are_told_together() -> None:
+def test_all_problems_of_a_block_are_reported_together() -> None:
     with pytest.raises(PlanError) as caught:
         prove(tiny(), block=ListedAndScaled, transport="memory", steps=1)
     assert len(caught.value.problems) == 2

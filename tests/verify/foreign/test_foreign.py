@@ -41,7 +41,7 @@ FOLDERS = (EXAMPLES, EXAMPLES / "megatron_7452")
 
 
 def unsynchronised(module: Any) -> None:
-    """FSDP2 was told to keep gradients for itself, as between microbatches, and not to exchange them again."""
+    """FSDP2 was asked to keep gradients for itself, as between microbatches, and not to exchange them again."""
     whole = module.fully_shard
 
     def fully_shard(*args: Any, **kwargs: Any) -> Any:
@@ -439,7 +439,7 @@ def test_a_recorder_says_what_to_do_about_wrong_input(tmp_path):
         model(torch.zeros(1, 3))
 
 
-def test_tensors_of_one_side_are_told(tmp_path):
+def test_tensors_of_one_side_are_reported(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(2, 3)
@@ -478,7 +478,7 @@ def test_tensors_of_one_side_are_told(tmp_path):
         ((1.37, 1, 1, 1), "None"),
     ],
 )
-def test_what_a_norm_counts_is_told_by_squares(counts, words):
+def test_what_a_norm_counts_is_found_by_squares(counts, words):
     """Both ranks hold parameter a, rank 1 holds c, and each has a part of b of two layers."""
     first, second = ((0, 1),), ((1, 2),)
     parts = {

@@ -157,7 +157,7 @@ def test_a_second_run_with_the_right_bits_leaves_no_rank_to_blame(tmp_path: Path
     )
 
 
-def test_ranks_that_hold_a_tensor_alike_may_cut_it_otherwise_among_their_copies():
+def test_ranks_that_hold_copies_of_a_tensor_may_cut_it_otherwise_among_their_copies():
     thirds, halves = [((0, 4),), ((4, 8),), ((8, 12),)], [((0, 6),), ((6, 12),)]
     assert sorted(map(sorted, _covers(sorted(thirds + halves)))) == [sorted(thirds), sorted(halves)]
     shared = [((0, 3),), ((3, 8),), ((8, 12),)]

@@ -134,7 +134,7 @@ def test_recomputation_comes_before_gradients_and_the_last_layer_first() -> None
     ]
 
 
-def test_gathered_weights_are_told_by_those_of_one_device_in_the_format_of_layers(tmp_path: Path) -> None:
+def test_gathered_weights_are_judged_by_those_of_one_device_in_the_format_of_layers(tmp_path: Path) -> None:
     key, captured = Key(1, GATHERED, NORM), frozenset(Key(step, WEIGHT, NORM) for step in (-1, 0))
     one = LedgerWriter(0, SHAPES, captured, tmp_path)
     for step in (-1, 0):

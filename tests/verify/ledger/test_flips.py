@@ -1,4 +1,5 @@
-"""Flipped bits are told from rounding: by values in the bits of their format, by two digests down to the element."""
+"""Flipped bits are distinguished from rounding: by values in the bits of their format, by two digests down to the
+element."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def by_digests(right: np.ndarray, wrong: np.ndarray, dtype: str = "fp32") -> Rel
     return with_flip(relate(expected, found), expected, found, right.shape, full_region(right.shape), dtype)
 
 
-@pytest.mark.parametrize("told", [by_values, by_digests])
+@pytest.mark.parametrize("reported", [by_values, by_digests])
 @given(row=st.integers(0, 39), column=st.integers(0, 49), bit=st.integers(0, 31))
 def test_one_flipped_bit_is_named_with_its_element(
     reported: Callable[..., Relation], row: int, column: int, bit: int

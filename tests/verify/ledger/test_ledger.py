@@ -89,7 +89,7 @@ def test_both_moments_are_tensors_and_scalars_keep_their_value() -> None:
     assert [key.tensor for key in run.pieces if key.phase == OPTIMIZER] == ["w.exp_avg", "w.exp_avg_sq"]
 
 
-def test_tensors_kept_in_one_file_are_told_apart(tmp_path: Path) -> None:
+def test_tensors_kept_in_one_file_are_distinguished(tmp_path: Path) -> None:
     first, second, number = (
         np.arange(6, dtype=np.float32).reshape(2, 3).T,
         np.ones(0, np.float32),

@@ -62,7 +62,7 @@ def test_ranks_that_wait_for_each_other_where_branches_join_are_found() -> None:
     assert {finding.rule for finding in found} == {HALTS} and any("2RECV_B0" in finding.where for finding in found)
 
 
-def test_the_first_divergence_is_told_by_module_and_rank() -> None:
+def test_the_first_divergence_is_reported_by_module_and_rank() -> None:
     key = Key(1, ACTIVATION, "last.layers.0.output", 3)
     values = Values(1, 8, 2, (0, 0), 1.0, 2.0)
     difference = Difference(key, "differs", (6,), values, Relation("doubled", "the right values times 2", 1.0, 1.0))

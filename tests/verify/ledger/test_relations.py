@@ -108,7 +108,7 @@ def test_a_tensor_that_went_through_bf16_is_called_so() -> None:
     assert found.kind == "order only" and found.words.startswith("rounded to bf16")
 
 
-def test_a_constant_is_told_by_its_values_where_its_signed_sums_cancel() -> None:
+def test_a_constant_is_found_by_its_values_where_its_signed_sums_cancel() -> None:
     tenth, one = (np.full(16, value, np.float32) for value in (0.1, 1.0))
     found = by_values(tenth, one, Evidence(others={summarize(one).digest: "head.losses"}))
     assert (found.kind, found.words) == ("scaled", "the right values times 10")

@@ -1,4 +1,4 @@
-"""Summaries add up over any cut, and tell scaled, permuted and slightly different tensors apart."""
+"""Summaries add up over any cut, and distinguish scaled, permuted and slightly different tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_matrix_that_lies_by_columns_has_the_summary_of_its_copy(
     assert equal(summarize(by_columns, shape, region), summarize(np.ascontiguousarray(by_columns), shape, region))
 
 
-def test_the_same_values_in_other_places_are_alike() -> None:
+def test_the_same_values_in_other_places_have_one_digest() -> None:
     one, turned = summarize(values(60, 50)), summarize(np.ascontiguousarray(values(60, 50)[::-1]))
     assert one.value_digest == turned.value_digest and one.digest != turned.digest
     assert summarize(2 * values(60, 50)).value_digest != one.value_digest

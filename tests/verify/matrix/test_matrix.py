@@ -118,7 +118,7 @@ def test_a_step_that_is_not_clipped_fails() -> None:
     assert outcome.tensors_different == 0 and not outcome.ok and "not clipped" in outcome.line
 
 
-def test_the_list_tells_layouts_coverage_and_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_reports_layouts_coverage_and_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--only", "schedule=DualPipe", "--only", "tp=2"]) == 0
     text = capsys.readouterr().out
     assert "DualPipe" in text and "Layouts with each value:" in text and "pairs need more than 16 ranks" in text

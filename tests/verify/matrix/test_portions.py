@@ -47,7 +47,7 @@ def test_every_value_of_an_axis_with_kinds_has_one_kind() -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 8))
-def test_parts_are_disjoint_together_whole_and_cost_alike(number: int) -> None:
+def test_parts_are_disjoint_together_whole_and_cost_the_same(number: int) -> None:
     rows = covering().rows
     parts = [chosen_rows(rows, part=Part(i, number)) for i in range(1, number + 1)]
     assert sorted(rows.index(row) for part in parts for row in part) == list(range(len(rows)))

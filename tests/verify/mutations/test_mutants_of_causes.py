@@ -1,5 +1,5 @@
 """Mutants of the backend whose first cause is easily misnamed: each is placed, classed, and
-told in the words that help."""
+named in the words that help."""
 
 from __future__ import annotations
 

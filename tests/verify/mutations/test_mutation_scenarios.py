@@ -71,7 +71,7 @@ class Noted(Patches):
         super().replace(owner, name, make)
 
 
-def test_what_mutants_replace_is_there_and_comes_back_and_they_travel_to_ranks() -> None:
+def test_what_mutants_replace_is_there_and_comes_back_and_they_are_sent_to_ranks() -> None:
     for each in MUTANTS:
         wraps_rank = pickle.loads(pickle.dumps((Broken(each.breaks), each.scenario)))[0]
         with Noted() as patches:

@@ -206,7 +206,7 @@ def breaks_of(plan: Plan) -> list[Breaks]:
 
 def is_where_it_broke(breaks: Breaks, fault: Fault, first: Difference) -> bool:
     """Whether the first difference is the tensor that a fault changes first, on its rank: among others that hold parts
-    of it, which are told apart when values are looked at."""
+    of it, which are distinguished when values are looked at."""
     if breaks is swaps_the_data_of_two_ranks:
         return (first.key.phase, first.key.tensor) == (ACTIVATION, "embedding.output")
     if breaks is skips_a_microbatch:

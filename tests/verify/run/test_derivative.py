@@ -1,4 +1,4 @@
-"""Gradients that both sides of a proof have wrong alike: each is held to that of formulas, part by part, with routing
+"""Gradients that both sides of a proof have wrong: each is held to that of formulas, part by part, with routing
 as the run chose it."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_draws_by_their_definition_are_those_of_the_backend() -> None:
     assert ((draws.dropout_factor(*drawn, many, 0.3) > 0) == kept.numpy()).all()
 
 
-# Both sides alike
+# Both sides
 
 
 def scales(patches: Patches, *, name: str, factor: float, part: str | None = None) -> None:
@@ -275,7 +275,7 @@ def test_so_small_a_factor_is_found(dtype: str, factor: float) -> None:
 MANY = {**SMALL, "num_experts": 32, "experts_per_token": 1, "expert_ffn_hidden_size": 8}
 
 
-def test_experts_without_tokens_are_told_and_have_no_gradient() -> None:
+def test_experts_without_tokens_are_reported_and_have_no_gradient() -> None:
     plan = small(model=MANY)
     reported = checked(plan).report["derivative"]
     name = f"{EXPERTS_OF_1}.down.weight"
@@ -298,7 +298,7 @@ def test_experts_without_tokens_are_told_and_have_no_gradient() -> None:
     assert "the loss changes by 0" in found[0].what
 
 
-def test_biases_of_keys_without_rotary_positions_are_told_as_rounding_alone() -> None:
+def test_biases_of_keys_without_rotary_positions_are_reported_as_rounding_alone() -> None:
     reported = checked(small(model=BIASES)).report["derivative"]
     assert reported["untested"] == [f"layers.{layer}.attention.qkv.bias of keys" for layer in range(2)]
     assert checked(small(model={**SMALL, "qkv_bias": True})).report["derivative"]["untested"] == []

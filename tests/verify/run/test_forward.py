@@ -95,7 +95,7 @@ def test_a_right_forward_has_no_finding(name: str) -> None:
     assert findings(RIGHT[name]) == []
 
 
-# Both sides alike
+# Both sides
 
 
 def forgets_the_scale(patches: Patches) -> None:

@@ -1,4 +1,4 @@
-"""The one device of a proof is checked itself: a mistake that both sides make is found under its name, and
+"""The single device of a proof is checked itself: a mistake that both sides make is found under its name, and
 right runs have no finding.
 
 The formulas of an update are held against what is computed by hand; runs are those of the real backend,
@@ -97,7 +97,7 @@ def test_skipped_steps_of_fp16_change_no_weight_and_do_not_count() -> None:
     assert found.findings == () and 0 < found.report["norms"] < STEPS
 
 
-# Both sides alike
+# Both sides
 
 
 def takes_the_larger(patches: Patches) -> None:

@@ -201,7 +201,7 @@ def captured(plan: Plan, steps: int) -> frozenset[Key]:
 
 
 def fast_values(plan: Plan, folder: Path, steps: int) -> list[Values]:
-    """What a right run in fast numerics computes of gradients, beside exact ones."""
+    """What a right run in fast numerics computes of gradients, and exact ones."""
     exact, keys = one_device(replace(plan, numerics=replace(plan.numerics, mode="exact"))), captured(plan, steps)
     for name in ("one", "many"):
         (folder / name).mkdir()
@@ -212,7 +212,7 @@ def fast_values(plan: Plan, folder: Path, steps: int) -> list[Values]:
 
 
 def is_rounding(group: str) -> bool:
-    """A bias of keys changes all scores of a query alike: without rotary positions its gradient is zero, with
+    """A bias of keys changes all scores of a query equally: without rotary positions its gradient is zero, with
     them it is nearly so."""
     return group.endswith("qkv.bias (keys)")
 

@@ -149,14 +149,14 @@ def test_verdict_is_that_of_the_transitive_closure(name: str, data: st.DataObjec
 
 @pytest.mark.parametrize("pp", [2, 3, 5, 6])
 def test_1f1b_needs_p_minus_rank_slots_for_activations_and_outputs(pp: int) -> None:
-    """Its forward i + p - r follows its backward i, whose gradient tells that output i has arrived."""
+    """Its forward i + p - r follows its backward i, whose gradient shows that output i has arrived."""
     view = View(lower(build("1F1B", pp=pp, num_microbatches=3 * pp)))
     expected = tuple(pp - rank for rank in range(pp))
     assert least_rings(view, "activations") == expected
     assert least_rings(view, "outputs") == expected
 
 
-def test_gpipe_keeps_every_output_since_nothing_tells_that_it_has_left() -> None:
+def test_gpipe_keeps_every_output_since_nothing_shows_that_it_has_left() -> None:
     view = View(lower(build("GPipe", pp=3, num_microbatches=7)))
     assert least_rings(view, "outputs") == (7, 7, 7)
 

@@ -1,4 +1,4 @@
-"""Facts beside a schedule: the TOML file, the CLI options, and the rules about layers and message formats."""
+"""Facts of a schedule: the TOML file, the CLI options, and the rules about layers and message formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The symbolic proof of what routers tell each other in REDUCE_GRAD and STEP: a collective that is missing, doubled or
+"""The symbolic proof of what routers send each other in REDUCE_GRAD and STEP: a collective that is missing, doubled or
 over another axis is found, and said where."""
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def missing_weight_gradient(view: View) -> Iterator[Violation]:
 
 
 def doubled_gradient(view: View) -> Iterator[Violation]:
-    """B beside I or W: a gradient counted twice."""
+    """B as well as I or W: a gradient counted twice."""
     split = np.maximum(view.first(Kind.I), view.first(Kind.W))
     doubled = (view.first(Kind.B) != NONE) & (split != NONE)
     for index in np.sort(split[doubled]):

@@ -2,7 +2,7 @@
 
 - *rendezvous* (gloo): a send ends when its receive does;
 - *buffered* (MPI's buffered mode): a send ends at once;
-- *stream-ordered* (NCCL): sends and receives of one direction on a rank are one in-order queue beside the compute; a
+- *stream-ordered* (NCCL): sends and receives of one direction on a rank are one in-order queue next to the compute; a
   send waits for its payload and its receive, compute waits for its messages.
 
 The rules run the lists *blocking, in order* with the first two meanings. A list that ends with blocking rendezvous ends
@@ -27,7 +27,7 @@ def receive_cycle(view: View) -> Iterator[Violation]:
     """The first circle of ranks of which each waits in a receive, with sends that end at once."""
     if view.blocking.cycle and (blocked := run_blocking(view.schedule, view.hops, buffered=True)).cycle:
         streams = (
-            "Only messages in streams beside the compute (NCCL) get"
+            "Only messages in streams next to the compute (NCCL) get"
             if runs_stream_ordered(view)
             else "No kind of send gets"
         )
@@ -53,7 +53,7 @@ def send_meanings(view: View) -> dict[str, bool]:
 
 
 def runs_stream_ordered(view: View) -> bool:
-    """Whether the lists end with one in-order queue of messages per rank and direction beside each rank's compute."""
+    """Whether the lists end with one in-order queue of messages per rank and direction next to each rank's compute."""
     kind, num_ranks, nothing = view.schedule.actions.kind, view.schedule.num_ranks, len(view.schedule)
     is_compute = np.isin(kind, [int(each) for each in COMPUTE])
     forward, backward = (kind == Kind.SEND_F) | (kind == Kind.RECV_F), (kind == Kind.SEND_B) | (kind == Kind.RECV_B)
