@@ -31,8 +31,8 @@ def test_making_the_page_again_gives_the_same_bytes(gallery, tmp_path):
         if not (DOCS / name).exists() or (DOCS / name).read_bytes() != content
     ]
     assert stale == [], "run python docs/make_schedules.py"
-    kept = {path.relative_to(DOCS) for path in (DOCS / "pictures").glob("schedule-*.svg")}
-    assert kept == made.keys() - {Path("schedules.md")}, "pictures of schedules that are no longer in the catalog"
+    retained = {path.relative_to(DOCS) for path in (DOCS / "pictures").glob("schedule-*.svg")}
+    assert retained == made.keys() - {Path("schedules.md")}, "pictures of schedules that are no longer in the catalog"
 
 
 def test_every_picture_is_below_60_kilobytes():

@@ -144,10 +144,10 @@ def unused_names(model: ModelSpec, names: set[str]) -> list[str]:
     Left out are buffers of old files (frequencies, masks), the output head of a tied model, which is its token table,
     multi-token prediction that the model leaves out, and its copies of table and head.
     """
-    return sorted(name for name in names if not _is_spare(model, name))
+    return sorted(name for name in names if not _is_redundant(model, name))
 
 
-def _is_spare(model: ModelSpec, name: str) -> bool:
+def _is_redundant(model: ModelSpec, name: str) -> bool:
     bare = name.removeprefix("model.").removeprefix("transformer.")
     if bare.endswith(("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")):
         return True

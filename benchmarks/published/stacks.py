@@ -183,7 +183,7 @@ STACKS: Mapping[str, Stack] = {
         "megatron-2021",
         "Megatron-LM of 2020, which knows no accumulation (megatron/training.py at v1.0, train_step); --DDP-impl "
         "torch, which reduces "
-        "beside the backward, in its README's commands",
+        "during the backward, in its README's commands",
         {"recompute": "full", "batch.num_microbatches": 1},
         data_parallel={"overlap_grad_reduce": True},
     ),

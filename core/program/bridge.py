@@ -196,7 +196,7 @@ class BridgeMessage:
     """What one rank has of one of its microbatches for one microbatch of another rank. Boxes count samples
     inside the microbatches.
 
-    `sample` is the first sample in the batch: ranks that send and receive parcels one after the other, in the order of
+    `sample` is the first sample in the batch: ranks that send and receive messages one after the other, in the order of
     `sample`, cannot wait for each other in a circle.
     """
 

@@ -64,12 +64,12 @@ def _device_shares(cluster: ClusterSpec, cards: np.ndarray) -> np.ndarray:
 
 def _apply_rails(cluster: ClusterSpec, group: int, left: np.ndarray, leaf: np.ndarray) -> None:
     """Ranks of a group of nodes on their rails; what failed ones carried goes over the others."""
-    spare = np.count_nonzero(left) / len(left)
+    free = np.count_nonzero(left) / len(left)
     for rank in range(cluster.num_devices):
         node, device = divmod(rank, cluster.devices_per_node)
         if leaf_of(cluster, node) == group:
             share = left[card_of(cluster, device) if cluster.rails else 0]
-            leaf[rank] = (share or 1.0) * spare
+            leaf[rank] = (share or 1.0) * free
 
 
 class LinkShares:

@@ -71,7 +71,7 @@ RECOMPUTE: Mapping[str, Recompute] = {
 """Modes of recomputation; of `modules` those that a problem's model has."""
 
 MESSAGES: Mapping[str, tuple[bool | None, bool | None]] = {
-    "beside": (None, None),
+    "overlapped": (None, None),
     "together": (False, None),
     "in order": (False, False),
 }

@@ -96,7 +96,7 @@ def label(row: Row) -> str:
     words += ["uneven"] if row.get("split") == "uneven" and row["dp"] != 1 else []
     words += [f"recompute {row['recompute']}"] if row.get("recompute", "none") != "none" else []
     words += ["overlap"] if row["overlap"] == "tp" else []
-    words += [f"messages {row['messages']}"] if row.get("messages", "beside") != "beside" else []
+    words += [f"messages {row['messages']}"] if row.get("messages", "overlapped") != "overlapped" else []
     words += [f"zero{row['zero']}"] if row.get("zero", 0) != 0 else []
     words += ["hybrid"] if row.get("shard") == "some" and row["dp"] != 1 and row.get("zero", 0) != 0 else []
     words += (

@@ -136,7 +136,7 @@ def read_with_torch(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     return state
 
 
-def assert_ends_alike(path: Path, plan: Plan, state: dict[str, Tensor]) -> None:
+def assert_same_end(path: Path, plan: Plan, state: dict[str, Tensor]) -> None:
     """A checkpoint has the bits that an undisturbed run ends with, nothing less and nothing more."""
     saved = read_with_torch(path, shapes_of(plan))
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
@@ -217,7 +217,7 @@ def test_a_run_resumed_under_another_layout_has_every_bit_of_an_undisturbed_one(
     assert found is not None and found.saved == Saved(path_of(tmp_path, SAVED), SAVED) and found.changes == ()
     after = train(second, resume=found.saved.path)
     assert numbers(before) + numbers(after) == numbers(steps)
-    assert_ends_alike(path_of(tmp_path, STEPS), second, state)
+    assert_same_end(path_of(tmp_path, STEPS), second, state)
     assert len({step.loss_scale for step in steps}) == (2 if second.precision.dtype == "fp16" else 1)
 
 
@@ -240,7 +240,7 @@ def test_a_run_resumed_without_the_moments_would_be_seen(undisturbed, tmp_path):
     without_format(path_of(tmp_path, SAVED))
     train(plan, resume=path_of(tmp_path, SAVED))
     with pytest.raises(AssertionError):
-        assert_ends_alike(path_of(tmp_path, STEPS), plan, undisturbed(plan)[1])
+        assert_same_end(path_of(tmp_path, STEPS), plan, undisturbed(plan)[1])
 
 
 def test_what_the_state_file_says_needs_no_torch_to_read(tmp_path):
@@ -466,7 +466,7 @@ def test_a_rank_that_dies_while_it_saves_ends_the_job_and_processes_go_on_from_t
     steps, state = undisturbed(other)
     assert result.losses == tuple(step.loss for step in steps[1:]) and (result.first_step, result.steps) == (1, 2)
     assert [saved.steps for saved in saved_in(tmp_path)] == [1, 2, 3] and not list(tmp_path.glob("*.partial"))
-    assert_ends_alike(path_of(tmp_path, STEPS), other, state)
+    assert_same_end(path_of(tmp_path, STEPS), other, state)
 
 
 def test_the_command_line_resumes_and_names_the_checkpoint(tmp_path, capsys):

@@ -22,5 +22,5 @@ def test_boxes_are_a_run_of_elements_in_order(shape):
 @pytest.mark.parametrize(("copies", "cp"), [(1, 1), (5, 1), (6, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("elements", [3, 10, 101])
 def test_copies_keep_every_element_once(elements, copies, cp):
-    kept = [range(*owned_interval(elements, copies, cp, copy)) for copy in range(copies)]
-    assert sorted(element for part in kept for element in part) == list(range(elements))
+    retained = [range(*owned_interval(elements, copies, cp, copy)) for copy in range(copies)]
+    assert sorted(element for part in retained for element in part) == list(range(elements))

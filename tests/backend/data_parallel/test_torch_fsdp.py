@@ -40,10 +40,10 @@ def trained(transport, plan):
     evaluated = rank.evaluate()
     rank.refresh()
     gathered = sum(shard.storage.untyped_storage().nbytes() for shard in rank.shards)
-    kept = sum(piece.tensor.nbytes for stage in rank.data_parallel.values() for piece in stage.pieces)
+    retained = sum(piece.tensor.nbytes for stage in rank.data_parallel.values() for piece in stage.pieces)
     with rank.whole_masters():
         weights = {shard.parameter.name: (shard.slices, shard.tensor.clone()) for shard in rank.shards}
-    return [(step.loss, step.grad_norm) for step in steps], evaluated, weights, kept, gathered
+    return [(step.loss, step.grad_norm) for step in steps], evaluated, weights, retained, gathered
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,16 @@ def test_fully_shard_trains_as_one_device_does_and_keeps_parts_only(plan, one):
     ((losses, evaluated, weights, total, _),) = run_ranks(trained, one, world_size=1, transport="memory")
     preload(*libraries_of(plan, saves=False))
     ranks = run_ranks(trained, plan, world_size=plan.layout.world_size, transport="gloo")
-    for own_losses, own_evaluated, own_weights, kept, gathered in ranks:
+    for own_losses, own_evaluated, own_weights, retained, gathered in ranks:
         assert torch.allclose(torch.tensor(own_losses), torch.tensor(losses), rtol=1e-5)
         assert own_evaluated == pytest.approx(evaluated, rel=1e-5)
         for name, (slices, weight) in own_weights.items():
             torch.testing.assert_close(weight, weights[name][1][slices], rtol=1e-3, atol=1e-4)
-        assert kept < 1.4 / plan.layout.dp * total and gathered == 0
+        assert retained < 1.4 / plan.layout.dp * total and gathered == 0
     by_tp = plan.layout.tp
-    assert sum(kept for *_, kept, _ in ranks[::by_tp]) == sum(weight.nbytes for _, weight in ranks[0][2].values())
+    assert sum(retained for *_, retained, _ in ranks[::by_tp]) == sum(
+        weight.nbytes for _, weight in ranks[0][2].values()
+    )
 
 
 def test_every_tensor_of_its_steps_is_within_the_bounds_of_fast_numerics():

@@ -111,13 +111,13 @@ def listening_job(transport, payload):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    kept, os.environ["GLOO_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"], interface
+    retained, os.environ["GLOO_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"], interface
     try:
         with torchrun_transport(timeout_s=30) as own:
             own.group("world", "dp", (0, 1)).barrier()
             return listens([os.getpid()])
     finally:
-        os.environ["GLOO_SOCKET_IFNAME"] = kept
+        os.environ["GLOO_SOCKET_IFNAME"] = retained
 
 
 @pytest.mark.skipif(OTHER == "lo", reason="this machine has only loopback")

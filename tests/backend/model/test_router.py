@@ -282,14 +282,14 @@ def test_the_auxiliary_loss_of_one_sequence_is_that_of_transformers_divided_by_t
 # Capacity
 
 
-def plain_kept(experts: Tensor, weights: Tensor, room: int) -> Tensor:
+def plain_retained(experts: Tensor, weights: Tensor, room: int) -> Tensor:
     """Which choices of one sequence [s, K] stay, expert by expert."""
-    kept = torch.zeros_like(experts, dtype=torch.bool)
+    retained = torch.zeros_like(experts, dtype=torch.bool)
     for expert in set(experts.flatten().tolist()):
         wanting = [(-float(weights[t, k]), t, k) for t, k in (experts == expert).nonzero().tolist()]
         for _, token, slot in sorted(wanting)[:room]:
-            kept[token, slot] = True
-    return kept
+            retained[token, slot] = True
+    return retained
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.3])
@@ -297,16 +297,16 @@ def plain_kept(experts: Tensor, weights: Tensor, room: int) -> Tensor:
 def test_an_expert_keeps_the_largest_weights_of_each_sequence_up_to_its_capacity(model, factor):
     (free,), (limited,) = route(plan_of(model)), route(plan_of(replace(model, expert_capacity_factor=factor)))
     room = math.ceil(SEQUENCE * model.experts_per_token / model.num_experts * factor)
-    kept = torch.stack([plain_kept(*of, room) for of in zip(free.experts, free.weights, strict=True)])
-    assert 0 < int((~kept).sum()) < kept.numel()
-    assert torch.equal(limited.experts, torch.where(kept, free.experts, DROPPED))
-    assert torch.equal(limited.weights, torch.where(kept, free.weights, 0.0))
+    retained = torch.stack([plain_retained(*of, room) for of in zip(free.experts, free.weights, strict=True)])
+    assert 0 < int((~retained).sum()) < retained.numel()
+    assert torch.equal(limited.experts, torch.where(retained, free.experts, DROPPED))
+    assert torch.equal(limited.weights, torch.where(retained, free.weights, 0.0))
 
 
 def test_of_equal_weights_the_earliest_tokens_stay():
     inputs = problem(SOFTMAX)
-    alike = replace(inputs, x=inputs.x[:, :1].expand(-1, SEQUENCE, -1).contiguous())
-    (routed,) = route(plan_of(replace(SOFTMAX, expert_capacity_factor=1.0)), given=alike)
+    equal = replace(inputs, x=inputs.x[:, :1].expand(-1, SEQUENCE, -1).contiguous())
+    (routed,) = route(plan_of(replace(SOFTMAX, expert_capacity_factor=1.0)), given=equal)
     room = math.ceil(SEQUENCE * 2 / 8)
     assert bool((routed.experts[:, :room] != DROPPED).all()) and bool((routed.experts[:, room:] == DROPPED).all())
 

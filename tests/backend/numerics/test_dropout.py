@@ -23,7 +23,7 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Optimizer, Plan, Train
 
 
-def kept_in_python(seed: int, operation: str, step: int, index: int, probability: float) -> bool:
+def mask_in_python(seed: int, operation: str, step: int, index: int, probability: float) -> bool:
     mask = 2**64 - 1
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{operation}:{step}".encode(), digest_size=8).digest(), "little")
     z = (index * 0x9E3779B97F4A7C15 + key) & mask
@@ -37,7 +37,7 @@ def test_masks_are_splitmix64_of_the_index(first):
     index = torch.arange(first, first + 200)
     mask = dropout_mask(7, "layers.0.mlp", 3, index, 0.3)
     assert mask.dtype == torch.float32 and set(mask.tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
-    assert (mask > 0).tolist() == [kept_in_python(7, "layers.0.mlp", 3, i, 0.3) for i in index.tolist()]
+    assert (mask > 0).tolist() == [mask_in_python(7, "layers.0.mlp", 3, i, 0.3) for i in index.tolist()]
 
 
 def test_the_share_that_is_dropped_and_the_independence_of_names_and_steps():
@@ -101,12 +101,12 @@ def losses(transport, plan: Plan) -> list[float]:
 
 def test_dropout_is_repeated_for_a_step_changes_from_step_to_step_and_spares_held_out_losses():
     plan = replace(plan_of(), train=Train(learning_rate=1e-12), optimizer=Optimizer(weight_decay=0.0))
-    kept = replace(plan, model=replace(plan.model, hidden_dropout=0.0, attention_dropout=0.0))
-    ((first, again, second, held_out), (kept_first, *_, kept_held_out)) = (
-        run_threads(MemoryWorld(1, timeout_s=60), losses, each)[0] for each in (plan, kept)
+    retained = replace(plan, model=replace(plan.model, hidden_dropout=0.0, attention_dropout=0.0))
+    ((first, again, second, held_out), (first_mask, *_, held_out_mask)) = (
+        run_threads(MemoryWorld(1, timeout_s=60), losses, each)[0] for each in (plan, retained)
     )
-    assert again == pytest.approx(first, rel=1e-6) and held_out == pytest.approx(kept_held_out, rel=1e-6)
-    assert abs(second - first) > 1e-4 and abs(kept_first - first) > 1e-4
+    assert again == pytest.approx(first, rel=1e-6) and held_out == pytest.approx(held_out_mask, rel=1e-6)
+    assert abs(second - first) > 1e-4 and abs(first_mask - first) > 1e-4
 
 
 def test_attention_with_dropout_is_torchs_with_the_same_mask():

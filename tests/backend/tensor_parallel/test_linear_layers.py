@@ -200,7 +200,7 @@ def test_no_bit_depends_on_the_cut(name: str, dtype: str) -> None:
             assert torch.equal(many[tensor], value), (tp, sequence_parallel, tensor)
 
 
-def kept_by_a_forward(transport, frozen):
+def saved_by_a_forward(transport, frozen):
     plan = plan_of("fast", 1, False)
     context = LayerContext(
         plan, tp=SoloGroup("tp", 0, transport.recorder), numerics=make_numerics(plan), recorder=transport.recorder
@@ -213,10 +213,10 @@ def kept_by_a_forward(transport, frozen):
 
 
 def test_a_frozen_layer_keeps_no_input_and_has_no_gradient() -> None:
-    ((kept, frozen),) = run_threads(MemoryWorld(1), kept_by_a_forward, True)
-    assert (kept, frozen) == (0, {f"{UP}.weight", f"{UP}.bias"})
-    ((kept, frozen),) = run_threads(MemoryWorld(1), kept_by_a_forward, False)
-    assert (kept, frozen) == (1, set())
+    ((retained, frozen),) = run_threads(MemoryWorld(1), saved_by_a_forward, True)
+    assert (retained, frozen) == (0, {f"{UP}.weight", f"{UP}.bias"})
+    ((retained, frozen),) = run_threads(MemoryWorld(1), saved_by_a_forward, False)
+    assert (retained, frozen) == (1, set())
 
 
 @pytest.mark.parametrize("tp", [2, 3])

@@ -103,7 +103,7 @@ def test_a_layer_keeps_what_the_memory_model_says(model: str, layout: Layout, ch
 def test_a_distributed_input_is_kept_in_equal_parts(tp: int) -> None:
     """Two samples of 24 tokens and 48 features of 4 bytes, less the parts of the others."""
     model, distributed = "tiny-gpt-6h" if tp == 3 else "tiny-gpt", Recompute("full", distribute=True)
-    kept = {}
+    retained = {}
     for recompute in (MODES["full"], distributed):
         held = {
             num_layers: run_threads(
@@ -111,10 +111,10 @@ def test_a_distributed_input_is_kept_in_equal_parts(tp: int) -> None:
             )
             for num_layers in (2, 3)
         }
-        kept[recompute] = [three - two for two, three in zip(held[2], held[3], strict=True)]
-    whole = kept[MODES["full"]][0]
+        retained[recompute] = [three - two for two, three in zip(held[2], held[3], strict=True)]
+    whole = retained[MODES["full"]][0]
     assert whole == 4 * 2 * 24 * model_preset(model).hidden_size
-    assert sum(kept[distributed]) == whole and set(kept[distributed]) == {whole // tp}
+    assert sum(retained[distributed]) == whole and set(retained[distributed]) == {whole // tp}
     tensors = LayerTensors(plan := plan_of(model, 2, distributed, Layout(tp=tp)), memory_profile(plan))
     nodes = full_recompute(layer_nodes(tensors, moe=False), tensors.hidden, tensors.retained_input)
     assert sum(node.retained_bytes for node in nodes) == whole // tp
@@ -135,11 +135,11 @@ def test_weights_after_two_steps_are_those_of_kept_activations_bit_for_bit(mode:
         plan = replace(plan_of("tiny-llama", 4, recompute, layout), numerics=Numerics(mode), batch=Batch(4, 2, 24))
         plan = replace(plan, schedule=ScheduleChoice("ZBH1") if name == "full" else plan.schedule)
         weights[name] = run_threads(MemoryWorld(4, timeout_s=60), trained, plan)
-    kept = replace(
+    retained = replace(
         plan_of("tiny-llama", 4, Recompute(), Layout(tp=2, pp=2)), numerics=Numerics(mode), batch=Batch(4, 2, 24)
     )
     for name, recompute in (("none-without-sp", Recompute()), ("distributed", Recompute("full", distribute=True))):
-        weights[name] = run_threads(MemoryWorld(4, timeout_s=60), trained, replace(kept, recompute=recompute))
+        weights[name] = run_threads(MemoryWorld(4, timeout_s=60), trained, replace(retained, recompute=recompute))
     assert_equal(weights.pop("distributed"), weights.pop("none-without-sp"), "distributed")
     for name, ranks in weights.items():
         assert_equal(ranks, weights["none"], name)

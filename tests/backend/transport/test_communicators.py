@@ -114,17 +114,17 @@ def cycles_job(transport, path):
     """Meshes that are made, used and closed over one store, while somebody keeps everything of every one."""
     layout, schedule = Layout(pp=2), lower(build("1F1B", pp=2, num_microbatches=2))
     store, here = dist.FileStore(path, transport.world_size), transport.global_rank
-    kept, counts = [], [held()]
+    retained, counts = [], [held()]
     for cycle in range(NUM_CYCLES):
         with ProcessGroupTransport(store, here, layout.world_size) as own:
             mesh = Mesh(own, layout, schedule)
             (total,) = set(mesh.model.all_reduce(torch.tensor([float(here + cycle)]), "sum").tolist())
             assert total == 1 + 2 * cycle
             during = held()
-        kept.append((own, mesh))
+        retained.append((own, mesh))
         counts.append(held())
     errors = []
-    own, mesh = kept[0]
+    own, mesh = retained[0]
     for call in (
         lambda: mesh.model.all_gather(torch.zeros(1)),
         lambda: mesh.channel(*mesh.links[0]).send(torch.zeros(1)),

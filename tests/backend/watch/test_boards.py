@@ -28,8 +28,8 @@ def test_a_board_with_a_name_is_never_made_where_something_is_nor_through_a_link
 
 
 def test_a_board_of_another_size_or_kind_is_refused(tmp_path):
-    kept = Board.create(tmp_path / "board", 2)
-    assert (tmp_path / "board").stat().st_mode & 0o777 == 0o600 and kept.lanes(1) == ()
+    retained = Board.create(tmp_path / "board", 2)
+    assert (tmp_path / "board").stat().st_mode & 0o777 == 0o600 and retained.lanes(1) == ()
     with pytest.raises(OSError, match="no board of 3 ranks of this user"):
         Board.open(tmp_path / "board", 3)
     os.mkfifo(tmp_path / "pipe")

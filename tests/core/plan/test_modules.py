@@ -249,7 +249,7 @@ def test_the_rows_of_a_module_are_those_of_the_whole() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 2), st.integers(5, 11))
-def test_parcels_bring_every_sample_once_from_the_microbatch_that_has_it(
+def test_messages_bring_every_sample_once_from_the_microbatch_that_has_it(
     here: int, there: int, micro: int, num_microbatches: int
 ) -> None:
     text = EXAMPLE.replace("global = 6", f"global = {num_microbatches * micro}").replace(

@@ -131,9 +131,9 @@ def test_a_list_of_layers_that_is_none_is_refused(recompute, said):
 def test_distributed_inputs_are_gathered_once_a_layer_and_nothing_else_is_sent_more(tp):
     """Two samples of 32 tokens, 64 wide, in bf16: each rank sends its part, 1/tp of 8192 bytes,
     to the tp - 1 others."""
-    kept, spread = (plan_of(DENSE, Recompute("full", distribute=spread), tp=tp) for spread in (False, True))
-    assert operations(kept, Kind.F, 0) == operations(spread, Kind.F, 0)
-    more = Counter(operations(spread, Kind.I, 0)) - Counter(operations(kept, Kind.I, 0))
+    retained, spread = (plan_of(DENSE, Recompute("full", distribute=spread), tp=tp) for spread in (False, True))
+    assert operations(retained, Kind.F, 0) == operations(spread, Kind.F, 0)
+    more = Counter(operations(spread, Kind.I, 0)) - Counter(operations(retained, Kind.I, 0))
     gathers = [Collective(f"layers.{layer}", "all_gather", "tp", tp, 8192 // tp * (tp - 1)) for layer in range(6)]
     assert more == Counter(gathers if tp > 1 else [])
 

@@ -283,14 +283,14 @@ def test_replicas_list_their_reductions_in_one_order_as_soon_as_both_are_ready()
 def test_replicas_of_a_list_with_messages_reduce_at_its_end_by_stage() -> None:
     """Its messages may have any order, which a reduction between them could tie into a circle."""
     lowered = lower(Schedule.from_csv("0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1\n"))
-    kept = [
+    retained = [
         [str(action) for action in actions if action.kind not in (Kind.REDUCE_GRAD, Kind.STEP)]
         for actions in lowered.rows()
     ]
-    with_messages = Schedule.from_csv("\n".join(",".join(cells) for cells in kept))
+    with_messages = Schedule.from_csv("\n".join(",".join(cells) for cells in retained))
     again = lower(with_messages)
     for rank in range(2):
-        assert row(again, rank) == ",".join([*kept[rank], "0REDUCE_GRAD", "1REDUCE_GRAD", "0STEP"])
+        assert row(again, rank) == ",".join([*retained[rank], "0REDUCE_GRAD", "1REDUCE_GRAD", "0STEP"])
     assert errors(again) == []
     assert row(add_reductions(add_steps(with_messages)), 1) == row(again, 1)
 

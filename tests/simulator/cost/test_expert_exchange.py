@@ -72,11 +72,11 @@ def test_experts_cut_over_tensor_parallel_ranks_sort_what_these_have_gathered():
 
 def test_exchanges_during_another_microbatch_leave_what_slows_it_down_and_nothing_else_changes():
     plain = forward_and_backward(Runtime("megatron-te"), Layout(dp=8, ep=8))
-    beside = forward_and_backward(Runtime("megatron-te", ep_comm_overlap=True), Layout(dp=8, ep=8))
-    for before, after in zip(plain, beside, strict=True):
+    meanwhile = forward_and_backward(Runtime("megatron-te", ep_comm_overlap=True), Layout(dp=8, ep=8))
+    for before, after in zip(plain, meanwhile, strict=True):
         assert 0 < after.ep_comm < 0.5 * before.ep_comm
         assert after.compute == before.compute
-    shares = [after.ep_comm / before.ep_comm for before, after in zip(plain, beside, strict=True)]
+    shares = [after.ep_comm / before.ep_comm for before, after in zip(plain, meanwhile, strict=True)]
     assert shares[0] == pytest.approx(shares[1], rel=1e-3)
 
 

@@ -119,13 +119,13 @@ def test_our_own_overlap_hides_the_backward_only_and_distributed_inputs_cost_a_g
     layout = Layout(tp=8, sequence_parallel=True)
     alone, asked = (layer_of(plan(layout, Runtime(tp_comm_overlap=overlap))) for overlap in (False, True))
     assert asked.forward == alone.forward and asked.backward.seconds.tp_comm < alone.backward.seconds.tp_comm
-    kept, spread = (
+    retained, spread = (
         layer_of(plan(Layout(tp=8), Runtime(), recompute=Recompute("full", distribute=spread)))
         for spread in (False, True)
     )
-    assert spread.forward == kept.forward and spread.weight_gradient == kept.weight_gradient
-    assert spread.backward.seconds.total_s > kept.backward.seconds.total_s
-    assert spread.input_gradient.seconds.total_s > kept.input_gradient.seconds.total_s
+    assert spread.forward == retained.forward and spread.weight_gradient == retained.weight_gradient
+    assert spread.backward.seconds.total_s > retained.backward.seconds.total_s
+    assert spread.input_gradient.seconds.total_s > retained.input_gradient.seconds.total_s
 
 
 def test_async_tensor_parallelism_of_torch_hides_the_forward_and_leaves_the_backward():
@@ -379,9 +379,9 @@ def test_plans_of_one_family_share_prices_and_another_stack_does_not():
     one = plan(Layout(tp=8, pp=2), Runtime("megatron-te"))
     shared: dict = {}
     first = Pricing(one, shared=shared).seconds(Kind.F, 0)
-    kept = {key: dict(value) for key, value in shared.items()}
+    retained = {key: dict(value) for key, value in shared.items()}
     assert Pricing(replace(one, schedule=ScheduleChoice("GPipe")), shared=shared).seconds(Kind.F, 0) is first
-    assert {key: dict(value) for key, value in shared.items()} == kept
+    assert {key: dict(value) for key, value in shared.items()} == retained
     assert Pricing(replace(one, runtime=Runtime("torchtitan"))).seconds(Kind.F, 0) != first
 
 

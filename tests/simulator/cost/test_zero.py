@@ -84,7 +84,7 @@ def test_a_block_of_more_than_400_million_parameters_is_gathered_and_reduced_alo
 
 
 @pytest.mark.parametrize(
-    ("crossing", "beside", "hidden", "longer"),
+    ("crossing", "covering", "hidden", "longer"),
     [
         (2.0, 10.0, 0.0, 0.0),
         (2.0, 10.0, 5.0, 0.5),  # half of the exchanges meet weights, and take twice as long as alone
@@ -93,8 +93,10 @@ def test_a_block_of_more_than_400_million_parameters_is_gathered_and_reduced_alo
         (2.0, 10.0, 20.0, 12.0),
     ],
 )
-def test_exchanges_between_nodes_share_cards_with_the_weights_that_are_sent_meanwhile(crossing, beside, hidden, longer):
-    assert shared_card_s(crossing, beside, hidden) == pytest.approx(longer)
+def test_exchanges_between_nodes_share_cards_with_the_weights_that_are_sent_meanwhile(
+    crossing, covering, hidden, longer
+):
+    assert shared_card_s(crossing, covering, hidden) == pytest.approx(longer)
 
 
 def test_experts_in_one_node_share_no_cards_with_gathered_weights():

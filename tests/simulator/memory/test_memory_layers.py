@@ -103,11 +103,11 @@ def test_full_recomputation_keeps_inputs_and_peaks_with_one_layer_whole():
 
 
 def test_only_the_first_layers_of_a_stage_are_recomputed_where_a_limit_is_given():
-    kept = [
+    retained = [
         rank_memories(chosen, schedule_for(chosen))[0].activations_bytes
         for chosen in (plan(), plan(Recompute("full", num_layers=1)))
     ]
-    assert kept[0] - kept[1] == layer_activation_bytes(plan()) - HIDDEN
+    assert retained[0] - retained[1] == layer_activation_bytes(plan()) - HIDDEN
 
 
 def test_experts_are_cut_over_expert_parallelism_and_their_optimizer_over_expert_copies():

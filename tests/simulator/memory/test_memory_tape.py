@@ -71,10 +71,10 @@ def test_equal_tapes_in_a_row_are_a_tape_added_to_itself(nodes: list[Node], coun
 
 @given(TAPES.filter(bool))
 def test_a_recomputed_layer_keeps_its_input_and_peaks_with_everything_and_its_output(nodes: list[Node]) -> None:
-    whole, kept = tape_memory(nodes), min(1, nodes[0].saved_bytes)
-    again = tape_memory(full_recompute(tuple(nodes), kept))
-    assert again.retained_bytes == kept
-    assert again.backward_bytes == whole.backward_bytes + kept
+    whole, retained = tape_memory(nodes), min(1, nodes[0].saved_bytes)
+    again = tape_memory(full_recompute(tuple(nodes), retained))
+    assert again.retained_bytes == retained
+    assert again.backward_bytes == whole.backward_bytes + retained
 
 
 def test_a_recomputed_module_comes_back_for_its_own_backward_only() -> None:

@@ -62,8 +62,8 @@ def patterns(plan: Plan, dp_rank: int) -> list[object]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.degrees} {layout.order}")
 def test_replicas_are_placed_equally_exactly_where_their_groups_do(layout):
     plan = plan_of(layout)
-    alike = all(patterns(plan, dp_rank) == patterns(plan, 0) for dp_rank in range(layout.dp))
-    assert replicas_placed_equally(plan) is alike
+    equal = all(patterns(plan, dp_rank) == patterns(plan, 0) for dp_rank in range(layout.dp))
+    assert replicas_placed_equally(plan) is equal
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.degrees} {layout.order}")

@@ -87,8 +87,8 @@ def seconds(recompute: Recompute | None = None, **more) -> float:
 
 
 def test_recomputation_by_operations_costs_more_with_the_attention_core():
-    kept, repeated = (Recompute("selective", modules=modules) for modules in (("norm",), ("core_attn",)))
-    assert seconds() < seconds(kept) < seconds(repeated) < seconds(Recompute("full"))
+    retained, repeated = (Recompute("selective", modules=modules) for modules in (("norm",), ("core_attn",)))
+    assert seconds() < seconds(retained) < seconds(repeated) < seconds(Recompute("full"))
 
 
 def test_repeating_a_layer_stops_before_its_last_product_since_torch_2_1():
@@ -101,10 +101,10 @@ def test_repeating_a_layer_stops_before_its_last_product_since_torch_2_1():
 
 
 def test_a_core_that_is_repeated_leaves_its_result():
-    kept, repeated = (
+    retained, repeated = (
         layer_activation_bytes(plan(Recompute("selective", modules=modules))) for modules in (("norm",), ("core_attn",))
     )
-    assert kept - repeated == 8192 * (4096 * 2 + 4 * 32)
+    assert retained - repeated == 8192 * (4096 * 2 + 4 * 32)
 
 
 def test_gathered_tokens_are_kept_for_the_weight_gradient_in_torchtitan_only():

@@ -18,7 +18,7 @@ from shardproof.verify.matrix.matrix import prove_plan
 from shardproof.verify.run.references import References
 
 REFERENCES = References(most=8)
-BESIDE, TOGETHER, IN_ORDER = Runtime(), Runtime(p2p_overlap=False), Runtime(p2p_overlap=False, p2p_batched=False)
+OVERLAPPED, TOGETHER, IN_ORDER = Runtime(), Runtime(p2p_overlap=False), Runtime(p2p_overlap=False, p2p_batched=False)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Edge:
     pp: int
     samples: int
     stages: str
-    runtime: Runtime = BESIDE
+    runtime: Runtime = OVERLAPPED
     dp: int = 1
     zero: int = 0
     tied: bool = False
@@ -61,7 +61,7 @@ class Edge:
         )
 
     def __str__(self) -> str:
-        way = {BESIDE: "beside", TOGETHER: "together", IN_ORDER: "in-order"}[self.runtime]
+        way = {OVERLAPPED: "overlapped", TOGETHER: "together", IN_ORDER: "in-order"}[self.runtime]
         more = f" dp{self.dp} zero{self.zero}" if self.dp > 1 else ""
         return f"{self.schedule} p{self.pp} m{self.samples} {self.stages} {way}{more}{' tied' if self.tied else ''}"
 
@@ -70,14 +70,14 @@ EDGES = (
     Edge("1F1B", 5, 2, "Et|t|||L", IN_ORDER, tied=True),
     Edge("1F1B", 3, 2, "E||ttL", TOGETHER, dp=2, zero=1),
     Edge("GPipe", 3, 2, "Et||tL", TOGETHER, dp=2),
-    Edge("Interleaved1F1B", 3, 2, "E|t||t||L", BESIDE),
+    Edge("Interleaved1F1B", 3, 2, "E|t||t||L", OVERLAPPED),
     Edge("LoopedBFS", 2, 1, "E|t|t|L", TOGETHER),
-    Edge("InterleavedZeroBubble", 3, 2, "E|t||t||L", BESIDE),
+    Edge("InterleavedZeroBubble", 3, 2, "E|t||t||L", OVERLAPPED),
     Edge("ZBH1", 4, 1, "Et|||tL", IN_ORDER),
-    Edge("ZBH2", 3, 2, "Et||tL", BESIDE, dp=2, zero=1),
+    Edge("ZBH2", 3, 2, "Et||tL", OVERLAPPED, dp=2, zero=1),
     Edge("ZBAuto", 4, 2, "E|t|t|L", TOGETHER),
     Edge("ZBVZeroBubble", 2, 1, "E|tt||L", IN_ORDER, tied=True),
-    Edge("ZBVZeroBubble", 2, 3, "Et|||tL", BESIDE),
+    Edge("ZBVZeroBubble", 2, 3, "Et|||tL", OVERLAPPED),
     Edge("VHalf", 3, 2, "E||t|t||L", IN_ORDER),
     Edge("VMin", 2, 3, "Et||t|L", IN_ORDER),
     Edge("DualPipe", 2, 4, "Ett|L", IN_ORDER),
@@ -89,7 +89,7 @@ EDGES = (
 
 def test_every_schedule_of_the_catalog_is_here() -> None:
     assert {edge.schedule for edge in EDGES} == set(CATALOG)
-    assert all(sum(edge.runtime == way for edge in EDGES) >= 4 for way in (BESIDE, TOGETHER, IN_ORDER))
+    assert all(sum(edge.runtime == way for edge in EDGES) >= 4 for way in (OVERLAPPED, TOGETHER, IN_ORDER))
 
 
 @sampled("edge", EDGES, ids=str, on_push=9)

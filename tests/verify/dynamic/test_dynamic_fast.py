@@ -98,8 +98,8 @@ def ledger(values: dict[Key, np.ndarray], folder: Any, rank: int = 0) -> RunLedg
     """Captured tensors, whole on one rank."""
     pieces = {}
     for key, array in values.items():
-        kept = store_values(folder / f"{rank}.values", array)
-        pieces[key] = (Piece(rank, array.shape, full_region(array.shape), summarize(array), kept),)
+        retained = store_values(folder / f"{rank}.values", array)
+        pieces[key] = (Piece(rank, array.shape, full_region(array.shape), summarize(array), retained),)
     return RunLedger(pieces)
 
 

@@ -133,7 +133,7 @@ def backward_of_one_layer(transport, plan):
 
         return run
 
-    def beside(work, event):
+    def meanwhile(work, event):
         def run(*arguments):
             assert event.wait(10), "nothing overlaps with this product"
             return work(*arguments)
@@ -145,7 +145,7 @@ def backward_of_one_layer(transport, plan):
     with context.running(Microbatch(0, 0, tokens, tokens)):
         y = layer(x)
     layer.gather, layer.finish_contract = after(gather, gathered), after(finish, summed)
-    layer.partial_contract, layer.weight_gradient = beside(product, gathered), beside(gradient, summed)
+    layer.partial_contract, layer.weight_gradient = meanwhile(product, gathered), meanwhile(gradient, summed)
     torch.autograd.backward(y, torch.ones_like(y))
     return gathered.is_set() and summed.is_set()
 

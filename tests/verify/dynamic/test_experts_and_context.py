@@ -27,14 +27,14 @@ from shardproof.verify.schedule.facts import Facts
 from shardproof.verify.schedule.plan_facts import gradient_axes, message_formats, plan_calls
 from shardproof.verify.symbolic.symbolic import SCOPE_RULE, prove
 
-KEPT = Recompute()
+RETAINED = Recompute()
 
 
 def plan_of(
     model: str = "tiny-moe",
     schedule: str = "1F1B",
     *,
-    recompute: Recompute | None = KEPT,
+    recompute: Recompute | None = RETAINED,
     shard=None,
     mode="fast",
     **degrees,

@@ -95,6 +95,6 @@ def test_tensors_kept_in_one_file_are_distinguished(tmp_path: Path) -> None:
         np.ones(0, np.float32),
         np.asarray(2.5, np.float32),
     )
-    kept = [store_values(tmp_path / "values", each) for each in (first, second, number)]
-    for each, values in zip(kept, (first, second, number), strict=True):
+    retained = [store_values(tmp_path / "values", each) for each in (first, second, number)]
+    for each, values in zip(retained, (first, second, number), strict=True):
         assert each.load().shape == values.shape and np.array_equal(each.load(), values)

@@ -120,8 +120,8 @@ def test_draws_by_their_definition_are_those_of_the_backend() -> None:
     places, drawn = torch.from_numpy(index), (1234, "layers.1.mlp", 3)
     assert draws.uniform(*drawn, index).tolist() == uniform(*drawn, places).tolist()
     many = np.arange(1000)
-    kept = dropout_mask(*drawn, torch.from_numpy(many), 0.3) > 0
-    assert ((draws.dropout_factor(*drawn, many, 0.3) > 0) == kept.numpy()).all()
+    retained = dropout_mask(*drawn, torch.from_numpy(many), 0.3) > 0
+    assert ((draws.dropout_factor(*drawn, many, 0.3) > 0) == retained.numpy()).all()
 
 
 # Both sides

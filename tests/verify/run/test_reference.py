@@ -155,9 +155,9 @@ def _undivided(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.
     return [gradient * rank.batches.num_counted for gradient in gradients]
 
 
-def _kept(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    rank.kept = [own + old for own, old in zip(gradients, getattr(rank, "kept", gradients), strict=True)]  # type: ignore[attr-defined]
-    return [each.clone() for each in rank.kept]  # type: ignore[attr-defined]
+def _retained(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    rank.retained = [own + old for own, old in zip(gradients, getattr(rank, "retained", gradients), strict=True)]  # type: ignore[attr-defined]
+    return [each.clone() for each in rank.retained]  # type: ignore[attr-defined]
 
 
 def _without_qkv(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -205,7 +205,7 @@ MISTAKES: dict[str, tuple[Callable[[Patches], None], str, str, str]] = {
         "counts 2 times in what is minimised, and ought to 1 times",
     ),
     "undivided": (partial(_finishes, _undivided), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
-    "step before": (partial(_finishes, _kept), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
+    "step before": (partial(_finishes, _retained), *GRADIENT[:1], GRADIENT[1] + "head.output.weight", "times that"),
     "no gradient": (
         partial(_finishes, _without_qkv),
         *GRADIENT[:1],

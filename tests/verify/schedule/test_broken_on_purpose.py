@@ -126,10 +126,12 @@ def layer_lost(schedule: Schedule) -> Iterator[Broken]:
     holdings = whole(schedule)
     for stage, content in enumerate(holdings.stages):
         for layer in content:
-            kept = tuple(each for each in content if each != layer)
+            retained = tuple(each for each in content if each != layer)
             yield (
                 schedule,
-                Facts(layers=replace(holdings, stages=(*holdings.stages[:stage], kept, *holdings.stages[stage + 1 :]))),
+                Facts(
+                    layers=replace(holdings, stages=(*holdings.stages[:stage], retained, *holdings.stages[stage + 1 :]))
+                ),
             )
 
 

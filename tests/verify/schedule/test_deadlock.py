@@ -82,11 +82,11 @@ def close_to_use(row: list[Action]) -> list[Action]:
     moved = []
     for action in row:
         if action.kind not in SENDS | RECEIVES:
-            beside = neighbours.get(str(action), [])
+            meanwhile = neighbours.get(str(action), [])
             moved += [
-                *(each for each in beside if each.kind in RECEIVES),
+                *(each for each in meanwhile if each.kind in RECEIVES),
                 action,
-                *(each for each in beside if each.kind in SENDS),
+                *(each for each in meanwhile if each.kind in SENDS),
             ]
     return moved
 
